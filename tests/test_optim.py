@@ -1,7 +1,8 @@
 """One optimizer a role: AdamW by hand for two steps, schedules by their numbers, state that goes through tensors."""
 
 import math
-from typing import Any
+import sys
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -139,3 +140,39 @@ def test_schedules(schedule: str, warmup: int, factors: list[float]):
 def test_no_schedule_turns_around():
     for schedule in ("linear", "cosine", "constant"):
         assert 0.0 <= rate_factor(schedule, 1000, num_steps=4, warmup_steps=1) <= 1.0
+
+
+def test_eight_bit_moments_take_a_quarter_and_step_nearly_the_same():
+    """On a tensor large enough to be kept in eight bits; its state goes through tensors and the next step is equal."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(64, 128, generator=generator)
+    gradients = [torch.randn(64, 128, generator=generator) for _ in range(4)]
+
+    def fresh(kind: Literal["adamw", "adamw8bit"]) -> RoleOptimizer:
+        parameters = {"w": nn.Parameter(start.clone()), "b": nn.Parameter(torch.zeros(8))}
+        return RoleOptimizer.make(parameters, learning_rate=0.1, weight_decay=0.0, adam_eps=1e-8, kind=kind)
+
+    def run(role: RoleOptimizer, which: list[torch.Tensor]) -> torch.Tensor:
+        for gradient in which:
+            role.parameters["w"].grad, role.parameters["b"].grad = gradient.clone(), torch.ones(8)
+            role.optimizer.step()
+        return role.parameters["w"].detach().clone()
+
+    whole, small, resumed = fresh("adamw"), fresh("adamw8bit"), fresh("adamw8bit")
+    moved = run(whole, gradients[:3]) - start
+    assert (run(small, gradients[:3]) - start - moved).abs().mean() < 0.02 * moved.abs().mean()
+    assert small.state_bytes() < 0.35 * whole.state_bytes()  # a quarter, and the tables of eight-bit values
+    tensors = {k: v.clone() for k, v in small.state_tensors().items()}
+    with torch.no_grad():
+        for name, parameter in resumed.parameters.items():
+            parameter.copy_(small.parameters[name])
+    resumed.load_state_tensors(tensors)
+    assert torch.equal(run(resumed, gradients[3:]), run(small, gradients[3:]))
+
+
+def test_eight_bit_moments_without_bitsandbytes_are_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim.adamw", None)
+    with pytest.raises(ValueError, match="needs bitsandbytes: pip install"):
+        RoleOptimizer.make(
+            {"w": nn.Parameter(torch.ones(1))}, learning_rate=0.1, weight_decay=0, adam_eps=1e-8, kind="adamw8bit"
+        )

@@ -9,8 +9,9 @@ from torch import Tensor
 from tests.tiny_models import tiny_model
 from tinyrl.models.device import make_accelerator
 from tinyrl.models.loading import load_causal_lm, lora_config, wrap_in_lora
+from tinyrl.models.micro_batches import RowSizes, plan_micro_batches
 from tinyrl.models.roles import Roles
-from tinyrl.models.states import make_batch, plan_micro_batches
+from tinyrl.models.states import make_batch
 from tinyrl.optim import RoleOptimizer
 from tinyrl.stops import GuardStop, OutOfRoom
 from tinyrl.update import Pass, Updater
@@ -38,7 +39,7 @@ def updater(tmp_path: Path) -> Updater:
 
 
 SEQUENCES = [([5, 6, 7], [8, 9, 10]), ([5, 6], [11, 12]), ([7], [8, 9, 10, 11]), ([9, 9], [6])]
-LENGTHS = [len(p) + len(r) for p, r in SEQUENCES]
+LENGTHS = RowSizes.alone([len(p) + len(r) for p, r in SEQUENCES], packed=False)
 
 
 def likelihood(updater: Updater, *, factor: float = 1.0):

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.config import Config
 from tinyrl.data import fingerprint
-from tinyrl.generation.reference import ReferenceEngine
+from tinyrl.generation.choosing import choose_engine
+from tinyrl.generation.engine import SamplingEngine, SamplingSettings
 from tinyrl.models.device import make_accelerator, resolve_dtype
 from tinyrl.models.loading import (
     load_causal_lm,
@@ -73,7 +74,8 @@ class Parts(Base):
     train_prompts: list[PreparedPrompt]
     eval_prompts: list[PreparedPrompt]
     scorer: Scorer
-    engine: ReferenceEngine
+    engine: SamplingEngine
+    engine_reason: str  # why it is that one
     data_fingerprint: str
 
     def close(self) -> None:
@@ -175,13 +177,15 @@ def load_parts(config: Config, *, options: Options, should_stop: Callable[[], No
         model=_reward_model(config, base, options),
         should_stop=should_stop,
     )
+    engine, why = make_engine(config, base, should_stop=should_stop)
     return Parts(
         **vars(base),
         task=task,
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
         scorer=scorer,
-        engine=make_engine(config, base, should_stop=should_stop),
+        engine=engine,
+        engine_reason=why,
         data_fingerprint=fingerprint([p.row for p in train_prompts]),
     )
 
@@ -219,12 +223,11 @@ def load_prompts(config: Config, task: Task, split: str, *, base: Base) -> list[
     )
 
 
-def make_engine(config: Config, base: Base, *, should_stop: Callable[[], None]) -> ReferenceEngine:
+def make_engine(config: Config, base: Base, *, should_stop: Callable[[], None]) -> tuple[SamplingEngine, str]:
+    """The sampling engine of `generation.engine` over the policy's model, and why it is that one."""
     generation = config.generation
     assert generation is not None
-    return ReferenceEngine(
-        base.roles,
-        base.tokenizer,
+    settings = SamplingSettings(
         temperature=generation.temperature,
         max_new_tokens=generation.max_new_tokens,
         stop=generation.stop,
@@ -232,6 +235,15 @@ def make_engine(config: Config, base: Base, *, should_stop: Callable[[], None]) 
         top_k=generation.top_k,
         max_rows=generation.max_rows,
         should_stop=should_stop,
+    )
+    dtype = base.roles.causal.dtype if generation.dtype == "auto" else resolve_dtype(generation.dtype, on_cpu=False)
+    return choose_engine(
+        base.roles,
+        base.tokenizer,
+        settings,
+        wanted=generation.engine,
+        dtype=dtype,
+        longest=generation.max_prompt_tokens + generation.max_new_tokens,
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from tinyrl.assembly import Parts
-from tinyrl.generation.reference import Completion
+from tinyrl.generation.engine import Completion, Request
 from tinyrl.prompts import PreparedPrompt
 from tinyrl.rollout import FINISH_REASONS, Rollout, forward_pass
 from tinyrl.tasks.task import Task
@@ -69,8 +69,6 @@ class _Judged:
     """Completions of one kind (sampled or greedy) with their rewards and verdicts."""
 
     def __init__(self, parts: Parts, prompts: list[PreparedPrompt], samples: int, *, role: Role, greedy: bool) -> None:
-        from tinyrl.generation.reference import Request
-
         self.parts, self.prompts, self.samples, self.greedy = parts, prompts, samples, greedy
         requests = [Request(p.tokens, prompt_index=p.index) for p in prompts]
         groups = parts.engine.sample(

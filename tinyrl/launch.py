@@ -19,7 +19,7 @@ from tinyrl.report.visible_text import visible
 from tinyrl.run import RunDir, create_run, environment
 from tinyrl.session import Session
 from tinyrl.signals import StopFlag
-from tinyrl.startup import check_reference, settle_threads, try_reward
+from tinyrl.startup import check_reference, describe_memory, settle_threads, try_reward
 from tinyrl.stops import Interrupted, Stop
 from tinyrl.tracking import check_trackers
 
@@ -133,13 +133,15 @@ def _open(run: RunDir, trainer: ModuleType, parts: Any, *, flag: StopFlag, notes
 
 
 def _check(parts: Base) -> list[str]:
-    """The reference at step 0 and the reward on a gold answer; returns lines worth showing."""
+    """The reference at step 0 and the reward on a gold answer; returns lines worth showing, the engine's among them."""
     if not isinstance(parts, Parts):
         return []
     check_reference(parts)
     parts.scorer.start()
     warning = try_reward(parts).warning
-    return [f"warning: {warning} (prompt {parts.train_prompts[0].text[:60]!r})"] if warning else []
+    engine = f"sampling engine {parts.engine.name} ({parts.engine_reason})"
+    warnings = [f"warning: {warning} (prompt {parts.train_prompts[0].text[:60]!r})"] if warning else []
+    return [engine, describe_memory(parts), *warnings]
 
 
 def _write_environment(run: RunDir, parts: Base, command: list[str]) -> None:

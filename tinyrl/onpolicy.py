@@ -133,7 +133,7 @@ class Sampler:
         """min(pi_old / pi_sampling, 2) where sampling and training differ (bfloat16, other kernels); None where
         they agree.
         """
-        if self.parts.roles.causal.dtype == torch.float32 and self.parts.accelerator.mixed_precision == "no":
+        if self.parts.engine.exact and self.parts.accelerator.mixed_precision == "no":
             return None
         return (old_logprobs - sampling_logprobs).exp().clamp(max=WEIGHT_CAP).detach()
 

@@ -5,12 +5,15 @@ restore).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 Parameters = dict[str, nn.Parameter]
+OptimizerKind = Literal["adamw", "adamw8bit"]
 
 
 @dataclass
@@ -19,22 +22,28 @@ class RoleOptimizer:
 
     parameters: Parameters
     learning_rate: float
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
 
     @classmethod
     def make(
-        cls, parameters: Parameters, *, learning_rate: float, weight_decay: float, adam_eps: float
+        cls,
+        parameters: Parameters,
+        *,
+        learning_rate: float,
+        weight_decay: float,
+        adam_eps: float,
+        kind: OptimizerKind = "adamw",
     ) -> RoleOptimizer:
         """Weight decay applies to matrices only: decaying a bias or a norm's gain pulls it towards nothing
-        meaningful.
+        meaningful. `adamw8bit` keeps both moments of large tensors in blocks of eight bits (2110.02861): 2 bytes a
+        parameter instead of 8. Raises ValueError where bitsandbytes is missing.
         """
         groups = [
             {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": weight_decay},
             {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=learning_rate, betas=(0.9, 0.999), eps=adam_eps
-        )
+        make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW if kind == "adamw" else _eight_bit_adamw()
+        optimizer = make([g for g in groups if g["params"]], lr=learning_rate, betas=(0.9, 0.999), eps=adam_eps)
         return cls(parameters, learning_rate, optimizer)
 
     def set_rate(self, factor: float) -> None:
@@ -47,9 +56,12 @@ class RoleOptimizer:
         return float(nn.utils.clip_grad_norm_(list(self.parameters.values()), max_norm))
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Adam's state as `<parameter>|<key>` -> tensor."""
+        """Adam's state as `<parameter>|<key>` -> tensor (the step too, which bitsandbytes keeps as a number; its
+        tables of eight-bit values are shared by all parameters, which safetensors refuses, so they are copies).
+        """
         state = self.optimizer.state
-        return {f"{n}|{k}": v for n, p in self.parameters.items() for k, v in state.get(p, {}).items()}
+        found = {f"{n}|{k}": v for n, p in self.parameters.items() for k, v in state.get(p, {}).items()}
+        return {k: v.clone() if "|qmap" in k else torch.as_tensor(v) for k, v in found.items()}
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Put back what `state_tensors` gave; parameters that had no state have none again."""
@@ -63,8 +75,23 @@ class RoleOptimizer:
             if parameter is None:
                 raise ValueError(f"the optimizer's state is for a parameter that is not trained here: {name}")
             self.optimizer.state[parameter] = {
-                f: v.clone() if f == "step" else v.to(parameter.device, copy=True) for f, v in fields.items()
+                f: self._step(v) if f == "step" else v.to(parameter.device, copy=True) for f, v in fields.items()
             }
+
+    def _step(self, count: Tensor) -> Tensor | int:
+        return count.clone() if isinstance(self.optimizer, torch.optim.AdamW) else int(count)
+
+    def state_bytes(self) -> int:
+        """Bytes of Adam's state as it is now."""
+        return sum(v.numel() * v.itemsize for v in self.state_tensors().values())
+
+
+def _eight_bit_adamw() -> Callable[..., torch.optim.Optimizer]:
+    try:
+        from bitsandbytes.optim.adamw import AdamW8bit
+    except ImportError:
+        raise ValueError("optim.optimizer=adamw8bit needs bitsandbytes: pip install 'tinyrl[quantization]'") from None
+    return AdamW8bit
 
 
 def rate_factor(schedule: str, step: int, *, num_steps: int, warmup_steps: int) -> float:

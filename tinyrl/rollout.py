@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from tinyrl.generation.reference import Completion, ReferenceEngine, Request
+from tinyrl.generation.engine import Completion, Request, SamplingEngine
+from tinyrl.models.micro_batches import RowSizes
 from tinyrl.models.roles import Role, Roles
-from tinyrl.models.states import SequenceBatch, make_batch, plan_micro_batches
+from tinyrl.models.states import SequenceBatch
 from tinyrl.prompts import PreparedPrompt
 from tinyrl.rewards.functions import RewardFailure
 from tinyrl.rewards.scorer import Scorer
@@ -72,10 +73,15 @@ class Rollout:
     def response(self, row: int) -> list[int]:
         return self.response_tokens[row, : int(self.response_lengths[row])].tolist()
 
-    def batch(self, rows: Sequence[int], *, device: torch.device) -> SequenceBatch:
+    def sizes(self, roles: Roles) -> RowSizes:
+        """What each sample costs a forward pass of these models."""
+        prompts = [self.prompt_tokens[p] for p in self.prompt_index.tolist()]
+        return RowSizes.of(prompts, self.response_lengths.tolist(), packed=roles.packs)
+
+    def batch(self, rows: Sequence[int], roles: Roles) -> SequenceBatch:
         """The model's input for some samples."""
         prompts = [self.prompt_tokens[int(self.prompt_index[row])] for row in rows]
-        return make_batch(prompts, [self.response(row) for row in rows], device=device)
+        return roles.batch(prompts, [self.response(row) for row in rows])
 
     def take(self, x: Tensor, rows: Sequence[int], *, batch: SequenceBatch) -> Tensor:
         """The rows of a (B,) or (B, T) tensor, cut to the width of their micro-batch, on its device."""
@@ -143,7 +149,7 @@ class Truncation:
 
 def collect_rollout(
     prompts: list[PreparedPrompt],
-    engine: ReferenceEngine,
+    engine: SamplingEngine,
     scorer: Scorer,
     *,
     group_size: int,
@@ -211,19 +217,22 @@ def forward_pass(
 
     Out of memory halves the tokens of a micro-batch and starts the pass over.
     """
+    sizes = rollout.sizes(roles)
     while True:
         outputs: tuple[Tensor, ...] = ()
+        plan = sizes.plan(range(len(rollout)), max_tokens=max_tokens)
         try:
             with torch.no_grad(), roles.acting(role), autocast():
-                for rows in plan_micro_batches(range(len(rollout)), rollout.lengths, max_tokens=max_tokens):
+                for rows in plan:
                     should_stop()
-                    batch = rollout.batch(rows, device=roles.device)
+                    batch = rollout.batch(rows, roles)
                     results = compute(batch)
                     outputs = outputs or tuple(torch.zeros(rollout.response_tokens.shape) for _ in results)
                     for output, result in zip(outputs, results, strict=True):
                         output[torch.as_tensor(rows), : batch.num_columns] = result.float().cpu()
             return outputs
         except torch.OutOfMemoryError:
-            if max_tokens <= max(rollout.lengths):
+            smaller = sizes.smaller(plan)
+            if smaller is None:
                 raise
-            max_tokens //= 2
+            max_tokens = smaller

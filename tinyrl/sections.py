@@ -91,12 +91,13 @@ class GenerationConfig(Section):
     top_k: NonNegative = 0
     allow_truncated_sampling: bool = False
     stop: list[Text] = Field(default_factory=list)
-    engine: Literal["reference"] = "reference"
+    engine: Literal["auto", "fused", "slim", "reference"] = "auto"
     max_rows: Positive | None = None  # rows decoded at a time; None: as many as a step asks for
-    dtype: Literal["auto"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of sampling; auto: the model's
 
 
 class OptimConfig(Section):
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     learning_rate: PositiveFloat | None = None  # LoRA 5e-5, full 1e-6
     critic_learning_rate: PositiveFloat | None = None  # LoRA 1e-4, full 1e-5
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -75,7 +75,11 @@ class Session:
         rates = {"policy": optim.learning_rate, "critic": optim.critic_learning_rate}
         self.optimizers = {
             role: RoleOptimizer.make(
-                p, learning_rate=rates[role] or 0.0, weight_decay=optim.weight_decay, adam_eps=optim.adam_eps
+                p,
+                learning_rate=rates[role] or 0.0,
+                weight_decay=optim.weight_decay,
+                adam_eps=optim.adam_eps,
+                kind=optim.optimizer,
             )
             for role, p in base.roles.parameters.items()
         }

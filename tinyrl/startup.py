@@ -12,6 +12,7 @@ import torch
 from tinyrl.assembly import Base, Parts
 from tinyrl.data import token_ids
 from tinyrl.models.device import calibrate_threads
+from tinyrl.models.memory import bytes_by_role
 from tinyrl.models.states import make_batch
 from tinyrl.prompts import PreparedPrompt
 
@@ -60,6 +61,23 @@ def check_reference(parts: Parts) -> None:
             f"policy and reference differ before the first step (log-probabilities by {gap:.2g}); "
             f"the reference is {kind}"
         )
+
+
+def memory_of_roles(parts: Parts) -> dict[str, int]:
+    """Bytes of weights by role, of the copy that sampling reads, and of the optimizers once they have stepped."""
+    model = parts.scorer.model.model if parts.scorer.model is not None else None
+    trained = sum(p.numel() for role in parts.roles.parameters.values() for p in role.values())
+    per_parameter = 8 if parts.config.optim.optimizer == "adamw" else 2
+    return {
+        **bytes_by_role(parts.roles, reward_model=model),
+        "sampling copy": parts.engine.copy_bytes,
+        "optimizers": trained * per_parameter,
+    }
+
+
+def describe_memory(parts: Parts) -> str:
+    """One line for the log."""
+    return "memory of weights: " + ", ".join(f"{n} {b / 1e6:,.1f} MB" for n, b in memory_of_roles(parts).items() if b)
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from tinyrl.models.micro_batches import RowSizes
 from tinyrl.models.roles import Role, Roles
-from tinyrl.models.states import plan_micro_batches
 from tinyrl.optim import RoleOptimizer
 from tinyrl.stops import GuardStop, OutOfRoom
 
 LossFn = Callable[[list[int]], tuple[Tensor, dict[str, Tensor]]]  # rows of a micro-batch -> (loss, metrics that add up)
-AUTO_TOKENS = {"cpu": 8192, "cuda": 32768}  # where `micro_batch_tokens: auto` starts; out of memory halves it
+AUTO_TOKENS = {"cpu": 1024, "cuda": 32768}  # where `micro_batch_tokens: auto` starts; out of memory halves it
 MOST_SKIPS = 3  # steps in a row without a finite gradient before the run stops
 
 
@@ -52,7 +52,7 @@ class Updater:
     skipped_in_a_row: int = 0
 
     def step(
-        self, rows: Sequence[int], lengths: Sequence[int], *, passes: list[Pass], train: Iterable[str]
+        self, rows: Sequence[int], sizes: RowSizes, *, passes: list[Pass], train: Iterable[str]
     ) -> dict[str, float]:
         """Accumulate the gradient of every pass over `rows` and step the optimizers named in `train`.
 
@@ -60,7 +60,7 @@ class Updater:
         before clipping. Raises GuardStop after three non-finite steps in a row, OutOfRoom when one sequence does
         not fit.
         """
-        metrics = self._accumulate_with_room(rows, lengths, passes)
+        metrics = self._accumulate_with_room(rows, sizes, passes)
         norms = {role: self.optimizers[role].clip(self.max_grad_norm) for role in train}
         bad = [k for k, v in metrics.items() if k.endswith("loss") and not math.isfinite(v)]
         bad += [f"gradient of {role}" for role, norm in norms.items() if not math.isfinite(norm)]
@@ -74,19 +74,17 @@ class Updater:
         names = {"policy": "optim/grad_norm", "critic": "value/grad_norm"}
         return {**metrics, **{names.get(role, f"optim/{role}_grad_norm"): norm for role, norm in norms.items()}}
 
-    def _accumulate_with_room(
-        self, rows: Sequence[int], lengths: Sequence[int], passes: list[Pass]
-    ) -> dict[str, float]:
+    def _accumulate_with_room(self, rows: Sequence[int], sizes: RowSizes, passes: list[Pass]) -> dict[str, float]:
         while True:
             self._zero_grad()
-            plan = plan_micro_batches(rows, lengths, max_tokens=self.micro_batch_tokens)
+            plan = sizes.plan(rows, max_tokens=self.micro_batch_tokens)
             try:
                 return self._accumulate(plan, passes)
             except torch.OutOfMemoryError as error:
-                if len(plan) == len(rows):
-                    raise OutOfRoom(out_of_memory_sentence(max(lengths[r] for r in rows), error)) from error
-                widest = max(len(micro) * max(lengths[r] for r in micro) for micro in plan)
-                self.micro_batch_tokens = max(1, widest // 2)
+                smaller = sizes.smaller(plan)
+                if smaller is None:
+                    raise OutOfRoom(out_of_memory_sentence(max(sizes.lengths[r] for r in rows), error)) from error
+                self.micro_batch_tokens = smaller
             if self.accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
 

@@ -11,29 +11,55 @@ import torch
 from torch import Tensor
 
 from tinyrl.generation import reference
-from tinyrl.generation.reference import Completion, ReferenceEngine, Request
+from tinyrl.generation.engine import Completion, Request, SamplingSettings
+from tinyrl.generation.fused import FusedEngine
+from tinyrl.generation.places import Places
+from tinyrl.generation.reference import ReferenceEngine, SlimEngine
 from tinyrl.models.loading import load_causal_lm, load_tokenizer, lora_config, wrap_in_lora
 from tinyrl.models.roles import Roles
 
 CPU = torch.device("cpu")
 PROMPTS = [[20, 21, 22], [30], list(range(40, 52)), [7, 7, 60, 61, 62]]
+LIKE_LLAMA = ("llama", "qwen2", "qwen3")  # what the fused engine samples from
+ENGINES = ("reference", "slim", "fused")
+Engine = ReferenceEngine | FusedEngine
 
 
-def make_engine(folder: Path, *, lora: bool = False, reference: bool = False, **options: Any) -> ReferenceEngine:
+def make_engine(
+    folder: Path,
+    name: str = "reference",
+    *,
+    lora: bool = False,
+    reference: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Any:
     model = load_causal_lm(str(folder), dtype=torch.float32)
     if lora:
+        torch.manual_seed(0)  # A is drawn: two engines with the same arguments have the same weights
         model = wrap_in_lora(model, lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear"))
-    settings: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 20, "stop": []} | options
-    return ReferenceEngine(Roles(model, device=CPU, reference=reference), load_tokenizer(str(folder)), **settings)
+    settings = SamplingSettings(**({"temperature": 1.0, "max_new_tokens": 20} | options))
+    roles, tokenizer = Roles(model, device=CPU, reference=reference), load_tokenizer(str(folder))
+    if name == "fused":
+        return FusedEngine(roles, tokenizer, settings, dtype=dtype)
+    return {"reference": ReferenceEngine, "slim": SlimEngine}[name](roles, tokenizer, settings)
 
 
 def requests(prompts: list[list[int]] | None = None) -> list[Request]:
     return [Request(prompt, prompt_index=i) for i, prompt in enumerate(prompts or PROMPTS)]
 
 
-def sample(engine: ReferenceEngine, count: int = 3, **options: Any) -> list[list[Completion]]:
+def sample(engine: Engine, count: int = 3, **options: Any) -> list[list[Completion]]:
     prompts = options.pop("prompts", None)
     return engine.sample(requests(prompts), count, **{"seed": 0, "step": 0, **options})
+
+
+def stir(engine: Engine, *, by: float = 0.1) -> None:
+    """Move the policy's weights, so that an adapter that is left out shows."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in engine.roles.parameters["policy"].values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * by)
 
 
 def tokens_of(groups: list[list[Completion]]) -> list[list[list[int]]]:
@@ -49,7 +75,7 @@ def assert_same(ours: list[list[Completion]], theirs: list[list[Completion]]) ->
 
 
 def script(monkeypatch: pytest.MonkeyPatch, texts: list[list[int]]) -> None:
-    """Make every batch say these tokens, row by row (a single batch, never compacted), whatever the model thinks."""
+    """Make every batch say these tokens, row by row (a single batch), whatever the model thinks."""
     monkeypatch.setattr(reference, "COMPACT_BELOW", 0.0)
     step = [0]
 
@@ -59,6 +85,19 @@ def script(monkeypatch: pytest.MonkeyPatch, texts: list[list[int]]) -> None:
         return token, logits.log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
 
     monkeypatch.setattr(reference._Decoding, "_draw", draw)
+
+    def draw_in_places(self: Places, logits: Tensor, where: Tensor) -> None:
+        column = self.count[where]
+        said = [
+            texts[self.sample[p]][min(int(c), len(texts[self.sample[p]]) - 1)]
+            for p, c in zip(where, column, strict=True)
+        ]
+        token = torch.tensor(said)
+        self.tokens[where, column] = self.token[where] = token
+        self.logprobs[where, column] = logits.log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
+        self.count[where] += 1
+
+    monkeypatch.setattr(Places, "_draw", draw_in_places)
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, before: Callable[[Any], None]) -> None:

@@ -8,7 +8,7 @@ import torch
 from tests.generation.sampling import PROMPTS, assert_same, make_engine, requests, sample, tokens_of, watch
 from tests.tiny_models import TinyModels
 from tinyrl.generation import reference
-from tinyrl.generation.reference import Request, join, split
+from tinyrl.generation.engine import Request, join, split
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])

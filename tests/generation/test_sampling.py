@@ -7,25 +7,31 @@ from typing import Any
 import pytest
 import torch
 
-from tests.generation.sampling import CPU, PROMPTS, make_engine, sample, tokens_of
+from tests.generation.sampling import CPU, ENGINES, LIKE_LLAMA, PROMPTS, Engine, make_engine, sample, stir, tokens_of
 from tests.tiny_models import KINDS, TinyModels
-from tinyrl.generation.reference import ReferenceEngine, truncate
+from tinyrl.generation.drawing import truncate
 from tinyrl.models.states import make_batch
 
+EVERY_ENGINE = [
+    (name, kind) for name in ENGINES for kind in KINDS if name != "fused" or kind in LIKE_LLAMA
+]  # that samples from every model it can sample from
 WORDS = ("a", "b", "c", "d", "e")
 
 
-def scored(engine: ReferenceEngine, prompts: list[list[int]], responses: list[list[int]]) -> list[list[float]]:
+def scored(engine: Engine, prompts: list[list[int]], responses: list[list[int]]) -> list[list[float]]:
     """Log-probabilities as a training pass computes them."""
     with torch.no_grad(), engine.roles.acting("policy"):
-        rows, _ = engine.roles.logprobs("policy", make_batch(prompts, responses), temperature=engine.temperature)
+        rows, _ = engine.roles.logprobs(
+            "policy", make_batch(prompts, responses), temperature=engine.settings.temperature
+        )
     return [row[: len(response)].tolist() for row, response in zip(rows, responses, strict=True)]
 
 
+@pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_sampled_shares_are_the_scored_probabilities(tiny: TinyModels, temperature: float):
+def test_sampled_shares_are_the_scored_probabilities(tiny: TinyModels, temperature: float, name: str):
     """Chi-square over every completion of at most two tokens, on a vocabulary of eight; 1 % of seeds would fail."""
-    engine = make_engine(tiny("llama", vocabulary=WORDS), temperature=temperature, max_new_tokens=2)
+    engine = make_engine(tiny("llama", vocabulary=WORDS), name, temperature=temperature, max_new_tokens=2)
     count, eos = 6000, 1
     drawn = Counter(tuple(c.tokens) for c in sample(engine, count, prompts=[[3, 4, 5]], seed=4)[0])
     outcomes = [[eos], *([first, second] for first in range(8) if first != eos for second in range(8))]
@@ -42,10 +48,10 @@ def test_sampled_shares_are_the_scored_probabilities(tiny: TinyModels, temperatu
     assert statistic < freedom * (1 - 2 / (9 * freedom) + 2.326 * math.sqrt(2 / (9 * freedom))) ** 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_is_what_the_library_generates(tiny: TinyModels, kind: str):
+@pytest.mark.parametrize(("name", "kind"), EVERY_ENGINE)
+def test_greedy_is_what_the_library_generates(tiny: TinyModels, name: str, kind: str):
     """Against `generate` on each prompt by itself, so left padding and Gemma-2's window of 8 are in the test too."""
-    engine = make_engine(tiny(kind), max_new_tokens=24)
+    engine = make_engine(tiny(kind), name, max_new_tokens=24)
     ours = sample(engine, 1, greedy=True)
     for prompt, (completion,) in zip(PROMPTS, ours, strict=True):
         out = engine.roles.causal.generate(  # pyright: ignore[reportCallIssue]
@@ -58,9 +64,10 @@ def test_greedy_is_what_the_library_generates(tiny: TinyModels, kind: str):
         assert completion.tokens == out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_recorded_log_probabilities_are_those_of_a_training_pass(tiny: TinyModels, kind: str):
-    engine = make_engine(tiny(kind), temperature=0.8, max_new_tokens=24)
+@pytest.mark.parametrize(("name", "kind"), EVERY_ENGINE)
+def test_recorded_log_probabilities_are_those_of_a_training_pass(tiny: TinyModels, name: str, kind: str):
+    engine = make_engine(tiny(kind), name, lora=True, temperature=0.8, max_new_tokens=24)
+    stir(engine)
     groups = sample(engine, 3)
     responses = [c.tokens for group in groups for c in group]
     expected = scored(engine, [p for p in PROMPTS for _ in range(3)], responses)
@@ -85,8 +92,10 @@ def test_greedy_does_not_depend_on_the_seed_and_samples_do(tiny: TinyModels):
     assert tokens_of(sample(engine, 1, seed=1)) == tokens_of(sample(engine, 1, seed=1))
 
 
-def test_each_role_samples_from_itself(tiny: TinyModels):
-    engine = make_engine(tiny("llama"), lora=True)
+@pytest.mark.parametrize("name", ENGINES)
+def test_each_role_samples_from_itself(tiny: TinyModels, name: str):
+    """And from its weights as they are now: an update between two calls shows."""
+    engine = make_engine(tiny("llama"), name, lora=True)
     base = tokens_of(sample(make_engine(tiny("llama"))))
     assert tokens_of(sample(engine)) == base  # a fresh adapter changes nothing
     with torch.no_grad():
@@ -98,9 +107,16 @@ def test_each_role_samples_from_itself(tiny: TinyModels):
     assert tokens_of(sample(engine, role="reference")) == base
 
 
-def test_sampling_leaves_nothing_that_training_stumbles_over(tiny: TinyModels):
-    engine = make_engine(tiny("llama"), lora=True)
+@pytest.mark.parametrize(("name", "kind"), [p for p in EVERY_ENGINE if p[1] in ("llama", "gpt2")])
+def test_sampling_leaves_nothing_that_training_stumbles_over(tiny: TinyModels, name: str, kind: str):
+    """Gradients flow, and the base has the bits it had: nothing was merged into it and taken out again."""
+    engine = make_engine(tiny(kind), name, lora=True)
+    stir(engine)
+    before = {n: t.clone() for n, t in engine.roles.causal.state_dict().items()}
     sample(engine)
+    after = engine.roles.causal.state_dict()
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    assert before.keys() == after.keys()
     with engine.roles.acting("policy"):
         engine.roles.logprobs("policy", make_batch(PROMPTS, [[3], [4], [5], [6]]), temperature=1.0)[0].sum().backward()
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in engine.roles.parameters["policy"].values())

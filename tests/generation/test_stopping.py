@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.generation.sampling import make_engine, sample, script
+from tests.generation.sampling import assert_same, make_engine, sample, script
 from tests.tiny_models import TinyModels
-from tinyrl.generation.reference import Completion
+from tinyrl.generation.engine import Completion, eos_token_ids
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.models.states import make_batch
 
@@ -24,13 +24,23 @@ def spoken(
     stop: list[str] | None = None,
     max_new_tokens: int = 64,
     folder: Path | None = None,
+    engines: tuple[str, ...] = ("reference", "fused"),
+    look_every: tuple[int, ...] = (1, 4),
 ) -> list[Completion]:
-    """One completion for each text, as if the model had said it (and EOS after that)."""
+    """One completion for each text, as if the model had said it (and EOS after that): the same from every engine, and
+    however often the fused one looks for rows that have ended.
+    """
     folder = folder or tiny("llama")
     tokenizer = load_tokenizer(str(folder))
-    script(monkeypatch, [[*tokenizer(text).input_ids, EOS] for text in texts])
-    engine = make_engine(folder, max_new_tokens=max_new_tokens, stop=stop or [])
-    return [c for group in sample(engine, 1, prompts=[[3, 4]] * len(texts)) for c in group]
+    said = []
+    for name in engines:
+        for every in look_every if name == "fused" else (1,):
+            script(monkeypatch, [[*tokenizer(text).input_ids, EOS] for text in texts])
+            engine = make_engine(folder, name, max_new_tokens=max_new_tokens, stop=stop or [])
+            engine.look_every = every
+            said.append(sample(engine, 1, prompts=[[3, 4]] * len(texts)))
+            assert_same(said[-1], said[0])
+    return [c for group in said[0] for c in group]
 
 
 def test_eos_ends_a_completion_and_stays_in_it(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
@@ -68,8 +78,6 @@ def test_each_of_several_eos_tokens_ends(tiny: TinyModels, tmp_path: Path, pad_i
 def test_a_model_without_a_generation_configuration_ends_at_the_tokenizers_eos(tiny: TinyModels):
     engine = make_engine(tiny("llama"))
     engine.roles.causal.generation_config = None  # pyright: ignore[reportAttributeAccessIssue]
-    from tinyrl.generation.reference import eos_token_ids
-
     assert eos_token_ids(engine.roles, engine.tokenizer) == {EOS}
 
 

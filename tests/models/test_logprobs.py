@@ -111,7 +111,7 @@ def as_float64(states: Tensor, head: Head) -> tuple[Tensor, Head, list[Tensor]]:
 def test_chunked_is_dense(
     monkeypatch: pytest.MonkeyPatch, trainable: bool, bias: bool, softcap: float | None, entropy_grad: bool, chunk: int
 ):
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", {"cpu": chunk})
     states, head, targets = random_case(bias=bias, softcap=softcap, trainable=trainable)
     states64, head64, leaves64 = as_float64(states, head)
     ours = token_logprobs(states, head, targets=targets, temperature=0.7, entropy_grad=entropy_grad)
@@ -177,7 +177,7 @@ class TensorWatch(TorchDispatchMode):
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
 def test_no_logits_outlive_their_chunk(monkeypatch: pytest.MonkeyPatch, trainable: bool):
     num_tokens, vocabulary, hidden, rows = 200, 1000, 4, 8
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", rows * vocabulary)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", {"cpu": rows * vocabulary})
     states = torch.randn(num_tokens, hidden, requires_grad=True)
     head = Head(torch.randn(vocabulary, hidden).requires_grad_(trainable), None, 1.0, 3.0)
     targets = torch.zeros(num_tokens, dtype=torch.long)

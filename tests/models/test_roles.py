@@ -46,10 +46,10 @@ def test_adapters_off_is_the_base(tiny: TinyModels, kind: str):
 @pytest.mark.parametrize("make", [lora_roles, full_roles])
 def test_reference_is_the_policy_at_the_start_and_stays(tiny: TinyModels, make, dtype: torch.dtype):
     roles = make(tiny("llama"), dtype=dtype)
-    start = logprobs(roles, "policy")
-    assert torch.equal(logprobs(roles, "reference"), start)
+    start, reference = logprobs(roles, "policy"), logprobs(roles, "reference")
+    torch.testing.assert_close(reference, start, rtol=0, atol=2e-6)  # a trained head is computed another way
     stir(roles.parameters["policy"])
-    assert torch.equal(logprobs(roles, "reference"), start)
+    assert torch.equal(logprobs(roles, "reference"), reference)
     assert not torch.allclose(logprobs(roles, "policy"), start, atol=1e-3)
 
 

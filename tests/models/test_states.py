@@ -8,8 +8,9 @@ from torch import nn
 
 from tests.tiny_models import TinyModels
 from tinyrl.models.loading import load_causal_lm
+from tinyrl.models.micro_batches import plan_micro_batches
 from tinyrl.models.roles import Roles
-from tinyrl.models.states import make_batch, plan_micro_batches, trunk_of
+from tinyrl.models.states import make_batch, trunk_of
 
 
 def test_layout_of_two_rows():
@@ -21,6 +22,7 @@ def test_layout_of_two_rows():
     assert batch.column.tolist() == [0, 0, 1, 2]
     assert batch.state_index.tolist() == [1, 4, 5, 6]  # the position before each response token, rows of 4
     assert batch.targets.tolist() == [8, 9, 10, 11]
+    assert batch.last_index is not None
     assert batch.last_index.tolist() == [2, 7]
     assert batch.num_columns == 3
 
@@ -28,6 +30,7 @@ def test_layout_of_two_rows():
 def test_rows_without_a_response_and_rows_without_a_prompt():
     batch = make_batch([[5, 6], [7]], [[], [9]])
     assert batch.row.tolist() == [1]
+    assert batch.last_index is not None
     assert batch.last_index.tolist() == [1, 3]
     assert make_batch([[5]], [[]]).num_columns == 0
     with pytest.raises(AssertionError):

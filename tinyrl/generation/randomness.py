@@ -42,18 +42,25 @@ def uniforms(keys: np.ndarray, *, num_tokens: int) -> Tensor:
     return torch.from_numpy((words >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
-def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
-    """Sample one index a row: the smallest j with cumulative probability above u.
+def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
+    """Sample one index a row: the smallest j with cumulative weight above u times the row's total. (R,) int64.
 
-    probs (R, V) float32, not necessarily normalised; u (R,) in [0, 1). Returns (R,) int64. Sums run in two levels
-    (blocks, then inside one block): a single float32 running sum over 150,000 entries is off by several percent of
-    a mean probability.
+    weights (R, V) float32, not necessarily normalised; u (R,) in [0, 1).
     """
-    rows, vocabulary = probs.shape
-    width = max(1, int(vocabulary**0.5))
+    return draw(weights, u)[0]
+
+
+def draw(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """`inverse_cdf`, and the total of each row's weights (R,) float64, which comes with it.
+
+    Sums run in two levels (blocks, then inside one block): a single float32 running sum over 150,000 entries is off
+    by several percent of a mean probability.
+    """
+    rows, vocabulary = weights.shape
+    width = block_width(vocabulary)
     blocks = -(-vocabulary // width)
-    padded = torch.nn.functional.pad(probs, (0, blocks * width - vocabulary)).view(rows, blocks, width)
-    block_cdf = padded.sum(-1, dtype=torch.float64).cumsum(-1)
+    padded = torch.nn.functional.pad(weights, (0, blocks * width - vocabulary)).view(rows, blocks, width)
+    block_cdf = padded.sum(-1).double().cumsum(-1)
     target = u.to(block_cdf.dtype) * block_cdf[:, -1]
     block = torch.searchsorted(block_cdf, target.unsqueeze(-1), right=True).clamp_(max=blocks - 1)
     before = torch.where(block > 0, block_cdf.gather(-1, (block - 1).clamp(min=0)), 0.0)
@@ -63,4 +70,13 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     # Rounding may leave the target at or past the block's end: step back to its last entry that can be drawn.
     last = width - 1 - (inside > 0).flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
     index = (block * width + torch.minimum(index, last)).squeeze(-1)
-    return index.clamp(max=vocabulary - 1)  # only probabilities that are not numbers get this far
+    return index.clamp(max=vocabulary - 1), block_cdf[:, -1]  # only weights that are not numbers get past the end
+
+
+def block_width(vocabulary: int) -> int:
+    """A divisor of the vocabulary near its square root, so that no copy is needed to fill the last block up; the
+    square root where there is none.
+    """
+    root = max(1, round(vocabulary**0.5))
+    near = (w for d in range(root) for w in (root - d, root + d) if root / 4 <= w <= root * 4 and vocabulary % w == 0)
+    return next(near, root)

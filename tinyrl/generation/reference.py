@@ -7,67 +7,44 @@ decoding, and randomness is keyed (see randomness.py), so the same request gives
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from tinyrl.generation.drawing import stop_said_at, truncate
+from tinyrl.generation.engine import (
+    Completion,
+    FinishReason,
+    Request,
+    SampledRole,
+    SamplingSettings,
+    eos_token_ids,
+    join,
+    split,
+)
 from tinyrl.generation.randomness import inverse_cdf, sample_keys, uniforms
+from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.logprobs import head_of
+from tinyrl.models.memory import weight_bytes
 from tinyrl.models.roles import Roles
 from tinyrl.models.states import trunk_of
 
-FinishReason = Literal["eos", "stop", "length"]
 # Rows are dropped when fewer than this share of the batch is still going: copying the cache costs about one token.
 COMPACT_BELOW = 0.8
-
-
-@dataclass(frozen=True)
-class Request:
-    """One prompt to continue. (seed, step, prompt_index, first_sample + i) is the key of its i-th sample."""
-
-    prompt_tokens: list[int]
-    prompt_index: int
-    first_sample: int = 0
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What was sampled: tokens (the EOS included), the log-probability of each at the sampling temperature, why it
-    ended.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    finish_reason: FinishReason
 
 
 class ReferenceEngine:
     """Samples from the policy in place: nothing is copied, so there is nothing to synchronise after an update."""
 
-    exact = True  # in float32 its log-probabilities are those of a training pass, to rounding
+    name = "reference"
 
-    def __init__(
-        self,
-        roles: Roles,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        temperature: float,
-        max_new_tokens: int,
-        stop: list[str],
-        top_p: float = 1.0,
-        top_k: int = 0,
-        max_rows: int | None = None,
-        should_stop: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.roles, self.tokenizer = roles, tokenizer
-        self.temperature, self.max_new_tokens, self.stop = temperature, max_new_tokens, stop
-        self.top_p, self.top_k, self.max_rows = top_p, top_k, max_rows
-        self.should_stop = should_stop
+    def __init__(self, roles: Roles, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings) -> None:
+        self.roles, self.tokenizer, self.settings = roles, tokenizer, settings
+        self.max_rows = settings.max_rows
+        self.exact = roles.causal.dtype == torch.float32
         self.eos = torch.tensor(sorted(eos_token_ids(roles, tokenizer)), dtype=torch.long, device=roles.device)
 
     def sample(
@@ -78,7 +55,7 @@ class ReferenceEngine:
         seed: int,
         step: int,
         greedy: bool = False,
-        role: Literal["policy", "reference", "base"] = "policy",
+        role: SampledRole = "policy",
     ) -> list[list[Completion]]:
         """`samples_per_request` completions for every request, in order.
 
@@ -89,7 +66,7 @@ class ReferenceEngine:
         while True:
             rows = min(self.max_rows or wanted, wanted)
             try:
-                with torch.inference_mode(), self.roles.acting(role) as model:
+                with torch.inference_mode(), self._acting(role) as model:
                     parts = [
                         completions
                         for batch, group in split(requests, samples_per_request, max_rows=rows)
@@ -103,37 +80,31 @@ class ReferenceEngine:
             if self.roles.device.type == "cuda":
                 torch.cuda.empty_cache()
 
+    @property
+    def copy_bytes(self) -> int:
+        """None: it samples from the roles' own weights."""
+        return 0
 
-def split(requests: list[Request], group: int, *, max_rows: int) -> Iterator[tuple[list[Request], int]]:
-    """Batches of at most `max_rows` rows, in order: (requests, samples of each). A group stays together, and shares
-    the prefill of its prompt, unless it is larger than that.
+    def _acting(self, role: SampledRole) -> AbstractContextManager[PreTrainedModel]:
+        return self.roles.acting(role)
+
+
+class SlimEngine(ReferenceEngine):
+    """The same loop over the library's modules, with the role's adapter merged into private copies of the weights for
+    as long as it samples: what models take that the fused engine does not know.
     """
-    if group <= max_rows:
-        together = max_rows // group
-        for start in range(0, len(requests), together):
-            yield requests[start : start + together], group
-        return
-    for request in requests:
-        for start in range(0, group, max_rows):
-            part = replace(request, first_sample=request.first_sample + start)
-            yield [part], min(max_rows, group - start)
 
+    name = "slim"
 
-def join(parts: list[list[Completion]], group: int) -> list[list[Completion]]:
-    """Completions in the order of `split`, in groups again."""
-    flat = [completion for part in parts for completion in part]
-    return [flat[i : i + group] for i in range(0, len(flat), group)]
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of the merged layers, which live for as long as it samples."""
+        policy = self.roles.adapter_parameters(POLICY_ADAPTER)
+        names = {name.partition(".lora_")[0] for name in policy}
+        return weight_bytes(self.roles.causal.get_submodule(name).get_base_layer().weight for name in names)  # pyright: ignore
 
-
-def eos_token_ids(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Every token that ends a completion: the tokenizer's EOS and those of the model's generation config (chat
-    models have several).
-    """
-    generation = getattr(roles.causal, "generation_config", None)
-    listed = getattr(generation, "eos_token_id", None)
-    listed = listed if isinstance(listed, list) else [listed]
-    vocabulary = roles.causal.get_input_embeddings().weight.shape[0]  # pyright: ignore
-    return {i for i in [tokenizer.eos_token_id, *listed] if isinstance(i, int) and i < vocabulary}
+    def _acting(self, role: SampledRole) -> AbstractContextManager[PreTrainedModel]:
+        return self.roles.acting_merged(role)
 
 
 class _Decoding:
@@ -156,24 +127,24 @@ class _Decoding:
         prompts = np.repeat(np.array([r.prompt_index for r in requests]), group)
         samples = np.concatenate([np.arange(group) + r.first_sample for r in requests])
         keys = sample_keys(seed, step, prompts=prompts, samples=samples)
-        self.uniforms = uniforms(keys, num_tokens=engine.max_new_tokens).to(self.device)
-        self.tokens = torch.zeros(self.num_rows, engine.max_new_tokens, dtype=torch.long, device=self.device)
-        self.logprobs = torch.zeros(self.num_rows, engine.max_new_tokens, device=self.device)
-        self.lengths = torch.full((self.num_rows,), engine.max_new_tokens, device=self.device)
+        self.uniforms = uniforms(keys, num_tokens=engine.settings.max_new_tokens).to(self.device)
+        self.tokens = torch.zeros(self.num_rows, engine.settings.max_new_tokens, dtype=torch.long, device=self.device)
+        self.logprobs = torch.zeros(self.num_rows, engine.settings.max_new_tokens, device=self.device)
+        self.lengths = torch.full((self.num_rows,), engine.settings.max_new_tokens, device=self.device)
         self.reasons: list[FinishReason] = ["length"] * self.num_rows
 
     def run(self) -> list[list[Completion]]:
         logits, cache, mask = self._prefill()
         rows = torch.arange(self.num_rows, device=self.device)  # which rows are still in the batch
         alive = torch.ones_like(rows, dtype=torch.bool)  # and which of those are still going
-        for t in range(self.engine.max_new_tokens):
-            self.engine.should_stop()
+        for t in range(self.engine.settings.max_new_tokens):
+            self.engine.settings.should_stop()
             token, logprob = self._draw(logits, self.uniforms[rows, t])
             self.tokens[rows[alive], t] = token[alive]
             self.logprobs[rows[alive], t] = logprob[alive]
             alive = self._still_going(t, rows, alive, token)
             going = int(alive.sum())
-            if going == 0 or t + 1 == self.engine.max_new_tokens:
+            if going == 0 or t + 1 == self.engine.settings.max_new_tokens:
                 break
             if going < COMPACT_BELOW * len(rows):
                 keep = alive.nonzero().squeeze(-1)
@@ -203,7 +174,7 @@ class _Decoding:
         output = self.trunk(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
         )
-        return self.head.logits(output.last_hidden_state[:, -1]) / self.engine.temperature
+        return self.head.logits(output.last_hidden_state[:, -1]) / self.engine.settings.temperature
 
     def _draw(self, logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """One token a row, and its log-probability under the distribution that training scores."""
@@ -212,14 +183,14 @@ class _Decoding:
             token = log_p.argmax(-1)
         else:
             probs = log_p.exp()
-            if self.engine.top_k or self.engine.top_p < 1:
-                probs = truncate(probs, top_k=self.engine.top_k, top_p=self.engine.top_p)
+            if self.engine.settings.top_k or self.engine.settings.top_p < 1:
+                probs = truncate(probs, top_k=self.engine.settings.top_k, top_p=self.engine.settings.top_p)
             token = inverse_cdf(probs, u)
         return token, log_p.gather(-1, token.unsqueeze(-1)).squeeze(-1)
 
     def _still_going(self, t: int, rows: Tensor, alive: Tensor, token: Tensor) -> Tensor:
         alive = self._finish(t, rows, alive, alive & torch.isin(token, self.engine.eos), "eos")
-        if self.engine.stop:
+        if self.engine.settings.stop:
             alive = self._finish(t, rows, alive, alive & self._said_stop(t, rows, alive), "stop")
         return alive
 
@@ -232,27 +203,13 @@ class _Decoding:
 
     def _said_stop(self, t: int, rows: Tensor, alive: Tensor) -> Tensor:
         """Rows whose text now holds a stop string that ends in its last token."""
-        # A token is at least one byte; a few more, because decoding that starts inside a character or a word is off.
-        window = max(len(s.encode()) for s in self.engine.stop) + 8
         said = torch.zeros_like(alive)
         for i in alive.nonzero().squeeze(-1).tolist():
-            tail = self.tokens[rows[i], max(0, t + 1 - window) : t + 1].tolist()
-            text = self.engine.tokenizer.decode(tail)
-            said[i] = any(s in text for s in self.engine.stop)  # pyright: ignore[reportOperatorIssue]
+            tokens = self.tokens[rows[i], : t + 1].tolist()
+            said[i] = stop_said_at(tokens, self.engine.settings.stop, self.engine.tokenizer, look_at=1) is not None
         return said
 
     def _completions(self) -> list[list[Completion]]:
         tokens, logprobs, lengths = self.tokens.tolist(), self.logprobs.tolist(), self.lengths.tolist()
         flat = [Completion(tokens[r][:n], logprobs[r][:n], self.reasons[r]) for r, n in enumerate(lengths)]
         return [flat[i : i + self.group] for i in range(0, self.num_rows, self.group)]
-
-
-def truncate(probs: Tensor, *, top_k: int, top_p: float) -> Tensor:
-    """Zero everything outside the top_k tokens and outside the smallest set whose mass reaches top_p; (R, V) -> (R,
-    V).
-    """
-    ordered, order = probs.sort(-1, descending=True)
-    keep = ordered.cumsum(-1) - ordered < top_p
-    if top_k:
-        keep[:, top_k:] = False
-    return torch.zeros_like(probs).scatter(-1, order, torch.where(keep, ordered, 0.0))

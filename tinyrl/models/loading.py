@@ -13,13 +13,22 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.pytorch_utils import Conv1D
 
 from tinyrl.recipe import did_you_mean
 from tinyrl.starter import starter_path
 
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 POLICY_ADAPTER = "default"  # PEFT's own name for a first adapter: the policy's files then load with plain PEFT
 
 
@@ -71,7 +80,11 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, needs_eos: boo
     """
     resolved = resolve_model_path(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(resolved, trust_remote_code=trust_remote_code)
+        # A folder that names no architecture's tokenizer means its tokenizer.json as it is; beside some architectures
+        # (Qwen2) the library would put the vocabulary into that architecture's own tokenizer all the same.
+        named = get_tokenizer_config(resolved).get("tokenizer_class")
+        kind = PreTrainedTokenizerFast if named in PLAIN_TOKENIZERS else AutoTokenizer
+        tokenizer = kind.from_pretrained(resolved, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(f"cannot load a tokenizer from {path!r}: {first_line(error)}") from error
     if tokenizer.eos_token_id is None and needs_eos:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_ELEMENTS = 1 << 22  # logits in a chunk: 16 MB in float32
+CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}  # logits in a chunk: 16 and 128 MB in float32
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def token_logprobs(
     return _FrozenHead.apply(states, head, targets, temperature, entropy_grad)  # pyright: ignore[reportReturnType]
 
 
-def _chunks(num_tokens: int, vocabulary: int) -> list[slice]:
-    size = max(1, CHUNK_ELEMENTS // vocabulary)
+def _chunks(num_tokens: int, vocabulary: int, *, device: torch.device) -> list[slice]:
+    size = max(1, CHUNK_ELEMENTS[device.type] // vocabulary)
     return [slice(i, min(i + size, num_tokens)) for i in range(0, num_tokens, size)]
 
 
@@ -94,7 +94,7 @@ def _recomputed(
     states: Tensor, head: Head, targets: Tensor, temperature: float, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
     parts = []
-    for chunk in _chunks(len(states), head.weight.shape[0]):
+    for chunk in _chunks(len(states), head.weight.shape[0], device=states.device):
         logprobs, entropy = checkpoint(
             dense_logprobs,
             states[chunk],
@@ -124,7 +124,7 @@ class _FrozenHead(torch.autograd.Function):
         logprobs, entropy = states.new_empty(n, dtype=torch.float32), states.new_empty(n, dtype=torch.float32)
         d_logprobs = states.new_empty(n, h) if want else None
         d_entropy = states.new_empty(n, h) if want and entropy_grad else None
-        for chunk in _chunks(n, head.weight.shape[0]):
+        for chunk in _chunks(n, head.weight.shape[0], device=states.device):
             z = head.logits(states[chunk])
             # Derivative of the logits with respect to h W^T + b, over the temperature: soft-cap by the chain rule,
             # then the scale.
@@ -133,13 +133,17 @@ class _FrozenHead(torch.autograd.Function):
                 if head.softcap is None
                 else (1 - (z / head.softcap) ** 2) * (head.scale / temperature)
             )
-            log_p = z.div_(temperature).log_softmax(-1) if head.softcap is None else (z / temperature).log_softmax(-1)
-            p = log_p.exp()
-            index = targets[chunk].unsqueeze(-1)
-            logprobs[chunk] = log_p.gather(-1, index).squeeze(-1)
-            entropy[chunk] = -(p * log_p).sum(-1)
+            z = z.div_(temperature) if temperature != 1.0 else z
+            # Two matrices of a chunk's size are alive at a time, z and p; each line is one pass over them.
+            highest = z.amax(-1, keepdim=True)
+            p = torch.sub(z, highest).exp_()
+            total = p.sum(-1, keepdim=True)
+            p.div_(total)
+            index, log_total = targets[chunk].unsqueeze(-1), highest + total.log()
+            logprobs[chunk] = (z.gather(-1, index) - log_total).squeeze(-1)
+            entropy[chunk] = log_total.squeeze(-1) - torch.linalg.vecdot(p, z)
             if d_entropy is not None:
-                g = -p * (log_p + entropy[chunk].unsqueeze(-1)) * slope
+                g = (log_total - z - entropy[chunk].unsqueeze(-1)).mul_(p).mul_(slope)
                 d_entropy[chunk] = (g.to(head.weight.dtype) @ head.weight).to(states.dtype)
             if d_logprobs is not None:
                 g = p.neg_().scatter_add_(-1, index, torch.ones_like(p[:, :1])).mul_(slope)

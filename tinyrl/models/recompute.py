@@ -16,6 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from tinyrl.models.packing import attending_as_now
+
 
 def recomputable_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """The decoder layers of a model. Raises ValueError where the library cannot recompute any."""
@@ -44,10 +46,13 @@ def recomputing(models: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _recompute_later(layer: nn.Module, run: Callable[..., Any], *args: Any) -> Any:
+    attending = attending_as_now()  # backward comes when the forward pass, and its attention, are over
+
     def without_dropout(*inputs: Any) -> Any:
         was, layer.training = layer.training, False
         try:
-            return run(*inputs)
+            with attending():
+                return run(*inputs)
         finally:  # the recomputation is cut short by an exception of its own
             layer.training = was
 

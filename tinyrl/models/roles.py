@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Literal
 
 import torch
@@ -27,8 +27,17 @@ from transformers import PreTrainedModel
 
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.logprobs import Head, check_head, head_of, token_logprobs
+from tinyrl.models.merging import merged_layers
 from tinyrl.models.recompute import recomputable_layers, recomputing
-from tinyrl.models.states import SequenceBatch, last_states, response_states, trunk_of
+from tinyrl.models.states import (
+    SequenceBatch,
+    last_states,
+    make_batch,
+    make_packed_batch,
+    packs_exactly,
+    response_states,
+    trunk_of,
+)
 from tinyrl.models.value_head import ValueHead
 
 Role = Literal["policy", "reference", "critic", "reward", "base"]
@@ -38,8 +47,8 @@ CriticKind = Literal["adapter", "shared", "shared-detached", "separate"]
 class Roles:
     """The models of a run and which of them is acting.
 
-    State: the base, its adapters and heads, the parameters of each role by name. Log-probabilities and values come
-    back as (b, T).
+    State: the base, its adapters and heads, the parameters of each role by name, whether batches are packed (set
+    `packs` to False for padded ones). Log-probabilities and values come back as (b, T).
     """
 
     def __init__(self, model: PreTrainedModel | PeftModel, *, device: torch.device, reference: bool = True) -> None:
@@ -64,6 +73,7 @@ class Roles:
             self.reference_model = copy.deepcopy(self.causal).requires_grad_(False)
         self.keep_trainable()
         check_head(self.causal, self.head("policy"), self.trunk("policy"))
+        self.packs = packs_exactly(self.trunk("policy"))
 
     # ---- building roles ----
 
@@ -117,6 +127,7 @@ class Roles:
             trunk = self.trunk("critic")
             if not isinstance(model, PeftModel):
                 trunk.float()
+            self.packs = self.packs and packs_exactly(trunk)
             parameters |= {n: p for n, p in trunk.named_parameters() if p.requires_grad}
         self.parameters["critic"] = parameters
         self.keep_trainable()
@@ -145,13 +156,22 @@ class Roles:
         adapters. LoRA's dropout, where it is in use, is on inside a block that was entered with gradients on.
         """
         model = self.causal if role == "base" else self._model_of(role)
-        self._switch(self._adapter_of(role), dropout=self.lora_dropout and torch.is_grad_enabled())
+        self._switch(self.adapter_of(role), dropout=self.lora_dropout and torch.is_grad_enabled())
         try:
             yield model
         finally:
             self._switch(POLICY_ADAPTER)
 
-    def _adapter_of(self, role: str) -> str | None:
+    @contextmanager
+    def acting_merged(self, role: Role) -> Iterator[PreTrainedModel]:
+        """As `acting`, with the role's adapter merged into private copies of the weights: for sampling."""
+        adapter = self.adapter_of(role)
+        merging = nullcontext() if adapter is None else merged_layers(self._layers, adapter)
+        with self.acting(role) as model, merging:
+            yield model
+
+    def adapter_of(self, role: str) -> str | None:
+        """The adapter that `role` acts through; None: the base as it is."""
         if role == "reference":
             return self.reference_adapter
         if role == "critic":
@@ -187,6 +207,14 @@ class Roles:
     def hidden_size(self, role: Role) -> int:
         """H, the width of the states of `role`."""
         return self._model_of(role).config.get_text_config().hidden_size
+
+    def batch(
+        self, prompts: list[list[int]], responses: list[list[int]], *, last_tokens: bool = False
+    ) -> SequenceBatch:
+        """The models' input for some rows; with `last_tokens`, the states of the rows' last tokens can be read."""
+        if self.packs:
+            return make_packed_batch(prompts, responses, device=self.device, last_tokens=last_tokens)
+        return make_batch(prompts, responses, device=self.device)
 
     def policy_states(self, batch: SequenceBatch) -> Tensor:
         """Hidden states (N, H) of the policy, which must be acting."""

@@ -1,27 +1,32 @@
 """Which hidden state predicts which response token: the only place that knows how a micro-batch is laid out for the
 model.
 
-Rows are padded on the right, with explicit position ids, so learned and rotary positions agree with an unpadded
-row. States come back flat, (N, H), one for each response token that exists; the head never sees a prompt or a
+Padded: rows are padded on the right, with explicit position ids, so learned and rotary positions agree with an
+unpadded row. Packed: all rows stand end to end as one, rows with the same prompt behind one copy of it (packing.py).
+Either way states come back flat, (N, H), one for each response token that exists; the head never sees a prompt or a
 padding position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tinyrl.models.packing import CannotPack, Packing, attending, pack
 
 
 @dataclass(frozen=True)
 class SequenceBatch:
     """b rows of prompt + response, ready for a model, and the map from response token to position.
 
-    input_ids, attention_mask, position_ids (b, L); the N response tokens that exist are listed row by row: `row`
-    and `column` (N,) say where a flat value belongs in a (b, T) tensor, `state_index` (N,) which of the b * L
-    positions predicts it, `targets` (N,) its id. `last_index` (b,) is the position of each row's last token.
+    input_ids, attention_mask, position_ids (b, L), or (1, L) where packed; the N response tokens that exist are
+    listed row by row: `row` and `column` (N,) say where a flat value belongs in a (b, T) tensor, `state_index` (N,)
+    which of the positions predicts it, `targets` (N,) its id. `last_index` (b,) is the position of each row's last
+    token, None where the input leaves it out.
     """
 
     input_ids: Tensor
@@ -31,12 +36,14 @@ class SequenceBatch:
     column: Tensor
     state_index: Tensor
     targets: Tensor
-    last_index: Tensor
+    last_index: Tensor | None
+    num_rows: int
     num_columns: int
+    packing: Packing | None = None
 
     def to_rows(self, flat: Tensor) -> Tensor:
         """Flat (N,) -> (b, T) with 0 where no token exists; differentiable."""
-        out = flat.new_zeros(len(self.input_ids), self.num_columns)
+        out = flat.new_zeros(self.num_rows, self.num_columns)
         return out.index_put((self.row, self.column), flat)
 
 
@@ -44,47 +51,84 @@ def make_batch(
     prompts: list[list[int]], responses: list[list[int]], *, device: torch.device | str = "cpu"
 ) -> SequenceBatch:
     """Lay b prompts and responses out as one right-padded batch. A response may be empty; a prompt may not."""
-    assert len(prompts) == len(responses)
-    assert all(prompts), "a row needs at least one prompt token to predict from"
+    _check(prompts, responses)
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
     width = max(lengths)
     input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
     attention_mask = torch.zeros_like(input_ids)
-    row, column, state_index, targets = [], [], [], []
+    state_index: list[int] = []
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         input_ids[i, : lengths[i]] = torch.tensor(prompt + response)
         attention_mask[i, : lengths[i]] = 1
-        row += [i] * len(response)
-        column += range(len(response))
         start = i * width + len(prompt) - 1
         state_index += range(start, start + len(response))
-        targets += response
-    position_ids = torch.arange(width).expand(len(prompts), width)
-    last_index = torch.tensor([i * width + n - 1 for i, n in enumerate(lengths)])
-    flat = [torch.tensor(x, dtype=torch.long, device=device) for x in (row, column, state_index, targets)]
     return SequenceBatch(
         input_ids.to(device),
         attention_mask.to(device),
-        position_ids.to(device),
-        *flat,
-        last_index=last_index.to(device),
+        torch.arange(width, device=device).expand(len(prompts), width),
+        **_response_tokens(responses, device),
+        state_index=torch.tensor(state_index, dtype=torch.long, device=device),
+        last_index=torch.tensor([i * width + n - 1 for i, n in enumerate(lengths)], device=device),
+        num_rows=len(prompts),
         num_columns=max((len(r) for r in responses), default=0),
     )
 
 
-def plan_micro_batches(rows: Sequence[int], lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Group rows into micro-batches of at most `max_tokens` padded tokens (rows x longest), longest rows first.
-
-    rows: which rows; lengths: tokens of each row of the rollout (indexed by row). A row longer than the budget goes
-    alone.
+def make_packed_batch(
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    *,
+    device: torch.device | str = "cpu",
+    last_tokens: bool = False,
+) -> SequenceBatch:
+    """The same rows end to end; those whose prompts are equal share one. A row's last token predicts nothing that
+    counts and is left out, unless `last_tokens` says that its state is to be read.
     """
-    plan: list[list[int]] = []
-    for row in sorted(rows, key=lambda r: (-lengths[r], r)):
-        if plan and (len(plan[-1]) + 1) * lengths[plan[-1][0]] <= max_tokens:
-            plan[-1].append(row)
-        else:
-            plan.append([row])
-    return plan
+    _check(prompts, responses)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        groups.setdefault(tuple(prompt), []).append(row)
+    ids: list[int] = []
+    positions: list[int] = []
+    before: list[list[int]] = [[] for _ in prompts]  # of each row: the positions before each of its tokens
+    ends = [0] * len(prompts)
+    shape: list[tuple[int, list[int]]] = []
+    for prompt, rows in groups.items():
+        ids += prompt
+        positions += range(len(prompt))
+        root = len(ids) - 1
+        kept = [responses[row] if last_tokens else responses[row][:-1] for row in rows]
+        for row, tokens in zip(rows, kept, strict=True):
+            before[row] = [root, *range(len(ids), len(ids) + len(tokens))][: len(responses[row])]
+            ids += tokens
+            positions += range(len(prompt), len(prompt) + len(tokens))
+            ends[row] = len(ids) - 1 if tokens else root
+        shape.append((len(prompt), [len(tokens) for tokens in kept]))
+    input_ids = torch.tensor([ids], device=device)
+    return SequenceBatch(
+        input_ids,
+        torch.ones_like(input_ids),
+        torch.tensor([positions], device=device),
+        **_response_tokens(responses, device),
+        state_index=torch.tensor(list(chain(*before)), dtype=torch.long, device=device),
+        last_index=torch.tensor(ends, device=device) if last_tokens else None,
+        num_rows=len(prompts),
+        num_columns=max((len(r) for r in responses), default=0),
+        packing=pack(shape, device=device),
+    )
+
+
+def _check(prompts: list[list[int]], responses: list[list[int]]) -> None:
+    assert len(prompts) == len(responses)
+    assert all(prompts), "a row needs at least one prompt token to predict from"
+
+
+def _response_tokens(responses: list[list[int]], device: torch.device | str) -> dict[str, Any]:
+    """`row`, `column` and `targets` of every response token, row by row."""
+    row = [i for i, response in enumerate(responses) for _ in response]
+    column = [t for response in responses for t in range(len(response))]
+    lists = {"row": row, "column": column, "targets": list(chain(*responses))}
+    return {name: torch.tensor(x, dtype=torch.long, device=device) for name, x in lists.items()}
 
 
 def trunk_of(model: nn.Module) -> nn.Module:
@@ -100,9 +144,13 @@ def trunk_of(model: nn.Module) -> nn.Module:
 
 def all_states(trunk: nn.Module, batch: SequenceBatch) -> Tensor:
     """Hidden states of every position, flat (b * L, H)."""
-    output = trunk(
-        input_ids=batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids, use_cache=False
-    )
+    with attending(trunk, batch.packing):
+        output = trunk(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            use_cache=False,
+        )
     return output.last_hidden_state.flatten(0, 1)
 
 
@@ -113,4 +161,31 @@ def response_states(trunk: nn.Module, batch: SequenceBatch) -> Tensor:
 
 def last_states(trunk: nn.Module, batch: SequenceBatch) -> Tensor:
     """The hidden state of each row's last token, (b, H): what a reward model scores."""
+    assert batch.last_index is not None, "the batch was packed without its last tokens"
     return all_states(trunk, batch)[batch.last_index]
+
+
+@torch.no_grad()
+def packs_exactly(trunk: nn.Module) -> bool:
+    """Whether the decoder's packed states are its padded ones, tried out on a few tokens.
+
+    A model whose attention was asked to be eager keeps it. Windows longer than the few tokens would not show, so
+    they are read from the config.
+    """
+    config: Any = trunk.config
+    full = all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or ())
+    if not getattr(trunk, "_supports_attention_backend", False) or config._attn_implementation == "eager" or not full:
+        return False
+    device = next(trunk.parameters()).device
+    ids = [i % config.get_text_config().vocab_size for i in range(1, 15)]
+    prompts = [ids[:4], ids[:4], ids[:4], ids[4:6]]
+    responses = [ids[6:9], ids[9:10], ids[2:8], ids[10:14]]
+    padded = make_batch(prompts, responses, device=device)
+    packed = make_packed_batch(prompts, responses, device=device, last_tokens=True)
+    try:
+        ours = torch.cat([response_states(trunk, packed), last_states(trunk, packed)]).float()
+    except CannotPack:
+        return False
+    theirs = torch.cat([response_states(trunk, padded), last_states(trunk, padded)]).float()
+    tolerance = 1e-4 if next(trunk.parameters()).dtype == torch.float32 else 0.05
+    return bool(((ours - theirs).norm(dim=1) <= tolerance * theirs.norm(dim=1)).all())

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config import RewardConfig
+from tinyrl.models.micro_batches import RowSizes
 from tinyrl.models.reward_model import SequenceRewardModel
 from tinyrl.models.roles import Roles
-from tinyrl.models.states import make_batch, plan_micro_batches
 from tinyrl.prompts import PreparedPrompt, columns_of
 from tinyrl.rewards.functions import FunctionReward, RewardFailure, call_in_process
 from tinyrl.tasks import Task
@@ -147,11 +147,11 @@ class Scorer:
 @torch.inference_mode()
 def adapter_scores(roles: Roles, prompts: list[list[int]], completions: list[list[int]]) -> list[float]:
     """Scores of the reward adapter on the shared base, read at each row's last token: token in, token out."""
-    lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
+    sizes = RowSizes.of(prompts, [len(c) for c in completions], packed=roles.packs)
     scores = [0.0] * len(prompts)
     with roles.acting("reward"):
-        for rows in plan_micro_batches(range(len(prompts)), lengths, max_tokens=SCORING_TOKENS):
-            batch = make_batch([prompts[i] for i in rows], [completions[i] for i in rows], device=roles.device)
+        for rows in sizes.plan(range(len(prompts)), max_tokens=SCORING_TOKENS):
+            batch = roles.batch([prompts[i] for i in rows], [completions[i] for i in rows], last_tokens=True)
             for row, score in zip(rows, roles.scores(batch).tolist(), strict=True):
                 scores[row] = score
     return scores

@@ -46,13 +46,11 @@ def train(session: Session, parts: Parts) -> None:
             with session.timed("reference"):
                 sampler.score_under_roles(rollout, reference=config.kl_coef > 0, several_steps=several_steps)
             session.start_update(rollout, **sampler.metrics(rollout), **spread(rollout, config))
-        advantages = advantages_of(rollout, config)
+        advantages, sizes = advantages_of(rollout, config), rollout.sizes(parts.roles)
         with session.timed("update"):
             for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
                 loss = policy_loss(rollout, advantages, config=config, parts=parts, sampler=sampler, minibatch=rows)
-                session.add(
-                    session.updater.step(rows, rollout.lengths, passes=[Pass("policy", loss)], train=["policy"])
-                )
+                session.add(session.updater.step(rows, sizes, passes=[Pass("policy", loss)], train=["policy"]))
         sampler.record(rollout, advantages, step)
         session.end_step()
 
@@ -107,7 +105,7 @@ def policy_loss(
     ]
 
     def loss_of(rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
-        batch = rollout.batch(rows, device=parts.roles.device)
+        batch = rollout.batch(rows, parts.roles)
         logprobs, entropy = parts.roles.logprobs("policy", batch, temperature=generation.temperature)
         mask, sampled = (rollout.take(x, rows, batch=batch) for x in (rollout.response_mask, rollout.sampling_logprobs))
         old = (

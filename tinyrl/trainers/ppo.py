@@ -71,10 +71,10 @@ def train(session: Session, parts: Parts) -> None:
             sampler=sampler,
             warmup=step < critic.warmup,
         )
-        stopped = False
+        stopped, sizes = False, rollout.sizes(parts.roles)
         with session.timed("update"):
             for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
-                metrics = session.updater.step(rows, rollout.lengths, passes=losses.passes(rows), train=losses.trained)
+                metrics = session.updater.step(rows, sizes, passes=losses.passes(rows), train=losses.trained)
                 session.add(metrics)
                 if config.stop_kl is not None and metrics.get("policy/approx_kl", 0.0) > config.stop_kl:
                     stopped = True
@@ -158,16 +158,16 @@ class Losses:
         return [*policy, Pass("critic", lambda rows: self._value(rows, tokens))]
 
     def _policy(self, rows: list[int], tokens: int) -> tuple[Tensor, Metrics]:
-        batch = self.rollout.batch(rows, device=self.roles.device)
+        batch = self.rollout.batch(rows, self.roles)
         return self._policy_loss(rows, batch, self.roles.policy_states(batch), tokens)
 
     def _value(self, rows: list[int], tokens: int) -> tuple[Tensor, Metrics]:
-        batch = self.rollout.batch(rows, device=self.roles.device)
+        batch = self.rollout.batch(rows, self.roles)
         return self._value_loss(rows, batch, self.roles.values(batch), tokens)
 
     def _both(self, rows: list[int], tokens: int) -> tuple[Tensor, Metrics]:
         """Policy and value from one forward pass of the shared trunk; warm-up lets no value gradient into it."""
-        batch = self.rollout.batch(rows, device=self.roles.device)
+        batch = self.rollout.batch(rows, self.roles)
         states = self.roles.policy_states(batch)
         shared = self.roles.critic_kind == "shared" and not self.warmup
         value_loss, value_metrics = self._value_loss(

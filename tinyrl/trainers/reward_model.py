@@ -24,8 +24,9 @@ from tinyrl.assembly import Base, Options, load_base
 from tinyrl.config import Config
 from tinyrl.data import Row, batch_indices, fingerprint, render_prompt, token_ids
 from tinyrl.evaluation import Evaluation
+from tinyrl.models.micro_batches import RowSizes
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET
-from tinyrl.models.states import make_batch, plan_micro_batches, trunk_of
+from tinyrl.models.states import trunk_of
 from tinyrl.session import Session
 from tinyrl.trainers.sft import text_rows
 from tinyrl.update import Pass
@@ -88,12 +89,11 @@ class PairParts(Base):
 
     def scores(self, pairs: list[Pair]) -> tuple[Tensor, Tensor]:
         """Scores of the chosen and of the rejected sides, without gradient."""
-        sides = [tokens for pair in pairs for tokens in pair]
-        out = torch.zeros(len(sides))
+        out = torch.zeros(len(pairs), 2)
         with torch.no_grad(), self.roles.acting("policy"), self.accelerator.autocast():
-            for rows in plan_micro_batches(range(len(sides)), [len(s) for s in sides], max_tokens=16384):
-                out[torch.tensor(rows)] = side_scores(self, [sides[i] for i in rows]).float().cpu()
-        return out[0::2], out[1::2]
+            for rows in sizes_of(self, pairs).plan(range(len(pairs)), max_tokens=16384):
+                out[rows] = torch.stack(pair_scores(self, [pairs[i] for i in rows]), 1).float().cpu()
+        return out[:, 0], out[:, 1]
 
 
 def train(session: Session, parts: PairParts) -> None:
@@ -108,7 +108,6 @@ def train(session: Session, parts: PairParts) -> None:
                 parts.config.run.seed, step, num_prompts=config.batch_size, num_rows=len(parts.train)
             )
         ]
-        lengths = [2 * max(len(a), len(b)) for a, b in chosen]
         session.start_update()
 
         def loss_of(rows: list[int], chosen: list[Pair] = chosen) -> tuple[Tensor, dict[str, Tensor]]:
@@ -118,7 +117,9 @@ def train(session: Session, parts: PairParts) -> None:
 
         with session.timed("update"):
             session.add(
-                session.updater.step(range(len(chosen)), lengths, passes=[Pass("policy", loss_of)], train=["policy"])
+                session.updater.step(
+                    range(len(chosen)), sizes_of(parts, chosen), passes=[Pass("policy", loss_of)], train=["policy"]
+                )
             )
         session.end_step()
 
@@ -129,8 +130,7 @@ def pair_loss(
     """Bradley-Terry on both sides of each pair in one batch; with smoothing s the label is right with probability 1
     - s.
     """
-    scores = side_scores(parts, [a for a, _ in pairs] + [b for _, b in pairs])
-    chosen, rejected = scores[: len(pairs)], scores[len(pairs) :]
+    chosen, rejected = pair_scores(parts, pairs)
     loss, metrics = bradley_terry_loss(chosen, rejected, denominator=denominator)
     if smoothing > 0:
         swapped, _ = bradley_terry_loss(rejected, chosen, denominator=denominator)
@@ -138,8 +138,30 @@ def pair_loss(
     return loss, metrics
 
 
-def side_scores(parts: Base, sides: list[list[int]]) -> Tensor:
-    return parts.roles.scores(make_batch(sides, [[] for _ in sides], device=parts.roles.device))
+def pair_scores(parts: Base, pairs: list[Pair]) -> tuple[Tensor, Tensor]:
+    """Scores of the chosen and of the rejected sides. What both begin with is their prompt, which a packed batch
+    reads once.
+    """
+    starts = [max(1, shared_start(a, b)) for a, b in pairs]
+    sides = [*zip(starts, (a for a, _ in pairs), strict=True), *zip(starts, (b for _, b in pairs), strict=True)]
+    batch = parts.roles.batch([side[:n] for n, side in sides], [side[n:] for n, side in sides], last_tokens=True)
+    scores = parts.roles.scores(batch)
+    return scores[: len(pairs)], scores[len(pairs) :]
+
+
+def shared_start(chosen: list[int], rejected: list[int]) -> int:
+    """How many tokens both sides of a pair begin with."""
+    both = zip(chosen, rejected, strict=False)
+    return next((i for i, (a, b) in enumerate(both) if a != b), min(len(chosen), len(rejected)))
+
+
+def sizes_of(parts: Base, pairs: list[Pair]) -> RowSizes:
+    """What a pair costs a forward pass: both sides at the longer one's length, or packed, what they share once."""
+    if parts.roles.packs:
+        lengths = [len(a) + len(b) - shared_start(a, b) for a, b in pairs]
+    else:
+        lengths = [2 * max(len(a), len(b)) for a, b in pairs]
+    return RowSizes.alone(lengths, packed=parts.roles.packs)
 
 
 def load(config: Config, *, options: Options, should_stop: Callable[[], None] = lambda: None) -> PairParts:

@@ -21,7 +21,7 @@ from tinyrl.assembly import Base, Options, load_base
 from tinyrl.config import Config
 from tinyrl.data import Row, batch_indices, fingerprint, hold_out, read_rows, render_prompt, token_ids
 from tinyrl.evaluation import Evaluation
-from tinyrl.models.states import make_batch, plan_micro_batches
+from tinyrl.models.micro_batches import RowSizes
 from tinyrl.session import Session
 from tinyrl.update import Pass
 
@@ -47,7 +47,7 @@ def train(session: Session, parts: TextParts) -> None:
             parts.train[i]
             for i in batch_indices(parts.config.run.seed, step, num_prompts=size, num_rows=len(parts.train))
         ]
-        lengths = [len(prompt) + len(target) for prompt, target in chosen]
+        sizes = sizes_of(parts, chosen)
         tokens = sum(len(target) for _, target in chosen)
         session.start_update()
 
@@ -58,16 +58,21 @@ def train(session: Session, parts: TextParts) -> None:
             return loss, {"loss": loss.detach()}
 
         with session.timed("update"):
-            session.add(session.updater.step(range(size), lengths, passes=[Pass("policy", loss_of)], train=["policy"]))
+            session.add(session.updater.step(range(size), sizes, passes=[Pass("policy", loss_of)], train=["policy"]))
         session.end_step(**{"completion/tokens": float(tokens)})
 
 
 def negative_log_likelihood(parts: Base, examples: list[Example]) -> Tensor:
     """Summed over the counted tokens of some rows, in nats."""
-    batch = make_batch([p for p, _ in examples], [t for _, t in examples], device=parts.roles.device)
+    batch = parts.roles.batch([p for p, _ in examples], [t for _, t in examples])
     logprobs, _ = parts.roles.logprobs("policy", batch, temperature=1.0)
     mask = batch.to_rows(torch.ones(len(batch.targets), device=parts.roles.device)).bool()
     return -masked_sum(logprobs, mask)
+
+
+def sizes_of(parts: Base, examples: list[Example]) -> RowSizes:
+    """What some rows cost a forward pass."""
+    return RowSizes.of([p for p, _ in examples], [len(t) for _, t in examples], packed=parts.roles.packs)
 
 
 def load(config: Config, *, options: Options, should_stop: Callable[[], None] = lambda: None) -> TextParts:
@@ -123,10 +128,9 @@ def example(row: Row, base: Base) -> Example:
 def evaluate(parts: TextParts) -> Evaluation:
     """Mean negative log-likelihood of the held-out rows, in nats per token, and perplexity."""
     rows = parts.held_out[: parts.config.run.eval_prompts or None]
-    lengths = [len(p) + len(t) for p, t in rows]
     total = torch.zeros(())
     with torch.no_grad(), parts.roles.acting("policy"), parts.accelerator.autocast():
-        for micro in plan_micro_batches(range(len(rows)), lengths, max_tokens=16384):
+        for micro in sizes_of(parts, rows).plan(range(len(rows)), max_tokens=16384):
             total = total + negative_log_likelihood(parts, [rows[i] for i in micro]).cpu()
     loss = float(total) / max(1, sum(len(t) for _, t in rows))
     return Evaluation({"loss": loss, "perplexity": float(torch.tensor(loss).exp()), "num_rows": len(rows)}, [], [])

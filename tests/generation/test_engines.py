@@ -1,0 +1,267 @@
+"""The fused and the slim engine against the reference: the same samples, whatever memory there is and whoever has
+finished; and which engine a model gets.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from tests.generation.sampling import LIKE_LLAMA, PROMPTS, assert_same, make_engine, requests, sample, stir, tokens_of
+from tests.tiny_models import KINDS, TinyModels
+from tinyrl.generation import choosing, fused
+from tinyrl.generation.choosing import choose_engine
+from tinyrl.generation.decoder import Decoder, reads_like_llama
+from tinyrl.generation.engine import Request, SamplingSettings
+from tinyrl.generation.places import Places
+from tinyrl.models.loading import load_tokenizer, lora_config, wrap_in_lora
+from tinyrl.models.roles import Roles
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize(("name", "kind"), [("slim", k) for k in KINDS] + [("fused", k) for k in LIKE_LLAMA])
+def test_the_same_seed_gives_the_same_samples_from_every_engine(tiny: TinyModels, name: str, kind: str, lora: bool):
+    engines = [make_engine(tiny(kind), n, lora=lora, max_new_tokens=24, temperature=0.9) for n in ("reference", name)]
+    results = []
+    for engine in engines:
+        engine.eos = torch.arange(1, 12)  # some rows end early
+        stir(engine)
+        results.append([sample(engine, 4), sample(engine, 2, step=3), sample(engine, 1, greedy=True)])
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        assert_same(ours, theirs)
+    assert {c.finish_reason for group in results[0][0] for c in group} == {"eos", "length"}
+
+
+@pytest.mark.parametrize("look_every", [1, 2, 7, 16])
+@pytest.mark.parametrize("max_rows", [1, 2, 3, 5, 8, 16, None])
+def test_samples_do_not_depend_on_the_places_there_are(tiny: TinyModels, max_rows: int | None, look_every: int):
+    """Few places, so that samples wait and are let in as others leave; looks seldom, as on a GPU."""
+    expected = make_engine(tiny("qwen2"), max_new_tokens=24)
+    engine = make_engine(tiny("qwen2"), "fused", max_new_tokens=24)
+    engine.max_rows, engine.look_every = max_rows, look_every
+    expected.eos = engine.eos = torch.arange(1, 16)
+    assert_same(sample(engine, 4), sample(expected, 4))
+
+
+def test_a_sample_does_not_depend_on_its_batch(tiny: TinyModels):
+    engine = make_engine(tiny("qwen3"), "fused", max_new_tokens=24)
+    engine.eos = torch.arange(1, 12)
+    together = sample(engine, 4)
+    assert_same([engine.sample([r], 4, seed=0, step=0)[0] for r in requests()], together)
+    assert_same(engine.sample(requests()[::-1], 4, seed=0, step=0)[::-1], together)
+    later = engine.sample([Request(PROMPTS[2], prompt_index=2, first_sample=2)], 2, seed=0, step=0)[0]
+    assert tokens_of([later]) == tokens_of([together[2][2:]])
+    assert engine.sample([], 4, seed=0, step=0) == []
+
+
+def test_finished_rows_are_not_computed_and_a_prompt_is_read_once(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+    engine = make_engine(tiny("llama"), "fused", max_new_tokens=24)
+    engine.eos = torch.arange(1, 12)
+    steps: list[int] = []
+    prompts: list[int] = []
+    step, prefill = Decoder.step, Decoder.prefill
+
+    def counted(self: Decoder, token: torch.Tensor, *rest: Any, **named: Any):
+        steps.append(len(token))
+        return step(self, token, *rest, **named)
+
+    def read(self: Decoder, ids: torch.Tensor, *rest: Any, **named: Any):
+        prompts.append(len(ids))
+        return prefill(self, ids, *rest, **named)
+
+    monkeypatch.setattr(Decoder, "step", counted)
+    monkeypatch.setattr(Decoder, "prefill", read)
+    completions = [c for group in sample(engine, 4) for c in group]
+    lengths = [len(c.tokens) for c in completions]
+    assert prompts == [len(PROMPTS)]
+    assert steps == [sum(n > t for n in lengths) for t in range(1, max(lengths))]
+    assert sum(steps) == sum(lengths) - len(lengths)  # the first token of each comes from reading its prompt
+
+
+@pytest.mark.parametrize("fits", [1, 3, 8])
+def test_out_of_memory_halves_the_places_and_gives_the_same_samples(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, fits: int
+):
+    engine = make_engine(tiny("llama"), "fused")
+    expected = sample(engine, 4)
+    real = Decoder.new_cache
+
+    def full(self: Decoder, rows: int, width: int):
+        if rows > fits:
+            raise torch.OutOfMemoryError("full")
+        return real(self, rows, width)
+
+    monkeypatch.setattr(Decoder, "new_cache", full)
+    assert_same(sample(engine, 4), expected)
+    assert engine.max_rows is not None
+    assert 2 * fits >= 2 * engine.max_rows > fits  # the first of 16, 8, 4, 2, 1 that fits
+    monkeypatch.setattr(Decoder, "new_cache", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError):
+        sample(engine, 4)
+
+
+def test_the_cache_stays_within_its_share_of_memory(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+    engine = make_engine(tiny("llama"), "fused")
+    expected = sample(engine, 4)
+    decoder = next(iter(engine.decoders.values()))
+    assert decoder.cache_bytes_per_token == 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, size, bytes
+    assert fused.rows_that_fit(decoder, 32, free=10_000_000) == 488  # 0.4 of it, at 32 x 256 bytes
+    assert fused.rows_that_fit(decoder, 32, free=0) == 1
+    seen: list[int] = []
+    init = Places.__init__
+
+    def noted(self: Places, *args: Any, **named: Any):
+        seen.append(named["capacity"])
+        init(self, *args, **named)
+
+    monkeypatch.setattr(fused, "rows_that_fit", lambda *_, **__: 5)
+    monkeypatch.setattr(Places, "__init__", noted)
+    assert_same(sample(engine, 4), expected)
+    assert seen == [5]
+
+
+def test_prompts_are_read_within_a_token_budget(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+    engine = make_engine(tiny("llama"), "fused")
+    expected = sample(engine, 4)
+    shapes: list[tuple[int, ...]] = []
+    prefill = Decoder.prefill
+
+    def read(self: Decoder, ids: torch.Tensor, *rest: Any, **named: Any):
+        shapes.append(tuple(ids.shape))
+        return prefill(self, ids, *rest, **named)
+
+    monkeypatch.setattr(Decoder, "prefill", read)
+    monkeypatch.setattr(fused, "PREFILL_TOKENS", {"cpu": 12})
+    assert_same(sample(engine, 4), expected)
+    assert shapes == [(2, 3), (1, 12), (1, 5)]
+
+
+def test_a_stop_is_looked_for_between_tokens(tiny: TinyModels):
+    class Stopped(Exception):
+        pass
+
+    calls = [0]
+
+    def stop_later() -> None:
+        calls[0] += 1
+        if calls[0] == 6:
+            raise Stopped
+
+    engine = make_engine(tiny("llama"), "fused", should_stop=stop_later)
+    with pytest.raises(Stopped):
+        sample(engine)
+
+
+def test_bfloat16_sampling_says_that_it_is_not_exact(tiny: TinyModels):
+    exact, rounded = (make_engine(tiny("llama"), "fused", dtype=d) for d in (torch.float32, torch.bfloat16))
+    assert exact.exact
+    assert not rounded.exact
+    ours, theirs = (sample(e, 8, prompts=[[20, 21]]) for e in (exact, rounded))
+    first = [
+        (a.logprobs[0], b.logprobs[0]) for a, b in zip(ours[0], theirs[0], strict=True) if a.tokens[0] == b.tokens[0]
+    ]
+    assert len(first) > 4
+    assert all(a == pytest.approx(b, abs=0.1) for a, b in first)
+    assert any(a != b for a, b in first)
+
+
+def choose(engine: Any, wanted: str = "auto", *, dtype: torch.dtype = torch.float32, longest: int = 64):
+    settings = SamplingSettings(temperature=1.0, max_new_tokens=8)
+    return choose_engine(engine.roles, engine.tokenizer, settings, wanted=wanted, dtype=dtype, longest=longest)  # pyright: ignore
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_engine_is_chosen_by_its_numbers(tiny: TinyModels, kind: str):
+    made = make_engine(tiny(kind), lora=True)
+    stir(made)
+    engine, why = choose(made)
+    assert engine.name == ("fused" if kind in LIKE_LLAMA else "slim")
+    assert ("own forward pass by at most" in why) == (kind in LIKE_LLAMA)
+    assert choose(made, "reference")[0].name == "reference"
+    assert choose(made, "slim")[0].name == "slim"
+    if kind not in LIKE_LLAMA:
+        with pytest.raises(ValueError, match=r"generation\.engine=fused: .*use auto"):
+            choose(made, "fused")
+        with pytest.raises(ValueError, match=r"generation\.dtype=bfloat16 needs the fused engine"):
+            choose(made, dtype=torch.bfloat16)
+
+
+def test_a_model_with_the_parts_of_llama_put_together_otherwise_is_found_out(tiny: TinyModels):
+    """Granite has every part the decoder knows, and multipliers that it does not."""
+    made = make_engine(tiny("granite"))
+    assert reads_like_llama(made.roles.causal)
+    engine, why = choose(made)
+    assert (engine.name, "numbers are not those of Granite" in why) == ("slim", True)
+
+
+def test_a_window_shorter_than_the_longest_sequence_rules_the_fused_engine_out(tiny: TinyModels):
+    config = Qwen2Config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, use_sliding_window=True, sliding_window=40, max_window_layers=0, eos_token_id=1,
+    )  # fmt: skip
+    made = make_engine(tiny("llama"))
+    made.roles = Roles(Qwen2ForCausalLM(config).eval(), device=CPU, reference=False)
+    assert choose(made, longest=40)[0].name == "fused"
+    engine, why = choose(made, longest=41)
+    assert engine.name == "slim"
+    assert "does not look at all earlier tokens" in why
+
+
+def test_without_room_for_a_copy_or_with_a_quantised_base_lora_stays_unmerged(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
+):
+    made = make_engine(tiny("llama"), lora=True)
+    monkeypatch.setattr(choosing.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
+    engine, why = choose(made)
+    assert engine.name == "reference"
+    assert "would take most of the free memory" in why
+    with pytest.raises(ValueError, match=r"generation\.engine=slim"):
+        choose(made, "slim")
+    monkeypatch.undo()
+    made.roles.causal.is_quantized = True
+    assert choose(made)[1] == "the base is quantised, so LoRA stays unmerged"
+
+
+def test_weights_are_taken_over_into_the_same_memory(tiny: TinyModels):
+    """A CUDA graph holds addresses. Norms and embeddings are shared with the model; merged matrices are not."""
+    folder = tiny("qwen3")
+    engine = make_engine(folder, "fused", lora=True)
+    sample(engine)
+    (decoder,) = engine.decoders.values()
+    before = {
+        (i, n): t.data_ptr() for i, layer in enumerate(decoder.layers) for n, t in vars(layer).items() if t is not None
+    }
+    values = decoder.layers[0].qkv.clone()
+    stir(engine)
+    sample(engine)
+    after = {
+        (i, n): t.data_ptr() for i, layer in enumerate(decoder.layers) for n, t in vars(layer).items() if t is not None
+    }
+    assert before == after
+    assert not torch.equal(values, decoder.layers[0].qkv)
+    own = sum(
+        t.numel() * 4 for layer in decoder.layers for n, t in vars(layer).items() if t is not None and "norm" not in n
+    )
+    assert decoder.weight_bytes == own
+
+
+def test_a_merged_copy_of_a_bfloat16_base_is_rounded_once(tiny: TinyModels):
+    model = wrap_in_lora(
+        make_engine(tiny("llama")).roles.causal.bfloat16(),
+        lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear"),
+    )
+    roles = Roles(model, device=CPU, reference=False)
+    engine = fused.FusedEngine(
+        roles, load_tokenizer(str(tiny("llama"))), SamplingSettings(1.0, 4), dtype=torch.bfloat16
+    )
+    stir(engine)
+    sample(engine)
+    (decoder,) = engine.decoders.values()
+    layer = roles.causal.model.layers[0].mlp.down_proj  # pyright: ignore
+    lora_a, lora_b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    expected = (layer.base_layer.weight.float() + lora_b @ lora_a * 2.0).bfloat16()
+    assert torch.equal(decoder.layers[0].down, expected)
+    assert not torch.equal(expected, layer.base_layer.weight)

@@ -1,0 +1,70 @@
+"""Which rows go through the model together when a prompt is paid for once."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinyrl.models.micro_batches import RowSizes
+
+# Two groups of four behind prompts of 10 and 6, and a row by itself.
+PROMPTS = [[1] * 10] * 4 + [[2] * 6] * 4 + [[3] * 2]
+RESPONSES = [5, 1, 3, 9, 2, 2, 2, 2, 8]
+SIZES = RowSizes.of(PROMPTS, RESPONSES, packed=True)
+
+
+def test_what_rows_cost():
+    assert SIZES.cost(range(4)) == 10 + 18
+    assert SIZES.cost([0, 4, 5]) == 10 + 5 + 6 + 4
+    assert SIZES.lengths == [15, 11, 13, 19, 8, 8, 8, 8, 10]
+    padded = RowSizes.of(PROMPTS, RESPONSES, packed=False)
+    assert padded.cost([0, 4, 5]) == 3 * 15
+    assert RowSizes.alone([4, 2], packed=True).cost([0, 1]) == 6
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "plan"),
+    [
+        (100, [[0, 1, 2, 3, 4, 5, 6, 7, 8]]),
+        (51, [[0, 1, 2, 3, 4, 5, 6, 7], [8]]),  # 28 + 14 = 42, and 10 more are too many
+        (28, [[0, 1, 2, 3], [4, 5, 6, 7, 8]]),  # 14 + 10
+        (27, [[0, 1, 2], [3], [4, 5, 6, 7, 8]]),  # 28 is over: 10 + 5 + 1 + 3 and 10 + 9; 14 + 10
+        (14, [[3], [0], [1, 2], [4, 5, 6, 7], [8]]),  # 19 and 15 are over the budget and go alone; 10 + 1 + 3
+        (9, [[3], [0], [2], [1], [8], [4], [5], [6], [7]]),
+    ],
+)
+def test_groups_share_their_prompt_while_they_fit_and_are_split_after_that(max_tokens: int, plan: list[list[int]]):
+    assert SIZES.plan(range(9), max_tokens=max_tokens) == plan
+
+
+def test_a_minibatch_of_some_rows():
+    assert SIZES.plan([8, 3, 5, 0], max_tokens=24) == [[0, 3], [8, 5]]  # 24; 10 + 8
+
+
+def test_padded_rows_are_planned_as_ever():
+    padded = RowSizes.of(PROMPTS, RESPONSES, packed=False)
+    assert padded.plan(range(9), max_tokens=40) == [[3, 0], [2, 1, 8], [4, 5, 6, 7]]
+
+
+def test_less_room_breaks_the_widest_until_every_row_is_alone():
+    """The row of 90 is alone from the start and does not hide that the others can still be split."""
+    sizes = RowSizes.of([[1], [1], [1], [2]], [5, 5, 5, 89], packed=True)
+    plan, seen = sizes.plan(range(4), max_tokens=1000), []
+    while (budget := sizes.smaller(plan)) is not None:
+        plan = sizes.plan(range(4), max_tokens=budget)
+        seen.append((budget, plan))
+    assert seen == [(53, [[3], [0, 1, 2]]), (8, [[3], [0], [1], [2]])]
+    padded = RowSizes.alone([20, 20, 100], packed=False)
+    assert padded.smaller([[2], [0, 1]]) == 20
+    assert padded.smaller([[2], [0], [1]]) is None
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), min_size=1, max_size=20),
+    st.integers(1, 80),
+    st.booleans(),
+)
+def test_plans_hold_every_row_once_within_the_budget(rows: list[tuple[int, int]], max_tokens: int, packed: bool):
+    sizes = RowSizes.of([[g] * (3 * g + 1) for g, _ in rows], [n for _, n in rows], packed=packed)
+    plan = sizes.plan(range(len(rows)), max_tokens=max_tokens)
+    assert sorted(row for micro in plan for row in micro) == list(range(len(rows)))
+    assert all(len(micro) == 1 or sizes.cost(micro) <= max_tokens for micro in plan)

@@ -1,0 +1,312 @@
+"""Rows packed end to end behind shared prompts: the states, log-probabilities and gradients of padded rows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel, Qwen2Config
+
+from tests.models.building import CPU, full_roles, lora_roles, roles_with_critic, stir
+from tests.tiny_models import TinyModels
+from tinyrl.models.packing import CannotPack, attending, pack, packed_attention
+from tinyrl.models.roles import Roles
+from tinyrl.models.states import all_states, make_batch, make_packed_batch, packs_exactly
+
+PACKING = ("llama", "qwen2", "qwen3", "gpt2", "cohere", "granite")
+# A group of four (its last response empty, one of a single token), one of one, one of two between whose rows another
+# stands, a row without a response. Token 0 pads; where pad is EOS it is both.
+A, B, C, D = [7, 8, 9], [0, 4], list(range(20, 40)), [5]
+ROWS = [
+    (A, [11, 0, 12, 0]),
+    (A, [13]),
+    (B, [14, 15, 16, 17, 18, 19, 20]),
+    (C, [21, 22]),
+    (A, [23, 24, 25, 26, 27, 28, 29, 30, 31, 0]),
+    (A, []),
+    (C, [32, 33, 34]),
+    (D, []),
+]
+PROMPTS, RESPONSES = [p for p, _ in ROWS], [r for _, r in ROWS]
+
+
+def test_layout_of_a_group_and_a_single_row():
+    batch = make_packed_batch([[5, 6], [7], [5, 6]], [[8, 9], [10, 11, 12], [13]])
+    assert batch.input_ids.tolist() == [[5, 6, 8, 7, 10, 11]]  # no row's last token
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 2]]
+    assert batch.row.tolist() == [0, 0, 1, 1, 1, 2]
+    assert batch.column.tolist() == [0, 1, 0, 1, 2, 0]
+    assert batch.state_index.tolist() == [1, 2, 3, 4, 5, 1]  # rows 0 and 2 begin behind the same token
+    assert batch.targets.tolist() == [8, 9, 10, 11, 12, 13]
+    assert batch.last_index is None
+    assert batch.to_rows(torch.arange(1.0, 7.0)).tolist() == [[1, 2, 0], [3, 4, 5], [6, 0, 0]]
+
+
+def test_layout_with_the_last_tokens():
+    batch = make_packed_batch([[5, 6], [7], [5, 6]], [[8, 9], [], [13]], last_tokens=True)
+    assert batch.input_ids.tolist() == [[5, 6, 8, 9, 13, 7]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2, 0]]
+    assert batch.state_index.tolist() == [1, 2, 1]
+    assert batch.last_index is not None
+    assert batch.last_index.tolist() == [3, 5, 4]
+
+
+def test_blocks_of_a_packing():
+    """Prompts of 3 and 2 (with its only response) as causal rows; responses of 5, 3 together, 1 by itself."""
+    packing = pack([(3, [1, 5, 0, 3]), (2, [4])])
+    assert [(b.num_rows, b.width, b.prompt) for b in packing.blocks] == [
+        (1, 6, None),
+        (1, 3, None),
+        (2, 5, 0),
+        (1, 1, 0),
+    ]
+    assert packing.pieces == [3, 9, 6]
+    prompt, one, five, three, second = [6, 7, 8], [19], [9, 10, 11, 12, 13], [14, 15, 16], [0, 1, 2, 3, 4, 5]
+    assert packing.slots.tolist() == prompt + one + five + three + second
+    assert packing.mask(3, torch.float32).tolist() == [[0.0, 0.0, 0.0, 0.0]]
+    assert packing.mask(2, torch.float32)[1].tolist() == [0.0] * 5 + [-torch.inf] * 3
+
+
+def both(roles: Roles, run: Callable[[], Any]) -> tuple[Any, Any]:
+    """What `run` gives with packed and with padded batches."""
+    assert roles.packs
+    ours = run()
+    roles.packs = False
+    theirs = run()
+    roles.packs = True
+    return ours, theirs
+
+
+def scored(roles: Roles, rows: list[int] | None = None) -> tuple[Tensor, Tensor]:
+    chosen = range(len(ROWS)) if rows is None else rows
+    batch = roles.batch([PROMPTS[i] for i in chosen], [RESPONSES[i] for i in chosen])
+    return roles.logprobs("policy", batch, temperature=0.7, entropy_grad=True)
+
+
+def gradients(roles: Roles, role: str, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
+    with roles.acting(role):  # pyright: ignore[reportArgumentType]
+        loss().backward()
+    found = {}
+    for name, parameter in roles.parameters[role].items():
+        assert parameter.grad is not None, name
+        found[name], parameter.grad = parameter.grad, None
+    return found
+
+
+def policy_loss(roles: Roles, rows: list[int] | None = None) -> Tensor:
+    """Weighs every token differently, so that no mistake cancels."""
+    logprobs, entropy = scored(roles, rows)
+    weights = torch.linspace(-1.0, 2.0, logprobs.numel()).view_as(logprobs) if rows is None else 1.0
+    return (weights * logprobs).sum() + 0.3 * entropy.square().sum()
+
+
+def assert_same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert max(float(g.norm()) for g in theirs.values()) > 0
+    for name, gradient in theirs.items():
+        assert (ours[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("pad_is_eos", [False, True], ids=["pad", "pad=eos"])
+@pytest.mark.parametrize("kind", PACKING)
+def test_log_probabilities_and_entropies_are_those_of_padded_rows(tiny: TinyModels, kind: str, pad_is_eos: bool):
+    roles = lora_roles(tiny(kind, pad_is_eos=pad_is_eos))
+    stir(roles.parameters["policy"])
+    with torch.no_grad(), roles.acting("policy"):
+        ours, theirs = both(roles, lambda: scored(roles))
+    assert theirs[0].shape == (8, 10)
+    for mine, padded in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, padded, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", [lora_roles, full_roles])
+@pytest.mark.parametrize("kind", PACKING)
+def test_gradients_are_those_of_padded_rows(tiny: TinyModels, kind: str, make):
+    roles = make(tiny(kind))
+    stir(roles.parameters["policy"])
+    assert_same_gradients(*both(roles, lambda: gradients(roles, "policy", lambda: policy_loss(roles))))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_split_group_has_the_gradient_of_the_whole(tiny: TinyModels, kind: str):
+    roles = lora_roles(tiny(kind))
+    stir(roles.parameters["policy"])
+    rows = list(range(8))
+    whole = gradients(roles, "policy", lambda: policy_loss(roles, rows))
+    parts = gradients(roles, "policy", lambda: policy_loss(roles, [0, 6]) + policy_loss(roles, [4, 1, 2, 5, 7, 3]))
+    assert_same_gradients(parts, whole)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+def test_recomputed_layers_attend_as_they_did(tiny: TinyModels, kind: str):
+    """Backward comes after the forward pass, and here after the forward pass of another batch."""
+    roles = lora_roles(tiny(kind))
+    stir(roles.parameters["policy"])
+
+    def loss() -> Tensor:
+        return policy_loss(roles, [0, 1, 4]) + policy_loss(roles, [3, 6]) + policy_loss(roles, [2])
+
+    kept = gradients(roles, "policy", loss)
+    with roles.gradient_checkpointing():
+        recomputed = gradients(roles, "policy", loss)
+    for name, gradient in kept.items():
+        assert torch.equal(recomputed[name], gradient), name
+    assert roles.causal.config._attn_implementation == "sdpa"
+
+
+def test_bfloat16_is_close(tiny: TinyModels):
+    roles = lora_roles(tiny("llama"), dtype=torch.bfloat16)
+    stir(roles.parameters["policy"])
+    with torch.no_grad(), roles.acting("policy"):
+        (ours, _), (theirs, _) = both(roles, lambda: scored(roles))
+    assert (ours - theirs).abs().mean() < 0.03
+    assert theirs.abs().mean() > 1
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_autocast_is_close(tiny: TinyModels, kind: str):
+    roles = lora_roles(tiny(kind))
+    stir(roles.parameters["policy"])
+
+    def run() -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = gradients(roles, "policy", lambda: policy_loss(roles))
+            with torch.no_grad(), roles.acting("policy"):
+                return scored(roles)[0], found
+
+    (ours, our_gradients), (theirs, their_gradients) = both(roles, run)
+    assert (ours - theirs).abs().mean() < 0.03
+    mine, padded = (torch.cat([g.flatten() for g in gs.values()]) for gs in (our_gradients, their_gradients))
+    assert (mine - padded).norm() < 0.05 * padded.norm()
+
+
+@pytest.mark.parametrize(("with_lora", "kind"), [(True, "adapter"), (True, "separate"), (False, "separate")])
+def test_values_are_those_of_padded_rows(tiny: TinyModels, with_lora: bool, kind: Any):
+    roles = roles_with_critic(tiny("qwen2"), with_lora=with_lora, kind=kind)
+    stir(roles.parameters["critic"])
+
+    def loss() -> Tensor:
+        return roles.values(roles.batch(PROMPTS, RESPONSES)).square().sum()
+
+    assert_same_gradients(*both(roles, lambda: gradients(roles, "critic", loss)))
+
+
+def test_scores_are_those_of_padded_rows(tiny: TinyModels):
+    roles = lora_roles(tiny("llama"))
+    roles.train_score_head()
+    stir(roles.parameters["policy"])
+    with torch.no_grad(), roles.acting("policy"):
+        ours, theirs = both(roles, lambda: roles.scores(roles.batch(PROMPTS, RESPONSES, last_tokens=True)))
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+        assert theirs.unique().numel() == len(ROWS)
+        with pytest.raises(AssertionError, match="without its last tokens"):
+            roles.scores(roles.batch(PROMPTS, RESPONSES))
+
+
+def test_attention_is_the_models_own_again_after_an_error(tiny: TinyModels):
+    roles = lora_roles(tiny("llama"))
+    trunk = roles.trunk("policy")
+    with pytest.raises(RuntimeError, match="stop"), attending(trunk, pack([(2, [1])])):
+        raise RuntimeError("stop")
+    assert roles.causal.config._attn_implementation == "sdpa"
+
+
+class Largest(TorchDispatchMode):
+    """The most elements any tensor had."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_nothing_is_as_large_as_the_sequence_squared(tiny: TinyModels):
+    roles = lora_roles(tiny("llama"))
+    generator = torch.Generator().manual_seed(0)
+    prompts = [[1 + i // 8, 2, 3, 4] for i in range(128)]
+    responses = [torch.randint(1, 200, (12,), generator=generator).tolist() for _ in prompts]
+    batch = make_packed_batch(prompts, responses)
+    n = batch.input_ids.shape[1]
+    assert n == 16 * 4 + 128 * 11
+    with Largest() as seen, torch.no_grad():
+        all_states(roles.trunk("policy"), batch)
+    assert 64 * n <= seen.elements < n * n / 8  # the MLP's 64 wide states are the largest
+
+
+# ---- which models can ----
+
+
+def tiny_causal(config: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def test_models_with_a_window_are_padded_even_where_it_does_not_show():
+    """The window of 32 is wider than anything that is tried out."""
+    qwen2 = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}
+    assert not packs_exactly(tiny_causal(Qwen2Config(**SHAPE, **qwen2)).model)
+    assert packs_exactly(tiny_causal(Qwen2Config(**SHAPE)).model)
+    assert not packs_exactly(tiny_causal(MistralConfig(**SHAPE, sliding_window=32)).model)
+    assert packs_exactly(tiny_causal(MistralConfig(**SHAPE, sliding_window=None)).model)
+
+
+def test_layers_that_do_not_attend_to_everything_are_padded():
+    trunk = tiny_causal(Qwen2Config(**SHAPE)).model
+    trunk.config.layer_types = ["full_attention", "chunked_attention"]
+    assert not packs_exactly(trunk)
+
+
+def test_soft_capped_attention_is_padded(tiny: TinyModels):
+    roles = lora_roles(tiny("gemma2"))
+    assert not roles.packs
+    assert roles.batch(PROMPTS, RESPONSES).packing is None
+    heads = torch.ones(1, 2, 3, 4)
+    with attending(roles.trunk("policy"), pack([(3, [])])):
+        packed_attention(roles.causal, heads, heads, heads, None)
+        with pytest.raises(CannotPack, match="Gemma2ForCausalLM asks for softcap"):
+            packed_attention(roles.causal, heads, heads, heads, None, softcap=50.0)
+
+
+def test_attention_that_differs_in_numbers_only_is_found(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+    """Here the positions: a model that counts them itself has others in a packed row."""
+    roles = lora_roles(tiny("llama"))
+    trunk = roles.trunk("policy")
+    forward = trunk.forward
+    monkeypatch.setattr(trunk, "forward", lambda **kw: forward(**{k: v for k, v in kw.items() if k != "position_ids"}))
+    assert not packs_exactly(trunk)
+
+
+def test_eager_attention_stays_eager(tiny: TinyModels):
+    model = AutoModelForCausalLM.from_pretrained(tiny("llama"), attn_implementation="eager")
+    assert not Roles(model, device=CPU, reference=False).packs
+
+
+def test_a_critic_that_cannot_pack_makes_everyone_pad(tiny: TinyModels):
+    roles = lora_roles(tiny("llama"))
+    roles.add_critic("separate", model=tiny_causal(MistralConfig(**SHAPE, sliding_window=32)))
+    assert not roles.packs
+
+
+def test_padded_and_packed_batches_list_the_same_tokens():
+    padded, packed = make_batch(PROMPTS, RESPONSES), make_packed_batch(PROMPTS, RESPONSES)
+    for name in ("row", "column", "targets"):
+        assert torch.equal(getattr(padded, name), getattr(packed, name))
+    assert padded.num_rows == packed.num_rows == 8
+    for batch in (padded, packed):  # the token before the first of a response is its prompt's last
+        first = (batch.column == 0).nonzero().flatten()
+        ids = batch.input_ids.flatten()[batch.state_index[first]].tolist()
+        assert ids == [PROMPTS[int(batch.row[i])][-1] for i in first]

@@ -1,0 +1,223 @@
+"""The forward pass of Llama-like decoders (Llama, Qwen2, Qwen3 and what is built like them) for sampling: its own
+weights with the adapter merged in, projections that share an input in one matrix, and a static cache.
+
+The library's modules cost more than their arithmetic while decoding: LoRA branches at every token, a cache copied
+whole at every token, a dozen small operations a layer. Weights are private copies, merged afresh from the base and
+the adapter; the base itself is never merged in place, which would round it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
+from transformers import PreTrainedModel
+
+from tinyrl.models.logprobs import Head, head_of
+from tinyrl.models.merging import merged_weight
+from tinyrl.models.states import trunk_of
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def reads_like_llama(model: PreTrainedModel) -> bool:
+    """Whether the decoder has the parts that this file knows; whether they are put together in the same way is found
+    out by comparing numbers.
+    """
+    trunk = trunk_of(model)
+    layers = getattr(trunk, "layers", None)
+    if layers is None or not all(hasattr(trunk, name) for name in ("embed_tokens", "norm", "rotary_emb")):
+        return False
+    parts = ("input_layernorm", "post_attention_layernorm", "self_attn.o_proj", "mlp.down_proj")
+    return all(
+        all(_has(layer, f"{where}.{name}") for where, name in _projections()) and all(_has(layer, p) for p in parts)
+        for layer in layers
+    )
+
+
+def _projections() -> list[tuple[str, str]]:
+    return [("self_attn" if name[0] in "qkvo" else "mlp", name) for name in PROJECTIONS]
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    for part in path.split("."):
+        if not hasattr(module, part):
+            return False
+        module = getattr(module, part)
+    return True
+
+
+@dataclass
+class LayerWeights:
+    """One decoder layer: q, k and v in one matrix, gate and up in another. (out, in), as torch's linear layers."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    attention_norm: Tensor
+    mlp_norm: Tensor
+    q_norm: Tensor | None  # Qwen3: over each head
+    k_norm: Tensor | None
+
+
+class Decoder:
+    """Hidden states of new tokens from a static cache. `dtype` is the copy's; norms' sums and attention's softmax are
+    float32.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype) -> None:
+        self.model, self.dtype = model, dtype
+        self.trunk: Any = trunk_of(model)
+        config = model.config.get_text_config()
+        attention = self.trunk.layers[0].self_attn
+        self.num_layers, self.num_heads = len(self.trunk.layers), config.num_attention_heads
+        self.num_kv_heads, self.head_dim = config.num_key_value_heads, attention.head_dim
+        self.scaling: float = attention.scaling
+        self.eps: float = config.rms_norm_eps
+        self.activation = self.trunk.layers[0].mlp.act_fn
+        self.layers: list[LayerWeights] = []
+        self.embedding = torch.empty(0)
+        self.norm = torch.empty(0)
+        self.head: Head = head_of(model)
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token of one sequence."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the private copy: what merging and another dtype cannot share with the model."""
+        own = [t for layer in self.layers for t in vars(layer).values() if t is not None]
+        shared = {p.data_ptr() for p in self.model.parameters()}
+        own += [self.embedding, self.head.weight]
+        unique = {t.data_ptr(): t for t in own if t.data_ptr() not in shared}
+        return sum(t.numel() * t.itemsize for t in unique.values())
+
+    def sync(self, adapter: str | None) -> None:
+        """Take the weights over as they are now under `adapter`; into the same memory as before."""
+        self.embedding = _renewed(self.embedding, self.trunk.embed_tokens.weight.to(self.dtype))
+        self.norm = _renewed(self.norm, self.trunk.norm.weight.to(self.dtype))
+        head = head_of(self.model)
+        tied = head.weight.data_ptr() == self.trunk.embed_tokens.weight.data_ptr()
+        weight = self.embedding if tied else _renewed(self.head.weight, head.weight.to(self.dtype))
+        bias = None if head.bias is None else _renewed(self.head.bias, head.bias.to(self.dtype))
+        self.head = Head(weight, bias, head.scale, head.softcap)
+        for i, layer in enumerate(self.trunk.layers):
+            weights = self._layer(layer, adapter)
+            if i == len(self.layers):
+                self.layers.append(weights)
+            for name, fresh in vars(weights).items():
+                if fresh is not None:
+                    setattr(self.layers[i], name, _renewed(getattr(self.layers[i], name), fresh))
+
+    def _layer(self, layer: Any, adapter: str | None) -> LayerWeights:
+        attention, mlp = layer.self_attn, layer.mlp
+
+        def joined(*modules: nn.Module) -> tuple[Tensor, Tensor | None]:
+            pairs = [merged_weight(module, adapter) for module in modules]
+            weight = torch.cat([w for w, _ in pairs]).to(self.dtype)
+            biases = [b for _, b in pairs if b is not None]
+            assert len(biases) in (0, len(pairs))
+            return weight, torch.cat(biases).to(self.dtype) if biases else None
+
+        def norm(module: nn.Module | None) -> Tensor | None:
+            return None if module is None else module.weight.to(self.dtype)  # pyright: ignore
+
+        return LayerWeights(
+            *joined(attention.q_proj, attention.k_proj, attention.v_proj),
+            *joined(attention.o_proj),
+            *joined(mlp.gate_proj, mlp.up_proj),
+            *joined(mlp.down_proj),
+            attention_norm=layer.input_layernorm.weight.to(self.dtype),
+            mlp_norm=layer.post_attention_layernorm.weight.to(self.dtype),
+            q_norm=norm(getattr(attention, "q_norm", None)),
+            k_norm=norm(getattr(attention, "k_norm", None)),
+        )
+
+    def new_cache(self, rows: int, width: int) -> tuple[Tensor, Tensor]:
+        """Keys and values, each (layers, rows, kv heads, width, head size); memory is touched only where written."""
+        shape = (self.num_layers, rows, self.num_kv_heads, width, self.head_dim)
+        device = self.trunk.embed_tokens.weight.device
+        # Zeros where a mask hides them: what was in fresh memory may not be a number, and 0 x NaN is NaN.
+        return tuple(torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2))  # pyright: ignore
+
+    def prefill(self, ids: Tensor, lengths: Tensor, *, cache: tuple[Tensor, Tensor], rows: Tensor, source: Tensor):
+        """Read prompts ids (P, L), padded on the right, and put the keys and values of prompt source[i] into row
+        rows[i] of the cache. Returns the hidden state of each prompt's last token, (P, H).
+        """
+        prompts, width = ids.shape
+        cos, sin = self.rotation(torch.arange(width, device=ids.device).expand(prompts, width))
+        x = self.embedding[ids].flatten(0, 1)
+        groups = self.num_heads // self.num_kv_heads
+        for i, layer in enumerate(self.layers):
+            q, k, v = (t.unflatten(0, (prompts, width)).transpose(1, 2) for t in self._qkv(layer, x, cos, sin))
+            cache[0][i, rows, :, :width] = k[source]
+            cache[1][i, rows, :, :width] = v[source]
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+            attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scaling)
+            x = self._rest(layer, x, attended.transpose(1, 2).flatten(2).flatten(0, 1))
+        last = torch.arange(prompts, device=ids.device) * width + lengths - 1
+        return rms_norm(x[last], (x.shape[-1],), self.norm, self.eps)
+
+    def step(self, token: Tensor, position: Tensor, *, cache: tuple[Tensor, Tensor], width: int) -> Tensor:
+        """Hidden states (R, H) after one more token in each of the first R rows of the cache, at `position` (R,), which
+        is also where its key and value go. Positions are below `width`.
+        """
+        rows = len(token)
+        row = torch.arange(rows, device=token.device)
+        cos, sin = self.rotation(position)
+        ahead = torch.arange(width, device=token.device) > position.unsqueeze(1)
+        mask = torch.zeros(rows, 1, 1, width, device=token.device).masked_fill_(ahead[:, None, None], -torch.inf)
+        x = self.embedding[token]
+        for i, layer in enumerate(self.layers):
+            q, k, v = self._qkv(layer, x, cos, sin)
+            keys, values = cache[0][i], cache[1][i]
+            keys[row, :, position], values[row, :, position] = k, v
+            # Heads that share keys are rows of one small matrix product (grouped-query attention, 2305.13245).
+            q = q.unflatten(1, (self.num_kv_heads, -1)) * self.scaling
+            scores = torch.matmul(q, keys[:rows, :, :width].transpose(-1, -2)).float().add_(mask)
+            attended = torch.matmul(scores.softmax(-1).to(self.dtype), values[:rows, :, :width])
+            x = self._rest(layer, x, attended.flatten(1))
+        return rms_norm(x, (x.shape[-1],), self.norm, self.eps)
+
+    def rotation(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of rotary positions (any shape), flat (N, 1, head size)."""
+        cos, sin = self.trunk.rotary_emb(self.embedding[:1, :1], position.reshape(1, -1))
+        return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+
+    def _qkv(self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries (N, heads, d) and keys, and values (N, kv heads, d), of flat tokens x (N, H)."""
+        h = rms_norm(x, (x.shape[-1],), layer.attention_norm, self.eps)
+        qkv = linear(h, layer.qkv, layer.qkv_bias).unflatten(1, (-1, self.head_dim))
+        qk, v = qkv[:, : -self.num_kv_heads], qkv[:, -self.num_kv_heads :]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k, size = qk[:, : self.num_heads], qk[:, self.num_heads :], (self.head_dim,)
+            qk = torch.cat([rms_norm(q, size, layer.q_norm, self.eps), rms_norm(k, size, layer.k_norm, self.eps)], 1)
+        half = self.head_dim // 2
+        qk = qk * cos + torch.cat((-qk[..., half:], qk[..., :half]), -1) * sin
+        return qk[:, : self.num_heads], qk[:, self.num_heads :], v
+
+    def _rest(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> Tensor:
+        """Attention's output projection and the feed-forward block, each added to its residual; x is overwritten."""
+        x = x.add_(linear(attended, layer.out, layer.out_bias))
+        h = rms_norm(x, (x.shape[-1],), layer.mlp_norm, self.eps)
+        gate, up = linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+        return x.add_(linear(self.activation(gate).mul_(up), layer.down, layer.down_bias))
+
+
+def _renewed(old: Tensor | None, fresh: Tensor) -> Tensor:
+    """`fresh`, in the memory of `old` where there is such (a CUDA graph holds the address); shared weights are taken
+    as they are.
+    """
+    if old is None or old.shape != fresh.shape or old.data_ptr() == fresh.data_ptr():
+        return fresh
+    return old.copy_(fresh)

@@ -1,0 +1,113 @@
+"""What every sampling engine takes and gives: token lists in, ragged token lists out.
+
+The same request and key give the same completion from every engine and in any batch, to rounding in float32:
+randomness.py says how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from tinyrl.models.roles import Roles
+
+FinishReason = Literal["eos", "stop", "length"]
+SampledRole = Literal["policy", "reference", "base"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to continue. (seed, step, prompt_index, first_sample + i) is the key of its i-th sample."""
+
+    prompt_tokens: list[int]
+    prompt_index: int
+    first_sample: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was sampled: tokens (the EOS included), the log-probability of each at the sampling temperature, why it
+    ended.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How completions are drawn, the same for every request of a run. `max_rows`: sequences decoded at a time (None:
+    as many as memory allows). `should_stop` raises when the run is to stop; it is called between tokens.
+    """
+
+    temperature: float
+    max_new_tokens: int
+    stop: list[str] = field(default_factory=list)
+    top_p: float = 1.0
+    top_k: int = 0
+    max_rows: int | None = None
+    should_stop: Callable[[], None] = lambda: None
+
+
+class SamplingEngine(Protocol):
+    """Samples completions. `exact`: in float32 its log-probabilities are those of a training pass, to rounding."""
+
+    name: str
+    exact: bool
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of the private copy of weights that it samples from."""
+        ...
+
+    def sample(
+        self,
+        requests: list[Request],
+        samples_per_request: int,
+        *,
+        seed: int,
+        step: int,
+        greedy: bool = False,
+        role: SampledRole = "policy",
+    ) -> list[list[Completion]]:
+        """`samples_per_request` completions for every request, in order, from the role's weights as they are now.
+
+        Raises torch.OutOfMemoryError when a single row does not fit.
+        """
+        ...
+
+
+def split(requests: list[Request], group: int, *, max_rows: int) -> Iterator[tuple[list[Request], int]]:
+    """Batches of at most `max_rows` rows, in order: (requests, samples of each). A group stays together, and shares
+    the prefill of its prompt, unless it is larger than that.
+    """
+    if group <= max_rows:
+        together = max_rows // group
+        for start in range(0, len(requests), together):
+            yield requests[start : start + together], group
+        return
+    for request in requests:
+        for start in range(0, group, max_rows):
+            part = replace(request, first_sample=request.first_sample + start)
+            yield [part], min(max_rows, group - start)
+
+
+def join(parts: list[list[Completion]], group: int) -> list[list[Completion]]:
+    """Completions in the order of `split`, in groups again."""
+    flat = [completion for part in parts for completion in part]
+    return [flat[i : i + group] for i in range(0, len(flat), group)]
+
+
+def eos_token_ids(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Every token that ends a completion: the tokenizer's EOS and those of the model's generation config (chat
+    models have several).
+    """
+    generation = getattr(roles.causal, "generation_config", None)
+    listed = getattr(generation, "eos_token_id", None)
+    listed = listed if isinstance(listed, list) else [listed]
+    vocabulary = roles.causal.get_input_embeddings().weight.shape[0]  # pyright: ignore
+    return {i for i in [tokenizer.eos_token_id, *listed] if isinstance(i, int) and i < vocabulary}

@@ -1,0 +1,225 @@
+"""The fused engine: its own decoder over a static cache, with rows that come and go.
+
+A prompt is read once for its group. A row that has finished leaves at once and the last row takes its place, so every
+product is over rows that are still going; waiting samples are let in as places become free (continuous batching; Orca,
+OSDI 2022), so a batch larger than memory still samples. On CUDA a step is replayed from a graph for its bucket of
+rows and of cache width, and finished rows are looked for every few tokens only, so that nothing waits for the host;
+what a row said after its end is cut off.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import psutil
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from tinyrl.generation.decoder import Decoder
+from tinyrl.generation.drawing import stop_said_at
+from tinyrl.generation.engine import (
+    Completion,
+    FinishReason,
+    Request,
+    SampledRole,
+    SamplingSettings,
+    eos_token_ids,
+)
+from tinyrl.generation.graphs import StepGraphs
+from tinyrl.generation.places import Places
+from tinyrl.generation.randomness import sample_keys, uniforms
+from tinyrl.models.roles import Roles
+
+PREFILL_TOKENS = {"cpu": 4096, "cuda": 32768}  # padded prompt tokens read at a time
+LOOK_EVERY = {"cpu": 1, "cuda": 16}  # tokens between two looks at which rows have finished
+CACHE_SHARE = 0.4  # of the memory that is free when sampling starts
+ADMIT_BELOW = 0.75  # of the places in use: prompts read a few at a time cost more
+ROW_BUCKETS, WIDTH_BUCKET = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024), 256  # of CUDA graphs
+
+
+class FusedEngine:
+    """Samples through a `Decoder`, whose weights are taken over from the acting role at every call."""
+
+    name = "fused"
+
+    def __init__(
+        self, roles: Roles, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings, *, dtype: torch.dtype
+    ) -> None:
+        self.roles, self.tokenizer, self.settings, self.dtype = roles, tokenizer, settings, dtype
+        self.max_rows = settings.max_rows
+        self.exact = dtype == torch.float32 and roles.causal.dtype == torch.float32
+        self.eos = torch.tensor(sorted(eos_token_ids(roles, tokenizer)), dtype=torch.long, device=roles.device)
+        self.look_every = LOOK_EVERY[roles.device.type]
+        self.decoders: dict[int, Decoder] = {}  # of each model that has sampled: the policy's, a frozen reference
+        self._kept: tuple[tuple[object, ...], Places, StepGraphs] | None = None  # CUDA: graphs outlive a call
+
+    def sample(
+        self,
+        requests: list[Request],
+        samples_per_request: int,
+        *,
+        seed: int,
+        step: int,
+        greedy: bool = False,
+        role: SampledRole = "policy",
+    ) -> list[list[Completion]]:
+        """`samples_per_request` completions for every request, in order.
+
+        Out of memory halves the number of rows decoded at a time and starts over: keyed randomness gives the same
+        samples again. Raises torch.OutOfMemoryError when a single row does not fit.
+        """
+        if not requests:
+            return []
+        wanted = len(requests) * samples_per_request
+        while True:
+            rows = min(self.max_rows or wanted, wanted)
+            try:
+                with torch.inference_mode(), self.roles.acting(role) as model:
+                    decoder = self.decoders.setdefault(id(model), Decoder(model, dtype=self.dtype))
+                    decoder.sync(self.roles.adapter_of(role))
+                    width = max(len(r.prompt_tokens) for r in requests) + self.columns
+                    places, advance = self._places(decoder, greedy, rows=rows, width=width)
+                    return _Sampling(self, places, advance, requests, samples_per_request, key=(seed, step)).run()
+            except torch.OutOfMemoryError:
+                if rows == 1:
+                    raise
+            self._kept, self.max_rows = None, rows // 2
+            if self.roles.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of the decoders' own weights."""
+        return sum(decoder.weight_bytes for decoder in self.decoders.values())
+
+    @property
+    def columns(self) -> int:
+        """New tokens a row has room for: until the next look it may go on past its end."""
+        return self.settings.max_new_tokens + self.look_every - 1
+
+    def _places(
+        self, decoder: Decoder, greedy: bool, *, rows: int, width: int
+    ) -> tuple[Places, Callable[[int, int], None]]:
+        """Places for as many rows as wanted, or as memory allows, and what advances them."""
+        device, columns = self.roles.device, self.columns
+        if device.type != "cuda":
+            rows = min(rows, rows_that_fit(decoder, width, free=psutil.virtual_memory().available))
+            places = Places(
+                decoder, self.settings, capacity=rows, width=width, columns=columns, greedy=greedy, device=device
+            )
+            return places, places.advance
+        width = -(-width // WIDTH_BUCKET) * WIDTH_BUCKET
+        key = (id(decoder), greedy, rows, width)
+        if self._kept is None or self._kept[0] != key:
+            self._kept = None
+            fit = min(rows, rows_that_fit(decoder, width, free=torch.cuda.mem_get_info(device)[0]))
+            places = Places(
+                decoder, self.settings, capacity=fit, width=width, columns=columns, greedy=greedy, device=device
+            )
+            graphs = StepGraphs(places.advance, state=(places.token, places.position, places.count))
+            self._kept = (key, places, graphs)
+        return self._kept[1], self._kept[2]
+
+
+def rows_that_fit(decoder: Decoder, width: int, *, free: int) -> int:
+    """How many sequences of `width` tokens the cache may hold with `free` bytes of memory."""
+    return max(1, int(free * CACHE_SHARE / (decoder.cache_bytes_per_token * width)))
+
+
+class _Sampling:
+    """One call of `sample`: which samples wait, and what those that are done have said."""
+
+    def __init__(
+        self,
+        engine: FusedEngine,
+        places: Places,
+        advance: Callable[[int, int], None],
+        requests: list[Request],
+        group: int,
+        *,
+        key: tuple[int, int],
+    ) -> None:
+        self.engine, self.places, self.advance, self.requests, self.group = engine, places, advance, requests, group
+        self.settings = engine.settings
+        prompts = np.repeat(np.array([r.prompt_index for r in requests]), group)
+        numbers = np.concatenate([np.arange(group) + r.first_sample for r in requests])
+        self.keys = sample_keys(*key, prompts=prompts, samples=numbers)
+        self.waiting = deque(range(len(requests) * group))
+        self.done: dict[int, Completion] = {}
+
+    def run(self) -> list[list[Completion]]:
+        places = self.places
+        places.sample, places.longest = [], 0
+        while self.waiting or places.live:
+            if self.waiting and places.live <= ADMIT_BELOW * places.capacity:
+                self._admit(places.capacity - places.live)
+                self._retire()
+            for _ in range(self.engine.look_every if places.live else 0):
+                self.settings.should_stop()
+                places.longest += 1
+                self.advance(*self._shape())
+            self._retire()
+        flat = [self.done[i] for i in range(len(self.requests) * self.group)]
+        return [flat[i : i + self.group] for i in range(0, len(flat), self.group)]
+
+    def _shape(self) -> tuple[int, int]:
+        """Rows and cache columns of a step: what there is, or the bucket of a graph that holds it."""
+        places = self.places
+        if places.device.type != "cuda":
+            return places.live, places.longest
+        rows = next((b for b in ROW_BUCKETS if b >= places.live), places.live)
+        return min(rows, places.capacity), min(-(-places.longest // WIDTH_BUCKET) * WIDTH_BUCKET, places.width)
+
+    def _admit(self, free: int) -> None:
+        """Let in as many waiting samples as there are places, a few prompts at a time."""
+        limit = PREFILL_TOKENS[self.places.device.type]
+        while free and self.waiting:
+            samples: list[int] = []
+            indices: list[int] = []  # of the requests they belong to, each once
+            while self.waiting and len(samples) < free:
+                request = self.waiting[0] // self.group
+                wanted = indices if request in indices[-1:] else [*indices, request]
+                if samples and len(wanted) * max(len(self.requests[i].prompt_tokens) for i in wanted) > limit:
+                    break
+                indices = wanted
+                samples.append(self.waiting.popleft())
+            self.settings.should_stop()
+            self.places.enter(
+                samples,
+                [self.requests[i].prompt_tokens for i in indices],
+                source=[indices.index(s // self.group) for s in samples],
+                uniforms=uniforms(self.keys[samples], num_tokens=self.places.columns),
+            )
+            free -= len(samples)
+
+    def _retire(self) -> None:
+        """Rows that have finished leave with what they said."""
+        places, most = self.places, self.settings.max_new_tokens
+        if not places.live:
+            return
+        recent, columns = places.recent(self.engine.look_every)
+        is_eos = torch.isin(recent, self.engine.eos) & (columns >= 0)
+        eos_at = torch.where(is_eos, columns + 1, places.columns + 1).amin(1).tolist()
+        leaving = []
+        for place, count in enumerate(places.count[: places.live].tolist()):
+            length, reason = self._end(place, eos_at[place], min(count, most))
+            if reason is not None:
+                tokens, logprobs = places.tokens[place, :length].tolist(), places.logprobs[place, :length].tolist()
+                self.done[places.sample[place]] = Completion(tokens, logprobs, reason)
+                leaving.append(place)
+        if leaving:
+            places.leave(leaving)
+
+    def _end(self, place: int, eos_at: int, count: int) -> tuple[int, FinishReason | None]:
+        """How many tokens a row has said and why it has ended; None while it goes on."""
+        length, reason = (eos_at, "eos") if eos_at <= count else (count, "length")
+        if self.settings.stop:
+            said = self.places.tokens[place, :length].tolist()
+            look_at = self.engine.look_every
+            stopped = stop_said_at(said, self.settings.stop, self.engine.tokenizer, look_at=look_at)
+            if stopped is not None and (reason != "eos" or stopped < length):
+                return stopped, "stop"
+        ended = reason == "eos" or count >= self.settings.max_new_tokens
+        return length, reason if ended else None

@@ -1,0 +1,106 @@
+"""The places of a batch that is being decoded: what each row last said, where it stands, what it has said so far.
+
+Tensors stay where they are from the first token to the last (a CUDA graph holds their addresses): a row that has
+finished leaves its place to the last row, a new one is let in at the end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tinyrl.generation.decoder import Decoder
+from tinyrl.generation.drawing import draw_tokens
+from tinyrl.generation.engine import SamplingSettings
+
+
+class Places:
+    """`capacity` rows, of which the first `live` are going; each has room for `columns` new tokens, and `width` for
+    prompt and response. `sample[r]` says which sample row r is; `longest` is the most tokens any row has in the cache.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        settings: SamplingSettings,
+        *,
+        capacity: int,
+        width: int,
+        columns: int,
+        greedy: bool,
+        device: torch.device,
+    ) -> None:
+        self.decoder, self.settings, self.greedy, self.device = decoder, settings, greedy, device
+        self.capacity, self.width, self.columns = capacity, width, columns
+        self.token, self.position, self.count = (
+            torch.zeros(capacity, dtype=torch.long, device=device) for _ in range(3)
+        )  # the last token of each row, which is not in the cache yet; where it will go; tokens drawn so far
+        self.uniforms = torch.zeros(capacity, columns, dtype=torch.float64, device=device)
+        self.tokens = torch.zeros(capacity, columns, dtype=torch.long, device=device)
+        self.logprobs = torch.zeros(capacity, columns, device=device)
+        self.cache = decoder.new_cache(capacity, width)
+        self.sample: list[int] = []
+        self.longest = 0
+
+    @property
+    def live(self) -> int:
+        return len(self.sample)
+
+    def enter(self, samples: list[int], prompts: list[list[int]], *, source: list[int], uniforms: Tensor) -> None:
+        """New rows: sample samples[i] continues prompt source[i] with uniforms[i]. Each prompt is read once."""
+        where = torch.arange(self.live, self.live + len(samples), device=self.device)
+        picked = torch.tensor(source, device=self.device)
+        lengths = torch.tensor([len(p) for p in prompts], device=self.device)
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(self.device)
+        states = self.decoder.prefill(ids, lengths, cache=self.cache, rows=where, source=picked)
+        self.sample += samples
+        self.longest = max(self.longest, ids.shape[1])
+        self.position[where], self.count[where], self.uniforms[where] = lengths[picked], 0, uniforms.to(self.device)
+        self._draw(self.decoder.head.logits(states)[picked], where)
+
+    def advance(self, live: int, width: int) -> None:
+        """One token in each of the first `live` rows, reading `width` columns of the cache. Only tensors: a CUDA graph
+        can hold it. Rows past those that are going may be computed too; nothing of theirs is read.
+        """
+        position = self.position[:live].clamp(max=width - 1)
+        states = self.decoder.step(self.token[:live], position, cache=self.cache, width=width)
+        self.position[:live] += 1
+        self._draw(self.decoder.head.logits(states), torch.arange(live, device=self.device))
+
+    def _draw(self, logits: Tensor, where: Tensor) -> None:
+        """The next token of the rows at `where`, noted where it belongs."""
+        column = self.count[where].clamp(max=self.columns - 1)
+        token, logprob = draw_tokens(
+            logits,
+            self.uniforms[where, column],
+            temperature=self.settings.temperature,
+            top_k=self.settings.top_k,
+            top_p=self.settings.top_p,
+            greedy=self.greedy,
+        )
+        self.tokens[where, column], self.logprobs[where, column] = token, logprob
+        self.token[where] = token
+        self.count[where] += 1
+
+    def recent(self, most: int) -> tuple[Tensor, Tensor]:
+        """The last `most` tokens of each live row, oldest first, and their columns, both (live, most); columns are
+        negative before the first token.
+        """
+        columns = self.count[: self.live, None] - torch.arange(most, 0, -1, device=self.device)
+        return self.tokens[: self.live].gather(1, columns.clamp(0, self.columns - 1)), columns
+
+    def leave(self, places: list[int]) -> None:
+        """Rows at `places` go; rows from the end move into the gaps."""
+        gone = set(places)
+        stay = self.live - len(gone)
+        gaps = [p for p in sorted(gone) if p < stay]
+        movers = [p for p in range(stay, self.live) if p not in gone]
+        for to, source in zip(gaps, movers, strict=True):
+            for part in self.cache:
+                part[:, to, :, : self.longest] = part[:, source, :, : self.longest]
+            self.sample[to] = self.sample[source]
+        if gaps:
+            for tensor in (self.token, self.position, self.count, self.uniforms, self.tokens, self.logprobs):
+                tensor[gaps] = tensor[movers]
+        del self.sample[stay:]
+        self.longest = int(self.position[: self.live].max()) if self.live else 0

@@ -1,0 +1,109 @@
+"""Which rows go through the model together: micro-batches by token budget, and smaller ones when memory runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RowSizes:
+    """How long the rows of a step are, and which of them share a prompt.
+
+    prompts, responses: tokens of each row's prompt and response; groups: rows with the same number have the same
+    prompt; packed: rows stand end to end, a prompt once for its group, instead of padded to the longest.
+    """
+
+    prompts: Sequence[int]
+    responses: Sequence[int]
+    groups: Sequence[int]
+    packed: bool
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]], responses: Iterable[int], *, packed: bool) -> RowSizes:
+        """Of rows with these prompts (equal ones are shared) and this many response tokens."""
+        numbers: dict[tuple[int, ...], int] = {}
+        groups = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
+        return cls([len(prompt) for prompt in prompts], list(responses), groups, packed)
+
+    @classmethod
+    def alone(cls, lengths: Sequence[int], *, packed: bool) -> RowSizes:
+        """Of rows that share nothing."""
+        return cls([0] * len(lengths), lengths, range(len(lengths)), packed)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row by itself."""
+        return [p + r for p, r in zip(self.prompts, self.responses, strict=True)]
+
+    def cost(self, rows: Sequence[int]) -> int:
+        """Tokens that go through the model for these rows together, padding included."""
+        if self.packed:
+            prompts = {self.groups[row]: self.prompts[row] for row in rows}
+            return sum(prompts.values()) + sum(self.responses[row] for row in rows)
+        return len(rows) * max(self.prompts[row] + self.responses[row] for row in rows)
+
+    def plan(self, rows: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+        """Group rows into micro-batches of at most `max_tokens`. A row longer than the budget goes alone."""
+        if not self.packed:
+            return plan_micro_batches(rows, self.lengths, max_tokens=max_tokens)
+        return self._plan_groups(rows, max_tokens)
+
+    def smaller(self, plan: Sequence[Sequence[int]]) -> int | None:
+        """A budget that breaks the widest micro-batch of a plan in two; None when each is a single row."""
+        costs = [self.cost(micro) for micro in plan if len(micro) > 1]
+        return max(1, max(costs) // 2) if costs else None
+
+    def _plan_groups(self, rows: Sequence[int], max_tokens: int) -> list[list[int]]:
+        """Groups share their prompt while they fit and are split after that; the widest go first, the others in what
+        is left beside them.
+        """
+        groups: dict[int, list[int]] = {}
+        for row in sorted(rows):
+            groups.setdefault(self.groups[row], []).append(row)
+        parts = [part for group in groups.values() for part in self._split(group, max_tokens)]
+        plan: list[list[int]] = []
+        costs: list[int] = []
+        for part in sorted(parts, key=lambda part: (-self.cost(part), part[0])):
+            cost = self.cost(part)
+            place = next((i for i, used in enumerate(costs) if used + cost <= max_tokens), None)
+            if place is None:
+                plan.append(part)
+                costs.append(cost)
+            else:
+                plan[place] = plan[place] + part
+                costs[place] += cost
+        return plan
+
+    def _split(self, group: list[int], max_tokens: int) -> list[list[int]]:
+        """A group in as few parts as fit the budget, each repeating the prompt, of similar length."""
+        room = max_tokens - self.prompts[group[0]]
+        longest_first = sorted(group, key=lambda row: (-self.responses[row], row))
+        rest = [row for row in longest_first if self.responses[row] <= room]
+        alone = [[row] for row in longest_first if self.responses[row] > room]
+        fewest = max(1, -(-sum(self.responses[row] for row in rest) // max(1, room)))
+        for count in range(fewest, len(rest)):
+            parts: list[list[int]] = [[] for _ in range(count)]
+            filled = [0] * count
+            for row in rest:  # the longest that is left to the lightest part
+                lightest = filled.index(min(filled))
+                parts[lightest].append(row)
+                filled[lightest] += self.responses[row]
+            if max(filled) <= room:
+                return [*alone, *(sorted(part) for part in parts if part)]
+        return alone + [[row] for row in rest]
+
+
+def plan_micro_batches(rows: Sequence[int], lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+    """Group rows into micro-batches of at most `max_tokens` padded tokens (rows x longest), longest rows first.
+
+    rows: which rows; lengths: tokens of each row of the rollout (indexed by row). A row longer than the budget goes
+    alone.
+    """
+    plan: list[list[int]] = []
+    for row in sorted(rows, key=lambda r: (-lengths[r], r)):
+        if plan and (len(plan[-1]) + 1) * lengths[plan[-1][0]] <= max_tokens:
+            plan[-1].append(row)
+        else:
+            plan.append([row])
+    return plan

@@ -1,0 +1,224 @@
+"""Attention over rows that stand end to end without padding, each prompt once for all of its responses.
+
+A flat sequence [prompt 1 | response 1.1 | response 1.2 | ... | prompt 2 | ...] goes through the model as one row, so
+everything but attention does no work twice and none for padding. Attention is swapped by name in the library's own
+table of attention functions: no module is touched, adapters work as ever. Here the flat queries, keys and values are
+laid into blocks of similar length, padded on the right; a row sees itself and, for a response, its prompt's keys in
+front. No tensor is as large as the flat sequence squared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+ATTENTION = "tinyrl_packed"
+# What some models ask of attention beyond softmax(q k) v, and what this attention does not do.
+REFUSED = ("softcap", "sliding_window", "position_bias", "s_aux", "sinks", "cache")
+
+
+class CannotPack(ValueError):
+    """The model asks for attention that is not computed over packed rows."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of similar length in one attention call: `num_rows` by `width` slots, after the keys of piece `prompt`."""
+
+    num_rows: int
+    width: int
+    prompt: int | None
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a flat sequence of N tokens is laid into blocks.
+
+    slots (N,): where each token stands in the blocks laid end to end; pieces: lengths into which the flat sequence
+    splits, so that prompts whose keys several rows read are pieces of their own. State: the blocks' masks, by dtype.
+    """
+
+    slots: Tensor
+    blocks: list[Block]
+    pieces: list[int]
+    masks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Slots of each block."""
+        return [block.num_rows * block.width for block in self.blocks]
+
+    def mask(self, index: int, dtype: torch.dtype) -> Tensor:
+        """(width, prompt + width) of 0 and -inf for a block of responses, made once for all layers."""
+        if (index, dtype) not in self.masks:
+            block = self.blocks[index]
+            assert block.prompt is not None
+            start = self.pieces[block.prompt]
+            full = torch.full((block.width, start + block.width), -torch.inf, dtype=dtype, device=self.slots.device)
+            self.masks[index, dtype] = full.triu(start + 1)
+        return self.masks[index, dtype]
+
+
+def pack(groups: Sequence[tuple[int, Sequence[int]]], *, device: torch.device | str = "cpu") -> Packing:
+    """Lay out groups of (tokens of the prompt, tokens of each response), which stand in this order in the sequence.
+
+    A group with one response (or one that has tokens) is a single causal row; otherwise its prompt is one.
+    """
+    alone: list[tuple[int, int]] = []  # (start, length) of rows that see only themselves
+    families: list[tuple[int, list[tuple[int, int]]]] = []  # (the prompt's piece, its responses)
+    pieces: list[int] = []
+    start = 0
+    for prompt, responses in groups:
+        rows, end = [], start + prompt
+        for length in responses:
+            rows += [(end, length)] if length else []
+            end += length
+        if len(rows) > 1:
+            alone.append((start, prompt))
+            families.append((len(pieces), rows))
+            pieces += [prompt, end - start - prompt]
+        else:
+            alone.append((start, end - start))
+            pieces.append(end - start)
+        start = end
+    slots, blocks, offset = torch.empty(start, dtype=torch.long), [], 0
+    for prompt, rows in [(None, alone), *families]:
+        for bucket in _buckets(rows):
+            width = bucket[0][1]
+            for i, (at, length) in enumerate(bucket):
+                first = offset + i * width
+                slots[at : at + length] = torch.arange(first, first + length)
+            blocks.append(Block(len(bucket), width, prompt))
+            offset += len(bucket) * width
+    return Packing(slots.to(device), blocks, pieces)
+
+
+def _buckets(rows: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Rows (start, length) by length, longest first; a bucket's shortest is more than half as long as its longest."""
+    buckets: list[list[tuple[int, int]]] = []
+    for row in sorted(rows, key=lambda row: -row[1]):
+        if buckets and 2 * row[1] > buckets[-1][0][1]:
+            buckets[-1].append(row)
+        else:
+            buckets.append([row])
+    return buckets
+
+
+# The packing in use, and the configs that name the attention function. Not a context variable: with gradient
+# checkpointing a layer runs again in backward, on a thread of autograd's own.
+_in_use: list[tuple[Packing, Any]] = []
+
+
+@contextmanager
+def attending(trunk: nn.Module, packing: Packing | None) -> Iterator[None]:
+    """Inside, the decoder's attention is the packed one (nothing happens where packing is None)."""
+    if packing is None:
+        yield
+    else:
+        with _swapped(packing, trunk.config):
+            yield
+
+
+@contextmanager
+def _swapped(packing: Packing, config: Any) -> Iterator[None]:
+    was = config._attn_implementation
+    config._attn_implementation = ATTENTION
+    _in_use.append((packing, config))
+    try:
+        yield
+    finally:
+        _in_use.pop()
+        config._attn_implementation = was
+
+
+def attending_as_now() -> Callable[[], AbstractContextManager[None]]:
+    """What makes the attention of this moment come back later: for a layer that is recomputed in backward."""
+    if not _in_use:
+        return nullcontext
+    packing, config = _in_use[-1]
+    return lambda: _swapped(packing, config)
+
+
+class _Read(torch.autograd.Function):
+    """blocks[slots]. No slot is read twice, so backward writes instead of adding up: faster, and deterministic."""
+
+    @staticmethod
+    def forward(ctx, blocks: Tensor, slots: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(slots)
+        ctx.num_slots = len(blocks)
+        return blocks.index_select(0, slots)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (slots,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.num_slots, *grad.shape[1:]).index_copy_(0, slots, grad), None
+
+
+def _into_blocks(flat: Tensor, packing: Packing) -> list[Tensor]:
+    """(N, heads, d) -> for each block (rows, heads, width, d), 0 where no token stands."""
+    sizes = packing.sizes
+    padded = flat.new_zeros(sum(sizes), *flat.shape[1:]).index_copy(0, packing.slots, flat)
+    return [
+        part.view(block.num_rows, block.width, *flat.shape[1:]).transpose(1, 2)
+        for block, part in zip(packing.blocks, padded.split(sizes), strict=True)
+    ]
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The library's attention function: (1, heads, N, d) queries, keys and values -> (1, N, heads, d)."""
+    refused = [name for name in REFUSED if options.get(name) is not None]
+    if refused or dropout or attention_mask is not None:
+        raise CannotPack(f"{type(module).__name__} asks for {', '.join(refused) or 'dropout or a mask'}")
+    packing, _ = _in_use[-1]
+    flat = [x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value)]
+    queries, keys, values = (_into_blocks(x, packing) for x in flat)
+    prompts = [x.split(packing.pieces) for x in flat[1:]]
+    outputs = []
+    for i, block in enumerate(packing.blocks):
+        k, v = keys[i], values[i]
+        if block.prompt is not None:
+            k, v = (torch.cat([_for_each(block, p[block.prompt]), x], 2) for p, x in zip(prompts, (k, v), strict=True))
+        out = _attend(queries[i], k, v, scaling, packing, i)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return _Read.apply(torch.cat(outputs), packing.slots).unsqueeze(0), None  # pyright: ignore
+
+
+def _for_each(block: Block, prompt: Tensor) -> Tensor:
+    """A prompt's keys (P, heads, d) in front of every row, (rows, heads, P, d)."""
+    return prompt.transpose(0, 1).expand(block.num_rows, -1, -1, -1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, packing: Packing, index: int) -> Tensor:
+    """Query i of a block sees the keys in front of the rows and keys 0..i of its row; padding stands behind all."""
+    if q.is_cuda and q.dtype == torch.float32:  # the kernels for float32 want as many key heads as query heads
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    shared_heads = q.shape[1] != k.shape[1]
+    if packing.blocks[index].prompt is None:
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=shared_heads)
+    if q.is_cuda:  # flash kernels know this shape without a mask
+        mask: Any = causal_lower_right(q.shape[2], k.shape[2])
+    else:
+        mask = packing.mask(index, q.dtype)
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=shared_heads)
+
+
+AttentionInterface.register(ATTENTION, packed_attention)
