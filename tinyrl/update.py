@@ -22,7 +22,7 @@ from tinyrl.optim import RoleOptimizer
 from tinyrl.stops import GuardStop, OutOfRoom
 
 LossFn = Callable[[list[int]], tuple[Tensor, dict[str, Tensor]]]  # rows of a micro-batch -> (loss, metrics that add up)
-AUTO_TOKENS = {"cpu": 1024, "cuda": 32768}  # where `micro_batch_tokens: auto` starts; out of memory halves it
+AUTO_TOKENS = {"cpu": 768, "cuda": 32768}  # where `micro_batch_tokens: auto` starts; out of memory halves it
 MOST_SKIPS = 3  # steps in a row without a finite gradient before the run stops
 
 

@@ -15,7 +15,7 @@ from tinyrl.generation.choosing import choose_engine
 from tinyrl.generation.decoder import Decoder, reads_like_llama
 from tinyrl.generation.engine import Request, SamplingSettings
 from tinyrl.generation.places import Places
-from tinyrl.models.loading import load_tokenizer, lora_config, wrap_in_lora
+from tinyrl.models.loading import lora_config, wrap_in_lora
 from tinyrl.models.roles import Roles
 
 CPU = torch.device("cpu")
@@ -225,27 +225,37 @@ def test_without_room_for_a_copy_or_with_a_quantised_base_lora_stays_unmerged(
     assert choose(made)[1] == "the base is quantised, so LoRA stays unmerged"
 
 
+def own(decoder: Decoder) -> dict[tuple[int, str], torch.Tensor]:
+    return {
+        (i, name): tensor
+        for i, layer in enumerate(decoder.layers)
+        for name, tensor in vars(layer).items()
+        if tensor is not None
+    }
+
+
 def test_weights_are_taken_over_into_the_same_memory(tiny: TinyModels):
     """A CUDA graph holds addresses. Norms and embeddings are shared with the model; merged matrices are not."""
-    folder = tiny("qwen3")
-    engine = make_engine(folder, "fused", lora=True)
-    sample(engine)
-    (decoder,) = engine.decoders.values()
-    before = {
-        (i, n): t.data_ptr() for i, layer in enumerate(decoder.layers) for n, t in vars(layer).items() if t is not None
-    }
+    engine = make_engine(tiny("qwen3"), lora=True)
+    decoder = Decoder(engine.roles.causal, dtype=torch.float32)
+    decoder.sync("default")
+    before = {name: tensor.data_ptr() for name, tensor in own(decoder).items()}
     values = decoder.layers[0].qkv.clone()
     stir(engine)
-    sample(engine)
-    after = {
-        (i, n): t.data_ptr() for i, layer in enumerate(decoder.layers) for n, t in vars(layer).items() if t is not None
-    }
-    assert before == after
+    decoder.sync("default")
+    assert before == {name: tensor.data_ptr() for name, tensor in own(decoder).items()}
     assert not torch.equal(values, decoder.layers[0].qkv)
-    own = sum(
-        t.numel() * 4 for layer in decoder.layers for n, t in vars(layer).items() if t is not None and "norm" not in n
-    )
-    assert decoder.weight_bytes == own
+    assert decoder.weight_bytes == 4 * sum(t.numel() for (_, name), t in own(decoder).items() if "norm" not in name)
+
+
+def test_the_update_gets_the_memory_of_the_copy_and_of_the_cache(tiny: TinyModels):
+    engine = make_engine(tiny("qwen3"), "fused", lora=True)
+    sample(engine)
+    (decoder,) = engine.decoders.values()
+    assert engine.copy_bytes > 0
+    assert decoder.layers == []
+    assert decoder.weight_bytes == 0
+    assert engine._kept is None
 
 
 def test_a_merged_copy_of_a_bfloat16_base_is_rounded_once(tiny: TinyModels):
@@ -254,12 +264,11 @@ def test_a_merged_copy_of_a_bfloat16_base_is_rounded_once(tiny: TinyModels):
         lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear"),
     )
     roles = Roles(model, device=CPU, reference=False)
-    engine = fused.FusedEngine(
-        roles, load_tokenizer(str(tiny("llama"))), SamplingSettings(1.0, 4), dtype=torch.bfloat16
-    )
-    stir(engine)
-    sample(engine)
-    (decoder,) = engine.decoders.values()
+    with torch.no_grad():
+        for parameter in roles.parameters["policy"].values():
+            parameter.add_(0.1)
+    decoder = Decoder(roles.causal, dtype=torch.bfloat16)
+    decoder.sync("default")
     layer = roles.causal.model.layers[0].mlp.down_proj  # pyright: ignore
     lora_a, lora_b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     expected = (layer.base_layer.weight.float() + lora_b @ lora_a * 2.0).bfloat16()

@@ -107,5 +107,5 @@ def differences(engine: FusedEngine) -> tuple[float, float]:
         states.append(decoder.step(token, lengths + t, cache=cache, width=ids.shape[1]))
     ours = torch.stack([decoder.head.logits(s) for s in states], 1)
     gap = (ours.log_softmax(-1) - torch.stack(own).log_softmax(-1)).abs()
-    engine.decoders[id(engine.roles.causal)] = decoder  # its weights are in place: not to be copied twice
+    engine.adopt(decoder)
     return float(gap.max()), float(gap.mean())

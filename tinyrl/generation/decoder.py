@@ -8,9 +8,11 @@ the adapter; the base itself is never merged in place, which would round it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
@@ -20,6 +22,7 @@ from tinyrl.models.logprobs import Head, head_of
 from tinyrl.models.merging import merged_weight
 from tinyrl.models.states import trunk_of
 
+Cache = tuple[Tensor, Tensor]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -119,6 +122,11 @@ class Decoder:
                 if fresh is not None:
                     setattr(self.layers[i], name, _renewed(getattr(self.layers[i], name), fresh))
 
+    def release(self) -> None:
+        """Give the memory of the copy back; `sync` takes it again."""
+        self.layers, self.embedding, self.norm = [], torch.empty(0), torch.empty(0)
+        self.head = head_of(self.model)
+
     def _layer(self, layer: Any, adapter: str | None) -> LayerWeights:
         attention, mlp = layer.self_attn, layer.mlp
 
@@ -143,23 +151,29 @@ class Decoder:
             k_norm=norm(getattr(attention, "k_norm", None)),
         )
 
-    def new_cache(self, rows: int, width: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, each (layers, rows, kv heads, width, head size); memory is touched only where written."""
+    def new_cache(self, rows: int, width: int) -> Cache:
+        """Keys and values, each (layers, rows, kv heads, width, head size), all zero: what a mask hides must be a
+        number, since 0 x NaN is NaN. On a CPU memory is taken only where it is written.
+        """
         shape = (self.num_layers, rows, self.num_kv_heads, width, self.head_dim)
         device = self.trunk.embed_tokens.weight.device
-        # Zeros where a mask hides them: what was in fresh memory may not be a number, and 0 x NaN is NaN.
-        return tuple(torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2))  # pyright: ignore
+        if device.type == "cpu":
+            size = math.prod(shape) * self.dtype.itemsize
+            keys, values = (torch.from_numpy(np.zeros(size, np.uint8)).view(self.dtype).view(shape) for _ in range(2))
+        else:
+            keys, values = (torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2))
+        return keys, values
 
-    def prefill(self, ids: Tensor, lengths: Tensor, *, cache: tuple[Tensor, Tensor], rows: Tensor, source: Tensor):
+    def prefill(self, ids: Tensor, lengths: Tensor, *, cache: Cache, rows: Tensor, source: Tensor) -> Tensor:
         """Read prompts ids (P, L), padded on the right, and put the keys and values of prompt source[i] into row
         rows[i] of the cache. Returns the hidden state of each prompt's last token, (P, H).
         """
         prompts, width = ids.shape
-        cos, sin = self.rotation(torch.arange(width, device=ids.device).expand(prompts, width))
+        rotation = self.rotation(torch.arange(width, device=ids.device).expand(prompts, width))
         x = self.embedding[ids].flatten(0, 1)
         groups = self.num_heads // self.num_kv_heads
         for i, layer in enumerate(self.layers):
-            q, k, v = (t.unflatten(0, (prompts, width)).transpose(1, 2) for t in self._qkv(layer, x, cos, sin))
+            q, k, v = (t.unflatten(0, (prompts, width)).transpose(1, 2) for t in self._qkv(layer, x, rotation))
             cache[0][i, rows, :, :width] = k[source]
             cache[1][i, rows, :, :width] = v[source]
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -168,50 +182,59 @@ class Decoder:
         last = torch.arange(prompts, device=ids.device) * width + lengths - 1
         return rms_norm(x[last], (x.shape[-1],), self.norm, self.eps)
 
-    def step(self, token: Tensor, position: Tensor, *, cache: tuple[Tensor, Tensor], width: int) -> Tensor:
+    def step(self, token: Tensor, position: Tensor, *, cache: Cache, width: int) -> Tensor:
         """Hidden states (R, H) after one more token in each of the first R rows of the cache, at `position` (R,), which
         is also where its key and value go. Positions are below `width`.
         """
-        rows = len(token)
-        row = torch.arange(rows, device=token.device)
-        cos, sin = self.rotation(position)
-        ahead = torch.arange(width, device=token.device) > position.unsqueeze(1)
-        mask = torch.zeros(rows, 1, 1, width, device=token.device).masked_fill_(ahead[:, None, None], -torch.inf)
+        rows, heads, size = len(token), self.num_kv_heads, self.head_dim
+        room = cache[0].shape[3]
+        device = token.device
+        ahead = torch.arange(width, device=device) > position.unsqueeze(1)
+        mask = torch.zeros(rows, 1, 1, width, device=device).masked_fill_(ahead[:, None, None], -torch.inf)
+        lanes = torch.arange(rows * heads, device=device).view(rows, heads)
+        place = (lanes * room + position.unsqueeze(1)).view(-1)  # of each new key in a layer's keys, end to end
+        rotation = self.rotation(position)
         x = self.embedding[token]
-        for i, layer in enumerate(self.layers):
-            q, k, v = self._qkv(layer, x, cos, sin)
-            keys, values = cache[0][i], cache[1][i]
-            keys[row, :, position], values[row, :, position] = k, v
+        for layer, keys, values in zip(self.layers, *cache, strict=True):
+            q, k, v = self._qkv(layer, x, rotation)
+            keys.view(-1, size).index_copy_(0, place, k.reshape(-1, size))
+            values.view(-1, size).index_copy_(0, place, v.reshape(-1, size))
             # Heads that share keys are rows of one small matrix product (grouped-query attention, 2305.13245).
-            q = q.unflatten(1, (self.num_kv_heads, -1)) * self.scaling
+            q = q.reshape(rows, heads, -1, size) * self.scaling
             scores = torch.matmul(q, keys[:rows, :, :width].transpose(-1, -2)).float().add_(mask)
             attended = torch.matmul(scores.softmax(-1).to(self.dtype), values[:rows, :, :width])
-            x = self._rest(layer, x, attended.flatten(1))
+            x = self._rest(layer, x, attended.view(rows, -1))
         return rms_norm(x, (x.shape[-1],), self.norm, self.eps)
 
     def rotation(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of rotary positions (any shape), flat (N, 1, head size)."""
+        """cos, and sin with the sign of its half, of rotary positions (any shape), flat (N, 1, head size)."""
         cos, sin = self.trunk.rotary_emb(self.embedding[:1, :1], position.reshape(1, -1))
+        sin[..., : self.head_dim // 2].neg_()
         return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
 
-    def _qkv(self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _qkv(self, layer: LayerWeights, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries (N, heads, d) and keys, and values (N, kv heads, d), of flat tokens x (N, H)."""
         h = rms_norm(x, (x.shape[-1],), layer.attention_norm, self.eps)
-        qkv = linear(h, layer.qkv, layer.qkv_bias).unflatten(1, (-1, self.head_dim))
+        qkv = linear(h, layer.qkv, layer.qkv_bias).view(len(x), -1, self.head_dim)
         qk, v = qkv[:, : -self.num_kv_heads], qkv[:, -self.num_kv_heads :]
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k, size = qk[:, : self.num_heads], qk[:, self.num_heads :], (self.head_dim,)
             qk = torch.cat([rms_norm(q, size, layer.q_norm, self.eps), rms_norm(k, size, layer.k_norm, self.eps)], 1)
-        half = self.head_dim // 2
-        qk = qk * cos + torch.cat((-qk[..., half:], qk[..., :half]), -1) * sin
+        cos, sin = rotation  # x cos + (the other half, the first negated) sin: RoPE (2104.09864), Eq. 34, by halves
+        qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
         return qk[:, : self.num_heads], qk[:, self.num_heads :], v
 
     def _rest(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> Tensor:
-        """Attention's output projection and the feed-forward block, each added to its residual; x is overwritten."""
-        x = x.add_(linear(attended, layer.out, layer.out_bias))
+        """Attention's output projection and the feed-forward block, each added to its residual."""
+        x = _added(x, attended, layer.out, layer.out_bias)
         h = rms_norm(x, (x.shape[-1],), layer.mlp_norm, self.eps)
         gate, up = linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-        return x.add_(linear(self.activation(gate).mul_(up), layer.down, layer.down_bias))
+        return _added(x, self.activation(gate).mul_(up), layer.down, layer.down_bias)
+
+
+def _added(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x + h W^T + b, in one product."""
+    return torch.addmm(x if bias is None else x + bias, h, weight.t())
 
 
 def _renewed(old: Tensor | None, fresh: Tensor) -> Tensor:

@@ -53,6 +53,7 @@ class FusedEngine:
         self.eos = torch.tensor(sorted(eos_token_ids(roles, tokenizer)), dtype=torch.long, device=roles.device)
         self.look_every = LOOK_EVERY[roles.device.type]
         self.decoders: dict[int, Decoder] = {}  # of each model that has sampled: the policy's, a frozen reference
+        self._copy_bytes = 0
         self._kept: tuple[tuple[object, ...], Places, StepGraphs] | None = None  # CUDA: graphs outlive a call
 
     def sample(
@@ -81,7 +82,10 @@ class FusedEngine:
                     decoder.sync(self.roles.adapter_of(role))
                     width = max(len(r.prompt_tokens) for r in requests) + self.columns
                     places, advance = self._places(decoder, greedy, rows=rows, width=width)
-                    return _Sampling(self, places, advance, requests, samples_per_request, key=(seed, step)).run()
+                    sampling = _Sampling(self, places, advance, requests, samples_per_request, key=(seed, step))
+                    completions = sampling.run()
+                self._hand_back(decoder)
+                return completions
             except torch.OutOfMemoryError:
                 if rows == 1:
                     raise
@@ -89,10 +93,21 @@ class FusedEngine:
             if self.roles.device.type == "cuda":
                 torch.cuda.empty_cache()
 
+    def adopt(self, decoder: Decoder) -> None:
+        """Sample from the policy's model through this decoder, whose copy of the weights is in place."""
+        self.decoders[id(self.roles.causal)] = decoder
+        self._hand_back(decoder)
+
+    def _hand_back(self, decoder: Decoder) -> None:
+        """On a CPU the update gets the memory of the copy, which is made again in no time; on CUDA graphs read it."""
+        self._copy_bytes = decoder.weight_bytes
+        if self.roles.device.type == "cpu":
+            decoder.release()
+
     @property
     def copy_bytes(self) -> int:
-        """Bytes of the decoders' own weights."""
-        return sum(decoder.weight_bytes for decoder in self.decoders.values())
+        """Bytes of the decoder's own weights, when it samples."""
+        return self._copy_bytes
 
     @property
     def columns(self) -> int:

@@ -124,7 +124,9 @@ class _FrozenHead(torch.autograd.Function):
         logprobs, entropy = states.new_empty(n, dtype=torch.float32), states.new_empty(n, dtype=torch.float32)
         d_logprobs = states.new_empty(n, h) if want else None
         d_entropy = states.new_empty(n, h) if want and entropy_grad else None
-        for chunk in _chunks(n, head.weight.shape[0], device=states.device):
+        chunks = _chunks(n, head.weight.shape[0], device=states.device)
+        room = states.new_empty(len(chunks) and chunks[0].stop, head.weight.shape[0], dtype=torch.float32)
+        for chunk in chunks:
             z = head.logits(states[chunk])
             # Derivative of the logits with respect to h W^T + b, over the temperature: soft-cap by the chain rule,
             # then the scale.
@@ -136,7 +138,7 @@ class _FrozenHead(torch.autograd.Function):
             z = z.div_(temperature) if temperature != 1.0 else z
             # Two matrices of a chunk's size are alive at a time, z and p; each line is one pass over them.
             highest = z.amax(-1, keepdim=True)
-            p = torch.sub(z, highest).exp_()
+            p = torch.sub(z, highest, out=room[: len(z)]).exp_()
             total = p.sum(-1, keepdim=True)
             p.div_(total)
             index, log_total = targets[chunk].unsqueeze(-1), highest + total.log()

@@ -73,7 +73,7 @@ class RowSizes:
             else:
                 plan[place] = plan[place] + part
                 costs[place] += cost
-        return plan
+        return sorted(plan, key=lambda micro: -self.cost(micro))  # memory of the widest serves the others
 
     def _split(self, group: list[int], max_tokens: int) -> list[list[int]]:
         """A group in as few parts as fit the budget, each repeating the prompt, of similar length."""

@@ -1,0 +1,93 @@
+"""What a measured process knows about itself: seconds of steps and of their phases, tokens, memory above imports.
+
+Runs inside both sides' processes, so it needs nothing beyond the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+def job() -> dict[str, Any]:
+    """The settings this process was started with (see processes.py)."""
+    return json.loads(Path(sys.argv[1]).read_text())
+
+
+def answer(settings: dict[str, Any], **result: Any) -> None:
+    """Hand the result back to the process that started this one."""
+    installed = {found.name.lower(): found.version for found in metadata.distributions()}
+    versions = {name: installed[name] for name in ("torch", "transformers", "peft", "trl") if name in installed}
+    Path(settings["answer"]).write_text(json.dumps({"versions": versions, **result}))
+
+
+def resident_mb() -> float:
+    """Memory of this process now."""
+    return _status("VmRSS")
+
+
+def peak_mb() -> float:
+    """Most memory this process ever held. (ru_maxrss says the same, but begins with the parent's.)"""
+    return _status("VmHWM")
+
+
+def _status(field: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) / 1024
+
+
+class Steps:
+    """Seconds between the ends of successive steps, and of the phases within each; the first step is warm-up.
+
+    `phases` is a list a step of seconds by phase, `tokens` what was sampled in it.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.phases: list[dict[str, float]] = []
+        self.tokens: list[int] = []
+        self._now: dict[str, float] = {}
+        self._sampled = 0
+        self._end: float | None = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._now[name] = self._now.get(name, 0.0) + time.perf_counter() - start
+
+    def wrap(self, owner: Any, name: str, phase_of: Callable[..., str | None]) -> None:
+        """Time every call of `owner.name` as the phase that phase_of(*args) names; None: not counted."""
+        original = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            phase = phase_of(*args)
+            if phase is None:
+                return original(*args, **kwargs)
+            with self.phase(phase):
+                return original(*args, **kwargs)
+
+        setattr(owner, name, timed)
+
+    def sampled(self, tokens: int) -> None:
+        self._sampled += tokens
+
+    def end(self) -> None:
+        """A step is over."""
+        now = time.perf_counter()
+        if self._end is not None:
+            self.seconds.append(now - self._end)
+            self.phases.append(self._now)
+            self.tokens.append(self._sampled)
+        self._end, self._now, self._sampled = now, {}, 0
+
+    def result(self) -> dict[str, Any]:
+        return {"seconds": self.seconds, "phases": self.phases, "tokens": self.tokens}

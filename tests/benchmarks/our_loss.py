@@ -1,0 +1,94 @@
+"""tinyrl's loss and gradient on the fixed batch, by the GRPO trainer's own policy_loss, compared with the peer's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.benchmarks import measuring
+from tests.benchmarks.fixed_batch import GROUP_SIZE, Batch, fixed_batch
+from tests.benchmarks.fixed_work import MAX_NEW_TOKENS, read_words_beside_qwen2
+from tinyrl.assembly import Options, Parts
+from tinyrl.launch import start
+from tinyrl.models.saving import load_policy
+from tinyrl.onpolicy import Sampler
+from tinyrl.recipe import load_config
+from tinyrl.rollout import Rollout
+from tinyrl.signals import StopFlag
+from tinyrl.trainers.grpo import policy_loss
+
+
+def as_rollout(batch: Batch) -> Rollout:
+    """The fixed batch as if it had been sampled and scored."""
+    rows, lengths = len(batch.responses), torch.tensor([len(r) for r in batch.responses])
+    tokens = torch.zeros(rows, int(lengths.max()), dtype=torch.long)
+    for row, response in enumerate(batch.responses):
+        tokens[row, : len(response)] = torch.tensor(response)
+    return Rollout(
+        prompt_tokens=batch.prompts,
+        prompt_rows=torch.arange(len(batch.prompts)),
+        prompt_index=torch.arange(len(batch.prompts)).repeat_interleave(GROUP_SIZE),
+        response_tokens=tokens,
+        response_lengths=lengths,
+        response_mask=torch.arange(tokens.shape[1]) < lengths.unsqueeze(1),
+        sampling_logprobs=torch.zeros(tokens.shape),
+        scores=torch.zeros(rows, 1),
+        totals=torch.zeros(rows),
+        finish_reasons=torch.zeros(rows, dtype=torch.long),
+    )
+
+
+def loss_and_gradient(settings: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    folder = Path(settings["folder"])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "recipe.yaml").write_text(json.dumps(settings["recipe"]))
+    config = load_config("grpo", str(folder / "recipe.yaml"), overrides=settings["overrides"])
+    launch = start(
+        config,
+        options=Options(device="cpu"),
+        output_dir=str(folder),
+        name="run",
+        overwrite=False,
+        command=[],
+        flag=StopFlag(),
+    )
+    parts = launch.parts
+    assert isinstance(parts, Parts)
+    assert config.grpo is not None
+    load_policy(parts.roles, Path(settings["files"]) / "adapter")
+    batch = fixed_batch(parts.roles.causal.config.get_text_config().vocab_size, max_new_tokens=MAX_NEW_TOKENS)
+    rollout, rows = as_rollout(batch), list(range(len(batch.responses)))
+    sampler = Sampler(launch.session, parts, num_prompts=len(batch.prompts), group_size=GROUP_SIZE)
+    sampler.score_under_roles(rollout, reference=True, several_steps=False)
+    rollout.old_logprobs = rollout.ref_logprobs
+    loss_of = policy_loss(
+        rollout, torch.tensor(batch.advantages), config=config.grpo, parts=parts, sampler=sampler, minibatch=rows
+    )
+    with parts.roles.acting("policy"):
+        loss, _ = loss_of(rows)
+        loss.backward()
+    parts.close()
+    launch.session.display.close()
+    gradients = {name: p.grad for name, p in parts.roles.parameters["policy"].items() if p.grad is not None}
+    return float(loss.detach()), gradients
+
+
+def main() -> None:
+    settings = measuring.job()
+    read_words_beside_qwen2()
+    loss, gradients = loss_and_gradient(settings)
+    theirs = load_file(settings["gradients"])
+    assert set(theirs) == set(gradients), sorted(set(theirs) ^ set(gradients))[:4]
+    names = sorted(theirs)
+    difference = torch.cat([(gradients[n] - theirs[n]).flatten() for n in names]).norm()
+    norm = torch.cat([theirs[n].flatten() for n in names]).norm()
+    measuring.answer(settings, loss=loss, gradient_gap=float(difference / norm), gradient_norm=float(norm))
+
+
+if __name__ == "__main__":
+    main()

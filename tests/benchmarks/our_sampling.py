@@ -1,0 +1,45 @@
+"""tinyrl's side of the sampling benchmark: one engine's sample() of 8 x 8 completions, LoRA on with B not zero."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import peft  # noqa: F401
+import torch
+import transformers  # noqa: F401
+
+from tests.benchmarks import measuring
+from tests.benchmarks.fixed_work import GROUP_SIZE, NUM_PROMPTS, read_words_beside_qwen2
+from tinyrl.assembly import Options, load_base, make_engine
+from tinyrl.generation.engine import Request
+from tinyrl.models.saving import load_policy
+from tinyrl.recipe import load_config
+
+
+def main() -> None:
+    imports, settings = measuring.resident_mb(), measuring.job()
+    read_words_beside_qwen2()
+    files, folder = Path(settings["files"]), Path(settings["folder"])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "recipe.yaml").write_text(json.dumps(settings["recipe"]))
+    config = load_config("grpo", str(folder / "recipe.yaml"), overrides=settings["overrides"])
+    torch.set_num_threads(settings["threads"])
+    base = load_base(config, options=Options(device="cpu"))
+    load_policy(base.roles, files / "adapter")
+    engine, _ = make_engine(config, base, should_stop=lambda: None)
+    texts = [json.loads(line)["prompt"] for line in (files / "prompts.jsonl").read_text().splitlines()]
+    ids = [base.tokenizer(text)["input_ids"] for text in texts[:NUM_PROMPTS]]
+    requests = [Request(tokens, prompt_index=i) for i, tokens in enumerate(ids)]  # pyright: ignore
+    seconds, tokens = [], []
+    for step in range(settings["steps"]):
+        start = time.perf_counter()
+        groups = engine.sample(requests, GROUP_SIZE, seed=config.run.seed, step=step)
+        seconds.append(time.perf_counter() - start)
+        tokens.append(sum(len(completion.tokens) for group in groups for completion in group))
+    measuring.answer(settings, seconds=seconds[1:], tokens=tokens[1:], imports_mb=imports, peak_mb=measuring.peak_mb())
+
+
+if __name__ == "__main__":
+    main()

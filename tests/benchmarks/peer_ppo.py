@@ -1,0 +1,115 @@
+"""TRL 1.12's side of the PPO benchmark (trl.experimental.ppo), run with the Python of its own virtual environment.
+
+Policy with LoRA, reference by switching it off, a value model and a reward model of the policy's shape. The value
+model gets the same LoRA as the policy's (TRL would train all of it, which takes longer), so that both sides train the
+same matrices. stop_token is `eos`, as a person would set it; `generate` then ends when every row has.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer  # pyright: ignore[reportMissingImports]
+
+from tests.benchmarks import measuring
+from tests.benchmarks.fixed_work import CLIP_EPS, LEARNING_RATE, LORA, MAX_NEW_TOKENS, read_words_beside_qwen2
+from tests.benchmarks.our_recipe import PPO_EPOCHS, PPO_PROMPTS
+
+
+class StepEnds(transformers.TrainerCallback):
+    """Tells a stopwatch when a rollout and its epochs are over."""
+
+    def __init__(self, steps: measuring.Steps) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps.end()
+
+
+def value_model(folder: Path) -> Any:
+    """The reward model's weights, of which LoRA and the score head train."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    peft.inject_adapter_in_model(peft.LoraConfig(**LORA, exclude_modules=["score"]), model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name or name.startswith("score"))
+    return model
+
+
+def make_trainer(settings: dict[str, Any], steps: measuring.Steps) -> Any:
+    files, micro_batch = Path(settings["files"]), settings["micro_batch"]
+    tokenizer = AutoTokenizer.from_pretrained(files / "model", padding_side="left")
+    texts = [json.loads(line)["prompt"] for line in (files / "prompts.jsonl").read_text().splitlines()]
+    args = PPOConfig(
+        output_dir=settings["folder"],
+        total_episodes=PPO_PROMPTS * settings["steps"],
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=PPO_PROMPTS // micro_batch,
+        num_mini_batches=1,
+        num_ppo_epochs=PPO_EPOCHS,
+        local_rollout_forward_batch_size=PPO_PROMPTS,
+        response_length=MAX_NEW_TOKENS,
+        stop_token="eos",
+        temperature=1.0,
+        kl_coef=0.05,
+        cliprange=CLIP_EPS,
+        num_sample_generations=0,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        logging_steps=1,
+        save_strategy="no",
+        seed=settings["seed"],
+        report_to=[],
+        disable_tqdm=True,
+    )
+    return PPOTrainer(
+        args=args,
+        processing_class=tokenizer,
+        model=AutoModelForCausalLM.from_pretrained(files / "model"),
+        ref_model=None,
+        reward_model=AutoModelForSequenceClassification.from_pretrained(files / "reward_model", num_labels=1),
+        value_model=value_model(files / "reward_model"),
+        train_dataset=Dataset.from_list([{"input_ids": tokenizer(text)["input_ids"]} for text in texts]),
+        peft_config=peft.LoraConfig(**LORA, task_type="CAUSAL_LM"),
+        callbacks=[StepEnds(steps)],
+    )
+
+
+def watch(trainer: Any, steps: measuring.Steps) -> None:
+    """Time the functions that TRL's loop calls, and count tokens up to and including the first EOS of each row."""
+    eos, generate = trainer.processing_class.eos_token_id, ppo_trainer.batch_generation
+
+    def counted(model: Any, queries: torch.Tensor, *args: Any) -> Any:
+        with steps.phase("generate"):
+            result = generate(model, queries, *args)
+        ended = result[0][:, queries.shape[1] :] == eos
+        steps.sampled(int((ended.cumsum(1) - ended.int() == 0).sum()))
+        return result
+
+    ppo_trainer.batch_generation = counted
+    steps.wrap(ppo_trainer, "forward", lambda *_: "train forward" if torch.is_grad_enabled() else "reference")
+    steps.wrap(ppo_trainer, "get_reward", lambda model, *_: "reward" if model is trainer.reward_model else "values")
+    steps.wrap(trainer.accelerator, "backward", lambda *_: "backward")
+
+
+def main() -> None:
+    imports, settings, steps = measuring.resident_mb(), measuring.job(), measuring.Steps()
+    torch.set_num_threads(settings["threads"])
+    read_words_beside_qwen2()
+    trainer = make_trainer(settings, steps)
+    watch(trainer, steps)
+    trainer.train()
+    measuring.answer(settings, **steps.result(), imports_mb=imports, peak_mb=measuring.peak_mb())
+
+
+if __name__ == "__main__":
+    main()
