@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 
-IMPORTS = "import torch, transformers, peft"
+IMPORTS = "import os, torch, transformers, peft; os._exit(0)"  # neither side pays for taking Python down
 FIRST_TOKEN = """
 import os, sys
 sys.argv = ["tinyrl", "train", {method!r}, "--output-dir", {out!r}]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from tests.generation.sampling import LIKE_LLAMA, PROMPTS, assert_same, make_engine, requests, sample, stir, tokens_of
 from tests.tiny_models import KINDS, TinyModels
@@ -21,13 +21,18 @@ from tinyrl.models.roles import Roles
 CPU = torch.device("cpu")
 
 
+def eos(engine: Any, below: int) -> Any:
+    """Many tokens end a completion, in the form that the engine keeps them: some rows end early."""
+    return set(range(1, below)) if engine.name == "fused" else torch.arange(1, below)
+
+
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize(("name", "kind"), [("slim", k) for k in KINDS] + [("fused", k) for k in LIKE_LLAMA])
 def test_the_same_seed_gives_the_same_samples_from_every_engine(tiny: TinyModels, name: str, kind: str, lora: bool):
     engines = [make_engine(tiny(kind), n, lora=lora, max_new_tokens=24, temperature=0.9) for n in ("reference", name)]
     results = []
     for engine in engines:
-        engine.eos = torch.arange(1, 12)  # some rows end early
+        engine.eos = eos(engine, 12)
         stir(engine)
         results.append([sample(engine, 4), sample(engine, 2, step=3), sample(engine, 1, greedy=True)])
     for ours, theirs in zip(results[1], results[0], strict=True):
@@ -42,13 +47,13 @@ def test_samples_do_not_depend_on_the_places_there_are(tiny: TinyModels, max_row
     expected = make_engine(tiny("qwen2"), max_new_tokens=24)
     engine = make_engine(tiny("qwen2"), "fused", max_new_tokens=24)
     engine.max_rows, engine.look_every = max_rows, look_every
-    expected.eos = engine.eos = torch.arange(1, 16)
+    expected.eos, engine.eos = eos(expected, 16), eos(engine, 16)
     assert_same(sample(engine, 4), sample(expected, 4))
 
 
 def test_a_sample_does_not_depend_on_its_batch(tiny: TinyModels):
     engine = make_engine(tiny("qwen3"), "fused", max_new_tokens=24)
-    engine.eos = torch.arange(1, 12)
+    engine.eos = eos(engine, 12)
     together = sample(engine, 4)
     assert_same([engine.sample([r], 4, seed=0, step=0)[0] for r in requests()], together)
     assert_same(engine.sample(requests()[::-1], 4, seed=0, step=0)[::-1], together)
@@ -59,7 +64,7 @@ def test_a_sample_does_not_depend_on_its_batch(tiny: TinyModels):
 
 def test_finished_rows_are_not_computed_and_a_prompt_is_read_once(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
     engine = make_engine(tiny("llama"), "fused", max_new_tokens=24)
-    engine.eos = torch.arange(1, 12)
+    engine.eos = eos(engine, 12)
     steps: list[int] = []
     prompts: list[int] = []
     step, prefill = Decoder.step, Decoder.prefill
@@ -197,17 +202,27 @@ def test_a_model_with_the_parts_of_llama_put_together_otherwise_is_found_out(tin
     assert (engine.name, "numbers are not those of Granite" in why) == ("slim", True)
 
 
-def test_a_window_shorter_than_the_longest_sequence_rules_the_fused_engine_out(tiny: TinyModels):
-    config = Qwen2Config(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=64, use_sliding_window=True, sliding_window=40, max_window_layers=0, eos_token_id=1,
-    )  # fmt: skip
+@pytest.mark.parametrize("kind", ["qwen2", "mistral"])
+def test_a_window_shorter_than_the_longest_sequence_rules_the_fused_engine_out(tiny: TinyModels, kind: str):
+    shape: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 64, "sliding_window": 40, "eos_token_id": 1,
+    }  # fmt: skip
+    qwen2 = Qwen2Config(use_sliding_window=True, max_window_layers=0, **shape)
+    model = Qwen2ForCausalLM(qwen2) if kind == "qwen2" else MistralForCausalLM(MistralConfig(**shape))
     made = make_engine(tiny("llama"))
-    made.roles = Roles(Qwen2ForCausalLM(config).eval(), device=CPU, reference=False)
+    made.roles = Roles(model.eval(), device=CPU, reference=False)
     assert choose(made, longest=40)[0].name == "fused"
     engine, why = choose(made, longest=41)
     assert engine.name == "slim"
     assert "does not look at all earlier tokens" in why
+
+
+def test_rotary_positions_that_depend_on_the_batch_rule_the_fused_engine_out(tiny: TinyModels):
+    made = make_engine(tiny("llama"))
+    made.roles.causal.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    engine, why = choose(made)
+    assert (engine.name, "depend on what else is in the batch" in why) == ("slim", True)
 
 
 def test_without_room_for_a_copy_or_with_a_quantised_base_lora_stays_unmerged(

@@ -60,6 +60,56 @@ def test_bfloat16_base_with_float32_adapters(method: str, chat_model: Path, tmp_
     assert {str(d) for d in kept.values()} == {"torch.float32"}
 
 
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_neither_the_engine_nor_the_layout_changes_a_result(
+    method: str, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three steps with the fused engine and packed groups, and with the plain path: the same numbers."""
+    sections = {"grpo": {"preset": "grpo"}} if method == "grpo" else {}
+    lines, samples = {}, {}
+    for engine, packs in (("fused", True), ("slim", True), ("reference", False)):
+        if not packs:
+            monkeypatch.setattr("tinyrl.models.roles.packs_exactly", lambda trunk: False)
+        settings = runs.config(method, chat_model, generation={"engine": engine}, **sections)
+        code, run, _ = runs.train(settings, tmp_path, name=engine)
+        assert code == 0
+        lines[engine] = [
+            {k: v for k, v in line.items() if not k.startswith(runs.VOLATILE)} for line in runs.metrics(run)
+        ]
+        samples[engine] = [json.loads(line)["completion"] for line in run.samples.read_text().splitlines()]
+    for engine in ("fused", "slim"):
+        assert samples[engine] == samples["reference"]
+        for ours, plain in zip(lines[engine], lines["reference"], strict=True):
+            assert ours == pytest.approx(plain, rel=1e-3, abs=1e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_bfloat16_sampling_for_a_float32_model_is_logged_and_corrected(
+    method: str, chat_model: Path, tmp_path: Path
+) -> None:
+    settings = runs.config(method, chat_model, generation={"dtype": "bfloat16"})
+    code, run, _ = runs.train(settings, tmp_path)
+    assert code == 0
+    first = runs.metrics(run)[1]
+    assert first["policy/sampling_gap"] > 1e-4
+    assert first["policy/ratio"] == pytest.approx(1.0, abs=1e-3 if method == "grpo" else 0.5)
+    if method == "ppo":
+        state = json.loads(next(run.checkpoints.glob("*/state.json")).read_text())
+        assert state["controllers"]["exact_sampling"] is False  # old log-probabilities are scored again
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_a_four_bit_base_trains(method: str, chat_model: Path, tmp_path: Path) -> None:
+    """Sampled, scored and trained through the quantised base with LoRA unmerged; adapters alone are saved."""
+    pytest.importorskip("bitsandbytes")
+    settings = runs.config(method, chat_model, model={"quantization": "4bit"}, run={"num_steps": 2})
+    code, run, _ = runs.train(settings, tmp_path)
+    assert code == 0
+    before, after = runs.weights(run, 0), runs.weights(run, 2)
+    assert any(n in before and not (before[n] == after[n]).all() for n in after if "lora_B" in n)
+    assert all("lora_" in n for n in after if n.startswith("adapter_model"))
+
+
 def test_a_reward_that_fails_drops_its_rows_and_a_broken_one_stops_the_run(chat_model: Path, tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(
         "def moody(prompts, completions, **columns):\n"

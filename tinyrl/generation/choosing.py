@@ -78,9 +78,13 @@ def why_not_fused(engine: FusedEngine, longest: int) -> tuple[str | None, float]
         return f"{type(model).__name__} is not built like Llama", 0.0
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
-    windowed = any("full" not in kind for kind in getattr(config, "layer_types", None) or [])
+    kinds = getattr(config, "layer_types", None)  # Mistral has none: with a window, every layer looks through it
+    windowed = window is not None if kinds is None else any("full" not in kind for kind in kinds)
     if windowed and (window is None or window < longest):
         return f"{type(model).__name__} does not look at all earlier tokens in every layer", 0.0
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in ("dynamic", "longrope"):
+        return f"the rotary positions of {type(model).__name__} ({rope}) depend on what else is in the batch", 0.0
     most, mean = differences(engine)
     fits = most < MOST_IN_FLOAT32 if engine.exact else mean < MEAN_IN_BFLOAT16
     return (None if fits else f"its numbers are not those of {type(model).__name__} (by {most:.2g})"), most
@@ -99,9 +103,8 @@ def differences(engine: FusedEngine) -> tuple[float, float]:
         own = [model(input_ids=ids[i : i + 1, : len(s)]).logits[0, -4:].float() for i, s in enumerate(sequences)]
         decoder = Decoder(model, dtype=engine.dtype)
         decoder.sync(roles.adapter_of("policy"))
-    rows = torch.arange(2, device=roles.device)
     cache = decoder.new_cache(2, ids.shape[1])
-    states = [decoder.prefill(ids[:, : int(lengths.max())], lengths, cache=cache, rows=rows, source=rows)]
+    states = [decoder.prefill(ids[:, : int(lengths.max())], lengths, cache=cache, rows=[range(1), range(1, 2)])]
     for t in range(3):
         token = ids.gather(1, (lengths + t).unsqueeze(1)).squeeze(1)
         states.append(decoder.step(token, lengths + t, cache=cache, width=ids.shape[1]))

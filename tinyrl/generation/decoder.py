@@ -22,7 +22,6 @@ from tinyrl.models.logprobs import Head, head_of
 from tinyrl.models.merging import merged_weight
 from tinyrl.models.states import trunk_of
 
-Cache = tuple[Tensor, Tensor]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -69,6 +68,18 @@ class LayerWeights:
     mlp_norm: Tensor
     q_norm: Tensor | None  # Qwen3: over each head
     k_norm: Tensor | None
+
+
+@dataclass
+class Cache:
+    """Keys and values of every row, each (layers, rows, kv heads, width, head size), and the rotation of each of the
+    `width` positions: cos, and sin with the sign of its half, each (width, 1, head size).
+    """
+
+    keys: Tensor
+    values: Tensor
+    cos: Tensor
+    sin: Tensor
 
 
 class Decoder:
@@ -152,8 +163,8 @@ class Decoder:
         )
 
     def new_cache(self, rows: int, width: int) -> Cache:
-        """Keys and values, each (layers, rows, kv heads, width, head size), all zero: what a mask hides must be a
-        number, since 0 x NaN is NaN. On a CPU memory is taken only where it is written.
+        """All zero: what a mask hides must be a number, since 0 x NaN is NaN. On a CPU memory is taken only where it is
+        written.
         """
         shape = (self.num_layers, rows, self.num_kv_heads, width, self.head_dim)
         device = self.trunk.embed_tokens.weight.device
@@ -162,20 +173,27 @@ class Decoder:
             keys, values = (torch.from_numpy(np.zeros(size, np.uint8)).view(self.dtype).view(shape) for _ in range(2))
         else:
             keys, values = (torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2))
-        return keys, values
+        return Cache(keys, values, *self._rotations(width, device))
 
-    def prefill(self, ids: Tensor, lengths: Tensor, *, cache: Cache, rows: Tensor, source: Tensor) -> Tensor:
-        """Read prompts ids (P, L), padded on the right, and put the keys and values of prompt source[i] into row
-        rows[i] of the cache. Returns the hidden state of each prompt's last token, (P, H).
+    def _rotations(self, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(width, device=device).unsqueeze(0)
+        cos, sin = self.trunk.rotary_emb(torch.empty(1, 1, 1, dtype=self.dtype, device=device), positions)
+        sin[..., : self.head_dim // 2].neg_()
+        return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+
+    def prefill(self, ids: Tensor, lengths: Tensor, *, cache: Cache, rows: list[range]) -> Tensor:
+        """Read prompts ids (P, L), padded on the right, and put the keys and values of prompt p into each of rows[p] of
+        the cache. Returns the hidden state of each prompt's last token, (P, H).
         """
         prompts, width = ids.shape
-        rotation = self.rotation(torch.arange(width, device=ids.device).expand(prompts, width))
+        rotation = (cache.cos[:width].repeat(prompts, 1, 1), cache.sin[:width].repeat(prompts, 1, 1))
         x = self.embedding[ids].flatten(0, 1)
         groups = self.num_heads // self.num_kv_heads
-        for i, layer in enumerate(self.layers):
+        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
             q, k, v = (t.unflatten(0, (prompts, width)).transpose(1, 2) for t in self._qkv(layer, x, rotation))
-            cache[0][i, rows, :, :width] = k[source]
-            cache[1][i, rows, :, :width] = v[source]
+            for p, span in enumerate(rows):
+                keys[span.start : span.stop, :, :width] = k[p]
+                values[span.start : span.stop, :, :width] = v[p]
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
             attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scaling)
             x = self._rest(layer, x, attended.transpose(1, 2).flatten(2).flatten(0, 1))
@@ -187,15 +205,14 @@ class Decoder:
         is also where its key and value go. Positions are below `width`.
         """
         rows, heads, size = len(token), self.num_kv_heads, self.head_dim
-        room = cache[0].shape[3]
         device = token.device
         ahead = torch.arange(width, device=device) > position.unsqueeze(1)
         mask = torch.zeros(rows, 1, 1, width, device=device).masked_fill_(ahead[:, None, None], -torch.inf)
         lanes = torch.arange(rows * heads, device=device).view(rows, heads)
-        place = (lanes * room + position.unsqueeze(1)).view(-1)  # of each new key in a layer's keys, end to end
-        rotation = self.rotation(position)
+        place = (lanes * cache.keys.shape[3] + position.unsqueeze(1)).view(-1)  # of new keys in a layer's, end to end
+        rotation = cache.cos[position], cache.sin[position]
         x = self.embedding[token]
-        for layer, keys, values in zip(self.layers, *cache, strict=True):
+        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
             q, k, v = self._qkv(layer, x, rotation)
             keys.view(-1, size).index_copy_(0, place, k.reshape(-1, size))
             values.view(-1, size).index_copy_(0, place, v.reshape(-1, size))
@@ -205,12 +222,6 @@ class Decoder:
             attended = torch.matmul(scores.softmax(-1).to(self.dtype), values[:rows, :, :width])
             x = self._rest(layer, x, attended.view(rows, -1))
         return rms_norm(x, (x.shape[-1],), self.norm, self.eps)
-
-    def rotation(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """cos, and sin with the sign of its half, of rotary positions (any shape), flat (N, 1, head size)."""
-        cos, sin = self.trunk.rotary_emb(self.embedding[:1, :1], position.reshape(1, -1))
-        sin[..., : self.head_dim // 2].neg_()
-        return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
 
     def _qkv(self, layer: LayerWeights, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries (N, heads, d) and keys, and values (N, kv heads, d), of flat tokens x (N, H)."""

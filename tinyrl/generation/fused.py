@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import chain
 
 import numpy as np
 import psutil
@@ -50,7 +51,7 @@ class FusedEngine:
         self.roles, self.tokenizer, self.settings, self.dtype = roles, tokenizer, settings, dtype
         self.max_rows = settings.max_rows
         self.exact = dtype == torch.float32 and roles.causal.dtype == torch.float32
-        self.eos = torch.tensor(sorted(eos_token_ids(roles, tokenizer)), dtype=torch.long, device=roles.device)
+        self.eos = eos_token_ids(roles, tokenizer)
         self.look_every = LOOK_EVERY[roles.device.type]
         self.decoders: dict[int, Decoder] = {}  # of each model that has sampled: the policy's, a frozen reference
         self._copy_bytes = 0
@@ -191,35 +192,31 @@ class _Sampling:
         """Let in as many waiting samples as there are places, a few prompts at a time."""
         limit = PREFILL_TOKENS[self.places.device.type]
         while free and self.waiting:
-            samples: list[int] = []
-            indices: list[int] = []  # of the requests they belong to, each once
-            while self.waiting and len(samples) < free:
+            samples: dict[int, list[int]] = {}  # by request
+            longest = 0
+            while self.waiting and free:
                 request = self.waiting[0] // self.group
-                wanted = indices if request in indices[-1:] else [*indices, request]
-                if samples and len(wanted) * max(len(self.requests[i].prompt_tokens) for i in wanted) > limit:
+                longest = max(longest, len(self.requests[request].prompt_tokens))
+                if samples and len({*samples, request}) * longest > limit:
                     break
-                indices = wanted
-                samples.append(self.waiting.popleft())
+                samples.setdefault(request, []).append(self.waiting.popleft())
+                free -= 1
             self.settings.should_stop()
+            keys = self.keys[list(chain.from_iterable(samples.values()))]
             self.places.enter(
-                samples,
-                [self.requests[i].prompt_tokens for i in indices],
-                source=[indices.index(s // self.group) for s in samples],
-                uniforms=uniforms(self.keys[samples], num_tokens=self.places.columns),
+                list(samples.values()),
+                [self.requests[i].prompt_tokens for i in samples],
+                uniforms=uniforms(keys, num_tokens=self.places.columns),
             )
-            free -= len(samples)
 
     def _retire(self) -> None:
         """Rows that have finished leave with what they said."""
-        places, most = self.places, self.settings.max_new_tokens
-        if not places.live:
-            return
-        recent, columns = places.recent(self.engine.look_every)
-        is_eos = torch.isin(recent, self.engine.eos) & (columns >= 0)
-        eos_at = torch.where(is_eos, columns + 1, places.columns + 1).amin(1).tolist()
+        places = self.places
+        counts = places.count[: places.live].tolist()
         leaving = []
-        for place, count in enumerate(places.count[: places.live].tolist()):
-            length, reason = self._end(place, eos_at[place], min(count, most))
+        for place, (recent, count) in enumerate(zip(places.recent(self.engine.look_every), counts, strict=True)):
+            eos_at = next((count - len(recent) + i + 1 for i, t in enumerate(recent) if t in self.engine.eos), None)
+            length, reason = self._end(place, eos_at, min(count, self.settings.max_new_tokens))
             if reason is not None:
                 tokens, logprobs = places.tokens[place, :length].tolist(), places.logprobs[place, :length].tolist()
                 self.done[places.sample[place]] = Completion(tokens, logprobs, reason)
@@ -227,9 +224,9 @@ class _Sampling:
         if leaving:
             places.leave(leaving)
 
-    def _end(self, place: int, eos_at: int, count: int) -> tuple[int, FinishReason | None]:
+    def _end(self, place: int, eos_at: int | None, count: int) -> tuple[int, FinishReason | None]:
         """How many tokens a row has said and why it has ended; None while it goes on."""
-        length, reason = (eos_at, "eos") if eos_at <= count else (count, "length")
+        length, reason = (eos_at, "eos") if eos_at is not None and eos_at <= count else (count, "length")
         if self.settings.stop:
             said = self.places.tokens[place, :length].tolist()
             look_at = self.engine.look_every

@@ -6,6 +6,8 @@ finished leaves its place to the last row, a new one is let in at the end.
 
 from __future__ import annotations
 
+from itertools import accumulate, chain
+
 import torch
 from torch import Tensor
 
@@ -46,17 +48,20 @@ class Places:
     def live(self) -> int:
         return len(self.sample)
 
-    def enter(self, samples: list[int], prompts: list[list[int]], *, source: list[int], uniforms: Tensor) -> None:
-        """New rows: sample samples[i] continues prompt source[i] with uniforms[i]. Each prompt is read once."""
-        where = torch.arange(self.live, self.live + len(samples), device=self.device)
-        picked = torch.tensor(source, device=self.device)
+    def enter(self, samples: list[list[int]], prompts: list[list[int]], *, uniforms: Tensor) -> None:
+        """New rows: samples[p] continue prompt p, which is read once; uniforms has a row for each of them."""
+        counts = [len(of_prompt) for of_prompt in samples]
+        starts = list(accumulate(counts, initial=self.live))
         lengths = torch.tensor([len(p) for p in prompts], device=self.device)
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(self.device)
-        states = self.decoder.prefill(ids, lengths, cache=self.cache, rows=where, source=picked)
-        self.sample += samples
+        rows = [range(start, start + count) for start, count in zip(starts, counts, strict=False)]
+        states = self.decoder.prefill(ids, lengths, cache=self.cache, rows=rows)
+        self.sample += chain.from_iterable(samples)
         self.longest = max(self.longest, ids.shape[1])
-        self.position[where], self.count[where], self.uniforms[where] = lengths[picked], 0, uniforms.to(self.device)
-        self._draw(self.decoder.head.logits(states)[picked], where)
+        source = torch.arange(len(prompts), device=self.device).repeat_interleave(torch.tensor(counts).to(self.device))
+        where = torch.arange(starts[0], starts[-1], device=self.device)
+        self.position[where], self.count[where], self.uniforms[where] = lengths[source], 0, uniforms.to(self.device)
+        self._draw(self.decoder.head.logits(states)[source], where)
 
     def advance(self, live: int, width: int) -> None:
         """One token in each of the first `live` rows, reading `width` columns of the cache. Only tensors: a CUDA graph
@@ -82,12 +87,12 @@ class Places:
         self.token[where] = token
         self.count[where] += 1
 
-    def recent(self, most: int) -> tuple[Tensor, Tensor]:
-        """The last `most` tokens of each live row, oldest first, and their columns, both (live, most); columns are
-        negative before the first token.
-        """
-        columns = self.count[: self.live, None] - torch.arange(most, 0, -1, device=self.device)
-        return self.tokens[: self.live].gather(1, columns.clamp(0, self.columns - 1)), columns
+    def recent(self, most: int) -> list[list[int]]:
+        """The last `most` tokens of each live row, oldest first (fewer where fewer were drawn)."""
+        counts = self.count[: self.live]
+        columns = counts.unsqueeze(1) - torch.arange(most, 0, -1, device=self.device)
+        tokens = self.tokens[: self.live].gather(1, columns.clamp(0, self.columns - 1)).tolist()
+        return [row[max(0, most - count) :] for row, count in zip(tokens, counts.tolist(), strict=True)]
 
     def leave(self, places: list[int]) -> None:
         """Rows at `places` go; rows from the end move into the gaps."""
@@ -96,7 +101,7 @@ class Places:
         gaps = [p for p in sorted(gone) if p < stay]
         movers = [p for p in range(stay, self.live) if p not in gone]
         for to, source in zip(gaps, movers, strict=True):
-            for part in self.cache:
+            for part in (self.cache.keys, self.cache.values):
                 part[:, to, :, : self.longest] = part[:, source, :, : self.longest]
             self.sample[to] = self.sample[source]
         if gaps:

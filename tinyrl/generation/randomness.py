@@ -60,17 +60,16 @@ def draw(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     width = block_width(vocabulary)
     blocks = -(-vocabulary // width)
     padded = torch.nn.functional.pad(weights, (0, blocks * width - vocabulary)).view(rows, blocks, width)
-    block_cdf = padded.sum(-1).double().cumsum(-1)
-    target = u.to(block_cdf.dtype) * block_cdf[:, -1]
-    block = torch.searchsorted(block_cdf, target.unsqueeze(-1), right=True).clamp_(max=blocks - 1)
-    before = torch.where(block > 0, block_cdf.gather(-1, (block - 1).clamp(min=0)), 0.0)
-    inside = padded.gather(1, block.unsqueeze(-1).expand(-1, 1, width)).squeeze(1)
-    inner_cdf = inside.double().cumsum(-1)
-    index = torch.searchsorted(inner_cdf, target.unsqueeze(-1) - before, right=True)
-    # Rounding may leave the target at or past the block's end: step back to its last entry that can be drawn.
-    last = width - 1 - (inside > 0).flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
-    index = (block * width + torch.minimum(index, last)).squeeze(-1)
-    return index.clamp(max=vocabulary - 1), block_cdf[:, -1]  # only weights that are not numbers get past the end
+    sums = padded.sum(-1).double()
+    ends = sums.cumsum(-1)
+    target = (u.to(ends.dtype) * ends[:, -1]).unsqueeze(-1)
+    block = torch.searchsorted(ends, target, right=True).clamp_(max=blocks - 1)
+    inside = padded.gather(1, block.unsqueeze(-1).expand(-1, 1, width)).squeeze(1).double().cumsum(-1)
+    # Rounding may leave the target a little before the block or at its end; inside it, what can be drawn is drawn.
+    left = (target - (ends - sums).gather(-1, block)).clamp_(min=0.0)
+    left = torch.minimum(left, inside[:, -1:] * (1.0 - 1e-12))
+    index = block * width + torch.searchsorted(inside, left, right=True)
+    return index.squeeze(-1).clamp_(max=vocabulary - 1), ends[:, -1]  # only what is not a number gets past the end
 
 
 def block_width(vocabulary: int) -> int:

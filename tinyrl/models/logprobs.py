@@ -143,7 +143,8 @@ class _FrozenHead(torch.autograd.Function):
             p.div_(total)
             index, log_total = targets[chunk].unsqueeze(-1), highest + total.log()
             logprobs[chunk] = (z.gather(-1, index) - log_total).squeeze(-1)
-            entropy[chunk] = log_total.squeeze(-1) - torch.linalg.vecdot(p, z)
+            weighted = (z if d_entropy is None else z.clone()).mul_(p)
+            entropy[chunk] = log_total.squeeze(-1) - weighted.sum(-1)
             if d_entropy is not None:
                 g = (log_total - z - entropy[chunk].unsqueeze(-1)).mul_(p).mul_(slope)
                 d_entropy[chunk] = (g.to(head.weight.dtype) @ head.weight).to(states.dtype)
