@@ -203,3 +203,29 @@ def test_broken_adapter_configuration(tiny: TinyModels, tmp_path: Path):
     (folder / "adapter_config.json").write_text("{")
     with pytest.raises(ValueError, match=r"adapter_config\.json is not JSON"):
         check_folder_adapter(str(folder))
+
+
+def test_the_gradient_through_a_four_bit_base_is_that_of_the_weights_it_stands_for(tiny: TinyModels, tmp_path: Path):
+    """After it has sampled too: bitsandbytes may then keep its weights in another order."""
+    functional = pytest.importorskip("bitsandbytes").functional
+    config = AutoConfig.from_pretrained(tiny("llama"))
+    config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 16  # blocks are of 64 weights
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    quantised = load_causal_lm(str(tmp_path), dtype=torch.float32, quantization="4bit")
+    plain = load_causal_lm(str(tmp_path), dtype=torch.float32)
+    for name, module in quantised.named_modules():
+        if hasattr(module.__dict__.get("_parameters", {}).get("weight"), "quant_state"):
+            weight = module.get_parameter("weight")
+            state = weight.quant_state  # pyright: ignore[reportAttributeAccessIssue]
+            plain.get_parameter(f"{name}.weight").data = functional.dequantize_4bit(weight.data, state)
+    gradients = []
+    for model in (quantised, plain):
+        torch.manual_seed(0)  # LoRA's A
+        wrapped = wrap_in_lora(model, lora())
+        stir({n: p for n, p in wrapped.named_parameters() if p.requires_grad})
+        with torch.no_grad():
+            wrapped(input_ids=IDS)
+        wrapped(input_ids=IDS).logits.square().mean().backward()
+        gradients.append({n: p.grad for n, p in wrapped.named_parameters() if p.requires_grad})
+    for name, expected in gradients[1].items():
+        torch.testing.assert_close(gradients[0][name], expected, rtol=1e-4, atol=1e-7, msg=name)

@@ -125,7 +125,18 @@ def load_causal_lm(
             model = AutoModelForCausalLM.from_pretrained(resolved, use_safetensors=True, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(f"cannot load a causal language model from {path!r}: {first_line(error)}") from error
+    if quantization == "4bit":
+        keep_differentiable(model)
     return model.eval()
+
+
+def keep_differentiable(model: PreTrainedModel) -> None:
+    """Stop bitsandbytes from repacking 4-bit weights for a CPU with AVX512-BF16 when the model first samples: its
+    product with repacked weights has no gradient, and every adapter before it would silently get none.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
 
 
 def four_bit(dtype: torch.dtype) -> Any:
