@@ -57,6 +57,7 @@ def make_trainer(settings: dict[str, Any]) -> Any:
         max_completion_length=MAX_NEW_TOKENS,
         temperature=1.0,
         beta=KL_COEF,
+        use_bias_correction_kl=False,  # its default weights the KL term by the ratio; ours is kl_ratio_weight, off
         epsilon=CLIP_EPS,
         loss_type="dapo",
         gradient_checkpointing=False,
