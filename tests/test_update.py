@@ -86,6 +86,23 @@ def test_non_finite_loss_changes_nothing_and_stops_after_three(updater: Updater)
     assert "policy/loss" in kept[0]
 
 
+def test_out_of_memory_takes_what_other_phases_keep_before_it_halves(
+    updater: Updater, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, kept, real = updater.micro_batch_tokens, ["a cache"], Updater._accumulate
+
+    def tight(self: Updater, plan: list[list[int]], passes: list[Pass]) -> dict[str, float]:
+        if kept:
+            raise torch.OutOfMemoryError("full")
+        return real(self, plan, passes)
+
+    monkeypatch.setattr(Updater, "_accumulate", tight)
+    updater.make_room = lambda: bool(kept) and kept.pop() == "a cache"
+    updater.step(range(4), LENGTHS, passes=likelihood(updater), train=["policy"])
+    assert updater.micro_batch_tokens == tokens
+    assert not kept
+
+
 def test_out_of_memory_redoes_the_step_with_the_same_gradient(
     updater: Updater, monkeypatch: pytest.MonkeyPatch
 ) -> None:

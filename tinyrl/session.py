@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tinyrl import checkpoint as checkpoints
-from tinyrl.assembly import Base
+from tinyrl.assembly import Base, Parts
 from tinyrl.data import keyed_order
 from tinyrl.display import Display
 from tinyrl.evaluation import Evaluation
@@ -98,6 +98,7 @@ class Session:
             gradient_checkpointing=self.config.model.gradient_checkpointing,
             should_stop=flag.check,
             keep_batch=self._keep_batch,
+            make_room=base.engine.release if isinstance(base, Parts) else lambda: False,
         )
 
     # ---- the loop ------------------------------------------------------------------------------------------------

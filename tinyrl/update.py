@@ -48,6 +48,7 @@ class Updater:
     gradient_checkpointing: bool = False
     should_stop: Callable[[], None] = lambda: None
     keep_batch: Callable[[list[int], str], None] = lambda rows, why: None
+    make_room: Callable[[], bool] = lambda: False  # gives back what other phases keep; whether there was anything
     skipped: int = 0
     skipped_in_a_row: int = 0
 
@@ -82,9 +83,10 @@ class Updater:
                 return self._accumulate(plan, passes)
             except torch.OutOfMemoryError as error:
                 smaller = sizes.smaller(plan)
-                if smaller is None:
-                    raise OutOfRoom(out_of_memory_sentence(max(sizes.lengths[r] for r in rows), error)) from error
-                self.micro_batch_tokens = smaller
+                if not self.make_room():
+                    if smaller is None:
+                        raise OutOfRoom(out_of_memory_sentence(max(sizes.lengths[r] for r in rows), error)) from error
+                    self.micro_batch_tokens = smaller
             if self.accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
 

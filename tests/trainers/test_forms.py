@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests import runs
 from tests.tiny_models import tiny_model
@@ -73,9 +74,8 @@ def test_neither_the_engine_nor_the_layout_changes_a_result(
         settings = runs.config(method, chat_model, generation={"engine": engine}, **sections)
         code, run, _ = runs.train(settings, tmp_path, name=engine)
         assert code == 0
-        lines[engine] = [
-            {k: v for k, v in line.items() if not k.startswith(runs.VOLATILE)} for line in runs.metrics(run)
-        ]
+        kept = [{k: v for k, v in line.items() if isinstance(v, int | float)} for line in runs.metrics(run)]
+        lines[engine] = [{k: v for k, v in line.items() if not k.startswith(runs.VOLATILE)} for line in kept]
         samples[engine] = [json.loads(line)["completion"] for line in run.samples.read_text().splitlines()]
     for engine in ("fused", "slim"):
         assert samples[engine] == samples["reference"]
@@ -90,7 +90,7 @@ def test_bfloat16_sampling_for_a_float32_model_is_logged_and_corrected(
     settings = runs.config(method, chat_model, generation={"dtype": "bfloat16"})
     code, run, _ = runs.train(settings, tmp_path)
     assert code == 0
-    first = runs.metrics(run)[1]
+    first = next(line for line in runs.metrics(run) if "policy/sampling_gap" in line)  # PPO warms its critic up before
     assert first["policy/sampling_gap"] > 1e-4
     assert first["policy/ratio"] == pytest.approx(1.0, abs=1e-3 if method == "grpo" else 0.5)
     if method == "ppo":
@@ -102,11 +102,15 @@ def test_bfloat16_sampling_for_a_float32_model_is_logged_and_corrected(
 def test_a_four_bit_base_trains(method: str, chat_model: Path, tmp_path: Path) -> None:
     """Sampled, scored and trained through the quantised base with LoRA unmerged; adapters alone are saved."""
     pytest.importorskip("bitsandbytes")
-    settings = runs.config(method, chat_model, model={"quantization": "4bit"}, run={"num_steps": 2})
+    config = AutoConfig.from_pretrained(chat_model)
+    config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 16  # blocks are of 64 weights
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "wide")
+    AutoTokenizer.from_pretrained(chat_model).save_pretrained(tmp_path / "wide")
+    settings = runs.config(method, tmp_path / "wide", model={"quantization": "4bit"}, run={"num_steps": 2})
     code, run, _ = runs.train(settings, tmp_path)
     assert code == 0
     before, after = runs.weights(run, 0), runs.weights(run, 2)
-    assert any(n in before and not (before[n] == after[n]).all() for n in after if "lora_B" in n)
+    assert any(n in before and not torch.equal(before[n], after[n]) for n in after if "lora_B" in n)
     assert all("lora_" in n for n in after if n.startswith("adapter_model"))
 
 

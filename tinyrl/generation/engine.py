@@ -80,6 +80,10 @@ class SamplingEngine(Protocol):
         """
         ...
 
+    def release(self) -> bool:
+        """Give back the memory that is kept from one call to the next; whether there was any."""
+        ...
+
 
 def split(requests: list[Request], group: int, *, max_rows: int) -> Iterator[tuple[list[Request], int]]:
     """Batches of at most `max_rows` rows, in order: (requests, samples of each). A group stays together, and shares

@@ -90,7 +90,8 @@ class FusedEngine:
             except torch.OutOfMemoryError:
                 if rows == 1:
                     raise
-            self._kept, self.max_rows = None, rows // 2
+            self.release()
+            self.max_rows = rows // 2
             if self.roles.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -104,6 +105,14 @@ class FusedEngine:
         self._copy_bytes = decoder.weight_bytes
         if self.roles.device.type == "cpu":
             decoder.release()
+
+    def release(self) -> bool:
+        """Give the cache, the graphs and the copies of the weights back; the next call makes them again."""
+        kept = self._kept is not None
+        self._kept = None
+        for decoder in self.decoders.values():
+            decoder.release()
+        return kept
 
     @property
     def copy_bytes(self) -> int:
@@ -142,6 +151,13 @@ class FusedEngine:
 def rows_that_fit(decoder: Decoder, width: int, *, free: int) -> int:
     """How many sequences of `width` tokens the cache may hold with `free` bytes of memory."""
     return max(1, int(free * CACHE_SHARE / (decoder.cache_bytes_per_token * width)))
+
+
+def bucket(places: Places) -> tuple[int, int]:
+    """The fewest rows and cache columns, of those there are graphs for, that hold the places in use."""
+    rows = next((b for b in ROW_BUCKETS if b >= places.live), places.live)
+    width = -(-places.longest // WIDTH_BUCKET) * WIDTH_BUCKET
+    return min(rows, places.capacity), min(width, places.width)
 
 
 class _Sampling:
@@ -183,10 +199,7 @@ class _Sampling:
     def _shape(self) -> tuple[int, int]:
         """Rows and cache columns of a step: what there is, or the bucket of a graph that holds it."""
         places = self.places
-        if places.device.type != "cuda":
-            return places.live, places.longest
-        rows = next((b for b in ROW_BUCKETS if b >= places.live), places.live)
-        return min(rows, places.capacity), min(-(-places.longest // WIDTH_BUCKET) * WIDTH_BUCKET, places.width)
+        return bucket(places) if places.device.type == "cuda" else (places.live, places.longest)
 
     def _admit(self, free: int) -> None:
         """Let in as many waiting samples as there are places, a few prompts at a time."""

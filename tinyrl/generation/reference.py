@@ -85,6 +85,10 @@ class ReferenceEngine:
         """None: it samples from the roles' own weights."""
         return 0
 
+    def release(self) -> bool:
+        """Nothing is kept."""
+        return False
+
     def _acting(self, role: SampledRole) -> AbstractContextManager[PreTrainedModel]:
         return self.roles.acting(role)
 
