@@ -68,12 +68,12 @@ def train(settings: Config, folder: Path, *, name: str = "run", stop_at: int | N
         return code, launch.run, flag.looks
 
 
-def go_on(run: RunDir, *, stop_at: int | None = None) -> int:
-    """Resume a run in a fresh session; the exit code."""
+def go_on(run: RunDir, *, stop_at: int | None = None, **options: Any) -> int:
+    """Resume a run in a fresh session; the exit code. `options` are those of `launch.resume`."""
     flag = SignalAt(stop_at)
     with flag:
         try:
-            launch = resume(open_run(run.path), options=Options(device="cpu"), command=["test"], flag=flag)
+            launch = resume(open_run(run.path), options=Options(device="cpu"), flag=flag, **options)
         except Interrupted as stop:  # while loading
             return stop.exit_code
         return 0 if launch is None else launch.go()

@@ -16,6 +16,7 @@ import pytest
 from tinyrl import checkpoint
 from tinyrl.checkpoint import (
     MANIFEST,
+    check_room,
     checkpoint_name,
     checkpoint_step,
     list_checkpoints,
@@ -338,3 +339,12 @@ def test_a_pruner_that_is_killed_leaves_no_half_of_a_checkpoint(root: Path):
     assert [p.name for p in list_checkpoints(root)] == ["step-000010"]
     prune(root, keep=1, protected=[])
     assert {p.name for p in root.iterdir()} == {"step-000010"}
+
+
+def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path):
+    check_room(tmp_path / "runs" / "not-there-yet", needed=1)
+    with pytest.raises(OSError, match=r"a checkpoint takes about 1,152,921,504,606.8 MB, and .* MB are free") as caught:
+        check_room(tmp_path / "runs" / "not-there-yet", needed=1 << 60)
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.filename == str(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -169,11 +169,15 @@ def test_finite():
 
 def test_a_resume_forgets_what_came_after_its_checkpoint(tmp_path: Path):
     run = RunDir(tmp_path)
-    assert run.lengths() == {"metrics.jsonl": 0, "samples.jsonl": 0}
+    assert run.lengths() == {"metrics.jsonl": 0, "samples.jsonl": 0, "failed_rewards.jsonl": 0}
     run.append_metrics(1, {})
     run.append_samples([{"a": 1}])
     lengths = run.lengths()
-    assert lengths == {"metrics.jsonl": len('{"step": 1}\n'), "samples.jsonl": len('{"a": 1}\n')}
+    assert lengths == {
+        "metrics.jsonl": len('{"step": 1}\n'),
+        "samples.jsonl": len('{"a": 1}\n'),
+        "failed_rewards.jsonl": 0,
+    }
     run.append_metrics(2, {})
     run.metrics.open("a").write('{"step": 3, "lo')  # killed in the middle of a line
     run.cut(lengths)

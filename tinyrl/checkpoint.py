@@ -10,6 +10,7 @@ a checkpoint is a folder of safetensors and JSON files.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -151,6 +152,17 @@ def prune(root: Path, *, keep: int, protected: Iterable[Path]) -> None:
             going = root / f"{_DELETING}{folder.name}"
             os.rename(folder, going)
             shutil.rmtree(going, ignore_errors=True)
+
+
+def check_room(folder: Path, *, needed: int) -> None:
+    """Raise OSError (ENOSPC) where the file system that `folder` is on, or will be, has fewer than `needed` bytes
+    free.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        sentence = f"a checkpoint takes about {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free"
+        raise OSError(errno.ENOSPC, sentence, str(there))
 
 
 def _digest(path: Path) -> str:

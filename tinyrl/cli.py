@@ -7,6 +7,8 @@ interrupted and resumable.
 from __future__ import annotations
 
 import errno
+import json
+import logging
 import os
 import sys
 import warnings
@@ -93,21 +95,35 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="show the resolved config, a prompt and the reward, then exit")
     ] = False,
+    allow_config_change: Annotated[
+        bool, typer.Option("--allow-config-change", help="with --resume: go on with settings that have changed")
+    ] = False,
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
     """Train a model. Without a recipe: the embedded default, on a CPU, in about a minute and a half."""
     if resume is not None:
-        besides = [word for word in (method, *(settings or []), name and "--name") if word]
+        words = [word for word in (method, *(settings or [])) if word]
+        besides = [word for word in words if "=" not in word] + ["--name"] * bool(name)
         besides += ["--overwrite"] * overwrite + ["--dry-run"] * dry_run
-        _resume(resume, besides, device=device, trust_remote_code=trust_remote_code, debug=debug)
+        _resume(
+            resume,
+            [word for word in words if "=" in word],
+            besides=besides,
+            allow_config_change=allow_config_change,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            debug=debug,
+        )
         return
     with sentences(debug):
         from tinyrl.precheck import check_before_loading
         from tinyrl.recipe import dump_config, load_config, split_settings
         from tinyrl.run import check_new_run
 
+        if allow_config_change:
+            raise ValueError("--allow-config-change is for going on with a run: tinyrl train --resume RUN")
         if method is None:
             raise ValueError("which method? `tinyrl train grpo`, ppo, sft or reward; or `tinyrl train --resume RUN`")
         recipe, overrides = split_settings(settings or [])
@@ -139,7 +155,16 @@ def train(
         raise typer.Exit(launch.go())
 
 
-def _resume(run: str, besides: list[str], *, device: str, trust_remote_code: bool, debug: bool) -> None:
+def _resume(
+    run: str,
+    overrides: list[str],
+    *,
+    besides: list[str],
+    allow_config_change: bool,
+    device: str,
+    trust_remote_code: bool,
+    debug: bool,
+) -> None:
     with sentences(debug):
         from tinyrl.precheck import check_before_loading
         from tinyrl.run import open_run
@@ -148,7 +173,8 @@ def _resume(run: str, besides: list[str], *, device: str, trust_remote_code: boo
             got = " ".join(besides)
             raise ValueError(f"--resume needs nothing else: config.yaml of the run says everything (got {got!r} too)")
         opened = open_run(run)
-        check_before_loading(opened.read_config())
+        config = opened.read_config(overrides)
+        check_before_loading(config)
     _quiet_libraries()
     from tinyrl.launch import Options
     from tinyrl.launch import resume as open_resumed
@@ -159,8 +185,9 @@ def _resume(run: str, besides: list[str], *, device: str, trust_remote_code: boo
             launch = open_resumed(
                 opened,
                 options=Options(device=device, trust_remote_code=trust_remote_code),
-                command=_command(),
                 flag=flag,
+                config=config,
+                allow_config_change=allow_config_change,
             )
         if launch is None:
             print(f"{opened.path} is finished; there is nothing left to do. Look at {opened.path}/report.html")
@@ -214,6 +241,50 @@ def report(run: Annotated[str, typer.Argument(metavar="RUN")], debug: Debug = Fa
 
 
 @app.command()
+def checkpoints(
+    run: Annotated[str, typer.Argument(metavar="RUN")],
+    json_output: Annotated[bool, typer.Option("--json", help="print one JSON list")] = False,
+    debug: Debug = False,
+) -> None:
+    """List the checkpoints of a run: step, size, metric, and whether each verifies."""
+    with sentences(debug):
+        from tinyrl.inventory import inventory, render
+        from tinyrl.run import open_run
+
+        opened = open_run(run)
+        listed = inventory(opened)
+        print(json.dumps([vars(one) for one in listed]) if json_output else render(opened, listed))
+
+
+rewards = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Try a reward before training on it.")
+app.add_typer(rewards, name="reward")
+
+
+@rewards.command("test")
+def reward_test(
+    use: Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION")],
+    data: Annotated[str, typer.Option(help="rows to judge: .jsonl, .json, .csv, .parquet or a hub name")],
+    task: Annotated[str, typer.Option(help="whose prompts and gold answers the rows have")] = "rows",
+    num_rows: Annotated[int, typer.Option(min=1, help="how many rows")] = 64,
+    timeout: Annotated[float, typer.Option(min=0.1, help="seconds a call may take")] = 60.0,
+    debug: Debug = False,
+) -> None:
+    """Judge gold answers, nothing and nonsense: scores, time per call, failures, spread."""
+    with sentences(debug):
+        from tinyrl.rewards.loading import parse_use
+        from tinyrl.rewards.trial import render, try_function
+        from tinyrl.tasks import load_rows, load_task
+
+        parse_use(use)
+        chosen = load_task(task)
+        rows = load_rows(chosen, "eval", eval_data=data, max_samples=num_rows)
+        trial = try_function(use, chosen, rows, timeout_s=timeout)
+        print(render(trial))
+    if trial.would_stop_a_run:
+        raise typer.Exit(3)
+
+
+@app.command()
 def recipes() -> None:
     """List the recipes that ship with tinyrl."""
     from tinyrl.recipe import packaged_recipes
@@ -241,4 +312,5 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -19,6 +19,7 @@ import torch
 
 from tinyrl.assembly import Parts
 from tinyrl.generation.engine import Completion, Request
+from tinyrl.models.micro_batches import auto_tokens
 from tinyrl.prompts import PreparedPrompt
 from tinyrl.rollout import FINISH_REASONS, Rollout, forward_pass
 from tinyrl.tasks.task import Task
@@ -26,7 +27,6 @@ from tinyrl.tasks.task import Task
 EVAL_STEP = 1 << 40  # the step in the key of evaluation samples: no training step reaches it
 Role = Literal["policy", "reference", "base"]
 INTERVAL = 0.95
-PASS_TOKENS = 16384
 
 
 @dataclass
@@ -103,7 +103,8 @@ class _Judged:
                 rollout,
                 roles,
                 role=who,
-                max_tokens=PASS_TOKENS,
+                max_tokens=auto_tokens(roles.device),
+                should_stop=parts.scorer.should_stop,
                 autocast=parts.accelerator.autocast,  # pyright: ignore[reportArgumentType]
                 compute=lambda batch: roles.logprobs(named, batch, temperature=temperature),
             )

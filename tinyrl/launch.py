@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from tinyrl import checkpoint as checkpoints
 from tinyrl.assembly import Base, Options, Parts
 from tinyrl.config import Config
 from tinyrl.display import Display
+from tinyrl.drift import check_drift
+from tinyrl.models.device import as_out_of_memory
+from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.report import write_report
 from tinyrl.report.visible_text import visible
 from tinyrl.run import RunDir, create_run, environment
-from tinyrl.session import Session
+from tinyrl.session import Session, read_state
 from tinyrl.signals import StopFlag
 from tinyrl.startup import check_reference, describe_memory, settle_threads, try_reward
-from tinyrl.stops import Interrupted, Stop
+from tinyrl.stops import Interrupted, OutOfRoom, Stop, out_of_memory
 from tinyrl.tracking import check_trackers
 
 TRAINERS = {"grpo": "grpo", "ppo": "ppo", "sft": "sft", "reward": "reward_model"}
@@ -39,7 +46,8 @@ class Launch:
     def go(self) -> int:
         """Train to the last step; the exit code says how it ended."""
         try:
-            self.trainer.train(self.session, self.parts)
+            with out_of_memory_stops("while training"):
+                self.trainer.train(self.session, self.parts)
         except Interrupted as reason:
             saved = self.session.interrupted(reason)
             print(
@@ -50,6 +58,8 @@ class Launch:
             return reason.exit_code
         except Stop as stop:
             self.session.display.note(str(stop))
+            if isinstance(stop, OutOfRoom) and isinstance(self.parts, Parts):
+                self.session.display.note(describe_memory(self.parts))
             return stop.exit_code
         finally:
             self.session.display.close()
@@ -75,23 +85,39 @@ def start(
     """
     check_trackers(config.run.trackers)
     trainer = trainer_of(config)
-    parts = trainer.load(config, options=options, should_stop=flag.check)
-    threads = settle_threads(parts)
-    notes = [threads, *_check(parts)]
+    with out_of_memory_stops("before the first step"):
+        parts = trainer.load(config, options=options, should_stop=flag.check)
+        threads = settle_threads(parts)
+        notes = [threads, *_check(parts)]
+    checkpoints.check_room(Path(output_dir), needed=checkpoint_bytes(parts.roles))
     run = create_run(output_dir, name=name, config=config, overwrite=overwrite)
     run.write_config(config)
     _write_environment(run, parts, command)
     return _open(run, trainer, parts, flag=flag, notes=[f"run {run.path}", *notes])
 
 
-def resume(run: RunDir, *, options: Options, command: list[str], flag: StopFlag) -> Launch | None:
+def resume(
+    run: RunDir,
+    *,
+    options: Options,
+    flag: StopFlag,
+    config: Config | None = None,
+    allow_config_change: bool = False,
+) -> Launch | None:
     """Go on from the newest checkpoint that verifies; from the beginning where there is none. None: the run is
     finished.
+
+    `config` (default: what config.yaml of the run says) may differ from the checkpoint's only where
+    `allow_config_change`; it is then the run's from here on. Raises ValueError otherwise.
     """
-    config = run.read_config()
+    config = config or run.read_config()
     folder, warnings = checkpoints.newest_sound(run.checkpoints)
+    changes: list[str] = []
+    if folder is not None:
+        changes = check_drift(read_state(folder)["config"], config, since=folder.name, allowed=allow_config_change)
     trainer = trainer_of(config)
-    parts = trainer.load(config, options=options, should_stop=flag.check)
+    with out_of_memory_stops("before the first step"):
+        parts = trainer.load(config, options=options, should_stop=flag.check)
     notes = [f"warning: {w}; using {folder.name if folder else 'the start'} instead" for w in warnings[:1]]
     notes += _check(parts)
     if folder is None:
@@ -101,16 +127,29 @@ def resume(run: RunDir, *, options: Options, command: list[str], flag: StopFlag)
     session = launch.session
     if folder is not None:
         session.restore(folder)
+        notes += [f"changed since {folder.name}: {change}" for change in changes]
         if session.phase == "rollout" and session.step >= config.run.num_steps:
             return None
         notes.append(
             f"resuming {run.path} at step {session.step} of {config.run.num_steps} ({session.phase}) from {folder.name}"
         )
+    if allow_config_change:
+        run.write_config(config)
     session.display.close()
     session.display = Display(num_steps=config.run.num_steps, done=session.step)
     for note in notes:
         session.display.note(note)
     return launch
+
+
+@contextlib.contextmanager
+def out_of_memory_stops(when: str) -> Iterator[None]:
+    """End with exit code 4 and a sentence where memory runs out and nobody nearer knew what to do about it."""
+    try:
+        with as_out_of_memory():
+            yield
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(when, error) from error
 
 
 def trainer_of(config: Config) -> ModuleType:
@@ -145,8 +184,6 @@ def _check(parts: Base) -> list[str]:
 
 
 def _write_environment(run: RunDir, parts: Base, command: list[str]) -> None:
-    import torch
-
     device = parts.accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     run.write_environment(

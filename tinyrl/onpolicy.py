@@ -65,12 +65,12 @@ class Sampler:
             step=step,
             truncation=self.parts.truncation,
         )
-        self._watch(rollout, prompts)
+        self._watch(rollout, prompts, step)
         self.session.counters["completions"] += len(rollout)
         self.session.counters["tokens"] += int(rollout.response_lengths.sum())
         return rollout
 
-    def _watch(self, rollout: Rollout, prompts: list[PreparedPrompt]) -> None:
+    def _watch(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:
         guard = FailureGuard.from_dict(self.session.controllers.get("reward_failures", {"bad_batches": 0}))
         for name, why in self.parts.scorer.retried.items():
             if name not in self._told:
@@ -82,13 +82,32 @@ class Sampler:
             sentence = describe_failure(prompts[first.row // self.group_size].prompt, first.reason)
             count = len({f.row for f in rollout.failures})
             self.session.display.note(
-                f"warning: {count} of {len(rollout)} rewards failed and their rows are dropped. {sentence}"
+                f"warning: {count} of {len(rollout)} rewards failed and their rows are dropped "
+                f"(they are in {self.session.run.failed_rewards}). {sentence}"
             )
+            self._set_aside(rollout, prompts, step)
         try:
             guard.add(len(rollout), len({f.row for f in rollout.failures}), sentence)
         except RewardGuardTripped as tripped:
             raise GuardStop(str(tripped)) from tripped
         self.session.controllers["reward_failures"] = guard.to_dict()
+
+    def _set_aside(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:
+        """Append the rows whose reward failed to failed_rewards.jsonl, with what it failed with."""
+        lines = []
+        for failure in rollout.failures:
+            prompt = prompts[failure.row // self.group_size]
+            lines.append(
+                {
+                    "step": step + 1,
+                    "prompt_index": prompt.index,
+                    "sample": failure.row % self.group_size,
+                    "prompt": prompt.text,
+                    "completion": self.parts.scorer.text(rollout.response(failure.row)),
+                    "reason": failure.reason,
+                }
+            )
+        self.session.run.append_failed_rewards(lines)
 
     def score_under_roles(self, rollout: Rollout, *, reference: bool, several_steps: bool) -> None:
         """Fill in ref_logprobs where a KL needs them and old_logprobs where more than one optimizer step uses the

@@ -7,6 +7,7 @@ most six lines.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,6 @@ def dump_config(config: Config) -> str:
     return dump_plain(sections)
 
 
-def load_written_config(path: Path) -> Config:
+def load_written_config(path: Path, *, overrides: Sequence[str] = ()) -> Config:
     """Read a run's config.yaml. Written out in full, it may be larger than the recipe it comes from."""
-    return build_config(read_recipe(path, max_bytes=20 * MAX_RECIPE_BYTES))
+    return build_config(apply_overrides(read_recipe(path, max_bytes=20 * MAX_RECIPE_BYTES), list(overrides)))

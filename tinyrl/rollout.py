@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tinyrl.generation.engine import Completion, Request, SamplingEngine
-from tinyrl.models.micro_batches import RowSizes
+from tinyrl.models.micro_batches import RowSizes, run_in_micro_batches
 from tinyrl.models.roles import Role, Roles
 from tinyrl.models.states import SequenceBatch
 from tinyrl.prompts import PreparedPrompt
@@ -217,22 +217,16 @@ def forward_pass(
 
     Out of memory halves the tokens of a micro-batch and starts the pass over.
     """
-    sizes = rollout.sizes(roles)
-    while True:
-        outputs: tuple[Tensor, ...] = ()
-        plan = sizes.plan(range(len(rollout)), max_tokens=max_tokens)
-        try:
-            with torch.no_grad(), roles.acting(role), autocast():
-                for rows in plan:
-                    should_stop()
-                    batch = rollout.batch(rows, roles)
-                    results = compute(batch)
-                    outputs = outputs or tuple(torch.zeros(rollout.response_tokens.shape) for _ in results)
-                    for output, result in zip(outputs, results, strict=True):
-                        output[torch.as_tensor(rows), : batch.num_columns] = result.float().cpu()
-            return outputs
-        except torch.OutOfMemoryError:
-            smaller = sizes.smaller(plan)
-            if smaller is None:
-                raise
-            max_tokens = smaller
+    outputs: list[Tensor] = []
+
+    def run(rows: list[int]) -> None:
+        batch = rollout.batch(rows, roles)
+        results = compute(batch)
+        if not outputs:
+            outputs.extend(torch.zeros(rollout.response_tokens.shape) for _ in results)
+        for output, result in zip(outputs, results, strict=True):
+            output[torch.as_tensor(rows), : batch.num_columns] = result.float().cpu()
+
+    with torch.no_grad(), roles.acting(role), autocast():
+        run_in_micro_batches(rollout.sizes(roles), max_tokens=max_tokens, run=run, before=should_stop)
+    return tuple(outputs)

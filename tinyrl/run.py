@@ -1,5 +1,5 @@
-"""The run directory: config.yaml, env.json, metrics.jsonl, samples.jsonl, checkpoints/. metrics.jsonl is the record
-of a run.
+"""The run directory: config.yaml, env.json, metrics.jsonl, samples.jsonl, failed_rewards.jsonl, checkpoints/.
+metrics.jsonl is the record of a run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ class RunDir:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.metrics, self.samples = path / "metrics.jsonl", path / "samples.jsonl"
+        self.failed_rewards = path / "failed_rewards.jsonl"
+        self._records = (self.metrics, self.samples, self.failed_rewards)
         self.warn = warn or (lambda text: print(text, file=sys.stderr))
         self._unwritten: dict[Path, str] = {}
 
@@ -59,9 +61,11 @@ class RunDir:
         """Write config.yaml, which everything about the run can be rebuilt from."""
         _write(self.path / "config.yaml", dump_config(config))
 
-    def read_config(self) -> Config:
-        """The run's configuration. Raises ValueError when somebody changed config.yaml into something else."""
-        return load_written_config(self.path / "config.yaml")
+    def read_config(self, overrides: Sequence[str] = ()) -> Config:
+        """The run's configuration with overrides laid over it. Raises ValueError when somebody changed config.yaml
+        into something else.
+        """
+        return load_written_config(self.path / "config.yaml", overrides=overrides)
 
     def write_environment(self, facts: dict[str, Any]) -> None:
         """Write env.json: what `environment` gives."""
@@ -75,14 +79,18 @@ class RunDir:
         """Add lines to samples.jsonl."""
         self._append(self.samples, samples)
 
+    def append_failed_rewards(self, rows: list[dict[str, Any]]) -> None:
+        """Add lines to failed_rewards.jsonl: the completions no reward was had for, and why."""
+        self._append(self.failed_rewards, rows)
+
     def lengths(self) -> dict[str, int]:
-        """Bytes of the two records, for a checkpoint."""
-        return {file.name: file.stat().st_size if file.exists() else 0 for file in (self.metrics, self.samples)}
+        """Bytes of the records, for a checkpoint."""
+        return {file.name: file.stat().st_size if file.exists() else 0 for file in self._records}
 
     def cut(self, lengths: dict[str, int]) -> None:
         """Forget what was recorded after a checkpoint, so that curves hold no step twice."""
         self._unwritten.clear()
-        for file in (self.metrics, self.samples):
+        for file in self._records:
             if file.exists():
                 os.truncate(file, min(lengths.get(file.name, 0), file.stat().st_size))
 

@@ -26,16 +26,23 @@ from tinyrl.display import Display
 from tinyrl.evaluation import Evaluation
 from tinyrl.generators import generator_tensors, python_generator, restore_generators
 from tinyrl.models.device import peak_memory_gb
+from tinyrl.models.memory import checkpoint_bytes
+from tinyrl.models.micro_batches import auto_tokens
 from tinyrl.optim import RoleOptimizer, rate_factor
 from tinyrl.rollout import Rollout
 from tinyrl.run import RunDir
 from tinyrl.signals import StopFlag
 from tinyrl.stops import Interrupted
 from tinyrl.tracking import Trackers
-from tinyrl.update import AUTO_TOKENS, Updater
+from tinyrl.update import Updater
 
 Phase = Literal["evaluation", "rollout", "update"]
 STATE, OPTIMIZER, ROLLOUT, RANDOM = "state.json", "optimizer.safetensors", "rollout.safetensors", "random.safetensors"
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """state.json of a verified checkpoint: where the run stood."""
+    return json.loads((folder / STATE).read_text(encoding="utf-8"))
 
 
 class Session:
@@ -83,12 +90,8 @@ class Session:
             )
             for role, p in base.roles.parameters.items()
         }
-        device = base.accelerator.device.type
-        tokens = (
-            AUTO_TOKENS.get(device, AUTO_TOKENS["cuda"])
-            if settings.micro_batch_tokens == "auto"
-            else settings.micro_batch_tokens
-        )
+        wanted = settings.micro_batch_tokens
+        tokens = auto_tokens(base.accelerator.device) if wanted == "auto" else wanted
         self.updater = Updater(
             base.accelerator,
             base.roles,
@@ -211,6 +214,7 @@ class Session:
     def save(self) -> Path | None:
         """Write a checkpoint; when the disk refuses, say so and go on: the older ones are intact."""
         try:
+            checkpoints.check_room(self.run.checkpoints, needed=checkpoint_bytes(self.base.roles))
             self.last_checkpoint = checkpoints.write_checkpoint(self.run.checkpoints, self.step, write=self._write)
             protected = [p for p in (self.last_checkpoint, self.resumed_from) if p is not None]
             if self.best is not None:
@@ -250,13 +254,14 @@ class Session:
             "micro_batch_tokens": self.updater.micro_batch_tokens,
             "threads": torch.get_num_threads(),
             "data": self.fingerprint,
+            "config": self.config.model_dump(mode="json"),
             "records": self.run.lengths(),
             "python_random": python_generator(),
         }
 
     def restore(self, folder: Path) -> None:
         """Go on from a verified checkpoint. Raises ValueError when the data is not the data it was trained on."""
-        state = json.loads((folder / STATE).read_text())
+        state = read_state(folder)
         if state["data"] != self.fingerprint:
             raise ValueError(
                 f"the training data has changed since {folder.name} was written (its fingerprint "
@@ -271,11 +276,14 @@ class Session:
         for name in ("step", "phase", "epoch", "minibatch", "controllers", "counters", "best"):
             setattr(self, name, state[name])
         self._sums, self._pending = state["sums"], state["pending"]
-        for name in ("skipped", "skipped_in_a_row", "micro_batch_tokens"):
+        for name in ("skipped", "skipped_in_a_row"):
             setattr(self.updater, name, state[name])
+        if state["config"]["run"]["micro_batch_tokens"] == self.config.run.micro_batch_tokens:
+            self.updater.micro_batch_tokens = state["micro_batch_tokens"]  # what `auto` came to
         if (folder / ROLLOUT).exists():
             self.rollout = Rollout.from_tensors(load_file(folder / ROLLOUT))
-        torch.set_num_threads(state["threads"])
+        wanted = self.config.run.threads
+        torch.set_num_threads(state["threads"] if wanted == "auto" else wanted)
         restore_generators(load_file(folder / RANDOM), state["python_random"])
         self.run.cut(state["records"])
         self.last_checkpoint = self.resumed_from = folder

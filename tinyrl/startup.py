@@ -15,9 +15,9 @@ from tinyrl.models.device import calibrate_threads
 from tinyrl.models.memory import bytes_by_role
 from tinyrl.models.states import make_batch
 from tinyrl.prompts import PreparedPrompt
+from tinyrl.rewards.trial import NONSENSE
 
 KL_AT_START = {torch.float32: 1e-5, torch.bfloat16: 0.05}
-NONSENSE = "qzx vvk 7# ~~ jjq"
 
 
 def settle_threads(base: Base) -> str:

@@ -23,6 +23,16 @@ class OutOfRoom(Stop):
     exit_code = 4
 
 
+def out_of_memory(when: str, error: BaseException) -> OutOfRoom:
+    """What to raise when memory ran out and nothing smaller is left to try."""
+    said = str(error).strip().splitlines() or [type(error).__name__]
+    return OutOfRoom(
+        f"out of memory {when} ({said[0][:120]}).\n"
+        "What helps: model.gradient_checkpointing=true; a smaller generation.max_new_tokens; "
+        "model.quantization=4bit (LoRA)."
+    )
+
+
 class Interrupted(Stop):
     """SIGTERM, SIGINT or SIGUSR1: a checkpoint is written and the run can be resumed."""
 

@@ -16,13 +16,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.micro_batches import RowSizes
 from tinyrl.models.roles import Role, Roles
 from tinyrl.optim import RoleOptimizer
-from tinyrl.stops import GuardStop, OutOfRoom
+from tinyrl.stops import GuardStop, out_of_memory
 
 LossFn = Callable[[list[int]], tuple[Tensor, dict[str, Tensor]]]  # rows of a micro-batch -> (loss, metrics that add up)
-AUTO_TOKENS = {"cpu": 768, "cuda": 32768}  # where `micro_batch_tokens: auto` starts; out of memory halves it
 MOST_SKIPS = 3  # steps in a row without a finite gradient before the run stops
 
 
@@ -80,12 +80,14 @@ class Updater:
             self._zero_grad()
             plan = sizes.plan(rows, max_tokens=self.micro_batch_tokens)
             try:
-                return self._accumulate(plan, passes)
+                with as_out_of_memory():
+                    return self._accumulate(plan, passes)
             except torch.OutOfMemoryError as error:
                 smaller = sizes.smaller(plan)
                 if not self.make_room():
                     if smaller is None:
-                        raise OutOfRoom(out_of_memory_sentence(max(sizes.lengths[r] for r in rows), error)) from error
+                        longest = max(sizes.lengths[r] for r in rows)
+                        raise out_of_memory(f"with one sequence of {longest} tokens in a micro-batch", error) from error
                     self.micro_batch_tokens = smaller
             if self.accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -122,11 +124,3 @@ class Updater:
                 "weight was changed by them. "
                 "The batches are kept in nonfinite/. Try a lower optim.learning_rate, or model.dtype=float32."
             )
-
-
-def out_of_memory_sentence(tokens: int, error: BaseException) -> str:
-    return (
-        f"out of memory with one sequence of {tokens} tokens in a micro-batch ({str(error).splitlines()[0][:120]}).\n"
-        "What helps: model.gradient_checkpointing=true; a smaller generation.max_new_tokens; "
-        "model.quantization=4bit (LoRA)."
-    )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tinyrl.models.device import calibrate_threads, make_accelerator, resolve_dtype
+from tinyrl.models.device import as_out_of_memory, calibrate_threads, make_accelerator, resolve_dtype
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +80,13 @@ def test_resolve_dtype():
     assert resolve_dtype("auto", on_cpu=True) == torch.float32
     assert resolve_dtype("bfloat16", on_cpu=True) == torch.bfloat16
     assert resolve_dtype("float32", on_cpu=False) == torch.float32
+
+
+def test_a_cpu_that_has_no_more_memory_says_so_as_a_gpu_does():
+    with pytest.raises(torch.OutOfMemoryError, match="you tried to allocate"), as_out_of_memory():
+        torch.empty(1 << 50)
+    with pytest.raises(torch.OutOfMemoryError, match="no more memory"), as_out_of_memory():
+        bytearray(1 << 60)
+    with pytest.raises(RuntimeError, match="size") as caught, as_out_of_memory():
+        torch.ones(2) + torch.ones(3)
+    assert not isinstance(caught.value, torch.OutOfMemoryError)

@@ -1,10 +1,11 @@
 """Which rows go through the model together when a prompt is paid for once."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyrl.models.micro_batches import RowSizes
+from tinyrl.models.micro_batches import RowSizes, run_in_micro_batches
 
 # Two groups of four behind prompts of 10 and 6, and a row by itself.
 PROMPTS = [[1] * 10] * 4 + [[2] * 6] * 4 + [[3] * 2]
@@ -68,3 +69,22 @@ def test_plans_hold_every_row_once_within_the_budget(rows: list[tuple[int, int]]
     plan = sizes.plan(range(len(rows)), max_tokens=max_tokens)
     assert sorted(row for micro in plan for row in micro) == list(range(len(rows)))
     assert all(len(micro) == 1 or sizes.cost(micro) <= max_tokens for micro in plan)
+
+
+def test_out_of_memory_starts_over_with_smaller_micro_batches():
+    """Real allocations: more than two rows together ask for more memory than any machine has."""
+    sizes, seen = RowSizes.alone([10, 10, 10, 10, 10], packed=True), []
+
+    def run(rows: list[int]) -> None:
+        seen.append(rows)
+        if len(rows) > 2:
+            torch.empty(1 << 50)
+
+    run_in_micro_batches(sizes, max_tokens=100, run=run)
+    assert seen == [[0, 1, 2, 3, 4], [0, 1], [2, 3], [4]]
+
+    def never(rows: list[int]) -> None:
+        torch.empty(1 << 50)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run_in_micro_batches(sizes, max_tokens=100, run=never)

@@ -31,6 +31,7 @@ from tinyrl.generation.engine import (
 from tinyrl.generation.graphs import StepGraphs
 from tinyrl.generation.places import Places
 from tinyrl.generation.randomness import sample_keys, uniforms
+from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.roles import Roles
 
 PREFILL_TOKENS = {"cpu": 4096, "cuda": 32768}  # padded prompt tokens read at a time
@@ -78,7 +79,7 @@ class FusedEngine:
         while True:
             rows = min(self.max_rows or wanted, wanted)
             try:
-                with torch.inference_mode(), self.roles.acting(role) as model:
+                with as_out_of_memory(), torch.inference_mode(), self.roles.acting(role) as model:
                     decoder = self.decoders.setdefault(id(model), Decoder(model, dtype=self.dtype))
                     decoder.sync(self.roles.adapter_of(role))
                     width = max(len(r.prompt_tokens) for r in requests) + self.columns

@@ -26,6 +26,7 @@ from tinyrl.generation.engine import (
     split,
 )
 from tinyrl.generation.randomness import inverse_cdf, sample_keys, uniforms
+from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.memory import weight_bytes
@@ -66,7 +67,7 @@ class ReferenceEngine:
         while True:
             rows = min(self.max_rows or wanted, wanted)
             try:
-                with torch.inference_mode(), self._acting(role) as model:
+                with as_out_of_memory(), torch.inference_mode(), self._acting(role) as model:
                     parts = [
                         completions
                         for batch, group in split(requests, samples_per_request, max_rows=rows)

@@ -6,11 +6,12 @@ nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from accelerate import Accelerator
@@ -68,6 +69,19 @@ def calibrate_threads(work: Callable[[], object], *, repeats: int = 5) -> tuple[
             best = count
     torch.set_num_threads(best)
     return best, medians
+
+
+@contextlib.contextmanager
+def as_out_of_memory() -> Iterator[None]:
+    """Raise torch.OutOfMemoryError, as CUDA does, for what a CPU's allocator reports in other ways."""
+    try:
+        yield
+    except MemoryError as error:
+        raise torch.OutOfMemoryError("the system has no more memory") from error
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" not in str(error):
+            raise
+        raise torch.OutOfMemoryError(str(error).partition("DefaultCPUAllocator: ")[2]) from error
 
 
 def peak_memory_gb(device: torch.device) -> float:

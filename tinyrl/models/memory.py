@@ -34,3 +34,11 @@ def bytes_by_role(roles: Roles, *, reward_model: nn.Module | None = None) -> dic
 
 def _of(module: nn.Module | None) -> list[Tensor]:
     return [] if module is None else list(module.parameters())
+
+
+def checkpoint_bytes(roles: Roles) -> int:
+    """About what a checkpoint takes on disk: what is trained and Adam's two moments of it in float32, and a megabyte
+    for the rest.
+    """
+    trained = sum(p.numel() for role in roles.parameters.values() for p in role.values())
+    return 3 * 4 * trained + 1_000_000

@@ -1,9 +1,24 @@
-"""Which rows go through the model together: micro-batches by token budget, and smaller ones when memory runs out."""
+"""Which rows go through the model together: micro-batches by token budget, and smaller ones when memory runs out.
+
+A small budget is right on a CPU: what a micro-batch computes stays in the caches, and little of it is padding.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+import torch
+
+from tinyrl.models.device import as_out_of_memory
+
+_TOKENS = {"cpu": 768}
+_TOKENS_ELSEWHERE = 32768
+
+
+def auto_tokens(device: torch.device) -> int:
+    """Tokens that `micro_batch_tokens: auto` begins with."""
+    return _TOKENS.get(device.type, _TOKENS_ELSEWHERE)
 
 
 @dataclass(frozen=True)
@@ -92,6 +107,28 @@ class RowSizes:
             if max(filled) <= room:
                 return [*alone, *(sorted(part) for part in parts if part)]
         return alone + [[row] for row in rest]
+
+
+def run_in_micro_batches(
+    sizes: RowSizes, *, max_tokens: int, run: Callable[[list[int]], None], before: Callable[[], None] = lambda: None
+) -> None:
+    """Call `run` with the rows of each micro-batch, and `before` first; out of memory starts over with half the tokens.
+
+    Raises torch.OutOfMemoryError where a single row does not fit.
+    """
+    while True:
+        plan = sizes.plan(range(len(sizes.responses)), max_tokens=max_tokens)
+        try:
+            with as_out_of_memory():
+                for rows in plan:
+                    before()
+                    run(rows)
+            return
+        except torch.OutOfMemoryError:
+            smaller = sizes.smaller(plan)
+            if smaller is None:
+                raise
+            max_tokens = smaller
 
 
 def plan_micro_batches(rows: Sequence[int], lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:

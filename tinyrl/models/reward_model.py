@@ -8,6 +8,7 @@ pooled state) are called as they are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tinyrl.models.loading import (
     read_lora_config,
     resolve_model_path,
 )
+from tinyrl.models.micro_batches import RowSizes, auto_tokens, run_in_micro_batches
 from tinyrl.models.roles import Roles
 from tinyrl.models.states import last_states, make_batch, trunk_of
 from tinyrl.models.value_head import ValueHead
@@ -56,18 +58,21 @@ class SequenceRewardModel:
         tokenizer.truncation_side = "left"  # the end of a text is the completion
 
     @torch.inference_mode()
-    def scores(self, texts: list[str], *, micro_batch_tokens: int) -> list[float]:
-        """The chosen label's logit for each text; batches are sorted by length, so the order of texts does not
-        matter.
+    def scores(
+        self, texts: list[str], *, max_tokens: int | None = None, should_stop: Callable[[], None] = lambda: None
+    ) -> list[float]:
+        """The chosen label's logit for each text; micro-batches of at most `max_tokens` are sorted by length, so the
+        order of texts does not matter.
         """
         tokens = [self._tokens(text) for text in texts]
-        order = sorted(range(len(tokens)), key=lambda i: len(tokens[i]), reverse=True)
         scores = [0.0] * len(tokens)
-        while order:
-            size = max(1, micro_batch_tokens // len(tokens[order[0]]))
-            rows, order = order[:size], order[size:]
+
+        def run(rows: list[int]) -> None:
             for row, score in zip(rows, self._score_batch([tokens[i] for i in rows]).tolist(), strict=True):
                 scores[row] = score
+
+        sizes = RowSizes.alone([len(row) for row in tokens], packed=False)
+        run_in_micro_batches(sizes, max_tokens=max_tokens or auto_tokens(self.device), run=run, before=should_stop)
         return scores
 
     def _tokens(self, text: str) -> list[int]:

@@ -13,14 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config import RewardConfig
-from tinyrl.models.micro_batches import RowSizes
+from tinyrl.models.micro_batches import RowSizes, auto_tokens, run_in_micro_batches
 from tinyrl.models.reward_model import SequenceRewardModel
 from tinyrl.models.roles import Roles
 from tinyrl.prompts import PreparedPrompt, columns_of
 from tinyrl.rewards.functions import FunctionReward, RewardFailure, call_in_process
 from tinyrl.tasks import Task
-
-SCORING_TOKENS = 16384  # tokens through a reward model at a time
 
 
 @dataclass
@@ -48,6 +46,7 @@ class Scorer:
         should_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self.task, self.tokenizer, self.roles, self.model = task, tokenizer, roles, model
+        self.should_stop = should_stop
 
         def stopping() -> bool:
             should_stop()  # raises when the run is to stop
@@ -138,20 +137,29 @@ class Scorer:
     ) -> list[float]:
         if self.model is not None:
             rendered = [self.model.render(p.prompt, p.opened + t) for p, t in zip(prompts, texts, strict=True)]
-            scores = self.model.scores(rendered, micro_batch_tokens=SCORING_TOKENS)
+            scores = self.model.scores(rendered, should_stop=self.should_stop)
         else:
-            scores = adapter_scores(self.roles, [p.tokens for p in prompts], completions)
+            scores = adapter_scores(self.roles, [p.tokens for p in prompts], completions, should_stop=self.should_stop)
         return [s if math.isfinite(s) else math.nan for s in scores]
 
 
 @torch.inference_mode()
-def adapter_scores(roles: Roles, prompts: list[list[int]], completions: list[list[int]]) -> list[float]:
+def adapter_scores(
+    roles: Roles,
+    prompts: list[list[int]],
+    completions: list[list[int]],
+    *,
+    should_stop: Callable[[], None] = lambda: None,
+) -> list[float]:
     """Scores of the reward adapter on the shared base, read at each row's last token: token in, token out."""
-    sizes = RowSizes.of(prompts, [len(c) for c in completions], packed=roles.packs)
     scores = [0.0] * len(prompts)
+
+    def run(rows: list[int]) -> None:
+        batch = roles.batch([prompts[i] for i in rows], [completions[i] for i in rows], last_tokens=True)
+        for row, score in zip(rows, roles.scores(batch).tolist(), strict=True):
+            scores[row] = score
+
+    sizes = RowSizes.of(prompts, [len(c) for c in completions], packed=roles.packs)
     with roles.acting("reward"):
-        for rows in sizes.plan(range(len(prompts)), max_tokens=SCORING_TOKENS):
-            batch = roles.batch([prompts[i] for i in rows], [completions[i] for i in rows], last_tokens=True)
-            for row, score in zip(rows, roles.scores(batch).tolist(), strict=True):
-                scores[row] = score
+        run_in_micro_batches(sizes, max_tokens=auto_tokens(roles.device), run=run, before=should_stop)
     return scores

@@ -1,0 +1,135 @@
+"""Trying a reward function before any training: `tinyrl reward test`. Scores of gold answers, of nothing and of
+nonsense on a person's own rows, in the worker process that a run would use; no model is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinyrl.report.visible_text import visible
+from tinyrl.rewards.functions import FunctionReward, RewardFailure
+from tinyrl.rewards.guard import MAX_FAILED_SHARE
+from tinyrl.tasks.task import Prompt, Row, Task
+
+NONSENSE = "qzx vvk 7# ~~ jjq"
+RESERVED = ("prompt", "prompts", "completions", "completion")  # not handed over as columns
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One call: what was judged (gold, nothing, ...), a score for each row (NaN: none), failures, seconds."""
+
+    what: str
+    scores: list[float]
+    failures: list[RewardFailure]
+    seconds: float
+
+    @property
+    def valid(self) -> list[float]:
+        return [score for score in self.scores if not math.isnan(score)]
+
+
+@dataclass
+class Trial:
+    """What came of a function: its calls, and whether the first one, made again, gave the same scores."""
+
+    name: str
+    batches: list[Batch] = field(default_factory=list)
+    repeatable: bool = True
+
+    @property
+    def failed_share(self) -> float:
+        """Failed rows over all rows judged."""
+        judged = sum(len(batch.scores) for batch in self.batches)
+        return sum(len({f.row for f in batch.failures}) for batch in self.batches) / max(1, judged)
+
+    @property
+    def would_stop_a_run(self) -> bool:
+        """More rows fail than a run puts up with (three batches like this in a row, and it stops)."""
+        return self.failed_share > MAX_FAILED_SHARE
+
+    def warnings(self) -> list[str]:
+        """What a person should look at before training on this reward."""
+        found = []
+        by_what = {batch.what: batch for batch in self.batches}
+        gold, rivals = by_what.get("gold"), [by_what["nothing"], by_what["nonsense"]]
+        if gold is not None:
+            others = zip(*(rival.scores for rival in rivals), strict=True)
+            pairs = [(g, [s for s in row if not math.isnan(s)]) for g, row in zip(gold.scores, others, strict=True)]
+            beaten = sum(not math.isnan(g) and bool(row) and g <= max(row) for g, row in pairs)
+            if beaten:
+                found.append(
+                    f"the gold answer scores no more than nothing or nonsense in {beaten} of {len(pairs)} rows"
+                )
+        valid = [score for batch in self.batches for score in batch.valid]
+        if not valid:
+            found.append("no completion got a score")
+        elif min(valid) == max(valid):
+            found.append(f"every completion scores {valid[0]:.4g}, so there is nothing to learn from")
+        if not self.repeatable:
+            found.append("the same completions got other scores when they were judged again")
+        if self.would_stop_a_run:
+            found.append(f"{self.failed_share:.0%} of the rows failed; a run stops after three batches like that")
+        return found
+
+
+def try_function(use: str, task: Task, rows: list[Row], *, timeout_s: float) -> Trial:
+    """Call the function at `use` on the gold answers of `rows` where the task knows them, on their `completion` column
+    where there is one, on nothing and on nonsense. Raises ValueError where it cannot be loaded or lacks a column.
+    """
+    prompts = [task.prompt(row) for row in rows]
+    names = dict.fromkeys(name for row in rows for name in row if name not in RESERVED)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    kinds: dict[str, list[str]] = {}
+    gold = [task.gold(row) for row in rows]
+    if all(answer is not None for answer in gold):
+        kinds["gold"] = [str(answer) for answer in gold]
+    if all(isinstance(row.get("completion"), str) for row in rows):
+        kinds["completion"] = [row["completion"] for row in rows]
+    kinds |= {"nothing": [""] * len(rows), "nonsense": [NONSENSE] * len(rows)}
+    with FunctionReward(use, timeout_s=timeout_s) as function:
+        function.start()  # its imports are not part of a call's time
+        trial = Trial(function.name)
+        for what, texts in [*kinds.items(), next(iter(kinds.items()))]:
+            completions = [_as_the_data_has_it(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
+            begun = time.perf_counter()
+            call = function(prompts, completions, columns)
+            trial.batches.append(Batch(what, call.scores, call.failures, time.perf_counter() - begun))
+    again = trial.batches.pop()
+    trial.repeatable = str(again.scores) == str(trial.batches[0].scores)  # NaN is the same as NaN here
+    return trial
+
+
+def _as_the_data_has_it(text: str, prompt: Prompt) -> Any:
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def render(trial: Trial) -> str:
+    """A table of the calls, the first failure, and the warnings."""
+    rows = [
+        f"{trial.name:12} {'rows':>6} {'mean':>9} {'std':>9} {'min':>9} {'max':>9} {'none':>6} {'failed':>7} {'ms':>9}"
+    ]
+    for batch in trial.batches:
+        numbers = [f"{value:.4g}" for value in _spread(batch.valid)] or ["-"] * 4
+        failed = len({f.row for f in batch.failures})
+        none = len(batch.scores) - len(batch.valid) - failed
+        shown = " ".join(f"{number:>9}" for number in numbers)
+        rows.append(f"{batch.what:12} {len(batch.scores):>6} {shown} {none:>6} {failed:>7} {batch.seconds * 1e3:>9.1f}")
+    median = statistics.median(batch.seconds for batch in trial.batches)
+    rows += [
+        "",
+        f"{median * 1e3:.1f} ms a call of {len(trial.batches[0].scores)} (median), {trial.failed_share:.1%} failed",
+    ]
+    first = next((failure for batch in trial.batches for failure in batch.failures), None)
+    rows += [f"first failure: row {first.row + 1}: {visible(first.reason)}"] if first else []
+    return "\n".join([*rows, *(f"warning: {warning}" for warning in trial.warnings())])
+
+
+def _spread(scores: list[float]) -> list[float]:
+    if not scores:
+        return []
+    return [statistics.mean(scores), statistics.stdev(scores) if len(scores) > 1 else 0.0, min(scores), max(scores)]
