@@ -47,12 +47,15 @@ class Options:
 
 @dataclass
 class Base:
-    """What every method needs: a device, a tokenizer, and the roles on one base."""
+    """What every method needs: a device, a tokenizer, and the roles on one base. `should_stop` raises when the run is
+    to stop; long work calls it now and then.
+    """
 
     config: Config
     accelerator: Accelerator
     tokenizer: PreTrainedTokenizerBase
     roles: Roles
+    should_stop: Callable[[], None]
 
     def save_models(self, folder: Path) -> None:
         """Write the models of a run into a checkpoint folder."""
@@ -89,7 +92,7 @@ class Parts(Base):
         return Truncation(reward.truncated, reward.truncated_penalty, reward.overlong_tokens, generation.max_new_tokens)
 
 
-def load_base(config: Config, *, options: Options) -> Base:
+def load_base(config: Config, *, options: Options, should_stop: Callable[[], None] = lambda: None) -> Base:
     """Read the model and build policy, reference and critic. Random weights (LoRA's A) are drawn from run.seed."""
     accelerator = make_accelerator(options.device, dtype=config.model.dtype)
     on_cpu = accelerator.device.type == "cpu"
@@ -117,7 +120,7 @@ def load_base(config: Config, *, options: Options) -> Base:
         _add_critic(roles, config, dtype=dtype, options=options)
     if config.model.gradient_checkpointing:
         roles.enable_gradient_checkpointing()
-    return Base(config, accelerator, tokenizer, roles)
+    return Base(config, accelerator, tokenizer, roles, should_stop)
 
 
 def _load_model(config: Config, path: str, *, dtype: torch.dtype, options: Options) -> PreTrainedModel:
@@ -164,7 +167,7 @@ def _add_critic(roles: Roles, config: Config, *, dtype: torch.dtype, options: Op
 
 def load_parts(config: Config, *, options: Options, should_stop: Callable[[], None] = lambda: None) -> Parts:
     """Everything a method that samples needs. Raises ValueError with a sentence for what a person can mend."""
-    base = load_base(config, options=options)
+    base = load_base(config, options=options, should_stop=should_stop)
     assert config.reward is not None
     assert config.task.name is not None
     task = load_task(config.task.name)
@@ -177,7 +180,7 @@ def load_parts(config: Config, *, options: Options, should_stop: Callable[[], No
         model=_reward_model(config, base, options),
         should_stop=should_stop,
     )
-    engine, why = make_engine(config, base, should_stop=should_stop)
+    engine, why = make_engine(config, base)
     return Parts(
         **vars(base),
         task=task,
@@ -223,7 +226,7 @@ def load_prompts(config: Config, task: Task, split: str, *, base: Base) -> list[
     )
 
 
-def make_engine(config: Config, base: Base, *, should_stop: Callable[[], None]) -> tuple[SamplingEngine, str]:
+def make_engine(config: Config, base: Base) -> tuple[SamplingEngine, str]:
     """The sampling engine of `generation.engine` over the policy's model, and why it is that one."""
     generation = config.generation
     assert generation is not None
@@ -234,7 +237,7 @@ def make_engine(config: Config, base: Base, *, should_stop: Callable[[], None]) 
         top_p=generation.top_p,
         top_k=generation.top_k,
         max_rows=generation.max_rows,
-        should_stop=should_stop,
+        should_stop=base.should_stop,
     )
     dtype = base.roles.causal.dtype if generation.dtype == "auto" else resolve_dtype(generation.dtype, on_cpu=False)
     return choose_engine(

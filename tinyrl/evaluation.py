@@ -104,7 +104,7 @@ class _Judged:
                 roles,
                 role=who,
                 max_tokens=auto_tokens(roles.device),
-                should_stop=parts.scorer.should_stop,
+                should_stop=parts.should_stop,
                 autocast=parts.accelerator.autocast,  # pyright: ignore[reportArgumentType]
                 compute=lambda batch: roles.logprobs(named, batch, temperature=temperature),
             )

@@ -28,7 +28,7 @@ def main() -> None:
     torch.set_num_threads(settings["threads"])
     base = load_base(config, options=Options(device="cpu"))
     load_policy(base.roles, files / "adapter")
-    engine, _ = make_engine(config, base, should_stop=lambda: None)
+    engine, _ = make_engine(config, base)
     texts = [json.loads(line)["prompt"] for line in (files / "prompts.jsonl").read_text().splitlines()]
     ids = [base.tokenizer(text)["input_ids"] for text in texts[:NUM_PROMPTS]]
     requests = [Request(tokens, prompt_index=i) for i, tokens in enumerate(ids)]  # pyright: ignore

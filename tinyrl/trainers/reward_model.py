@@ -24,7 +24,7 @@ from tinyrl.assembly import Base, Options, load_base
 from tinyrl.config import Config
 from tinyrl.data import Row, batch_indices, fingerprint, render_prompt, token_ids
 from tinyrl.evaluation import Evaluation
-from tinyrl.models.micro_batches import RowSizes
+from tinyrl.models.micro_batches import RowSizes, auto_tokens, run_in_micro_batches
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET
 from tinyrl.models.states import trunk_of
 from tinyrl.session import Session
@@ -87,12 +87,16 @@ class PairParts(Base):
             return 0.0
         return float(torch.cat(self.scores(self.train[:CENTERED_ON])).mean())
 
-    def scores(self, pairs: list[Pair]) -> tuple[Tensor, Tensor]:
+    def scores(self, pairs: list[Pair], *, should_stop: Callable[[], None] = lambda: None) -> tuple[Tensor, Tensor]:
         """Scores of the chosen and of the rejected sides, without gradient."""
         out = torch.zeros(len(pairs), 2)
+
+        def run(rows: list[int]) -> None:
+            out[rows] = torch.stack(pair_scores(self, [pairs[i] for i in rows]), 1).float().cpu()
+
         with torch.no_grad(), self.roles.acting("policy"), self.accelerator.autocast():
-            for rows in sizes_of(self, pairs).plan(range(len(pairs)), max_tokens=16384):
-                out[rows] = torch.stack(pair_scores(self, [pairs[i] for i in rows]), 1).float().cpu()
+            tokens = auto_tokens(self.roles.device)
+            run_in_micro_batches(sizes_of(self, pairs), max_tokens=tokens, run=run, before=should_stop)
         return out[:, 0], out[:, 1]
 
 
@@ -166,7 +170,7 @@ def sizes_of(parts: Base, pairs: list[Pair]) -> RowSizes:
 
 def load(config: Config, *, options: Options, should_stop: Callable[[], None] = lambda: None) -> PairParts:
     """Read the base, give it a score head, tokenise the pairs of task.data."""
-    base = load_base(config, options=options)
+    base = load_base(config, options=options, should_stop=should_stop)
     base.roles.train_score_head()
     rows, held_out = text_rows(config)
     return PairParts(
@@ -199,7 +203,7 @@ def pair(row: Row, base: Base) -> Pair:
 def evaluate(parts: PairParts) -> Evaluation:
     """Accuracy (a tie counts half) and loss on held-out pairs."""
     pairs = parts.held_out[: parts.config.run.eval_prompts or None]
-    chosen, rejected = parts.scores(pairs)
+    chosen, rejected = parts.scores(pairs, should_stop=parts.should_stop)
     loss, metrics = bradley_terry_loss(chosen, rejected)
     return Evaluation(
         {

@@ -21,7 +21,7 @@ from tinyrl.assembly import Base, Options, load_base
 from tinyrl.config import Config
 from tinyrl.data import Row, batch_indices, fingerprint, hold_out, read_rows, render_prompt, token_ids
 from tinyrl.evaluation import Evaluation
-from tinyrl.models.micro_batches import RowSizes
+from tinyrl.models.micro_batches import RowSizes, auto_tokens
 from tinyrl.session import Session
 from tinyrl.update import Pass
 
@@ -77,7 +77,7 @@ def sizes_of(parts: Base, examples: list[Example]) -> RowSizes:
 
 def load(config: Config, *, options: Options, should_stop: Callable[[], None] = lambda: None) -> TextParts:
     """Read the model and tokenise the rows of task.data; a tenth is held out unless task.eval_data says otherwise."""
-    base = load_base(config, options=options)
+    base = load_base(config, options=options, should_stop=should_stop)
     rows, held_out = text_rows(config)
     return TextParts(
         **vars(base),
@@ -130,7 +130,8 @@ def evaluate(parts: TextParts) -> Evaluation:
     rows = parts.held_out[: parts.config.run.eval_prompts or None]
     total = torch.zeros(())
     with torch.no_grad(), parts.roles.acting("policy"), parts.accelerator.autocast():
-        for micro in sizes_of(parts, rows).plan(range(len(rows)), max_tokens=16384):
+        for micro in sizes_of(parts, rows).plan(range(len(rows)), max_tokens=auto_tokens(parts.roles.device)):
+            parts.should_stop()
             total = total + negative_log_likelihood(parts, [rows[i] for i in micro]).cpu()
     loss = float(total) / max(1, sum(len(t) for _, t in rows))
     return Evaluation({"loss": loss, "perplexity": float(torch.tensor(loss).exp()), "num_rows": len(rows)}, [], [])
