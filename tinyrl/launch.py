@@ -65,7 +65,10 @@ class Launch:
             self.session.display.close()
             self.session.trackers.close()
             self.parts.close()
-        write_report(self.run.path)
+        try:
+            write_report(self.run.path)
+        except OSError as error:
+            warn(f"warning: the report could not be written ({error}); later: tinyrl report {self.run.path}")
         print(outcome(self.run))
         return 0
 

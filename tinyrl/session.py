@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tinyrl import checkpoint as checkpoints
@@ -298,13 +299,14 @@ class Session:
     def _keep_batch(self, rows: list[int], why: str) -> None:
         """Write the samples of a step that gave non-finite numbers, for inspection."""
         folder = self.run.path / "nonfinite"
-        folder.mkdir(exist_ok=True)
-        (folder / f"step-{self.step:06d}-{self.updater.skipped}.json").write_text(
-            json.dumps({"why": why, "rows": rows})
-        )
-        if self.rollout is not None:
-            save_file(
-                self.rollout.to_tensors(),
-                folder / f"step-{self.step:06d}.safetensors",
-            )
-        self.display.note(f"warning: step {self.step}: {why}; no weight was changed, the batch is in {folder}")
+        name = f"step-{self.step:06d}"
+        where = f"the batch is in {folder}"
+        try:
+            folder.mkdir(exist_ok=True)
+            facts = {"why": why, "rows": rows}
+            (folder / f"{name}-{self.updater.skipped}.json").write_text(json.dumps(facts), encoding="utf-8")
+            if self.rollout is not None:
+                save_file(self.rollout.to_tensors(), folder / f"{name}.safetensors")
+        except (OSError, SafetensorError) as error:
+            where = f"the batch could not be written to {folder}: {error}"
+        self.display.note(f"warning: step {self.step}: {why}; no weight was changed, {where}")

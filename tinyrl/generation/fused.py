@@ -79,15 +79,8 @@ class FusedEngine:
         while True:
             rows = min(self.max_rows or wanted, wanted)
             try:
-                with as_out_of_memory(), torch.inference_mode(), self.roles.acting(role) as model:
-                    decoder = self.decoders.setdefault(id(model), Decoder(model, dtype=self.dtype))
-                    decoder.sync(self.roles.adapter_of(role))
-                    width = max(len(r.prompt_tokens) for r in requests) + self.columns
-                    places, advance = self._places(decoder, greedy, rows=rows, width=width)
-                    sampling = _Sampling(self, places, advance, requests, samples_per_request, key=(seed, step))
-                    completions = sampling.run()
-                self._hand_back(decoder)
-                return completions
+                with as_out_of_memory(), torch.inference_mode():
+                    return self._sample(requests, samples_per_request, rows, (seed, step), greedy, role)
             except torch.OutOfMemoryError:
                 if rows == 1:
                     raise
@@ -95,6 +88,25 @@ class FusedEngine:
             self.max_rows = rows // 2
             if self.roles.device.type == "cuda":
                 torch.cuda.empty_cache()
+
+    def _sample(
+        self,
+        requests: list[Request],
+        samples_per_request: int,
+        rows: int,
+        key: tuple[int, int],
+        greedy: bool,
+        role: SampledRole,
+    ) -> list[list[Completion]]:
+        """One attempt with at most so many rows at a time; what it holds is gone when it fails."""
+        with self.roles.acting(role) as model:
+            decoder = self.decoders.setdefault(id(model), Decoder(model, dtype=self.dtype))
+            decoder.sync(self.roles.adapter_of(role))
+            width = max(len(r.prompt_tokens) for r in requests) + self.columns
+            places, advance = self._places(decoder, greedy, rows=rows, width=width)
+            completions = _Sampling(self, places, advance, requests, samples_per_request, key=key).run()
+        self._hand_back(decoder)
+        return completions
 
     def adopt(self, decoder: Decoder) -> None:
         """Sample from the policy's model through this decoder, whose copy of the weights is in place."""

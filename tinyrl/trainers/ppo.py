@@ -16,6 +16,8 @@ an untrained critic are noise.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -80,13 +82,15 @@ def train(session: Session, parts: Parts) -> None:
                     stopped = True
                     break
         if config.kl_controller == "adaptive" and rollout.ref_logprobs is not None:
-            controllers["kl_coef"] = next_kl_coef(
-                controllers["kl_coef"],
-                observed_kl=observed_kl(rollout),
-                target_kl=config.target_kl,
-                horizon=config.kl_horizon,
-                num_samples=len(rollout),
-            )
+            observed = observed_kl(rollout)
+            if math.isfinite(observed):  # else no weight was changed either
+                controllers["kl_coef"] = next_kl_coef(
+                    controllers["kl_coef"],
+                    observed_kl=observed,
+                    target_kl=config.target_kl,
+                    horizon=config.kl_horizon,
+                    num_samples=len(rollout),
+                )
         sampler.record(rollout, advantages, step)
         explained = explained_variance(rollout.values, returns, rollout.response_mask)
         session.end_step(**{"value/explained_variance": explained, "policy/early_stop": float(stopped)})

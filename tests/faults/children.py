@@ -1,0 +1,183 @@
+"""Runs in processes of their own, which tests kill, starve and cut off from their disk.
+
+A child is forked in milliseconds from a server that has imported everything and computed nothing, so torch starts
+afresh in each. Functions given to a child stand at the top of a module, and end it with an exit code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from tests import runs
+from tinyrl import cli, launch, report
+from tinyrl.config import Config
+from tinyrl.rewards import worker
+from tinyrl.run import RunDir
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 120.0  # after which a test says that something never happened
+IMPORTED = [
+    "pytest",
+    "tests.faults.children",
+    "tests.tiny_models",
+    "tinyrl.trainers.grpo",
+    "tinyrl.trainers.ppo",
+    "transformers.models.llama.modeling_llama",
+    "peft.tuners.lora.model",
+]
+_context = multiprocessing.get_context("forkserver")
+
+
+class Child:
+    """`target(*arguments)` in a process of its own; what it prints goes into the file `output`."""
+
+    def __init__(self, target: Callable[..., None], *arguments: Any, output: Path) -> None:
+        _start_server()
+        self.output = output
+        self._process = _context.Process(target=_begin, args=(output, target, arguments), daemon=True)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def said(self) -> str:
+        """All that was printed so far."""
+        return self.output.read_text() if self.output.exists() else ""
+
+    def send(self, number: int) -> None:
+        """Send a signal; a child that is gone already gets none."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def wait(self, seconds: float = PATIENCE_S) -> int | None:
+        """The exit code (minus the signal that ended it), or None when it still goes on after `seconds`."""
+        self._process.join(seconds)
+        return self._process.exitcode
+
+    def end(self) -> int:
+        """Wait for the exit code. The test fails where the child never ends."""
+        code = self.wait()
+        if code is None:
+            self.send(signal.SIGKILL)
+            raise AssertionError(f"still going on after {PATIENCE_S:g} s:\n{self.said}")
+        return code
+
+    def kill(self) -> int:
+        """kill -9; the exit code, which is another one when the child was faster."""
+        self.send(signal.SIGKILL)
+        return self.end()
+
+
+def _start_server() -> None:
+    """Start the server that children are forked from, once: with one thread, and this repository on its path."""
+    needed = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "OMP_NUM_THREADS": "1",
+    }
+    before = {name: os.environ.get(name) for name in needed}
+    os.environ.update(needed)
+    _context.set_forkserver_preload(IMPORTED)
+    forkserver.ensure_running()
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+
+
+def _begin(output: Path, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    with output.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(1)
+    without_report()
+    target(*arguments)
+
+
+def without_report() -> None:
+    """Draw no report at the end of a run: it would take half of a small run's time."""
+    setattr(launch, "write_report", lambda path: [])  # noqa: B010  pyright knows it as a function of another type
+
+
+def with_report() -> None:
+    """Draw it after all: for a test that looks at what comes last."""
+    setattr(launch, "write_report", report.write_report)  # noqa: B010
+
+
+def train(settings: Config, folder: Path, name: str = "run") -> None:
+    """A fresh run; the exit code is the run's."""
+    sys.exit(runs.train(settings, folder, name=name)[0])
+
+
+def go_on(path: Path) -> None:
+    """Resume a run; the exit code is the run's."""
+    sys.exit(runs.go_on(RunDir(path)))
+
+
+def command(*words: str) -> None:
+    """The tinyrl command; the exit code is the command's."""
+    sys.argv = ["tinyrl", *words]
+    cli.main()
+
+
+def before_call(owner: Any, name: str, number: int, *, do: Callable[[], object]) -> None:
+    """Have `owner.name` begin with `do` when it is called for the number-th time."""
+    plain, calls = getattr(owner, name), itertools.count(1)
+
+    @functools.wraps(plain)
+    def counting(*arguments: Any, **named: Any) -> Any:
+        if next(calls) == number:
+            do()
+        return plain(*arguments, **named)
+
+    setattr(owner, name, counting)
+
+
+def resumed(run: RunDir) -> str:
+    """Resume a run in a child, to its end; what was printed."""
+    child = Child(go_on, run.path, output=run.path.with_name(f"{run.name}-resumed.txt"))
+    code = child.end()
+    assert code == 0, child.said
+    return child.said
+
+
+def workers_left(pids: set[int]) -> list[int]:
+    """Reward workers of these (dead) processes that are still there once patience ends; they are killed then."""
+    deadline = time.monotonic() + PATIENCE_S / 4
+    while (left := list(_workers_of(pids))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in left:
+        process.kill()
+    return [process.pid for process in left]
+
+
+def _workers_of(pids: set[int]) -> Iterator[psutil.Process]:
+    """A worker is started with the number of the process that it works for as its last argument."""
+    for process in psutil.process_iter(["cmdline", "status"]):
+        words = process.info["cmdline"] or []
+        works = worker.__file__ in words and process.info["status"] != psutil.STATUS_ZOMBIE
+        if works and words[-1].isdigit() and int(words[-1]) in pids:
+            yield process
+
+
+def wait_for(there: Callable[[], bool], child: Child) -> None:
+    """Wait until something is there. The test fails where the child ends before, or patience does."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not there():
+        code = child.wait(0.005)
+        assert code is None, f"ended with {code} before that:\n{child.said}"
+        assert time.monotonic() < deadline, f"never happened:\n{child.said}"

@@ -1,0 +1,118 @@
+"""Damage done to the newest checkpoint of a real run: one warning, and the resume goes on from the newest sound one to
+the same end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import runs
+from tests.trainers.test_resume import assert_same
+from tinyrl.checkpoint import MANIFEST, list_checkpoints, problem_with
+from tinyrl.config import Config
+from tinyrl.run import RunDir
+
+STEPS = 4
+
+
+def empty(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / "adapter_model.safetensors", 1000)
+
+
+def flip_one_bit(folder: Path) -> None:
+    """Of a weight, where nothing but its number is wrong then."""
+    file = folder / "critic" / "adapter_model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 1 << 3
+    file.write_bytes(content)
+
+
+def killed_mid_save(folder: Path) -> None:
+    """As a writer leaves it that was killed before the manifest: under its temporary name."""
+    (folder / MANIFEST).unlink()
+    folder.rename(folder.with_name(f".writing-{folder.name}"))
+
+
+def copied_mid_save(folder: Path) -> None:
+    """As another tool leaves it that copied a folder while it was being written: no manifest, no generators."""
+    (folder / MANIFEST).unlink()
+    (folder / "random.safetensors").unlink()
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "empty folder": (empty, "MANIFEST.json is missing"),
+    "missing file": (lambda f: (f / "value_head.safetensors").unlink(), "value_head.safetensors is missing"),
+    "truncated file": (truncate, "adapter_model.safetensors has 1000 bytes instead of"),
+    "missing optimizer": (lambda f: (f / "optimizer.safetensors").unlink(), "optimizer.safetensors is missing"),
+    "missing generators": (lambda f: (f / "random.safetensors").unlink(), "random.safetensors is missing"),
+    "one flipped bit": (flip_one_bit, "critic/adapter_model.safetensors is not what was written"),
+    "unfinished, under its name": (copied_mid_save, "MANIFEST.json is missing"),
+    "unfinished, under the writer's": (killed_mid_save, ""),
+}
+
+
+def settings_for(model: Path, folder: Path) -> Config:
+    """PPO on rows without answers, so that no gold answer can be warned of."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"say {a}:"}) + "\n" for a in "abcdefghijkl"))
+    often = {"num_steps": STEPS, "save_every": 1, "eval_every": 2, "eval_prompts": 4}
+    return runs.config("ppo", model, task={"name": "rows", "data": str(folder / "rows.jsonl")}, run=often)
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tinyrl.launch.write_report", lambda path: [])
+        code, run, _ = runs.train(settings_for(model, folder), folder)
+    assert code == 0
+    return run
+
+
+@pytest.fixture
+def run(whole: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A copy of the run, to be damaged."""
+    monkeypatch.setattr("tinyrl.launch.write_report", lambda path: [])
+    return RunDir(shutil.copytree(whole.path, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_newest_checkpoint_gives_way_with_one_warning(
+    kind: str, run: RunDir, whole: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """None for what a killed writer leaves: that is no damage, and nobody ever saw it."""
+    damage, problem = DAMAGE[kind]
+    newest = list_checkpoints(run.checkpoints)[-1]
+    damage(newest)
+    assert runs.go_on(run) == 0
+    said = capsys.readouterr().err
+    expected = [f"warning: step-00000{STEPS}: {problem}"] if problem else []
+    lines = [line for line in said.splitlines() if "warning" in line]
+    assert [line[: len(start)] for line, start in zip(lines, expected, strict=True)] == expected, said
+    assert all(line.endswith(f"; using step-00000{STEPS - 1} instead") for line in lines), said
+    assert f"at step {STEPS - 1} of {STEPS} (rollout) from step-00000{STEPS - 1}" in said
+    assert_same(whole, run, STEPS)
+    assert [problem_with(folder) for folder in list_checkpoints(run.checkpoints)[-2:]] == [None, None]
+
+
+def test_several_damaged_checkpoints_are_one_warning_too(
+    run: RunDir, whole: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And when none is sound the run begins again, with the random numbers it had."""
+    for folder in list_checkpoints(run.checkpoints):
+        flip_one_bit(folder)
+    assert runs.go_on(run) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(lines) == 1, lines
+    assert lines[0].endswith("; using the start instead")
+    assert_same(whole, run, STEPS)

@@ -1,0 +1,186 @@
+"""Memory that runs out for real, on a CPU: a limit on the address space of a process, and a model that wants most of it
+in one place (feed-forward layers a hundred times as wide as the rest; keys and values, likewise).
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tests import runs
+from tests.faults.children import Child, resumed
+from tests.tiny_models import tiny_tokenizer
+from tinyrl.assembly import Options
+from tinyrl.config import Config
+from tinyrl.launch import start
+from tinyrl.run import RunDir
+from tinyrl.signals import StopFlag
+
+MB = 1 << 20
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="address space is limited as Linux does it")
+
+
+def model_of(folder: Path, *, seed: int = 0, **shape: Any) -> Path:
+    """A model of hidden size 32 and one layer, but for `shape`; next to uniform, so completions are long."""
+    tokenizer = tiny_tokenizer()
+    tokens: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    few = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**few, max_position_embeddings=8192, **tokens, **shape))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A token takes 32 kB in each of three matrices of its only layer, where the update keeps them."""
+    return model_of(tmp_path_factory.mktemp("wide"), intermediate_size=8192)
+
+
+@pytest.fixture(scope="module")
+def deep_cache_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A token takes 64 kB of keys and values."""
+    return model_of(tmp_path_factory.mktemp("cache"), seed=7, intermediate_size=64, head_dim=2048)
+
+
+@dataclass
+class Ended:
+    """How a run ended: exit code, what was said, what was cut smaller."""
+
+    code: int
+    said: str
+    run: RunDir
+    max_rows: int | None
+    micro_batch_tokens: int
+
+
+def train_within(settings: Config, folder: Path, name: str, room_mb: int | None, facts: Path) -> None:
+    """Load everything, then allow so many megabytes more, and train; `facts` says what was cut smaller."""
+    flag = StopFlag()
+    launch = start(
+        settings,
+        options=Options(device="cpu"),
+        output_dir=str(folder),
+        name=name,
+        overwrite=False,
+        command=["test"],
+        flag=flag,
+    )
+    if room_mb is not None:
+        limit = address_space() + room_mb * MB
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    code = launch.go()
+    rows, tokens = getattr(launch.parts, "engine").max_rows, launch.session.updater.micro_batch_tokens  # noqa: B009
+    facts.write_text(json.dumps({"max_rows": rows, "micro_batch_tokens": tokens}))
+    sys.exit(code)
+
+
+def address_space() -> int:
+    """Bytes of this process's address space."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmSize:")) * 1024
+
+
+def end_of(settings: Config, folder: Path, *, room_mb: int | None) -> Ended:
+    """Train in a child that may take so many megabytes more than it has when it begins (None: as many as there are)."""
+    name = "whole" if room_mb is None else "within"
+    facts = folder / f"{name}.json"
+    child = Child(train_within, settings, folder, name, room_mb, facts, output=folder / f"{name}.txt")
+    code = child.end()
+    return Ended(code, child.said, RunDir(folder / name), **json.loads(facts.read_text()))
+
+
+def settings_for(model: Path, **sections: Any) -> Config:
+    few = {"num_steps": 1, "eval_prompts": 4, "micro_batch_tokens": 100_000, **sections.pop("run", {})}
+    return runs.config("grpo", model, run=few, **sections)
+
+
+def assert_alike(run: RunDir, whole: RunDir) -> None:
+    """What was sampled before the only update is the same, and so are the numbers, to a difference of micro-batches."""
+    ours, theirs = ([json.loads(line) for line in r.samples.read_text().splitlines()] for r in (run, whole))
+    kept = [[line for line in lines if line["step"] == 0 or line["kind"] == "train"] for lines in (ours, theirs)]
+    assert kept[0] == kept[1]
+    for line, other in zip(runs.lasting(run), runs.lasting(whole), strict=True):
+        numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
+        assert numbers == pytest.approx({key: other[key] for key in numbers}, rel=1e-5, abs=1e-6)
+
+
+def test_an_update_that_does_not_fit_is_redone_in_smaller_micro_batches(wide_model: Path, tmp_path: Path) -> None:
+    """Sixteen completions of 64 tokens keep some 150 MB for the backward pass; samples and losses are those of a run
+    with room for all.
+    """
+    settings = settings_for(wide_model, generation={"max_new_tokens": 64})
+    whole, within = (end_of(settings, tmp_path, room_mb=room) for room in (None, 110))
+    assert (whole.code, within.code) == (0, 0), within.said
+    assert whole.micro_batch_tokens == 100_000
+    assert within.micro_batch_tokens < 1000
+    assert_alike(within.run, whole.run)
+
+
+# Completions end after a few tokens, but there is a place for three hundred: 20 MB a row, and sixteen rows a step.
+STOP_SOON = {"max_new_tokens": 300, "stop": [chr(code) for code in range(33, 127)]}
+
+
+@pytest.mark.parametrize("room_mb", [pytest.param(250, marks=pytest.mark.slow), 110])
+def test_sampling_that_does_not_fit_is_split_and_samples_are_the_same(
+    room_mb: int, deep_cache_model: Path, tmp_path: Path
+) -> None:
+    """With 250 MB sixteen rows cannot be held, and eight can. With 110 the four of an evaluation can be, memory runs
+    out when they begin, and what they held has to be there for the next attempt.
+    """
+    settings = settings_for(deep_cache_model, generation=STOP_SOON)
+    whole, within = (end_of(settings, tmp_path, room_mb=room) for room in (None, room_mb))
+    assert (whole.code, within.code) == (0, 0), within.said
+    assert whole.max_rows is None
+    assert within.max_rows is not None
+    assert within.max_rows <= 8
+    assert_alike(within.run, whole.run)
+
+
+HELPS = ("model.gradient_checkpointing=true", "generation.max_new_tokens", "model.quantization=4bit")
+
+
+def assert_explained(within: Ended, when: str) -> None:
+    """It ended with what used the memory and three things to change."""
+    assert within.code == 4, within.said
+    assert "Traceback" not in within.said
+    said = within.said[within.said.index("out of memory") :]
+    assert said.startswith(f"out of memory {when}")
+    assert all(thing in said for thing in HELPS)
+    assert "memory of weights: base " in said
+
+
+def test_one_sequence_that_does_not_fit_into_an_update_ends_the_run_and_is_explained(
+    wide_model: Path, tmp_path: Path
+) -> None:
+    """Some 330 tokens, 60 MB and more. With more memory the run goes on from where it was."""
+    sections = {"generation": {"max_new_tokens": 600}, "grpo": {"num_prompts": 1, "group_size": 2}}
+    settings = settings_for(wide_model, **sections, run={"eval_prompts": 1, "save_every": 1})
+    within = end_of(settings, tmp_path, room_mb=60)
+    assert_explained(within, "with one sequence of ")
+    resumed(within.run)
+    assert_alike(within.run, end_of(settings, tmp_path, room_mb=None).run)
+
+
+def test_one_row_that_cannot_be_sampled_ends_the_run_and_is_explained(deep_cache_model: Path, tmp_path: Path) -> None:
+    """Its keys and values take 20 MB."""
+    within = end_of(settings_for(deep_cache_model, generation=STOP_SOON), tmp_path, room_mb=10)
+    assert_explained(within, "while training")
+    assert within.max_rows == 1

@@ -1,0 +1,133 @@
+"""Numbers that are not finite, made by real forward and backward passes: no weight changes, the batch is kept and
+counted, and a run that can do nothing else stops. And a batch that teaches nothing changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests import runs
+from tests.tiny_models import tiny_model
+from tinyrl.checkpoint import list_checkpoints, problem_with
+from tinyrl.config import Config
+from tinyrl.models.loading import load_tokenizer
+from tinyrl.rollout import Rollout
+from tinyrl.run import RunDir
+
+WORDS = [f"w{i}" for i in range(20_000)]  # so many that a completion does not say the bad one by chance
+BAD_WORD = "w12345"
+PROMPTS = 8  # a step
+ONE_UPDATE_A_STEP: dict[str, dict[str, Any]] = {
+    "grpo": {"grpo": {"num_prompts": PROMPTS, "group_size": 2}},
+    "ppo": {
+        "ppo": {
+            "num_prompts": PROMPTS,
+            "num_epochs": 1,
+            "minibatch_size": None,
+            "kl_controller": "adaptive",
+            "kl_horizon": 100,
+        }
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinyrl.launch.write_report", lambda path: [])
+
+
+@pytest.fixture(scope="module")
+def broken_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of which the embedding of the bad word, and of no other, is infinite."""
+    folder = tiny_model(tmp_path_factory.mktemp("model"), "llama", vocabulary=WORDS)
+    tokens = load_tokenizer(str(folder)).encode(BAD_WORD, add_special_tokens=False)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][tokens] = math.inf
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def settings_for(method: str, model: Path, folder: Path, *, steps_an_epoch: int, **sections: Any) -> Config:
+    """A run over as many rows as fill this many steps, the last of them bad; none is held out for evaluation."""
+    good = WORDS[: PROMPTS * steps_an_epoch - 1]
+    for name, words in (("rows", [*good, BAD_WORD]), ("eval", good)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": f"w0 {word}"}) + "\n" for word in words))
+    task = {"name": "rows", "data": str(folder / "rows.jsonl"), "eval_data": str(folder / "eval.jsonl")}
+    often = {"num_steps": 4, "save_every": 1, "eval_prompts": 4, "keep_checkpoints": 10}
+    named = {**ONE_UPDATE_A_STEP[method], **sections}
+    return runs.config(method, model, task=task, **{**named, "run": {**often, **named.get("run", {})}})
+
+
+def changed(run: RunDir, step: int) -> list[str]:
+    """The tensors (weights and Adam's state) that a step changed."""
+    before, after = runs.weights(run, step - 1), runs.weights(run, step)
+    return [name for name in after if name not in before or not torch.equal(before[name], after[name])]
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_a_batch_without_finite_numbers_changes_nothing_and_the_run_goes_on(
+    method: str, broken_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One row gives infinities; it is in one of every two steps. An adaptive KL coefficient survives, too."""
+    settings = settings_for(method, broken_model, tmp_path, steps_an_epoch=2)
+    code, run, _ = runs.train(settings, tmp_path)
+    assert code == 0
+    skipped = [line.get("optim/skipped_steps", 0) for line in runs.metrics(run)]
+    bad = [step for step in range(1, 5) if skipped[step] > skipped[step - 1]]
+    assert len(bad) == skipped[-1] == 2
+    assert {step: bool(changed(run, step)) for step in range(1, 5)} == {step: step not in bad for step in range(1, 5)}
+    for number, step in enumerate(bad, 1):
+        kept = run.path / "nonfinite" / f"step-{step - 1:06d}"
+        rollout = Rollout.from_tensors(load_file(kept.with_name(f"{kept.name}.safetensors")))
+        assert PROMPTS * 2 - 1 in rollout.prompt_rows.tolist()
+        assert "not finite" in json.loads(kept.with_name(f"{kept.name}-{number}.json").read_text())["why"]
+    assert capsys.readouterr().err.count("no weight was changed") == 2
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_three_batches_in_a_row_without_finite_numbers_stop_the_run(
+    method: str, broken_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bad row is in every step."""
+    code, run, _ = runs.train(settings_for(method, broken_model, tmp_path, steps_an_epoch=1), tmp_path)
+    assert code == 3
+    assert "3 optimizer steps in a row had numbers that are not finite" in capsys.readouterr().err
+    assert len(list((run.path / "nonfinite").glob("*.json"))) == 3
+    assert [p.name for p in list_checkpoints(run.checkpoints)] == ["step-000000", "step-000001", "step-000002"]
+    assert changed(run, 1) == changed(run, 2) == []
+
+
+def test_a_learning_rate_that_overflows_stops_the_run_with_a_sentence(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first step throws the weights out to where no product of two is finite; none after it is taken."""
+    optim = {"learning_rate": 1e30}
+    code, run, _ = runs.train(settings_for("grpo", model, tmp_path, steps_an_epoch=2, optim=optim), tmp_path)
+    assert code == 3
+    assert "Try a lower optim.learning_rate" in capsys.readouterr().err
+    assert changed(run, 1)
+    assert changed(run, 2) == changed(run, 3) == []
+    assert [problem_with(folder) for folder in list_checkpoints(run.checkpoints)] == [None] * 4
+
+
+def test_a_batch_without_spread_has_a_gradient_of_exactly_nothing(model: Path, tmp_path: Path) -> None:
+    """Every completion scores 3: GRPO has nothing to tell them apart by, and no weight moves."""
+    (tmp_path / "rewards.py").write_text("def same(prompts, completions, **columns):\n    return [3.0] * len(prompts)")
+    reward = {"functions": [{"use": f"{tmp_path / 'rewards.py'}:same"}]}
+    settings = settings_for("grpo", model, tmp_path, steps_an_epoch=2, reward=reward, run={"num_steps": 2})
+    code, run, _ = runs.train(settings, tmp_path)
+    assert code == 0
+    for line in runs.metrics(run)[1:]:
+        assert line["optim/grad_norm"] == line["policy/loss"] == line["reward/std"] == line["optim/skipped_steps"] == 0
+        assert line["reward/zero_spread_groups"] == 1
+    start, end = runs.weights(run, 0), runs.weights(run, 2)
+    policy = [name for name in start if name.startswith("adapter_model")]
+    assert policy
+    assert all(torch.equal(start[name], end[name]) for name in policy)
