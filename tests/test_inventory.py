@@ -18,7 +18,11 @@ def a_run(folder: Path) -> RunDir:
     run.write_config(config)
     for step, score in ((2, 0.25), (4, 0.75), (6, None)):
         run.append_metrics(step, {} if score is None else {"eval/reward_mean": score})
-        write_checkpoint(run.checkpoints, step, write=lambda f, step=step: (f / "x").write_bytes(b"x" * 1000 * step))
+
+        def write(folder: Path, step: int = step) -> None:
+            (folder / "x").write_bytes(b"x" * 1000 * step)
+
+        write_checkpoint(run.checkpoints, step, write=write)
     return run
 
 

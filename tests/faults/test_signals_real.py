@@ -251,3 +251,26 @@ def test_one_ctrl_c_at_a_terminal_saves_and_says_how_to_go_on(model: Path, tmp_p
         assert process.wait(PATIENCE_S) == 75
     assert newest_sound(tmp_path / "run" / "checkpoints")[0] is not None
     assert workers_left({process.pid}) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_resume_that_has_nothing_to_do_or_is_refused_leaves_the_terminal_as_it_was(
+    refused: bool, model: Path, tmp_path: Path
+) -> None:
+    """The run is finished, and then its data changes: no bar is left behind, and the cursor is shown."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "say {letter}:"}}\n' for letter in "abcdefghijkl"))
+    task = {"name": "rows", "data": str(rows)}
+    child = Child(
+        train, runs.config("grpo", model, task=task, run={"num_steps": 1}), tmp_path, output=tmp_path / "said"
+    )
+    assert child.end() == 0, child.said
+    if refused:
+        rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-1]))
+    with at_terminal("train", "--resume", str(tmp_path / "run")) as (process, terminal):
+        shown = read_until(terminal, b"training data has changed" if refused else b"nothing left to do")
+        assert process.wait(PATIENCE_S) == (2 if refused else 0)
+        with contextlib.suppress(OSError):  # the other end is closed
+            shown += os.read(terminal, 1 << 16)
+    assert shown.count(b"\x1b[?25h") == shown.count(b"\x1b[?25l")

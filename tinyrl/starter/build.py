@@ -1,4 +1,4 @@
-"""Rebuild the embedded default from nothing: `python -m tinyrl.starter.build OUT` (about six minutes on one core).
+"""Rebuild the embedded default from nothing: `python -m tinyrl.starter.build OUT` (about five minutes on one core).
 
 Writes the generated text, a tokenizer and an untrained model's config into OUT/work, trains with the package's own
 `tinyrl train sft` and `tinyrl train reward` (recipes starter-sft and starter-reward), and leaves OUT/model and

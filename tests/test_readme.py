@@ -1,0 +1,34 @@
+"""What the README names is there: the tests of "What survives", commands, files."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tinyrl.cli import app
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SURVIVES = README.partition("## What survives")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("file", sorted(set(re.findall(r"`([\w/]+\.py)`", SURVIVES))))
+def test_a_fault_is_tested_where_the_table_says(file: str) -> None:
+    assert re.search(r"^def test_", (ROOT / "tests" / file).read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_every_file_of_faults_is_in_the_table() -> None:
+    files = {f"faults/{path.name}" for path in (ROOT / "tests" / "faults").glob("test_*.py")}
+    assert files <= set(re.findall(r"`([\w/]+\.py)`", SURVIVES))
+
+
+def test_no_placeholder_was_left() -> None:
+    assert not re.findall(r"@\w+@|TODO|not yet filled", README)
+
+
+@pytest.mark.parametrize(
+    "command", sorted(set(re.findall(r"tinyrl (eval|report|checkpoints|recipes|tasks|train)\b", README)))
+)
+def test_a_command_is_there(command: str) -> None:
+    assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
