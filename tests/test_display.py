@@ -19,6 +19,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_one_line_a_step_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str], clock: list[float]):
     shown = Display(num_steps=4)
+    shown.start()
     shown.step(0, {"eval/reward_mean": 0.25, "eval/pass@1": 0.125})
     clock[0] += 60
     shown.step(1, {"reward/mean": 0.5, "objective/kl": 0.01234, "tokens_per_second": 1234.5, "unknown": 3})
@@ -37,7 +38,9 @@ def test_one_line_a_step_where_there_is_no_terminal(capsys: pytest.CaptureFixtur
 
 
 def test_time_left_counts_from_where_a_resume_began(capsys: pytest.CaptureFixture[str], clock: list[float]):
-    shown = Display(num_steps=110, done=100)
+    shown = Display(num_steps=110)
+    clock[0] += 500  # loading and checking
+    shown.start(done=100)
     clock[0] += 1000
     shown.step(101, {})
     assert capsys.readouterr().err == "step 101/110 · 2:30:00 left\n"
@@ -75,6 +78,9 @@ def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Screen:
 def test_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch):
     terminal = open_terminal(monkeypatch)
     shown = Display(num_steps=4)
+    shown.note("before the bar")
+    assert terminal.getvalue() == "before the bar\n"
+    shown.start()
     shown.phase("sampling")
     shown.step(1, {"reward/mean": 0.5, "eval/reward_mean": 0.25})
     shown.note("50 [bold]% :tada: done[/bold]")
@@ -93,6 +99,7 @@ def test_escapes_in_a_note_do_not_reach_the_terminal(
 ):
     screen = open_terminal(monkeypatch) if kind == "terminal" else None
     shown = Display(num_steps=4)
+    shown.start()
     shown.note("prompt \x1b]0;owned\x07 \u202egnihtemos\ud800")
     shown.close()
     written = screen.getvalue() if screen else capsys.readouterr().err
@@ -104,6 +111,7 @@ def test_escapes_in_a_note_do_not_reach_the_terminal(
 def test_a_terminal_that_is_gone_stops_nothing(monkeypatch: pytest.MonkeyPatch):
     terminal = open_terminal(monkeypatch)
     shown = Display(num_steps=4)
+    shown.start()
     terminal.gone = True
     shown.phase("sampling")
     shown.step(1, {"reward/mean": 0.5})
@@ -115,6 +123,7 @@ def test_a_pipe_that_is_closed_stops_nothing(monkeypatch: pytest.MonkeyPatch):
     terminal = open_terminal(monkeypatch)
     monkeypatch.setattr(terminal, "isatty", lambda: False)
     shown = Display(num_steps=4)
+    shown.start()
     shown.note("somebody reads this")
     terminal.gone = True
     shown.step(1, {"reward/mean": 0.5})

@@ -66,11 +66,15 @@ def fitting(numbers: list[str], room: int) -> str:
 class Display:
     """Progress of one run, on standard error; results go to standard output."""
 
-    def __init__(self, *, num_steps: int, done: int = 0) -> None:
+    def __init__(self, *, num_steps: int) -> None:
         self.console = Console(file=cast(TextIO, _Forgiving(sys.stderr)), highlight=False, emoji=False)
-        self.num_steps, self._started, self._first = num_steps, time.monotonic(), done
+        self.num_steps, self._first, self._started = num_steps, 0, time.monotonic()
         self._latest: dict[str, float] = {}
         self._bar: Progress | None = None
+
+    def start(self, *, done: int = 0) -> None:
+        """Begin to draw, and to reckon the time left, at a run of which `done` steps are done."""
+        self._first, self._started = done, time.monotonic()
         if self.console.is_terminal:
             columns = (
                 TextColumn("[bold]{task.description}"),
@@ -82,7 +86,7 @@ class Display:
                 TimeRemainingColumn(),
             )
             self._bar = Progress(*columns, console=self.console, transient=False)
-            self._task = self._bar.add_task("step", total=num_steps, completed=done, state="")
+            self._task = self._bar.add_task("step", total=self.num_steps, completed=done, state="")
             self._bar.start()
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:

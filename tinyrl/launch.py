@@ -45,6 +45,7 @@ class Launch:
 
     def go(self) -> int:
         """Train to the last step; the exit code says how it ended."""
+        self.session.display.start(done=self.session.step)
         try:
             with out_of_memory_stops("while training"):
                 self.trainer.train(self.session, self.parts)
@@ -138,8 +139,6 @@ def resume(
         )
     if allow_config_change:
         run.write_config(config)
-    session.display.close()
-    session.display = Display(num_steps=config.run.num_steps, done=session.step)
     for note in notes:
         session.display.note(note)
     return launch

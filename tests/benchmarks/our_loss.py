@@ -73,7 +73,6 @@ def loss_and_gradient(settings: dict[str, Any]) -> tuple[float, dict[str, Tensor
         loss, _ = loss_of(rows)
         loss.backward()
     parts.close()
-    launch.session.display.close()
     gradients = {name: p.grad for name, p in parts.roles.parameters["policy"].items() if p.grad is not None}
     return float(loss.detach()), gradients
 

@@ -10,10 +10,12 @@ import tempfile
 import textwrap
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.rewards.test_orphans import wait_until_gone
-from tinyrl.rewards import isolation, sandbox_probe, system_calls
+from tinyrl.rewards import isolation, sandbox, sandbox_probe, system_calls
+from tinyrl.rewards.functions import FunctionReward
 from tinyrl.rewards.sandbox import (
     CannotIsolate,
     Limits,
@@ -553,6 +555,42 @@ def test_the_filter_of_system_calls(machine: str, architecture: int, column: int
     assert verdict_of(instructions, 0x40000003, 1) == KILLED  # by way of 32 bits
     assert verdict_of(instructions, architecture, 0x40000001) == REFUSED  # x32
     assert system_calls.filter_for("riscv64") is None
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """A folder with the reward function of the module's docstring."""
+    code = (sandbox.__doc__ or "").split("# rewards.py")[1].split("\n\nEach run")[0].partition("\n")[2]
+    (tmp_path / "rewards.py").write_text(textwrap.dedent(code), encoding="utf-8")
+    return tmp_path
+
+
+@needs_isolation
+def test_the_example_is_a_reward_function(example: Path):
+    program = "Here it is.\n```python\nprint(int(input()) * 2)\n```"
+    completions = [program, [{"role": "assistant", "content": program.replace("* 2", "+ 2")}], "print(4)"]
+    with FunctionReward("rewards.py:score", base_dir=example) as reward:
+        call = reward(["p"] * 3, completions, {"tests": [[["1", "2"], ["2", "4"]]] * 3})
+    assert (call.scores, call.failures) == ([1.0, 0.5, 0.0], [])
+
+
+@needs_isolation
+@pytest.mark.slow
+def test_a_reward_function_given_up_leaves_no_program_behind(example: Path):
+    endless = "```python\nimport time\nwhile True: time.sleep(0.01)\n```"
+    with FunctionReward("rewards.py:score", base_dir=example, timeout_s=1.5) as reward:
+        call = reward(["p"], [endless], {"tests": [[["1", "2"]]]})
+    assert "gave no answer within" in call.failures[0].reason
+    running = [process.pid for process in psutil.process_iter() if isolation.HARNESS in process_command(process)]
+    assert wait_until_gone(running) == []
+
+
+def process_command(process: psutil.Process) -> list[str]:
+    """Its command line; empty if it is gone or not ours to look at."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 def test_nothing_is_left_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

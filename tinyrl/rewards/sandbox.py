@@ -17,7 +17,8 @@ Each run is a fresh interpreter behind Landlock and seccomp, and in namespaces o
 has the standard library, its input, and a scratch folder in memory that is empty and soon gone (none where namespaces
 are forbidden, as in most containers: there no file can be written). It has no network, no installed packages, no other
 file, none of our environment, and cannot start a process or signal one. Time, memory, output, files and threads end at
-`Limits`.
+`Limits`. A run costs some 40 ms beside the program's own time, and an endless one `wall_s`: choose it, and `workers`,
+so that a batch of such cases stays within reward.timeout_s.
 
 A program can print or return answers and nothing else: expected ones never enter the sandbox, are compared here, and
 each case has a run of its own. What is not promised: that a program cannot learn the time, the names and sizes of
@@ -208,7 +209,9 @@ def _how_it_ended(run: Run, code: int | None, stderr: str, limits: Limits) -> st
     if code < 0:
         return f"killed by {SIGNALS.get(-code, f'signal {-code}')}"
     last = next((line for line in reversed(stderr.split("\n")) if line.strip()), "")
-    return "out of memory" if last.startswith("MemoryError") else f"exit code {code}: {one_line(last)}".rstrip(": ")
+    if last.startswith("MemoryError") or last == "lost sys.stderr":  # the latter: not enough left even to say so
+        return "out of memory"
+    return f"exit code {code}: {one_line(last)}".rstrip(": ")
 
 
 def _returned(reply: bytearray) -> tuple[str, Any]:
