@@ -13,9 +13,10 @@ import typer
 from typer.testing import CliRunner, Result
 
 from tinyrl import __version__
-from tinyrl.cli import app, sentences
+from tinyrl.cli import app
 from tinyrl.config import Config
 from tinyrl.recipe import dump_config
+from tinyrl.sentences import sentences
 from tinyrl.stops import GuardStop, Interrupted, OutOfRoom
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -6,24 +6,19 @@ interrupted and resumable.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 import tinyrl
-from tinyrl.stops import Stop
+from tinyrl.sentences import sentences
 
-MOST_LINES = 6
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -50,35 +45,6 @@ def version(show: Annotated[bool, typer.Option("--version", help="print the vers
     if show:
         print(tinyrl.__version__)
         raise typer.Exit
-
-
-@contextmanager
-def sentences(debug: bool) -> Iterator[None]:
-    """Turn what a person can mend into at most six lines and an exit code; a traceback only when asked for."""
-    try:
-        yield
-    except (ValueError, OSError, Stop) as error:
-        if debug:
-            raise
-        from tinyrl.report.visible_text import visible
-
-        text = visible(_sentence(error))  # it may quote any file
-        print("\n".join(f"tinyrl: {text}".splitlines()[:MOST_LINES]), file=sys.stderr)
-        raise typer.Exit(_exit_code(error)) from None
-
-
-def _sentence(error: Exception) -> str:
-    if isinstance(error, Stop):
-        return f"stopped: {error}"
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error)
-
-
-def _exit_code(error: Exception) -> int:
-    if isinstance(error, Stop):
-        return error.exit_code
-    return 4 if isinstance(error, OSError) and error.errno in NO_ROOM else 2
 
 
 @app.command()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from tinyrl.session import Session, read_state
 from tinyrl.signals import StopFlag
 from tinyrl.startup import check_reference, describe_memory, settle_threads, try_reward
 from tinyrl.stops import Interrupted, OutOfRoom, Stop, out_of_memory
+from tinyrl.summary import summary
 from tinyrl.tracking import check_trackers
 
 TRAINERS = {"grpo": "grpo", "ppo": "ppo", "sft": "sft", "reward": "reward_model"}
@@ -70,7 +70,7 @@ class Launch:
             write_report(self.run.path)
         except OSError as error:
             warn(f"warning: the report could not be written ({error}); later: tinyrl report {self.run.path}")
-        print(outcome(self.run))
+        print(summary(self.run))
         return 0
 
 
@@ -228,40 +228,6 @@ def dry_run(config: Config, *, options: Options) -> str:
         return "\n".join([*lines, *([f"warning: {trial.warning}"] if trial.warning else [])])
     finally:
         parts.close()
-
-
-def outcome(run: RunDir) -> str:
-    """Before and after on held-out prompts, where the files are, and what to type next."""
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines() if line]
-    evaluated = [line for line in lines if any(key.startswith("eval/") for key in line)]
-    text = []
-    if len(evaluated) >= 2:
-        first, last = evaluated[0], evaluated[-1]
-        rows = [
-            ("held-out reward, mean", "eval/reward_mean"),
-            ("held-out reward, median", "eval/reward_median"),
-            ("pass@1, sampled", "eval/pass@1"),
-            ("pass@1, greedy", "eval/greedy/pass@1"),
-            ("KL to the reference, nats", "eval/kl"),
-            ("loss, held-out", "eval/loss"),
-            ("accuracy, held-out", "eval/accuracy"),
-        ]
-        shown = [(label, first[key], last[key]) for label, key in rows if key in first and key in last]
-        text += [
-            f"{'step ' + str(first['step']) + ' -> ' + str(last['step']):28}",
-            *(f"  {label:26} {_number(a)} -> {_number(b)}" for label, a, b in shown),
-        ]
-    newest = checkpoints.list_checkpoints(run.checkpoints)
-    text += ["", f"files    {run.path}/  (report.html, report.png, metrics.jsonl, samples.jsonl)"]
-    if newest:
-        text += [f"adapter  {newest[-1]}/"]
-    if "eval/reward_mean" in lines[-1]:
-        text += [f"next     tinyrl eval {run.path} --vs base"]
-    return "\n".join(text)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def warn(text: str) -> None:

@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from tinyrl.sections import OptimConfig
+
 Parameters = dict[str, nn.Parameter]
 OptimizerKind = Literal["adamw", "adamw8bit"]
 
@@ -84,6 +86,21 @@ class RoleOptimizer:
     def state_bytes(self) -> int:
         """Bytes of Adam's state as it is now."""
         return sum(v.numel() * v.itemsize for v in self.state_tensors().values())
+
+
+def role_optimizers(optim: OptimConfig, parameters: dict[str, Parameters]) -> dict[str, RoleOptimizer]:
+    """An optimizer for each role that is trained, the critic's with its own learning rate."""
+    rates = {"policy": optim.learning_rate, "critic": optim.critic_learning_rate}
+    return {
+        role: RoleOptimizer.make(
+            of_role,
+            learning_rate=rates[role] or 0.0,
+            weight_decay=optim.weight_decay,
+            adam_eps=optim.adam_eps,
+            kind=optim.optimizer,
+        )
+        for role, of_role in parameters.items()
+    }
 
 
 def _eight_bit_adamw() -> Callable[..., torch.optim.Optimizer]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -29,10 +28,11 @@ from tinyrl.generators import generator_tensors, python_generator, restore_gener
 from tinyrl.models.device import peak_memory_gb
 from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.models.micro_batches import auto_tokens
-from tinyrl.optim import RoleOptimizer, rate_factor
+from tinyrl.optim import rate_factor, role_optimizers
 from tinyrl.rollout import Rollout
 from tinyrl.run import RunDir
 from tinyrl.signals import StopFlag
+from tinyrl.step_metrics import StepMetrics
 from tinyrl.stops import Interrupted
 from tinyrl.tracking import Trackers
 from tinyrl.update import Updater
@@ -71,27 +71,14 @@ class Session:
         self.best: dict[str, Any] | None = None
         self.rollout: Rollout | None = None
         self.epoch, self.minibatch = 0, 0
-        self._sums: dict[str, list[float]] = {}  # metric -> [sum, count] over the updates of this step
-        self._pending: dict[str, Any] = {}  # what the line of this step in metrics.jsonl will say
-        self._times: dict[str, float] = {}
+        self.metrics = StepMetrics()
         self.trackers = Trackers(
             self.config.run.trackers, run.path, config=self.config.model_dump(mode="json"), note=display.note
         )
         self.last_checkpoint: Path | None = None
         self.resumed_from: Path | None = None
-        optim, settings = self.config.optim, self.config.run
-        rates = {"policy": optim.learning_rate, "critic": optim.critic_learning_rate}
-        self.optimizers = {
-            role: RoleOptimizer.make(
-                p,
-                learning_rate=rates[role] or 0.0,
-                weight_decay=optim.weight_decay,
-                adam_eps=optim.adam_eps,
-                kind=optim.optimizer,
-            )
-            for role, p in base.roles.parameters.items()
-        }
-        wanted = settings.micro_batch_tokens
+        optim, wanted = self.config.optim, self.config.run.micro_batch_tokens
+        self.optimizers = role_optimizers(optim, base.roles.parameters)
         tokens = auto_tokens(base.accelerator.device) if wanted == "auto" else wanted
         self.updater = Updater(
             base.accelerator,
@@ -104,9 +91,6 @@ class Session:
             keep_batch=self._keep_batch,
             make_room=base.engine.release if isinstance(base, Parts) else lambda: False,
         )
-
-    # ---- the loop ------------------------------------------------------------------------------------------------
-    # -----------------
 
     def steps(self) -> Iterator[int]:
         """The steps still to do (0-based); the learning rate of each is set before it is handed out."""
@@ -125,7 +109,7 @@ class Session:
         """Sampling is over: from here on a stop keeps `rollout`, and a resume goes on with its minibatches."""
         self.rollout, self.phase = rollout, "update"
         self.epoch = self.minibatch = 0
-        self._sums, self._pending = {}, dict(metrics)
+        self.metrics.start_update(metrics)
 
     def minibatches(self, num_rows: int, *, num_epochs: int, size: int | None) -> Iterator[list[int]]:
         """Rows of each optimizer step: every epoch all rows once, shuffled by (seed, step, epoch). Goes on where a
@@ -144,33 +128,20 @@ class Session:
                 self.minibatch += 1
             self.epoch, self.minibatch = self.epoch + 1, 0
 
-    def add(self, metrics: dict[str, float]) -> None:
-        """Metrics of one optimizer step; the line of the step shows their mean over its updates (non-finite ones
-        are left out).
-        """
-        for key, value in metrics.items():
-            if math.isfinite(value):
-                total = self._sums.setdefault(key, [0.0, 0])
-                total[0] += value
-                total[1] += 1
-
     def end_step(self, **metrics: float) -> None:
         """The step is done: evaluate and save when due, write its line."""
-        self._pending |= {key: total / count for key, (total, count) in self._sums.items()} | metrics
-        self._pending |= {"optim/learning_rate": self._rate(), "optim/skipped_steps": self.updater.skipped}
+        optim = {"optim/learning_rate": self._rate(), "optim/skipped_steps": self.updater.skipped}
+        self.metrics.end_update(metrics | optim)
         self.step += 1
-        self.phase, self.rollout, self._sums = "evaluation", None, {}
+        self.phase, self.rollout = "evaluation", None
         self._finish_step()
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         """Add the time of a block to `time/<phase>` of this step."""
         self.display.phase(phase)
-        start = time.perf_counter()
-        try:
+        with self.metrics.timed(phase):
             yield
-        finally:
-            self._times[phase] = self._times.get(phase, 0.0) + time.perf_counter() - start
 
     def _finish_step(self) -> None:
         settings = self.config.run
@@ -179,23 +150,16 @@ class Session:
         if due or self.step == 0 or last:
             with self.timed("evaluation"):
                 evaluation = self._evaluate()
-            self._pending |= evaluation.flat()
+            self.metrics.values |= evaluation.flat()
             self.run.append_samples([{"step": self.step, **line} for line in evaluation.samples])
             self._note_best(evaluation)
-        line = {**self._pending, **self._measurements()}
+        line = self.metrics.line(**{"memory/peak_gb": peak_memory_gb(self.base.accelerator.device)})
         self.run.append_metrics(self.step, line)
         self.display.step(self.step, line)
         self.trackers.log(line, self.step)
-        self._pending, self._times, self.phase = {}, {}, "rollout"
+        self.metrics, self.phase = StepMetrics(), "rollout"
         if last or (settings.save_every and self.step % settings.save_every == 0):
             self.save()
-
-    def _measurements(self) -> dict[str, float]:
-        times = {f"time/{phase}": seconds for phase, seconds in self._times.items()}
-        total = sum(seconds for phase, seconds in self._times.items() if phase != "evaluation")
-        out = {**times, "time/total": total, "memory/peak_gb": peak_memory_gb(self.base.accelerator.device)}
-        tokens = self._pending.get("completion/tokens")
-        return {**out, "tokens_per_second": tokens / total} if tokens and total else out
 
     def _rate(self) -> float:
         return self.optimizers["policy"].optimizer.param_groups[0]["lr"] if "policy" in self.optimizers else 0.0
@@ -208,9 +172,6 @@ class Session:
             and (self.best is None or value > self.best["value"])
         ):
             self.best = {"step": self.step, "value": value}
-
-    # ---- checkpoints
-    # --------------------------------------------------------------------------------------------------------------
 
     def save(self) -> Path | None:
         """Write a checkpoint; when the disk refuses, say so and go on: the older ones are intact."""
@@ -245,8 +206,8 @@ class Session:
             "phase": self.phase,
             "epoch": self.epoch,
             "minibatch": self.minibatch,
-            "sums": self._sums,
-            "pending": self._pending,
+            "sums": self.metrics.sums,
+            "pending": self.metrics.values,
             "controllers": self.controllers,
             "counters": self.counters,
             "best": self.best,
@@ -276,7 +237,7 @@ class Session:
             )
         for name in ("step", "phase", "epoch", "minibatch", "controllers", "counters", "best"):
             setattr(self, name, state[name])
-        self._sums, self._pending = state["sums"], state["pending"]
+        self.metrics.sums, self.metrics.values = state["sums"], state["pending"]
         for name in ("skipped", "skipped_in_a_row"):
             setattr(self.updater, name, state[name])
         if state["config"]["run"]["micro_batch_tokens"] == self.config.run.micro_batch_tokens:

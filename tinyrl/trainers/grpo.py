@@ -50,7 +50,7 @@ def train(session: Session, parts: Parts) -> None:
         with session.timed("update"):
             for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
                 loss = policy_loss(rollout, advantages, config=config, parts=parts, sampler=sampler, minibatch=rows)
-                session.add(session.updater.step(rows, sizes, passes=[Pass("policy", loss)], train=["policy"]))
+                session.metrics.add(session.updater.step(rows, sizes, passes=[Pass("policy", loss)], train=["policy"]))
         sampler.record(rollout, advantages, step)
         session.end_step()
 

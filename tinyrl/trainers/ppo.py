@@ -77,7 +77,7 @@ def train(session: Session, parts: Parts) -> None:
         with session.timed("update"):
             for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
                 metrics = session.updater.step(rows, sizes, passes=losses.passes(rows), train=losses.trained)
-                session.add(metrics)
+                session.metrics.add(metrics)
                 if config.stop_kl is not None and metrics.get("policy/approx_kl", 0.0) > config.stop_kl:
                     stopped = True
                     break

@@ -120,7 +120,7 @@ def train(session: Session, parts: PairParts) -> None:
             )
 
         with session.timed("update"):
-            session.add(
+            session.metrics.add(
                 session.updater.step(
                     range(len(chosen)), sizes_of(parts, chosen), passes=[Pass("policy", loss_of)], train=["policy"]
                 )

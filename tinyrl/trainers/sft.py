@@ -58,7 +58,9 @@ def train(session: Session, parts: TextParts) -> None:
             return loss, {"loss": loss.detach()}
 
         with session.timed("update"):
-            session.add(session.updater.step(range(size), sizes, passes=[Pass("policy", loss_of)], train=["policy"]))
+            session.metrics.add(
+                session.updater.step(range(size), sizes, passes=[Pass("policy", loss_of)], train=["policy"])
+            )
         session.end_step(**{"completion/tokens": float(tokens)})
 
 
