@@ -6,6 +6,7 @@ interrupted and resumable.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -37,7 +38,10 @@ OutputDir = Annotated[str, typer.Option(help="where run folders are made")]
 
 def main() -> None:
     """Entry point of the `tinyrl` script."""
-    app()
+    try:
+        app()
+    finally:
+        gc.freeze()  # else Python looks through all objects of the libraries once more before it ends: over a second
 
 
 @app.callback(invoke_without_command=True)

@@ -21,6 +21,7 @@ from tests.tiny_models import tiny_tokenizer
 from tinyrl.assembly import Options
 from tinyrl.config import Config
 from tinyrl.launch import start
+from tinyrl.models import device
 from tinyrl.run import RunDir
 from tinyrl.signals import StopFlag
 
@@ -72,7 +73,11 @@ class Ended:
 
 
 def train_within(settings: Config, folder: Path, name: str, room_mb: int | None, facts: Path) -> None:
-    """Load everything, then allow so many megabytes more, and train; `facts` says what was cut smaller."""
+    """Load everything, then allow so many megabytes more, and train; `facts` says what was cut smaller.
+
+    Memory that loading freed is not kept here: how much there is of it would decide, and not what is allowed.
+    """
+    device.keep_freed_memory = lambda: False
     flag = StopFlag()
     launch = start(
         settings,

@@ -1,5 +1,8 @@
 """The Accelerator's settings, and the choice of a thread count."""
 
+import platform
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -80,6 +83,30 @@ def test_resolve_dtype():
     assert resolve_dtype("auto", on_cpu=True) == torch.float32
     assert resolve_dtype("bfloat16", on_cpu=True) == torch.bfloat16
     assert resolve_dtype("float32", on_cpu=False) == torch.float32
+
+
+FAULTS_OF_STEPS = """
+import resource, torch
+from tinyrl.models.device import keep_freed_memory
+kept = {keep} and keep_freed_memory()
+def faults_after_a_step():
+    tensors = [torch.ones(1 << 20) for _ in range(16)]
+    del tensors
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+print(kept, faults_after_a_step(), faults_after_a_step())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+def test_memory_that_was_freed_is_used_again():
+    """By default the kernel has to hand out its pages anew, each at a page fault."""
+    faults = {}
+    for keep in (False, True):
+        command = [sys.executable, "-c", FAULTS_OF_STEPS.format(keep=keep)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        assert said[0] == str(keep)
+        faults[keep] = int(said[2]) - int(said[1])
+    assert 4 * faults[True] < faults[False]
 
 
 def test_a_cpu_that_has_no_more_memory_says_so_as_a_gpu_does():

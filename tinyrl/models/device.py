@@ -7,15 +7,20 @@ nothing else.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
+KEPT_BYTES = 1 << 30
 
 
 def make_accelerator(device: str, *, dtype: str) -> Accelerator:
@@ -36,7 +41,23 @@ def make_accelerator(device: str, *, dtype: str) -> Accelerator:
     if AcceleratorState._shared_state:
         AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(cpu=on_cpu)
+    if on_cpu:
+        keep_freed_memory()
     return Accelerator(cpu=on_cpu, mixed_precision=wanted)
+
+
+def keep_freed_memory() -> bool:
+    """Have the C library keep memory it is given back, for the next tensor, in this process.
+
+    Every micro-batch frees what the next one asks for again; by default glibc hands it to the kernel in between, which
+    clears each page anew. Returns False where the C library has no such setting.
+    """
+    if sys.platform != "linux":
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and all(
+        [mallopt(which, KEPT_BYTES) == 1 for which in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD)]
+    )
 
 
 def resolve_dtype(dtype: str, *, on_cpu: bool) -> torch.dtype:
