@@ -28,7 +28,7 @@ def test_no_placeholder_was_left() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", sorted(set(re.findall(r"tinyrl (eval|report|checkpoints|recipes|tasks|train)\b", README)))
+    "command", sorted(set(re.findall(r"tinyrl (eval|report|checkpoints|recipes|reward|tasks|train)\b", README)))
 )
 def test_a_command_is_there(command: str) -> None:
     assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0

@@ -72,7 +72,7 @@ def train(
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
-    """Train a model. Without a recipe: the embedded default, on a CPU, in about a minute and a half."""
+    """Train a model. Without a recipe: the embedded default, on a CPU, in a minute or two."""
     if resume is not None:
         words = [word for word in (method, *(settings or [])) if word]
         besides = [word for word in words if "=" not in word] + ["--name"] * bool(name)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from tinyrl.checkpoint import checkpoint_step, list_checkpoints, problem_with
+from tinyrl.report.run_files import read_steps
 from tinyrl.report.visible_text import visible
 from tinyrl.run import RunDir
 
@@ -27,7 +27,8 @@ class Listed:
 def inventory(run: RunDir) -> list[Listed]:
     """Every checkpoint of a run, oldest first, each verified against its manifest."""
     name = run.read_config().run.best_metric
-    values = {line["step"]: line[name] for line in _lines(run.metrics) if isinstance(line.get(name), int | float)}
+    steps = read_steps(run.metrics, []) if run.metrics.is_file() else {}
+    values = {step: line[name] for step, line in steps.items() if isinstance(line.get(name), int | float)}
     return [
         Listed(folder.name, step, _bytes(folder), values.get(step), problem_with(folder))
         for folder in list_checkpoints(run.checkpoints)
@@ -57,16 +58,3 @@ def render(run: RunDir, listed: list[Listed]) -> str:
 
 def _bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _lines(metrics: Path) -> list[dict]:
-    """The lines of metrics.jsonl that are whole."""
-    lines = []
-    for text in metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.is_file() else []:
-        try:
-            line = json.loads(text)
-        except ValueError:  # cut off by a crash
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            lines.append(line)
-    return lines

@@ -43,6 +43,11 @@ class Launch:
     session: Session
     flag: StopFlag
 
+    def say(self, notes: list[str]) -> None:
+        """Show what was found and chosen while the run was opened."""
+        for note in notes:
+            self.session.display.note(note)
+
     def go(self) -> int:
         """Train to the last step; the exit code says how it ended."""
         self.session.display.start(done=self.session.step)
@@ -97,7 +102,9 @@ def start(
     run = create_run(output_dir, name=name, config=config, overwrite=overwrite)
     run.write_config(config)
     _write_environment(run, parts, command)
-    return _open(run, trainer, parts, flag=flag, notes=[f"run {run.path}", *notes])
+    launch = _open(run, trainer, parts, flag=flag)
+    launch.say([f"run {run.path}", *notes])
+    return launch
 
 
 def resume(
@@ -122,25 +129,25 @@ def resume(
     trainer = trainer_of(config)
     with out_of_memory_stops("before the first step"):
         parts = trainer.load(config, options=options, should_stop=flag.check)
-    notes = [f"warning: {w}; using {folder.name if folder else 'the start'} instead" for w in warnings[:1]]
-    notes += _check(parts)
-    if folder is None:
-        notes.append(settle_threads(parts))
-        run.cut({})
-    launch = _open(run, trainer, parts, flag=flag, notes=[])
+        notes = [f"warning: {w}; using {folder.name if folder else 'the start'} instead" for w in warnings[:1]]
+        notes += _check(parts)
+        if folder is None:
+            notes.append(settle_threads(parts))
+            run.cut({})
+    launch = _open(run, trainer, parts, flag=flag)
     session = launch.session
     if folder is not None:
         session.restore(folder)
         notes += [f"changed since {folder.name}: {change}" for change in changes]
         if session.phase == "rollout" and session.step >= config.run.num_steps:
+            parts.close()
             return None
         notes.append(
             f"resuming {run.path} at step {session.step} of {config.run.num_steps} ({session.phase}) from {folder.name}"
         )
     if allow_config_change:
         run.write_config(config)
-    for note in notes:
-        session.display.note(note)
+    launch.say(notes)
     return launch
 
 
@@ -158,18 +165,15 @@ def trainer_of(config: Config) -> ModuleType:
     return importlib.import_module(f"tinyrl.trainers.{TRAINERS[config.method]}")
 
 
-def _open(run: RunDir, trainer: ModuleType, parts: Any, *, flag: StopFlag, notes: list[str]) -> Launch:
-    display = Display(num_steps=parts.config.run.num_steps)
+def _open(run: RunDir, trainer: ModuleType, parts: Any, *, flag: StopFlag) -> Launch:
     session = Session(
         parts,
         run,
         evaluate=lambda: trainer.evaluate(parts),
         flag=flag,
-        display=display,
+        display=Display(num_steps=parts.config.run.num_steps),
         fingerprint=parts.data_fingerprint,
     )
-    for note in notes:
-        display.note(note)
     return Launch(run, trainer, parts, session, flag)
 
 

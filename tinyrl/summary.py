@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 from tinyrl.checkpoint import list_checkpoints
+from tinyrl.report.run_files import read_steps
 from tinyrl.run import RunDir
 
 
 def summary(run: RunDir) -> str:
     """Before and after on held-out prompts, where the files are, and what to type next."""
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines() if line]
+    lines = list(read_steps(run.metrics, []).values())
     evaluated = [line for line in lines if any(key.startswith("eval/") for key in line)]
     text = []
     if len(evaluated) >= 2:

@@ -37,6 +37,7 @@ def test_an_empty_batch_is_no_bad_batch():
     guard = FailureGuard()
     for _ in range(5):
         guard.add(0, 0)
+    assert guard.bad_batches == 0
 
 
 def test_the_count_survives_a_checkpoint():

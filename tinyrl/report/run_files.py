@@ -102,7 +102,7 @@ def read_run(run_dir: Path) -> Run:
     if not metrics.is_file():
         raise ValueError(_not_a_run(run_dir))
     notes: list[str] = []
-    steps = _read_steps(metrics, notes)
+    steps = read_steps(metrics, notes)
     if not steps:
         raise ValueError(f"{metrics} holds no complete line yet. A report needs at least one step; try again after it.")
     before, after, sample_steps = _read_samples(run_dir / "samples.jsonl", notes)
@@ -145,7 +145,10 @@ def _json_lines(path: Path, notes: list[str], *, containing: bytes = b"") -> Ite
         notes.append(f"{path.name}: {broken} line{'s' * (broken > 1)} could not be read and are not in this report.")
 
 
-def _read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
+def read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
+    """The lines of metrics.jsonl by step, in order. Those that cannot be read are left out, and `notes` says so; the
+    last may be cut off by a crash.
+    """
     steps: dict[int, dict[str, Any]] = {}
     for row in _json_lines(path, notes):
         steps.setdefault(row["step"], {}).update(row)

@@ -18,14 +18,8 @@ from tinyrl.rewards.system_calls import filter_for
 LAUNCHER, HARNESS = (str(Path(__file__).with_name(name)) for name in ("sandbox_launcher.py", "sandbox_harness.py"))
 MIN_MEMORY_BYTES = 64 << 20  # an interpreter alone needs about half
 NAMESPACES = "1"  # "0" does without, as in most containers; tests see to it that the other walls hold alone
-PYTHON = (
-    "-s",
-    "-S",
-    "-B",
-    "-P",
-    "-X",
-    "utf8",
-)  # no installed packages, no .pyc written, none of our folders on its path
+# No installed packages, no .pyc written, none of our folders on its path.
+PYTHON = ("-s", "-S", "-B", "-P", "-X", "utf8")
 ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OPENSSL_CONF": "/dev/null", "MALLOC_ARENA_MAX": "1"}
 ALSO_READABLE = ("/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo", "/dev/urandom", "/dev/zero")
 SCRATCH_FOLDERS = ("/tmp", "/var/tmp", "/mnt", "/media", "/srv")  # to mount on: the first that hides nothing we need
