@@ -98,6 +98,7 @@ def test_eval_vs_base_as_json_and_for_people(grpo_run: Path) -> None:
     assert result["difference"]["reward_mean"] == pytest.approx(result["reward_mean"] - result["other"]["reward_mean"])
     text = tinyrl(*arguments, folder=grpo_run).stdout
     assert "paired by prompt" in text
+    assert result["target"][-len("/step-000000") :] in text
     start = json.loads(tinyrl(*arguments[:2], "--vs", "start", "--num-prompts", "8", "--json", folder=grpo_run).stdout)
     assert start["other"]["target"] == "start"
 

@@ -140,7 +140,7 @@ def render(result: dict[str, Any], *, as_json: bool) -> str:
         return json.dumps(finite(result))
     sides = [result, result["other"]] if "other" in result else [result]
     extra = [k for k in result if k.startswith(("pass@", "majority@")) and k != "pass@1"]
-    lines = [f"{'':18}" + "".join(f"{side['target'][:22]:>24}" for side in sides)]
+    lines = [f"{'':18}" + "".join(f"{_short_name(side['target']):>24}" for side in sides)]
     for key in (*SHOWN[:4], *extra, *SHOWN[4:]):
         if key in result:
             lines.append(
@@ -160,6 +160,10 @@ def render(result: dict[str, Any], *, as_json: bool) -> str:
             f"paired by prompt){verdict}"
         )
     return "\n".join(lines)
+
+
+def _short_name(target: str) -> str:
+    return target if len(target) < 24 else f"…{target[-22:]}"  # its end says which checkpoint
 
 
 def _cell(value: float | None, greedy: float | None) -> str:
