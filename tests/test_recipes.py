@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tinyrl.config import METHODS
-from tinyrl.mistakes import FAMILIAR
-from tinyrl.recipe import EMBEDDED, dump_config, load_config, load_written_config, packaged_recipes, read_recipe
+from tinyrl.config.config import METHODS
+from tinyrl.config.errors import FAMILIAR
+from tinyrl.config.recipe import EMBEDDED, dump_config, load_config, load_written_config, packaged_recipes, read_recipe
 from tinyrl.tasks import load_task
 
 RECIPES = packaged_recipes()

@@ -8,16 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import runs
+from tests import running
 from tests.tiny_models import tiny_model
-from tinyrl.assembly import Options, Parts, load_parts
+from tinyrl.components import Options, Parts, load_parts
 from tinyrl.rollout import Rollout, Truncation, collect_rollout
 
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory):
     model = tiny_model(tmp_path_factory.mktemp("model"), "qwen2", pad_is_eos=True)
-    loaded = load_parts(runs.config("grpo", model), options=Options(device="cpu"))
+    loaded = load_parts(running.config("grpo", model), options=Options(device="cpu"))
     yield loaded
     loaded.close()
 

@@ -1,6 +1,6 @@
 """`python -m tinyrl` is the `tinyrl` command."""
 
-from tinyrl.cli import main
+from tinyrl.cli.commands import main
 
 if __name__ == "__main__":
     main()

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from tinyrl.generation.engine import Completion, Request, SamplingEngine
+from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.micro_batches import RowSizes, run_in_micro_batches
 from tinyrl.models.roles import Role, Roles
-from tinyrl.models.states import SequenceBatch
-from tinyrl.prompts import PreparedPrompt
 from tinyrl.rewards.functions import RewardFailure
 from tinyrl.rewards.scorer import Scorer
+from tinyrl.tasks.prompts import PreparedPrompt
 
 FINISH_REASONS = ("eos", "stop", "length")
 _SAMPLED_PER_TOKEN = ("response_tokens", "response_mask", "sampling_logprobs")

@@ -16,9 +16,9 @@ import tempfile
 CODE = """
 import json, sys, time
 sys.argv = ["tinyrl", "train", {method!r}, "--output-dir", {out!r}]
-from tinyrl.cli import main
-from tinyrl.launch import Launch
-from tinyrl.session import Session
+from tinyrl.cli.commands import main
+from tinyrl.training.launch import Launch
+from tinyrl.training.session import Session
 save, go, saves, whole = Session.save, Launch.go, [], []
 def timed_save(self):
     start = time.perf_counter()

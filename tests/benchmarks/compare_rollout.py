@@ -12,7 +12,7 @@ from tests.benchmarks import our_recipe, processes, same_work
 from tests.benchmarks.compare_grpo import pooled
 from tests.benchmarks.fixed_work import prepare, shape_of
 from tests.benchmarks.tables import machine, markdown, spread
-from tinyrl.sections import GenerationConfig
+from tinyrl.config.schema import GenerationConfig
 
 Result = dict[str, Any]
 

@@ -15,10 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tinyrl.assembly import Options, load_parts
-from tinyrl.config import Config
-from tinyrl.evaluation import evaluate
-from tinyrl.models.saving import load_policy
+from tinyrl.components import Options, load_parts
+from tinyrl.config.config import Config
+from tinyrl.evaluation.evaluate import evaluate
+from tinyrl.models.weights_io import load_policy
 from tinyrl.starter import starter_path
 from tinyrl.tasks import load_rows, load_task
 

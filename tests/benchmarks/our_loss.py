@@ -13,14 +13,14 @@ from torch import Tensor
 from tests.benchmarks import measuring
 from tests.benchmarks.fixed_batch import GROUP_SIZE, Batch, fixed_batch
 from tests.benchmarks.fixed_work import MAX_NEW_TOKENS, read_words_beside_qwen2
-from tinyrl.assembly import Options, Parts
-from tinyrl.launch import start
-from tinyrl.models.saving import load_policy
-from tinyrl.onpolicy import Sampler
-from tinyrl.recipe import load_config
+from tinyrl.components import Options, Parts
+from tinyrl.config.recipe import load_config
+from tinyrl.models.weights_io import load_policy
 from tinyrl.rollout import Rollout
-from tinyrl.signals import StopFlag
+from tinyrl.runs.signals import StopFlag
 from tinyrl.trainers.grpo import policy_loss
+from tinyrl.trainers.on_policy import Sampler
+from tinyrl.training.launch import start
 
 
 def as_rollout(batch: Batch) -> Rollout:

@@ -12,10 +12,10 @@ import transformers  # noqa: F401
 
 from tests.benchmarks import measuring
 from tests.benchmarks.fixed_work import GROUP_SIZE, NUM_PROMPTS, read_words_beside_qwen2
-from tinyrl.assembly import Options, load_base, make_engine
+from tinyrl.components import Options, load_base, make_engine
+from tinyrl.config.recipe import load_config
 from tinyrl.generation.engine import Request
-from tinyrl.models.saving import load_policy
-from tinyrl.recipe import load_config
+from tinyrl.models.weights_io import load_policy
 
 
 def main() -> None:

@@ -13,11 +13,11 @@ import peft  # noqa: F401
 import torch  # noqa: F401
 import transformers  # noqa: F401
 
-import tinyrl.launch
+import tinyrl.training.launch
 from tests.benchmarks import measuring
 from tests.benchmarks.fixed_work import read_words_beside_qwen2
-from tinyrl.cli import app
-from tinyrl.session import Session
+from tinyrl.cli.commands import app
+from tinyrl.training.session import Session
 
 PHASES = ("rollout", "reference", "values", "update")
 
@@ -45,7 +45,7 @@ def main() -> None:
     folder = Path(settings["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     read_words_beside_qwen2()
-    tinyrl.launch.write_report = lambda path: []  # drawing needs memory of its own  # pyright: ignore
+    tinyrl.training.launch.write_report = lambda path: []  # drawing needs memory of its own  # pyright: ignore
     (folder / "recipe.yaml").write_text(json.dumps(settings["recipe"]))
     steps = watch_steps()
     command = ["train", settings["recipe"]["method"], str(folder / "recipe.yaml"), *settings["overrides"]]

@@ -17,13 +17,13 @@ IMPORTS = "import os, torch, transformers, peft; os._exit(0)"  # neither side pa
 FIRST_TOKEN = """
 import os, sys
 sys.argv = ["tinyrl", "train", {method!r}, "--output-dir", {out!r}]
-from tinyrl.generation.places import Places
+from tinyrl.generation.slots import Places
 enter = Places.enter
 def first(self, *args, **named):
     enter(self, *args, **named)
     os._exit(0 if int(self.count[:self.live].min()) == 1 else 1)
 Places.enter = first
-from tinyrl.cli import main
+from tinyrl.cli.commands import main
 main()
 """
 

@@ -22,11 +22,13 @@ from typing import Any
 import psutil
 import torch
 
-from tests import runs
-from tinyrl import cli, launch, report
-from tinyrl.config import Config
+from tests import running
+from tinyrl import report
+from tinyrl.cli import commands as cli
+from tinyrl.config.config import Config
 from tinyrl.rewards import worker
-from tinyrl.run import RunDir
+from tinyrl.runs.run_dir import RunDir
+from tinyrl.training import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 120.0  # after which a test says that something never happened
@@ -120,12 +122,12 @@ def with_report() -> None:
 
 def train(settings: Config, folder: Path, name: str = "run") -> None:
     """A fresh run; the exit code is the run's."""
-    sys.exit(runs.train(settings, folder, name=name)[0])
+    sys.exit(running.train(settings, folder, name=name)[0])
 
 
 def go_on(path: Path) -> None:
     """Resume a run; the exit code is the run's."""
-    sys.exit(runs.go_on(RunDir(path)))
+    sys.exit(running.go_on(RunDir(path)))
 
 
 def command(*words: str) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import runs
+from tests import running
 from tests.trainers.test_resume import assert_same
-from tinyrl.checkpoint import MANIFEST, list_checkpoints, problem_with
-from tinyrl.config import Config
-from tinyrl.run import RunDir
+from tinyrl.config.config import Config
+from tinyrl.runs.checkpoint import MANIFEST, list_checkpoints, problem_with
+from tinyrl.runs.run_dir import RunDir
 
 STEPS = 4
 
@@ -66,15 +66,15 @@ def settings_for(model: Path, folder: Path) -> Config:
     """PPO on rows without answers, so that no gold answer can be warned of."""
     (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"say {a}:"}) + "\n" for a in "abcdefghijkl"))
     often = {"num_steps": STEPS, "save_every": 1, "eval_every": 2, "eval_prompts": 4}
-    return runs.config("ppo", model, task={"name": "rows", "data": str(folder / "rows.jsonl")}, run=often)
+    return running.config("ppo", model, task={"name": "rows", "data": str(folder / "rows.jsonl")}, run=often)
 
 
 @pytest.fixture(scope="module")
 def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tinyrl.launch.write_report", lambda path: [])
-        code, run, _ = runs.train(settings_for(model, folder), folder)
+        patch.setattr("tinyrl.training.launch.write_report", lambda path: [])
+        code, run, _ = running.train(settings_for(model, folder), folder)
     assert code == 0
     return run
 
@@ -82,7 +82,7 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 @pytest.fixture
 def run(whole: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A copy of the run, to be damaged."""
-    monkeypatch.setattr("tinyrl.launch.write_report", lambda path: [])
+    monkeypatch.setattr("tinyrl.training.launch.write_report", lambda path: [])
     return RunDir(shutil.copytree(whole.path, tmp_path / "run"))
 
 
@@ -94,7 +94,7 @@ def test_a_damaged_newest_checkpoint_gives_way_with_one_warning(
     damage, problem = DAMAGE[kind]
     newest = list_checkpoints(run.checkpoints)[-1]
     damage(newest)
-    assert runs.go_on(run) == 0
+    assert running.go_on(run) == 0
     said = capsys.readouterr().err
     expected = [f"warning: step-00000{STEPS}: {problem}"] if problem else []
     lines = [line for line in said.splitlines() if "warning" in line]
@@ -111,7 +111,7 @@ def test_several_damaged_checkpoints_are_one_warning_too(
     """And when none is sound the run begins again, with the random numbers it had."""
     for folder in list_checkpoints(run.checkpoints):
         flip_one_bit(folder)
-    assert runs.go_on(run) == 0
+    assert running.go_on(run) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert len(lines) == 1, lines
     assert lines[0].endswith("; using the start instead")

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from tests import runs
+from tests import running
 from tests.faults.children import Child, command, resumed, train, with_report
 from tests.faults.disks import can_mount, mount_small_disk
 from tests.trainers.test_resume import assert_same
-from tinyrl.checkpoint import list_checkpoints, newest_sound, problem_with
-from tinyrl.config import Config
-from tinyrl.recipe import dump_config
-from tinyrl.run import RunDir
+from tinyrl.config.config import Config
+from tinyrl.config.recipe import dump_config
+from tinyrl.runs.checkpoint import list_checkpoints, newest_sound, problem_with
+from tinyrl.runs.run_dir import RunDir
 
 STEPS, BATCH = 6, 16
 DISK = 6_000_000  # bytes; three checkpoints of the tiny model take two
@@ -68,7 +68,7 @@ def settings_for(model: Path, disk: Path, **trouble: Any) -> Config:
     file = disk.with_name("rewards.py")
     known = {"full_at": 0, "room_at": 0, "left": 0, "read_only": False, "batch": BATCH, "disk": str(disk)}
     file.write_text(textwrap.dedent(REWARD).format(**{**known, **trouble}))
-    return runs.config(
+    return running.config(
         "grpo",
         model,
         reward={"functions": [{"use": f"{file}:variety"}]},
@@ -82,7 +82,7 @@ def train_on_small_disk(settings: Config, disk: Path, copy: Path, report: bool) 
     if report:
         with_report()
     try:
-        code, *_ = runs.train(settings, disk)
+        code, *_ = running.train(settings, disk)
     finally:
         shutil.copytree(disk, copy)
     sys.exit(code)

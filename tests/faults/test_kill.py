@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from tests import runs
+from tests import running
 from tests.faults.children import Child, before_call, go_on, resumed, train, workers_left
 from tests.trainers.test_resume import assert_same
-from tinyrl import checkpoint
-from tinyrl.checkpoint import list_checkpoints, problem_with
-from tinyrl.config import Config
-from tinyrl.run import RunDir
+from tinyrl.config.config import Config
+from tinyrl.runs import checkpoint
+from tinyrl.runs.checkpoint import list_checkpoints, problem_with
+from tinyrl.runs.run_dir import RunDir
 
 STEPS = 4
 MOST_DRAWS = 30  # of a moment, until one comes after the beginning and before the end
@@ -56,7 +56,7 @@ def wholes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, W
 def whole_run(method: str, model: Path, folder: Path) -> Whole:
     sections = METHODS[method]
     often = {"num_steps": STEPS, "save_every": 1, "eval_prompts": 4}
-    settings = runs.config(method, model, **{**sections, "run": {**often, **sections["run"]}})
+    settings = running.config(method, model, **{**sections, "run": {**often, **sections["run"]}})
     first = Child(train_counting, settings, folder, folder / "calls.json", output=folder / "first.txt")
     assert first.end() == 0, first.said  # it warms the disk's cache up, too
     start = time.monotonic()
@@ -71,7 +71,7 @@ def train_counting(settings: Config, folder: Path, counts: Path) -> None:
     calls: dict[str, int] = dict.fromkeys(SAVING, 0)
     for name in SAVING:
         count_calls(name, calls)
-    code, *_ = runs.train(settings, folder, name="first")
+    code, *_ = running.train(settings, folder, name="first")
     counts.write_text(json.dumps(calls))
     sys.exit(code)
 

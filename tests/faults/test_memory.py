@@ -15,15 +15,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from tests import runs
+from tests import running
 from tests.faults.children import Child, resumed
 from tests.tiny_models import tiny_tokenizer
-from tinyrl.assembly import Options
-from tinyrl.config import Config
-from tinyrl.launch import start
+from tinyrl.components import Options
+from tinyrl.config.config import Config
 from tinyrl.models import device
-from tinyrl.run import RunDir
-from tinyrl.signals import StopFlag
+from tinyrl.runs.run_dir import RunDir
+from tinyrl.runs.signals import StopFlag
+from tinyrl.training.launch import start
 
 MB = 1 << 20
 
@@ -114,7 +114,7 @@ def end_of(settings: Config, folder: Path, *, room_mb: int | None) -> Ended:
 
 def settings_for(model: Path, **sections: Any) -> Config:
     few = {"num_steps": 1, "eval_prompts": 4, "micro_batch_tokens": 100_000, **sections.pop("run", {})}
-    return runs.config("grpo", model, run=few, **sections)
+    return running.config("grpo", model, run=few, **sections)
 
 
 def assert_alike(run: RunDir, whole: RunDir) -> None:
@@ -122,7 +122,7 @@ def assert_alike(run: RunDir, whole: RunDir) -> None:
     ours, theirs = ([json.loads(line) for line in r.samples.read_text().splitlines()] for r in (run, whole))
     kept = [[line for line in lines if line["step"] == 0 or line["kind"] == "train"] for lines in (ours, theirs)]
     assert kept[0] == kept[1]
-    for line, other in zip(runs.lasting(run), runs.lasting(whole), strict=True):
+    for line, other in zip(running.lasting(run), running.lasting(whole), strict=True):
         numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
         assert numbers == pytest.approx({key: other[key] for key in numbers}, rel=1e-5, abs=1e-6)
 

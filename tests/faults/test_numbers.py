@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import runs
+from tests import running
 from tests.tiny_models import tiny_model
-from tinyrl.checkpoint import list_checkpoints, problem_with
-from tinyrl.config import Config
+from tinyrl.config.config import Config
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.rollout import Rollout
-from tinyrl.run import RunDir
+from tinyrl.runs.checkpoint import list_checkpoints, problem_with
+from tinyrl.runs.run_dir import RunDir
 
 WORDS = [f"w{i}" for i in range(20_000)]  # so many that a completion does not say the bad one by chance
 BAD_WORD = "w12345"
@@ -40,7 +40,7 @@ ONE_UPDATE_A_STEP: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinyrl.launch.write_report", lambda path: [])
+    monkeypatch.setattr("tinyrl.training.launch.write_report", lambda path: [])
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +62,12 @@ def settings_for(method: str, model: Path, folder: Path, *, steps_an_epoch: int,
     task = {"name": "rows", "data": str(folder / "rows.jsonl"), "eval_data": str(folder / "eval.jsonl")}
     often = {"num_steps": 4, "save_every": 1, "eval_prompts": 4, "keep_checkpoints": 10}
     named = {**ONE_UPDATE_A_STEP[method], **sections}
-    return runs.config(method, model, task=task, **{**named, "run": {**often, **named.get("run", {})}})
+    return running.config(method, model, task=task, **{**named, "run": {**often, **named.get("run", {})}})
 
 
 def changed(run: RunDir, step: int) -> list[str]:
     """The tensors (weights and Adam's state) that a step changed."""
-    before, after = runs.weights(run, step - 1), runs.weights(run, step)
+    before, after = running.weights(run, step - 1), running.weights(run, step)
     return [name for name in after if name not in before or not torch.equal(before[name], after[name])]
 
 
@@ -77,9 +77,9 @@ def test_a_batch_without_finite_numbers_changes_nothing_and_the_run_goes_on(
 ) -> None:
     """One row gives infinities; it is in one of every two steps. An adaptive KL coefficient survives, too."""
     settings = settings_for(method, broken_model, tmp_path, steps_an_epoch=2)
-    code, run, _ = runs.train(settings, tmp_path)
+    code, run, _ = running.train(settings, tmp_path)
     assert code == 0
-    skipped = [line.get("optim/skipped_steps", 0) for line in runs.metrics(run)]
+    skipped = [line.get("optim/skipped_steps", 0) for line in running.metrics(run)]
     bad = [step for step in range(1, 5) if skipped[step] > skipped[step - 1]]
     assert len(bad) == skipped[-1] == 2
     assert {step: bool(changed(run, step)) for step in range(1, 5)} == {step: step not in bad for step in range(1, 5)}
@@ -96,7 +96,7 @@ def test_three_batches_in_a_row_without_finite_numbers_stop_the_run(
     method: str, broken_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The bad row is in every step."""
-    code, run, _ = runs.train(settings_for(method, broken_model, tmp_path, steps_an_epoch=1), tmp_path)
+    code, run, _ = running.train(settings_for(method, broken_model, tmp_path, steps_an_epoch=1), tmp_path)
     assert code == 3
     assert "3 optimizer steps in a row had numbers that are not finite" in capsys.readouterr().err
     assert len(list((run.path / "nonfinite").glob("*.json"))) == 3
@@ -109,7 +109,7 @@ def test_a_learning_rate_that_overflows_stops_the_run_with_a_sentence(
 ) -> None:
     """The first step throws the weights out to where no product of two is finite; none after it is taken."""
     optim = {"learning_rate": 1e30}
-    code, run, _ = runs.train(settings_for("grpo", model, tmp_path, steps_an_epoch=2, optim=optim), tmp_path)
+    code, run, _ = running.train(settings_for("grpo", model, tmp_path, steps_an_epoch=2, optim=optim), tmp_path)
     assert code == 3
     assert "Try a lower optim.learning_rate" in capsys.readouterr().err
     assert changed(run, 1)
@@ -122,12 +122,12 @@ def test_a_batch_without_spread_has_a_gradient_of_exactly_nothing(model: Path, t
     (tmp_path / "rewards.py").write_text("def same(prompts, completions, **columns):\n    return [3.0] * len(prompts)")
     reward = {"functions": [{"use": f"{tmp_path / 'rewards.py'}:same"}]}
     settings = settings_for("grpo", model, tmp_path, steps_an_epoch=2, reward=reward, run={"num_steps": 2})
-    code, run, _ = runs.train(settings, tmp_path)
+    code, run, _ = running.train(settings, tmp_path)
     assert code == 0
-    for line in runs.metrics(run)[1:]:
+    for line in running.metrics(run)[1:]:
         assert line["optim/grad_norm"] == line["policy/loss"] == line["reward/std"] == line["optim/skipped_steps"] == 0
         assert line["reward/zero_spread_groups"] == 1
-    start, end = runs.weights(run, 0), runs.weights(run, 2)
+    start, end = running.weights(run, 0), running.weights(run, 2)
     policy = [name for name in start if name.startswith("adapter_model")]
     assert policy
     assert all(torch.equal(start[name], end[name]) for name in policy)

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from tests import runs
+from tests import running
 from tests.faults.children import workers_left
 from tests.trainers.test_resume import assert_same
-from tinyrl.config import Config
-from tinyrl.run import RunDir
+from tinyrl.config.config import Config
+from tinyrl.runs.run_dir import RunDir
 
 PROMPTS, GROUP = 8, 2
 BAD = "say bad things:"
@@ -78,7 +78,7 @@ SLOW = ("hangs", "exits", "nothing", "more than a float32 holds")
 
 @pytest.fixture(autouse=True)
 def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinyrl.launch.write_report", lambda path: [])
+    monkeypatch.setattr("tinyrl.training.launch.write_report", lambda path: [])
 
 
 def settings_for(model: Path, folder: Path, code: str, **sections: Any) -> Config:
@@ -91,7 +91,7 @@ def settings_for(model: Path, folder: Path, code: str, **sections: Any) -> Confi
     reward = {"functions": [{"use": f"{folder / 'rewards.py'}:score"}], **sections.pop("reward", {})}
     few = {"num_steps": 2, "eval_every": 0, "eval_prompts": 4, "save_every": 1, **sections.pop("run", {})}
     grpo = {"num_prompts": PROMPTS, "group_size": GROUP}
-    return runs.config("grpo", model, task=task, reward=reward, grpo=grpo, run=few, **sections)
+    return running.config("grpo", model, task=task, reward=reward, grpo=grpo, run=few, **sections)
 
 
 def code_of(fault: str, when: str) -> str:
@@ -108,12 +108,14 @@ def test_a_reward_that_breaks_costs_its_rows_and_not_the_run(
 ) -> None:
     fault = FAULTS[name]
     reward = {"timeout_s": fault.timeout_s}
-    code, run, _ = runs.train(settings_for(model, tmp_path, code_of(fault.code, fault.when), reward=reward), tmp_path)
+    code, run, _ = running.train(
+        settings_for(model, tmp_path, code_of(fault.code, fault.when), reward=reward), tmp_path
+    )
     said = capfd.readouterr().err
     assert code == 0, said
-    assert [line["reward/dropped"] for line in runs.metrics(run)[1:]] == fault.dropped
+    assert [line["reward/dropped"] for line in running.metrics(run)[1:]] == fault.dropped
     assert all(
-        0 <= line["optim/grad_norm"] < 100 and line["optim/skipped_steps"] == 0 for line in runs.metrics(run)[1:]
+        0 <= line["optim/grad_norm"] < 100 and line["optim/skipped_steps"] == 0 for line in running.metrics(run)[1:]
     )
     warned = [line for line in said.splitlines() if "rewards failed and their rows are dropped" in line]
     if fault.reason is None:
@@ -163,9 +165,9 @@ def test_three_bad_batches_in_a_row_stop_the_run(
 ) -> None:
     """Two do not, when a good one comes after them."""
     settings = settings_for(model, tmp_path, breaking_in("(0, 1, 3, 4, 5)"), run={"num_steps": 8})
-    code, run, _ = runs.train(settings, tmp_path)
+    code, run, _ = running.train(settings, tmp_path)
     assert code == 3
-    assert [line["reward/dropped"] for line in runs.metrics(run)[1:]] == [8, 8, 0, 8, 8]
+    assert [line["reward/dropped"] for line in running.metrics(run)[1:]] == [8, 8, 0, 8, 8]
     assert "more than 20% of the rows, 3 batches in a row (last: 8 of 16). Prompt 'say" in capsys.readouterr().err
     assert {row["step"] for row in failed_rows(run)} == {1, 2, 4, 5, 6}
 
@@ -175,20 +177,20 @@ def test_bad_batches_before_a_stop_count_after_it(model: Path, tmp_path: Path) -
     two after that are enough. Were the first forgotten, the run would end well.
     """
     settings = settings_for(model, tmp_path, breaking_in("(0, 1, 2, 3)", stop_at=1), run={"num_steps": 8})
-    code, run, _ = runs.train(settings, tmp_path)
+    code, run, _ = running.train(settings, tmp_path)
     assert code == 75
-    assert runs.go_on(run) == 3
+    assert running.go_on(run) == 3
 
 
 def test_failed_rows_stand_once_in_their_file_after_a_resume(model: Path, tmp_path: Path) -> None:
     """Stopped inside the second step, whose failures are recorded again by the resume, in place of the first time."""
     settings = settings_for(model, tmp_path, code_of("scores[row] = float('nan')", IN_BAD_ROWS), run={"num_steps": 3})
-    _, whole, looks = runs.train(settings, tmp_path, name="whole")
+    _, whole, looks = running.train(settings, tmp_path, name="whole")
     for share in (0.5, 0.7):
         name = f"stopped-{share}"
-        code, run, _ = runs.train(settings, tmp_path, name=name, stop_at=int(looks * share))
+        code, run, _ = running.train(settings, tmp_path, name=name, stop_at=int(looks * share))
         assert code == 75
-        assert runs.go_on(run) == 0
+        assert running.go_on(run) == 0
         assert_same(whole, run, 3)
         assert run.failed_rewards.read_bytes() == whole.failed_rewards.read_bytes()
     assert len(failed_rows(whole)) == 3 * GROUP

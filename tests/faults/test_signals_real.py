@@ -20,15 +20,15 @@ import psutil
 import pytest
 import torch
 
-from tests import runs
+from tests import running
 from tests.faults.children import PATIENCE_S, ROOT, Child, before_call, resumed, train, wait_for, workers_left
 from tests.trainers.test_resume import assert_same
-from tinyrl import evaluation
-from tinyrl.checkpoint import newest_sound
-from tinyrl.config import Config
-from tinyrl.generation.places import Places
-from tinyrl.recipe import dump_config
-from tinyrl.run import RunDir
+from tinyrl.config.config import Config
+from tinyrl.config.recipe import dump_config
+from tinyrl.evaluation import evaluate as evaluation
+from tinyrl.generation.slots import Places
+from tinyrl.runs.checkpoint import newest_sound
+from tinyrl.runs.run_dir import RunDir
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
 STEPS, BATCH = 3, 8
@@ -74,7 +74,7 @@ def settings_for(model: Path, folder: Path, *, reward: str | None = None) -> Con
         (folder / "rewards.py").write_text(textwrap.dedent(reward))
         sections["reward"] = {"functions": [{"use": f"{folder / 'rewards.py'}:variety"}], "timeout_s": 1000.0}
     often = {"num_steps": STEPS, "save_every": 0, "eval_every": 2, "eval_prompts": 4, "micro_batch_tokens": 60}
-    return runs.config("ppo", model, ppo={"num_prompts": BATCH, "minibatch_size": 4}, run=often, **sections)
+    return running.config("ppo", model, ppo={"num_prompts": BATCH, "minibatch_size": 4}, run=often, **sections)
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +263,7 @@ def test_a_resume_that_has_nothing_to_do_or_is_refused_leaves_the_terminal_as_it
     rows.write_text("".join(f'{{"prompt": "say {letter}:"}}\n' for letter in "abcdefghijkl"))
     task = {"name": "rows", "data": str(rows)}
     child = Child(
-        train, runs.config("grpo", model, task=task, run={"num_steps": 1}), tmp_path, output=tmp_path / "said"
+        train, running.config("grpo", model, task=task, run={"num_steps": 1}), tmp_path, output=tmp_path / "said"
     )
     assert child.end() == 0, child.said
     if refused:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinyrl.generation import reference
+from tinyrl.generation import hf as reference
 from tinyrl.generation.engine import Completion, Request, SamplingSettings
 from tinyrl.generation.fused import FusedEngine
-from tinyrl.generation.places import Places
-from tinyrl.generation.reference import ReferenceEngine, SlimEngine
+from tinyrl.generation.hf import ReferenceEngine, SlimEngine
+from tinyrl.generation.slots import Places
 from tinyrl.models.loading import load_causal_lm, load_tokenizer, lora_config, wrap_in_lora
 from tinyrl.models.roles import Roles
 

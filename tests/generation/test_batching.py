@@ -7,7 +7,7 @@ import torch
 
 from tests.generation.sampling import PROMPTS, assert_same, make_engine, requests, sample, tokens_of, watch
 from tests.tiny_models import TinyModels
-from tinyrl.generation import reference
+from tinyrl.generation import hf as reference
 from tinyrl.generation.engine import Request, join, split
 
 

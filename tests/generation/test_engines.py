@@ -10,11 +10,12 @@ from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2Fo
 
 from tests.generation.sampling import LIKE_LLAMA, PROMPTS, assert_same, make_engine, requests, sample, stir, tokens_of
 from tests.tiny_models import KINDS, TinyModels
-from tinyrl.generation import choosing, fused
-from tinyrl.generation.choosing import choose_engine
+from tinyrl.generation import fused
+from tinyrl.generation import select as choosing
 from tinyrl.generation.decoder import Decoder, reads_like_llama
 from tinyrl.generation.engine import Request, SamplingSettings
-from tinyrl.generation.places import Places
+from tinyrl.generation.select import choose_engine
+from tinyrl.generation.slots import Places
 from tinyrl.models.loading import lora_config, wrap_in_lora
 from tinyrl.models.roles import Roles
 

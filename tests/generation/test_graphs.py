@@ -14,7 +14,7 @@ from tests.tiny_models import TinyModels
 from tinyrl.generation import fused
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.graphs import StepGraphs
-from tinyrl.generation.places import Places
+from tinyrl.generation.slots import Places
 
 
 class Recording:

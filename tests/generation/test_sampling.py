@@ -9,8 +9,8 @@ import torch
 
 from tests.generation.sampling import CPU, ENGINES, LIKE_LLAMA, PROMPTS, Engine, make_engine, sample, stir, tokens_of
 from tests.tiny_models import KINDS, TinyModels
-from tinyrl.generation.drawing import truncate
-from tinyrl.models.states import make_batch
+from tinyrl.generation.token_sampling import truncate
+from tinyrl.models.batches import make_batch
 
 EVERY_ENGINE = [
     (name, kind) for name in ENGINES for kind in KINDS if name != "fused" or kind in LIKE_LLAMA

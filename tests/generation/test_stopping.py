@@ -10,8 +10,8 @@ import torch
 from tests.generation.sampling import assert_same, make_engine, sample, script
 from tests.tiny_models import TinyModels
 from tinyrl.generation.engine import Completion, eos_token_ids
+from tinyrl.models.batches import make_batch
 from tinyrl.models.loading import load_tokenizer
-from tinyrl.models.states import make_batch
 
 EOS = 1
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from tinyrl.models.batches import SequenceBatch, make_batch
 from tinyrl.models.loading import load_causal_lm, lora_config, wrap_in_lora
 from tinyrl.models.roles import CriticKind, Roles
-from tinyrl.models.states import SequenceBatch, make_batch
 
 CPU = torch.device("cpu")
 CRITICS: list[tuple[bool, CriticKind]] = [

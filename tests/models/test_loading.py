@@ -19,7 +19,7 @@ from tinyrl.models.loading import (
     resolve_model_path,
     wrap_in_lora,
 )
-from tinyrl.models.saving import save_adapter
+from tinyrl.models.weights_io import save_adapter
 
 IDS = torch.arange(20, 50).unsqueeze(0)
 

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from tests.tiny_models import KINDS, TinyModels
 from tinyrl.models import logprobs as module
+from tinyrl.models.batches import trunk_of
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.logprobs import Head, check_head, head_of, token_logprobs
-from tinyrl.models.states import trunk_of
 
 NUM_TOKENS, VOCABULARY, HIDDEN = 17, 11, 5
 

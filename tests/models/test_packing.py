@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel, Q
 
 from tests.models.building import CPU, full_roles, lora_roles, roles_with_critic, stir
 from tests.tiny_models import TinyModels
+from tinyrl.models.batches import all_states, make_batch, make_packed_batch, packs_exactly
 from tinyrl.models.packing import CannotPack, attending, pack, packed_attention
 from tinyrl.models.roles import Roles
-from tinyrl.models.states import all_states, make_batch, make_packed_batch, packs_exactly
 
 PACKING = ("llama", "qwen2", "qwen3", "gpt2", "cohere", "granite")
 # A group of four (its last response empty, one of a single token), one of one, one of two between whose rows another

@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertFor
 
 from tests.models.building import CPU, a_batch, every_tensor, full_roles, logprobs, lora, lora_roles, stir
 from tests.tiny_models import TinyModels, tiny_tokenizer
+from tinyrl.models.batches import make_batch
 from tinyrl.models.loading import load_causal_lm, load_tokenizer, wrap_in_lora
 from tinyrl.models.reward_model import (
     SCORE_HEAD,
@@ -23,9 +24,8 @@ from tinyrl.models.reward_model import (
     load_reward_model,
 )
 from tinyrl.models.roles import Roles
-from tinyrl.models.saving import save_adapter
-from tinyrl.models.states import make_batch
 from tinyrl.models.value_head import ValueHead
+from tinyrl.models.weights_io import save_adapter
 
 TEXTS = ["a", "a longer text than the others", "mid size", "", "the end<eos>", "<eos>"]
 

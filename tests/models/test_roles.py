@@ -24,7 +24,7 @@ from tests.models.building import (
 from tests.tiny_models import TinyModels
 from tinyrl.models.loading import load_causal_lm, load_start_adapter, wrap_in_lora
 from tinyrl.models.roles import CriticKind, Roles
-from tinyrl.models.saving import save_adapter
+from tinyrl.models.weights_io import save_adapter
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])

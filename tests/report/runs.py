@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from tinyrl.report.page import page_html
-from tinyrl.report.run_files import read_run
+from tinyrl.runs.records import read_run
 
 GRPO_PROMPTS = ["sort: qwhzkalmbc =", "sort: ttexoprael =", "sort: zyxwvutsrq =", "sort: banquethiy ="]
 

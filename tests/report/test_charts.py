@@ -10,7 +10,7 @@ from tinyrl.report.curves import curve_of, smoothed, thinned
 from tinyrl.report.drawing import spread
 from tinyrl.report.outcome import phases, tiles
 from tinyrl.report.panels import cells, panels_of
-from tinyrl.report.run_files import read_run
+from tinyrl.runs.records import read_run
 
 
 def test_ppo_adds_the_critic(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.report.runs import grpo_run, page, write_run
 from tinyrl.report.outcome import Phase, outcome, phases, show, show_seconds, subtitle
-from tinyrl.report.run_files import read_run
+from tinyrl.runs.records import read_run
 
 
 def said(folder: Path, metrics: list[dict[str, Any]], config: dict[str, Any] | None = None) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.report.runs import PageReader, page, sample, write_run
 from tinyrl.report import write_report
 from tinyrl.report.outcome import outcome
-from tinyrl.report.run_files import read_run
+from tinyrl.runs.records import read_run
 
 
 def test_page_holds_outcome_charts_samples_and_settings(grpo: tuple[Path, str]) -> None:

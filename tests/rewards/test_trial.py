@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tinyrl.cli import app
+from tinyrl.cli.commands import app
 from tinyrl.rewards.trial import render, try_function
 from tinyrl.tasks import load_rows, load_task
 

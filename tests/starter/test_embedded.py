@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import tinyrl.starter
-from tests import runs
+from tests import running
+from tinyrl.config.recipe import load_config
 from tinyrl.models.reward_model import SCORE_OFFSET
-from tinyrl.recipe import load_config
 from tinyrl.starter.build import build
 
 FOLDER = Path(tinyrl.starter.__file__).parent
@@ -41,9 +41,9 @@ def test_rebuilding_gives_the_same_models(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_grpo_default_reaches_what_the_readme_says(tmp_path: Path) -> None:
-    code, run, _ = runs.train(load_config("grpo", None, overrides=["run.seed=21"]), tmp_path)
+    code, run, _ = running.train(load_config("grpo", None, overrides=["run.seed=21"]), tmp_path)
     assert code == 0
-    first, *_, last = runs.metrics(run)
+    first, *_, last = running.metrics(run)
     assert 0.2 <= first["eval/pass@1"] <= 0.5
     assert last["eval/pass@1"] >= 0.85
     assert last["eval/greedy/pass@1"] >= first["eval/greedy/pass@1"] + 0.10
@@ -52,9 +52,9 @@ def test_grpo_default_reaches_what_the_readme_says(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ppo_default_reaches_what_the_readme_says(tmp_path: Path) -> None:
-    code, run, _ = runs.train(load_config("ppo", None, overrides=["run.seed=21"]), tmp_path)
+    code, run, _ = running.train(load_config("ppo", None, overrides=["run.seed=21"]), tmp_path)
     assert code == 0
-    first, *_, last = runs.metrics(run)
+    first, *_, last = running.metrics(run)
     assert last["eval/reward_mean"] - first["eval/reward_mean"] >= 0.8 * first["eval/reward_std"]
     assert last["eval/kl"] < 10
     assert last["eval/distinct"] >= 0.9 * first["eval/distinct"]

@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinyrl.launch.write_report", lambda path: [])
+    monkeypatch.setattr("tinyrl.training.launch.write_report", lambda path: [])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import runs
+from tests import running
 from tests.tiny_models import tiny_model
 
 FAST = ("llama", "gpt2")
@@ -32,7 +32,7 @@ def test_every_architecture_trains(kind: str, method: str, lora: bool, models: d
         if method == "grpo"
         else {"critic": {"warmup": 0}, "ppo": {"num_epochs": 1, "minibatch_size": 8}}
     )
-    settings = runs.config(
+    settings = running.config(
         method,
         models[kind],
         model=attention(kind),
@@ -41,15 +41,15 @@ def test_every_architecture_trains(kind: str, method: str, lora: bool, models: d
         run={"num_steps": 2, "save_every": 1},
         **sections,
     )
-    code, run, _ = runs.train(settings, tmp_path)
+    code, run, _ = running.train(settings, tmp_path)
     assert code == 0
-    first = runs.metrics(run)[1]
+    first = running.metrics(run)[1]
     assert first["policy/ratio"] == pytest.approx(1.0, abs=1e-5)
     assert first["policy/clipfrac"] == 0.0
     assert abs(first["objective/kl"]) < 1e-4
     assert first["policy/sampling_gap"] < 1e-5
     assert first["eval/kl" if "eval/kl" in first else "objective/kl"] < 1e-4
-    before, after = runs.weights(run, 0), runs.weights(run, 2)
+    before, after = running.weights(run, 0), running.weights(run, 2)
     moved = {name for name in after if name in before and not torch.equal(before[name], after[name])}
     policy_file = "adapter_model.safetensors:" if lora else "model.safetensors:"
     policy = {n for n in after if n.startswith(policy_file) and "lora_A" not in n}
@@ -57,18 +57,18 @@ def test_every_architecture_trains(kind: str, method: str, lora: bool, models: d
     if method == "ppo":
         assert any(n.startswith("value_head") for n in moved)
         assert any(n.startswith("critic/") for n in moved)
-    assert runs.go_on(run) == 0
+    assert running.go_on(run) == 0
 
 
 @pytest.mark.parametrize("kind", ["adapter", "shared", "shared-detached", "separate"])
 def test_warm_up_trains_the_critic_only(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
-    settings = runs.config(
+    settings = running.config(
         "ppo",
         models["llama"],
         critic={"kind": kind, "warmup": 2},
         run={"num_steps": 3, "save_every": 1, "keep_checkpoints": 9},
     )
-    _, run, _ = runs.train(settings, tmp_path)
+    _, run, _ = running.train(settings, tmp_path)
     start, warm, end = (load_file(run.checkpoints / f"step-{s:06d}" / "adapter_model.safetensors") for s in (0, 2, 3))
     heads = [load_file(run.checkpoints / f"step-{s:06d}" / "value_head.safetensors")["weight"] for s in (0, 1)]
     assert all(torch.equal(start[n], warm[n]) for n in start)
@@ -84,14 +84,14 @@ def test_micro_batches_do_not_change_training(method: str, models: dict[str, Pat
     """
     ends = []
     for tokens in (10_000, 40):
-        settings = runs.config(
+        settings = running.config(
             method,
             models["llama"],
             optim={"learning_rate": 1e-3, "adam_eps": 1e-3},
             run={"num_steps": 1, "micro_batch_tokens": tokens},
         )
-        _, run, _ = runs.train(settings, tmp_path, name=f"{method}-{tokens}")
-        ends.append(runs.weights(run, 1))
+        _, run, _ = running.train(settings, tmp_path, name=f"{method}-{tokens}")
+        ends.append(running.weights(run, 1))
     for name, tensor in ends[0].items():
         if not name.startswith("optimizer"):
             torch.testing.assert_close(tensor, ends[1][name], rtol=1e-4, atol=1e-6)
@@ -99,30 +99,30 @@ def test_micro_batches_do_not_change_training(method: str, models: dict[str, Pat
 
 @pytest.mark.parametrize("preset", ["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce++"])
 def test_every_preset_trains(preset: str, models: dict[str, Path], tmp_path: Path) -> None:
-    settings = runs.config(
+    settings = running.config(
         "grpo",
         models["llama"],
         grpo={"preset": preset, "num_epochs": 2, "minibatch_size": 8},
         run={"num_steps": 2},
     )
-    code, run, _ = runs.train(settings, tmp_path)
+    code, run, _ = running.train(settings, tmp_path)
     assert code == 0
-    last = runs.metrics(run)[-1]
+    last = running.metrics(run)[-1]
     assert last["optim/grad_norm"] > 0
     assert ("objective/kl" in last) == (settings.grpo is not None and settings.grpo.kl_coef > 0)
-    start, end = runs.weights(run, 0), runs.weights(run, 2)
+    start, end = running.weights(run, 0), running.weights(run, 2)
     assert any(not torch.equal(start[n], end[n]) for n in start if n.startswith("adapter_model"))
 
 
 def test_reference_of_a_continued_adapter_is_that_adapter(models: dict[str, Path], tmp_path: Path) -> None:
     """Starting from a trained LoRA the KL is 0 at step 0, and what moved before does not count as KL."""
-    _, first, _ = runs.train(runs.config("grpo", models["llama"], run={"num_steps": 3}), tmp_path, name="first")
+    _, first, _ = running.train(running.config("grpo", models["llama"], run={"num_steps": 3}), tmp_path, name="first")
     adapter = first.checkpoints / "step-000003"
-    assert runs.metrics(first)[-1]["eval/kl"] > 1e-3
-    settings = runs.config("grpo", models["llama"], model={"adapter": str(adapter)}, grpo={"preset": "grpo"})
-    code, second, _ = runs.train(settings, tmp_path, name="second")
+    assert running.metrics(first)[-1]["eval/kl"] > 1e-3
+    settings = running.config("grpo", models["llama"], model={"adapter": str(adapter)}, grpo={"preset": "grpo"})
+    code, second, _ = running.train(settings, tmp_path, name="second")
     assert code == 0
-    assert abs(runs.metrics(second)[0]["eval/kl"]) < 1e-5
+    assert abs(running.metrics(second)[0]["eval/kl"]) < 1e-5
     reference = load_file(second.checkpoints / "step-000003" / "reference" / "adapter_model.safetensors")
     trained = load_file(adapter / "adapter_model.safetensors")
     assert all(torch.equal(reference[n], trained[n]) for n in trained)

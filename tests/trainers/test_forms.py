@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tests import runs
+from tests import running
 from tests.tiny_models import tiny_model
 
 TEMPLATE = (
@@ -36,16 +36,16 @@ def test_messages_reach_the_reward_as_messages(chat_model: Path, tmp_path: Path)
         "    assert all(isinstance(i, int) for ids in completion_ids for i in ids)\n"
         "    return [float(len(ids)) for ids in completion_ids]\n"
     )
-    settings = runs.config(
+    settings = running.config(
         "grpo",
         chat_model,
         task={"name": "rows", "data": str(tmp_path / "rows.jsonl")},
         reward={"functions": [{"use": f"{tmp_path / 'rewards.py'}:form"}]},
         run={"num_steps": 1},
     )
-    code, run, _ = runs.train(settings, tmp_path)
+    code, run, _ = running.train(settings, tmp_path)
     assert code == 0
-    assert runs.metrics(run)[1]["reward/dropped"] == 0
+    assert running.metrics(run)[1]["reward/dropped"] == 0
     prompts = [json.loads(line)["prompt"] for line in run.samples.read_text().splitlines()]
     assert all(p.startswith("[user] say ") and p.endswith("[assistant] <think>\n") for p in prompts)
 
@@ -54,10 +54,10 @@ def test_messages_reach_the_reward_as_messages(chat_model: Path, tmp_path: Path)
 def test_bfloat16_base_with_float32_adapters(method: str, chat_model: Path, tmp_path: Path) -> None:
     """The gap between sampling and training is logged and corrected; adapters and their Adam state stay float32."""
     model = {"dtype": "bfloat16", "gradient_checkpointing": True}
-    code, run, _ = runs.train(runs.config(method, chat_model, model=model), tmp_path)
+    code, run, _ = running.train(running.config(method, chat_model, model=model), tmp_path)
     assert code == 0
-    assert runs.metrics(run)[-1]["policy/sampling_gap"] > 1e-5
-    kept = {n: t.dtype for n, t in runs.weights(run, 3).items() if n.startswith(("adapter_model", "optimizer"))}
+    assert running.metrics(run)[-1]["policy/sampling_gap"] > 1e-5
+    kept = {n: t.dtype for n, t in running.weights(run, 3).items() if n.startswith(("adapter_model", "optimizer"))}
     assert {str(d) for d in kept.values()} == {"torch.float32"}
 
 
@@ -71,11 +71,11 @@ def test_neither_the_engine_nor_the_layout_changes_a_result(
     for engine, packs in (("fused", True), ("slim", True), ("reference", False)):
         if not packs:
             monkeypatch.setattr("tinyrl.models.roles.packs_exactly", lambda trunk: False)
-        settings = runs.config(method, chat_model, generation={"engine": engine}, **sections)
-        code, run, _ = runs.train(settings, tmp_path, name=engine)
+        settings = running.config(method, chat_model, generation={"engine": engine}, **sections)
+        code, run, _ = running.train(settings, tmp_path, name=engine)
         assert code == 0
-        kept = [{k: v for k, v in line.items() if isinstance(v, int | float)} for line in runs.metrics(run)]
-        lines[engine] = [{k: v for k, v in line.items() if not k.startswith(runs.VOLATILE)} for line in kept]
+        kept = [{k: v for k, v in line.items() if isinstance(v, int | float)} for line in running.metrics(run)]
+        lines[engine] = [{k: v for k, v in line.items() if not k.startswith(running.VOLATILE)} for line in kept]
         samples[engine] = [json.loads(line)["completion"] for line in run.samples.read_text().splitlines()]
     for engine in ("fused", "slim"):
         assert samples[engine] == samples["reference"]
@@ -87,10 +87,12 @@ def test_neither_the_engine_nor_the_layout_changes_a_result(
 def test_bfloat16_sampling_for_a_float32_model_is_logged_and_corrected(
     method: str, chat_model: Path, tmp_path: Path
 ) -> None:
-    settings = runs.config(method, chat_model, generation={"dtype": "bfloat16"})
-    code, run, _ = runs.train(settings, tmp_path)
+    settings = running.config(method, chat_model, generation={"dtype": "bfloat16"})
+    code, run, _ = running.train(settings, tmp_path)
     assert code == 0
-    first = next(line for line in runs.metrics(run) if "policy/sampling_gap" in line)  # PPO warms its critic up before
+    first = next(
+        line for line in running.metrics(run) if "policy/sampling_gap" in line
+    )  # PPO warms its critic up before
     assert first["policy/sampling_gap"] > 1e-4
     assert first["policy/ratio"] == pytest.approx(1.0, abs=1e-3 if method == "grpo" else 0.5)
     if method == "ppo":
@@ -106,10 +108,10 @@ def test_a_four_bit_base_trains(method: str, chat_model: Path, tmp_path: Path) -
     config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 16  # blocks are of 64 weights
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "wide")
     AutoTokenizer.from_pretrained(chat_model).save_pretrained(tmp_path / "wide")
-    settings = runs.config(method, tmp_path / "wide", model={"quantization": "4bit"}, run={"num_steps": 2})
-    code, run, _ = runs.train(settings, tmp_path)
+    settings = running.config(method, tmp_path / "wide", model={"quantization": "4bit"}, run={"num_steps": 2})
+    code, run, _ = running.train(settings, tmp_path)
     assert code == 0
-    before, after = runs.weights(run, 0), runs.weights(run, 2)
+    before, after = running.weights(run, 0), running.weights(run, 2)
     assert any(n in before and not torch.equal(before[n], after[n]) for n in after if "lora_B" in n)
     assert all("lora_" in n for n in after if n.startswith("adapter_model"))
 
@@ -122,12 +124,12 @@ def test_a_reward_that_fails_drops_its_rows_and_a_broken_one_stops_the_run(chat_
         "    raise RuntimeError('the judge is away')\n"
     )
     reward = {"functions": [{"use": f"{tmp_path / 'rewards.py'}:moody"}]}
-    settings = runs.config("grpo", chat_model, reward=reward, grpo={"num_prompts": 8}, run={"num_steps": 2})
-    code, run, _ = runs.train(settings, tmp_path, name="moody")
+    settings = running.config("grpo", chat_model, reward=reward, grpo={"num_prompts": 8}, run={"num_steps": 2})
+    code, run, _ = running.train(settings, tmp_path, name="moody")
     assert code == 0
-    assert sum(line.get("reward/dropped", 0) for line in runs.metrics(run)) > 0
+    assert sum(line.get("reward/dropped", 0) for line in running.metrics(run)) > 0
     reward = {"functions": [{"use": f"{tmp_path / 'rewards.py'}:broken"}], "timeout_s": 5}
-    settings = runs.config("ppo", chat_model, reward=reward, run={"num_steps": 5})
-    code, run, _ = runs.train(settings, tmp_path, name="broken")
+    settings = running.config("ppo", chat_model, reward=reward, run={"num_steps": 5})
+    code, run, _ = running.train(settings, tmp_path, name="broken")
     assert code == 3
-    assert len(runs.metrics(run)) <= 3  # the third bad batch stops it
+    assert len(running.metrics(run)) <= 3  # the third bad batch stops it

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import runs
+from tests import running
 from tests.conftest import shared_data
 from tests.tiny_models import tiny_model
 
@@ -33,7 +33,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_three_steps(task: str, method: str, chat_model: Path, tmp_path: Path) -> None:
     assert DATA is not None
     folder = DATA / ROWS[task]
-    settings = runs.config(
+    settings = running.config(
         method,
         chat_model,
         task={
@@ -45,9 +45,9 @@ def test_three_steps(task: str, method: str, chat_model: Path, tmp_path: Path) -
         generation={"max_new_tokens": 12, "max_prompt_tokens": 480},
         run={"eval_prompts": 4},
     )
-    code, run, _ = runs.train(settings, tmp_path)
+    code, run, _ = running.train(settings, tmp_path)
     assert code == 0
-    lines = runs.metrics(run)
+    lines = running.metrics(run)
     assert len(lines) == 4
     assert lines[1]["policy/clipfrac" if method == "grpo" else "value/loss"] is not None
     assert lines[-1]["optim/grad_norm"] > 0

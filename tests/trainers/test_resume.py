@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import runs
+from tests import running
 from tests.tiny_models import tiny_model
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -29,10 +29,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"), "llama")
 
 
-def assert_same(one: runs.RunDir, other: runs.RunDir, step: int) -> None:
-    assert runs.lasting(one) == runs.lasting(other)
+def assert_same(one: running.RunDir, other: running.RunDir, step: int) -> None:
+    assert running.lasting(one) == running.lasting(other)
     assert one.samples.read_bytes() == other.samples.read_bytes()
-    ours, theirs = runs.weights(one, step), runs.weights(other, step)
+    ours, theirs = running.weights(one, step), running.weights(other, step)
     assert ours.keys() == theirs.keys()
     different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
     assert not different
@@ -42,39 +42,41 @@ def assert_same(one: runs.RunDir, other: runs.RunDir, step: int) -> None:
 def test_stopped_and_resumed_is_bit_equal(name: str, model: Path, tmp_path: Path) -> None:
     """Stopped by SIGTERM at moments spread over the whole run: in sampling, in the update, in evaluations."""
     method, sections = VARIANTS[name]
-    settings = runs.config(method, model, **sections)
-    code, whole, looks = runs.train(settings, tmp_path, name="whole")
+    settings = running.config(method, model, **sections)
+    code, whole, looks = running.train(settings, tmp_path, name="whole")
     assert code == 0
     for number, share in enumerate((0.15, 0.4, 0.62, 0.9)):
-        code, stopped, _ = runs.train(settings, tmp_path, name=f"stopped-{number}", stop_at=max(1, int(looks * share)))
+        code, stopped, _ = running.train(
+            settings, tmp_path, name=f"stopped-{number}", stop_at=max(1, int(looks * share))
+        )
         assert code == 75
-        assert runs.go_on(stopped) == 0
+        assert running.go_on(stopped) == 0
         assert_same(whole, stopped, settings.run.num_steps)
 
 
 def test_stopped_twice_inside_an_update(model: Path, tmp_path: Path) -> None:
     """A stop inside an update keeps the rollout: the resumed run samples nothing for that step again."""
-    settings = runs.config("ppo", model, ppo={"num_epochs": 3})
-    _, whole, _ = runs.train(settings, tmp_path, name="whole")
+    settings = running.config("ppo", model, ppo={"num_epochs": 3})
+    _, whole, _ = running.train(settings, tmp_path, name="whole")
     phases = []
     for stop_at in range(24, 400, 3):
-        code, stopped, _ = runs.train(settings, tmp_path, name=f"stopped-{stop_at}", stop_at=stop_at)
+        code, stopped, _ = running.train(settings, tmp_path, name=f"stopped-{stop_at}", stop_at=stop_at)
         assert code == 75
         newest = sorted(stopped.checkpoints.iterdir())[-1]
         phases.append((newest / "rollout.safetensors").exists())
         if phases[-1]:
-            assert [runs.go_on(stopped, stop_at=look) for look in (2, 20)] == [75, 75]
-            assert runs.go_on(stopped) == 0
+            assert [running.go_on(stopped, stop_at=look) for look in (2, 20)] == [75, 75]
+            assert running.go_on(stopped) == 0
             assert_same(whole, stopped, settings.run.num_steps)
             break
     assert phases[-1], "no stop fell inside an update"
 
 
 def test_a_finished_run_says_so(model: Path, tmp_path: Path) -> None:
-    settings = runs.config("grpo", model, run={"num_steps": 1})
-    _, run, _ = runs.train(settings, tmp_path)
+    settings = running.config("grpo", model, run={"num_steps": 1})
+    _, run, _ = running.train(settings, tmp_path)
     before = run.metrics.read_bytes()
-    assert runs.go_on(run) == 0
+    assert running.go_on(run) == 0
     assert run.metrics.read_bytes() == before
 
 
@@ -83,19 +85,19 @@ def test_changed_data_is_refused(model: Path, tmp_path: Path) -> None:
     lines = [f'{{"prompt": "letters: {a} b sorted:", "answer": "{a} b"}}\n' for a in "cdefghij"]
     data.write_text("".join(lines))
     task = {"name": "rows", "data": str(data)}
-    _, run, _ = runs.train(runs.config("grpo", model, task=task), tmp_path, stop_at=60)
+    _, run, _ = running.train(running.config("grpo", model, task=task), tmp_path, stop_at=60)
     data.write_text("".join(lines[:-1]))
     with pytest.raises(ValueError, match="training data has changed"):
-        runs.go_on(run)
+        running.go_on(run)
 
 
 def test_damaged_newest_checkpoint_falls_back_and_ends_equal(model: Path, tmp_path: Path) -> None:
-    settings = runs.config("grpo", model, run={"num_steps": 5})
-    _, whole, _ = runs.train(settings, tmp_path, name="whole")
-    _, damaged, _ = runs.train(settings, tmp_path, name="damaged")
+    settings = running.config("grpo", model, run={"num_steps": 5})
+    _, whole, _ = running.train(settings, tmp_path, name="whole")
+    _, damaged, _ = running.train(settings, tmp_path, name="damaged")
     optimizer = damaged.checkpoints / "step-000005" / "optimizer.safetensors"
     content = bytearray(optimizer.read_bytes())
     content[-1] ^= 1
     optimizer.write_bytes(content)
-    assert runs.go_on(damaged) == 0  # from step 4
+    assert running.go_on(damaged) == 0  # from step 4
     assert_same(whole, damaged, 5)

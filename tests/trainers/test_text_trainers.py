@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from tests import runs
+from tests import running
 from tests.tiny_models import tiny_model
-from tinyrl.config import Config
+from tinyrl.config.config import Config
 from tinyrl.models.reward_model import load_reward_model
 
 RUN = {"num_steps": 30, "eval_every": 10, "save_every": 10, "threads": 1}
@@ -43,9 +43,9 @@ def settings(method: str, model: Path, rows: Path, *, lora: bool, **sections) ->
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("loss_on", ["completion", "all"])
 def test_sft_learns(lora: bool, loss_on: str, model: Path, rows: Path, tmp_path: Path) -> None:
-    code, run, _ = runs.train(settings("sft", model, rows, lora=lora, sft={"loss_on": loss_on}), tmp_path)
+    code, run, _ = running.train(settings("sft", model, rows, lora=lora, sft={"loss_on": loss_on}), tmp_path)
     assert code == 0
-    losses = [line["eval/loss"] for line in runs.metrics(run) if "eval/loss" in line]
+    losses = [line["eval/loss"] for line in running.metrics(run) if "eval/loss" in line]
     assert losses[-1] < 0.7 * losses[0]
 
 
@@ -56,19 +56,19 @@ def test_text_training_resumes_exactly(method: str, lora: bool, model: Path, row
     chosen = settings(method, model, rows, lora=lora)
     chosen.lora.dropout = 0.1 if lora else 0.0
     chosen.run.num_steps = 6
-    _, whole, looks = runs.train(chosen, tmp_path, name="whole")
-    code, stopped, _ = runs.train(chosen, tmp_path, name="stopped", stop_at=looks // 2)
+    _, whole, looks = running.train(chosen, tmp_path, name="whole")
+    code, stopped, _ = running.train(chosen, tmp_path, name="stopped", stop_at=looks // 2)
     assert code == 75
-    assert runs.go_on(stopped) == 0
-    assert runs.lasting(whole) == runs.lasting(stopped)
-    ours, theirs = runs.weights(whole, 6), runs.weights(stopped, 6)
+    assert running.go_on(stopped) == 0
+    assert running.lasting(whole) == running.lasting(stopped)
+    ours, theirs = running.weights(whole, 6), running.weights(stopped, 6)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_reward_model_is_a_plain_classifier_with_centred_scores(model: Path, rows: Path, tmp_path: Path) -> None:
-    code, run, _ = runs.train(settings("reward", model, rows, lora=False), tmp_path)
+    code, run, _ = running.train(settings("reward", model, rows, lora=False), tmp_path)
     assert code == 0
-    assert runs.metrics(run)[-1]["eval/accuracy"] > 0.9
+    assert running.metrics(run)[-1]["eval/accuracy"] > 0.9
     folder = run.checkpoints / "step-000030"
     reward = load_reward_model(str(folder), dtype=torch.float32, label=None, device=torch.device("cpu"))
     lines = [json.loads(line) for line in rows.read_text().splitlines()]
@@ -82,15 +82,15 @@ def test_reward_model_is_a_plain_classifier_with_centred_scores(model: Path, row
 
 
 def test_reward_adapter_scores_in_ppo_on_the_shared_base(model: Path, rows: Path, tmp_path: Path) -> None:
-    code, made, _ = runs.train(settings("reward", model, rows, lora=True), tmp_path, name="reward")
+    code, made, _ = running.train(settings("reward", model, rows, lora=True), tmp_path, name="reward")
     assert code == 0
-    assert runs.metrics(made)[-1]["eval/accuracy"] > 0.9
+    assert running.metrics(made)[-1]["eval/accuracy"] > 0.9
     adapter = made.checkpoints / "step-000030"
-    ppo = runs.config("ppo", model, reward={"functions": [], "model": str(adapter)})
-    code, run, _ = runs.train(ppo, tmp_path, name="ppo")
+    ppo = running.config("ppo", model, reward={"functions": [], "model": str(adapter)})
+    code, run, _ = running.train(ppo, tmp_path, name="ppo")
     assert code == 0
-    assert runs.metrics(run)[1]["reward/std"] > 0
-    plain = runs.config(
+    assert running.metrics(run)[1]["reward/std"] > 0
+    plain = running.config(
         "ppo",
         model,
         reward={"functions": [], "model": str(adapter)},
@@ -98,4 +98,4 @@ def test_reward_adapter_scores_in_ppo_on_the_shared_base(model: Path, rows: Path
         lora={"enabled": False},
     )
     with pytest.raises(ValueError, match=r"needs lora\.enabled=true"):
-        runs.train(plain, tmp_path, name="refused")
+        running.train(plain, tmp_path, name="refused")

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
+from tinyrl.models.batches import trunk_of
 from tinyrl.models.logprobs import Head, head_of
-from tinyrl.models.merging import merged_weight
-from tinyrl.models.states import trunk_of
+from tinyrl.models.lora_merge import merged_weight
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

@@ -1,7 +1,7 @@
 """What every sampling engine takes and gives: token lists in, ragged token lists out.
 
 The same request and key give the same completion from every engine and in any batch, to rounding in float32:
-randomness.py says how.
+rng.py says how.
 """
 
 from __future__ import annotations

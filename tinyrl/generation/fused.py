@@ -19,7 +19,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.generation.decoder import Decoder
-from tinyrl.generation.drawing import stop_said_at
 from tinyrl.generation.engine import (
     Completion,
     FinishReason,
@@ -29,8 +28,9 @@ from tinyrl.generation.engine import (
     eos_token_ids,
 )
 from tinyrl.generation.graphs import StepGraphs
-from tinyrl.generation.places import Places
-from tinyrl.generation.randomness import sample_keys, uniforms
+from tinyrl.generation.rng import sample_keys, uniforms
+from tinyrl.generation.slots import Places
+from tinyrl.generation.token_sampling import stop_said_at
 from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.roles import Roles
 

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.pytorch_utils import Conv1D
 
-from tinyrl.recipe import did_you_mean
+from tinyrl.config.recipe import did_you_mean
 from tinyrl.starter import starter_path
 
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
+from tinyrl.models.batches import last_states, make_batch, trunk_of
 from tinyrl.models.loading import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -29,7 +30,6 @@ from tinyrl.models.loading import (
 )
 from tinyrl.models.micro_batches import RowSizes, auto_tokens, run_in_micro_batches
 from tinyrl.models.roles import Roles
-from tinyrl.models.states import last_states, make_batch, trunk_of
 from tinyrl.models.value_head import ValueHead
 
 SCORE_HEAD = "score_head.safetensors"

@@ -25,11 +25,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tinyrl.models.loading import POLICY_ADAPTER
-from tinyrl.models.logprobs import Head, check_head, head_of, token_logprobs
-from tinyrl.models.merging import merged_layers
-from tinyrl.models.recompute import recomputable_layers, recomputing
-from tinyrl.models.states import (
+from tinyrl.models.batches import (
     SequenceBatch,
     last_states,
     make_batch,
@@ -38,6 +34,10 @@ from tinyrl.models.states import (
     response_states,
     trunk_of,
 )
+from tinyrl.models.gradient_checkpointing import recomputable_layers, recomputing
+from tinyrl.models.loading import POLICY_ADAPTER
+from tinyrl.models.logprobs import Head, check_head, head_of, token_logprobs
+from tinyrl.models.lora_merge import merged_layers
 from tinyrl.models.value_head import ValueHead
 
 Role = Literal["policy", "reference", "critic", "reward", "base"]

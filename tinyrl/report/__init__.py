@@ -3,14 +3,12 @@
 It reads a run directory and nothing else, so it works on a run in progress, on one from another machine and on one that
 stopped half-way. torch is never imported; matplotlib is, inside the functions that draw.
 
-    run_files.py     what the run wrote down, read forgivingly
     outcome.py       the one sentence and the key numbers
     panels.py        which charts there are, as plain data
     curves.py        numbers to curves: gaps, thinning, smoothing
     drawing.py       one chart with matplotlib
     pictures.py      all of them: inline SVG for the page, one PNG
     page.py          the HTML around them (page.css is its style sheet)
-    visible_text.py  text from a model, made harmless and visible
 """
 
 import os
@@ -18,7 +16,7 @@ from pathlib import Path
 
 from tinyrl.report.page import page_html
 from tinyrl.report.panels import panels_of
-from tinyrl.report.run_files import read_run
+from tinyrl.runs.records import read_run
 
 __all__ = ["write_report"]
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from tinyrl.report.run_files import Points
+from tinyrl.runs.records import Points
 
 MOST_POINTS = 500
 FEWEST_TO_SMOOTH = 20

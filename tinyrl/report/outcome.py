@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from tinyrl.report.run_files import Run
-from tinyrl.report.visible_text import one_line
+from tinyrl.runs.records import Run
+from tinyrl.text import one_line
 
 MOST_PHASES = 5  # more colours than that are not told apart
 TITLES = {"grpo": "GRPO", "ppo": "PPO", "sft": "SFT", "reward": "Reward model", "dpo": "DPO"}

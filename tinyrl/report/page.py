@@ -15,8 +15,8 @@ from typing import Any
 from tinyrl import __version__
 from tinyrl.report.outcome import Tile, outcome, phases, show, show_seconds, subtitle, tiles
 from tinyrl.report.panels import Panel, cells
-from tinyrl.report.run_files import Run, Sample, number
-from tinyrl.report.visible_text import excerpt, one_line, text_html
+from tinyrl.runs.records import Run, Sample, number
+from tinyrl.text import excerpt, one_line, text_html
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 MOST_SAMPLES = 8

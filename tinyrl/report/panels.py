@@ -6,8 +6,8 @@ from functools import cached_property
 
 from tinyrl.report.curves import Curve, curve_of
 from tinyrl.report.outcome import held_out_key, phase_seconds, reward_is_pass, show
-from tinyrl.report.run_files import Points, Run
-from tinyrl.report.visible_text import one_line
+from tinyrl.runs.records import Points, Run
+from tinyrl.text import one_line
 
 COLUMNS = 3
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from tinyrl.report.drawing import COLOURS, draw, label_width
 from tinyrl.report.outcome import outcome, subtitle
 from tinyrl.report.panels import COLUMNS, Panel, cells
-from tinyrl.report.run_files import Run
-from tinyrl.report.visible_text import one_line
+from tinyrl.runs.records import Run
+from tinyrl.text import one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

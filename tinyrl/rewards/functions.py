@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from tinyrl.recipe import did_you_mean
+from tinyrl.config.recipe import did_you_mean
 from tinyrl.rewards import worker
 from tinyrl.rewards.loading import parse_use
 from tinyrl.rewards.process import CallFailed, Interrupted, Worker

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tinyrl.config import RewardConfig
+from tinyrl.config.config import RewardConfig
 from tinyrl.models.micro_batches import RowSizes, auto_tokens, run_in_micro_batches
 from tinyrl.models.reward_model import SequenceRewardModel
 from tinyrl.models.roles import Roles
-from tinyrl.prompts import PreparedPrompt, columns_of
 from tinyrl.rewards.functions import FunctionReward, RewardFailure, call_in_process
 from tinyrl.tasks import Task
+from tinyrl.tasks.prompts import PreparedPrompt, columns_of
 
 
 @dataclass

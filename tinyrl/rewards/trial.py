@@ -10,10 +10,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinyrl.report.visible_text import visible
 from tinyrl.rewards.functions import FunctionReward, RewardFailure
 from tinyrl.rewards.guard import MAX_FAILED_SHARE
 from tinyrl.tasks.task import Prompt, Row, Task
+from tinyrl.text import visible
 
 NONSENSE = "qzx vvk 7# ~~ jjq"
 RESERVED = ("prompt", "prompts", "completions", "completion")  # not handed over as columns

@@ -16,7 +16,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from tinyrl.scoring import completion_text, safe_arithmetic, tagged
+from tinyrl.tasks.grading import completion_text, safe_arithmetic, tagged
 from tinyrl.tasks.task import Row, Task
 
 SIZES = {"train": 8192, "eval": 512}

@@ -9,8 +9,8 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-from tinyrl.data import read_rows
-from tinyrl.scoring import after_last, boxed, completion_text, first_number, last_number, parse_number
+from tinyrl.data.rows import read_rows
+from tinyrl.tasks.grading import after_last, boxed, completion_text, first_number, last_number, parse_number
 from tinyrl.tasks.task import Row, Task
 
 HUB = {"train": "openai/gsm8k:main@train", "eval": "openai/gsm8k:main@test"}

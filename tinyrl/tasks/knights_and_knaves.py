@@ -18,8 +18,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tinyrl.data import read_rows
-from tinyrl.scoring import completion_text, tagged, think_answer_format
+from tinyrl.data.rows import read_rows
+from tinyrl.tasks.grading import completion_text, tagged, think_answer_format
 from tinyrl.tasks.task import Row, Task
 
 HUB = {"train": "K-and-K/knights-and-knaves:train@3ppl", "eval": "K-and-K/knights-and-knaves:test@3ppl"}

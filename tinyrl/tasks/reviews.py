@@ -6,9 +6,9 @@ the independent judge: the grammar's own count of positive and negative clauses,
 
 from typing import Any
 
-from tinyrl.scoring import completion_text
 from tinyrl.starter.grammar import clause_moods, unparsable_share
 from tinyrl.starter.reviews import openings
+from tinyrl.tasks.grading import completion_text
 from tinyrl.tasks.task import Prompt, Row, Task
 
 MAX_EVAL_ROWS = 512

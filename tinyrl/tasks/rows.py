@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tinyrl.data import Prompt, check_prompt
-from tinyrl.scoring import after_last, boxed, completion_text, last_number, normalised_text, parse_number, tagged
+from tinyrl.data.rows import Prompt, check_prompt
+from tinyrl.tasks.grading import after_last, boxed, completion_text, last_number, normalised_text, parse_number, tagged
 from tinyrl.tasks.task import Row, Task
 
 

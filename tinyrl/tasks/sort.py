@@ -6,8 +6,8 @@ one of them is wrong here.
 
 from typing import Any
 
-from tinyrl.scoring import completion_text
 from tinyrl.starter.sorting import sort_completion, sort_rows
+from tinyrl.tasks.grading import completion_text
 from tinyrl.tasks.task import Prompt, Row, Task
 
 NUM_ROWS = {"train": 4096, "eval": 512}

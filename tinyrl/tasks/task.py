@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from tinyrl.data import Prompt, Row
+from tinyrl.data.rows import Prompt, Row
 
 __all__ = ["FULL_MARKS", "Prompt", "Row", "Task"]
 

@@ -20,14 +20,14 @@ from tinyrl.algorithms.advantages import discounted_returns, group_advantages, r
 from tinyrl.algorithms.losses import cispo_loss, clipped_policy_loss, entropy_bonus, importance_ratio, kl_loss
 from tinyrl.algorithms.masking import masked_mean, masked_whiten
 from tinyrl.algorithms.reward_shaping import token_rewards
-from tinyrl.assembly import Parts
-from tinyrl.assembly import load_parts as load
-from tinyrl.config import GrpoConfig
-from tinyrl.onpolicy import Sampler
-from tinyrl.onpolicy import evaluate_heldout as evaluate
+from tinyrl.components import Parts
+from tinyrl.components import load_parts as load
+from tinyrl.config.config import GrpoConfig
 from tinyrl.rollout import Rollout
-from tinyrl.session import Session
-from tinyrl.update import LossFn, Pass
+from tinyrl.trainers.on_policy import Sampler
+from tinyrl.trainers.on_policy import evaluate_heldout as evaluate
+from tinyrl.training.session import Session
+from tinyrl.training.update import LossFn, Pass
 
 __all__ = ["evaluate", "load", "train"]
 

@@ -27,15 +27,15 @@ from tinyrl.algorithms.kl import next_kl_coef
 from tinyrl.algorithms.losses import clipped_policy_loss, clipped_value_loss, entropy_bonus, kl_loss
 from tinyrl.algorithms.masking import masked_mean, masked_whiten
 from tinyrl.algorithms.reward_shaping import token_rewards
-from tinyrl.assembly import Parts
-from tinyrl.assembly import load_parts as load
-from tinyrl.config import PpoConfig
-from tinyrl.models.states import SequenceBatch
-from tinyrl.onpolicy import Sampler
-from tinyrl.onpolicy import evaluate_heldout as evaluate
+from tinyrl.components import Parts
+from tinyrl.components import load_parts as load
+from tinyrl.config.config import PpoConfig
+from tinyrl.models.batches import SequenceBatch
 from tinyrl.rollout import Rollout
-from tinyrl.session import Session
-from tinyrl.update import Pass
+from tinyrl.trainers.on_policy import Sampler
+from tinyrl.trainers.on_policy import evaluate_heldout as evaluate
+from tinyrl.training.session import Session
+from tinyrl.training.update import Pass
 
 __all__ = ["evaluate", "load", "train"]
 

@@ -20,16 +20,16 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from tinyrl.algorithms.preference import bradley_terry_loss
-from tinyrl.assembly import Base, Options, load_base
-from tinyrl.config import Config
-from tinyrl.data import Row, batch_indices, fingerprint, render_prompt, token_ids
-from tinyrl.evaluation import Evaluation
+from tinyrl.components import Base, Options, load_base
+from tinyrl.config.config import Config
+from tinyrl.data.rows import Row, batch_indices, fingerprint, render_prompt, token_ids
+from tinyrl.evaluation.evaluate import Evaluation
+from tinyrl.models.batches import trunk_of
 from tinyrl.models.micro_batches import RowSizes, auto_tokens, run_in_micro_batches
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET
-from tinyrl.models.states import trunk_of
-from tinyrl.session import Session
 from tinyrl.trainers.sft import text_rows
-from tinyrl.update import Pass
+from tinyrl.training.session import Session
+from tinyrl.training.update import Pass
 
 Pair = tuple[list[int], list[int]]  # tokens of prompt + chosen, prompt + rejected
 CENTERED_ON = 512  # training pairs the centre is measured on

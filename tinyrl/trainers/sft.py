@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from tinyrl.algorithms.masking import masked_sum
-from tinyrl.assembly import Base, Options, load_base
-from tinyrl.config import Config
-from tinyrl.data import Row, batch_indices, fingerprint, hold_out, read_rows, render_prompt, token_ids
-from tinyrl.evaluation import Evaluation
+from tinyrl.components import Base, Options, load_base
+from tinyrl.config.config import Config
+from tinyrl.data.rows import Row, batch_indices, fingerprint, hold_out, read_rows, render_prompt, token_ids
+from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.micro_batches import RowSizes, auto_tokens
-from tinyrl.session import Session
-from tinyrl.update import Pass
+from tinyrl.training.session import Session
+from tinyrl.training.update import Pass
 
 Example = tuple[list[int], list[int]]  # prompt tokens (at least one), tokens the loss counts
 

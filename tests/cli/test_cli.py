@@ -1,0 +1,319 @@
+"""The command: what goes wrong before training is at most six lines and exit code 2, and nothing is written."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from tinyrl import __version__
+from tinyrl.cli.commands import app
+from tinyrl.cli.errors import sentences
+from tinyrl.config.config import Config
+from tinyrl.config.recipe import dump_config
+from tinyrl.errors import GuardStop, Interrupted, OutOfRoom
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = "method: grpo\ntask: {name: sort}\n"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a recipe in it."""
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), prog_name="tinyrl")
+
+
+def refused(*arguments: str) -> str:
+    """What is said on standard error, once it is sure that it is said as the house says it."""
+    before = {p: p.stat().st_mtime_ns for p in Path().rglob("*")}
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    said = result.stderr
+    assert said.startswith("tinyrl: ")
+    assert said.endswith("\n")
+    assert 1 <= len(said.splitlines()) <= 6
+    assert "Traceback" not in said
+    assert {p: p.stat().st_mtime_ns for p in Path().rglob("*")} == before, "something was written"
+    return said.removeprefix("tinyrl: ")
+
+
+# Every bad input that is reachable without a model. The sentences themselves are tested where they are made.
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["grpo.group_sise=4"],
+            "override 'grpo.group_sise=4': unknown key `grpo.group_sise`. Did you mean `grpo.group_s",
+        ),
+        (
+            ["reward.functions=[{use: a.py:f, wait: 2}]"],
+            "override 'reward.functions=[{use: a.py:f, wait: 2}]': unknown",
+        ),
+        (["run.num_steps=many"], "override 'run.num_steps=many': `run.num_steps` is 'many'; it must be a whole number"),
+        (["run.num_steps=0"], "override 'run.num_steps=0': `run.num_steps` is 0; it must be a whole number of at"),
+        (
+            ["run.micro_batch_tokens=abc"],
+            "override 'run.micro_batch_tokens=abc': `run.micro_batch_tokens` is 'abc'; it",
+        ),
+        (["grpo.beta=0.1"], "override 'grpo.beta=0.1': `grpo.beta` is not a setting: `beta` is `grpo.kl_coef` here"),
+        (["grpo.minibatch_size=7"], "grpo.minibatch_size=7 does not divide the 256 sequences of a step; 4 would"),
+        (["grpo.kl_coef=[1"], "override 'grpo.kl_coef=[1': broken YAML: "),
+        (["ppo.kl_coef=1"], "override 'ppo.kl_coef=1': `ppo` is for ppo, not for grpo."),
+        (["model.path=./nope"], "model.path=./nope: there is no such folder"),
+        (["task.name=srot"], "task.name: there is no task 'srot'. Did you mean `sort`?"),
+        (["reward.functions=[{use: rewards.py:f}]"], "reward.functions: use 'rewards.py:f': there is no file"),
+        (["task.data=nowhere.jsonl"], "nowhere.jsonl: no such file."),
+        (["--name", "../x"], "--name '../x': a run's name is made of"),
+        (["--name", "/tmp/x"], "--name '/tmp/x': a run's name is made of"),
+        (["--name", "a/../../x", "--overwrite"], "--name 'a/../../x': a run's name is made of"),
+        (["--output-dir", "r.yaml"], "--output-dir r.yaml: r.yaml is no folder that can be written to"),
+    ],
+)
+def test_a_mistake_on_the_command_line(overrides: list[str], sentence: str):
+    assert refused("train", "grpo", "r.yaml", *overrides).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "recipe bad.yaml is empty"),
+        (b"method: grpo\ngrpo: {\n", "bad.yaml:3: broken YAML: "),
+        (b"method: grpo\ngrpo:\n\tkl_coef: 0\n", "bad.yaml:3: broken YAML: found character '\\t'"),
+        (b"method: grpo\nrun: {seed: 1, seed: 2}\n", "bad.yaml:2: `run.seed` stands twice"),
+        (b"method: grpo\nmodel: {path: \xff}\n", "bad.yaml:2: not UTF-8: byte 0xff at offset 27"),
+        (b"method: ppo\n", "bad.yaml:1: this recipe is for `tinyrl train ppo`, not grpo"),
+        (
+            b"grpo: {clip_eps: 7}\nlora: {r: 0}\nrun: {seed: -1, num_steps: x}\n",
+            "bad.yaml:2: `lora.r` is 0; it must be",
+        ),
+        (b'"\\e[31mred": 1\n', "bad.yaml:1: unknown key `\\x1b[31mred`."),
+    ],
+)
+def test_a_mistake_in_a_recipe(content: bytes, sentence: str):
+    Path("bad.yaml").write_bytes(content)
+    assert refused("train", "grpo", "bad.yaml").startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "rows.jsonl: the file is empty"),
+        (b'{"prompt": "a"\n', "rows.jsonl:1: broken JSON at column"),
+        (b'{"prompt": "a"}\n{"question": "a"}\n', "rows.jsonl:2: no column 'prompt'"),
+        (b'{"prompt": "\xff"}\n', "rows.jsonl:1: not UTF-8"),
+        (b'{"prompt": "\x1b[31m", "prompt": "b"}\n', "rows.jsonl:1: broken JSON at column 13, near"),
+    ],
+)
+def test_a_mistake_in_the_data(content: bytes, sentence: str):
+    Path("rows.jsonl").write_bytes(content)
+    said = refused("train", "grpo", "task.data=rows.jsonl")
+    assert said.startswith(sentence)
+    assert "\x1b" not in said
+
+
+def test_a_name_that_exists():
+    existing = Path("runs/mine")
+    existing.mkdir(parents=True)
+    assert refused("train", "grpo", "r.yaml", "--name", "mine") == (
+        "run folder runs/mine exists. Choose another --name, or use --overwrite\n"
+    )
+    (existing / "config.yaml").write_text("method: grpo\n")
+    assert "Resume it with `tinyrl train --resume runs/mine`" in refused("train", "grpo", "r.yaml", "--name", "mine")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["gpro"], "unknown method 'gpro'. Did you mean `grpo`? Methods: grpo, ppo, sft, reward"),
+        ([], "which method? `tinyrl train grpo`, ppo, sft or reward; or `tinyrl train --resume RUN`"),
+        (["r.yaml"], "which method? Say it first, as in `tinyrl train grpo r.yaml`"),
+        (["grpo", "q.yaml"], "recipe 'q.yaml' is neither a file nor a packaged recipe."),
+        (["grpo", "starter-gpro"], "recipe 'starter-gpro' is neither a file nor a packaged recipe. Did you mean"),
+        (["grpo", "a.b=c", "r.yaml"], "'r.yaml': the recipe comes before overrides: tinyrl train METHOD r.yaml"),
+        (["grpo", "r.yaml", "r.yaml"], "'r.yaml': one recipe is enough, and 'r.yaml' is one"),
+        (["grpo", "r.yaml", "kl_coef", "0.1"], "override 'kl_coef' is not of the form section.key=value"),
+        (["--resume", "runs/none"], "runs/none is not a run: it does not exist."),
+        (
+            ["grpo", "--resume", "x"],
+            "--resume needs nothing else: config.yaml of the run says everything (got 'grpo' to",
+        ),
+        (["--resume", "x", "--name", "y", "--overwrite", "--dry-run"], "--resume needs nothing else: config.yaml of t"),
+    ],
+)
+def test_what_train_is_given(arguments: list[str], sentence: str):
+    assert refused("train", *arguments).startswith(sentence)
+
+
+def test_resuming_a_run_whose_config_was_changed_by_hand():
+    Path("runs/mine").mkdir(parents=True)
+    text = dump_config(Config.model_validate({"method": "grpo", "task": {"name": "sort"}}))
+    Path("runs/mine/config.yaml").write_text(text.replace("num_steps: 200", "num_steps: many"))
+    assert "config.yaml:" in (said := refused("train", "--resume", "runs/mine"))
+    assert "`run.num_steps` is 'many'; it must be a whole number of at least 1." in said
+
+
+def test_other_commands():
+    assert refused("report", "runs/none").startswith("There is no run at runs/none")
+    assert refused("eval", "runs/none").startswith("runs/none is not a run.")
+    assert refused("eval", "starter", "--task", "srot").startswith("task.name: there is no task 'srot'")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "train --nmae x",
+        "train grpo --name",
+        "train --resume",
+        "train grpo --device gpu",
+        "eval x --split test",
+        "eval x --samples 0",
+        "eval",
+        "tarin",
+    ],
+)
+def test_an_option_or_command_that_is_wrong(arguments: str):
+    result = run(*arguments.split())
+    assert result.exit_code == 2
+    assert len(result.output.splitlines()) <= 6
+
+
+def test_debug_shows_where_it_came_from():
+    result = run("train", "grpo", "r.yaml", "grpo.group_sise=4", "--debug")
+    assert isinstance(result.exception, ValueError)
+    assert "unknown key `grpo.group_sise`" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (GuardStop("rewards failed"), 3, "tinyrl: stopped: rewards failed\n"),
+        (OutOfRoom("one sequence"), 4, "tinyrl: stopped: one sequence\n"),
+        (Interrupted("SIGTERM"), 75, "tinyrl: stopped: SIGTERM\n"),
+        (OSError(28, "No space left on device", "runs/x"), 4, "tinyrl: runs/x: No space left on device\n"),
+        (PermissionError(13, "Permission denied", "rows.jsonl"), 2, "tinyrl: rows.jsonl: Permission denied\n"),
+        (ValueError("\n".join("abcdefgh")), 2, "tinyrl: a\nb\nc\nd\ne\nf\n"),
+        (ValueError("\x1b]0;x\x07"), 2, "tinyrl: [ESC]]0;x[U+0007]\n"),
+    ],
+)
+def test_exit_codes(error: Exception, code: int, said: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(typer.Exit) as caught, sentences(False):
+        raise error
+    assert caught.value.exit_code == code
+    assert capsys.readouterr().err == said
+    with pytest.raises(type(error)), sentences(True):
+        raise error
+
+
+# What goes right, up to where a model would be loaded
+
+
+@dataclass
+class Started:
+    """What launch.start or launch.dry_run was called with."""
+
+    config: Config
+    name: str | None = None
+    overwrite: bool = False
+    output_dir: str = ""
+    dry_run: bool = False
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
+    """Stands in for tinyrl.training.launch, which loads models."""
+    calls: list[Started] = []
+    stand_in: Any = ModuleType("tinyrl.training.launch")
+
+    def start(config: Config, *, options: Any, output_dir: str, name: str | None, overwrite: bool, **_: Any) -> Any:
+        calls.append(Started(config, name, overwrite, output_dir))
+        return stand_in
+
+    def dry_run(config: Config, *, options: Any) -> str:
+        calls.append(Started(config, dry_run=True))
+        return "a prompt"
+
+    stand_in.Options, stand_in.start, stand_in.dry_run, stand_in.go = dict, start, dry_run, lambda: 3
+    monkeypatch.setitem(sys.modules, "tinyrl.training.launch", stand_in)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["grpo", "--dry-run", "r.yaml", "run.seed=7"],
+        ["grpo", "r.yaml", "run.seed=7", "--dry-run"],
+        ["--dry-run", "grpo", "r.yaml", "run.seed=7"],
+        ["grpo", "r.yaml", "--dry-run", "run.seed=7"],
+    ],
+)
+def test_options_may_stand_anywhere(arguments: list[str], started: list[Started]):
+    result = run("train", *arguments)
+    assert result.exit_code == 0, result.output
+    (call,) = started
+    assert call.dry_run
+    assert call.config.run.seed == 7
+    assert result.stdout == f"{dump_config(call.config)}\na prompt\n"
+    assert not Path("runs").exists()
+
+
+def test_a_run_is_started_with_what_was_said_and_its_exit_code_is_ours(started: list[Started]):
+    arguments = ["r.yaml", "grpo.kl_coef=5e-2", "optim.learning_rate=3e-4", "--name", "mine", "--output-dir", "out"]
+    result = run("train", "grpo", *arguments, "--overwrite")
+    assert result.exit_code == 3
+    (call,) = started
+    assert (call.name, call.output_dir, call.overwrite) == ("mine", "out", True)
+    assert call.config.grpo is not None
+    assert (call.config.grpo.kl_coef, call.config.optim.learning_rate) == (0.05, 0.0003)
+
+
+def test_a_dry_run_does_not_mind_a_run_of_that_name(started: list[Started]):
+    Path("runs/mine").mkdir(parents=True)
+    assert run("train", "grpo", "r.yaml", "--name", "mine", "--dry-run").exit_code == 0
+    assert started[0].dry_run
+
+
+def test_lists_and_version():
+    assert run("--version").stdout == f"{__version__}\n"
+    assert "sort" in run("tasks").stdout
+    recipes = run("recipes").stdout.splitlines()
+    assert any(line.startswith("starter-grpo ") for line in recipes)
+    assert all(len(line.split(maxsplit=1)) == 2 for line in recipes)
+
+
+# The real command
+
+
+def real(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tinyrl", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, check=False)
+
+
+def test_the_real_command():
+    done = real("train", "grpo", "r.yaml", "grpo.group_sise=4")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "tinyrl: override 'grpo.group_sise=4': unknown key `grpo.group_sise`. Did you mean `grpo.group_size`?\n"
+    )
+    assert {p.name for p in Path().iterdir()} == {"r.yaml"}
+
+
+def test_the_real_command_with_a_text_no_terminal_can_show():
+    Path("rows.jsonl").write_text(json.dumps({"prompt": "\ud800"}) + "\n")
+    done = real("train", "grpo", "task.data=rows.jsonl")
+    assert done.returncode == 2
+    assert done.stderr.startswith("tinyrl: rows.jsonl:1: half a character (a lone surrogate): '\\ud800'")

@@ -1,0 +1,199 @@
+"""What is answered before torch is imported: models that are not there, rows that cannot be used, targets of eval."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinyrl.cli.preflight import check_before_loading, check_evaluation
+from tinyrl.config.config import Config
+from tinyrl.config.recipe import dump_config
+
+ROWS = [{"prompt": f"say {n}", "answer": str(n), "chosen": "yes", "rejected": "no", "text": "abc"} for n in range(12)]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with rows.jsonl and a model's folder in it."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    Path("model/model.safetensors").write_text("")
+    return tmp_path
+
+
+def check(method: str = "grpo", **sections: Any) -> None:
+    values = {"method": method, "task": {"data": "rows.jsonl"}, "model": {"path": "model"}, **sections}
+    check_before_loading(Config.model_validate(values))
+
+
+def refused(method: str = "grpo", **sections: Any) -> str:
+    with pytest.raises(ValueError, match=r"\S") as caught:
+        check(method, **sections)
+    assert type(caught.value) is ValueError
+    assert len(str(caught.value).splitlines()) <= 6
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo", "sft", "reward"])
+def test_what_is_in_order(method: str):
+    check(method)
+    check(method, model={"path": "owner/name"})
+    check(method, model={"path": "starter"})
+
+
+# Models
+
+
+def test_a_model_that_is_not_there():
+    assert refused(model={"path": "./modle"}) == (
+        "model.path=./modle: there is no such folder, and a hub name is owner/name. Did you mean `model`?"
+    )
+    assert refused(model={"path": "startr"}).endswith("Did you mean `starter`?")
+    assert refused("ppo", critic={"path": "/no/such/place"}).startswith("critic.path=/no/such/place: there is no such")
+    assert refused(reward={"model": "~nobody/x/y"}).startswith("reward.model=~nobody/x/y: there is no such folder")
+    assert refused(model={"path": "x" * 5000}).startswith("model.path=xxx")
+
+
+def test_a_folder_that_is_no_model():
+    Path("pickled").mkdir()
+    Path("pickled/config.json").write_text("{}")
+    Path("pickled/pytorch_model.bin").write_bytes(b"\x80\x04")
+    assert refused(model={"path": "pickled"}) == (
+        "model.path=pickled has only pickled weights (pytorch_model.bin), which can execute code when read; "
+        "convert them to safetensors"
+    )
+    Path("empty").mkdir()
+    assert refused(model={"path": "empty"}) == "model.path=empty is not a model folder: it has no config.json"
+    assert refused(model={"path": "rows.jsonl"}).startswith("model.path=rows.jsonl is a file; name the folder")
+    Path("pickled/model.safetensors").write_text("")
+    check(model={"path": "pickled"})
+
+
+def test_an_adapter_to_start_from():
+    Path("adapter").mkdir()
+    Path("adapter/adapter_config.json").write_text("{}")
+    for path, missing in (("adapter", "adapter_model.safetensors"), ("nowhere", "adapter_config.json")):
+        settings = {"path": "model", "adapter": path}
+        assert refused(model=settings) == f"model.adapter={path}: {missing} is missing there"
+    Path("adapter/adapter_model.safetensors").write_text("")
+    check(model={"path": "model", "adapter": "adapter"})
+
+
+# Rewards and tasks
+
+
+def test_a_reward_that_is_not_there():
+    Path("rewards.py").write_text("def score(prompts, completions):\n    return []\n")
+    for use, sentence in {
+        "rewards.py:scoer": "has no function 'scoer'. Did you mean `score`?",
+        "reward.py:score": "there is no file",
+        "rewards.py": "must be 'file.py:function'",
+    }.items():
+        assert sentence in refused(reward={"functions": [{"use": use}]})
+    check(reward={"functions": [{"use": "rewards.py:score"}]})
+
+
+def test_a_task_that_is_not_there():
+    assert refused(task={"name": "srot"}).startswith("task.name: there is no task 'srot'. Did you mean `sort`?")
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo", "sft", "reward"])
+def test_no_data(method: str):
+    assert refused(method, task={}).startswith("task.data is missing")
+
+
+# Rows, of training and of evaluation
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b'{"prompt": "a"}\n{"prompt": "b"\n', "bad.jsonl:2: broken JSON at column"),
+        (b'{"prompt": "a"}\n[1]\n', "bad.jsonl:2: a row is an object"),
+        (b"", "bad.jsonl: the file is empty"),
+        (b"\n\n", "bad.jsonl: the file is empty"),
+        (b'{"prompt": "caf\xe9"}\n', "bad.jsonl:1: not UTF-8: byte 0xe9 at offset 15"),
+        (b'{"promt": "a"}\n', "bad.jsonl:1: no column 'prompt', which task 'rows' needs. Did you mean `promt`?"),
+        (b'{"prompt": 3}\n', "bad.jsonl:1: the prompt must be text"),
+        (b'{"prompt": ""}\n', "bad.jsonl:1: the prompt is empty"),
+    ],
+)
+@pytest.mark.parametrize("key", ["data", "eval_data"])
+def test_bad_rows(content: bytes, sentence: str, key: str):
+    Path("bad.jsonl").write_bytes(content)
+    assert refused(task={"data": "rows.jsonl", key: "bad.jsonl"}).startswith(sentence)
+
+
+def test_rows_with_a_byte_order_mark_are_accepted():
+    Path("bom.jsonl").write_bytes(b"\xef\xbb\xbf" + Path("rows.jsonl").read_bytes())
+    check(task={"data": "bom.jsonl"})
+
+
+def test_a_renamed_column_that_is_not_there():
+    sentence = refused(task={"data": "rows.jsonl", "columns": {"prompt": "promt"}})
+    assert sentence.startswith("rows.jsonl:1: no column 'promt', which task.columns.prompt asks for. Did you mean")
+
+
+@pytest.mark.parametrize("source", ["rows.jsn", "nowhere.jsonl", "nowhere.parquet", "./a/b/c", "model", "gsm8k"])
+@pytest.mark.parametrize("method", ["grpo", "sft"])
+def test_data_that_is_not_there(source: str, method: str):
+    assert source in refused(method, task={"data": source})
+    assert source in refused(method, task={"data": "rows.jsonl", "eval_data": source})
+
+
+def test_what_may_be_on_the_hub_is_left_for_later():
+    check(task={"data": "owner/name:main@train"})
+
+
+@pytest.mark.parametrize(
+    ("method", "row", "sentence"),
+    [
+        (
+            "reward",
+            {"prompt": "a", "chosen": "b"},
+            "bad.jsonl:2: no column 'rejected', which `tinyrl train reward` needs.",
+        ),
+        ("reward", {"prompt": "a", "chosen": "b", "rejected": 3}, "bad.jsonl:2: 'rejected' must be text, not 3"),
+        (
+            "sft",
+            {"prompt": "a", "completon": "b"},
+            "bad.jsonl:2: no column 'completion', which `tinyrl train sft` needs. D",
+        ),
+        ("sft", {"text": None}, "bad.jsonl:2: 'text' must be text, not None"),
+    ],
+)
+def test_rows_to_learn_from(method: str, row: dict[str, Any], sentence: str):
+    Path("bad.jsonl").write_text(f"{json.dumps(ROWS[0])}\n{json.dumps(row)}\n")
+    assert refused(method, task={"data": "bad.jsonl"}).startswith(sentence)
+    assert refused(method, task={"data": "rows.jsonl", "eval_data": "bad.jsonl"}).startswith(sentence)
+
+
+# Targets of `tinyrl eval`
+
+
+def test_targets_of_an_evaluation():
+    run = Path("runs/mine")
+    (run / "checkpoints/step-000010").mkdir(parents=True)
+    (run / "config.yaml").write_text(dump_config(Config.model_validate({"method": "grpo"})))
+    for target in ("runs/mine", "runs/mine/checkpoints/step-000010"):
+        check_evaluation(target, vs=None, task=None)
+    check_evaluation("runs/mine", vs="base", task=None)
+    Path("config.yaml").write_text("somebody else's")  # what lies around makes a model no run
+    check_evaluation("model", vs="start", task="sort")
+    for (target, vs, task), sentence in {
+        (
+            "runs/mien",
+            None,
+            None,
+        ): "runs/mien is not a run. Did you mean `runs/mine`? To evaluate a model, say",
+        ("model", None, None): "model is not a run. To evaluate a model, say what on: --task NAME",
+        ("runs/mine", "mine", None): "mine is not a run. To evaluate a model",
+        ("runs/mine", "./mine", "sort"): "model=./mine: there is no such folder",
+        ("runs/mine", None, "srot"): "task.name: there is no task 'srot'. Did you mean `sort`?",
+    }.items():
+        with pytest.raises(ValueError, match=r"\S") as caught:
+            check_evaluation(target, vs=vs, task=task)
+        assert str(caught.value).startswith(sentence)

@@ -1,0 +1,61 @@
+"""A resume under other settings than the run had: refused with both values, unless it is asked for."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import running
+from tests.tiny_models import tiny_model
+from tinyrl.config.changes import changed_settings, check_drift
+from tinyrl.config.recipe import load_config
+
+
+def test_changed_settings_are_shown_with_both_values() -> None:
+    before = {"optim": {"learning_rate": 0.1, "schedule": "constant"}, "reward": None, "gone": 1}
+    now = {"optim": {"learning_rate": 0.2, "schedule": "constant", "new": 3}, "reward": {"model": "x"}}
+    assert changed_settings(before, now) == [
+        "optim.learning_rate: 0.1 then, 0.2 now",
+        'reward: null then, {"model": "x"} now',
+    ]
+
+
+def test_the_first_three_are_named_and_the_others_counted() -> None:
+    config = load_config("grpo", None, overrides=[])
+    before = config.model_dump(mode="json")
+    before["optim"] |= {"learning_rate": 0.5, "max_grad_norm": 0.25, "weight_decay": 0.125, "adam_eps": 0.5}
+    with pytest.raises(ValueError, match=r"and 1 more\nPut them back, or go on .*--allow-config-change$") as caught:
+        check_drift(before, config, since="step-000010", allowed=False)
+    assert len(str(caught.value).splitlines()) == 6
+    assert len(check_drift(before, config, since="step-000010", allowed=True)) == 4
+    with pytest.raises(ValueError, match="written by `tinyrl train ppo`; grpo cannot go on"):
+        check_drift({**before, "method": "ppo"}, config, since="step-000010", allowed=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+def test_an_edited_config_is_refused_and_nothing_of_the_run_changes(model: Path, tmp_path: Path) -> None:
+    _, run, _ = running.train(running.config("grpo", model), tmp_path, stop_at=60)
+    written = (run.path / "config.yaml").read_text()
+    (run.path / "config.yaml").write_text(written.replace("learning_rate: 0.01", "learning_rate: 0.5"))
+    records = run.lengths()
+    with pytest.raises(ValueError, match=r"optim.learning_rate: 0\.01 then, 0\.5 now"):
+        running.go_on(run)
+    assert run.lengths() == records
+
+
+def test_a_finished_run_is_made_longer(model: Path, tmp_path: Path) -> None:
+    """As if it had been that long from the beginning: nothing but the number of steps differs."""
+    code, whole, _ = running.train(running.config("grpo", model, run={"num_steps": 5}), tmp_path, name="whole")
+    assert code == 0
+    _, run, _ = running.train(running.config("grpo", model, run={"num_steps": 4}), tmp_path, name="short")
+    longer = run.read_config(["run.num_steps=5"])
+    with pytest.raises(ValueError, match=r"run.num_steps: 4 then, 5 now"):
+        running.go_on(run, config=longer)
+    assert running.go_on(run, config=longer, allow_config_change=True) == 0
+    assert run.read_config().run.num_steps == 5
+    assert running.lasting(run) == running.lasting(whole)
+    ours, theirs = running.weights(run, 5), running.weights(whole, 5)
+    assert all((ours[name] == theirs[name]).all() for name in theirs)

@@ -1,0 +1,245 @@
+"""The configuration: what defaults depend on, what presets are made of, what cannot go together."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tinyrl.config.config import METHOD_SECTIONS, METHODS, PRESETS, SECTIONS, Config, GrpoConfig
+
+
+def make(method: str = "grpo", **sections: Any) -> Config:
+    return Config.model_validate({"method": method, **sections})
+
+
+def refused(method: str = "grpo", **sections: Any) -> str:
+    with pytest.raises(ValidationError) as caught:
+        make(method, **sections)
+    (problem,) = caught.value.errors()
+    return problem["msg"]
+
+
+# The starting numbers people are promised.
+
+
+def test_starting_numbers():
+    grpo, ppo = make("grpo"), make("ppo")
+    assert (grpo.lora.enabled, grpo.lora.r, grpo.lora.alpha, grpo.lora.dropout) == (True, 16, 32.0, 0.0)
+    assert grpo.lora.target_modules == "all-linear"
+    assert grpo.grpo is not None
+    assert grpo.generation is not None
+    assert (grpo.grpo.num_prompts, grpo.grpo.group_size, grpo.grpo.num_epochs) == (32, 8, 1)
+    assert grpo.grpo.minibatch_size is None
+    assert ppo.ppo is not None
+    assert (ppo.ppo.num_prompts, ppo.ppo.num_epochs, ppo.ppo.minibatch_size) == (128, 4, 64)
+    assert (grpo.generation.max_new_tokens, grpo.generation.max_prompt_tokens) == (256, 1024)
+    assert grpo.generation.temperature == 1.0
+    run, optim = grpo.run, grpo.optim
+    assert (run.num_steps, run.eval_every, run.save_every, run.keep_checkpoints, run.seed) == (200, 25, 25, 3, 0)
+    assert run.micro_batch_tokens == "auto"
+    assert (optim.schedule, optim.weight_decay, optim.adam_eps, optim.max_grad_norm) == ("constant", 0.0, 1e-8, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("method", "lora", "rates"),
+    [
+        ("grpo", True, (5e-5, None)),
+        ("grpo", False, (1e-6, None)),
+        ("ppo", True, (5e-5, 1e-4)),
+        ("ppo", False, (1e-6, 1e-5)),
+        ("sft", True, (5e-5, None)),
+        ("reward", False, (1e-6, None)),
+    ],
+)
+def test_learning_rates_depend_on_lora_and_method(method: str, lora: bool, rates: tuple[float, float | None]):
+    optim = make(method, lora={"enabled": lora}).optim
+    assert (optim.learning_rate, optim.critic_learning_rate) == rates
+
+
+def test_learning_rates_that_are_given_stay():
+    optim = make("ppo", lora={"enabled": False}, optim={"learning_rate": 3e-4, "critic_learning_rate": 7e-4}).optim
+    assert (optim.learning_rate, optim.critic_learning_rate) == (3e-4, 7e-4)
+
+
+@pytest.mark.parametrize(
+    ("lora", "critic", "kind"),
+    [
+        (True, {}, "adapter"),
+        (False, {}, "separate"),
+        (True, {"path": "other"}, "separate"),
+        (True, {"kind": "shared"}, "shared"),
+        (False, {"kind": "shared-detached"}, "shared-detached"),
+    ],
+)
+def test_the_critic_that_fits(lora: bool, critic: dict[str, Any], kind: str):
+    config = make("ppo", lora={"enabled": lora}, critic=critic)
+    assert config.critic is not None
+    assert config.critic.kind == kind
+
+
+# Sections
+
+
+def test_a_method_has_its_sections_and_no_others():
+    for method in METHODS:
+        config = make(method, grpo={"num_prompts": 4}, ppo={"num_prompts": 64}, sft={}, critic={}, reward={})
+        there = {name for name in METHOD_SECTIONS if getattr(config, name) is not None}
+        assert there == set(SECTIONS[method])
+
+
+def test_sections_of_other_methods_are_not_looked_at():
+    assert make("grpo", ppo={"no such": "field"}, sft=3).ppo is None
+
+
+@pytest.mark.parametrize("section", ["model", "lora", "task", "optim", "run", "grpo", "reward", "generation"])
+def test_a_section_left_blank_has_its_defaults(section: str):
+    assert make("grpo", **{section: None}) == make("grpo")
+
+
+def test_no_task_is_a_persons_own_rows():
+    assert make("grpo").task.name == "rows"
+    assert make("grpo", task={"name": "sort"}).task.name == "sort"
+
+
+# Presets: every part, as the papers have it.
+
+PARTS = ("advantage", "advantage_scale", "loss", "ratio_level", "clip_eps", "clip_eps_high", "aggregation")
+KL_PARTS = ("kl_coef", "kl_estimator", "kl_placement")
+
+
+@pytest.mark.parametrize(
+    ("preset", "parts", "kl"),
+    [
+        ("dapo", ("group", "std", "clipped", "token", 0.2, 0.28, "token"), (0.0, "k3", "loss")),
+        ("grpo", ("group", "std", "clipped", "token", 0.2, 0.2, "sequence"), (0.04, "k3", "loss")),
+        ("dr_grpo", ("group", "none", "clipped", "token", 0.2, 0.2, "constant"), (0.0, "k3", "loss")),
+        ("gspo", ("group", "std", "clipped", "sequence", 3e-4, 4e-4, "sequence"), (0.0, "k3", "loss")),
+        ("cispo", ("group", "std", "cispo", "token", 0.2, 0.28, "token"), (0.0, "k3", "loss")),
+        ("rloo", ("leave-one-out", "std", "clipped", "token", 0.2, 0.2, "sequence"), (0.05, "k1", "reward")),
+        ("reinforce++", ("discounted-return", "std", "clipped", "token", 0.2, 0.2, "token"), (0.01, "k1", "reward")),
+    ],
+)
+def test_a_preset_is_plain_fields(preset: str, parts: tuple[Any, ...], kl: tuple[Any, ...]):
+    section = make("grpo", grpo={"preset": preset}).grpo
+    assert section is not None
+    assert tuple(getattr(section, name) for name in PARTS) == parts
+    assert tuple(getattr(section, name) for name in KL_PARTS) == kl
+
+
+def test_dapo_is_the_default():
+    assert make("grpo") == make("grpo", grpo={"preset": "dapo"})
+
+
+OTHERS: dict[str, Any] = {
+    "advantage": "leave-one-out",
+    "advantage_scale": "none",
+    "loss": "cispo",
+    "ratio_level": "sequence",
+    "clip_eps": 0.11,
+    "clip_eps_high": 0.33,
+    "aggregation": "constant",
+    "kl_coef": 0.02,
+    "kl_estimator": "k2",
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_each_part_of_a_preset_can_be_overridden_alone(preset: str, name: str):
+    plain = GrpoConfig.model_validate({"preset": preset}).model_dump()
+    changed = GrpoConfig.model_validate({"preset": preset, name: OTHERS[name]}).model_dump()
+    assert changed == {**plain, name: OTHERS[name]}
+
+
+def test_every_preset_trains_as_it_is():
+    for preset in PRESETS:
+        assert make("grpo", grpo={"preset": preset}).grpo is not None
+
+
+# Types are strict: nothing is taken for something else.
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        ("run", "num_steps", True),
+        ("run", "num_steps", 2.0),
+        ("run", "num_steps", "3"),
+        ("run", "num_steps", 0),
+        ("run", "seed", -1),
+        ("run", "deterministic", 1),
+        ("optim", "learning_rate", True),
+        ("optim", "learning_rate", 0),
+        ("optim", "learning_rate", float("nan")),
+        ("optim", "learning_rate", float("inf")),
+        ("grpo", "group_size", 1),
+        ("grpo", "clip_eps", 1.0),
+        ("grpo", "dual_clip", 1.0),
+        ("grpo", "ratio_cap", float("inf")),
+        ("grpo", "preset", ["dapo"]),
+        ("lora", "dropout", float("nan")),
+        ("lora", "target_modules", []),
+        ("generation", "stop", [""]),
+        ("generation", "stop", ("a",)),
+        ("generation", "top_p", 0),
+        ("task", "name", 3),
+        ("model", "path", ""),
+    ],
+)
+def test_wrong_types_and_ranges_are_refused(section: str, field: str, value: Any):
+    with pytest.raises(ValidationError) as caught:
+        make("grpo", **{section: {field: value}})
+    assert {problem["loc"][:2] for problem in caught.value.errors()} == {(section, field)}
+
+
+def test_a_whole_number_is_a_number():
+    assert make("grpo", lora={"alpha": 8}).lora.alpha == 8.0
+
+
+# What cannot go together, and what can.
+
+
+@pytest.mark.parametrize(
+    ("method", "sections", "sentence"),
+    [
+        ("grpo", {"lora": {"dropout": 0.1}}, "lora.dropout=0.1: dropout makes the ratio"),
+        ("grpo", {"lora": {"enabled": False}, "model": {"quantization": "4bit"}}, "model.quantization=4bit needs lora"),
+        ("grpo", {"lora": {"enabled": False}, "model": {"adapter": "a"}}, "model.adapter=a needs lora.enabled=true"),
+        ("ppo", {"lora": {"enabled": False}, "critic": {"kind": "adapter"}}, "critic.kind=adapter needs lora"),
+        ("ppo", {"critic": {"kind": "shared", "path": "x"}}, "critic.path=x is for critic.kind=separate"),
+        ("grpo", {"generation": {"top_k": 5}}, "generation.top_k=5 cuts the distribution"),
+        ("ppo", {"generation": {"top_p": 0.5}}, "generation.top_p=0.5 cuts the distribution"),
+        ("grpo", {"reward": {"overlong_tokens": 257}}, "reward.overlong_tokens=257 is more than"),
+        ("grpo", {"grpo": {"minibatch_size": 100}}, "does not divide the 256 sequences of a step; 64 would"),
+        ("ppo", {"ppo": {"num_prompts": 32}}, "ppo.minibatch_size=64 does not divide the 32 sequences of a step; 32"),
+        ("ppo", {"ppo": {"kl_placement": "loss"}}, "ppo.kl_estimator=k1 in the loss has zero mean gradient"),
+        ("ppo", {"reference": {"kind": "none"}}, "ppo.kl_coef=0.05 needs a reference"),
+        ("ppo", {"ppo": {"kl_controller": "adaptive", "kl_coef": 0.0}}, "ppo.kl_coef=0 stays 0"),
+        ("grpo", {"grpo": {"preset": "grpo", "kl_placement": "reward"}}, "goes with the rloo and reinforce++"),
+    ],
+)
+def test_what_cannot_go_together(method: str, sections: dict[str, Any], sentence: str):
+    assert sentence in refused(method, **sections)
+
+
+@pytest.mark.parametrize(
+    ("method", "sections"),
+    [
+        ("sft", {"lora": {"dropout": 0.1}}),
+        ("grpo", {"generation": {"top_k": 5, "allow_truncated_sampling": True}}),
+        ("grpo", {"reward": {"overlong_tokens": 256}}),
+        ("grpo", {"grpo": {"minibatch_size": 64}}),
+        ("ppo", {"ppo": {"num_prompts": 32, "minibatch_size": None}}),
+        ("ppo", {"ppo": {"kl_placement": "loss", "kl_estimator": "k3"}}),
+        ("ppo", {"reference": {"kind": "none"}, "ppo": {"kl_coef": 0}}),
+        ("ppo", {"critic": {"path": "x"}}),
+        ("grpo", {"reference": {"kind": "none"}}),
+    ],
+)
+def test_what_can(method: str, sections: dict[str, Any]):
+    make(method, **sections)
+
+
+def test_a_batch_nobody_can_hold_is_answered_at_once():
+    sentence = refused("grpo", grpo={"num_prompts": 10**15 + 37, "minibatch_size": 10**14})
+    assert "does not divide" in sentence

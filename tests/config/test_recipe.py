@@ -1,0 +1,423 @@
+"""Recipes and overrides: files as people break them, overrides laid over them, and config.yaml read back."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from tinyrl.config.config import METHODS, PRESETS, Config
+from tinyrl.config.errors import FAMILIAR, fields_of, section_class
+from tinyrl.config.recipe import (
+    MAX_RECIPE_BYTES,
+    apply_overrides,
+    build_config,
+    dump_config,
+    find_recipe,
+    load_config,
+    load_written_config,
+    packaged_recipes,
+    read_recipe,
+    split_settings,
+)
+from tinyrl.config.yaml_reader import Source
+
+SORT = "method: grpo\ntask: {name: sort}\n"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | bytes], str]:
+    """Writes r.yaml into the current folder, which is a fresh one."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(content: str | bytes) -> str:
+        Path("r.yaml").write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+        return "r.yaml"
+
+    return write
+
+
+def refused(method: str, name: str | None, *overrides: str) -> str:
+    with pytest.raises(ValueError, match=r"\S") as caught:
+        load_config(method, name, overrides=list(overrides))
+    assert type(caught.value) is ValueError
+    sentence = str(caught.value)
+    assert len(sentence.splitlines()) <= 6
+    return sentence
+
+
+# Files
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("", "recipe r.yaml is empty"),
+        ("# only a comment\n", "recipe r.yaml is empty"),
+        (b"\xef\xbb\xbf", "recipe r.yaml is empty"),
+        ("- a\n", "r.yaml:1: a recipe is a mapping of sections (model:, task:, grpo:, ...), not a list"),
+        ("just text\n", "r.yaml:1: a recipe is a mapping of sections (model:, task:, grpo:, ...), not 'just text'"),
+        (
+            b"method: grpo\nmodel: {path: caf\xe9}\n",
+            "r.yaml:2: not UTF-8: byte 0xe9 at offset 30; save the file as UTF-8",
+        ),
+        (b"\xef\xbb\xbfmethod: \xff", "r.yaml:1: not UTF-8: byte 0xff at offset 11; save the file as UTF-8"),
+        ("method: grpo".encode("utf-16"), "r.yaml:1: not UTF-8: byte 0xff at offset 0; save the file as UTF-8"),
+        ("method: grpo\ngrpo: {group_size: [4\n", "r.yaml:3: broken YAML: "),
+        ("method: grpo\ngrpo:\n\tgroup_size: 4\n", "r.yaml:3: broken YAML: found character '\\t' that cannot"),
+        ("method: grpo\nmethod: ppo\n", "r.yaml:2: `method` stands twice (first at r.yaml:1)"),
+        (SORT + "grpo:\n  kl_coef: 0\n  kl_coef: 1\n", "r.yaml:5: `grpo.kl_coef` stands twice (first at r.yaml:4)"),
+        (SORT + "grpo:\n  group_sise: 4\n", "r.yaml:4: unknown key `grpo.group_sise`. Did you mean `grpo.group_size`?"),
+        (
+            SORT + "reward:\n  functions:\n    - use: a.py:f\n      wait: 1\n",
+            "r.yaml:6: unknown key `reward.functions[0].wait`. Did you mean `reward.functions[0].weight`?",
+        ),
+        (SORT + "run: {num_steps: many}\n", "r.yaml:3: `run.num_steps` is 'many'; it must be a whole number of at"),
+        (SORT + "grpo: {num_generations: 4}\n", "r.yaml:3: `grpo.num_generations` is not a setting: `num_generat"),
+        (SORT + "grpo: {minibatch_size: 7}\n", "r.yaml:3: grpo.minibatch_size=7 does not divide the 256 sequences"),
+        (SORT + "grpo.kl_coef: 0\n", "r.yaml:3: unknown key `grpo.kl_coef`. "),
+        ("method: gpro\n", "r.yaml:1: `method` is 'gpro'; it must be grpo, ppo, sft or reward. Did you mean `grpo`?"),
+        ("method: 3\n", "r.yaml:1: `method` is 3; it must be grpo, ppo, sft or reward."),
+        ("method: ppo\n", "r.yaml:1: this recipe is for `tinyrl train ppo`, not grpo"),
+        ("method: reward\nreward: {timeout_s: 3.0}\n", "r.yaml:1: this recipe is for `tinyrl train reward`, not grpo"),
+    ],
+)
+def test_a_bad_recipe_is_answered_with_its_line(recipe: Callable[..., str], content: str | bytes, sentence: str):
+    assert refused("grpo", recipe(content)).startswith(sentence)
+
+
+def test_a_recipe_too_large_is_not_parsed(recipe: Callable[..., str]):
+    assert refused("grpo", recipe(b"a" * (MAX_RECIPE_BYTES + 1))) == (
+        "recipe r.yaml is too large: a recipe has at most 100,000 bytes"
+    )
+
+
+def test_a_byte_order_mark_is_accepted(recipe: Callable[..., str]):
+    assert load_config("grpo", recipe(b"\xef\xbb\xbf" + SORT.encode()), overrides=[]).task.name == "sort"
+
+
+def test_windows_line_ends_are_accepted(recipe: Callable[..., str]):
+    assert load_config("grpo", recipe(SORT.replace("\n", "\r\n")), overrides=[]).task.name == "sort"
+
+
+def test_a_recipe_for_two_methods(recipe: Callable[..., str]):
+    name = recipe(SORT + "grpo: {num_prompts: 4}\nppo: {num_prompts: 64}\n")
+    grpo, ppo = (load_config(method, name, overrides=[]) for method in ("grpo", "ppo"))
+    assert grpo.ppo is None
+    assert ppo.grpo is None
+    assert grpo.grpo is not None
+    assert ppo.ppo is not None
+    assert (grpo.grpo.num_prompts, ppo.ppo.num_prompts) == (4, 64)
+    assert "ppo" not in dump_config(grpo)
+
+
+def test_a_recipe_need_not_say_its_method(recipe: Callable[..., str]):
+    assert load_config("ppo", recipe("task: {name: sort}\n"), overrides=[]).method == "ppo"
+
+
+def test_a_recipe_is_not_for_reward_because_it_has_rewards(recipe: Callable[..., str]):
+    """`reward:` is the section of reward functions; the method reward has reward_model."""
+    name = recipe(SORT + "reward: {timeout_s: 5.0}\n")
+    assert refused("reward", name) == "r.yaml:1: this recipe is for `tinyrl train grpo`, not reward"
+
+
+def test_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    for name, sentence in {
+        "starter-gpro": "recipe 'starter-gpro' is neither a file nor a packaged recipe. Did you mean `starter-grpo`?",
+        "./nothing.yaml": "recipe './nothing.yaml' is neither a file nor a packaged recipe.",
+        "folder": "recipe 'folder' is a folder.",
+        "x" * 5000: f"recipe '{'x' * 77}...' is neither",
+        "a\0b": "recipe 'a\\x00b' is neither",
+    }.items():
+        assert refused("grpo", name).startswith(sentence)
+
+
+def test_an_unreadable_recipe(tmp_path: Path):
+    with pytest.raises(ValueError, match=f"cannot read recipe {tmp_path}: Is a directory"):
+        read_recipe(tmp_path)
+
+
+def test_packaged_recipes_are_found_by_name_and_files_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    packaged = packaged_recipes()["starter-grpo"]
+    for name in ("starter-grpo", "starter-grpo.yaml", "recipes/starter-grpo.yaml"):
+        assert find_recipe(name) == packaged
+    Path("starter-grpo").write_text(SORT)
+    assert find_recipe("starter-grpo") == Path("starter-grpo")
+    with pytest.raises(ValueError, match="neither a file"):
+        find_recipe("other/starter-grpo.yaml")
+
+
+# Overrides
+
+
+def overridden(values: dict[str, Any], *overrides: str) -> dict[str, Any]:
+    return apply_overrides(Source("r.yaml", values), list(overrides)).values
+
+
+def test_overrides_are_laid_over_and_read_as_yaml():
+    before = {"grpo": {"kl_coef": 0.1, "group_size": 4}, "run": None}
+    after = overridden(before, "grpo.kl_coef=5e-5", "run.seed=3", "task.name=sort", "model.adapter=", "lora={r: 4}")
+    assert after == {
+        "grpo": {"kl_coef": 5e-5, "group_size": 4},
+        "run": {"seed": 3},
+        "task": {"name": "sort"},
+        "model": {"adapter": None},
+        "lora": {"r": 4},
+    }
+    assert before == {"grpo": {"kl_coef": 0.1, "group_size": 4}, "run": None}
+
+
+def test_the_last_override_wins_and_a_value_may_hold_equals_signs():
+    assert overridden({}, "a.b=1", "a.b=x=y") == {"a": {"b": "x=y"}}
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("grpo.kl_coef", "override 'grpo.kl_coef' is not of the form section.key=value"),
+        ("=3", "override '=3' is not of the form section.key=value"),
+        ("grpo..x=3", "override 'grpo..x=3' is not of the form section.key=value"),
+        ("grpo.x=[1", "override 'grpo.x=[1': broken YAML: expected ',' or ']'"),
+        ("grpo.x=a: b: c", "override 'grpo.x=a: b: c': broken YAML: mapping values are not allowed here; put text"),
+        ("grpo.x=2024-01-01", "override 'grpo.x=2024-01-01': '2024-01-01' is a date; put text in quotes"),
+        ("grpo.x=&a [*a]", "override 'grpo.x=&a [*a]': broken YAML: *a: a recipe has no aliases"),
+        ("list.0.x=1", "override 'list.0.x=1': `list` is [1] (r.yaml), so give all of it: list=..."),
+        ("text.x=1", "override 'text.x=1': `text` is 'abc' (r.yaml), so give all of it: text=..."),
+    ],
+)
+def test_broken_overrides(override: str, sentence: str):
+    with pytest.raises(ValueError, match=r"^override") as caught:
+        overridden({"list": [1], "text": "abc"}, override)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_a_mistake_in_an_override_is_placed_there(recipe: Callable[..., str]):
+    name = recipe(SORT + "grpo:\n  clip_eps: 0.2\n  kl_coef: 0\n")
+    for override, sentence in {
+        "grpo.clip_eps=2": "override 'grpo.clip_eps=2': `grpo.clip_eps` is 2; it must be",
+        "grpo={clip_eps: 2}": "override 'grpo={clip_eps: 2}': `grpo.clip_eps` is 2; it must be",
+        "grpo.clip_eps.x=2": "override 'grpo.clip_eps.x=2': `grpo.clip_eps` is 0.2 (r.yaml:4), so give all of it",
+        "grpo.minibatch_size=7": "grpo.minibatch_size=7 does not divide",
+        "run.micro_batch_tokens=abc": "override 'run.micro_batch_tokens=abc': `run.micro_batch_tokens` is 'abc'; it "
+        "must be auto or a whole number of at least 1.",
+    }.items():
+        assert refused("grpo", name, override).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("ppo.kl_coef=1", "override 'ppo.kl_coef=1': `ppo` is for ppo, not for grpo. Did you mean `grpo.kl_coef`?"),
+        ("critic.warmup=3", "override 'critic.warmup=3': `critic` is for ppo, not for grpo."),
+        (
+            "reward_model.center=true",
+            "override 'reward_model.center=true': `reward_model` is for reward, not for grpo.",
+        ),
+        ("method=ppo", "override 'method=ppo': the method is said once: tinyrl train grpo"),
+    ],
+)
+def test_an_override_that_nothing_would_read_is_refused(recipe: Callable[..., str], override: str, sentence: str):
+    assert refused("grpo", recipe(SORT), override) == sentence
+
+
+def test_an_override_cannot_turn_a_recipe_into_one_for_another_method(recipe: Callable[..., str]):
+    assert (
+        refused("ppo", recipe(SORT), "ppo.num_epochs=1") == "r.yaml:1: this recipe is for `tinyrl train grpo`, not ppo"
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        ("gpro", "unknown method 'gpro'. Did you mean `grpo`? Methods: grpo, ppo, sft, reward"),
+        ("", "unknown method ''. Methods: grpo, ppo, sft, reward"),
+        ("starter-grpo", "which method? Say it first, as in `tinyrl train grpo starter-grpo`"),
+        ("run.seed=3", "which method? Say it first, as in `tinyrl train grpo run.seed=3`"),
+    ],
+)
+def test_unknown_methods(method: str, sentence: str):
+    assert refused(method, None) == sentence
+
+
+def test_without_a_recipe_the_embedded_default_runs_unless_a_model_or_data_is_named():
+    embedded = load_config("grpo", None, overrides=[])
+    assert embedded == load_config("grpo", "starter-grpo", overrides=[])
+    plain = Config.model_validate({"method": "grpo", "task": {"name": "gsm8k"}})
+    for overrides in (["task.name=gsm8k"], ["task={name: gsm8k}"]):
+        assert load_config("grpo", None, overrides=overrides) == plain
+    assert load_config("grpo", None, overrides=["run.num_steps=7"]).run.num_steps == 7
+    assert embedded != plain
+
+
+# What follows the method on the command line
+
+
+def test_recipe_and_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("lr=1.yaml").write_text(SORT)
+    assert split_settings([]) == (None, [])
+    assert split_settings(["a.b=c"]) == (None, ["a.b=c"])
+    assert split_settings(["r.yaml", "a.b=c", "d=e"]) == ("r.yaml", ["a.b=c", "d=e"])
+    assert split_settings(["lr=1.yaml", "a.b=c"]) == ("lr=1.yaml", ["a.b=c"])
+    assert split_settings(["r.yaml", "typo"]) == ("r.yaml", ["typo"])  # said when it is read as an override
+    with pytest.raises(ValueError, match=r"'r\.yaml': the recipe comes before overrides: tinyrl train METHOD r\.yaml"):
+        split_settings(["a.b=c", "r.yaml"])
+    with pytest.raises(ValueError, match="'starter-ppo': one recipe is enough, and 'starter-grpo' is one"):
+        split_settings(["starter-grpo", "a.b=c", "starter-ppo"])
+
+
+# config.yaml gives the same object
+
+
+def round_trip(config: Config, folder: Path) -> Config:
+    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    return load_written_config(folder / "config.yaml")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("lora", [True, False])
+def test_config_yaml_is_the_same_object(method: str, lora: bool, tmp_path: Path):
+    config = Config.model_validate({"method": method, "lora": {"enabled": lora}, "task": {"data": "x.jsonl"}})
+    assert round_trip(config, tmp_path) == config
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_config_yaml_is_the_same_with_a_preset_and_what_was_changed_of_it(preset: str, tmp_path: Path):
+    config = Config.model_validate({"method": "grpo", "grpo": {"preset": preset, "clip_eps_high": 0.123}})
+    assert round_trip(config, tmp_path) == config
+
+
+def test_a_null_that_was_asked_for_stays_null(tmp_path: Path):
+    """ppo.minibatch_size defaults to 64: a null that was left out would come back as 64."""
+    config = Config.model_validate({"method": "ppo", "ppo": {"minibatch_size": None}})
+    back = round_trip(config, tmp_path)
+    assert back == config
+    assert back.ppo is not None
+    assert back.ppo.minibatch_size is None
+
+
+def test_a_config_yaml_larger_than_a_recipe_is_still_read(tmp_path: Path):
+    config = Config.model_validate({"method": "grpo", "task": {"system_prompt": "\u2028" * 60_000}})
+    assert len(dump_config(config)) > MAX_RECIPE_BYTES
+    assert round_trip(config, tmp_path) == config
+
+
+def test_a_config_yaml_without_its_method(tmp_path: Path):
+    (tmp_path / "config.yaml").write_text("model: {path: starter}\n")
+    with pytest.raises(ValueError, match=r"config\.yaml: `method` is missing; it must be grpo, ppo, sft or reward"):
+        load_written_config(tmp_path / "config.yaml")
+
+
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=20)
+
+
+@given(
+    prompt=TEXT,
+    stop=st.lists(TEXT, max_size=3),
+    columns=st.dictionaries(TEXT, TEXT, max_size=3),
+    label=st.none() | TEXT | st.integers(-(10**17), 10**17),
+    rate=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    seed=st.integers(0, 10**18 - 1),
+)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_config_yaml_holds_any_text_and_number(tmp_path: Path, prompt, stop, columns, label, rate, seed):
+    config = Config.model_validate(
+        {
+            "method": "ppo",
+            "task": {"system_prompt": prompt, "columns": columns},
+            "generation": {"stop": stop},
+            "reward": {"model_label": label},
+            "optim": {"learning_rate": rate},
+            "run": {"seed": seed},
+        }
+    )
+    assert round_trip(config, tmp_path) == config
+
+
+# Nothing but a Config or a ValueError
+
+SECTION_KEYS = [(name, key) for name in fields_of(Config) for key in fields_of(section_class(name))]
+KEYS = st.sampled_from([*fields_of(Config), *(key for _, key in SECTION_KEYS), *FAMILIAR]) | st.text(max_size=6)
+ODD_KEYS = KEYS | st.none() | st.integers() | st.booleans() | st.tuples(st.integers())
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([10**400, -1, 0, 2, float("nan"), float("inf"), b"\xff", "auto", "all-linear", "dapo", "grpo"])
+    | st.floats()
+    | st.text(max_size=8)
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(ODD_KEYS, inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@st.composite
+def nested(draw: st.DrawFn) -> dict[Any, Any]:
+    """Mostly real sections with real keys, so that what is wrong lies deep."""
+    values: dict[Any, Any] = draw(st.dictionaries(ODD_KEYS, VALUES, max_size=2))
+    for section, key in draw(st.lists(st.sampled_from(SECTION_KEYS), max_size=4)):
+        inside = values.setdefault(section, {})
+        if isinstance(inside, dict):
+            inside[key] = draw(VALUES)
+    values["method"] = draw(st.sampled_from(METHODS) | SCALARS)
+    return values
+
+
+def check_answer(load: Callable[[], Config], method: Any) -> None:
+    """What comes out is a Config, or a plain ValueError of at most six lines, and nothing else."""
+    problem, config = None, None
+    try:
+        config = load()
+    except ValueError as error:
+        problem = error
+    if config is not None:
+        assert config.method == method
+    else:
+        assert type(problem) is ValueError
+        assert 1 <= len(str(problem).splitlines()) <= 6
+
+
+@given(nested())
+@settings(max_examples=200, deadline=None)
+@example({1: 2})
+@example({"method": "grpo", "grpo": {None: 1}, "task": {"columns": {1: [2]}}})
+def test_any_values_give_a_config_or_a_sentence(values: dict[Any, Any]):
+    check_answer(lambda: build_config(Source("fuzz", values)), values.get("method"))
+
+
+LINES = ["method: grpo", "task: {name: sort}", "grpo:", "  kl_coef: 0.1", "  kl_coef: 2024-01-01", "run: &a {seed: 1}"]
+LINES += ["lora: *a", "1: 2", "null:", "? [a]", "- x", "\tb: 1", "model: !!python/name:os.system", "a: &b [*b]", "'"]
+LINES += ["seed: 1e999", f"x: {'9' * 4400}", "<<: {a: 1}", "run: {seed: 0x_}", '"\\ud800": 1', "\u2028: \x85", "---"]
+DOCUMENTS = st.lists(st.sampled_from(LINES) | st.text(max_size=30), max_size=6).map("\n".join)
+
+
+@given(DOCUMENTS | st.text(max_size=60), st.sampled_from(METHODS))
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_text_gives_a_config_or_a_sentence(tmp_path: Path, text: str, method: str):
+    path = tmp_path / "fuzz.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    check_answer(lambda: load_config(method, str(path), overrides=[]), method)
+
+
+DOTTED = st.sampled_from(
+    [f"{section}.{key}" for section, key in SECTION_KEYS] + [*fields_of(Config), "reward.functions.0.use"]
+)
+WRITTEN = st.sampled_from(
+    ["1", "-1", "null", "[1, 2]", "{a: b}", "&a [*a]", "2024-01-01", "!!binary x", "0b_", "'", "@"]
+)
+
+
+@given(
+    st.lists(st.tuples(DOTTED | st.text(max_size=8), WRITTEN | st.text(max_size=8)).map("=".join) | st.text(max_size=8))
+)
+@settings(max_examples=200, deadline=None)
+def test_any_overrides_give_a_config_or_a_sentence(overrides: list[str]):
+    check_answer(lambda: load_config("ppo", "starter-ppo", overrides=overrides), "ppo")

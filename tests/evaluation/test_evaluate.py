@@ -1,0 +1,82 @@
+"""Numbers people will quote: pass@k, majority, intervals, paired differences; and one evaluation end to end."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests import running
+from tests.tiny_models import tiny_model
+from tinyrl.components import Options, load_parts
+from tinyrl.evaluation.evaluate import (
+    Evaluation,
+    evaluate,
+    majority_passes,
+    mean_interval,
+    paired_difference,
+    pass_at_k,
+)
+
+
+@pytest.mark.parametrize(
+    ("n", "correct", "k", "expected"),
+    [(1, 1, 1, 1.0), (4, 1, 1, 0.25), (4, 2, 2, 1 - 1 / 6), (4, 0, 4, 0.0), (4, 1, 4, 1.0), (5, 2, 3, 1 - 1 / 10)],
+)
+def test_pass_at_k(n: int, correct: int, k: int, expected: float) -> None:
+    assert pass_at_k(n, correct, k) == pytest.approx(expected)
+
+
+def test_pass_at_more_than_there_are_is_refused() -> None:
+    with pytest.raises(ValueError, match="pass@5 needs at least 5"):
+        pass_at_k(4, 1, 5)
+
+
+def test_majority() -> None:
+    assert majority_passes(["a", "a", "b"], [True, True, False]) == 1.0
+    assert majority_passes(["a", "b", "b"], [True, False, False]) == 0.0
+    assert majority_passes(["a", "b"], [True, False]) == 0.5  # a tie shares the verdict
+    assert majority_passes([None, None, "a"], [False, False, True]) == 1.0  # no answer, no vote
+    assert majority_passes([None, None], [False, False]) == 0.0
+
+
+def test_interval_covers_the_mean_about_as_often_as_it_says() -> None:
+    import random
+
+    hits = 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        low, high = mean_interval([rng.gauss(3.0, 2.0) for _ in range(60)], resamples=400)
+        hits += low <= 3.0 <= high
+    assert 178 <= hits <= 199  # 95 % of 200 is 190; binomial standard deviation 3.1
+
+
+def test_interval_ignores_missing_prompts_and_needs_two() -> None:
+    low, high = mean_interval([1.0, 1.0, math.nan])
+    assert (low, high) == (1.0, 1.0)
+    assert all(math.isnan(x) for x in mean_interval([1.0]))
+
+
+def test_paired_difference() -> None:
+    ours, other = Evaluation({}, [1.0, 2.0, 3.0, math.nan] * 10, []), Evaluation({}, [0.0, 1.0, 2.0, 9.0] * 10, [])
+    difference = paired_difference(ours, other)
+    assert difference == {"reward_mean": 1.0, "reward_ci": [1.0, 1.0], "distinguishable": True}
+    same = paired_difference(ours, ours)
+    assert same["reward_mean"] == 0.0
+    assert same["distinguishable"] is False
+
+
+def test_evaluation_is_repeatable_and_counts_what_it_says(tmp_path: Path) -> None:
+    parts = load_parts(running.config("grpo", tiny_model(tmp_path, "llama")), options=Options(device="cpu"))
+    first, second = (evaluate(parts, num_prompts=6, samples=4) for _ in range(2))
+    parts.close()
+    assert first.metrics == second.metrics
+    metrics = first.metrics
+    assert metrics["num_prompts"] == 6
+    assert metrics["num_samples"] == 4
+    assert {"pass@1", "pass@4", "majority@4", "kl", "entropy", "greedy"} <= metrics.keys()
+    assert metrics["kl"] == pytest.approx(0.0, abs=1e-5)  # the policy is the reference before training
+    assert len(first.samples) == 6 * 4 + 6
+    rewards = [line["reward"] for line in first.samples if line["kind"] == "eval"]
+    assert metrics["reward_mean"] == pytest.approx(sum(rewards) / 24)
+    # reward_ci is over prompts, whose means are these
+    assert first.by_prompt == pytest.approx([sum(rewards[i : i + 4]) / 4 for i in range(0, 24, 4)])

@@ -1,0 +1,87 @@
+"""How a micro-batch is laid out, and that padding changes nothing."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.tiny_models import TinyModels
+from tinyrl.models.batches import make_batch, trunk_of
+from tinyrl.models.loading import load_causal_lm
+from tinyrl.models.micro_batches import plan_micro_batches
+from tinyrl.models.roles import Roles
+
+
+def test_layout_of_two_rows():
+    batch = make_batch([[5, 6], [7]], [[8], [9, 10, 11]])
+    assert batch.input_ids.tolist() == [[5, 6, 8, 0], [7, 9, 10, 11]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    assert batch.row.tolist() == [0, 1, 1, 1]
+    assert batch.column.tolist() == [0, 0, 1, 2]
+    assert batch.state_index.tolist() == [1, 4, 5, 6]  # the position before each response token, rows of 4
+    assert batch.targets.tolist() == [8, 9, 10, 11]
+    assert batch.last_index is not None
+    assert batch.last_index.tolist() == [2, 7]
+    assert batch.num_columns == 3
+
+
+def test_rows_without_a_response_and_rows_without_a_prompt():
+    batch = make_batch([[5, 6], [7]], [[], [9]])
+    assert batch.row.tolist() == [1]
+    assert batch.last_index is not None
+    assert batch.last_index.tolist() == [1, 3]
+    assert make_batch([[5]], [[]]).num_columns == 0
+    with pytest.raises(AssertionError):
+        make_batch([[]], [[1]])
+
+
+def test_flat_values_go_back_to_their_rows_with_their_gradient():
+    batch = make_batch([[5, 6], [7]], [[8], [9, 10, 11]])
+    flat = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
+    rows = batch.to_rows(flat)
+    assert rows.tolist() == [[1.0, 0.0, 0.0], [2.0, 3.0, 4.0]]
+    (rows * torch.tensor([[1.0, 9.0, 9.0], [2.0, 3.0, 4.0]])).sum().backward()
+    assert flat.grad is not None
+    assert flat.grad.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_micro_batches_by_padded_tokens_longest_first():
+    lengths = [3, 10, 4, 4, 99]
+    assert plan_micro_batches(range(4), lengths, max_tokens=12) == [[1], [2, 3, 0]]
+    assert plan_micro_batches([0, 4, 2], lengths, max_tokens=8) == [[4], [2, 0]]  # a row over the budget goes alone
+    assert plan_micro_batches([], lengths, max_tokens=8) == []
+
+
+@given(st.lists(st.integers(1, 30), max_size=20), st.integers(1, 60))
+def test_micro_batches_hold_every_row_once_within_the_budget(lengths: list[int], max_tokens: int):
+    plan = plan_micro_batches(range(len(lengths)), lengths, max_tokens=max_tokens)
+    assert sorted(row for micro in plan for row in micro) == list(range(len(lengths)))
+    assert all(len(micro) == 1 or len(micro) * max(lengths[r] for r in micro) <= max_tokens for micro in plan)
+
+
+@pytest.mark.parametrize("pad_is_eos", [False, True], ids=["pad", "pad=eos"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2", "gemma2", "cohere"])
+def test_padded_log_probabilities_are_the_unpadded_ones(tiny: TinyModels, kind: str, pad_is_eos: bool):
+    """Against the model's own logits of each row by itself; responses hold the token that also pads."""
+    model = load_causal_lm(str(tiny(kind, pad_is_eos=pad_is_eos)), dtype=torch.float32)
+    roles = Roles(model, device=torch.device("cpu"), reference=False)
+    prompts = [[7, 8, 9], [0, 4], list(range(20, 40))]
+    responses = [[11, 0, 12, 0], list(range(50, 62)), [0]]
+    with torch.no_grad(), roles.acting("policy"):
+        logprobs, entropies = roles.logprobs("policy", make_batch(prompts, responses), temperature=0.7)
+        for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            logits = model(input_ids=torch.tensor([prompt + response])).logits[0].double() / 0.7
+            p = logits.exp() / logits.exp().sum(-1, keepdim=True)
+            before = range(len(prompt) - 1, len(prompt) + len(response) - 1)
+            expected = [p[t, token].log().item() for t, token in zip(before, response, strict=True)]
+            torch.testing.assert_close(logprobs[row, : len(response)], torch.tensor(expected), atol=2e-5, rtol=0)
+            entropy = [-(p[t] * p[t].log()).sum().item() for t in before]
+            torch.testing.assert_close(entropies[row, : len(response)], torch.tensor(entropy), atol=2e-5, rtol=0)
+            assert logprobs[row, len(response) :].tolist() == [0.0] * (12 - len(response))
+
+
+def test_a_model_without_a_separate_decoder_is_refused():
+    with pytest.raises(ValueError, match="Linear keeps no separate decoder"):
+        trunk_of(nn.Linear(2, 2))

@@ -1,0 +1,97 @@
+"""Running tinyrl from tests as its command does, in this process: start, interrupt with a real signal, resume, read
+what was left.
+"""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tinyrl.components import Options
+from tinyrl.config.config import Config
+from tinyrl.errors import Interrupted
+from tinyrl.runs.run_dir import RunDir, open_run
+from tinyrl.runs.signals import StopFlag
+from tinyrl.training.launch import resume, start
+
+VOLATILE = ("time/", "memory/", "tokens_per_second")
+
+SMALL: dict[str, Any] = {
+    "task": {"name": "sort", "max_samples": 64},
+    "reward": {"functions": [{"use": f"{Path(__file__).parent / 'varied_reward.py'}:variety"}]},
+    "generation": {"max_new_tokens": 6},
+    "optim": {"learning_rate": 1e-2},
+    "run": {"num_steps": 3, "eval_every": 2, "eval_prompts": 8, "save_every": 2, "threads": 1},
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "grpo": {"grpo": {"num_prompts": 4, "group_size": 4}},
+    "ppo": {"ppo": {"num_prompts": 8, "num_epochs": 2, "minibatch_size": 4}},
+}
+
+
+def config(method: str, path: Path, **sections: Any) -> Config:
+    """A small configuration of `method` on the model at `path`; `sections` are laid over it."""
+    values: dict[str, Any] = {"method": method, "model": {"path": str(path)}}
+    for part in (SMALL, METHODS[method], sections):
+        for name, fields in part.items():
+            values[name] = {**values.get(name, {}), **fields}
+    return Config.model_validate(values)
+
+
+class SignalAt(StopFlag):
+    """A flag that sends this process a real SIGTERM when it is looked at for the n-th time."""
+
+    def __init__(self, at: int | None) -> None:
+        super().__init__()
+        self.looks, self.at = 0, at
+
+    def check(self) -> None:
+        self.looks += 1
+        if self.looks == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        super().check()
+
+
+def train(settings: Config, folder: Path, *, name: str = "run", stop_at: int | None = None) -> tuple[int, RunDir, int]:
+    """(exit code, run, how often the flag was looked at) of a fresh run."""
+    flag = SignalAt(stop_at)
+    with flag:
+        options = Options(device="cpu")
+        launch = start(
+            settings, options=options, output_dir=str(folder), name=name, overwrite=False, command=["test"], flag=flag
+        )
+        code = launch.go()
+        return code, launch.run, flag.looks
+
+
+def go_on(run: RunDir, *, stop_at: int | None = None, **options: Any) -> int:
+    """Resume a run in a fresh session; the exit code. `options` are those of `launch.resume`."""
+    flag = SignalAt(stop_at)
+    with flag:
+        try:
+            launch = resume(open_run(run.path), options=Options(device="cpu"), flag=flag, **options)
+        except Interrupted as stop:  # while loading
+            return stop.exit_code
+        return 0 if launch is None else launch.go()
+
+
+def metrics(run: RunDir) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
+
+
+def lasting(run: RunDir) -> list[dict[str, Any]]:
+    """Metrics without those that depend on the clock or the machine."""
+    return [{k: v for k, v in line.items() if not k.startswith(VOLATILE)} for line in metrics(run)]
+
+
+def weights(run: RunDir, step: int) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, by file and name."""
+    folder = run.checkpoints / f"step-{step:06d}"
+    files = sorted(
+        p for p in folder.rglob("*.safetensors") if p.name not in ("random.safetensors", "rollout.safetensors")
+    )
+    return {f"{p.relative_to(folder)}:{k}": v for p in files for k, v in load_file(p).items()}

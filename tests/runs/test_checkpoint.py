@@ -1,0 +1,350 @@
+"""Checkpoints on disk: whole or not at all whatever stops the writer, damage is seen, and pruning keeps the rest."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tinyrl.runs import checkpoint
+from tinyrl.runs.checkpoint import (
+    MANIFEST,
+    check_room,
+    checkpoint_name,
+    checkpoint_step,
+    list_checkpoints,
+    newest_sound,
+    problem_with,
+    prune,
+    write_checkpoint,
+)
+
+FILES = {
+    "adapter_model.safetensors": b"\x08\x00\x00\x00\x00\x00\x00\x00{}      weights",
+    "critic/adapter_model.safetensors": b"the critic's",
+    "optimizer.safetensors": b"Adam's two moments",
+    "random.safetensors": b"generators",
+    "state.json": b'{"step": 7}',
+}
+
+
+def fill(folder: Path, text: bytes = b"") -> None:
+    for name, content in FILES.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content + text)
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """Every file below a folder, hidden ones too."""
+    return {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """checkpoints/ with two sound checkpoints, of steps 5 and 10."""
+    for step in (5, 10):
+        write_checkpoint(tmp_path / "checkpoints", step, write=fill)
+    return tmp_path / "checkpoints"
+
+
+def test_what_is_written(root: Path):
+    folder = root / "step-000010"
+    assert {p.name for p in root.iterdir()} == {"step-000005", "step-000010"}
+    assert {name: (folder / name).read_bytes() for name in FILES} == FILES
+    manifest = json.loads((folder / MANIFEST).read_text())
+    assert manifest["step"] == 10
+    assert set(manifest["files"]) == set(FILES)
+    # sha256 of b'{"step": 7}', from sha256sum
+    assert manifest["files"]["state.json"] == {"bytes": 11, "sha256": SHA256_OF_STATE}
+    assert problem_with(folder) is None
+    assert newest_sound(root) == (folder, [])
+
+
+SHA256_OF_STATE = "23344736596883ce1a08ba1d0135b621cc0f1d92006e26ee80597136c815876f"
+
+
+def test_names():
+    assert checkpoint_name(120) == "step-000120"
+    assert checkpoint_name(12_345_678) == "step-12345678"
+    assert [checkpoint_step(Path("runs/x") / name) for name in ("step-000120", "step-12345678")] == [120, 12_345_678]
+    for name in ("step-", "step-1a", "step-²", "step-٣", "last", ".writing-step-000001"):
+        with pytest.raises(ValueError, match="is not a checkpoint folder"):
+            checkpoint_step(Path(name))
+
+
+def test_only_checkpoints_are_listed_in_the_order_of_their_steps(root: Path):
+    for name in ("step-1000000", "step-²", "best", ".writing-step-000011"):
+        (root / name).mkdir()
+    (root / "step-000099").write_text("a file")
+    assert [p.name for p in list_checkpoints(root)] == ["step-000005", "step-000010", "step-1000000"]
+    assert list_checkpoints(root / "none") == []
+    assert newest_sound(root / "none") == (None, [])
+
+
+# Damage
+
+
+def empty(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def flip_a_bit(folder: Path, name: str = "adapter_model.safetensors", byte: int = 9, bit: int = 0) -> None:
+    content = bytearray((folder / name).read_bytes())
+    content[byte] ^= 1 << bit
+    (folder / name).write_bytes(content)
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / "critic/adapter_model.safetensors", 3)
+
+
+def unfinished(folder: Path) -> None:
+    folder.rename(folder.with_name(f".writing-{folder.name}"))
+    (folder.with_name(f".writing-{folder.name}") / MANIFEST).unlink()
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "empty folder": (empty, "step-000010: MANIFEST.json is missing"),
+    "missing file": (lambda f: (f / "state.json").unlink(), "step-000010: state.json is missing"),
+    "truncated file": (truncate, "step-000010: critic/adapter_model.safetensors has 3 bytes instead of 12"),
+    "missing optimizer": (lambda f: (f / "optimizer.safetensors").unlink(), "step-000010: optimizer.safetensors is"),
+    "missing generators": (lambda f: (f / "random.safetensors").unlink(), "step-000010: random.safetensors is missing"),
+    "missing manifest": (lambda f: (f / MANIFEST).unlink(), "step-000010: MANIFEST.json is missing"),
+    "one flipped bit": (flip_a_bit, "step-000010: adapter_model.safetensors is not what was written"),
+    "longer file": (lambda f: fill(f, b"\n"), "step-000010: adapter_model.safetensors has"),
+    "broken manifest": (lambda f: os.truncate(f / MANIFEST, 40), "step-000010: MANIFEST.json is damaged"),
+    "a manifest that is a list": (lambda f: (f / MANIFEST).write_text("[]"), "step-000010: MANIFEST.json is damaged"),
+    "a manifest nested too deep": (
+        lambda f: (f / MANIFEST).write_text("[" * 99_999),
+        "step-000010: MANIFEST.json is d",
+    ),
+    "a later schema": (
+        lambda f: (f / MANIFEST).write_text('{"schema": 2, "files": {}}'),
+        "step-000010: schema 2 (this",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(root: Path, kind: str):
+    damage, warning = DAMAGE[kind]
+    damage(root / "step-000010")
+    folder, warnings = newest_sound(root)
+    assert folder == root / "step-000005"
+    assert len(warnings) == 1
+    assert warnings[0].startswith(warning)
+
+
+def test_an_unfinished_save_is_no_checkpoint_and_no_warning(root: Path):
+    unfinished(root / "step-000010")
+    assert newest_sound(root) == (root / "step-000005", [])
+
+
+def test_when_all_are_damaged_there_is_none(root: Path):
+    for folder in list_checkpoints(root):
+        flip_a_bit(folder)
+    folder, warnings = newest_sound(root)
+    assert folder is None
+    assert [warning.split(":")[0] for warning in warnings] == ["step-000010", "step-000005"]
+
+
+def test_every_single_flipped_bit_of_a_manifest_is_seen_or_harmless(root: Path):
+    """Harmless: what the manifest says of the files is still true (a bit of `step`, of white space)."""
+    folder = root / "step-000010"
+    whole = (folder / MANIFEST).read_bytes()
+    entries = json.loads(whole)["files"]
+    for byte in range(0, len(whole), 3):
+        flip_a_bit(folder, MANIFEST, byte, byte % 8)
+        if problem_with(folder) is None:
+            assert json.loads((folder / MANIFEST).read_text())["files"] == entries
+        (folder / MANIFEST).write_bytes(whole)
+
+
+def test_a_manifest_cannot_reach_outside(root: Path, tmp_path: Path):
+    (tmp_path / "outside").write_bytes(b"x")
+    entry = {"bytes": 1, "sha256": "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"}
+    for name in ("../../outside", str(tmp_path / "outside")):
+        manifest = {"schema": 1, "step": 10, "files": {name: entry}}
+        (root / "step-000010" / MANIFEST).write_text(json.dumps(manifest))
+        assert "outside of the checkpoint" in str(problem_with(root / "step-000010"))
+
+
+# Writers that fail
+
+
+def test_a_write_that_fails_leaves_what_was_there(root: Path):
+    before = tree(root)
+
+    def full(folder: Path) -> None:
+        fill(folder)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for step in (10, 15):  # in the place of one, and a new one
+        with pytest.raises(OSError, match="No space left on device"):
+            write_checkpoint(root, step, write=full)
+        assert tree(root) == before
+        assert {p.name for p in root.iterdir()} == {"step-000005", "step-000010"}
+
+
+# renames: the old one aside, the new one in; fsyncs: five files, the manifest, critic/, the folder, and the root last
+@pytest.mark.parametrize(("call", "number"), [("rename", 1), ("rename", 2), *[("fsync", n) for n in range(1, 9)]])
+def test_a_disk_that_fails_at_any_call_leaves_what_was_there(
+    root: Path, call: str, number: int, monkeypatch: pytest.MonkeyPatch
+):
+    before, plain, calls = tree(root), getattr(os, call), [0]
+
+    def fails(*arguments: object) -> object:
+        calls[0] += 1
+        if calls[0] == number:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return plain(*arguments)
+
+    monkeypatch.setattr(checkpoint.os, call, fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        write_checkpoint(root, 10, write=lambda folder: fill(folder, b"new"))
+    assert tree(root) == before
+    assert {p.name for p in root.iterdir()} == {"step-000005", "step-000010"}
+
+
+def test_a_file_larger_than_the_disk_allows_is_an_oserror(tmp_path: Path):
+    """safetensors raises an error of its own; the caller knows what to do with an OSError."""
+    script = """
+        import resource, sys
+        from pathlib import Path
+        import numpy
+        from safetensors.numpy import save_file
+        from tinyrl.runs.checkpoint import newest_sound, write_checkpoint
+
+        root = Path(sys.argv[1])
+        write_checkpoint(root, 1, write=lambda f: save_file({"x": numpy.zeros(10)}, f / "x.safetensors"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        try:
+            write_checkpoint(root, 2, write=lambda f: save_file({"x": numpy.zeros(10_000)}, f / "x.safetensors"))
+        except OSError as error:
+            print("OSError", newest_sound(root)[0].name, [p.name for p in root.iterdir()])
+    """
+    done = run_python(script, tmp_path)
+    assert done.stdout.strip() == "OSError step-000001 ['step-000001']", done.stderr
+
+
+def test_replacing_the_checkpoint_of_a_step(root: Path):
+    (root / ".writing-step-000010").mkdir()  # of a writer that was killed
+    assert write_checkpoint(root, 10, write=lambda folder: fill(folder, b"new")) == root / "step-000010"
+    assert problem_with(root / "step-000010") is None
+    assert (root / "step-000010" / "state.json").read_bytes() == b'{"step": 7}new'
+    assert {p.name for p in root.iterdir()} == {"step-000005", "step-000010"}
+
+
+# Writers that are killed
+
+
+def run_python(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+
+
+KILLED_AT = """
+    import os, signal, sys
+    from pathlib import Path
+    from tinyrl.runs import checkpoint
+
+    root, call, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    plain, calls = getattr(os, call), 0
+
+    def killed(*arguments, **named):
+        global calls
+        calls += 1
+        if calls == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(*arguments, **named)
+
+    def write(folder):
+        for name in ("adapter_model.safetensors", "state.json"):
+            (folder / name).write_bytes(b"second")
+            setattr(os, call, killed)
+
+    checkpoint.write_checkpoint(root, 10, write=write)
+    print("done")
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "number"), [("fsync", 1), ("fsync", 3), ("rename", 1), ("rename", 2), ("fsync", 5), ("rmdir", 1)]
+)
+def test_a_writer_that_is_killed_leaves_a_whole_checkpoint_of_its_step(root: Path, call: str, number: int):
+    """kill -9 while files are flushed, before and between the two renames, and while the old one is deleted."""
+    done = run_python(KILLED_AT, root, call, number)
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+    folder, warnings = newest_sound(root)
+    assert folder is not None
+    assert not warnings
+    assert checkpoint_step(folder) == 10
+    assert (folder / "state.json").read_bytes() in (b'{"step": 7}', b"second")
+
+    # the next save cleans up, and so does pruning
+    write_checkpoint(root, 10, write=lambda folder: fill(folder, b"third"))
+    prune(root, keep=3, protected=[])
+    assert {p.name for p in root.iterdir()} == {"step-000005", "step-000010"}
+    assert (root / "step-000010" / "state.json").read_bytes() == b'{"step": 7}third'
+
+
+def test_a_writer_that_is_killed_between_its_renames_loses_nothing_when_the_next_step_is_saved(root: Path):
+    run_python(KILLED_AT, root, "rename", 2)
+    assert not (root / "step-000010").exists()
+    write_checkpoint(root, 15, write=fill)
+    prune(root, keep=2, protected=[])
+    assert [checkpoint_step(p) for p in list_checkpoints(root)] == [10, 15]
+    assert [problem_with(p) for p in list_checkpoints(root)] == [None, None]
+
+
+# Pruning
+
+
+def test_pruning_keeps_the_newest_and_the_protected(root: Path):
+    for step in (15, 20, 25):
+        write_checkpoint(root, step, write=fill)
+    (root / ".writing-step-000030").mkdir()
+    (root / "notes.txt").write_text("a person's")
+    prune(root, keep=2, protected=[root / "step-000010", root / "step-000099"])
+    assert {p.name for p in root.iterdir()} == {"step-000010", "step-000020", "step-000025", "notes.txt"}
+    prune(root, keep=1, protected=[])
+    assert [p.name for p in list_checkpoints(root)] == ["step-000025"]
+    assert problem_with(root / "step-000025") is None
+
+
+def test_a_protected_folder_is_known_by_any_path_to_it(root: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(root)
+    prune(root, keep=1, protected=[Path("step-000005")])
+    assert [p.name for p in list_checkpoints(root)] == ["step-000005", "step-000010"]
+
+
+def test_a_pruner_that_is_killed_leaves_no_half_of_a_checkpoint(root: Path):
+    script = """
+        import os, signal, sys
+        from pathlib import Path
+        from tinyrl.runs import checkpoint
+        os.rmdir = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
+        checkpoint.prune(Path(sys.argv[1]), keep=1, protected=[])
+    """
+    assert run_python(script, root).returncode == -signal.SIGKILL
+    assert [p.name for p in list_checkpoints(root)] == ["step-000010"]
+    prune(root, keep=1, protected=[])
+    assert {p.name for p in root.iterdir()} == {"step-000010"}
+
+
+def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path):
+    check_room(tmp_path / "runs" / "not-there-yet", needed=1)
+    with pytest.raises(OSError, match=r"a checkpoint takes about 1,152,921,504,606.8 MB, and .* MB are free") as caught:
+        check_room(tmp_path / "runs" / "not-there-yet", needed=1 << 60)
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.filename == str(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,138 @@
+"""What a person sees while a run goes on: lines in a file, a bar in a terminal, and nothing that could stop a run."""
+
+import io
+import math
+import sys
+
+import pytest
+
+from tinyrl.runs import progress as module
+from tinyrl.runs.progress import Display, fitting
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_one_line_a_step_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str], clock: list[float]):
+    shown = Display(num_steps=4)
+    shown.start()
+    shown.step(0, {"eval/reward_mean": 0.25, "eval/pass@1": 0.125})
+    clock[0] += 60
+    shown.step(1, {"reward/mean": 0.5, "objective/kl": 0.01234, "tokens_per_second": 1234.5, "unknown": 3})
+    clock[0] += 60
+    shown.step(2, {"reward/mean": 0.75, "objective/kl": None, "eval/reward_mean": math.nan})
+    shown.note("a note")
+    shown.close()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "step 0/4 · held-out 0.25 · pass@1 0.125 · starting",
+        "step 1/4 · held-out 0.25 · pass@1 0.125 · reward 0.5 · kl 0.0123 · tokens/s 1,234 · 03:00 left",
+        "step 2/4 · held-out nan · pass@1 0.125 · reward 0.75 · kl 0.0123 · tokens/s 1,234 · 02:00 left",
+        "a note",
+    ]
+
+
+def test_time_left_counts_from_where_a_resume_began(capsys: pytest.CaptureFixture[str], clock: list[float]):
+    shown = Display(num_steps=110)
+    clock[0] += 500  # loading and checking
+    shown.start(done=100)
+    clock[0] += 1000
+    shown.step(101, {})
+    assert capsys.readouterr().err == "step 101/110 · 2:30:00 left\n"
+
+
+class Screen(io.StringIO):
+    """A terminal that can be closed."""
+
+    gone = False
+
+    def write(self, text: str) -> int:
+        if self.gone:
+            raise OSError(5, "Input/output error")
+        return super().write(text)
+
+    def flush(self) -> None:
+        if self.gone:
+            raise BrokenPipeError
+
+    def isatty(self) -> bool:
+        return True
+
+
+def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Screen:
+    """Put a terminal in the place of standard error. (No fixture: pytest sets sys.stderr again before a test.)"""
+    screen = Screen()
+    for name, value in {"TERM": "xterm", "COLUMNS": "120"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "stderr", screen)
+    return screen
+
+
+def test_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch):
+    terminal = open_terminal(monkeypatch)
+    shown = Display(num_steps=4)
+    shown.note("before the bar")
+    assert terminal.getvalue() == "before the bar\n"
+    shown.start()
+    shown.phase("sampling")
+    shown.step(1, {"reward/mean": 0.5, "eval/reward_mean": 0.25})
+    shown.note("50 [bold]% :tada: done[/bold]")
+    shown.close()
+    shown.note("after the bar")
+    text = terminal.getvalue()
+    assert "sampling" in text
+    assert "reward 0.5 · held-out 0.25" in text
+    assert "1/4" in text
+    assert "50 [bold]% :tada: done[/bold]" in text  # a note is text, not markup
+
+
+@pytest.mark.parametrize("kind", ["terminal", "file"])
+def test_escapes_in_a_note_do_not_reach_the_terminal(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    screen = open_terminal(monkeypatch) if kind == "terminal" else None
+    shown = Display(num_steps=4)
+    shown.start()
+    shown.note("prompt \x1b]0;owned\x07 \u202egnihtemos\ud800")
+    shown.close()
+    written = screen.getvalue() if screen else capsys.readouterr().err
+    assert "[ESC]]0;owned[U+0007] [U+202E]gnihtemos[U+D800]" in written
+    assert not {"\x07", "\u202e", "\ud800"} & set(written)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_terminal_that_is_gone_stops_nothing(monkeypatch: pytest.MonkeyPatch):
+    terminal = open_terminal(monkeypatch)
+    shown = Display(num_steps=4)
+    shown.start()
+    terminal.gone = True
+    shown.phase("sampling")
+    shown.step(1, {"reward/mean": 0.5})
+    shown.note("nobody reads this")
+    shown.close()
+
+
+def test_a_pipe_that_is_closed_stops_nothing(monkeypatch: pytest.MonkeyPatch):
+    terminal = open_terminal(monkeypatch)
+    monkeypatch.setattr(terminal, "isatty", lambda: False)
+    shown = Display(num_steps=4)
+    shown.start()
+    shown.note("somebody reads this")
+    terminal.gone = True
+    shown.step(1, {"reward/mean": 0.5})
+    shown.close()
+    assert terminal.getvalue() == "somebody reads this\n"
+
+
+def test_as_many_numbers_as_fit():
+    numbers = ["reward 0.5", "kl 1.2", "tokens/s 9,999"]
+    assert fitting(numbers, 19) == "reward 0.5 · kl 1.2"
+    assert fitting(numbers, 18) == "reward 0.5"
+    assert fitting(numbers, 5) == ""

@@ -1,0 +1,65 @@
+"""Reading runs that are going on, were killed, or are no runs."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.report.runs import PageReader, grpo_run, page, write_run
+from tinyrl.report import write_report
+from tinyrl.report.outcome import outcome
+from tinyrl.runs.records import read_run
+
+
+def test_half_written_last_line_is_ignored(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", [{"step": 1, "reward/mean": 0.5}], tail='{"step": 2, "reward/me'))
+    assert run.last_step == 1
+    assert run.notes == ()
+
+
+def test_other_broken_lines_are_counted(tmp_path: Path) -> None:
+    tail = 'garbage\n[1]\n{"reward/mean": 1}\n' + "[" * 100_000 + "\n" + '{"step": 3, "reward/mean": 0.7}\n'
+    run = read_run(write_run(tmp_path / "run", [{"step": 1, "reward/mean": 0.5}], tail=tail))
+    assert run.finite("reward/mean") == [(1, 0.5), (3, 0.7)]
+    assert run.notes == ("metrics.jsonl: 4 lines could not be read and are not in this report.",)
+
+
+def test_null_is_a_gap_and_is_said(tmp_path: Path) -> None:
+    tail = '{"step": 4, "reward/mean": NaN}\n{"step": 5, "reward/mean": Infinity}\n'
+    metrics = [{"step": 1, "reward/mean": 1.0}, {"step": 2, "reward/mean": None}, {"step": 3, "reward/mean": 3.0}]
+    folder = write_run(tmp_path / "run", metrics, tail=tail)
+    run = read_run(folder)
+    assert run.finite("reward/mean") == [(1, 1.0), (3, 3.0)]
+    assert [math.isnan(value) for _, value in run.points("reward/mean")] == [False, True, False, True, True]
+    note = "reward/mean is not a finite number at step 2, 4, 5: a gap in its chart."
+    assert run.notes == (note,)
+    assert note in PageReader(page(folder)).text
+    assert "rose from 1 to 3 by step 3" in outcome(run)
+
+
+def test_damaged_side_files_leave_a_report(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [{"step": 1, "reward/mean": 0.5}])
+    (folder / "config.yaml").write_text("a: [1", "utf-8")
+    (folder / "env.json").write_text("{", "utf-8")
+    (folder / "samples.jsonl").write_bytes(b'{"kind": "eval", "step": 1, "prompt_index": 0, "prompt": "\xff"}\n{"eval"')
+    html = page(folder)
+    assert "config.yaml could not be read" in html
+    assert "env.json could not be read" in html
+    assert "\ufffd" in html
+
+
+def test_errors_say_what_to_do(tmp_path: Path) -> None:
+    run = grpo_run(tmp_path / "runs" / "grpo-sorting-1", steps=1)
+    with pytest.raises(ValueError, match=r"no run at .*grpo-sorting-2\. Did you mean .*grpo-sorting-1\?"):
+        write_report(tmp_path / "runs" / "grpo-sorting-2")
+    with pytest.raises(ValueError, match=r"is a folder of runs: name one of them, such as .*grpo-sorting-1\."):
+        write_report(tmp_path / "runs")
+    with pytest.raises(ValueError, match=r"is a file\. `tinyrl report` wants a run's folder"):
+        write_report(run / "metrics.jsonl")
+    (run / "metrics.jsonl").write_text('{"step": 0, "eval/re', "utf-8")
+    with pytest.raises(ValueError, match=r"holds no complete line yet"):
+        write_report(run)
+    (run / "metrics.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"has no metrics\.jsonl, so there is nothing to report"):
+        write_report(run)
+    assert not (run / "report.html").exists()

@@ -1,0 +1,291 @@
+"""The run folder: its name and its place, records that hold whole lines only, and no secret in any file of it."""
+
+import errno
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinyrl.config.config import Config
+from tinyrl.runs.run_dir import (
+    RunDir,
+    check_new_run,
+    create_run,
+    environment,
+    finite,
+    open_run,
+    redact,
+    redact_command,
+    run_of,
+)
+
+CONFIG = Config.model_validate({"method": "grpo", "task": {"name": "sort"}})
+
+
+def create(root: Path, name: str | None = None, *, overwrite: bool = False) -> RunDir:
+    run = create_run(str(root), name=name, config=CONFIG, overwrite=overwrite)
+    run.write_config(CONFIG)
+    return run
+
+
+# Names
+
+
+def test_default_names_count_up(tmp_path: Path):
+    root = tmp_path / "runs"
+    assert create(root).name == "grpo-sort-1"
+    assert create(root).name == "grpo-sort-2"
+    for name in ("grpo-sort-9", "grpo-sort-²", "grpo-sort-x", "ppo-sort-40", "grpo-sorting-7"):
+        (root / name).mkdir()
+    assert create(root).name == "grpo-sort-10"
+
+
+def test_two_runs_that_start_at_the_same_moment_get_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    plain = Path.mkdir
+
+    def somebody_is_faster(path: Path, *arguments: Any, **named: Any) -> None:
+        monkeypatch.setattr(Path, "mkdir", plain)
+        plain(path, *arguments, **named)
+        plain(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "mkdir", somebody_is_faster)
+    assert create(tmp_path / "runs").name == "grpo-sort-2"
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "..", ".", "a/b", "/etc", "a\\b", ".hidden", "-x", "", "a b", "a\n", "é", "x" * 101, "~", "a\0"]
+)
+def test_names_cannot_leave_the_folder(tmp_path: Path, name: str):
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match=r"^--name .* a run's name is made of .* stays inside"):
+            create_run(str(tmp_path / "runs"), name=name, config=CONFIG, overwrite=overwrite)
+    assert not (tmp_path / "runs").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_exists_is_refused(tmp_path: Path):
+    run = create(tmp_path, "mine")
+    with pytest.raises(ValueError, match=r"^run folder .*mine exists. Resume it with `tinyrl train --resume .*mine`"):
+        create(tmp_path, "mine")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ValueError, match=r"other exists. Choose another --name, or use --overwrite"):
+        create(tmp_path, "other")
+    assert (run.path / "config.yaml").is_file()
+
+
+def test_overwriting_replaces_a_run_and_an_empty_folder(tmp_path: Path):
+    (create(tmp_path, "mine").path / "left over").write_text("x")
+    (tmp_path / "empty").mkdir()
+    for name in ("mine", "empty", "new"):
+        assert [p.name for p in create(tmp_path, name, overwrite=True).path.iterdir()] == ["config.yaml"]
+
+
+def test_overwriting_leaves_what_is_no_run_alone(tmp_path: Path):
+    root = tmp_path / "runs"
+    thesis = tmp_path / "thesis"
+    for folder in (root / "photos", thesis):
+        folder.mkdir(parents=True)
+        (folder / "precious").write_text("x")
+    (thesis / "config.yaml").write_text("method: grpo\n")  # looks like a run, and lies elsewhere
+    (root / "project").mkdir()
+    (root / "project" / "config.yaml").write_text("database: production\n")
+    (root / "link").symlink_to(thesis)
+    (root / "dangling").symlink_to(tmp_path / "nowhere")
+    (root / "file").write_text("x")
+    for name in ("photos", "project", "link", "dangling", "file"):
+        with pytest.raises(ValueError, match=r"--overwrite: .* is not a tinyrl run"):
+            create(root, name, overwrite=True)
+    assert (root / "photos" / "precious").is_file()
+    assert (thesis / "precious").is_file()
+
+
+def test_an_output_folder_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").write_text("x")
+    for place in ("file", "file/below"):
+        with pytest.raises(ValueError, match=r"^--output-dir .*: .*file is no folder that can be written to"):
+            check_new_run(str(tmp_path / place), name=None, overwrite=False)
+    check_new_run(str(tmp_path / "not" / "yet"), name="a", overwrite=False)
+    assert not (tmp_path / "not").exists()
+    monkeypatch.setattr("tinyrl.runs.run_dir.os.access", lambda *_: False)
+    with pytest.raises(ValueError, match="no folder that can be written to"):
+        check_new_run(str(tmp_path), name=None, overwrite=False)
+
+
+def test_a_disk_that_is_full_when_the_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(ValueError, match=r"^cannot create run folder .*mine: No space left on device"):
+        create(tmp_path, "mine")
+
+
+# Finding a run
+
+
+def test_open_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    run = create(Path("runs"), "mine")
+    assert open_run("runs/mine").read_config() == CONFIG
+    step = run.checkpoints / "step-000010"
+    step.mkdir(parents=True)
+    assert run_of(step) == run_of(run.path) == Path("runs/mine")
+    Path("config.yaml").write_text("somebody else's")
+    assert run_of(Path("starter")) is None
+    assert run_of(Path("owner/name")) is None
+    monkeypatch.chdir(run.checkpoints)
+    assert run_of(Path("step-000010")) == tmp_path / "runs/mine"
+    monkeypatch.chdir(tmp_path)
+    for path, sentence in {
+        "runs/mien": "runs/mien is not a run: it does not exist. Did you mean `runs/mine`?",
+        "mine": "mine is not a run: it does not exist. Did you mean `runs/mine`?",
+        "runs": "runs is not a run: it has no config.yaml.",
+        "runs/mine/checkpoints/step-000010": f"{step} is not a run: it has no config.yaml. Its run is runs/mine",
+        "x" * 300: f"{'x' * 300} is not a run: it does not exist.",
+    }.items():
+        with pytest.raises(ValueError, match="is not a run") as caught:
+            open_run(path)
+        assert str(caught.value) == sentence
+
+
+# Records
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_lines_are_appended_and_what_is_not_finite_is_null(tmp_path: Path):
+    run = RunDir(tmp_path)
+    run.append_metrics(1, {"loss": 0.5, "kl": math.nan})
+    run.append_metrics(2, {"loss": math.inf})
+    run.append_samples([{"completion": "é\u2028\ud800", "rewards": {"f": -math.inf}}])
+    assert read(run.metrics) == [{"step": 1, "loss": 0.5, "kl": None}, {"step": 2, "loss": None}]
+    assert run.samples.read_bytes().isascii()
+    assert read(run.samples) == [{"completion": "é\u2028\ud800", "rewards": {"f": None}}]
+
+
+def test_finite():
+    assert finite({"a": [1, 2.5, (math.nan, "nan")], "b": {"c": -math.inf}, "d": None, "e": True}) == {
+        "a": [1, 2.5, [None, "nan"]],
+        "b": {"c": None},
+        "d": None,
+        "e": True,
+    }
+
+
+def test_a_resume_forgets_what_came_after_its_checkpoint(tmp_path: Path):
+    run = RunDir(tmp_path)
+    assert run.lengths() == {"metrics.jsonl": 0, "samples.jsonl": 0, "failed_rewards.jsonl": 0}
+    run.append_metrics(1, {})
+    run.append_samples([{"a": 1}])
+    lengths = run.lengths()
+    assert lengths == {
+        "metrics.jsonl": len('{"step": 1}\n'),
+        "samples.jsonl": len('{"a": 1}\n'),
+        "failed_rewards.jsonl": 0,
+    }
+    run.append_metrics(2, {})
+    run.metrics.open("a").write('{"step": 3, "lo')  # killed in the middle of a line
+    run.cut(lengths)
+    assert read(run.metrics) == [{"step": 1}]
+    run.cut({"metrics.jsonl": 10_000})  # more than there is: nothing is made up; samples are not named: none are kept
+    assert read(run.metrics) == [{"step": 1}]
+    assert run.samples.read_bytes() == b""
+    run.cut({})
+    assert run.metrics.read_bytes() == b""
+
+
+def test_a_full_disk_loses_no_line_and_leaves_no_half_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    run = RunDir(tmp_path, warn=said.append)
+    run.append_metrics(1, {})
+    plain, full = Path.open, [True]
+
+    def fills_up(path: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
+        if mode == "a" and full[0]:
+            with plain(path, mode) as file:
+                file.write('{"st')
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return plain(path, mode, *arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", fills_up)
+        run.append_metrics(2, {})
+        run.append_metrics(3, {})
+        run.append_samples([{"a": 1}])
+        assert run.metrics.read_bytes() == b'{"step": 1}\n'
+        full[0] = False
+        run.append_metrics(4, {})
+        run.append_samples([{"a": 2}])
+    assert [line["step"] for line in read(run.metrics)] == [1, 2, 3, 4]
+    assert read(run.samples) == [{"a": 1}, {"a": 2}]
+    assert said == [
+        f"warning: cannot write to {run.metrics}: No space left on device; its lines are kept until that works"
+    ]
+
+
+def test_config_and_environment_are_replaced_whole(tmp_path: Path):
+    run = RunDir(tmp_path)
+    run.write_config(CONFIG)
+    run.write_environment({"seed": 3})
+    assert {p.name for p in tmp_path.iterdir()} == {"config.yaml", "env.json"}
+    assert json.loads((tmp_path / "env.json").read_text()) == {"seed": 3}
+
+
+# Secrets
+
+
+JWT, HEX = "eyJhbGciOiJI.eyJzdWIiOiIx.c2lnbmF0dXJl", "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (["tinyrl", "train", "grpo", "task.name=sort"], "tinyrl train grpo task.name=sort"),
+        (["--hf-token", "abc123", "x"], "--hf-token # x"),
+        (["--hf-token=abc123"], "--hf-token=#"),
+        (["api_key=a b=c"], "api_key=#"),
+        (["WANDB_API_KEY=x", "Password=y", "run.secret=z"], "WANDB_API_KEY=# Password=# run.secret=#"),
+        (["task.data=https://me:pa@ss@host/x?a=1&token=abc"], "task.data=https://#@host/x?a=1&token=#"),
+        (["model.path=https://hf_tokentoken@hf.co/a/b"], "model.path=https://#@hf.co/a/b"),
+        (["note=hf_abcdefghijkl,sk-ant-abcdefgh1234"], "note=#,#"),
+        (["x=ghp_abcdefgh1234", "y=AKIAABCDEFGHIJKLMNOP"], "x=# y=#"),
+        ([f"x={JWT}", f"y={HEX}"], "x=# y=#"),
+        (["x={auth_token: abc, a: 1}"], "x={auth_token: #, a: 1}"),
+        (["generation.max_new_tokens=64", "x.tokenizer=9"], "generation.max_new_tokens=64 x.tokenizer=9"),
+        (["data.jsonl", "s3://bucket/a@b", "me@host"], "data.jsonl s3://bucket/a@b me@host"),
+    ],
+)
+def test_a_command_is_written_without_its_secrets(command: list[str], shown: str):
+    assert redact_command(command).replace("'", "").replace("[redacted]", "#") == shown
+
+
+def test_a_command_can_be_typed_again():
+    assert redact_command(["tinyrl", "a b", "x={c: d}"]) == "tinyrl 'a b' 'x={c: d}'"
+
+
+def test_redacting_twice_changes_nothing():
+    text = "token=abc https://a:b@c/ password: 'two words' hf_abcdefghijkl"
+    assert redact(redact(text)) == redact(text)
+    assert not {"abc", "a:b", "two", "hf_abcdefghijkl"} & set(redact(text).replace("=", " ").split())
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("HF_TOKEN", "hf_fromtheenvironment")
+    monkeypatch.chdir(tmp_path)  # not a git repository
+    facts = environment(["tinyrl", "--token", "s3cret"], seed=7)
+    assert facts["command"] == "tinyrl --token '[redacted]'"
+    assert (facts["seed"], facts["git"]) == (7, None)
+    assert {"python", "torch"} <= set(facts["versions"])
+    written = json.dumps(facts)
+    assert "s3cret" not in written
+    assert "fromtheenvironment" not in written
+
+
+def test_git_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "")
+    assert environment([])["git"] is None

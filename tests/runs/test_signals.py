@@ -1,0 +1,96 @@
+"""Signals only set a flag; a second Ctrl-C leaves at once; the handlers from before come back."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tinyrl.errors import GuardStop, Interrupted, OutOfRoom, Stop
+from tinyrl.runs.signals import SIGNALS, StopFlag
+
+
+@pytest.fixture(autouse=True)
+def _not_under_nohup():
+    """Tests may themselves run under nohup, which ignores SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_sets_the_flag_and_nothing_else(number: signal.Signals):
+    with StopFlag() as flag:
+        flag.check()
+        os.kill(os.getpid(), number)
+        with pytest.raises(Interrupted, match=number.name):
+            flag.check()
+        with pytest.raises(Interrupted):  # it stays set: saving, too, is told when it looks
+            flag.check()
+
+
+def test_the_first_reason_is_the_one_that_is_named():
+    with StopFlag() as flag:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert flag.by == "SIGTERM"
+
+
+def test_the_handlers_from_before_come_back():
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with StopFlag():
+        assert all(signal.getsignal(number) != handler for number, handler in zip(SIGNALS, before, strict=True))
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_a_closed_terminal_does_not_stop_a_run_started_with_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopFlag() as flag:
+            os.kill(os.getpid(), signal.SIGHUP)
+            flag.check()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def run(signals: str) -> subprocess.CompletedProcess[str]:
+    """A process that sends itself `signals`, then says what it knows and goes on."""
+    script = f"""
+        import os, signal
+        from tinyrl.runs.signals import StopFlag
+        with StopFlag() as flag:
+            for name in {signals.split()}:
+                os.kill(os.getpid(), getattr(signal, name))
+            print("going on, stopped by", flag.by)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+
+
+@pytest.mark.parametrize(
+    ("signals", "code", "said"),
+    [
+        ("SIGINT", 0, "going on, stopped by SIGINT\n"),
+        ("SIGINT SIGINT", 130, ""),
+        ("SIGTERM SIGINT", 130, ""),
+        ("SIGINT SIGTERM SIGTERM", 0, "going on, stopped by SIGINT\n"),
+    ],
+)
+def test_a_second_ctrl_c_leaves_at_once(signals: str, code: int, said: str):
+    done = run(signals)
+    assert (done.returncode, done.stdout, done.stderr) == (code, said, "")
+
+
+def test_exit_codes():
+    """Fixed: other programs rely on them."""
+    assert {kind: kind.exit_code for kind in (GuardStop, OutOfRoom, Interrupted)} == {
+        GuardStop: 3,
+        OutOfRoom: 4,
+        Interrupted: 75,
+    }
+    assert all(issubclass(kind, Stop) and not issubclass(kind, ValueError) for kind in (GuardStop, OutOfRoom))

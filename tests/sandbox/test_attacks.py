@@ -1,0 +1,743 @@
+"""Programs that mean harm, for real: each does what it can from inside a sandbox, with and without namespaces.
+
+Where an attack must fail, the same one is shown to succeed outside, so that a mistake in it is not taken for a wall.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.rewards.test_orphans import wait_until_gone
+from tinyrl.sandbox import isolation
+from tinyrl.sandbox import process as sandbox_process
+from tinyrl.sandbox.programs import (
+    Limits,
+    Outcome,
+    call_function,
+    passes_calls,
+    passes_tests,
+    run_program,
+    why_not_isolated,
+)
+
+pytestmark = pytest.mark.skipif(why_not_isolated() is not None, reason=str(why_not_isolated()))
+MEGABYTE = 1 << 20
+ATTEMPT = """
+import ctypes, json, os, socket, sys
+libc = ctypes.CDLL(None, use_errno=True)
+X86 = os.uname().machine == "x86_64"
+
+def attempt(what, action):
+    try:
+        action()
+    except OSError:
+        return
+    print(what)
+
+def call(on_x86, on_arm, *arguments):
+    result = libc.syscall(on_x86 if X86 else on_arm, *arguments)
+    if result < 0:
+        raise OSError(ctypes.get_errno(), "refused")
+    return result
+
+given = json.loads(input())
+"""
+SEEN_AS = """
+import ctypes, os, sys
+assert ctypes.CDLL(None).unshare(0x10000000) == 0
+seen_as = sys.argv[1]
+for name, text in (("setgroups", "deny"), ("uid_map", seen_as + " 0 1"), ("gid_map", seen_as + " 0 1")):
+    with open(f"/proc/self/{name}", "w") as file:
+        file.write(text)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+OWN_NAMESPACES = """
+import ctypes, os
+libc, user = ctypes.CDLL(None), os.geteuid()
+assert libc.unshare(0x6E020000 | (0x10000000 if user else 0)) == 0
+if user:
+    with open("/proc/self/uid_map", "w") as file:
+        file.write(f"{user} {user} 1")
+assert libc.mount(None, b"/", None, ctypes.c_ulong(0x44000), None) == 0
+"""
+ALLOW_ALL = struct.pack("<HBBI", 0x06, 0, 0, 0x7FFF0000)  # a filter that holds nobody
+WALLS = ["namespaces", "without namespaces"]
+
+
+def put_up(walls: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    if "without" in walls:
+        monkeypatch.setattr(isolation, "NAMESPACES", "0")
+    if "user" in walls or "container" in walls:
+        number = "1000" if "user" in walls else "0"
+        launch, wrapper = isolation.launch_command, [sys.executable, "-S", "-c", SEEN_AS, number]
+        monkeypatch.setattr(sandbox_process, "launch_command", lambda *args, **named: wrapper + launch(*args, **named))
+    return walls
+
+
+@pytest.fixture(params=WALLS)
+def walls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to be isolated; the second is that of most containers."""
+    return put_up(request.param, monkeypatch)
+
+
+@pytest.fixture(params=[*WALLS, *[f"as a user, {walls}" for walls in WALLS if os.geteuid() == 0]])
+def all_walls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The same, and for root as if it were none: to the kernel the program then is us, and only walls are between."""
+    return put_up(request.param, monkeypatch)
+
+
+def both(attack: str, **given: object) -> tuple[set[str], set[str]]:
+    """What of an attack succeeds outside, and what in a sandbox, where it is tried first."""
+    program, stdin = ATTEMPT + textwrap.dedent(attack), json.dumps(given)
+    inside = run_program(program, stdin=stdin)
+    assert inside.ok, inside.stderr
+    command = [sys.executable, "-c", program]
+    outside = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, check=True)
+    return set(outside.stdout.split()), set(inside.stdout.split())
+
+
+def open_to_all(folder: Path) -> None:
+    """So that nothing but a sandbox's walls protects what is in it; pytest's own folders are private."""
+    for path in (folder, *list(folder.parents)[:2]):
+        path.chmod(0o777)
+
+
+def run_briefly(program: str, *, wall_s: float = 0.4, **limits: int) -> Outcome:
+    return run_program(program, limits=Limits(wall_s=wall_s, **limits))
+
+
+# Reaching out
+
+
+@pytest.mark.usefixtures("all_walls")
+def test_the_network_cannot_be_reached(tmp_path: Path):
+    open_to_all(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as in_file:
+        in_file.bind(str(tmp_path / "socket"))
+        in_file.listen()
+        tmp_path.joinpath("socket").chmod(0o777)
+        abstract, datagrams = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        with abstract, datagrams:
+            abstract.bind(f"\0tinyrl-test-{os.getpid()}")
+            abstract.listen()
+            datagrams.bind(f"\0tinyrl-test-{os.getpid()}-datagrams")
+            outside, inside = both(
+                """
+                attempt("tcp", lambda: socket.create_connection(("127.0.0.1", given["port"]), timeout=5))
+                attempt("udp", lambda: socket.socket(type=socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", 9)))
+                attempt("names", lambda: socket.getaddrinfo("localhost", 80))
+                attempt("listen", lambda: socket.create_server(("127.0.0.1", 0)))
+                attempt("unix", lambda: socket.socket(socket.AF_UNIX).connect(given["path"]))
+                attempt("abstract", lambda: socket.socket(socket.AF_UNIX).connect("\\0" + given["name"]))
+                def from_pair():
+                    socket.socketpair(type=socket.SOCK_DGRAM)[0].sendto(b"x", "\\0" + given["name"] + "-datagrams")
+                attempt("datagram", from_pair)
+                attempt("packets", lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0))
+                attempt("uring", lambda: call(425, 425, 1, bytes(120)))
+                """,
+                port=server.getsockname()[1],
+                path=str(tmp_path / "socket"),
+                name=f"tinyrl-test-{os.getpid()}",
+            )
+    assert outside >= {"tcp", "udp", "names", "listen", "unix", "abstract", "datagram", "packets"}
+    assert inside == set()
+
+
+@pytest.mark.usefixtures("all_walls")
+def test_our_files_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    canary = tmp_path / "canary"
+    canary.write_text("sings")
+    canary.chmod(0o666)
+    open_to_all(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    outside, inside = both(
+        """
+        attempt("file", lambda: open(given["canary"]).read())
+        attempt("folder", lambda: os.listdir(os.path.dirname(given["canary"])))
+        attempt("home", lambda: os.listdir(given["home"]))
+        attempt("passwords", lambda: open("/etc/passwd").read())
+        attempt("root", lambda: os.listdir("/"))
+        attempt("environment", lambda: open(f"/proc/{given['parent']}/environ").read())
+        attempt("command", lambda: open(f"/proc/{os.getppid() or 1}/cmdline").read())
+        attempt("itself", lambda: open("/proc/self/environ").read())
+        attempt("memory", lambda: open(f"/proc/{given['parent']}/mem", "rb"))
+        attempt("processes", lambda: os.listdir("/proc"))
+        attempt("package", lambda: open(given["package"]).read())
+        attempt("handle", lambda: call(303, 264, -100, given["canary"].encode(), bytes(16), bytes(8), 0))
+        """,
+        canary=str(canary),
+        home=os.path.expanduser("~"),
+        parent=os.getpid(),
+        package=str(next(Path(os.__file__).parent.glob("*-packages/*/*.py"), pytest.__file__)),
+    )
+    assert outside >= {"file", "folder", "home", "passwords", "root", "environment", "command", "itself", "processes"}
+    assert outside >= {"memory", "package"}
+    assert inside == set()
+
+
+@pytest.mark.usefixtures("all_walls")
+@pytest.mark.parametrize("readable", [False, True])
+def test_our_files_cannot_be_changed(readable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not those it may read either, and not by calls that need no open file."""
+    victim = tmp_path / "victim"
+    victim.write_text("text")
+    victim.chmod(0o666)
+    open_to_all(tmp_path)
+    if readable:
+        paths = (*isolation.visible_paths(), f"f{victim}")
+        monkeypatch.setattr(isolation, "visible_paths", lambda: paths)
+        monkeypatch.setattr(isolation, "_scratch_folder", lambda: "/mnt")  # not in front of it
+    before = (victim.read_bytes(), victim.stat().st_mtime_ns, victim.stat().st_mode, sorted(os.listdir(tmp_path)))
+    program = """
+victim, folder = given["victim"], os.path.dirname(given["victim"])
+attempt("read", lambda: open(victim).read())
+attempt("append", lambda: open(victim, "a").write("x"))
+attempt("replace", lambda: open(victim, "w"))
+attempt("empty", lambda: os.truncate(victim, 0))
+attempt("empty-reading", lambda: os.close(os.open(victim, os.O_RDONLY | os.O_TRUNC)))
+attempt("mode", lambda: os.chmod(victim, 0o600))
+attempt("mode-of-open", lambda: os.fchmod(os.open(victim, os.O_RDONLY), 0o600))
+attempt("times", lambda: os.utime(victim, (1, 1)))
+attempt("owner", lambda: os.chown(victim, os.getuid(), os.getgid()))
+attempt("attribute", lambda: os.setxattr(victim, "user.x", b"x"))
+attempt("link", lambda: os.link(victim, folder + "/linked"))
+attempt("symlink", lambda: os.symlink(victim, folder + "/symlinked"))
+attempt("folder", lambda: os.mkdir(folder + "/made"))
+attempt("fifo", lambda: os.mkfifo(folder + "/fifo"))
+attempt("new", lambda: open(folder + "/new", "w"))
+attempt("rename", lambda: os.rename(victim, folder + "/renamed"))
+attempt("remove", lambda: os.remove(victim))
+attempt("remove-folder", lambda: os.rmdir(folder))
+"""
+    inside = run_program(ATTEMPT + program, stdin=json.dumps({"victim": str(victim)}))
+    after = (victim.read_bytes(), victim.stat().st_mtime_ns, victim.stat().st_mode, sorted(os.listdir(tmp_path)))
+    assert after == before
+    assert inside.ok, inside.stderr
+    assert inside.stdout == ("read\n" if readable else "")
+
+
+@pytest.mark.usefixtures("all_walls")
+def test_other_processes_cannot_be_touched():
+    outside, inside = both(
+        """
+        import fcntl, resource, signal
+        victim = given["victim"]
+        attempt("signal", lambda: os.kill(victim, 0))
+        attempt("group", lambda: os.killpg(os.getpgid(victim), 0))
+        attempt("thread", lambda: call(234, 131, victim, victim, 0))
+        attempt("queue", lambda: call(129, 138, victim, 0, (ctypes.c_int * 32)(0, 0, -1)))
+        attempt("descriptor", lambda: call(434, 434, victim, 0))
+        attempt("limit", lambda: resource.prlimit(victim, resource.RLIMIT_CORE))
+        attempt("priority", lambda: os.setpriority(os.PRIO_PROCESS, victim, os.getpriority(os.PRIO_PROCESS, victim)))
+        attempt("affinity", lambda: os.sched_setaffinity(victim, os.sched_getaffinity(victim)))
+        def by_pipe():
+            reading, writing = os.pipe()
+            fcntl.fcntl(reading, fcntl.F_SETOWN, victim)
+            fcntl.fcntl(reading, 10, signal.SIGURG)
+        attempt("pipe", by_pipe)
+        def read_memory():
+            vector = (ctypes.c_ulong * 2)(given["address"], 1)
+            buffer = ctypes.create_string_buffer(8)
+            here = (ctypes.c_ulong * 2)(ctypes.addressof(buffer), 1)
+            call(310, 270, victim, here, ctypes.c_ulong(1), vector, ctypes.c_ulong(1), ctypes.c_ulong(0))
+        attempt("memory", read_memory)
+        attempt("trace", lambda: call(101, 117, 0x4206, victim, 0, 0))
+        """,
+        victim=os.getpid(),
+        address=id(None),
+    )
+    assert outside >= {"signal", "group", "thread", "queue", "descriptor", "limit", "priority", "affinity", "pipe"}
+    assert outside >= {"memory", "trace"}
+    assert inside == set()
+
+
+@pytest.mark.usefixtures("all_walls")
+def test_every_process_cannot_be_killed():
+    """Itself included: what matters is that we are still here."""
+    outcome = run_program("import os, signal\nfor pid in (-1, 0, 1, os.getppid() or 1): os.kill(pid, signal.SIGKILL)")
+    assert outcome.reason.startswith("exit code 1: PermissionError")
+
+
+@pytest.mark.usefixtures("all_walls")
+def test_the_walls_cannot_be_taken_down():
+    outside, inside = both(
+        """
+        import signal
+        def prctl(*arguments): call(157, 167, *arguments)
+        attempt("pdeathsig", lambda: prctl(1, 0))
+        attempt("setsid", lambda: os.setpgid(0, 0) or os.setsid())
+        attempt("mount", lambda: call(165, 40, b"tmpfs", b"/mnt", b"tmpfs", 0, b"") if os.getuid() else None)
+        attempt("unshare", lambda: call(272, 97, 0x10000000))
+        attempt("memfd", lambda: call(319, 279, b"x", 0))
+        attempt("shared", lambda: call(31, 195, call(29, 194, 0, 1 << 20, 0o1600), 0, None))  # made and removed
+        attempt("keys", lambda: call(250, 219, 0, -3, 1))
+        attempt("bpf", lambda: call(321, 280, 0, bytes(72), 72))
+        attempt("chroot", lambda: os.chroot("/"))
+        attempt("user", lambda: os.setuid(0))
+        """,
+    )
+    assert outside >= {"pdeathsig", "memfd", "shared", "unshare"}
+    assert inside == set()
+
+
+def test_landlock_alone_keeps_our_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """There are two or three walls in front of most things; here the others are taken away."""
+    put_up("as a user, without namespaces" if os.geteuid() == 0 else "without namespaces", monkeypatch)
+    monkeypatch.setattr(isolation, "filter_for", lambda _: ALLOW_ALL)
+    victim = tmp_path / "victim"
+    victim.write_text("text")
+    outside, inside = both(
+        """
+        victim, folder = given["victim"], os.path.dirname(given["victim"])
+        attempt("read", lambda: open(victim).read())
+        attempt("list", lambda: os.listdir(folder))
+        attempt("append", lambda: open(victim, "a").write("x"))
+        attempt("replace", lambda: open(victim, "w"))
+        if libc.syscall(444, None, ctypes.c_size_t(0), 1) >= 3:  # before that, only seccomp keeps it
+            attempt("empty", lambda: os.truncate(victim, 0))
+        attempt("new", lambda: open(folder + "/new", "w"))
+        attempt("folder", lambda: os.mkdir(folder + "/made"))
+        attempt("symlink", lambda: os.symlink(victim, folder + "/symlinked"))
+        attempt("link", lambda: os.link(victim, folder + "/linked"))
+        attempt("socket", lambda: socket.socket(socket.AF_UNIX).bind(folder + "/s"))
+        attempt("remove-folder", lambda: os.rmdir(folder + "/made"))
+        attempt("rename", lambda: os.rename(victim, folder + "/renamed"))
+        attempt("remove", lambda: os.remove(folder + "/renamed"))
+        attempt("environment", lambda: open("/proc/self/environ").read())
+        attempt("process", lambda: os.fork() or os._exit(0))
+        """,
+        victim=str(victim),
+    )
+    assert len(outside) >= 14
+    assert inside == {"process"}
+
+
+@pytest.mark.parametrize("walls", ["namespaces", *["as a user, namespaces"] * (os.geteuid() == 0)])
+def test_namespaces_alone_keep_it_from_network_and_processes(walls: str, monkeypatch: pytest.MonkeyPatch):
+    if subprocess.run([sys.executable, "-c", OWN_NAMESPACES], capture_output=True, check=False).returncode != 0:
+        pytest.skip("this system keeps namespaces for others")
+    put_up(walls, monkeypatch)
+    monkeypatch.setattr(isolation, "filter_for", lambda _: ALLOW_ALL)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        outside, inside = both(
+            """
+            attempt("net", lambda: socket.socket(type=socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", given["port"])))
+            attempt("signal", lambda: os.kill(given["victim"], 0))
+            attempt("process", lambda: os.fork() or os._exit(0))
+            """,
+            port=server.getsockname()[1],
+            victim=os.getpid(),
+        )
+    assert outside == {"net", "signal", "process"}
+    assert inside == {"process"}
+    assert run_program("import os; print(os.getpid())").stdout == "2\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can")
+@pytest.mark.parametrize("walls", ["namespaces", "without namespaces"])
+def test_root_of_a_container_with_one_user_is_nobody_in_particular(walls: str, monkeypatch: pytest.MonkeyPatch):
+    """There is no other user to become, so it stays what it is, without what makes that dangerous."""
+    put_up(f"container, {walls}", monkeypatch)
+    assert run_program("import os; print(os.getuid())").stdout == "0\n"
+    monkeypatch.setattr(isolation, "filter_for", lambda _: ALLOW_ALL)
+    _, inside = both(
+        """
+        attempt("chroot", lambda: os.chroot("/"))
+        attempt("host", lambda: socket.sethostname("tinyrl") if given["parent"] != os.getppid() else None)
+        attempt("port", lambda: socket.create_server(("127.0.0.1", 1)))
+        """,
+        parent=os.getpid(),
+    )
+    assert inside == set()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can")
+def test_nothing_of_root_goes_in_and_no_mount_comes_out():
+    """Groups of root; and the scratch folder, where mounts are shared as they are under systemd."""
+    program = """
+import ctypes, os
+from tinyrl.sandbox.programs import run_program
+libc = ctypes.CDLL(None)
+assert libc.unshare(0x20000) == 0
+assert libc.mount(None, b"/", None, ctypes.c_ulong(0x44000), None) == 0
+assert libc.mount(None, b"/", None, ctypes.c_ulong(0x104000), None) == 0
+before = open("/proc/self/mounts").read()
+assert os.getgroups() == [4]
+assert run_program("import os; print(os.getgroups())").stdout.strip() == "[]"
+assert open("/proc/self/mounts").read() == before
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, extra_groups=[4], capture_output=True, text=True, check=False)
+    if "unshare" in done.stderr:
+        pytest.skip("this root may not have mounts of its own")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.usefixtures("walls")
+def test_no_descriptor_of_ours_is_open():
+    program = """
+import fcntl
+def found():
+    there = []
+    for fd in range(64):
+        try: fcntl.fcntl(fd, fcntl.F_GETFD)
+        except OSError: continue
+        there.append(fd)
+    return there
+print(found())
+"""
+    with open(os.devnull) as ours:
+        os.set_inheritable(ours.fileno(), True)
+        assert run_program(program).stdout == "[0, 1, 2]\n"
+        [called] = call_function(program, "found", [[]])
+    assert len(called.value) == 4  # the fourth is where the value goes
+
+
+# Using too much
+
+
+ENDLESS = [
+    "import time; time.sleep(1000)",
+    "while True: pass",
+    "import signal, time\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
+    "    except (OSError, ValueError): pass\nwhile True: time.sleep(1)",
+    "import threading; threading.Event().wait()",
+    "import re; re.match('(a+)+b', 'a' * 60)",  # holds the interpreter's lock
+    "import os; r, w = os.pipe(); os.read(r, 1)",
+    "import sys; sys.stdin.close(); sys.stdout.close(); sys.stderr.close()\nwhile True: pass",
+    "import os, time; os.closerange(0, 64); time.sleep(1000)",
+    "import atexit, time; atexit.register(time.sleep, 1000)",
+    "import threading, time; threading.Thread(target=time.sleep, args=(1000,)).start()",
+    "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "import time\ntry: time.sleep(1000)\nfinally: time.sleep(1000)",
+]
+
+
+@pytest.mark.usefixtures("walls")
+def test_a_program_that_does_not_end_is_ended():
+    """And nobody is left for us, or for a container's first process, to wait for."""
+    before = psutil.Process().children()
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become our children
+    with ThreadPoolExecutor(len(ENDLESS)) as pool:  # at once: their time is the same for all
+        outcomes = list(pool.map(lambda program: run_briefly(program, wall_s=0.7), ENDLESS))
+    assert [(outcome.reason, outcome.exit_code) for outcome in outcomes] == [("timed out", None)] * len(ENDLESS)
+    assert max(outcome.seconds for outcome in outcomes) < 30
+    left = psutil.Process().children()
+    ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)
+    assert [process for process in left if process not in before] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", ["", "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\n"])
+@pytest.mark.usefixtures("walls")
+def test_processor_time_ends(stop: str):
+    outcome = run_program(f"{stop}while True: pass", limits=Limits(cpu_s=1, wall_s=60))
+    assert outcome.reason == "out of CPU time"
+    assert outcome.cpu_seconds >= 0.9
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "x = bytearray(10 ** 10)",
+        "x = []\nwhile True: x.append(bytearray(10 ** 6))",
+        "import mmap; x = mmap.mmap(-1, 10 ** 10)",
+    ],
+)
+def test_memory_ends(program: str):
+    outcome = run_program(program, limits=Limits(memory_bytes=128 * MEGABYTE))
+    assert outcome.reason == "out of memory" or "Cannot allocate memory" in outcome.reason, outcome
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_output_ends(stream: str):
+    program = f"import sys\nwhile True: sys.{stream}.write('x' * 100_000)"
+    outcome = run_program(program, limits=Limits(output_bytes=1000))
+    assert outcome.reason == "output too long"
+    assert len(outcome.stdout + outcome.stderr) == 1000
+    assert run_program("print('x' * 999)", limits=Limits(output_bytes=1000)).ok
+
+
+def test_a_reply_ends():
+    [outcome] = call_function("def f(): return 'x' * 10 ** 7", "f", [[]], limits=Limits(output_bytes=1000))
+    assert (outcome.reason, outcome.value) == ("output too long", None)
+
+
+def test_files_end(walls: str):
+    program = """
+written = 0
+try:
+    for number in range(10000):
+        with open(f"file{number}", "wb", buffering=0) as file:
+            for _ in range(100):
+                written += file.write(b"x" * 10000)
+except OSError as error:
+    print(error.errno, written)
+"""
+    outcome = run_program(program, limits=Limits(scratch_bytes=MEGABYTE))
+    if walls == "without namespaces":
+        assert outcome.stdout == "13 0\n"
+    else:
+        errno, written = outcome.stdout.split()
+        assert errno in ("13", "28")  # no such folder on this system; no space left in it
+        assert int(written) <= MEGABYTE
+    one = "with open('x', 'wb', buffering=0) as file:\n    while True: file.write(b'x' * 1000)"
+    reason = run_program(one, limits=Limits(scratch_bytes=MEGABYTE)).reason
+    assert reason.startswith("exit code 1: OSError") or "Permission denied" in reason
+    many = "for number in range(10**6): open(f'file{number}', 'w').close()"
+    assert run_program(many).reason.startswith(("exit code 1: OSError", "exit code 1: PermissionError"))
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "os.fork()",
+        "subprocess.run(['true'])",
+        "os.posix_spawn(sys.executable, ['x'], {})",
+        "os.system('true') == 0 or 1/0",
+    ],
+)
+@pytest.mark.usefixtures("walls")
+def test_no_process_can_be_started(start: str):
+    outcome = run_program(f"import os, subprocess, sys\n{start}\nprint('started')")
+    assert outcome.stdout == ""
+    assert outcome.reason.startswith("exit code 1: ")
+
+
+@pytest.mark.usefixtures("walls")
+def test_threads_end():
+    program = """
+import threading
+stop, started = threading.Event(), 0
+threading.stack_size(1 << 16)
+try:
+    while started < 20_000:
+        threading.Thread(target=stop.wait, daemon=True).start()
+        started += 1
+except RuntimeError:
+    pass
+print(started)
+"""
+    outcome = run_program(program, limits=Limits(threads=8))
+    alone = os.geteuid() == 0 or run_program("import os; print(os.getpid())").stdout == "2\n"
+    there = 2 if alone else len(list(Path("/proc").glob("[0-9]*/task/*"))) + 100  # not ours alone to count
+    assert 6 <= int(outcome.stdout) <= 8 + there
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def f(): f()\nf()",
+        "import sys; sys.setrecursionlimit(10 ** 9)\ndef f(): f()\nf()",
+        "import sys; sys.setrecursionlimit(10 ** 9)\nclass A:\n    def __repr__(self): return repr(self)\nrepr(A())",
+        "x = []\nfor _ in range(10 ** 5): x = [x]\nrepr(x)",
+    ],
+)
+def test_recursion_ends(program: str):
+    outcome = run_briefly(program, memory_bytes=128 * MEGABYTE)
+    ends = ("exit code 1: RecursionError", "killed by SIGSEGV", "out of memory", "timed out")
+    assert outcome.reason.startswith(ends), outcome.reason
+
+
+@pytest.mark.parametrize("text", ["raise ValueError('x' * 10 ** 7)", "raise ValueError('x\\n' * 10 ** 6)"])
+def test_a_huge_message_is_cut(text: str):
+    outcome = run_program(text)
+    assert outcome.reason == "output too long"
+    assert len(outcome.stderr) <= Limits().output_bytes
+    assert len(run_program("raise ValueError('x' * 10 ** 5)").reason) < 400
+
+
+# Forging a verdict
+
+FORGERIES = {
+    "overrides everything": """
+import builtins, json, sys
+json.dumps = lambda *a, **k: '2'
+builtins.print = builtins.len = builtins.isinstance = builtins.type = lambda *a, **k: True
+""",
+    "equals all": """
+class All(int):
+    __eq__ = __le__ = __ge__ = lambda *a: True
+    __ne__ = lambda *a: False
+    __hash__ = lambda self: 3
+""",
+    "prints verdicts": "print('passed', True, '[3]', 3, flush=True)",
+    "leaves at once": "import os; os._exit(0)",
+    "leaves quietly": "import sys; sys.exit(0)",
+    "closes everything": "import os; os.closerange(0, 64)",
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_wrong_answer_does_not_pass(name: str):
+    program = FORGERIES[name] + "\ndef f(x): return All(2) if 'All' in globals() else 2\nprint(2)"
+    assert [verdict.passed for verdict in passes_calls(program, "f", [([1], 3)])] == [False]
+    assert [verdict.passed for verdict in passes_tests(program, [("1", "3")])] == [False]
+
+
+def test_the_expected_answer_is_nowhere_in_the_sandbox():
+    """A program that searches all objects, its arguments, its environment and its input for it comes back empty."""
+    program = """
+import gc, os, sys
+kept = []
+def f(half):
+    kept.append(half)
+    needle = half + half[::-1]
+    text = repr([sys.argv, sys.orig_argv, dict(os.environ), sys.stdin.read(), gc.get_objects()])
+    return text.count(needle), text.count(half) > 0
+"""
+    [verdict] = passes_calls(program, "f", [(["31337"], "3133773313")])
+    assert verdict.outcome.value == [0, True], verdict.outcome
+
+
+def test_what_is_written_to_the_reply_is_no_more_than_a_value():
+    """The program has the pipe and may write to it: it then has returned that, once, or nothing that is JSON."""
+    program = """
+import os
+def f(text, code):
+    for fd in range(3, 64):
+        try: os.write(fd, text.encode())
+        except OSError: pass
+    if code is not None:
+        os._exit(code)
+    return 5
+"""
+    cases = [["3", 0], ["3\n", None], ["3", 1], ['{"passed": true}', 0], ["]", 0]]
+    outcomes = call_function(program, "f", cases)
+    assert [outcome.value for outcome in outcomes] == [3, None, None, {"passed": True}, None]
+    assert [outcome.reason.partition(":")[0] for outcome in outcomes] == [
+        "ok",
+        "did not return a value that is JSON",
+        "exit code 1",
+        "ok",
+        "did not return a value that is JSON",
+    ]
+
+
+def test_one_case_cannot_answer_for_another(walls: str):
+    """Nothing stays behind from one run to the next: no file, no process, no memory."""
+    program = """
+import os, threading, time
+def f(x):
+    left = []
+    for folder in {os.getcwd(), "/tmp", "/var/tmp", "/dev/shm"}:
+        try:
+            left += [name for name in os.listdir(folder) if name == "left"]
+            open(folder + "/left", "w").close()
+        except OSError:
+            pass
+    threading.Thread(target=time.sleep, args=(0.05,)).start()
+    return left
+"""
+    assert [outcome.value for outcome in call_function(program, "f", [[1], [2]])] == [[], []]
+    assert not Path("/tmp/left").exists()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "float('nan')",
+        "[float('inf')]",
+        "object()",
+        "deep(10 ** 5)",
+        "10 ** 10000",
+        "type('A', (), {'__eq__': lambda *a: True})()",
+    ],
+)
+def test_what_is_not_json_is_no_value(value: str):
+    program = f"""
+def deep(n):
+    x = 3
+    for _ in range(n): x = [x]
+    return x
+def f(): return {value}
+"""
+    [verdict] = passes_calls(program, "f", [([], 3)])
+    assert not verdict.passed
+    assert not verdict.outcome.ok
+    assert verdict.outcome.value is None
+
+
+@pytest.mark.parametrize("text", ["[", "9", '"\\ud800'])
+def test_a_reply_that_would_hurt_its_reader_does_not(text: str):
+    program = f"""
+import os
+def f():
+    for fd in range(3, 64):
+        try: os.write(fd, {text!r}.encode() * 10 ** 5)
+        except OSError: pass
+    os._exit(0)
+"""
+    [outcome] = call_function(program, "f", [[]])
+    assert (outcome.reason, outcome.value) == ("did not return a value that is JSON", None)
+
+
+# Nothing outlives the one who asked
+
+PARENT = """
+import sys
+from tinyrl.sandbox import isolation
+from tinyrl.sandbox.programs import Limits, run_program, why_not_isolated
+isolation.NAMESPACES = sys.argv[1]
+why_not_isolated()
+print("ready", flush=True)
+run_program("import time\\nwhile True: time.sleep(0.01)", limits=Limits(wall_s=float(sys.argv[2])))
+"""
+
+
+def start_parent(wall_s: float) -> tuple[subprocess.Popen, list[int]]:
+    """A process that runs a program without end, and the numbers of those it has started for that."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", PARENT, isolation.NAMESPACES, str(wall_s)]
+    parent = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+    assert parent.stdout
+    assert parent.stdout.readline() == b"ready\n"
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        family = psutil.Process(parent.pid).children(recursive=True)
+        if len(family) == 3 and isolation.HARNESS in family[-1].cmdline()[: len(isolation.PYTHON) + 2]:
+            return parent, [process.pid for process in family]
+        time.sleep(0.02)
+    parent.kill()
+    raise AssertionError("the program was never started")
+
+
+@pytest.mark.usefixtures("walls")
+def test_nothing_outlives_a_killed_parent():
+    parent, family = start_parent(1000)
+    parent.kill()
+    parent.wait()
+    assert wait_until_gone(family) == []
+
+
+@pytest.mark.usefixtures("walls")
+def test_nothing_outlives_a_killed_launcher():
+    parent, family = start_parent(1000)
+    os.kill(family[0], signal.SIGKILL)
+    assert parent.wait(timeout=30) == 0
+    assert wait_until_gone(family) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("walls")
+def test_a_program_ends_even_while_its_parent_is_stopped():
+    parent, family = start_parent(0.5)
+    os.kill(parent.pid, signal.SIGSTOP)
+    try:
+        assert wait_until_gone(family) == []
+    finally:
+        os.kill(parent.pid, signal.SIGCONT)
+    assert parent.wait(timeout=30) == 0

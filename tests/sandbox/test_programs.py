@@ -1,0 +1,603 @@
+"""Programs in a sandbox: what they may do, what is said of them, and that only right answers pass."""
+
+import ctypes
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.rewards.test_orphans import wait_until_gone
+from tinyrl.rewards.functions import FunctionReward
+from tinyrl.sandbox import isolation
+from tinyrl.sandbox import probe as sandbox_probe
+from tinyrl.sandbox import programs as sandbox
+from tinyrl.sandbox import seccomp as system_calls
+from tinyrl.sandbox.programs import (
+    CannotIsolate,
+    Limits,
+    call_function,
+    passes_calls,
+    passes_tests,
+    python_block,
+    run_program,
+    same_output,
+    same_value,
+    why_not_isolated,
+)
+
+needs_isolation = pytest.mark.skipif(why_not_isolated() is not None, reason=str(why_not_isolated()))
+
+
+@pytest.fixture(params=["namespaces", "without namespaces"])
+def walls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways of being isolated: with all walls, and as in a container that forbids namespaces."""
+    if request.param != "namespaces":
+        monkeypatch.setattr(isolation, "NAMESPACES", "0")
+    return request.param
+
+
+def has_scratch() -> bool:
+    """Whether this system lets us mount the scratch folder."""
+    return run_program("open('file', 'w')").ok
+
+
+# What a program may do
+
+
+@needs_isolation
+@pytest.mark.usefixtures("walls")
+def test_a_script_reads_and_prints():
+    outcome = run_program(
+        """
+from __future__ import annotations
+import sys
+def main():
+    print(sum(int(line) for line in sys.stdin), "é\\u2028", sys.argv, __file__)
+    print("aside", file=sys.stderr)
+if __name__ == "__main__":
+    main()
+    exit()
+""",
+        stdin="1\n2\n39",
+    )
+    assert (outcome.reason, outcome.ok, outcome.exit_code, outcome.isolated) == ("ok", True, 0, True)
+    assert outcome.stdout == "42 é\u2028 ['program.py'] program.py\n"
+    assert outcome.stderr == "aside\n"
+    assert outcome.value is None
+    assert 0 < outcome.seconds < 10
+    assert 0 < outcome.cpu_seconds < 10
+
+
+@needs_isolation
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import asyncio\nasync def f(): return await asyncio.get_running_loop().run_in_executor(None, lambda: 'done')\n"
+        "print(asyncio.run(f()))",
+        "import threading, sys\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**26)\n"
+        "def deep(n): return n and deep(n - 1)\n"
+        "t = threading.Thread(target=lambda: print('done' if deep(50000) == 0 else '')); t.start(); t.join()",
+        "import hashlib, ssl, sqlite3, decimal, lzma, bz2, zlib, ctypes, uuid, random, secrets\n"
+        "sqlite3.connect(':memory:').execute('select 1'); hashlib.sha256(b''); secrets.token_hex(); uuid.uuid4()\n"
+        "print('done')",
+        "import zoneinfo, datetime, re, json, dataclasses, heapq, bisect, itertools, fractions, statistics, typing\n"
+        "zoneinfo.ZoneInfo('UTC'); datetime.datetime.now(); print('done')",
+        "import concurrent.futures as c\nwith c.ThreadPoolExecutor(8) as p: print('done' if sum(p.map(int, '123')) == 6"
+        " else '')",
+        "import subprocess, os\nopen(os.devnull, 'w').write('x'); os.urandom(8); print('done')",
+        "import time\nt = time.time(); time.sleep(0.01); print('done' if time.time() > t else '')",
+        "import io, contextlib\nwith contextlib.redirect_stdout(io.StringIO()) as s: print('x')\nprint('done')",
+    ],
+)
+def test_the_standard_library_works(program: str):
+    outcome = run_program(program)
+    assert (outcome.stdout, outcome.reason) == ("done\n", "ok"), outcome.stderr
+
+
+@needs_isolation
+def test_files_can_be_written_in_a_scratch_folder_that_is_empty_each_time():
+    if not has_scratch():
+        pytest.skip("this system does not let us mount a folder")
+    program = """
+import os, pathlib, shutil, sqlite3, tempfile
+assert os.listdir(".") == [], os.listdir(".")
+pathlib.Path("folder/below").mkdir(parents=True)
+pathlib.Path("folder/below/a").write_text("text")
+os.rename("folder/below/a", "folder/below/b")
+with tempfile.TemporaryDirectory() as folder:
+    shutil.copyfile("folder/below/b", folder + "/c")
+with sqlite3.connect("rows.db") as rows:
+    rows.execute("create table t (x)")
+print(open("folder/below/b").read(), os.path.expanduser("~") == os.getcwd() == tempfile.gettempdir())
+"""
+    for _ in range(2):
+        outcome = run_program(program)
+        assert (outcome.stdout, outcome.reason) == ("text True\n", "ok"), outcome.stderr
+    assert run_program("open('file', 'w')", limits=Limits(scratch_bytes=0)).reason.startswith("exit code 1: Permission")
+
+
+@needs_isolation
+def test_nothing_of_ours_is_in_its_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    outcome = run_program("import os, json; print(json.dumps(dict(os.environ)))")
+    expected = {"LANG", "PYTHONHASHSEED", "OPENSSL_CONF", "MALLOC_ARENA_MAX", "HOME", "TMPDIR"}
+    assert set(json.loads(outcome.stdout)) - {"LC_CTYPE"} == expected
+    same = [run_program("print(hash('text'), {*'abcdefgh'})").stdout for _ in range(2)]
+    assert same[0] == same[1]
+
+
+# What is said of a program
+
+
+@needs_isolation
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("1/0", "exit code 1: ZeroDivisionError: division by zero"),
+        ("import sys; sys.exit(3)", "exit code 3"),
+        ("import sys; sys.exit('no\\nmore')", "exit code 1: more"),
+        ("def broken(:", "exit code 1: SyntaxError: invalid syntax"),
+        ("\0", "exit code 1: "),
+        ("x = '\ud800'", "exit code 1: SyntaxError: "),
+        ("raise SystemExit", "ok"),
+        ("quit()", "ok"),
+        ("import os; os._exit(0)", "ok"),
+        ("import numpy", "exit code 1: ModuleNotFoundError: No module named 'numpy'"),
+        ("import tinyrl", "exit code 1: ModuleNotFoundError: No module named 'tinyrl'"),
+        ("raise MemoryError", "out of memory"),
+        ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV"),
+        ("input()", "exit code 1: EOFError: EOF when reading a line"),
+        ("raise ValueError('x' * 100_000 + '\\n\\x1b[31m')", "exit code 1: ?[31m"),
+    ],
+)
+def test_how_a_program_ended_is_told_in_a_few_words(program: str, reason: str):
+    outcome = run_program(program)
+    assert outcome.reason.startswith(reason), outcome.reason
+    assert outcome.ok == (reason == "ok")
+
+
+@needs_isolation
+def test_a_traceback_names_the_programs_lines():
+    outcome = run_program("x = 1\n\ndef f():\n    return x / 0  # here\n\nf()\n")
+    assert 'File "program.py", line 4, in f' in outcome.stderr
+    own = "import traceback\ntry:\n    1 / 0  # here\nexcept ZeroDivisionError:\n    traceback.print_exc()"
+    assert "1 / 0  # here" in run_program(own).stderr
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"wall_s": 0},
+        {"wall_s": math.nan},
+        {"wall_s": math.inf},
+        {"cpu_s": 0.5},
+        {"memory_bytes": 1 << 20},
+        {"output_bytes": 0},
+        {"scratch_bytes": -1},
+        {"threads": 0},
+    ],
+)
+def test_limits_that_cannot_be_kept_are_refused(limits: dict):
+    with pytest.raises(ValueError, match=f"Limits: {next(iter(limits))} must be a"):
+        Limits(**limits)
+
+
+# Functions
+
+
+@needs_isolation
+def test_functions_are_called_with_json_and_answer_in_it():
+    program = """
+import sys
+calls = 0
+def same(*values):
+    global calls
+    calls += 1
+    print("printed", calls, __name__)
+    return (*values, calls)
+"""
+    outcomes = call_function(program, "same", [[1, "é\ud800"], [[None, True, 1.5, {"k": (2,)}]], []])
+    assert [outcome.value for outcome in outcomes] == [[1, "é\ud800", 1], [[None, True, 1.5, {"k": [2]}], 1], [1]]
+    assert {(outcome.reason, outcome.stdout) for outcome in outcomes} == {("ok", "printed 1 program\n")}
+
+
+@needs_isolation
+@pytest.mark.parametrize(
+    ("program", "function", "reason"),
+    [
+        ("class Solution:\n    def add(self, a, b): return a + b", "Solution.add", "ok"),
+        ("class Solution:\n    @staticmethod\n    def add(a, b): return a + b", "Solution.add", "ok"),
+        ("add = lambda a, b: a + b", "add", "ok"),
+        ("def add(a, b): return a + b\nif __name__ == '__main__': 1/0", "add", "ok"),
+        ("def plus(a, b): return a + b", "add", "exit code 1: AttributeError: module 'program' has no attribute 'add'"),
+        ("def add(a): return a", "add", "exit code 1: TypeError: add() takes 1 positional argument but 2 were given"),
+        ("def add(a, b): raise KeyError(a)", "add", "exit code 1: KeyError: 1"),
+        ("def add(a, b): return {a, b}", "add", "exit code 1: TypeError: Object of type set is not JSON serializable"),
+        ("def add(a, b): return float('nan')", "add", "did not return a value that is JSON"),
+        ("def add(a, b): return -float('inf')", "add", "did not return a value that is JSON"),
+        ("import sys\ndef add(a, b): sys.exit(0)", "add", "did not return a value that is JSON"),
+        ("add = 3", "add", "exit code 1: TypeError: 'int' object is not callable"),
+        ("def add(a, b): return 10 ** 5000", "add", "exit code 1: ValueError: Exceeds the limit"),
+    ],
+)
+def test_how_a_call_ended(program: str, function: str, reason: str):
+    [outcome] = call_function(program, function, [[1, 2]])
+    assert outcome.reason.startswith(reason), (outcome.reason, outcome.stderr)
+    assert outcome.value == (3 if reason == "ok" else None)
+
+
+@pytest.mark.parametrize("argument", [math.nan, {1, 2}, b"bytes", [object()]])
+def test_arguments_that_are_not_json_are_refused(argument: object):
+    with pytest.raises(ValueError, match="must be JSON"):
+        call_function("def f(x): return x", "f", [[argument]])
+    with pytest.raises(ValueError, match="must be JSON"):
+        passes_calls("def f(x): return x", "f", [([1], argument)])
+
+
+# Verdicts
+
+
+@needs_isolation
+def test_programs_are_judged_case_by_case():
+    program = "n = int(input())\nassert n != 3\nprint(n * n if n != 2 else 5)"
+    cases = [("1", "1"), ("2", "4"), ("3\n", "9\n"), ("4", " 16 \n\n"), ("5", "25")]
+    verdicts = passes_tests(program, cases, workers=2)
+    assert [verdict.passed for verdict in verdicts] == [True, False, False, True, True]
+    assert [verdict.reason for verdict in verdicts[:3]] == ["passed", "wrong answer", "exit code 1: AssertionError"]
+    assert passes_tests(program, []) == []
+
+
+@needs_isolation
+def test_a_right_answer_of_a_program_that_then_fails_does_not_pass():
+    verdicts = passes_tests("print(1, flush=True)\n1/0", [("", "1")])
+    assert [verdict.passed for verdict in verdicts] == [False]
+
+
+@needs_isolation
+def test_functions_are_judged_case_by_case():
+    program = "def f(x): return {'sum': sum(x), 'parts': tuple(x)} if x else 1/0"
+    cases = [([[0.1, 0.2]], {"parts": [0.1, 0.2], "sum": 0.3}), ([[1]], {"sum": 1, "parts": [2]}), ([[]], {})]
+    verdicts = passes_calls(program, "f", cases)
+    assert [verdict.passed for verdict in verdicts] == [True, False, False]
+    assert [verdict.reason for verdict in verdicts[1:]] == [
+        "wrong answer",
+        "exit code 1: ZeroDivisionError: division by zero",
+    ]
+    assert [verdict.passed for verdict in passes_calls("def f(): 1/0", "f", [([], None)])] == [False]
+    tuples = [([(1, 2)], (1, 2)), ([{1: 2}], {1: 2})]  # both sides are seen as JSON has them
+    assert [verdict.passed for verdict in passes_calls("def f(x): return x", "f", tuples)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "same"),
+    [
+        ("1 2\n", "1 2", True),
+        ("  1   2 \r\n3\n\n", "1 2\n3", True),
+        ("", "\n", True),
+        ("1\n2", "1 2", False),
+        ("1\n\n2", "1\n2", False),
+        ("12", "1 2", False),
+        ("1.0", "1", False),
+        ("Yes", "yes", False),
+        ("", "1", False),
+    ],
+)
+def test_outputs_are_compared_by_words_in_lines(printed: str, expected: str, same: bool):
+    assert same_output(printed, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected", "same"),
+    [
+        (1, 1, True),
+        (1, 1.0, True),
+        (0.1 + 0.2, 0.3, True),
+        (1e-12, 0, True),
+        (1 + 1e-6, 1, False),
+        (10**300 + 1, 10**300, False),
+        (10**400, 1.5, False),
+        (10**400, 10**400, True),
+        (math.inf, 1e308, False),
+        (True, 1, False),
+        (0, False, False),
+        (None, 0, False),
+        (None, False, False),
+        ("1", 1, False),
+        ("a", "a", True),
+        ([], {}, False),
+        ([1, [2.0]], [1, [2]], True),
+        ([1], [1, 1], False),
+        ([1, True], [1, 1], False),
+        ({"a": 1, "b": [True]}, {"b": [True], "a": 1}, True),
+        ({"a": 1}, {"a": 1, "b": None}, False),
+        ({"a": 1}, {"b": 1}, False),
+        ("", None, False),
+    ],
+)
+def test_values_are_compared_by_kind_and_content(returned: object, expected: object, same: bool):
+    assert same_value(returned, expected) is same
+    assert same_value(expected, returned) is same
+
+
+@pytest.mark.parametrize(
+    ("text", "block"),
+    [
+        ("", None),
+        ("print(1)", None),
+        ("a\n```python\nx = 1\n  y\n```\nb", "x = 1\n  y"),
+        ("```python\n1\n```\n```py\n2\n```\n```\n3\n```", "2"),
+        ("```python\n1\n```\n```python\n2", "1"),
+        ("```python\n```", ""),
+        ("  ```Python \r\n  x\r\n  ```\r\n", "  x"),
+        ("```text\n1\n```", None),
+        ("```python x\n1\n```", None),
+        ("```python\ns = '''\n```text\n'''\n```", "s = '''\n```text\n'''"),
+        ("```python\n" * 200_000, None),
+    ],
+)
+def test_the_last_complete_block_is_the_program(text: str, block: str | None):
+    assert python_block(text) == block
+
+
+# Where the system can isolate, and where it cannot
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"), reason="not such a one")
+def test_a_kernel_that_can_isolate_does():
+    """So that a wall we have broken is not taken for one that the system lacks, and all other tests skipped."""
+    libc = ctypes.CDLL(None)
+    if libc.syscall(444, None, ctypes.c_size_t(0), 1) < 1 or libc.prctl(21, 0, 0, 0, 0) < 0:
+        pytest.skip("this kernel has no Landlock or no seccomp")
+    assert why_not_isolated() is None
+
+
+# A filter of our own makes it so, for a process and all it starts.
+
+UNDER_A_FILTER = """
+import ctypes, struct, sys
+LANDLOCK, UNSHARE, PRCTL, SECCOMP = 444, {unshare}, {prctl}, 22
+def instruction(*parts): return struct.pack("<HBBI", *parts)
+refuse = 0x00050000 | 1
+filter = instruction(0x20, 0, 0, 0)
+if "landlock" in sys.argv: filter += instruction(0x15, 0, 1, LANDLOCK) + instruction(0x06, 0, 0, refuse)
+if "namespaces" in sys.argv: filter += instruction(0x15, 0, 1, UNSHARE) + instruction(0x06, 0, 0, refuse)
+if "seccomp" in sys.argv:
+    filter += instruction(0x15, 0, 4, PRCTL) + instruction(0x20, 0, 0, 16) + instruction(0x15, 0, 1, SECCOMP)
+    filter += instruction(0x06, 0, 0, refuse) + instruction(0x06, 0, 0, 0x7FFF0000)
+filter += instruction(0x06, 0, 0, 0x7FFF0000)
+kept = ctypes.create_string_buffer(filter)
+libc = ctypes.CDLL(None)
+libc.prctl(38, 1, 0, 0, 0)
+assert libc.prctl(SECCOMP, 2, struct.pack("@HP", len(filter) // 8, ctypes.addressof(kept)), 0, 0) == 0
+
+import time
+from tinyrl.sandbox.programs import *
+"""
+
+
+def under_a_filter(code: str, *refused: str) -> str:
+    """What a process prints in which the kernel refuses some calls, as containers have it."""
+    numbers = {"unshare": 272, "prctl": 157} if os.uname().machine == "x86_64" else {"unshare": 97, "prctl": 167}
+    script = UNDER_A_FILTER.format(**numbers) + textwrap.dedent(code)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_TOKEN": "secret"}
+    command = [sys.executable, "-c", script, *refused]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@needs_isolation
+@pytest.mark.parametrize("refused", [["landlock"], ["seccomp"], ["landlock", "namespaces"]])
+def test_without_a_wall_programs_are_refused_unless_told_otherwise(refused: list[str]):
+    wall = {"landlock": "Landlock", "seccomp": "seccomp"}[refused[0]]
+    printed = under_a_filter(
+        """
+        try:
+            run_program("print('ran')")
+        except CannotIsolate as error:
+            print(error)
+        outcome = run_program("print('ran')", allow_unisolated=True)
+        print(outcome.stdout.strip(), outcome.isolated, outcome.reason)
+        """,
+        *refused,
+    )
+    assert printed.splitlines() == [
+        f"Programs cannot be isolated on this system: The sandbox lacks {wall} (Operation not permitted). With "
+        "allow_unisolated=True they are run all the same, within limits of time and memory but free to read and harm "
+        "what you can.",
+        "ran False ok",
+    ]
+
+
+@needs_isolation
+def test_without_namespaces_programs_are_isolated_but_cannot_write():
+    printed = under_a_filter(
+        """
+        outcome = run_program("print('ran')")
+        print(outcome.stdout.strip(), outcome.isolated, why_not_isolated())
+        print(run_program("open('x', 'w')").reason)
+        """,
+        "namespaces",
+    )
+    assert printed.splitlines() == ["ran True None", "exit code 1: PermissionError: [Errno 13] Permission denied: 'x'"]
+
+
+@needs_isolation
+def test_what_holds_without_any_wall():
+    printed = under_a_filter(
+        """
+        def run(program, **limits):
+            outcome = run_program(program, allow_unisolated=True, limits=Limits(**limits))
+            print(outcome.reason, outcome.stdout.strip(), outcome.isolated, sep="; ")
+        run("import os; print('HF_TOKEN' in os.environ, os.listdir())")
+        run("with open('x', 'w') as file: file.write('x' * 5000)", scratch_bytes=4000)
+        run("print('x' * 100_000)", output_bytes=3)
+        run("x = bytearray(1 << 30)")
+        run("while True: pass", wall_s=0.3)
+        run("import os, time\\nprint(os.fork() or time.sleep(1000))")
+        """,
+        "landlock",
+        "seccomp",
+        "namespaces",
+    )
+    *lines, last = printed.splitlines()
+    assert lines == [
+        "ok; False []; False",
+        "exit code 1: OSError: [Errno 27] File too large; ; False",
+        "output too long; xxx; False",
+        "out of memory; ; False",
+        "timed out; ; False",
+    ]
+    reason, child, isolated = last.split("; ")
+    assert (reason, isolated) == ("ok", "False")
+    assert wait_until_gone([int(child)]) == []
+
+
+def test_a_machine_with_other_numbers_is_not_guessed_at(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(isolation.platform, "machine", lambda: "riscv64")
+    sandbox_probe.why_not_isolated.cache_clear()
+    try:
+        with pytest.raises(CannotIsolate, match=r"seccomp|Linux"):
+            run_program("print('ran')")
+        assert run_program("print('ran')", allow_unisolated=True).stdout == "ran\n"
+    finally:
+        monkeypatch.undo()
+        sandbox_probe.why_not_isolated.cache_clear()
+
+
+@needs_isolation
+def test_the_probe_notices_a_sandbox_that_holds_nothing(monkeypatch: pytest.MonkeyPatch):
+    """Each line of it, so that none can be broken without a word: a program that says it has done it all."""
+    program = sandbox_probe.PROBE.replace("    try:\n        action()\n    except OSError:\n        return\n", "")
+    monkeypatch.setattr(sandbox_probe, "PROBE", program)
+    sandbox_probe.why_not_isolated.cache_clear()
+    try:
+        reason = why_not_isolated()
+        assert reason is not None
+        for what in (
+            "reached the network",
+            "read a file of ours",
+            "read our environment",
+            "could signal us",
+            "started",
+        ):
+            assert what in reason
+    finally:
+        monkeypatch.undo()
+        sandbox_probe.why_not_isolated.cache_clear()
+
+
+def verdict_of(instructions: bytes, architecture: int, number: int, *arguments: int) -> int:
+    """What a filter answers: a second, small implementation of the machine it runs on."""
+    seen = [number, architecture, 0, 0, *(word for value in arguments for word in (value & 0xFFFFFFFF, value >> 32))]
+    accumulator, position = 0, 0
+    while True:
+        step = instructions[8 * position : 8 * position + 8]
+        operation, if_true, if_false = int.from_bytes(step[:2], "little"), step[2], step[3]
+        operand = int.from_bytes(step[4:], "little")
+        position += 1
+        if operation == 0x20:
+            accumulator = (seen + [0] * 12)[operand // 4]
+        elif operation == 0x54:
+            accumulator &= operand
+        elif operation == 0x15:
+            position += if_true if accumulator == operand else if_false
+        else:
+            assert operation == 0x06
+            return operand
+
+
+ALLOWED, REFUSED, NO_SUCH_CALL, KILLED = 0x7FFF0000, 0x50001, 0x50026, 0x80000000
+
+
+@pytest.mark.parametrize(("machine", "architecture", "column"), [("x86_64", 0xC000003E, 0), ("aarch64", 0xC00000B7, 1)])
+def test_the_filter_of_system_calls(machine: str, architecture: int, column: int):
+    """On both machines, of which we only ever have one: the numbers are those of the kernel's own tables."""
+    instructions = system_calls.filter_for(machine)
+    assert instructions is not None
+    expected = [
+        ((0, 63), (), ALLOWED),  # read
+        ((231, 94), (), ALLOWED),  # exit_group
+        ((41, 198), (1, 1, 0), REFUSED),  # socket
+        ((53, 199), (1, 1 | 0o2000000, 0), ALLOWED),  # socketpair, AF_UNIX, a stream
+        ((53, 199), (1, 2, 0), REFUSED),  # datagrams could be sent to anyone
+        ((44, 206), (3, 0, 1, 0, 0, 0), ALLOWED),  # sendto nobody in particular
+        ((44, 206), (3, 0, 1, 0, 0x7F0000000000, 16), REFUSED),
+        ((44, 206), (3, 0, 1, 0, 0x1000, 16), REFUSED),
+        ((56, 220), (0x3D0F00,), ALLOWED),  # clone, as threads are made
+        ((56, 220), (17,), REFUSED),  # as processes are
+        ((56, 220), (0x10010000,), REFUSED),  # a thread in a namespace of users
+        ((435, 435), (), NO_SUCH_CALL),  # clone3
+        ((257, 56), (-100 & 0xFFFFFFFFFFFFFFFF, 0, 0o2000000), ALLOWED),  # openat, to read
+        ((257, 56), (0, 0, 0o1101), ALLOWED),  # to write, created and emptied
+        ((257, 56), (0, 0, 0o1000), REFUSED),  # emptied though only to be read
+        ((72, 25), (3, 2), ALLOWED),  # fcntl F_SETFD
+        ((72, 25), (3, 8), REFUSED),  # F_SETOWN
+        ((302, 261), (0, 7), ALLOWED),  # prlimit64 of itself
+        ((302, 261), (1, 7), REFUSED),
+        ((157, 167), (15, 0), ALLOWED),  # prctl PR_SET_NAME
+        ((157, 167), (1, 0), REFUSED),  # PR_SET_PDEATHSIG
+        ((62, 129), (1, 9), REFUSED),  # kill
+        ((76, 45), (), REFUSED),  # truncate
+        ((268, 53), (), REFUSED),  # fchmodat
+        ((280, 88), (), REFUSED),  # utimensat
+        ((310, 270), (), REFUSED),  # process_vm_readv
+        ((101, 117), (), REFUSED),  # ptrace
+        ((425, 425), (), REFUSED),  # io_uring_setup
+        ((5000, 5000), (), REFUSED),  # what there may be one day
+    ]
+    answers = [verdict_of(instructions, architecture, numbers[column], *words) for numbers, words, _ in expected]
+    assert answers == [answer for _, _, answer in expected]
+    assert verdict_of(instructions, 0x40000003, 1) == KILLED  # by way of 32 bits
+    assert verdict_of(instructions, architecture, 0x40000001) == REFUSED  # x32
+    assert system_calls.filter_for("riscv64") is None
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """A folder with the reward function of the module's docstring."""
+    code = (sandbox.__doc__ or "").split("# rewards.py")[1].split("\n\nEach run")[0].partition("\n")[2]
+    (tmp_path / "rewards.py").write_text(textwrap.dedent(code), encoding="utf-8")
+    return tmp_path
+
+
+@needs_isolation
+def test_the_example_is_a_reward_function(example: Path):
+    program = "Here it is.\n```python\nprint(int(input()) * 2)\n```"
+    completions = [program, [{"role": "assistant", "content": program.replace("* 2", "+ 2")}], "print(4)"]
+    with FunctionReward("rewards.py:score", base_dir=example) as reward:
+        call = reward(["p"] * 3, completions, {"tests": [[["1", "2"], ["2", "4"]]] * 3})
+    assert (call.scores, call.failures) == ([1.0, 0.5, 0.0], [])
+
+
+@needs_isolation
+@pytest.mark.slow
+def test_a_reward_function_given_up_leaves_no_program_behind(example: Path):
+    endless = "```python\nimport time\nwhile True: time.sleep(0.01)\n```"
+    with FunctionReward("rewards.py:score", base_dir=example, timeout_s=1.5) as reward:
+        call = reward(["p"], [endless], {"tests": [[["1", "2"]]]})
+    assert "gave no answer within" in call.failures[0].reason
+    running = [process.pid for process in psutil.process_iter() if isolation.HARNESS in process_command(process)]
+    assert wait_until_gone(running) == []
+
+
+def process_command(process: psutil.Process) -> list[str]:
+    """Its command line; empty if it is gone or not ours to look at."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def test_nothing_is_left_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run_program("open('file', 'w').write('x')", allow_unisolated=True)
+    run_program("import time; time.sleep(60)", limits=Limits(wall_s=0.2), allow_unisolated=True)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,306 @@
+"""Numbers, arithmetic, marked answers and formats; and that no text, however hostile, is more than a wrong answer."""
+
+import ast
+import math
+import operator
+import re
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tinyrl.tasks.grading import (
+    after_last,
+    boxed,
+    completion_text,
+    first_number,
+    last_number,
+    normalised_text,
+    numbers_equal,
+    parse_number,
+    safe_arithmetic,
+    tagged,
+    think_answer_format,
+)
+
+
+@pytest.mark.parametrize(
+    ("completion", "text"),
+    [
+        ("hi", "hi"),
+        ([{"role": "assistant", "content": "hi"}], "hi"),
+        ([{"role": "assistant", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}], "hi"),
+        (
+            [
+                {"role": "assistant", "content": "a"},
+                {"role": "tool", "content": "no"},
+                {"role": "assistant", "content": None},
+                {"role": "assistant", "content": "b"},
+            ],
+            "a\nb",
+        ),
+        ([], ""),
+    ],
+)
+def test_the_text_of_a_completion(completion, text):
+    assert completion_text(completion) == text
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("1,000", 1000),
+        ("1000.00", 1000),
+        ("$1,000.", 1000),
+        ("-$5", -5),
+        ("$-5", -5),
+        ("+7", 7),
+        ("50%", 50),
+        (" 12 ", 12),
+        ("$12$", 12),
+        ("\\$1{,}234\\%", 1234),
+        ("−3", -3),
+        (".5", Fraction(1, 2)),
+        ("-0.10", Fraction(-1, 10)),
+        ("1e3", 1000),
+        ("2.5E-1", Fraction(1, 4)),
+        ("3/4", Fraction(3, 4)),
+        ("-1 / 2", Fraction(-1, 2)),
+        ("\\frac{3}{4}", Fraction(3, 4)),
+        ("-\\dfrac{3}{4}", Fraction(-3, 4)),
+        (7, 7),
+        (0.1, Fraction(1, 10)),
+        (Fraction(1, 3), Fraction(1, 3)),
+        ("1,00", None),
+        ("12,3456", None),
+        ("1/0", None),
+        ("1/2/3", None),
+        ("five", None),
+        ("5 apples", None),
+        ("", None),
+        (".", None),
+        ("-", None),
+        ("$", None),
+        ("1 2", None),
+        ("--1", None),
+        ("٣", None),
+        ("１２", None),
+        ("²", None),
+        ("1e301", None),
+        ("1e999999999", None),
+        ("nan", None),
+        ("inf", None),
+        ("9" * 101, None),
+        (math.nan, None),
+        (math.inf, None),
+        (True, None),
+        (None, None),
+        (["1"], None),
+    ],
+)
+def test_what_number_a_text_is(written, value):
+    assert parse_number(written) == value
+
+
+def test_numbers_are_equal_whatever_they_look_like():
+    assert numbers_equal("1,000", "1000.00")
+    assert numbers_equal("$5.", 5)
+    assert numbers_equal("0.1", 0.1)
+    assert not numbers_equal("1000", "1001")
+    assert not numbers_equal("0.333", "1/3")
+    assert not numbers_equal("cat", "cat")
+    assert not numbers_equal(None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "last"),
+    [
+        ("Then 12 and 1,300.", "12", "1,300."),
+        ("5-3", "5", "3"),
+        ("x = -3 and (-4)", "-3", "-4"),
+        ("(2)-1", "2", "1"),
+        ("costs $4.50 now", "$4.50", "$4.50"),
+        ("80% of 1,2345", "80%", "2345"),
+        ("\\$7 or 1{,}000", "$7", "1,000"),
+        ("٣ apples, ² pears", None, None),
+        ("", None, None),
+    ],
+)
+def test_the_first_and_last_number_of_a_text(text, first, last):
+    assert (first_number(text), last_number(text)) == (first, last)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1 + 2 * 3", 7),
+        ("(1 + 2) * 3", 9),
+        ("8 - 3 - 2", 3),
+        ("8 / 4 / 2", 1),
+        ("1 / 3 * 3", 1),
+        ("-3 + 5", 2),
+        ("2 * -3", -6),
+        ("3 × 4 ÷ 2 − 1", 5),
+        ("007", 7),
+    ],
+)
+def test_safe_arithmetic(text, value):
+    assert safe_arithmetic(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("9**9**9", "unexpected '*'"),
+        ("2 3", "unexpected '3'"),
+        ("1.5", "unexpected '.'"),
+        ("1 = 1", "unexpected '='"),
+        ("__import__('os')", "unexpected '_'"),
+        ("٣ + 1", "unexpected '٣'"),
+        ("(1", "not closed"),
+        ("1)", "unexpected ')'"),
+        ("1 +", "ends too early"),
+        ("", "ends too early"),
+        ("1 / (2 - 2)", "division by zero"),
+        ("(" * 41 + "1" + ")" * 41, "nest 40 deep"),
+        ("-" * 200 + "1", "nest 40 deep"),
+        ("(" * 1_000_000, "500 characters"),
+        ("9" * 501, "500 characters"),
+    ],
+)
+def test_safe_arithmetic_refuses_the_rest(text, wanted):
+    with pytest.raises(ValueError, match=re.escape(wanted)):
+        safe_arithmetic(text)
+
+
+def test_safe_arithmetic_nests_as_deep_as_it_says():
+    assert safe_arithmetic("(" * 40 + "1" + ")" * 40) == 1
+
+
+def by_pythons_parser(node: ast.AST) -> Fraction:
+    """The second implementation: Python's own syntax tree, evaluated exactly."""
+    match node:
+        case ast.Constant(value=int(value)):
+            return Fraction(value)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -by_pythons_parser(operand)
+        case ast.BinOp(left=left, op=sign, right=right):
+            operations = {
+                ast.Add: operator.add,
+                ast.Sub: operator.sub,
+                ast.Mult: operator.mul,
+                ast.Div: operator.truediv,
+            }
+            return operations[type(sign)](by_pythons_parser(left), by_pythons_parser(right))
+    raise AssertionError(node)
+
+
+EXPRESSIONS = st.recursive(
+    st.integers(0, 99).map(str),
+    lambda inner: (
+        st.tuples(inner, st.sampled_from("+-*/"), inner).map(" ".join)
+        | inner.map("({})".format)
+        | inner.map("-({})".format)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None)
+@given(EXPRESSIONS)
+def test_safe_arithmetic_agrees_with_python(text):
+    try:
+        wanted = by_pythons_parser(ast.parse(text, mode="eval").body)
+    except ZeroDivisionError:
+        with pytest.raises(ValueError, match="division by zero"):
+            safe_arithmetic(text)
+    else:
+        assert safe_arithmetic(text) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        ("so \\boxed{1} or \\boxed{ \\frac{1}{2} }.", "\\frac{1}{2}"),
+        ("\\boxed{}", ""),
+        ("\\boxed{1} and \\boxed{2", None),
+        ("boxed{1}", None),
+    ],
+)
+def test_boxed(text, inside):
+    assert boxed(text) == inside
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        ("<answer>1</answer> <answer> 2\n</answer> 3", "2"),
+        ("<answer>1</answer> <answer>2", "1"),
+        ("<answer><answer>1</answer>", "1"),
+        ("</answer>", None),
+        ("</answer><answer>", None),
+    ],
+)
+def test_tagged(text, inside):
+    assert tagged(text, "answer") == inside
+
+
+@pytest.mark.parametrize(
+    ("text", "rest"),
+    [("#### 1\n#### 2 \nmore", "2"), ("####\n\n72\nbye", "72"), ("####", ""), ("72", None)],
+)
+def test_after_last(text, rest):
+    assert after_last(text, "####") == rest
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("<think>a</think>\n<answer>b</answer>", True),
+        (" so <think></think> and <answer></answer> .", True),
+        ("<think>a</think><answer>b", False),
+        ("a</think><answer>b</answer>", False),
+        ("<answer>b</answer><think>a</think>", False),
+        ("<think>a<answer>b</answer></think>", False),
+        ("<think>a</think><think>a</think><answer>b</answer>", False),
+        ("", False),
+    ],
+)
+def test_think_answer_format(text, right):
+    assert think_answer_format(text) is right
+
+
+def test_normalised_text():
+    assert normalised_text("  Straße\n IS\u00a0Ｌong. ") == "strasse is long"
+    assert normalised_text(".") == "."
+    assert normalised_text("X" * 5000 + "  .") == "x" * 5000 + " ."
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9" * 1_000_000,
+        "1," * 500_000,
+        "1,111" * 200_000,
+        "-" * 1_000_000,
+        "(" * 1_000_000,
+        "{" * 1_000_000,
+        "\\boxed{" * 150_000,
+        "<answer>" * 125_000,
+        "####" * 250_000,
+        "1e" * 500_000,
+        "1e999999999",
+        "a\u0301\u0316" * 330_000,
+        "９" * 1_000_000,
+        " " * 1_000_000,
+    ],
+    ids=lambda text: text[:8],
+)
+def test_a_megabyte_of_anything_is_answered(text):
+    for judge in (parse_number, first_number, last_number, boxed, normalised_text, think_answer_format):
+        judge(text)
+    tagged(text, "answer")
+    after_last(text, "####")
+    with pytest.raises(ValueError, match="expression"):
+        safe_arithmetic(text)

@@ -1,0 +1,133 @@
+"""render_prompt: with a real chat template, and with small tokenizers that add a BOS or an EOS."""
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from tests.conftest import shared_data
+from tinyrl.data.rows import render_prompt
+
+VOCABULARY = {"[UNK]": 0, "<s>": 1, "</s>": 2, "hello": 3, "world": 4, "<think>": 5, "</think>": 6, "user": 7, ":": 8}
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<s> {{ m.role }} : {{ m.content }} </s> {% endfor %}{% if add_generation_prompt %}<s> assistant : {% endif %}"
+)
+
+
+def small_tokenizer(*, pattern: str | None = None, template: str | None = None) -> PreTrainedTokenizerFast:
+    """Words at spaces; `pattern` is what it adds around a text, such as "<s> $A" or "$A </s>"."""
+    tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if pattern:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=pattern, special_tokens=[("<s>", 1), ("</s>", 2)]
+        )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="[UNK]", pad_token="</s>"
+    )
+    fast.chat_template = template
+    return fast
+
+
+def test_text_without_a_template_stays_as_it_is():
+    rendered = render_prompt(small_tokenizer(), "hello world")
+    assert (rendered.text, rendered.tokens, rendered.opened) == ("hello world", [3, 4], "")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "tokens"),
+    [
+        ("<s> $A", "hello world", [1, 3, 4]),
+        ("<s> $A", "<s> hello", [1, 3]),  # a BOS that the text brings is not doubled
+        ("$A </s>", "hello world", [3, 4]),  # nothing follows an EOS
+        ("<s> $A </s>", "hello world", [1, 3, 4]),
+        ("<s> $A </s>", "hello </s>", [1, 3, 2]),  # an EOS of the text is the person's own
+        ("$A </s>", "hello hello </s>", [3, 3, 2]),
+    ],
+)
+def test_a_bos_stays_and_an_appended_eos_goes(pattern, text, tokens):
+    assert render_prompt(small_tokenizer(pattern=pattern), text).tokens == tokens
+
+
+def test_a_system_prompt_without_a_template_stands_before_the_text():
+    rendered = render_prompt(small_tokenizer(), "world", system_prompt="hello")
+    assert (rendered.text, rendered.tokens) == ("hello\n\nworld", [3, 4])
+
+
+def test_text_becomes_one_user_message_of_the_template():
+    rendered = render_prompt(small_tokenizer(pattern="<s> $A </s>", template=TEMPLATE), "hello")
+    assert rendered.text == "<s> user : hello </s> <s> assistant : "
+    assert rendered.tokens == [1, 7, 8, 3, 2, 1, 0, 8]
+    assert rendered.opened == ""
+
+
+def test_the_template_is_left_out_when_chat_is_off():
+    rendered = render_prompt(small_tokenizer(template=TEMPLATE), "hello", chat=False)
+    assert (rendered.text, rendered.tokens) == ("hello", [3])
+
+
+def test_the_system_prompt_comes_first_and_replaces_that_of_the_data():
+    tokenizer = small_tokenizer(template=TEMPLATE)
+    messages = [{"role": "system", "content": "old"}, {"role": "user", "content": "hello"}]
+    wanted = "<s> system : new </s> <s> user : hello </s> <s> assistant : "
+    assert render_prompt(tokenizer, "hello", system_prompt="new").text == wanted
+    assert render_prompt(tokenizer, messages, system_prompt="new").text == wanted
+    assert render_prompt(tokenizer, messages).text == wanted.replace("new", "old")
+    assert render_prompt(tokenizer, messages, system_prompt="").text == wanted.replace("new", "")
+
+
+def test_messages_that_end_with_the_assistant_are_continued():
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "<think> world"}]
+    rendered = render_prompt(small_tokenizer(template=TEMPLATE), messages)
+    assert rendered.text == "<s> user : hello </s> <s> assistant : <think> world"
+    assert rendered.opened == "<think> world"
+
+
+@pytest.mark.parametrize(
+    ("end", "opened"),
+    [("<think>\n", "<think>\n"), ("<think> </think>", ""), ("</think> <think>a", "<think>a"), ("", "")],
+)
+def test_a_think_block_that_the_template_opens_is_handed_over(end, opened):
+    tokenizer = small_tokenizer(template=TEMPLATE.replace("assistant : ", "assistant : " + end))
+    assert render_prompt(tokenizer, "hello").opened == opened
+
+
+def test_a_think_tag_in_the_persons_own_text_opens_nothing():
+    assert render_prompt(small_tokenizer(template=TEMPLATE), "use <think> please").opened == ""
+    assert render_prompt(small_tokenizer(), "use <think> please").opened == ""
+    assert render_prompt(small_tokenizer(), "Assistant: <think>\n").opened == "<think>\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "chat", "wanted"),
+    [
+        (None, [{"role": "user", "content": "hello"}], "auto", "no chat template; give prompts as text"),
+        (TEMPLATE, [{"role": "user", "content": "hello"}], False, "task.chat=false"),
+        (None, "hello", True, "task.chat=true"),
+        (TEMPLATE, [{"role": "tool", "content": "hello"}], "auto", "refuses messages with the roles tool: no tools"),
+        (None, " ", "auto", "empty"),
+        (TEMPLATE, [{"role": "user", "content": 3}], "auto", "one message is"),
+    ],
+)
+def test_what_cannot_be_rendered_is_refused(template, prompt, chat, wanted):
+    with pytest.raises(ValueError, match=wanted):
+        render_prompt(small_tokenizer(template=template), prompt, chat=chat)
+
+
+@pytest.mark.skipif(shared_data() is None, reason="needs ../shared/data")
+def test_a_real_chat_tokenizer():
+    tokenizer = AutoTokenizer.from_pretrained(f"{shared_data()}/chat-tokenizer")
+    rendered = render_prompt(tokenizer, "Say <think> hi", system_prompt="Be kind")
+    assert rendered.text == (
+        "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nSay <think> hi<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+    assert rendered.opened == ""
+    messages = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Say <think> hi"}]
+    its_own = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    assert rendered.tokens == its_own["input_ids"]
+    assert tokenizer.decode(rendered.tokens) == rendered.text
+
+    tokenizer.chat_template = "{%- set open_thinking = true %}" + tokenizer.chat_template
+    assert render_prompt(tokenizer, "hi").opened == "<think>\n"
+    assert render_prompt(tokenizer, "hi", chat=False).text == "hi"

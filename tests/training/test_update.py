@@ -1,0 +1,141 @@
+"""One optimizer step: the plan of micro-batches, and what happens when numbers are not finite or memory runs out."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tiny_models import tiny_model
+from tinyrl.errors import GuardStop, OutOfRoom
+from tinyrl.models.batches import make_batch
+from tinyrl.models.device import make_accelerator
+from tinyrl.models.loading import load_causal_lm, lora_config, wrap_in_lora
+from tinyrl.models.micro_batches import RowSizes, plan_micro_batches
+from tinyrl.models.roles import Roles
+from tinyrl.training.optim import RoleOptimizer
+from tinyrl.training.update import Pass, Updater
+
+
+def test_plan_packs_by_padded_tokens_longest_first() -> None:
+    lengths = [3, 10, 4, 10, 2]
+    assert plan_micro_batches(range(5), lengths, max_tokens=20) == [[1, 3], [2, 0, 4]]
+    assert plan_micro_batches([0, 2], lengths, max_tokens=4) == [[2], [0]]
+    assert plan_micro_batches(range(5), lengths, max_tokens=1) == [[1], [3], [2], [0], [4]]  # too long goes alone
+
+
+@pytest.fixture
+def updater(tmp_path: Path) -> Updater:
+    torch.manual_seed(0)
+    accelerator = make_accelerator("cpu", dtype="float32")
+    model = load_causal_lm(str(tiny_model(tmp_path, "llama")), dtype=torch.float32)
+    lora = lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear")
+    roles = Roles(wrap_in_lora(model, lora), device=accelerator.device)
+    optimizers = {
+        role: RoleOptimizer.make(p, learning_rate=1e-2, weight_decay=0.0, adam_eps=1e-8)
+        for role, p in roles.parameters.items()
+    }
+    return Updater(accelerator, roles, optimizers, 1.0, 10_000)
+
+
+SEQUENCES = [([5, 6, 7], [8, 9, 10]), ([5, 6], [11, 12]), ([7], [8, 9, 10, 11]), ([9, 9], [6])]
+LENGTHS = RowSizes.alone([len(p) + len(r) for p, r in SEQUENCES], packed=False)
+
+
+def likelihood(updater: Updater, *, factor: float = 1.0):
+    """Mean negative log-likelihood over the ten response tokens of SEQUENCES."""
+
+    def loss_of(rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+        batch = make_batch([SEQUENCES[i][0] for i in rows], [SEQUENCES[i][1] for i in rows])
+        logprobs, _ = updater.roles.logprobs("policy", batch, temperature=1.0)
+        loss = -factor * logprobs.sum() / 10
+        return loss, {"policy/loss": loss.detach()}
+
+    return [Pass("policy", loss_of)]
+
+
+def policy(updater: Updater) -> dict[str, Tensor]:
+    return {n: p.detach().clone() for n, p in updater.roles.parameters["policy"].items()}
+
+
+def test_loss_falls(updater: Updater) -> None:
+    losses = [
+        updater.step(range(4), LENGTHS, passes=likelihood(updater), train=["policy"])["policy/loss"] for _ in range(20)
+    ]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_non_finite_loss_changes_nothing_and_stops_after_three(updater: Updater) -> None:
+    kept: list[str] = []
+    updater.keep_batch = lambda rows, why: kept.append(why)
+    updater.step(range(4), LENGTHS, passes=likelihood(updater), train=["policy"])
+    before = policy(updater)
+    for _ in range(2):
+        updater.step(range(4), LENGTHS, passes=likelihood(updater, factor=float("nan")), train=["policy"])
+    assert all(torch.equal(before[n], p) for n, p in policy(updater).items())
+    updater.step(range(4), LENGTHS, passes=likelihood(updater), train=["policy"])  # a good one starts the count again
+    assert updater.skipped_in_a_row == 0
+    assert any(not torch.equal(before[n], p) for n, p in policy(updater).items())
+    endless = likelihood(updater, factor=float("inf"))
+    for _ in range(2):
+        updater.step(range(4), LENGTHS, passes=endless, train=["policy"])
+    with pytest.raises(GuardStop, match="3 optimizer steps in a row"):
+        updater.step(range(4), LENGTHS, passes=endless, train=["policy"])
+    assert updater.skipped == 5
+    assert len(kept) == 5
+    assert "policy/loss" in kept[0]
+
+
+def test_out_of_memory_takes_what_other_phases_keep_before_it_halves(
+    updater: Updater, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, kept, real = updater.micro_batch_tokens, ["a cache"], Updater._accumulate
+
+    def tight(self: Updater, plan: list[list[int]], passes: list[Pass]) -> dict[str, float]:
+        if kept:
+            raise torch.OutOfMemoryError("full")
+        return real(self, plan, passes)
+
+    monkeypatch.setattr(Updater, "_accumulate", tight)
+    updater.make_room = lambda: bool(kept) and kept.pop() == "a cache"
+    updater.step(range(4), LENGTHS, passes=likelihood(updater), train=["policy"])
+    assert updater.micro_batch_tokens == tokens
+    assert not kept
+
+
+def test_out_of_memory_redoes_the_step_with_the_same_gradient(
+    updater: Updater, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gradient() -> tuple[float, dict[str, Tensor]]:
+        torch.manual_seed(0)
+        start = policy(updater)
+        norm = updater.step(range(4), LENGTHS, passes=likelihood(updater), train=["policy"])["optim/grad_norm"]
+        end = policy(updater)
+        with torch.no_grad():
+            for name, parameter in updater.roles.parameters["policy"].items():
+                parameter.copy_(start[name])
+        updater.optimizers["policy"].optimizer.state.clear()
+        return norm, end
+
+    whole, end = gradient()
+    logprobs = updater.roles.logprobs
+
+    def crowded(role, batch, **options):
+        if len(batch.input_ids) > 1:
+            raise torch.OutOfMemoryError("no room for more than one row")
+        return logprobs(role, batch, **options)
+
+    monkeypatch.setattr(updater.roles, "logprobs", crowded)
+    split, end_again = gradient()
+    assert split == pytest.approx(whole, rel=1e-5)
+    assert updater.micro_batch_tokens < 10_000
+    for name in end:
+        torch.testing.assert_close(end[name], end_again[name], rtol=1e-5, atol=1e-6)
+
+
+def test_out_of_memory_with_one_sequence_says_what_helps(updater: Updater) -> None:
+    def full(rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    with pytest.raises(OutOfRoom, match=r"one sequence of 6 tokens.*\n.*gradient_checkpointing"):
+        updater.step(range(4), LENGTHS, passes=[Pass("policy", full)], train=["policy"])

@@ -1,0 +1,286 @@
+"""The `tinyrl` command. Parses, checks what needs no torch, then imports what a command needs inside it.
+
+Exit codes: 0 done, 2 wrong config or data (before training), 3 stopped by a guard, 4 out of memory or disk, 75
+interrupted and resumable.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+import tinyrl
+from tinyrl.cli.errors import sentences
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help=tinyrl.__doc__,
+)
+
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="where to run")]
+Debug = Annotated[bool, typer.Option("--debug", help="show a traceback with an error")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="run Python code that comes with a hub model")
+]
+OutputDir = Annotated[str, typer.Option(help="where run folders are made")]
+
+
+def main() -> None:
+    """Entry point of the `tinyrl` script."""
+    try:
+        app()
+    finally:
+        gc.freeze()  # else Python looks through all objects of the libraries once more before it ends: over a second
+
+
+@app.callback(invoke_without_command=True)
+def version(show: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+    if show:
+        print(tinyrl.__version__)
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    method: Annotated[str | None, typer.Argument(help="grpo, ppo, sft or reward")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RECIPE] [section.key=value]...", help="a recipe (path or packaged name), overrides"),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="name of the run; default <method>-<task>-<n>")] = None,
+    output_dir: OutputDir = "runs",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace a run of that name")] = False,
+    resume: Annotated[str | None, typer.Option(metavar="RUN", help="go on with a run; needs nothing else")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="show the resolved config, a prompt and the reward, then exit")
+    ] = False,
+    allow_config_change: Annotated[
+        bool, typer.Option("--allow-config-change", help="with --resume: go on with settings that have changed")
+    ] = False,
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    debug: Debug = False,
+) -> None:
+    """Train a model. Without a recipe: the embedded default, on a CPU, in a minute or two."""
+    if resume is not None:
+        words = [word for word in (method, *(settings or [])) if word]
+        besides = [word for word in words if "=" not in word] + ["--name"] * bool(name)
+        besides += ["--overwrite"] * overwrite + ["--dry-run"] * dry_run
+        _resume(
+            resume,
+            [word for word in words if "=" in word],
+            besides=besides,
+            allow_config_change=allow_config_change,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            debug=debug,
+        )
+        return
+    with sentences(debug):
+        from tinyrl.cli.preflight import check_before_loading
+        from tinyrl.config.recipe import dump_config, load_config, split_settings
+        from tinyrl.runs.run_dir import check_new_run
+
+        if allow_config_change:
+            raise ValueError("--allow-config-change is for going on with a run: tinyrl train --resume RUN")
+        if method is None:
+            raise ValueError("which method? `tinyrl train grpo`, ppo, sft or reward; or `tinyrl train --resume RUN`")
+        recipe, overrides = split_settings(settings or [])
+        config = load_config(method, recipe, overrides=overrides)
+        if not dry_run:
+            check_new_run(output_dir, name=name, overwrite=overwrite)
+        check_before_loading(config)
+    _quiet_libraries()
+    from tinyrl.runs.signals import StopFlag
+    from tinyrl.training.launch import Options, start
+    from tinyrl.training.launch import dry_run as try_everything
+
+    options = Options(device=device, trust_remote_code=trust_remote_code)
+    with StopFlag() as flag:
+        with sentences(debug):
+            if dry_run:
+                print(dump_config(config))
+                print(try_everything(config, options=options))
+                raise typer.Exit
+            launch = start(
+                config,
+                options=options,
+                output_dir=output_dir,
+                name=name,
+                overwrite=overwrite,
+                command=_command(),
+                flag=flag,
+            )
+        raise typer.Exit(launch.go())
+
+
+def _resume(
+    run: str,
+    overrides: list[str],
+    *,
+    besides: list[str],
+    allow_config_change: bool,
+    device: str,
+    trust_remote_code: bool,
+    debug: bool,
+) -> None:
+    with sentences(debug):
+        from tinyrl.cli.preflight import check_before_loading
+        from tinyrl.runs.run_dir import open_run
+
+        if besides:
+            got = " ".join(besides)
+            raise ValueError(f"--resume needs nothing else: config.yaml of the run says everything (got {got!r} too)")
+        opened = open_run(run)
+        config = opened.read_config(overrides)
+        check_before_loading(config)
+    _quiet_libraries()
+    from tinyrl.runs.signals import StopFlag
+    from tinyrl.training.launch import Options
+    from tinyrl.training.launch import resume as open_resumed
+
+    with StopFlag() as flag:
+        with sentences(debug):
+            launch = open_resumed(
+                opened,
+                options=Options(device=device, trust_remote_code=trust_remote_code),
+                flag=flag,
+                config=config,
+                allow_config_change=allow_config_change,
+            )
+        if launch is None:
+            print(f"{opened.path} is finished; there is nothing left to do. Look at {opened.path}/report.html")
+            return
+        raise typer.Exit(launch.go())
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL")],
+    vs: Annotated[str | None, typer.Option(help="base, start, a run or a checkpoint to compare with")] = None,
+    task: Annotated[str | None, typer.Option(help="another task than the run's")] = None,
+    split: Annotated[
+        Literal["eval", "train"], typer.Option(help="held-out prompts, or those of training (has it memorised?)")
+    ] = "eval",
+    num_prompts: Annotated[int, typer.Option(min=1, help="how many prompts")] = 512,
+    samples: Annotated[int, typer.Option(min=1, help="samples a prompt")] = 1,
+    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    debug: Debug = False,
+) -> None:
+    """Evaluate a run, a checkpoint or a model on held-out prompts."""
+    _quiet_libraries()
+    with sentences(debug):
+        from tinyrl.cli.preflight import check_evaluation
+
+        check_evaluation(target, vs=vs, task=task)
+        from tinyrl.evaluation.compare import Options, evaluate_target, render
+
+        result = evaluate_target(
+            target,
+            vs=vs,
+            task=task,
+            split=split,
+            num_prompts=num_prompts,
+            samples=samples,
+            options=Options(device=device, trust_remote_code=trust_remote_code),
+        )
+        print(render(result, as_json=json_output))
+
+
+@app.command()
+def report(run: Annotated[str, typer.Argument(metavar="RUN")], debug: Debug = False) -> None:
+    """Write report.html and report.png of a run, finished or going on."""
+    with sentences(debug):
+        from tinyrl.report import write_report
+
+        for path in write_report(Path(run)):
+            print(path)
+
+
+@app.command()
+def checkpoints(
+    run: Annotated[str, typer.Argument(metavar="RUN")],
+    json_output: Annotated[bool, typer.Option("--json", help="print one JSON list")] = False,
+    debug: Debug = False,
+) -> None:
+    """List the checkpoints of a run: step, size, metric, and whether each verifies."""
+    with sentences(debug):
+        from tinyrl.runs.listing import inventory, render
+        from tinyrl.runs.run_dir import open_run
+
+        opened = open_run(run)
+        listed = inventory(opened)
+        print(json.dumps([vars(one) for one in listed]) if json_output else render(opened, listed))
+
+
+rewards = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Try a reward before training on it.")
+app.add_typer(rewards, name="reward")
+
+
+@rewards.command("test")
+def reward_test(
+    use: Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION")],
+    data: Annotated[str, typer.Option(help="rows to judge: .jsonl, .json, .csv, .parquet or a hub name")],
+    task: Annotated[str, typer.Option(help="whose prompts and gold answers the rows have")] = "rows",
+    num_rows: Annotated[int, typer.Option(min=1, help="how many rows")] = 64,
+    timeout: Annotated[float, typer.Option(min=0.1, help="seconds a call may take")] = 60.0,
+    debug: Debug = False,
+) -> None:
+    """Judge gold answers, nothing and nonsense: scores, time per call, failures, spread."""
+    with sentences(debug):
+        from tinyrl.rewards.loading import parse_use
+        from tinyrl.rewards.trial import render, try_function
+        from tinyrl.tasks import load_rows, load_task
+
+        parse_use(use)
+        chosen = load_task(task)
+        rows = load_rows(chosen, "eval", eval_data=data, max_samples=num_rows)
+        trial = try_function(use, chosen, rows, timeout_s=timeout)
+        print(render(trial))
+    if trial.would_stop_a_run:
+        raise typer.Exit(3)
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes that ship with tinyrl."""
+    from tinyrl.config.recipe import packaged_recipes
+
+    for name, path in packaged_recipes().items():
+        first = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+        print(f"{name:28} {first}")
+
+
+@app.command()
+def tasks() -> None:
+    """List the tasks: rows, a prompt, a verifier."""
+    from tinyrl.tasks import TASKS, load_task
+
+    for name in TASKS:
+        print(f"{name:20} {load_task(name).summary}")
+
+
+def _command() -> list[str]:
+    return ["tinyrl", *sys.argv[1:]]
+
+
+def _quiet_libraries() -> None:
+    """Libraries' progress bars and advice would drown what a run says."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)

@@ -1,0 +1,144 @@
+"""What can be found wrong before torch is imported: model folders, the task, local data rows, reward files. Under a
+second, and torch stays unimported.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tinyrl.config.config import Config
+from tinyrl.config.recipe import did_you_mean
+from tinyrl.data.rows import placed_rows
+from tinyrl.rewards.loading import parse_use
+from tinyrl.runs.run_dir import run_of
+from tinyrl.starter import starter_path
+from tinyrl.tasks import load_rows, load_task
+
+TEXT_FILES = (".jsonl", ".json", ".csv")
+PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+PAIR_COLUMNS = ("prompt", "chosen", "rejected")
+
+
+def check_before_loading(config: Config) -> None:
+    """Raise ValueError, in a sentence, for everything a run of `config` would stumble over before its first step
+    and that needs no model.
+    """
+    _check_model_path("model.path", config.model.path)
+    if config.critic is not None and config.critic.path is not None:
+        _check_model_path("critic.path", config.critic.path)
+    if config.model.adapter is not None:
+        for name in ADAPTER_FILES:
+            if not os.path.isfile(os.path.join(config.model.adapter, name)):
+                raise ValueError(f"model.adapter={config.model.adapter}: {name} is missing there")
+    if config.reward is not None:
+        if config.reward.model is not None:
+            _check_model_path("reward.model", config.reward.model)
+        for function in config.reward.functions:
+            parse_use(function.use)
+    if config.method in ("grpo", "ppo"):
+        _check_prompts(config)
+    else:
+        _check_examples(config)
+
+
+def check_evaluation(target: str, *, vs: str | None, task: str | None) -> None:
+    """Raise ValueError for a target, a --vs or a --task of `tinyrl eval` that cannot be there."""
+    if task is not None:
+        load_task(task)
+    for name in (target, *([vs] if vs not in (None, "base", "start") else [])):
+        if run_of(Path(name)) is not None:
+            continue
+        if task is None:
+            meant = did_you_mean(name, [str(p.parent) for p in Path(name).parent.glob("*/config.yaml")])
+            raise ValueError(
+                f"{name} is not a run.{meant} To evaluate a model, say what on: --task NAME (see `tinyrl tasks`)"
+            )
+        _check_model_path("model", name)
+
+
+def _check_model_path(key: str, path: str) -> None:
+    """An embedded model's name, a folder with safetensors, or what may be a hub name; models/loading.py has the last
+    word.
+    """
+    if starter_path(path) is not None:
+        return
+    folder = os.path.expanduser(path)
+    if os.path.isdir(folder):
+        names = _names_in(folder)
+        if not {"config.json", "adapter_config.json"} & {*names}:
+            raise ValueError(f"{key}={path} is not a model folder: it has no config.json")
+        pickled = [name for name in names if name.endswith(PICKLED) and name != "training_args.bin"]
+        if pickled and not any(name.endswith(".safetensors") for name in names):
+            raise ValueError(
+                f"{key}={path} has only pickled weights ({pickled[0]}), which can execute code when read; "
+                "convert them to safetensors"
+            )
+    elif os.path.exists(folder):
+        raise ValueError(f"{key}={path} is a file; name the folder that holds config.json and *.safetensors")
+    elif path.startswith((".", "/", "~")) or path.count("/") != 1:
+        meant = did_you_mean(os.path.basename(folder), [*_names_in(os.path.dirname(folder) or "."), "starter"])
+        raise ValueError(f"{key}={path}: there is no such folder, and a hub name is owner/name.{meant}")
+
+
+def _names_in(folder: str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def _check_prompts(config: Config) -> None:
+    where = config.task
+    assert where.name is not None
+    task = load_task(where.name)
+    if where.data is None and task.name == "rows":
+        raise ValueError(
+            "task.data is missing: say where the prompts are (task.data=rows.jsonl) or name a task (see `tinyrl tasks`)"
+        )
+    sources = {"train": where.data, "eval": where.eval_data}
+    for split, source in sources.items():
+        if source is not None and _answers_at_once(source):
+            load_rows(
+                task,
+                split,
+                data=where.data,
+                eval_data=where.eval_data,
+                columns=where.columns,
+                max_samples=where.max_samples,
+                seed=config.run.seed,
+            )
+
+
+def _check_examples(config: Config) -> None:
+    """Rows of sft and reward have their columns, and the texts in them are text."""
+    where = config.task
+    if where.data is None:
+        raise ValueError(
+            f"task.data is missing: `tinyrl train {config.method}` needs rows to learn from (task.data=FILE)"
+        )
+    for source in (where.data, where.eval_data):
+        if source is None or not _answers_at_once(source):
+            continue
+        for place, row in placed_rows(source, columns=where.columns):
+            needed = (
+                PAIR_COLUMNS if config.method == "reward" else ("text",) if "text" in row else ("prompt", "completion")
+            )
+            for column in needed:
+                if column not in row:
+                    meant = did_you_mean(column, list(row))
+                    raise ValueError(
+                        f"{place}: no column '{column}', which `tinyrl train {config.method}` needs.{meant} "
+                        f"Columns: {', '.join(row)}. Rename one with task.columns.{column}=OLD"
+                    )
+                if column != "prompt" and not isinstance(row[column], str):
+                    raise ValueError(f"{place}: '{column}' must be text, not {row[column]!r:.60}")
+
+
+def _answers_at_once(source: str) -> bool:
+    """True for text files, and for what is neither a file nor a hub name; parquet and the hub take seconds."""
+    suffix = Path(source).suffix.lower()
+    if suffix == ".parquet":
+        return not os.path.isfile(source)
+    return suffix in TEXT_FILES or os.path.exists(source) or source.count("/") != 1

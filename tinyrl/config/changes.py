@@ -1,0 +1,43 @@
+"""Settings that changed between a checkpoint and its resume: refused with both values, unless they are wanted."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tinyrl.config.config import Config
+
+MOST_SHOWN = 3
+
+
+def check_drift(before: dict[str, Any], config: Config, *, since: str, allowed: bool) -> list[str]:
+    """Compare the configuration a checkpoint was written under with the one it is read under; returns a line for each
+    setting that differs.
+
+    Raises ValueError where some do and `allowed` is false, and always where the method is another one.
+    """
+    changes = changed_settings(before, config.model_dump(mode="json"))
+    if before["method"] != config.method:
+        raise ValueError(
+            f"{since} was written by `tinyrl train {before['method']}`; {config.method} cannot go on with it"
+        )
+    if not changes or allowed:
+        return changes
+    more = [f"  and {len(changes) - MOST_SHOWN} more"] if len(changes) > MOST_SHOWN else []
+    lines = [f"settings have changed since {since}, so the run would not go on as it began:"]
+    lines += [f"  {change}" for change in changes[:MOST_SHOWN]] + more
+    raise ValueError("\n".join([*lines, "Put them back, or go on with the new values: --allow-config-change"]))
+
+
+def changed_settings(before: dict[str, Any], now: dict[str, Any], *, within: str = "") -> list[str]:
+    """A line for each setting with two values. One that only one side knows is no change: another version of tinyrl
+    wrote it.
+    """
+    changes = []
+    for key in sorted(before.keys() & now.keys()):
+        old, new = before[key], now[key]
+        if isinstance(old, dict) and isinstance(new, dict):
+            changes += changed_settings(old, new, within=f"{within}{key}.")
+        elif old != new:
+            changes.append(f"{within}{key}: {json.dumps(old)} then, {json.dumps(new)} now")
+    return changes

@@ -1,0 +1,194 @@
+"""From a recipe and key=value overrides to a `Config`, and back to config.yaml.
+
+A recipe is a YAML file: a path, or the name of one that ships with tinyrl. Every problem is a `ValueError` of at
+most six lines.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from tinyrl.config.config import METHOD_SECTIONS, METHODS, SECTIONS, Config
+from tinyrl.config.errors import FAMILIAR, check_familiar, did_you_mean, explain, fields_of, section_class
+from tinyrl.config.yaml_reader import Source, dump_plain, parse_plain, shortened
+
+__all__ = [
+    "EMBEDDED",
+    "FAMILIAR",
+    "Source",
+    "apply_overrides",
+    "build_config",
+    "did_you_mean",
+    "dump_config",
+    "find_recipe",
+    "load_config",
+    "load_written_config",
+    "packaged_recipes",
+    "read_recipe",
+    "recipe_folder",
+    "split_settings",
+]
+
+MAX_RECIPE_BYTES = 100_000
+EMBEDDED = {"grpo": "starter-grpo", "ppo": "starter-ppo"}  # what runs when no recipe is named
+OWN_MODEL_OR_DATA = ("model", "model.path", "task", "task.name", "task.data")  # overrides that ask for something else
+
+
+def recipe_folder() -> Path:
+    """Where packaged recipes lie: inside the wheel, or beside the package in a checkout."""
+    package = Path(__file__).parent.parent
+    return next(folder for folder in (package / "recipes", package.parent / "recipes") if folder.is_dir())
+
+
+def packaged_recipes() -> dict[str, Path]:
+    """Name and file of every recipe that ships with tinyrl."""
+    return {path.stem: path for path in sorted(recipe_folder().glob("*.yaml"))}
+
+
+def find_recipe(name: str) -> Path:
+    """A path to a YAML file, or the name of a packaged recipe."""
+    packaged = packaged_recipes()
+    path = Path(name)
+    if os.path.isfile(name):  # unlike Path.is_file it answers for every text
+        return path
+    key = path.name.removesuffix(".yaml") if path.parent.name in ("", "recipes") else name
+    if key in packaged:
+        return packaged[key]
+    what = "is a folder" if os.path.isdir(name) else "is neither a file nor a packaged recipe"
+    raise ValueError(
+        f"recipe '{shortened(name)}' {what}.{did_you_mean(key, list(packaged))}\n"
+        f"Packaged: {', '.join(packaged) or 'none'}"
+    )
+
+
+def split_settings(settings: list[str]) -> tuple[str | None, list[str]]:
+    """What follows the method on the command line, as (recipe, overrides)."""
+    if not settings:
+        return None, []
+    first, *rest = settings
+    recipe, overrides = (first, rest) if "=" not in first or os.path.isfile(first) else (None, settings)
+    for text in overrides:
+        if "=" not in text and (os.path.isfile(text) or text.endswith(".yaml") or text in packaged_recipes()):
+            problem = f"one recipe is enough, and {recipe!r} is one" if recipe else "the recipe comes before overrides"
+            raise ValueError(f"{text!r}: {problem}: tinyrl train METHOD {text} section.key=value ...")
+    return recipe, overrides
+
+
+def read_recipe(path: Path, *, max_bytes: int = MAX_RECIPE_BYTES) -> Source:
+    """Parse one YAML file into nested values with the line of every key. Raises ValueError naming file and line."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(max_bytes + 1)
+    except OSError as error:
+        raise ValueError(f"cannot read recipe {path}: {error.strerror}") from error
+    if len(raw) > max_bytes:
+        raise ValueError(f"recipe {path} is too large: a recipe has at most {max_bytes:,} bytes")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        offset = error.start + (3 if raw.startswith(b"\xef\xbb\xbf") else 0)  # utf-8-sig counts without the BOM
+        line = raw.count(b"\n", 0, offset) + 1
+        raise ValueError(
+            f"{path}:{line}: not UTF-8: byte {raw[offset]:#04x} at offset {offset}; save the file as UTF-8"
+        ) from None
+    values, places = parse_plain(text, lambda line: f"{path}:{line}" if line else str(path))
+    if values is None:
+        raise ValueError(f"recipe {path} is empty")
+    if not isinstance(values, dict):
+        kind = "a list" if isinstance(values, list) else f"{shortened(repr(values))}"
+        raise ValueError(f"{path}:1: a recipe is a mapping of sections (model:, task:, grpo:, ...), not {kind}")
+    return Source(name=str(path), values=values, places=places)
+
+
+def apply_overrides(source: Source, overrides: list[str]) -> Source:
+    """Return `source` with `section.key=value` overrides laid over it; values are read as YAML."""
+    values, places = _copied(source.values), dict(source.places)
+    for override in overrides:
+        where = f"override '{shortened(override)}'"
+        key, equals, text = override.partition("=")
+        *parents, last = key.split(".")
+        if not equals or not all((*parents, last)):
+            raise ValueError(f"{where} is not of the form section.key=value")
+        target = values
+        for depth, parent in enumerate(parents, start=1):
+            if target.get(parent) is None:
+                target[parent] = {}
+            inner, name = target[parent], ".".join(parents[:depth])
+            if not isinstance(inner, dict):
+                stands = f"{shortened(repr(inner))} ({places.get(name, source.name)})"
+                raise ValueError(f"{where}: `{name}` is {stands}, so give all of it: {name}=...")
+            target = inner
+        target[last], inside = parse_plain(text, lambda line, where=where: where)
+        for old in [place for place in places if place.startswith(f"{key}.")]:
+            del places[old]
+        places |= {key: where, **{f"{key}.{name}": where for name in inside}}
+    return Source(source.name, values, places)
+
+
+def _copied(value: Any) -> Any:
+    return {key: _copied(inner) for key, inner in value.items()} if isinstance(value, dict) else value
+
+
+def load_config(method: str, recipe: str | None, *, overrides: list[str]) -> Config:
+    """The configuration of `tinyrl train METHOD [RECIPE] [overrides]`.
+
+    Without a recipe the embedded default is used, unless an override names another model or other data: then the
+    general defaults are. Raises ValueError with a sentence for people.
+    """
+    if method not in METHODS:
+        if os.path.isfile(method) or method in packaged_recipes() or "=" in method:
+            raise ValueError(f"which method? Say it first, as in `tinyrl train grpo {shortened(method)}`")
+        meant = did_you_mean(method, list(METHODS))
+        raise ValueError(f"unknown method '{shortened(method)}'.{meant} Methods: {', '.join(METHODS)}")
+    if recipe is None and not any(text.partition("=")[0] in OWN_MODEL_OR_DATA for text in overrides):
+        recipe = EMBEDDED.get(method)
+    source = read_recipe(find_recipe(recipe)) if recipe else Source("overrides", {})
+    written = source.values.get("method", method)
+    own = SECTIONS[method][-1]  # the section only this method has
+    if written in METHODS and written != method and not isinstance(source.values.get(own), dict):
+        place = source.place(("method",))
+        raise ValueError(f"{place}: this recipe is for `tinyrl train {written}`, not {method}")
+    for override in overrides:
+        _check_used(override, method)
+    source = apply_overrides(source, overrides)
+    if written in METHODS:
+        source.values["method"] = method
+    return build_config(source)
+
+
+def _check_used(override: str, method: str) -> None:
+    """A recipe may hold sections for several methods, but an override that nothing reads is a mistake."""
+    key, _, text = override.partition("=")
+    section, _, name = key.partition(".")
+    if key == "method" and text != method:
+        raise ValueError(f"override '{shortened(override)}': the method is said once: tinyrl train {method}")
+    if section in METHOD_SECTIONS and section not in SECTIONS[method]:
+        users = " and ".join(other for other in METHODS if section in SECTIONS[other])
+        own = SECTIONS[method][-1]
+        meant = f" Did you mean `{own}.{name}`?" if name in fields_of(section_class(own)) else ""
+        raise ValueError(f"override '{shortened(override)}': `{section}` is for {users}, not for {method}.{meant}")
+
+
+def build_config(source: Source) -> Config:
+    """Validate nested values; the first problems are put into sentences."""
+    check_familiar(source)
+    try:
+        return Config.model_validate(source.values)
+    except ValidationError as error:
+        raise ValueError(explain(error, source)) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML; `load_written_config` gives the same object back."""
+    sections = {name: value for name, value in config.model_dump(mode="json").items() if value is not None}
+    return dump_plain(sections)
+
+
+def load_written_config(path: Path, *, overrides: Sequence[str] = ()) -> Config:
+    """Read a run's config.yaml. Written out in full, it may be larger than the recipe it comes from."""
+    return build_config(apply_overrides(read_recipe(path, max_bytes=20 * MAX_RECIPE_BYTES), list(overrides)))

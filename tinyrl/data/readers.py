@@ -1,0 +1,226 @@
+"""Rows from files (jsonl, json, csv, parquet) and from the Hugging Face hub, each with the place it comes from.
+
+The text formats are read by hand because people's files are broken in ordinary ways and every error should name the
+file, the line and the value: a cut-off line, an Excel encoding, a key written twice, NaN. Everything a file can do
+wrong is a ValueError; a file is data only and nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tinyrl.config.recipe import did_you_mean
+
+Row = dict[str, Any]
+Placed = list[tuple[str, Row]]  # a row and where it stands: "train.jsonl:12"
+
+_HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?(?:@(?P<split>[\w.\[\]:%+-]+))?")
+_SEPARATORS = re.compile(r"[\s,]*")
+_FOREIGN_STARTS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"PK\x03\x04": "zipped", b"\x1f\x8b": "gzipped"}
+
+
+def read_source(source: str) -> Placed:
+    """The rows of a file, or of a hub data set "owner/name:config@split" (split: train when left out)."""
+    path = Path(source)
+    read = FILE_READERS.get(path.suffix.lower())
+    kinds = ", ".join(FILE_READERS)
+    if read is not None:
+        placed = read(source)
+    elif source and path.exists():
+        what = "is a folder" if path.is_dir() else f"has the ending '{path.suffix}'"
+        raise ValueError(f"{source}: {what}; data is a file ending in {kinds}, or a hub name such as openai/gsm8k:main")
+    elif match := _HUB.fullmatch(source):
+        placed = _read_hub(source, **match.groupdict())
+    else:
+        raise ValueError(f"'{source}' is neither a file ({kinds}) nor a hub name such as openai/gsm8k:main@train")
+    if not placed:
+        raise ValueError(f"{source}: no rows in it")
+    return placed
+
+
+def _read_text(source: str) -> str:
+    path = Path(source)
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        folder = path.parent
+        there = sorted(p.name for p in folder.iterdir() if p.suffix in FILE_READERS) if folder.is_dir() else []
+        nothing = "" if folder.is_dir() else f" (there is no folder {folder})"
+        raise ValueError(f"{source}: no such file{nothing}.{did_you_mean(path.name, there)}") from None
+    except OSError as error:
+        raise ValueError(f"{source}: cannot be read: {error.strerror}") from error
+    for start, kind in _FOREIGN_STARTS.items():
+        if raw.startswith(start):
+            raise ValueError(f"{source}: the file is {kind}, not UTF-8 text; save it as UTF-8")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        offset = error.start + (3 if raw.startswith(b"\xef\xbb\xbf") else 0)  # utf-8-sig counts without the BOM
+        line = raw.count(b"\n", 0, offset) + 1
+        raise ValueError(
+            f"{source}:{line}: not UTF-8: byte 0x{raw[offset]:02x} at offset {offset}; save the file as UTF-8"
+        ) from None
+    if not text.strip():
+        raise ValueError(f"{source}: the file is empty")
+    return text
+
+
+def _read_jsonl(source: str) -> Placed:
+    placed = []
+    # only \n ends a line: JSON strings may hold the other characters that splitlines() splits at
+    for number, line in enumerate(_read_text(source).split("\n"), start=1):
+        if line.strip():
+            place = f"{source}:{number}"
+            placed.append((place, _row(_parse_json(line, source, number), line, place)))
+    return placed
+
+
+def _read_json(source: str) -> Placed:
+    text = _read_text(source)
+    rows = _parse_json(text, source, 1)
+    if not isinstance(rows, list):
+        hint = "; one object a line is called .jsonl"
+        raise ValueError(f"{source}: a .json file holds a list of objects [{{...}}, ...], not {_kind(rows)}{hint}")
+    placed, decoder, at, line = [], json.JSONDecoder(), text.index("[") + 1, 1 + text.count("\n", 0, text.index("["))
+    for row in rows:  # the text is valid: a second pass over it finds where each row starts and ends
+        separator = _SEPARATORS.match(text, at)
+        start = separator.end() if separator else at
+        line += text.count("\n", at, start)
+        _, at = decoder.raw_decode(text, start)
+        place = f"{source}:{line}"
+        placed.append((place, _row(row, text[start:at], place)))
+        line += text.count("\n", start, at)
+    return placed
+
+
+def _parse_json(text: str, source: str, line: int) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite)
+    except json.JSONDecodeError as error:
+        where, around = f"{source}:{line + error.lineno - 1}", error.doc[max(error.pos - 20, 0) : error.pos + 20]
+        more = "; one object a line is called .jsonl" if error.msg == "Extra data" and source.endswith(".json") else ""
+        raise ValueError(f"{where}: broken JSON at column {error.colno}, near {around!r}: {error.msg}{more}") from None
+    except RecursionError:
+        raise ValueError(f"{source}:{line}: JSON nested too deep to read") from None
+    except ValueError as error:  # from the hooks below, or an integer of thousands of digits
+        raise ValueError(f"{source}:{line}: {error}") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} stands twice in one object")
+    return result
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON; write null or leave the row out")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return value
+
+
+def _row(value: Any, text: str, place: str) -> Row:
+    if not isinstance(value, dict):
+        raise ValueError(f'{place}: a row is an object {{"column": value, ...}}, not {_kind(value)}')
+    if not value:
+        raise ValueError(f"{place}: a row without columns")
+    if re.search(r"\\u[dD]", text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{place}: half a character (a lone surrogate): {error.object[error.start]!a}") from None
+    return value
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    shown = repr(value)
+    return f"{names.get(type(value), 'a number')}: {shown[:40]}{'...' if len(shown) > 40 else ''}"
+
+
+def _read_csv(source: str) -> Placed:
+    text = _read_text(source)
+    limit = csv.field_size_limit(len(text) + 1)  # the module's own limit of 131,072 characters a field is for nobody
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    header: list[str] = []
+    placed, line = [], 1
+    try:
+        for cells in reader:
+            place, line = f"{source}:{line}", reader.line_num + 1
+            if not cells:
+                continue
+            if not header:
+                header = _csv_header(cells, place)
+            elif len(cells) != len(header):
+                columns = ", ".join(header)
+                raise ValueError(f"{place}: {len(cells)} values for {len(header)} columns ({columns}); quote commas")
+            else:
+                placed.append((place, dict(zip(header, cells, strict=True))))
+    except csv.Error as error:
+        raise ValueError(f"{source}:{line}: broken CSV: {error}") from None
+    finally:
+        csv.field_size_limit(limit)
+    return placed
+
+
+def _csv_header(cells: list[str], place: str) -> list[str]:
+    doubles = sorted({name for name in cells if cells.count(name) > 1 and name})
+    if doubles:
+        raise ValueError(f"{place}: the column '{doubles[0]}' stands twice in the header")
+    if "" in cells:
+        raise ValueError(f"{place}: column {cells.index('') + 1} of the header has no name ({', '.join(cells)[:80]})")
+    if len(cells) == 1 and re.search(r"[;\t]", cells[0]):
+        raise ValueError(f"{place}: columns are separated by commas, not by ';' or tabs: {cells[0][:80]!r}")
+    return cells
+
+
+def _read_parquet(source: str) -> Placed:
+    if not Path(source).is_file():
+        _read_text(source)  # says what is wrong
+    import pyarrow  # with `datasets`; half a second that other formats need not wait for
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.read_table(source).to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise ValueError(f"{source}: not a parquet file that can be read: {_first_line(error)}") from error
+    return [(f"{source} row {number}", row) for number, row in enumerate(rows, start=1)]
+
+
+def _read_hub(source: str, *, id: str, config: str | None, split: str | None) -> Placed:
+    import datasets  # seconds
+    from datasets.exceptions import DatasetsError
+
+    try:
+        rows = datasets.load_dataset(id, config, split=split or "train").to_list()
+    except (DatasetsError, OSError, ValueError) as error:
+        raise ValueError(
+            f"task data '{source}': there is no such file, and the hub does not give it: {_first_line(error)}\n"
+            "  A hub name is owner/name:config@split. Without a network, give a file: task.data=FILE.jsonl"
+        ) from error
+    return [(f"{source} row {number}", row) for number, row in enumerate(rows, start=1)]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+FILE_READERS: dict[str, Callable[[str], Placed]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}

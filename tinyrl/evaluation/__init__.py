@@ -1,0 +1,1 @@
+"""Held-out numbers: of one policy, and of two against each other."""

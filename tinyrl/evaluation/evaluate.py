@@ -1,0 +1,253 @@
+"""How good a policy is on held-out prompts: rewards with intervals, pass@k, majority@k, KL, entropy; sampled, and
+greedy beside it.
+
+The same uniforms are used at every evaluation of a run and for both sides of `--vs`, so differences are paired:
+they come from the policy.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from tinyrl.components import Parts
+from tinyrl.generation.engine import Completion, Request
+from tinyrl.models.micro_batches import auto_tokens
+from tinyrl.rollout import FINISH_REASONS, Rollout, forward_pass
+from tinyrl.tasks.prompts import PreparedPrompt
+from tinyrl.tasks.task import Task
+
+EVAL_STEP = 1 << 40  # the step in the key of evaluation samples: no training step reaches it
+Role = Literal["policy", "reference", "base"]
+INTERVAL = 0.95
+
+
+@dataclass
+class Evaluation:
+    """metrics: what `tinyrl eval --json` prints; by_prompt: mean reward of each prompt, for paired differences;
+    samples: lines to keep.
+    """
+
+    metrics: dict[str, Any]
+    by_prompt: list[float]
+    samples: list[dict[str, Any]]
+
+    def flat(self) -> dict[str, Any]:
+        """The metrics as `eval/...` keys of metrics.jsonl."""
+        inner = self.metrics.get("greedy", {})
+        own = {f"eval/{k}": v for k, v in self.metrics.items() if k != "greedy"}
+        return {**own, **{f"eval/greedy/{k}": v for k, v in inner.items()}}
+
+
+def evaluate(
+    parts: Parts,
+    *,
+    num_prompts: int,
+    samples: int = 1,
+    role: Role = "policy",
+    prompts: list[PreparedPrompt] | None = None,
+) -> Evaluation:
+    """Sample `samples` completions for the first `num_prompts` held-out prompts, and one greedily, and judge both."""
+    chosen = (parts.eval_prompts if prompts is None else prompts)[:num_prompts]
+    sampled = _Judged(parts, chosen, samples, role=role, greedy=False)
+    greedy = _Judged(parts, chosen, 1, role=role, greedy=True)
+    metrics = {
+        **sampled.metrics(),
+        "greedy": {k: v for k, v in greedy.metrics().items() if k not in ("num_prompts", "num_samples")},
+    }
+    return Evaluation(metrics, sampled.by_prompt(), sampled.lines() + greedy.lines())
+
+
+class _Judged:
+    """Completions of one kind (sampled or greedy) with their rewards and verdicts."""
+
+    def __init__(self, parts: Parts, prompts: list[PreparedPrompt], samples: int, *, role: Role, greedy: bool) -> None:
+        self.parts, self.prompts, self.samples, self.greedy = parts, prompts, samples, greedy
+        requests = [Request(p.tokens, prompt_index=p.index) for p in prompts]
+        groups = parts.engine.sample(
+            requests, samples, seed=parts.config.run.seed, step=EVAL_STEP, greedy=greedy, role=role
+        )
+        self.completions: list[Completion] = [c for group in groups for c in group]
+        self.repeated = [p for p in prompts for _ in range(samples)]
+        tokens = [c.tokens for c in self.completions]
+        self.texts = [parts.scorer.text(t) for t in tokens]
+        self.sheet = parts.scorer(self.repeated, tokens)
+        self.rewards = self.sheet.totals.tolist()
+        self.verdicts = self._verdicts(tokens)
+        self.kl, self.entropy = self._passes(role) if not greedy else (None, None)
+
+    def _verdicts(self, tokens: list[list[int]]) -> list[float] | None:
+        if self.parts.task.verify is None:
+            return None
+        if self.parts.scorer.uses_verifier:
+            return self.sheet.scores[:, 0].tolist()
+        return self.parts.scorer.verify(self.repeated, tokens).scores
+
+    def _passes(self, role: Role) -> tuple[float | None, float]:
+        """KL to the reference in nats per response (None without a reference), and mean entropy per token."""
+        parts, roles = self.parts, self.parts.roles
+        rollout = _token_rollout(self.repeated, self.completions)
+        assert parts.config.generation is not None
+        temperature = parts.config.generation.temperature
+
+        def run(who: Role):
+            named = "reference" if who == "reference" else "policy"
+            return forward_pass(
+                rollout,
+                roles,
+                role=who,
+                max_tokens=auto_tokens(roles.device),
+                should_stop=parts.should_stop,
+                autocast=parts.accelerator.autocast,  # pyright: ignore[reportArgumentType]
+                compute=lambda batch: roles.logprobs(named, batch, temperature=temperature),
+            )
+
+        logprobs, entropy = run(role)
+        mean_entropy = float(entropy.sum() / rollout.response_mask.sum())
+        if not roles.has_reference:
+            return None, mean_entropy
+        ref_logprobs, _ = run("reference")
+        return float((logprobs - ref_logprobs).sum(1).mean()), mean_entropy
+
+    def by_prompt(self) -> list[float]:
+        groups = [self.rewards[i : i + self.samples] for i in range(0, len(self.rewards), self.samples)]
+        return [_mean([r for r in group if not math.isnan(r)]) for group in groups]
+
+    def metrics(self) -> dict[str, Any]:
+        valid = [r for r in self.rewards if not math.isnan(r)]
+        lengths = [len(c.tokens) for c in self.completions]
+        out: dict[str, Any] = {
+            "reward_mean": _mean(valid),
+            "reward_median": statistics.median(valid) if valid else math.nan,
+            "reward_std": statistics.stdev(valid) if len(valid) > 1 else 0.0,
+            "reward_ci": mean_interval(self.by_prompt()),
+        }
+        if self.verdicts is not None:
+            out |= _verifier_metrics(self.verdicts, self._answers(), self.samples, parts_task=self.parts.task)
+        if self.kl is not None:
+            out["kl"] = self.kl
+        if self.entropy is not None:
+            out["entropy"] = self.entropy
+        return out | {
+            "mean_length": _mean(lengths),
+            "truncated": _mean([c.finish_reason == "length" for c in self.completions]),
+            "distinct": len(set(self.texts)) / max(1, len(self.texts)),
+            "num_prompts": len(self.prompts),
+            "num_samples": self.samples,
+        }
+
+    def _answers(self) -> list[Any] | None:
+        answer = self.parts.task.answer
+        return [answer(text) for text in self.texts] if answer is not None else None
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Lines for samples.jsonl."""
+        names = self.parts.scorer.names
+        return [
+            {
+                "kind": "eval-greedy" if self.greedy else "eval",
+                "prompt_index": p.index,
+                "sample": i % self.samples,
+                "prompt": p.text,
+                "completion": text,
+                "rewards": dict(zip(names, scores, strict=True)),
+                "reward": reward,
+                "advantage": None,
+                "finish_reason": completion.finish_reason,
+            }
+            for i, (p, text, scores, reward, completion) in enumerate(
+                zip(self.repeated, self.texts, self.sheet.scores.tolist(), self.rewards, self.completions, strict=True)
+            )
+        ]
+
+
+def _token_rollout(prompts: list[PreparedPrompt], completions: list[Completion]) -> Rollout:
+    """Just enough of a rollout to run forward passes over completions."""
+    lengths = torch.tensor([len(c.tokens) for c in completions])
+    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(c.tokens) for c in completions], batch_first=True)
+    mask = torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)
+    index = torch.arange(len(prompts))
+    reasons = torch.tensor([FINISH_REASONS.index(c.finish_reason) for c in completions])
+    return Rollout(
+        [p.tokens for p in prompts],
+        index,
+        index,
+        tokens,
+        lengths,
+        mask,
+        torch.zeros(tokens.shape),
+        torch.empty(len(prompts), 0),
+        torch.zeros(len(prompts)),
+        reasons,
+    )
+
+
+def _verifier_metrics(
+    verdicts: list[float], answers: list[Any] | None, samples: int, *, parts_task: Task
+) -> dict[str, Any]:
+    """pass@1 (pass@k and majority@k for k samples), the verifier's mean score, and how many distinct answers were
+    given.
+    """
+    passed = [parts_task.is_pass(v) for v in verdicts]
+    groups = [passed[i : i + samples] for i in range(0, len(passed), samples)]
+    out: dict[str, Any] = {"pass@1": _mean([pass_at_k(len(g), sum(g), 1) for g in groups])}
+    out["verifier_mean"] = _mean([v for v in verdicts if v is not None and not math.isnan(v)])
+    if samples > 1:
+        out[f"pass@{samples}"] = _mean([pass_at_k(len(g), sum(g), samples) for g in groups])
+    if answers is not None:
+        out["distinct_answers"] = len({a for a in answers if a is not None})
+        if samples > 1:
+            said = [answers[i : i + samples] for i in range(0, len(answers), samples)]
+            out[f"majority@{samples}"] = _mean([majority_passes(a, g) for a, g in zip(said, groups, strict=True)])
+    return out
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased pass@k from n samples of which `correct` passed: 1 - C(n - c, k) / C(n, k). Chen et al. (2107.03374)
+    Eq. 1.
+    """
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} needs at least {k} samples, there are {n}")
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def majority_passes(answers: Sequence[Any], passed: Sequence[bool]) -> float:
+    """Whether the most frequent answer is right; tied answers share the verdict. Completions without an answer do
+    not vote.
+    """
+    votes = Counter(a for a in answers if a is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    winners = [a for a, n in votes.items() if n == most]
+    return _mean([max(ok for a, ok in zip(answers, passed, strict=True) if a == w) for w in winners])
+
+
+def mean_interval(values: Sequence[float], *, resamples: int = 2000) -> list[float]:
+    """A 95 % percentile-bootstrap interval of the mean; prompts are resampled, since samples of one prompt are not
+    independent.
+    """
+    kept = np.array([v for v in values if not math.isnan(v)])
+    if len(kept) < 2:
+        return [math.nan, math.nan]
+    means = np.random.default_rng(0).choice(kept, (resamples, len(kept))).mean(1)
+    tail = (1 - INTERVAL) / 2
+    return [float(q) for q in np.quantile(means, [tail, 1 - tail])]
+
+
+def paired_difference(ours: Evaluation, other: Evaluation) -> dict[str, Any]:
+    """Mean reward difference prompt by prompt, with its interval; not distinguishable when the interval holds 0."""
+    pairs = [a - b for a, b in zip(ours.by_prompt, other.by_prompt, strict=True) if not math.isnan(a - b)]
+    low, high = mean_interval(pairs)
+    return {"reward_mean": _mean(pairs), "reward_ci": [low, high], "distinguishable": not (low <= 0.0 <= high)}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(sum(values) / len(values)) if values else math.nan

@@ -1,0 +1,220 @@
+"""The reference engine: a left-padded batch through the library's own modules and cache, simple enough to be the
+yardstick of others.
+
+Prompts are prefilled once per group, rows are dropped as they finish, log-probabilities are recorded while
+decoding, and randomness is keyed (see rng.py), so the same request gives the same completion in any batch.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from tinyrl.generation.engine import (
+    Completion,
+    FinishReason,
+    Request,
+    SampledRole,
+    SamplingSettings,
+    eos_token_ids,
+    join,
+    split,
+)
+from tinyrl.generation.rng import inverse_cdf, sample_keys, uniforms
+from tinyrl.generation.token_sampling import stop_said_at, truncate
+from tinyrl.models.batches import trunk_of
+from tinyrl.models.device import as_out_of_memory
+from tinyrl.models.loading import POLICY_ADAPTER
+from tinyrl.models.logprobs import head_of
+from tinyrl.models.memory import weight_bytes
+from tinyrl.models.roles import Roles
+
+# Rows are dropped when fewer than this share of the batch is still going: copying the cache costs about one token.
+COMPACT_BELOW = 0.8
+
+
+class ReferenceEngine:
+    """Samples from the policy in place: nothing is copied, so there is nothing to synchronise after an update."""
+
+    name = "reference"
+
+    def __init__(self, roles: Roles, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings) -> None:
+        self.roles, self.tokenizer, self.settings = roles, tokenizer, settings
+        self.max_rows = settings.max_rows
+        self.exact = roles.causal.dtype == torch.float32
+        self.eos = torch.tensor(sorted(eos_token_ids(roles, tokenizer)), dtype=torch.long, device=roles.device)
+
+    def sample(
+        self,
+        requests: list[Request],
+        samples_per_request: int,
+        *,
+        seed: int,
+        step: int,
+        greedy: bool = False,
+        role: SampledRole = "policy",
+    ) -> list[list[Completion]]:
+        """`samples_per_request` completions for every request, in order.
+
+        Out of memory halves the number of rows decoded at a time and starts over: keyed randomness gives the same
+        samples again. Raises torch.OutOfMemoryError when a single row does not fit.
+        """
+        wanted = max(1, len(requests) * samples_per_request)
+        while True:
+            rows = min(self.max_rows or wanted, wanted)
+            try:
+                with as_out_of_memory(), torch.inference_mode(), self._acting(role) as model:
+                    parts = [
+                        completions
+                        for batch, group in split(requests, samples_per_request, max_rows=rows)
+                        for completions in _Decoding(self, model, batch, group, seed, step, greedy).run()
+                    ]
+                return join(parts, samples_per_request)
+            except torch.OutOfMemoryError:
+                if rows == 1:
+                    raise
+            self.max_rows = rows // 2
+            if self.roles.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    @property
+    def copy_bytes(self) -> int:
+        """None: it samples from the roles' own weights."""
+        return 0
+
+    def release(self) -> bool:
+        """Nothing is kept."""
+        return False
+
+    def _acting(self, role: SampledRole) -> AbstractContextManager[PreTrainedModel]:
+        return self.roles.acting(role)
+
+
+class SlimEngine(ReferenceEngine):
+    """The same loop over the library's modules, with the role's adapter merged into private copies of the weights for
+    as long as it samples: what models take that the fused engine does not know.
+    """
+
+    name = "slim"
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of the merged layers, which live for as long as it samples."""
+        policy = self.roles.adapter_parameters(POLICY_ADAPTER)
+        names = {name.partition(".lora_")[0] for name in policy}
+        return weight_bytes(self.roles.causal.get_submodule(name).get_base_layer().weight for name in names)  # pyright: ignore
+
+    def _acting(self, role: SampledRole) -> AbstractContextManager[PreTrainedModel]:
+        return self.roles.acting_merged(role)
+
+
+class _Decoding:
+    """One batch while it is being decoded: the cache, the rows still going, and what they have said so far."""
+
+    def __init__(
+        self,
+        engine: ReferenceEngine,
+        model: torch.nn.Module,
+        requests: list[Request],
+        group: int,
+        seed: int,
+        step: int,
+        greedy: bool,
+    ) -> None:
+        self.engine, self.requests, self.group, self.greedy = engine, requests, group, greedy
+        self.trunk, self.head = trunk_of(model), head_of(model)
+        self.device = engine.roles.device
+        self.num_rows = len(requests) * group
+        prompts = np.repeat(np.array([r.prompt_index for r in requests]), group)
+        samples = np.concatenate([np.arange(group) + r.first_sample for r in requests])
+        keys = sample_keys(seed, step, prompts=prompts, samples=samples)
+        self.uniforms = uniforms(keys, num_tokens=engine.settings.max_new_tokens).to(self.device)
+        self.tokens = torch.zeros(self.num_rows, engine.settings.max_new_tokens, dtype=torch.long, device=self.device)
+        self.logprobs = torch.zeros(self.num_rows, engine.settings.max_new_tokens, device=self.device)
+        self.lengths = torch.full((self.num_rows,), engine.settings.max_new_tokens, device=self.device)
+        self.reasons: list[FinishReason] = ["length"] * self.num_rows
+
+    def run(self) -> list[list[Completion]]:
+        logits, cache, mask = self._prefill()
+        rows = torch.arange(self.num_rows, device=self.device)  # which rows are still in the batch
+        alive = torch.ones_like(rows, dtype=torch.bool)  # and which of those are still going
+        for t in range(self.engine.settings.max_new_tokens):
+            self.engine.settings.should_stop()
+            token, logprob = self._draw(logits, self.uniforms[rows, t])
+            self.tokens[rows[alive], t] = token[alive]
+            self.logprobs[rows[alive], t] = logprob[alive]
+            alive = self._still_going(t, rows, alive, token)
+            going = int(alive.sum())
+            if going == 0 or t + 1 == self.engine.settings.max_new_tokens:
+                break
+            if going < COMPACT_BELOW * len(rows):
+                keep = alive.nonzero().squeeze(-1)
+                cache.batch_select_indices(keep)
+                rows, mask, token, alive = rows[keep], mask[keep], token[keep], alive[keep]
+            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+            logits = self._forward(token.unsqueeze(-1), mask, cache)
+        return self._completions()
+
+    def _prefill(self) -> tuple[Tensor, DynamicCache, Tensor]:
+        """Each prompt once, then its cache and last logits repeated for the group."""
+        width = max(len(r.prompt_tokens) for r in self.requests)
+        ids = torch.zeros(len(self.requests), width, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for i, request in enumerate(self.requests):
+            ids[i, width - len(request.prompt_tokens) :] = torch.tensor(request.prompt_tokens)
+            mask[i, width - len(request.prompt_tokens) :] = 1
+        ids, mask = ids.to(self.device), mask.to(self.device)
+        cache = DynamicCache(config=self.trunk.config)  # pyright: ignore
+        logits = self._forward(ids, mask, cache)
+        cache.batch_repeat_interleave(self.group)
+        return logits.repeat_interleave(self.group, 0), cache, mask.repeat_interleave(self.group, 0)
+
+    def _forward(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
+        """Logits (rows, V) after the last position of `ids`, over the temperature."""
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        output = self.trunk(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+        )
+        return self.head.logits(output.last_hidden_state[:, -1]) / self.engine.settings.temperature
+
+    def _draw(self, logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """One token a row, and its log-probability under the distribution that training scores."""
+        log_p = logits.log_softmax(-1)
+        if self.greedy:
+            token = log_p.argmax(-1)
+        else:
+            probs = log_p.exp()
+            if self.engine.settings.top_k or self.engine.settings.top_p < 1:
+                probs = truncate(probs, top_k=self.engine.settings.top_k, top_p=self.engine.settings.top_p)
+            token = inverse_cdf(probs, u)
+        return token, log_p.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+
+    def _still_going(self, t: int, rows: Tensor, alive: Tensor, token: Tensor) -> Tensor:
+        alive = self._finish(t, rows, alive, alive & torch.isin(token, self.engine.eos), "eos")
+        if self.engine.settings.stop:
+            alive = self._finish(t, rows, alive, alive & self._said_stop(t, rows, alive), "stop")
+        return alive
+
+    def _finish(self, t: int, rows: Tensor, alive: Tensor, ended: Tensor, reason: FinishReason) -> Tensor:
+        finished = rows[ended]
+        self.lengths[finished] = t + 1
+        for row in finished.tolist():
+            self.reasons[row] = reason
+        return alive & ~ended
+
+    def _said_stop(self, t: int, rows: Tensor, alive: Tensor) -> Tensor:
+        """Rows whose text now holds a stop string that ends in its last token."""
+        said = torch.zeros_like(alive)
+        for i in alive.nonzero().squeeze(-1).tolist():
+            tokens = self.tokens[rows[i], : t + 1].tolist()
+            said[i] = stop_said_at(tokens, self.engine.settings.stop, self.engine.tokenizer, look_at=1) is not None
+        return said
+
+    def _completions(self) -> list[list[Completion]]:
+        tokens, logprobs, lengths = self.tokens.tolist(), self.logprobs.tolist(), self.lengths.tolist()
+        flat = [Completion(tokens[r][:n], logprobs[r][:n], self.reasons[r]) for r, n in enumerate(lengths)]
+        return [flat[i : i + self.group] for i in range(0, self.num_rows, self.group)]

@@ -1,0 +1,114 @@
+"""Which sampling engine a model gets: the fused one where its numbers agree with the model's own forward pass, else
+the library's modules with merged weights, else (a quantised base, or no room for the copy) with the LoRA branches.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import psutil
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from tinyrl.generation.decoder import Decoder, reads_like_llama
+from tinyrl.generation.engine import SamplingEngine, SamplingSettings
+from tinyrl.generation.fused import FusedEngine
+from tinyrl.generation.hf import ReferenceEngine, SlimEngine
+from tinyrl.models.logprobs import head_of
+from tinyrl.models.roles import Roles
+
+EngineName = Literal["auto", "fused", "slim", "reference"]
+COPY_SHARE = 0.5  # of the free memory that a private copy of the weights may take
+# The largest difference of a log-probability in float32; bfloat16 rounds every state, so there the mean decides.
+MOST_IN_FLOAT32, MEAN_IN_BFLOAT16 = 1e-4, 0.05
+
+
+def choose_engine(
+    roles: Roles,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: SamplingSettings,
+    *,
+    wanted: EngineName,
+    dtype: torch.dtype,
+    longest: int,
+) -> tuple[SamplingEngine, str]:
+    """The engine, and why it is that one. `longest`: tokens of the longest sequence there can be.
+
+    Raises ValueError when the engine asked for by name cannot sample from this model as it should.
+    """
+    if wanted == "reference":
+        return ReferenceEngine(roles, tokenizer, settings), "generation.engine"
+    no_copy = why_no_copy(roles, dtype)
+    if wanted != "slim" and no_copy is None:
+        engine = FusedEngine(roles, tokenizer, settings, dtype=dtype)
+        no_fused, gap = why_not_fused(engine, longest)
+        if no_fused is None:
+            return engine, f"differs from the model's own forward pass by at most {gap:.1g}"
+    else:
+        no_fused = no_copy or "generation.engine"
+    if wanted == "fused":
+        raise ValueError(f"generation.engine=fused: {no_fused}; use auto")
+    if dtype != roles.causal.dtype:
+        raise ValueError(
+            f"generation.dtype={str(dtype).removeprefix('torch.')} needs the fused engine, but {no_fused}; use auto"
+        )
+    if no_copy is None:
+        return SlimEngine(roles, tokenizer, settings), no_fused
+    if wanted == "slim":
+        raise ValueError(f"generation.engine=slim: {no_copy}; use auto")
+    return ReferenceEngine(roles, tokenizer, settings), no_copy
+
+
+def why_no_copy(roles: Roles, dtype: torch.dtype) -> str | None:
+    """Why merged copies of the weights cannot be made; None where they can."""
+    if getattr(roles.causal, "is_quantized", False):
+        return "the base is quantised, so LoRA stays unmerged"
+    needed = sum(p.numel() for p in roles.causal.parameters()) * dtype.itemsize
+    on_cuda = roles.device.type == "cuda"
+    free = torch.cuda.mem_get_info(roles.device)[0] if on_cuda else psutil.virtual_memory().available
+    if needed > free * COPY_SHARE:
+        return f"a merged copy of the weights ({needed / 1e9:.1f} GB) would take most of the free memory"
+    return None
+
+
+def why_not_fused(engine: FusedEngine, longest: int) -> tuple[str | None, float]:
+    """Why the fused engine is not for this model (None where it is), and how far its log-probabilities are off."""
+    model = engine.roles.causal
+    if not reads_like_llama(model):
+        return f"{type(model).__name__} is not built like Llama", 0.0
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)  # Mistral has none: with a window, every layer looks through it
+    windowed = window is not None if kinds is None else any("full" not in kind for kind in kinds)
+    if windowed and (window is None or window < longest):
+        return f"{type(model).__name__} does not look at all earlier tokens in every layer", 0.0
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in ("dynamic", "longrope"):
+        return f"the rotary positions of {type(model).__name__} ({rope}) depend on what else is in the batch", 0.0
+    most, mean = differences(engine)
+    fits = most < MOST_IN_FLOAT32 if engine.exact else mean < MEAN_IN_BFLOAT16
+    return (None if fits else f"its numbers are not those of {type(model).__name__} (by {most:.2g})"), most
+
+
+@torch.inference_mode()
+def differences(engine: FusedEngine) -> tuple[float, float]:
+    """Largest and mean difference of log-probabilities to the model's own forward pass, on two prompts of different
+    length and three tokens after each.
+    """
+    roles, vocabulary = engine.roles, head_of(engine.roles.causal).weight.shape[0]
+    sequences = [[(7 * i + 3 * j + 1) % vocabulary for i in range(n)] for j, n in enumerate((8, 14))]
+    lengths = torch.tensor([len(s) - 3 for s in sequences], device=roles.device)
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(s) for s in sequences], batch_first=True).to(roles.device)
+    with roles.acting("policy") as model:
+        own = [model(input_ids=ids[i : i + 1, : len(s)]).logits[0, -4:].float() for i, s in enumerate(sequences)]
+        decoder = Decoder(model, dtype=engine.dtype)
+        decoder.sync(roles.adapter_of("policy"))
+    cache = decoder.new_cache(2, ids.shape[1])
+    states = [decoder.prefill(ids[:, : int(lengths.max())], lengths, cache=cache, rows=[range(1), range(1, 2)])]
+    for t in range(3):
+        token = ids.gather(1, (lengths + t).unsqueeze(1)).squeeze(1)
+        states.append(decoder.step(token, lengths + t, cache=cache, width=ids.shape[1]))
+    ours = torch.stack([decoder.head.logits(s) for s in states], 1)
+    gap = (ours.log_softmax(-1) - torch.stack(own).log_softmax(-1)).abs()
+    engine.adopt(decoder)
+    return float(gap.max()), float(gap.mean())

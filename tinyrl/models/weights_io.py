@@ -1,0 +1,97 @@
+"""Writing the roles of a run into a checkpoint folder, and reading them back into roles built from the same
+configuration.
+
+The policy stands at the root as plain PEFT files (or, fully fine-tuned, as a plain transformers model), so it can
+be used without tinyrl.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tinyrl.models.batches import trunk_of
+from tinyrl.models.loading import ADAPTER_FILE, POLICY_ADAPTER, last_line, load_adapter_weights
+from tinyrl.models.roles import Roles
+
+MODEL, VALUE_HEAD = "model.safetensors", "value_head.safetensors"
+
+
+def save_roles(roles: Roles, folder: Path, *, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Policy at the root, critic/ and reference/ beside it where they are adapters or models of their own,
+    value_head.safetensors.
+    """
+    if roles.peft is not None:
+        save_adapter(roles.peft, POLICY_ADAPTER, folder)
+        if roles.reference_adapter is not None:
+            save_adapter(roles.peft, roles.reference_adapter, folder / "reference")
+        if roles.critic_kind == "adapter":
+            save_adapter(roles.peft, "critic", folder / "critic")
+    else:
+        roles.causal.save_pretrained(folder, max_shard_size="10000GB")
+    tokenizer.save_pretrained(folder)
+    if roles.critic_model is not None:
+        if isinstance(roles.critic_model, PeftModel):
+            save_adapter(roles.critic_model, POLICY_ADAPTER, folder / "critic")
+        else:
+            (folder / "critic").mkdir(exist_ok=True)
+            save_file(_own_tensors(trunk_of(roles.critic_model)), folder / "critic" / MODEL)
+    if roles.value_head is not None:
+        save_file(_own_tensors(roles.value_head), folder / VALUE_HEAD)
+
+
+def load_roles(roles: Roles, folder: Path) -> None:
+    """Put back what `save_roles` wrote."""
+    load_policy(roles, folder)
+    if roles.peft is not None and roles.reference_adapter is not None:
+        load_adapter_weights(roles.peft, roles.reference_adapter, folder / "reference" / ADAPTER_FILE)
+    if roles.peft is not None and roles.critic_kind == "adapter":
+        load_adapter_weights(roles.peft, "critic", folder / "critic" / ADAPTER_FILE)
+    if isinstance(roles.critic_model, PeftModel):
+        load_adapter_weights(roles.critic_model, POLICY_ADAPTER, folder / "critic" / ADAPTER_FILE)
+    elif roles.critic_model is not None:
+        _load_model(trunk_of(roles.critic_model), folder / "critic" / MODEL)
+    if roles.value_head is not None:
+        roles.value_head.load_state_dict(load_file(folder / VALUE_HEAD))
+    roles.keep_trainable()
+
+
+def load_policy(roles: Roles, folder: Path) -> None:
+    """Only the policy of a checkpoint (or of any plain PEFT folder or transformers model of the same shape)."""
+    if roles.peft is not None:
+        load_adapter_weights(roles.peft, POLICY_ADAPTER, folder / ADAPTER_FILE)
+        roles.keep_trainable()
+    else:
+        _load_model(roles.causal, folder / MODEL)
+
+
+def save_adapter(model: PeftModel, name: str, folder: Path) -> None:
+    """One adapter as plain PEFT: adapter_model.safetensors and adapter_config.json."""
+    folder.mkdir(exist_ok=True)
+    state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    tensors = {key: tensor.detach().contiguous().cpu() for key, tensor in state.items()}
+    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    config = copy.copy(model.peft_config[name])
+    config.inference_mode = True  # who loads it with plain PEFT gets a model to use
+    config.save_pretrained(str(folder))
+
+
+def _load_model(model: PreTrainedModel | torch.nn.Module, file: Path) -> None:
+    try:
+        missing, unexpected = model.load_state_dict(load_file(file), strict=False)
+    except RuntimeError as error:  # a tensor of another shape
+        raise ValueError(f"{file} does not fit this model: {last_line(error)}") from error
+    tied = set(getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ())
+    missing = [name for name in missing if name not in tied]
+    if missing or unexpected:
+        raise ValueError(f"{file} does not fit this model: missing {missing[:1]}, unexpected {unexpected[:1]}")
+
+
+def _own_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().contiguous().cpu() for name, tensor in module.state_dict().items()}

@@ -1,0 +1,194 @@
+"""Checkpoints on disk: written whole or not at all, verified before they are read, pruned without ever touching the
+last good one.
+
+A checkpoint is a folder `step-000120`. It is written under a temporary name on the same file system, every file is
+flushed to disk, then MANIFEST.json (name, bytes and SHA-256 of each file) is written last and one rename makes it
+visible: a crash at any moment leaves either the old state or the new one. An older checkpoint of the same step steps
+aside under a name that still counts, until the new one has its place. What is inside is the caller's business; here
+a checkpoint is a folder of safetensors and JSON files.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path, PurePosixPath
+
+from safetensors import SafetensorError
+
+MANIFEST = "MANIFEST.json"
+SCHEMA = 1
+_ASIDE, _WRITING, _DELETING = ".aside-", ".writing-", ".deleting-"
+_NAME = re.compile(rf"(?:{re.escape(_ASIDE)})?step-([0-9]+)")
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of the folder that holds the checkpoint of `step`."""
+    return f"step-{step:06d}"
+
+
+def checkpoint_step(folder: Path) -> int:
+    """The step in a checkpoint's name. Raises ValueError for a folder that is not one."""
+    match = _NAME.fullmatch(folder.name)
+    if match is None:
+        raise ValueError(f"{folder} is not a checkpoint folder (they are called {checkpoint_name(120)})")
+    return int(match[1])
+
+
+def write_checkpoint(root: Path, step: int, *, write: Callable[[Path], None]) -> Path:
+    """Let `write` fill a temporary folder, then make it the checkpoint of `step`; an older one of the same step
+    gives way.
+
+    Raises OSError (disk full, read-only) with everything that was there before intact.
+    """
+    name = checkpoint_name(step)
+    final, aside, temporary = root / name, root / f"{_ASIDE}{name}", root / f"{_WRITING}{name}"
+    if not root.is_dir():
+        root.mkdir(parents=True)
+        _flush(root.parent)
+    shutil.rmtree(temporary, ignore_errors=True)  # of a writer that was killed
+    try:
+        temporary.mkdir()
+        write(temporary)
+        _seal(temporary, step)
+        if final.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(final, aside)
+        os.rename(temporary, final)
+        _flush(root)
+    except SafetensorError as error:  # safetensors' own word for a write that failed
+        raise OSError(f"cannot write {name}: {error}") from error
+    finally:
+        if not final.exists() and aside.exists():
+            os.rename(aside, final)
+        shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
+    return final
+
+
+def _seal(folder: Path, step: int) -> None:
+    """Write the manifest of a folder and flush everything in it."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    folders = [p for p in folder.rglob("*") if p.is_dir()]
+    entries = {p.relative_to(folder).as_posix(): {"bytes": p.stat().st_size, "sha256": _digest(p)} for p in files}
+    for path in files:
+        _flush(path)
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"schema": SCHEMA, "step": step, "files": entries}, indent=1), encoding="utf-8")
+    for path in [manifest, *folders, folder]:
+        _flush(path)
+
+
+def problem_with(folder: Path) -> str | None:
+    """Why a checkpoint cannot be used (a missing, truncated or altered file, an unfinished save), or None when it
+    verifies.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["schema"] != SCHEMA:
+            return f"schema {manifest['schema']} (this tinyrl reads {SCHEMA})"
+        for name, entry in manifest["files"].items():
+            path = folder / name
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                return f"{MANIFEST} names {name!r}, outside of the checkpoint"
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != entry["bytes"]:
+                return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
+            if _digest(path) != entry["sha256"]:
+                return f"{name} is not what was written (its SHA-256 differs)"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # not JSON, or not ours
+        return f"{MANIFEST} is damaged"
+    return None
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """Every checkpoint folder of a run, oldest first, sound or not.
+
+    One that stepped aside for a newer one of its step counts while that step has no other: its writer was killed
+    between two renames.
+    """
+    if not root.is_dir():
+        return []
+    folders = [p for p in root.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
+    taken = {checkpoint_step(p) for p in folders if not p.name.startswith(_ASIDE)}
+    found = [p for p in folders if not p.name.startswith(_ASIDE) or checkpoint_step(p) not in taken]
+    return sorted(found, key=checkpoint_step)
+
+
+def newest_sound(root: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that verifies, and a sentence for each newer one that does not."""
+    warnings = []
+    for folder in reversed(list_checkpoints(root)):
+        problem = problem_with(folder)
+        if problem is None:
+            return folder, warnings
+        warnings.append(f"{folder.name}: {problem}")
+    return None, warnings
+
+
+def checkpoint_of(path: Path) -> Path:
+    """The checkpoint a RUN or CHECKPOINT argument means: itself, or the newest sound one of the run."""
+    if (path / MANIFEST).is_file():
+        problem = problem_with(path)
+        if problem:
+            raise ValueError(f"checkpoint {path} is damaged: {problem}")
+        return path
+    folder, warnings = newest_sound(path / "checkpoints")
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if folder is None:
+        raise ValueError(f"{path} has no checkpoint yet")
+    return folder
+
+
+def prune(root: Path, *, keep: int, protected: Iterable[Path]) -> None:
+    """Delete all but the newest `keep` checkpoints and the protected ones, and what crashed writers left behind.
+
+    A checkpoint is renamed before it is deleted: a crash half-way leaves no half of one.
+    """
+    assert keep >= 1, keep
+    there = list_checkpoints(root)
+    safe = {p.resolve() for p in (*there[-keep:], *protected)}
+    for leftover in [p for p in root.iterdir() if p.name.startswith((_ASIDE, _WRITING, _DELETING))]:
+        if leftover not in there and leftover.resolve() not in safe:
+            shutil.rmtree(leftover, ignore_errors=True)
+    for folder in there:
+        if folder.resolve() not in safe:
+            going = root / f"{_DELETING}{folder.name}"
+            os.rename(folder, going)
+            shutil.rmtree(going, ignore_errors=True)
+
+
+def check_room(folder: Path, *, needed: int) -> None:
+    """Raise OSError (ENOSPC) where the file system that `folder` is on, or will be, has fewer than `needed` bytes
+    free.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        sentence = f"a checkpoint takes about {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free"
+        raise OSError(errno.ENOSPC, sentence, str(there))
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,137 @@
+"""What a person sees while a run goes on: a live bar in a terminal, one line a step elsewhere.
+
+A terminal that is gone (a closed window, a broken pipe) never stops a run: metrics.jsonl is the record.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, TextIO, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from tinyrl.text import visible
+
+SHOWN = (
+    ("reward", "reward/mean"),
+    ("loss", "loss"),
+    ("held-out", "eval/reward_mean"),
+    ("pass@1", "eval/pass@1"),
+    ("kl", "objective/kl"),
+    ("accuracy", "rewards/accuracy"),
+    ("entropy", "policy/entropy"),
+    ("length", "completion/mean_length"),
+    ("tokens/s", "tokens_per_second"),
+)
+
+
+class _Forgiving:
+    """A stream whose writing end may be gone: what cannot be written there is forgotten."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            return
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+BESIDE_THE_NUMBERS = 68  # columns for the phase, the bar, the count and both times
+
+
+def fitting(numbers: list[str], room: int) -> str:
+    """The first of `numbers`, as many as fit into `room` columns."""
+    text = ""
+    for number in numbers:
+        longer = f"{text} · {number}" if text else number
+        if len(longer) > room:
+            break
+        text = longer
+    return text
+
+
+class Display:
+    """Progress of one run, on standard error; results go to standard output."""
+
+    def __init__(self, *, num_steps: int) -> None:
+        self.console = Console(file=cast(TextIO, _Forgiving(sys.stderr)), highlight=False, emoji=False)
+        self.num_steps, self._first, self._started = num_steps, 0, time.monotonic()
+        self._latest: dict[str, float] = {}
+        self._bar: Progress | None = None
+
+    def start(self, *, done: int = 0) -> None:
+        """Begin to draw, and to reckon the time left, at a run of which `done` steps are done."""
+        self._first, self._started = done, time.monotonic()
+        if self.console.is_terminal:
+            columns = (
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[state]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+            )
+            self._bar = Progress(*columns, console=self.console, transient=False)
+            self._task = self._bar.add_task("step", total=self.num_steps, completed=done, state="")
+            self._bar.start()
+
+    def step(self, step: int, metrics: dict[str, Any]) -> None:
+        """Show a finished step; held-out numbers stay until there are newer ones."""
+        self._latest |= {
+            label: float(metrics[key]) for label, key in SHOWN if isinstance(metrics.get(key), int | float)
+        }
+        numbers = [f"{label} {_short(value)}" for label, value in self._latest.items()]
+        if self._bar is not None:
+            self._bar.update(
+                self._task, completed=step, state=fitting(numbers, self.console.width - BESIDE_THE_NUMBERS)
+            )
+        else:
+            self._print(" · ".join([f"step {step}/{self.num_steps}", *numbers, self._time_left(step)]))
+
+    def phase(self, what: str) -> None:
+        """Name what is going on inside a long step (only where there is a bar to put it on)."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=what)
+
+    def note(self, text: str) -> None:
+        """A line that stays: a warning, a choice made."""
+        self._print(text)
+
+    def close(self) -> None:
+        """Stop drawing; notes are still printed."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _print(self, text: str) -> None:
+        text = visible(text)  # notes quote prompts and people's code
+        if self._bar is not None:
+            self.console.print(text, markup=False, soft_wrap=True)
+        else:
+            print(text, file=self.console.file, flush=True)
+
+    def _time_left(self, step: int) -> str:
+        done = step - self._first
+        if done <= 0:
+            return "starting"
+        seconds = int((time.monotonic() - self._started) / done * (self.num_steps - step))
+        hours, minutes = f"{seconds // 3600}:" if seconds >= 3600 else "", seconds % 3600 // 60
+        return f"{hours}{minutes:02d}:{seconds % 60:02d} left"
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -1,0 +1,53 @@
+"""Ctrl-C, termination and a closed terminal: the handler only sets a flag, which is looked at between chunks of work;
+a second Ctrl-C leaves at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+from tinyrl.errors import Interrupted
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+LEFT_BY_CTRL_C = 130
+SHOW_CURSOR = b"\x1b[?25h\n"  # a live bar hides it
+STOPPING = b"\nstopping when the piece of work in hand is done; Ctrl-C again leaves at once\n"
+
+
+class StopFlag:
+    """Set by a signal; `check` raises Interrupted once it is. Use in a `with`, which puts the old handlers back."""
+
+    def __init__(self) -> None:
+        self.by: str | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> StopFlag:
+        for number in SIGNALS:
+            before = signal.getsignal(number)
+            if number == signal.SIGHUP and before == signal.SIG_IGN:
+                continue  # started with nohup: closing the terminal is to change nothing
+            signal.signal(number, self._handle)
+            self._before[number] = before
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            # None: a handler that was not set from Python and cannot be put back
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # pyright: ignore[reportArgumentType]
+
+    def check(self) -> None:
+        """Raise Interrupted, with the signal's name, when one has come."""
+        if self.by is not None:
+            raise Interrupted(self.by)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        on_terminal = number == signal.SIGINT and os.isatty(2)
+        if self.by is not None and number == signal.SIGINT:
+            if on_terminal:
+                os.write(2, SHOW_CURSOR)
+            os._exit(LEFT_BY_CTRL_C)
+        if on_terminal:
+            os.write(2, STOPPING)
+        self.by = self.by or signal.Signals(number).name

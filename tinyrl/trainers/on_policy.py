@@ -1,0 +1,208 @@
+"""What GRPO and PPO do with a rollout in the same way: draw prompts, sample, score under other roles, watch
+failures, describe it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tinyrl.algorithms.masking import masked_mean
+from tinyrl.components import Parts
+from tinyrl.data.rows import batch_indices, keyed_order
+from tinyrl.errors import GuardStop
+from tinyrl.evaluation.evaluate import Evaluation, evaluate
+from tinyrl.models.batches import SequenceBatch
+from tinyrl.rewards.guard import FailureGuard, RewardGuardTripped, describe_failure
+from tinyrl.rollout import FINISH_REASONS, Rollout, collect_rollout, forward_pass
+from tinyrl.tasks.prompts import PreparedPrompt
+from tinyrl.training.session import Session
+
+EXACT_TO = 1e-5  # sampling log-probabilities this close to a training pass's are used as old_logprobs
+WEIGHT_CAP = 2.0  # of the truncated importance weight between sampling and training (Yao et al. 2025)
+KEPT_SAMPLES = 16  # lines a step in samples.jsonl
+
+
+class Sampler:
+    """Collects the rollouts of a run. State (in session.controllers): consecutive failing batches, whether sampling
+    is exact.
+    """
+
+    def __init__(self, session: Session, parts: Parts, *, num_prompts: int, group_size: int) -> None:
+        self.session, self.parts = session, parts
+        self.num_prompts, self.group_size = num_prompts, group_size
+        self._told: set[str] = set()
+
+    def prompts(self, step: int) -> list[PreparedPrompt]:
+        """The prompts of a step: a function of (seed, step)."""
+        rows = self.parts.train_prompts
+        return [
+            rows[i]
+            for i in batch_indices(self.parts.config.run.seed, step, num_prompts=self.num_prompts, num_rows=len(rows))
+        ]
+
+    def fresh_prompts(self, step: int, refill_round: int, *, count: int, without: set[int]) -> list[PreparedPrompt]:
+        """Further prompts for a step whose batch is topped up: a function of (seed, step, round) and of what was
+        drawn before.
+        """
+        rows = self.parts.train_prompts
+        order = keyed_order(f"refill {self.parts.config.run.seed} {step} {refill_round}", len(rows))
+        return [rows[i] for i in order if rows[i].index not in without][:count]
+
+    def collect(self, prompts: list[PreparedPrompt], step: int) -> Rollout:
+        """Sample and score a group for each prompt; failing rewards are counted, shown, and stop the run when they
+        persist.
+        """
+        self.session.display.phase("sampling")
+        rollout = collect_rollout(
+            prompts,
+            self.parts.engine,
+            self.parts.scorer,
+            group_size=self.group_size,
+            seed=self.parts.config.run.seed,
+            step=step,
+            truncation=self.parts.truncation,
+        )
+        self._watch(rollout, prompts, step)
+        self.session.counters["completions"] += len(rollout)
+        self.session.counters["tokens"] += int(rollout.response_lengths.sum())
+        return rollout
+
+    def _watch(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:
+        guard = FailureGuard.from_dict(self.session.controllers.get("reward_failures", {"bad_batches": 0}))
+        for name, why in self.parts.scorer.retried.items():
+            if name not in self._told:
+                self._told.add(name)
+                self.session.display.note(f"warning: `{name}` was tried row by row: on the whole batch it {why}")
+        sentence = ""
+        if rollout.failures:
+            first = rollout.failures[0]
+            sentence = describe_failure(prompts[first.row // self.group_size].prompt, first.reason)
+            count = len({f.row for f in rollout.failures})
+            self.session.display.note(
+                f"warning: {count} of {len(rollout)} rewards failed and their rows are dropped "
+                f"(they are in {self.session.run.failed_rewards}). {sentence}"
+            )
+            self._set_aside(rollout, prompts, step)
+        try:
+            guard.add(len(rollout), len({f.row for f in rollout.failures}), sentence)
+        except RewardGuardTripped as tripped:
+            raise GuardStop(str(tripped)) from tripped
+        self.session.controllers["reward_failures"] = guard.to_dict()
+
+    def _set_aside(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:
+        """Append the rows whose reward failed to failed_rewards.jsonl, with what it failed with."""
+        lines = []
+        for failure in rollout.failures:
+            prompt = prompts[failure.row // self.group_size]
+            lines.append(
+                {
+                    "step": step + 1,
+                    "prompt_index": prompt.index,
+                    "sample": failure.row % self.group_size,
+                    "prompt": prompt.text,
+                    "completion": self.parts.scorer.text(rollout.response(failure.row)),
+                    "reason": failure.reason,
+                }
+            )
+        self.session.run.append_failed_rewards(lines)
+
+    def score_under_roles(self, rollout: Rollout, *, reference: bool, several_steps: bool) -> None:
+        """Fill in ref_logprobs where a KL needs them and old_logprobs where more than one optimizer step uses the
+        rollout.
+        """
+        if reference:
+            rollout.ref_logprobs = self._logprobs(rollout, "reference")
+        if not several_steps:
+            return  # the training pass's own values, detached: the ratio is exactly 1
+        exact = self.session.controllers.get("exact_sampling")
+        if exact is None:
+            rescored = self._logprobs(rollout, "policy")
+            gap = float((rescored - rollout.sampling_logprobs).abs().max())
+            exact = self.session.controllers["exact_sampling"] = self.parts.engine.exact and gap < EXACT_TO
+            rollout.old_logprobs = rollout.sampling_logprobs if exact else rescored
+        else:
+            rollout.old_logprobs = rollout.sampling_logprobs if exact else self._logprobs(rollout, "policy")
+
+    def _logprobs(self, rollout: Rollout, role: Any) -> Tensor:
+        roles, generation = self.parts.roles, self.parts.config.generation
+        assert generation is not None
+
+        def compute(batch: SequenceBatch) -> tuple[Tensor, ...]:
+            return roles.logprobs(role, batch, temperature=generation.temperature)[:1]
+
+        self.session.display.phase(role)
+        return self.forward(rollout, role=role, compute=compute)
+
+    def forward(self, rollout: Rollout, *, role: Any, compute: Any) -> Tensor:
+        """One (B, T) tensor from a pass over the rollout without gradient."""
+        return forward_pass(
+            rollout,
+            self.parts.roles,
+            role=role,
+            compute=compute,
+            max_tokens=self.session.updater.micro_batch_tokens,
+            autocast=self.parts.accelerator.autocast,
+            should_stop=self.session.flag.check,
+        )[0]
+
+    def token_weights(self, rollout: Rollout, old_logprobs: Tensor, sampling_logprobs: Tensor) -> Tensor | None:
+        """min(pi_old / pi_sampling, 2) where sampling and training differ (bfloat16, other kernels); None where
+        they agree.
+        """
+        if self.parts.engine.exact and self.parts.accelerator.mixed_precision == "no":
+            return None
+        return (old_logprobs - sampling_logprobs).exp().clamp(max=WEIGHT_CAP).detach()
+
+    def record(self, rollout: Rollout, advantages: Tensor, step: int) -> None:
+        """Append some of the rollout, whole groups first, to samples.jsonl."""
+        by_index = {p.index: p for p in self.parts.train_prompts}
+        per_row = advantages if advantages.dim() == 1 else masked_mean(advantages, rollout.response_mask, dim=1)
+        lines = []
+        for row in range(min(KEPT_SAMPLES, len(rollout))):
+            prompt = by_index[int(rollout.prompt_rows[rollout.prompt_index[row]])]
+            lines.append(
+                {
+                    "step": step + 1,
+                    "kind": "train",
+                    "prompt_index": prompt.index,
+                    "sample": row % self.group_size,
+                    "prompt": prompt.text,
+                    "completion": self.parts.scorer.text(rollout.response(row)),
+                    "rewards": dict(zip(self.parts.scorer.names, rollout.scores[row].tolist(), strict=True)),
+                    "reward": float(rollout.totals[row]),
+                    "advantage": float(per_row[row]),
+                    "finish_reason": FINISH_REASONS[int(rollout.finish_reasons[row])],
+                }
+            )
+        self.session.run.append_samples(lines)
+
+    def metrics(self, rollout: Rollout) -> dict[str, float]:
+        """What a rollout looks like: rewards by name, lengths, truncation, dropped rows, KL to the reference in
+        nats per response.
+        """
+        valid = rollout.totals[~rollout.totals.isnan()]
+        out = {
+            "reward/mean": float(valid.mean()) if len(valid) else 0.0,
+            "reward/std": float(valid.std()) if len(valid) > 1 else 0.0,
+            "reward/dropped": float(rollout.totals.isnan().sum()),
+            "completion/mean_length": float(rollout.response_lengths.float().mean()),
+            "completion/truncated": float(rollout.truncated.float().mean()),
+            "completion/tokens": float(rollout.response_lengths.sum()),
+        }
+        for name, column in zip(self.parts.scorer.names, rollout.scores.T, strict=True):
+            applies = column[~column.isnan()]
+            if len(applies):
+                out[f"reward/{name}"] = float(applies.mean())
+        if rollout.ref_logprobs is not None:
+            difference = rollout.sampling_logprobs if rollout.old_logprobs is None else rollout.old_logprobs
+            kl = torch.where(rollout.response_mask, difference - rollout.ref_logprobs, 0.0).sum(1)
+            out["objective/kl"] = float(kl.mean())
+        return out
+
+
+def evaluate_heldout(parts: Parts) -> Evaluation:
+    """The evaluation a run does as it goes: run.eval_prompts held-out prompts, sampled once and greedily."""
+    return evaluate(parts, num_prompts=parts.config.run.eval_prompts)

@@ -1,0 +1,125 @@
+"""One optimizer per role, and a learning rate that is a function of the step alone (so a resume has nothing to
+restore).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from tinyrl.config.schema import OptimConfig
+
+Parameters = dict[str, nn.Parameter]
+OptimizerKind = Literal["adamw", "adamw8bit"]
+
+
+@dataclass
+class RoleOptimizer:
+    """AdamW over one role's parameters by name. Its state is named tensors, so that a checkpoint needs no pickle."""
+
+    parameters: Parameters
+    learning_rate: float
+    optimizer: torch.optim.Optimizer
+
+    @classmethod
+    def make(
+        cls,
+        parameters: Parameters,
+        *,
+        learning_rate: float,
+        weight_decay: float,
+        adam_eps: float,
+        kind: OptimizerKind = "adamw",
+    ) -> RoleOptimizer:
+        """Weight decay applies to matrices only: decaying a bias or a norm's gain pulls it towards nothing
+        meaningful. `adamw8bit` keeps both moments of large tensors in blocks of eight bits (2110.02861): 2 bytes a
+        parameter instead of 8. Raises ValueError where bitsandbytes is missing.
+        """
+        groups = [
+            {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW if kind == "adamw" else _eight_bit_adamw()
+        optimizer = make([g for g in groups if g["params"]], lr=learning_rate, betas=(0.9, 0.999), eps=adam_eps)
+        return cls(parameters, learning_rate, optimizer)
+
+    def set_rate(self, factor: float) -> None:
+        """Use `factor` times the role's learning rate from now on."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate * factor
+
+    def clip(self, max_norm: float) -> float:
+        """Clip this role's gradient in place; returns its norm before clipping (0 where no gradient flowed)."""
+        return float(nn.utils.clip_grad_norm_(list(self.parameters.values()), max_norm))
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Adam's state as `<parameter>|<key>` -> tensor (the step too, which bitsandbytes keeps as a number; its
+        tables of eight-bit values are shared by all parameters, which safetensors refuses, so they are copies).
+        """
+        state = self.optimizer.state
+        found = {f"{n}|{k}": v for n, p in self.parameters.items() for k, v in state.get(p, {}).items()}
+        return {k: v.clone() if "|qmap" in k else torch.as_tensor(v) for k, v in found.items()}
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what `state_tensors` gave; parameters that had no state have none again."""
+        by_name: dict[str, dict[str, Tensor]] = {}
+        for key, value in tensors.items():
+            name, _, field = key.rpartition("|")
+            by_name.setdefault(name, {})[field] = value
+        self.optimizer.state.clear()
+        for name, fields in by_name.items():
+            parameter = self.parameters.get(name)
+            if parameter is None:
+                raise ValueError(f"the optimizer's state is for a parameter that is not trained here: {name}")
+            self.optimizer.state[parameter] = {
+                f: self._step(v) if f == "step" else v.to(parameter.device, copy=True) for f, v in fields.items()
+            }
+
+    def _step(self, count: Tensor) -> Tensor | int:
+        return count.clone() if isinstance(self.optimizer, torch.optim.AdamW) else int(count)
+
+    def state_bytes(self) -> int:
+        """Bytes of Adam's state as it is now."""
+        return sum(v.numel() * v.itemsize for v in self.state_tensors().values())
+
+
+def role_optimizers(optim: OptimConfig, parameters: dict[str, Parameters]) -> dict[str, RoleOptimizer]:
+    """An optimizer for each role that is trained, the critic's with its own learning rate."""
+    rates = {"policy": optim.learning_rate, "critic": optim.critic_learning_rate}
+    return {
+        role: RoleOptimizer.make(
+            of_role,
+            learning_rate=rates[role] or 0.0,
+            weight_decay=optim.weight_decay,
+            adam_eps=optim.adam_eps,
+            kind=optim.optimizer,
+        )
+        for role, of_role in parameters.items()
+    }
+
+
+def _eight_bit_adamw() -> Callable[..., torch.optim.Optimizer]:
+    try:
+        from bitsandbytes.optim.adamw import AdamW8bit
+    except ImportError:
+        raise ValueError("optim.optimizer=adamw8bit needs bitsandbytes: pip install 'tinyrl[quantization]'") from None
+    return AdamW8bit
+
+
+def rate_factor(schedule: str, step: int, *, num_steps: int, warmup_steps: int) -> float:
+    """What the learning rate is multiplied with at `step` (0-based): linear warm-up, then constant, or linear or
+    cosine towards 0, which the step after the last would have.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
+    if schedule == "linear":
+        return 1.0 - progress
+    if schedule == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    return 1.0

@@ -1,0 +1,126 @@
+"""One optimizer step: micro-batches by token budget, gradients of the whole step's denominators, guards, then the step.
+
+Whoever calls says what the loss of a micro-batch is; this file decides how many tokens go through at a time, redoes
+the step with half of that when memory runs out (the gradient is the same, because losses divide by the count of the
+whole step), looks for signals between micro-batches, and refuses to step on a loss or gradient that is not finite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from tinyrl.errors import GuardStop, out_of_memory
+from tinyrl.models.device import as_out_of_memory
+from tinyrl.models.micro_batches import RowSizes
+from tinyrl.models.roles import Role, Roles
+from tinyrl.training.optim import RoleOptimizer
+
+LossFn = Callable[[list[int]], tuple[Tensor, dict[str, Tensor]]]  # rows of a micro-batch -> (loss, metrics that add up)
+MOST_SKIPS = 3  # steps in a row without a finite gradient before the run stops
+
+
+@dataclass
+class Pass:
+    """A forward and backward pass of one role: the role that acts, and its loss on a micro-batch."""
+
+    role: Role
+    loss: LossFn
+
+
+@dataclass
+class Updater:
+    """Steps the optimizers. State: the micro-batch budget in use, and how many steps were skipped (in a row, and in
+    all).
+    """
+
+    accelerator: Accelerator
+    roles: Roles
+    optimizers: dict[str, RoleOptimizer]
+    max_grad_norm: float
+    micro_batch_tokens: int
+    gradient_checkpointing: bool = False
+    should_stop: Callable[[], None] = lambda: None
+    keep_batch: Callable[[list[int], str], None] = lambda rows, why: None
+    make_room: Callable[[], bool] = lambda: False  # gives back what other phases keep; whether there was anything
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+
+    def step(
+        self, rows: Sequence[int], sizes: RowSizes, *, passes: list[Pass], train: Iterable[str]
+    ) -> dict[str, float]:
+        """Accumulate the gradient of every pass over `rows` and step the optimizers named in `train`.
+
+        Returns the step's metrics as floats: those of the losses added up, and `optim/grad_norm`, `value/grad_norm`
+        before clipping. Raises GuardStop after three non-finite steps in a row, OutOfRoom when one sequence does
+        not fit.
+        """
+        metrics = self._accumulate_with_room(rows, sizes, passes)
+        norms = {role: self.optimizers[role].clip(self.max_grad_norm) for role in train}
+        bad = [k for k, v in metrics.items() if k.endswith("loss") and not math.isfinite(v)]
+        bad += [f"gradient of {role}" for role, norm in norms.items() if not math.isfinite(norm)]
+        if bad:
+            self._skip(list(rows), f"{', '.join(bad)} not finite")
+        else:
+            self.skipped_in_a_row = 0
+            for role in norms:
+                self.optimizers[role].optimizer.step()
+        self._zero_grad()
+        names = {"policy": "optim/grad_norm", "critic": "value/grad_norm"}
+        return {**metrics, **{names.get(role, f"optim/{role}_grad_norm"): norm for role, norm in norms.items()}}
+
+    def _accumulate_with_room(self, rows: Sequence[int], sizes: RowSizes, passes: list[Pass]) -> dict[str, float]:
+        while True:
+            self._zero_grad()
+            plan = sizes.plan(rows, max_tokens=self.micro_batch_tokens)
+            try:
+                with as_out_of_memory():
+                    return self._accumulate(plan, passes)
+            except torch.OutOfMemoryError as error:
+                smaller = sizes.smaller(plan)
+                if not self.make_room():
+                    if smaller is None:
+                        longest = max(sizes.lengths[r] for r in rows)
+                        raise out_of_memory(f"with one sequence of {longest} tokens in a micro-batch", error) from error
+                    self.micro_batch_tokens = smaller
+            if self.accelerator.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _accumulate(self, plan: list[list[int]], passes: list[Pass]) -> dict[str, float]:
+        totals: dict[str, Tensor] = {}
+        for micro in plan:
+            for one in passes:
+                self.should_stop()
+                with self.roles.acting(one.role), self._recompute():
+                    with self.accelerator.autocast():
+                        loss, metrics = one.loss(micro)
+                    if loss.requires_grad:
+                        loss.backward()
+                for key, value in metrics.items():
+                    totals[key] = totals.get(key, torch.zeros_like(value)) + value
+        return {key: float(value) for key, value in totals.items()}
+
+    def _recompute(self) -> contextlib.AbstractContextManager[None]:
+        return self.roles.gradient_checkpointing() if self.gradient_checkpointing else contextlib.nullcontext()
+
+    def _zero_grad(self) -> None:
+        for role in self.optimizers.values():
+            role.optimizer.zero_grad(set_to_none=True)
+
+    def _skip(self, rows: list[int], why: str) -> None:
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        self.keep_batch(rows, why)
+        if self.skipped_in_a_row >= MOST_SKIPS:
+            self._zero_grad()
+            raise GuardStop(
+                f"{MOST_SKIPS} optimizer steps in a row had numbers that are not finite ({why}); no "
+                "weight was changed by them. "
+                "The batches are kept in nonfinite/. Try a lower optim.learning_rate, or model.dtype=float32."
+            )
