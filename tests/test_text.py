@@ -5,7 +5,8 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyrl.text import Excerpt, excerpt, one_line, text_html
+from tinyrl.report.markup import text_html
+from tinyrl.text import Excerpt, did_you_mean, excerpt, first_line, last_line, one_line, shortened
 
 
 def test_excerpt_keeps_both_ends() -> None:
@@ -33,3 +34,29 @@ def test_excerpt_and_text_html_hold_for_any_text(text: str, limit: int) -> None:
 def test_text_html_keeps_languages_and_joiners() -> None:
     assert text_html("سلام\u200cها 👩\u200d👧 日本\n\tx") == "سلام\u200cها 👩\u200d👧 日本\n\tx"
     assert text_html("a\r\nb\x1b\x1b\x1bc") == 'a\nb<span class="unseen">ESC×3</span>c'
+
+
+def test_one_line_is_short_and_harmless() -> None:
+    assert one_line("a\n  b\tc", 80) == "a b c"
+    assert one_line("\x1b[31mred\u202e\ud800", 80) == "[ESC][31mred[U+202E][U+D800]"
+    assert one_line("x" * 1_000_000, 10) == "xxxxxxxxx…"
+    assert one_line("x" * 10, 10) == "x" * 10
+
+
+def test_what_a_person_wrote_is_quoted_short_and_without_line_breaks() -> None:
+    assert shortened("a\nb\x1b") == "a\\nb\\x1b"
+    assert shortened("x" * 100) == "x" * 77 + "..."
+    assert shortened("x" * 80) == "x" * 80
+
+
+def test_an_error_of_a_library_is_one_line_of_it() -> None:
+    error = RuntimeError("Error(s) in loading:\n\tsize mismatch for a  \n")
+    assert first_line(error) == "Error(s) in loading:"
+    assert last_line(error) == "size mismatch for a"
+    assert first_line(KeyError()) == last_line(KeyError()) == "KeyError"
+    assert len(first_line(ValueError("y" * 5000))) == 300
+
+
+def test_the_nearest_name_is_meant_or_none() -> None:
+    assert did_you_mean("learnin_rate", ["learning_rate", "seed"]) == " Did you mean `learning_rate`?"
+    assert did_you_mean("zzz", ["learning_rate", "seed"]) == ""

@@ -1,21 +1,22 @@
-"""Text that a model or a data set wrote, made harmless and visible.
+"""Text that a model, a data set or a person wrote, made harmless, short and visible; and the nearest known name.
 
 A completion may hold HTML, terminal escapes, bidirectional overrides that reorder what is read, invisible
 characters, lone surrogates that cannot be encoded, or a million characters. Nothing is dropped silently: what cannot be
 shown is named.
 """
 
-import html
+import difflib
 import re
 import unicodedata
 from dataclasses import dataclass
-from itertools import groupby
 
 # Line break, tab, and the two joiners that Persian, Indic scripts and emoji need and that reorder nothing.
 _KEPT = frozenset("\n\t\u200c\u200d")
 # Control, format (bidi overrides, zero-width, tags), surrogate, private use, unassigned, line and paragraph separators.
 _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 _SPACES = re.compile(r"\s+")
+SHOWN_CHARACTERS = 80  # of a value that a sentence quotes
+ERROR_CHARACTERS = 300  # of what a library says
 
 
 @dataclass(frozen=True)
@@ -37,27 +38,11 @@ def excerpt(text: str, limit: int, *, lines: int = 24) -> Excerpt:
     return Excerpt(head, len(text) - len(head) - len(tail), tail)
 
 
-def text_html(text: str | Excerpt) -> str:
-    """HTML of a text: escaped, and every character that cannot be seen named as U+XXXX."""
-    if isinstance(text, Excerpt):
-        if not text.omitted:
-            return text_html(text.head)
-        note = f'<span class="cut">… {text.omitted:,} characters left out …</span>'
-        return f"{text_html(text.head)}\n{note}\n{text_html(text.tail)}"
-    parts = []
-    for name, run in groupby(text.replace("\r\n", "\n"), _name):
-        characters = list(run)
-        if not name:
-            parts.append(html.escape("".join(characters)))
-        else:
-            times = f"×{len(characters)}" if len(characters) > 1 else ""
-            parts.append(f'<span class="unseen">{name}{times}</span>')
-    return "".join(parts)
-
-
 def one_line(text: str, limit: int) -> str:
     """Plain text for a chart, a title or a table cell: one line, at most `limit` characters, no invisible ones."""
-    named = "".join(f"[{_name(character)}]" if _name(character) else character for character in text[: limit * 4])
+    named = "".join(
+        f"[{name_unseen(character)}]" if name_unseen(character) else character for character in text[: limit * 4]
+    )
     line = _SPACES.sub(" ", named).strip()
     return line if len(line) <= limit and len(text) <= limit * 4 else line[: limit - 1] + "…"
 
@@ -66,10 +51,34 @@ def visible(text: str) -> str:
     """Plain text for a terminal: lines stay, every character that cannot be seen (an escape sequence's ESC, too) is
     named.
     """
-    return "".join(f"[{_name(character)}]" if _name(character) else character for character in text)
+    return "".join(f"[{name_unseen(character)}]" if name_unseen(character) else character for character in text)
 
 
-def _name(character: str) -> str:
+def name_unseen(character: str) -> str:
+    """How a character that cannot be seen is written (ESC, U+202E); "" for one that can."""
     if character in _KEPT or unicodedata.category(character) not in _UNSEEN:
         return ""
     return "ESC" if character == "\x1b" else f"U+{ord(character):04X}"
+
+
+def shortened(text: str, limit: int = SHOWN_CHARACTERS) -> str:
+    """Text from a person's file or command line as a sentence can hold it: cut, and without line breaks."""
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: 2 * limit])
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, short enough to be part of a sentence."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:ERROR_CHARACTERS]
+
+
+def last_line(error: BaseException) -> str:
+    """The same of torch's error for tensors that do not fit: its first line only says that there is an error."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()[:ERROR_CHARACTERS]
+
+
+def did_you_mean(word: str, known: list[str]) -> str:
+    """The end of a sentence that names the nearest of the known names; empty where none is near."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f" Did you mean `{close[0]}`?" if close else ""

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from tinyrl.config.config import Config
-from tinyrl.config.errors import FAMILIAR, allowed, did_you_mean, dotted, fields_of, section_class
+from tinyrl.config.errors import FAMILIAR, allowed, dotted, fields_of, section_class
 from tinyrl.config.recipe import build_config
 from tinyrl.config.yaml_reader import Source
+from tinyrl.text import did_you_mean
 
 
 def sentence(values: dict[str, Any], method: str = "grpo") -> str:

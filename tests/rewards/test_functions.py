@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tinyrl.errors import Interrupted
 from tinyrl.rewards import functions
-from tinyrl.rewards.functions import FunctionReward, Interrupted, RewardCall
+from tinyrl.rewards.functions import FunctionReward, RewardCall
 
 MakeReward = Callable[..., FunctionReward]
 
@@ -202,7 +203,7 @@ def test_the_rows_are_tried_in_a_fresh_process(make_reward: MakeReward):
         ("os.abort()", 30, "died of SIGABRT (rewards.py, line 5)"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 30, "died of SIGKILL"),
         ("os._exit(3)", 30, "ended its process with exit code 3"),
-        ("sys.exit('no\\n more\\x1b[2J')", 30, "ended its process with exit code 1; it last wrote: more?[2J"),
+        ("sys.exit('no\\n more\\x1b[2J')", 30, "ended its process with exit code 1; it last wrote: more[ESC][2J"),
         ("os.closerange(3, 100), time.sleep(1000)", 30, "broke off its connection to us"),
     ],
 )
@@ -384,7 +385,12 @@ def test_should_stop_ends_the_wait_and_the_next_call_is_not_answered_with_the_la
                 time.sleep(1000)
             return [float(len(text)) for text in completions]
     """
-    reward = make_reward(code, timeout_s=5, should_stop=lambda: answers.pop() if answers else False)
+
+    def stop_if_told() -> None:
+        if answers and answers.pop():
+            raise Interrupted("SIGTERM")
+
+    reward = make_reward(code, timeout_s=5, should_stop=stop_if_told)
     reward.start()
     answers += [True] + [False] * 5
     with pytest.raises(Interrupted):
@@ -396,6 +402,12 @@ def test_should_stop_ends_the_wait_and_the_next_call_is_not_answered_with_the_la
 
 def test_should_stop_also_ends_a_flood_and_a_row_by_row_search(make_reward: MakeReward):
     looks = []
+
+    def stop_after_a_while() -> None:
+        looks.append("no")
+        if len(looks) > 500:
+            raise Interrupted("SIGTERM")
+
     code = """
         def score(prompts, completions, **columns):
             if len(prompts) > 1:
@@ -403,7 +415,7 @@ def test_should_stop_also_ends_a_flood_and_a_row_by_row_search(make_reward: Make
             while True:
                 print("flood" * 1000)
     """
-    reward = make_reward(code, should_stop=lambda: len(looks) > 500 or looks.append("no"))
+    reward = make_reward(code, should_stop=stop_after_a_while)
     with pytest.raises(Interrupted):
         score(reward, ["a", "b"])
 

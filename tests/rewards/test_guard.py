@@ -4,14 +4,15 @@ import json
 
 import pytest
 
-from tinyrl.rewards.guard import FailureGuard, RewardGuardTripped, describe_failure
+from tinyrl.errors import GuardStop
+from tinyrl.rewards.guard import FailureGuard, describe_failure
 
 
 def test_three_bad_batches_in_a_row_trip():
     guard = FailureGuard()
     guard.add(10, 3, "first")
     guard.add(10, 10, "second")
-    with pytest.raises(RewardGuardTripped) as caught:
+    with pytest.raises(GuardStop) as caught:
         guard.add(10, 4, "Prompt '2 + 2 =': `score` returned NaN")
     assert str(caught.value) == (
         "Rewards failed for more than 20% of the rows, 3 batches in a row (last: 4 of 10). "
@@ -45,12 +46,12 @@ def test_the_count_survives_a_checkpoint():
     guard.add(10, 10, "first")
     guard.add(10, 10, "second")
     restored = FailureGuard.from_dict(json.loads(json.dumps(guard.to_dict())))
-    with pytest.raises(RewardGuardTripped, match=r"3 batches in a row .*third"):
+    with pytest.raises(GuardStop, match=r"3 batches in a row .*third"):
         restored.add(10, 10, "third")
 
 
 def test_a_failure_is_described_on_one_short_line():
     assert describe_failure("2 + 2\n= ", "`score` returned NaN") == "Prompt '2 + 2 =': `score` returned NaN"
     chat = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello \x1b[2J"}]
-    assert describe_failure(chat, "why") == "Prompt 'hello ?[2J': why"
+    assert describe_failure(chat, "why") == "Prompt 'hello [ESC][2J': why"
     assert describe_failure("x" * 10_000, "why") == f"Prompt '{'x' * 79}…': why"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tinyrl.rewards.functions import RewardFailure, call_in_process
-from tinyrl.rewards.worker import check_values, one_line
+from tinyrl.rewards.worker import check_values
 
 NAN, INF = float("nan"), float("inf")
 
@@ -76,13 +76,6 @@ def test_a_tuple_an_array_and_a_tensor_are_lists(returned: Any):
 )
 def test_scores_that_fit_no_rows_cost_all_rows(returned: Any, reason: str):
     assert check_values(returned, 2) == ([None, None], [(0, reason), (1, reason)])
-
-
-def test_one_line_is_short_and_harmless():
-    assert one_line("a\n  b\tc") == "a b c"
-    assert one_line("\x1b[31mred\u202e\ud800") == "?[31mred??"
-    assert one_line("x" * 1_000_000, 10) == "xxxxxxxxx…"
-    assert one_line("x" * 10, 10) == "x" * 10
 
 
 def verifier(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float | None]:

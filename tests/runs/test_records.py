@@ -50,7 +50,7 @@ def test_damaged_side_files_leave_a_report(tmp_path: Path) -> None:
 
 def test_errors_say_what_to_do(tmp_path: Path) -> None:
     run = grpo_run(tmp_path / "runs" / "grpo-sorting-1", steps=1)
-    with pytest.raises(ValueError, match=r"no run at .*grpo-sorting-2\. Did you mean .*grpo-sorting-1\?"):
+    with pytest.raises(ValueError, match=r"no run at .*grpo-sorting-2\. Did you mean `grpo-sorting-1`\?"):
         write_report(tmp_path / "runs" / "grpo-sorting-2")
     with pytest.raises(ValueError, match=r"is a folder of runs: name one of them, such as .*grpo-sorting-1\."):
         write_report(tmp_path / "runs")

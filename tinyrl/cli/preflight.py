@@ -8,12 +8,12 @@ import os
 from pathlib import Path
 
 from tinyrl.config.config import Config
-from tinyrl.config.recipe import did_you_mean
 from tinyrl.data.rows import placed_rows
 from tinyrl.rewards.loading import parse_use
 from tinyrl.runs.run_dir import run_of
 from tinyrl.starter import starter_path
 from tinyrl.tasks import load_rows, load_task
+from tinyrl.text import did_you_mean
 
 TEXT_FILES = (".jsonl", ".json", ".csv")
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")

@@ -4,7 +4,6 @@ probably meant.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from functools import cache
@@ -15,7 +14,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from tinyrl.config.config import METHOD_SECTIONS, METHODS, SECTIONS, Config
-from tinyrl.config.yaml_reader import KeyPath, Source, shortened
+from tinyrl.config.yaml_reader import KeyPath, Source
+from tinyrl.text import did_you_mean, shortened
 
 MOST_SENTENCES = 3
 
@@ -49,12 +49,6 @@ FAMILIAR = {
     "mask_truncated_completions": "reward.truncated", "temperature": "generation.temperature",
     "top_p": "generation.top_p", "top_k": "generation.top_k", "seed": "run.seed", "output_dir": "--output-dir",
 }  # fmt: skip
-
-
-def did_you_mean(word: str, known: list[str]) -> str:
-    """The end of a sentence that names the nearest of the known names; empty where none is near."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f" Did you mean `{close[0]}`?" if close else ""
 
 
 def dotted(path: KeyPath) -> str:

@@ -14,25 +14,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from tinyrl.config.config import METHOD_SECTIONS, METHODS, SECTIONS, Config
-from tinyrl.config.errors import FAMILIAR, check_familiar, did_you_mean, explain, fields_of, section_class
-from tinyrl.config.yaml_reader import Source, dump_plain, parse_plain, shortened
-
-__all__ = [
-    "EMBEDDED",
-    "FAMILIAR",
-    "Source",
-    "apply_overrides",
-    "build_config",
-    "did_you_mean",
-    "dump_config",
-    "find_recipe",
-    "load_config",
-    "load_written_config",
-    "packaged_recipes",
-    "read_recipe",
-    "recipe_folder",
-    "split_settings",
-]
+from tinyrl.config.errors import check_familiar, explain, fields_of, section_class
+from tinyrl.config.yaml_reader import Source, dump_plain, parse_plain
+from tinyrl.text import did_you_mean, shortened
 
 MAX_RECIPE_BYTES = 100_000
 EMBEDDED = {"grpo": "starter-grpo", "ppo": "starter-ppo"}  # what runs when no recipe is named

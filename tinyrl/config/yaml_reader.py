@@ -12,9 +12,10 @@ from typing import Any
 import yaml
 from yaml.composer import ComposerError
 
+from tinyrl.text import shortened
+
 MAX_DEPTH = 8
 MAX_DIGITS, MAX_HEX = 18, len("0x") + 14  # of a whole number: it fits into 64 bits, and so does what it is written as
-SHOWN_CHARACTERS = 80
 
 _TAG = "tag:yaml.org,2002:"
 _PLAIN = {"str", "int", "float", "bool", "null", "seq", "map"}
@@ -49,12 +50,6 @@ def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_text)
 for _kind in (_Loader, _Dumper):
     _kind.add_implicit_resolver(f"{_TAG}float", _EXPONENT, list("-+0123456789"))
-
-
-def shortened(text: str) -> str:
-    """Text from a person's file or command line as a sentence can hold it: cut, and without line breaks."""
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: 2 * SHOWN_CHARACTERS])
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
 
 
 KeyPath = tuple[str | int, ...]  # of a setting: ("reward", "functions", 0, "use")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tinyrl.config.recipe import did_you_mean
+from tinyrl.text import did_you_mean, first_line
 
 Row = dict[str, Any]
 Placed = list[tuple[str, Row]]  # a row and where it stands: "train.jsonl:12"
@@ -196,7 +196,7 @@ def _read_parquet(source: str) -> Placed:
     try:
         rows = pyarrow.parquet.read_table(source).to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise ValueError(f"{source}: not a parquet file that can be read: {_first_line(error)}") from error
+        raise ValueError(f"{source}: not a parquet file that can be read: {first_line(error)}") from error
     return [(f"{source} row {number}", row) for number, row in enumerate(rows, start=1)]
 
 
@@ -208,14 +208,10 @@ def _read_hub(source: str, *, id: str, config: str | None, split: str | None) ->
         rows = datasets.load_dataset(id, config, split=split or "train").to_list()
     except (DatasetsError, OSError, ValueError) as error:
         raise ValueError(
-            f"task data '{source}': there is no such file, and the hub does not give it: {_first_line(error)}\n"
+            f"task data '{source}': there is no such file, and the hub does not give it: {first_line(error)}\n"
             "  A hub name is owner/name:config@split. Without a network, give a file: task.data=FILE.jsonl"
         ) from error
     return [(f"{source} row {number}", row) for number, row in enumerate(rows, start=1)]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 FILE_READERS: dict[str, Callable[[str], Placed]] = {

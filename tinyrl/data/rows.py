@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from tinyrl.config.recipe import did_you_mean
 from tinyrl.data.readers import Placed, Row, read_source
+from tinyrl.text import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

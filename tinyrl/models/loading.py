@@ -24,8 +24,8 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.pytorch_utils import Conv1D
 
-from tinyrl.config.recipe import did_you_mean
 from tinyrl.starter import starter_path
+from tinyrl.text import did_you_mean, first_line, last_line
 
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -238,14 +238,3 @@ def check_folder_adapter(path: str) -> Path:
             f"adapter {path!r} has init_lora_weights={drawn}, which changes the base; convert it to plain LoRA"
         )
     return folder
-
-
-def first_line(error: BaseException) -> str:
-    """What an error of a library says, short enough to be part of a sentence."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]
-
-
-def last_line(error: BaseException) -> str:
-    """The same of torch's error for tensors that do not fit: its first line only says that there is an error."""
-    return str(error).strip().splitlines()[-1].strip()[:300]

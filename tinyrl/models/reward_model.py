@@ -22,7 +22,6 @@ from tinyrl.models.loading import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     check_folder_adapter,
-    first_line,
     load_adapter_weights,
     load_tokenizer,
     read_lora_config,
@@ -31,6 +30,7 @@ from tinyrl.models.loading import (
 from tinyrl.models.micro_batches import RowSizes, auto_tokens, run_in_micro_batches
 from tinyrl.models.roles import Roles
 from tinyrl.models.value_head import ValueHead
+from tinyrl.text import first_line
 
 SCORE_HEAD = "score_head.safetensors"
 SCORE_OFFSET = (

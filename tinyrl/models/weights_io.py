@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.models.batches import trunk_of
-from tinyrl.models.loading import ADAPTER_FILE, POLICY_ADAPTER, last_line, load_adapter_weights
+from tinyrl.models.loading import ADAPTER_FILE, POLICY_ADAPTER, load_adapter_weights
 from tinyrl.models.roles import Roles
+from tinyrl.text import last_line
 
 MODEL, VALUE_HEAD = "model.safetensors", "value_head.safetensors"
 

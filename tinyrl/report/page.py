@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from tinyrl import __version__
+from tinyrl.report.markup import text_html
 from tinyrl.report.outcome import Tile, outcome, phases, show, show_seconds, subtitle, tiles
 from tinyrl.report.panels import Panel, cells
 from tinyrl.runs.records import Run, Sample, number
-from tinyrl.text import excerpt, one_line, text_html
+from tinyrl.text import excerpt, one_line
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 MOST_SAMPLES = 8

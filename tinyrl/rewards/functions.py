@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from tinyrl.config.recipe import did_you_mean
 from tinyrl.rewards import worker
 from tinyrl.rewards.loading import parse_use
-from tinyrl.rewards.process import CallFailed, Interrupted, Worker
-
-__all__ = ["FunctionReward", "Interrupted", "RewardCall", "RewardFailure", "call_in_process"]
+from tinyrl.rewards.process import MAX_SAID_CHARS, CallFailed, Worker, said
+from tinyrl.text import did_you_mean, one_line
 
 LOAD_TIMEOUT_S = 120.0  # at least; a person's imports are not their function's time
 MAX_WORKERS_LOST = 8  # by rows of one batch; each costs a timeout or a start
@@ -52,7 +50,7 @@ class FunctionReward:
         weight: float = 1.0,
         timeout_s: float = 60.0,
         base_dir: Path | str | None = None,
-        should_stop: Callable[[], bool] | None = None,
+        should_stop: Callable[[], None] = lambda: None,
     ) -> None:
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"reward.timeout_s: must be a number of seconds above 0, not {timeout_s}.")
@@ -60,7 +58,7 @@ class FunctionReward:
         self.name = self._source.function
         self.weight = weight
         self._timeout_s = timeout_s
-        self._should_stop = should_stop or (lambda: False)
+        self._should_stop = should_stop
         self._worker: Worker | None = None
         self._facts: dict[str, Any] | None = None  # what the function takes, as its worker found it
 
@@ -87,7 +85,7 @@ class FunctionReward:
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, list[Any]]) -> RewardCall:
         """Score a batch. ValueError: a column that the function needs is missing, or one cannot be sent to it.
 
-        Raises Interrupted, soon, once `should_stop` says so.
+        `should_stop` is called while it waits; what it raises ends the call and its worker.
         """
         arguments = _arguments(prompts, completions, columns)
         if not prompts:
@@ -166,7 +164,7 @@ def call_in_process(
     file = getattr(getattr(function, "__code__", None), "co_filename", None)
     reply = worker.call(function, arguments, num_rows=len(prompts), file=file)
     if "error" in reply:
-        return _all_failed(len(prompts), f"`{name}` {reply['error']}")
+        return _all_failed(len(prompts), f"`{name}` {said(reply)}")
     return _reward_call(name, reply)
 
 
@@ -181,7 +179,8 @@ def _arguments(
 
 def _reward_call(name: str, reply: dict[str, Any]) -> RewardCall:
     scores = [math.nan if score is None else score for score in reply["scores"]]
-    return RewardCall(scores, [RewardFailure(row, f"`{name}` {reason}") for row, reason in reply["failures"]])
+    failures = [(row, one_line(reason, MAX_SAID_CHARS)) for row, reason in reply["failures"]]
+    return RewardCall(scores, [RewardFailure(row, f"`{name}` {reason}") for row, reason in failures])
 
 
 def _all_failed(num_rows: int, reason: str) -> RewardCall:

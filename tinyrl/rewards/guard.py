@@ -2,15 +2,12 @@
 
 from typing import Any
 
-from tinyrl.rewards.worker import one_line
+from tinyrl.errors import GuardStop
+from tinyrl.text import one_line
 
 MAX_FAILED_SHARE = 0.2
 MAX_BAD_BATCHES = 3
 PROMPT_CHARS = 80
-
-
-class RewardGuardTripped(Exception):
-    """Rewards kept failing; the run stops with exit code 3."""
 
 
 class FailureGuard:
@@ -20,11 +17,11 @@ class FailureGuard:
         self.bad_batches = 0
 
     def add(self, num_rows: int, num_failed: int, first_failure: str = "") -> None:
-        """Take note of a batch; `first_failure` is describe_failure() of one of its failed rows."""
+        """Take note of a batch; `first_failure` is describe_failure() of one of its failed rows. Raises GuardStop."""
         assert 0 <= num_failed <= num_rows, (num_failed, num_rows)
         self.bad_batches = self.bad_batches + 1 if num_failed > MAX_FAILED_SHARE * num_rows else 0
         if self.bad_batches >= MAX_BAD_BATCHES:
-            raise RewardGuardTripped(
+            raise GuardStop(
                 f"Rewards failed for more than {MAX_FAILED_SHARE:.0%} of the rows, {self.bad_batches} batches in a row "
                 f"(last: {num_failed} of {num_rows}). {first_failure}"
             )

@@ -9,7 +9,7 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinyrl.config.recipe import did_you_mean
+from tinyrl.text import did_you_mean
 
 
 @dataclass(frozen=True)

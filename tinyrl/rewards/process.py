@@ -18,16 +18,14 @@ from typing import Any
 
 from tinyrl.rewards import worker
 from tinyrl.rewards.loading import RewardSource
+from tinyrl.text import one_line
 
 POLL_S = 0.1
 GRACE_S = 1.0  # the worker ends a late call itself and says where it was; after this we do
 CLOSE_S = 1.0  # for a worker to leave by itself
 EXIT_S = 0.5  # between the end of its pipe and its exit code
 KEPT_OUTPUT_BYTES = 8192
-
-
-class Interrupted(Exception):
-    """The run is to stop: a call was given up, and its worker killed."""
+MAX_SAID_CHARS = 300
 
 
 class CallFailed(Exception):
@@ -67,7 +65,7 @@ class Worker:
         """False once a call was lost or the process is gone."""
         return not self._killed and self._process.poll() is None
 
-    def load(self, *, timeout_s: float, should_stop: Callable[[], bool]) -> dict[str, Any]:
+    def load(self, *, timeout_s: float, should_stop: Callable[[], None]) -> dict[str, Any]:
         """Have the worker import the function; what it takes, as worker.py says. What we can import, it can."""
         source = self._source
         load = {
@@ -80,8 +78,8 @@ class Worker:
         request = json.dumps({"load": load, "timeout_s": timeout_s})
         return self.ask(request, timeout_s=timeout_s, should_stop=should_stop)
 
-    def ask(self, request: str, *, timeout_s: float, should_stop: Callable[[], bool]) -> dict[str, Any]:
-        """Send a JSON request and wait for its reply. Raises CallFailed, or Interrupted when `should_stop` says so."""
+    def ask(self, request: str, *, timeout_s: float, should_stop: Callable[[], None]) -> dict[str, Any]:
+        """Send a JSON request and wait for its reply. Raises CallFailed, and what `should_stop` raises."""
         started = time.monotonic()
         self._output.clear()
         lost = True
@@ -95,7 +93,7 @@ class Worker:
             if lost:
                 self.kill()
         if "error" in reply:
-            raise CallFailed(reply["error"], worker_lost=False)
+            raise CallFailed(said(reply), worker_lost=False)
         return reply
 
     def close(self) -> None:
@@ -118,7 +116,7 @@ class Worker:
         for pipe in (self._requests, self._replies, self._prints):
             pipe.close()
 
-    def _exchange(self, request: str, deadline: float, *, should_stop: Callable[[], bool]) -> bytes:
+    def _exchange(self, request: str, deadline: float, *, should_stop: Callable[[], None]) -> bytes:
         """The reply's line. EOFError: there will be none."""
         to_send, reply = memoryview(request.encode("ascii") + b"\n"), bytearray()
         with selectors.DefaultSelector() as pipes:
@@ -126,8 +124,7 @@ class Worker:
             pipes.register(self._replies, selectors.EVENT_READ)
             pipes.register(self._prints, selectors.EVENT_READ)
             while not reply.endswith(b"\n"):
-                if should_stop():
-                    raise Interrupted("stopped while a reward function was running")
+                should_stop()
                 # The pipe's end alone would not do: a process that the function forked may hold it open.
                 gone = self._process.poll() is not None
                 ready = {key.fileobj for key, _ in pipes.select(0 if gone else POLL_S)}
@@ -168,7 +165,7 @@ class Worker:
         where = self._where()
         lines = self._output.decode("utf-8", errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "")
-        return f"{how}{where}" if where or not last else f"{how}; it last wrote: {worker.one_line(last)}"
+        return f"{how}{where}" if where or not last else f"{how}; it last wrote: {one_line(last, MAX_SAID_CHARS)}"
 
     def _where(self) -> str:
         """' (file.py, line 3)' if the worker could still write down where the function was."""
@@ -180,6 +177,11 @@ class Worker:
             return ""
         place = re.search(rf'File "{re.escape(str(file))}", line (\d+)', self._output.decode("utf-8", errors="replace"))
         return f" ({file.name}, line {place[1]})" if place else ""
+
+
+def said(reply: dict[str, Any]) -> str:
+    """What a worker says that a function raised, as one line, and where."""
+    return f"{one_line(reply['error'], MAX_SAID_CHARS)}{reply['at']}"
 
 
 def _write(pipe: int, data: memoryview) -> int:

@@ -47,13 +47,8 @@ class Scorer:
     ) -> None:
         self.task, self.tokenizer, self.roles, self.model = task, tokenizer, roles, model
         self.should_stop = should_stop
-
-        def stopping() -> bool:
-            should_stop()  # raises when the run is to stop
-            return False
-
         self.functions = [
-            FunctionReward(f.use, weight=f.weight, timeout_s=config.timeout_s, should_stop=stopping)
+            FunctionReward(f.use, weight=f.weight, timeout_s=config.timeout_s, should_stop=should_stop)
             for f in config.functions
         ]
         self.has_model = config.model is not None

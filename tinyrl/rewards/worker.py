@@ -10,7 +10,8 @@ a person's own code asks for it.
     {"arguments": {name: list}, "num_rows", "timeout_s"}
         -> {"scores": number or null a row, "failures": [[row, reason], ...]}
 
-Either is answered with {"error": text} when the function's code raises.
+Either is answered with {"error": text, "at": " (file.py, line 3)" or ""} when the function's code raises. Texts are as
+people's code wrote them: our end of the pipe makes one harmless line of each.
 """
 
 import atexit
@@ -32,7 +33,8 @@ from collections.abc import Callable
 from typing import Any
 
 LOOK_AT_PARENT_S = 0.3
-MAX_REASON_CHARS = 300
+MAX_ERROR_CHARS = 2000  # of what an exception says; whoever shows it cuts it to a line
+MAX_SHOWN_CHARS = 100  # of a value that is no score
 MAX_SCORE = 3.4e38  # scores become float32; there, more is infinite
 
 
@@ -69,9 +71,9 @@ def call(
     function: Callable[..., Any], arguments: dict[str, list[Any]], *, num_rows: int, file: str | None
 ) -> dict[str, Any]:
     """Call a reward function and check what it returns; `file` is its source. The reply is described above."""
-    returned, error = _attempt(lambda: _awaited(function(**arguments)), file)
-    if error:
-        return {"error": error}
+    returned, problem = _attempt(lambda: _awaited(function(**arguments)), file)
+    if problem:
+        return problem
     scores, failures = check_values(returned, num_rows)
     return {"scores": scores, "failures": failures}
 
@@ -91,13 +93,6 @@ def check_values(returned: Any, num_rows: int) -> tuple[list[float | None], list
         pairs = [_number(value) for value in values]
         return [score for score, _ in pairs], [(row, problem) for row, (_, problem) in enumerate(pairs) if problem]
     return [None] * num_rows, [(row, problem) for row in range(num_rows)]
-
-
-def one_line(text: str, limit: int = MAX_REASON_CHARS) -> str:
-    """Text from people's code or data as one short line that a terminal can be given."""
-    line = " ".join(text[: 4 * limit].split())
-    line = "".join(character if character.isprintable() else "?" for character in line)
-    return line if len(line) <= limit else f"{line[: limit - 1]}…"
 
 
 def _number(value: Any) -> tuple[float | None, str]:
@@ -120,16 +115,16 @@ def _describe(value: Any) -> str:
     kind = type(value).__name__
     if value is None or not isinstance(value, str | list | tuple | dict):
         return kind
-    return one_line(f"a {kind} ({reprlib.repr(value)})", 100)
+    return f"a {kind} ({reprlib.repr(value)})"[:MAX_SHOWN_CHARS]
 
 
 def _load(source: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     sys.path[:] = dict.fromkeys([*source["sys_path"], *sys.path])
-    function, error = _attempt(lambda: _find(source), source["file"])
-    if error:
-        return None, {"error": error}
+    function, problem = _attempt(lambda: _find(source), source["file"])
+    if problem:
+        return None, problem
     if not callable(function):
-        return None, {"error": f"is {_describe(function)}, not a function"}
+        return None, {"error": f"is {_describe(function)}, not a function", "at": ""}
     parameters = inspect.signature(function).parameters.values()
     named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
@@ -154,10 +149,10 @@ def _find(source: dict[str, Any]) -> Any:
     return getattr(module, source["function"])
 
 
-def _attempt(action: Callable[[], Any], file: str | None) -> tuple[Any, str]:
-    """What the action returns and "", or None and what it raised, with the line of `file` it came from."""
+def _attempt(action: Callable[[], Any], file: str | None) -> tuple[Any, dict[str, Any] | None]:
+    """What the action returns and None, or None and what it raised, with the line of `file` it came from."""
     try:
-        return action(), ""
+        return action(), None
     except Exception as error:  # noqa: BLE001 people's code may raise anything, and what it raised is our answer
         lines, step = [], error.__traceback__
         while step is not None:
@@ -165,7 +160,7 @@ def _attempt(action: Callable[[], Any], file: str | None) -> tuple[Any, str]:
                 lines.append(step.tb_lineno)
             step = step.tb_next
         where = f" ({os.path.basename(file)}, line {lines[-1]})" if file and lines else ""
-        return None, f"raised {type(error).__name__}: {one_line(str(error))}{where}"
+        return None, {"error": f"raised {type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}", "at": where}
 
 
 def _awaited(returned: Any) -> Any:

@@ -4,7 +4,6 @@ A last line without its line break is being written, so it is left out when it d
 not parse is counted and said. Numbers that are null, NaN or infinite become NaN: a gap in a chart, never a zero.
 """
 
-import difflib
 import json
 import math
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinyrl.text import Excerpt, excerpt, one_line
+from tinyrl.text import Excerpt, did_you_mean, excerpt, one_line
 
 Points = list[tuple[int, float]]  # (step, value), by step
 
@@ -120,8 +119,7 @@ def _not_a_run(run_dir: Path) -> str:
     if run_dir.exists():
         return f"{run_dir} is a file. `tinyrl report` wants a run's folder, such as runs/<name>."
     siblings = [path.parent.name for path in run_dir.parent.glob("*/metrics.jsonl")]
-    near = difflib.get_close_matches(run_dir.name, siblings, n=1)
-    hint = f" Did you mean {run_dir.parent / near[0]}?" if near else " A run's folder is runs/<name>."
+    hint = did_you_mean(run_dir.name, siblings) or " A run's folder is runs/<name>."
     return f"There is no run at {run_dir}.{hint}"
 
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tinyrl.config.config import METHODS, Config
-from tinyrl.config.recipe import did_you_mean, dump_config, load_written_config
+from tinyrl.config.recipe import dump_config, load_written_config
+from tinyrl.text import did_you_mean
 
 HIDDEN = "[redacted]"
 # Names of settings whose value is nobody's business; max_new_tokens and tokenizer are none.

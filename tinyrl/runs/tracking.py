@@ -10,7 +10,7 @@ from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
-from tinyrl.config.recipe import did_you_mean
+from tinyrl.text import did_you_mean
 
 
 class Trackers:

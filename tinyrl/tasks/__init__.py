@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib
 
-from tinyrl.config.recipe import did_you_mean
 from tinyrl.data.rows import Row, hold_out, placed_rows
 from tinyrl.tasks.task import Prompt, Task
+from tinyrl.text import did_you_mean
 
 __all__ = ["TASKS", "Prompt", "Row", "Task", "check_rows", "load_rows", "load_task"]
 

@@ -12,10 +12,9 @@ from torch import Tensor
 from tinyrl.algorithms.masking import masked_mean
 from tinyrl.components import Parts
 from tinyrl.data.rows import batch_indices, keyed_order
-from tinyrl.errors import GuardStop
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batches import SequenceBatch
-from tinyrl.rewards.guard import FailureGuard, RewardGuardTripped, describe_failure
+from tinyrl.rewards.guard import FailureGuard, describe_failure
 from tinyrl.rollout import FINISH_REASONS, Rollout, collect_rollout, forward_pass
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.training.session import Session
@@ -86,10 +85,7 @@ class Sampler:
                 f"(they are in {self.session.run.failed_rewards}). {sentence}"
             )
             self._set_aside(rollout, prompts, step)
-        try:
-            guard.add(len(rollout), len({f.row for f in rollout.failures}), sentence)
-        except RewardGuardTripped as tripped:
-            raise GuardStop(str(tripped)) from tripped
+        guard.add(len(rollout), len({f.row for f in rollout.failures}), sentence)
         self.session.controllers["reward_failures"] = guard.to_dict()
 
     def _set_aside(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:
