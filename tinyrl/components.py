@@ -23,6 +23,7 @@ from tinyrl.models.loading import (
     lora_config,
     wrap_in_lora,
 )
+from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.reward_model import (
     SequenceRewardModel,
     attach_reward_adapter,
@@ -56,6 +57,7 @@ class Base:
     accelerator: Accelerator
     tokenizer: PreTrainedTokenizerBase
     roles: Roles
+    micro_batches: MicroBatches
     should_stop: Callable[[], None]
 
     def save_models(self, folder: Path) -> None:
@@ -121,7 +123,8 @@ def load_base(config: Config, *, options: Options, should_stop: Callable[[], Non
         _add_critic(roles, config, dtype=dtype, options=options)
     if config.model.gradient_checkpointing:
         roles.enable_gradient_checkpointing()
-    return Base(config, accelerator, tokenizer, roles, should_stop)
+    micro_batches = MicroBatches(accelerator.device, config.run.micro_batch_tokens, should_stop=should_stop)
+    return Base(config, accelerator, tokenizer, roles, micro_batches, should_stop)
 
 
 def _load_model(config: Config, path: str, *, dtype: torch.dtype, options: Options) -> PreTrainedModel:
@@ -198,9 +201,11 @@ def load_parts(config: Config, *, options: Options, should_stop: Callable[[], No
         tokenizer=base.tokenizer,
         roles=base.roles,
         model=_reward_model(config, base, options),
+        micro_batches=base.micro_batches,
         should_stop=should_stop,
     )
     engine, why = make_engine(config, base)
+    base.micro_batches.make_room = engine.release
     return Parts(
         **vars(base),
         task=task,

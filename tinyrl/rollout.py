@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tinyrl.generation.engine import Completion, Request, SamplingEngine
 from tinyrl.models.batches import SequenceBatch
-from tinyrl.models.micro_batches import RowSizes, run_in_micro_batches
+from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 from tinyrl.models.roles import Role, Roles
 from tinyrl.rewards.functions import RewardFailure
 from tinyrl.rewards.scorer import Scorer
@@ -208,14 +208,11 @@ def forward_pass(
     *,
     role: Role,
     compute: Callable[[SequenceBatch], tuple[Tensor, ...]],
-    max_tokens: int,
+    micro_batches: MicroBatches,
     autocast: Callable,
-    should_stop: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, ...]:
     """Run `compute` (batch -> tensors (b, T')) over the whole rollout without gradient; returns (B, T) tensors on
     the CPU.
-
-    Out of memory halves the tokens of a micro-batch and starts the pass over.
     """
     outputs: list[Tensor] = []
 
@@ -228,5 +225,5 @@ def forward_pass(
             output[torch.as_tensor(rows), : batch.num_columns] = result.float().cpu()
 
     with torch.no_grad(), roles.acting(role), autocast():
-        run_in_micro_batches(rollout.sizes(roles), max_tokens=max_tokens, run=run, before=should_stop)
+        micro_batches.run(Work(rollout.sizes(roles), run))
     return tuple(outputs)

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyrl.models.micro_batches import RowSizes, run_in_micro_batches
+from tinyrl.errors import OutOfRoom
+from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 
 # Two groups of four behind prompts of 10 and 6, and a row by itself.
 PROMPTS = [[1] * 10] * 4 + [[2] * 6] * 4 + [[3] * 2]
@@ -80,11 +81,13 @@ def test_out_of_memory_starts_over_with_smaller_micro_batches():
         if len(rows) > 2:
             torch.empty(1 << 50)
 
-    run_in_micro_batches(sizes, max_tokens=100, run=run)
-    assert seen == [[0, 1, 2, 3, 4], [0, 1], [2, 3], [4]]
+    micro_batches = MicroBatches(torch.device("cpu"), 100)
+    micro_batches.run(Work(sizes, run), restart=seen.clear)
+    assert micro_batches.tokens < 100  # what comes later begins with what was found
+    assert seen == [[0, 1], [2, 3], [4]]
 
     def never(rows: list[int]) -> None:
         torch.empty(1 << 50)
 
-    with pytest.raises(torch.OutOfMemoryError):
-        run_in_micro_batches(sizes, max_tokens=100, run=never)
+    with pytest.raises(OutOfRoom, match="one sequence of 10 tokens"):
+        micro_batches.run(Work(sizes, never))

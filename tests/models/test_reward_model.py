@@ -14,6 +14,7 @@ from tests.models.building import CPU, a_batch, every_tensor, full_roles, logpro
 from tests.tiny_models import TinyModels, tiny_tokenizer
 from tinyrl.models.batches import make_batch
 from tinyrl.models.loading import load_causal_lm, load_tokenizer, wrap_in_lora
+from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.reward_model import (
     SCORE_HEAD,
     SequenceRewardModel,
@@ -48,25 +49,25 @@ def by_hand(folder: Path, text: str, label: int) -> float:
 def test_the_score_is_that_of_the_last_token(tiny: TinyModels, kind: str, pad_is_eos: bool):
     """Texts that end in EOS are scored there, where the library would take EOS for padding when pad == eos."""
     folder = tiny.reward(kind, pad_is_eos=pad_is_eos)
-    scores = load(folder).scores(TEXTS, max_tokens=40)
+    scores = load(folder).scores(TEXTS, micro_batches=MicroBatches(CPU, 40))
     assert scores == pytest.approx([by_hand(folder, text, 0) for text in TEXTS], abs=1e-5)
     assert len({round(score, 4) for score in scores}) == len(TEXTS) - 1  # the empty text is read as EOS
 
 
 def test_scores_do_not_depend_on_order_or_batch(tiny: TinyModels):
     model = load(tiny.reward("llama"))
-    scores = model.scores(TEXTS, max_tokens=10_000)
-    backwards = model.scores(TEXTS[::-1], max_tokens=10_000)
-    alone = [model.scores([text], max_tokens=1)[0] for text in TEXTS]
+    scores = model.scores(TEXTS, micro_batches=MicroBatches(CPU, 10_000))
+    backwards = model.scores(TEXTS[::-1], micro_batches=MicroBatches(CPU, 10_000))
+    alone = [model.scores([text], micro_batches=MicroBatches(CPU, 1))[0] for text in TEXTS]
     assert backwards[::-1] == pytest.approx(scores, abs=1e-5)
     assert alone == pytest.approx(scores, abs=1e-5)
-    assert model.scores([], max_tokens=100) == []
+    assert model.scores([], micro_batches=MicroBatches(CPU, 100)) == []
 
 
 def test_one_label_of_several(tiny: TinyModels):
     folder = tiny.reward("llama", labels=("bad", "good", "best"))
     for label, index in ((1, 1), ("good", 1), ("best", 2), (0, 0)):
-        scores = load(folder, label).scores(["some text"], max_tokens=100)
+        scores = load(folder, label).scores(["some text"], micro_batches=MicroBatches(CPU, 100))
         assert scores == pytest.approx([by_hand(folder, "some text", index)], abs=1e-5)
     with pytest.raises(ValueError, match=r"choose one with reward.model_label: 0 \(bad\), 1 \(good\), 2 \(best\)"):
         load(folder)
@@ -85,12 +86,14 @@ def test_an_offset_in_the_configuration_is_added(tiny: TinyModels, tmp_path: Pat
     shutil.copytree(tiny.reward("llama"), folder := tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tinyrl_score_offset": 2.5}))
-    plain, shifted = (load(path).scores(["text"], max_tokens=100)[0] for path in (tiny.reward("llama"), folder))
+    plain, shifted = (
+        load(path).scores(["text"], micro_batches=MicroBatches(CPU, 100))[0] for path in (tiny.reward("llama"), folder)
+    )
     assert shifted == pytest.approx(plain + 2.5, abs=1e-5)
 
 
 def test_scores_of_a_bfloat16_model_are_not_rounded_to_bfloat16(tiny: TinyModels):
-    scores = load(tiny.reward("llama"), dtype=torch.bfloat16).scores(TEXTS[:3], max_tokens=100)
+    scores = load(tiny.reward("llama"), dtype=torch.bfloat16).scores(TEXTS[:3], micro_batches=MicroBatches(CPU, 100))
     assert all(torch.tensor(s).bfloat16().item() != s for s in scores)
 
 
@@ -99,12 +102,14 @@ def test_a_text_that_is_too_long_loses_its_beginning(tiny: TinyModels):
     assert model.max_tokens == 512
     long, same_end = "x" * 600, "y" * 600
     ending = "the same ending" * 40
-    assert model.scores([long + ending], max_tokens=1) == model.scores([same_end + ending], max_tokens=1)
+    assert model.scores([long + ending], micro_batches=MicroBatches(CPU, 1)) == model.scores(
+        [same_end + ending], micro_batches=MicroBatches(CPU, 1)
+    )
 
 
 def test_the_model_reads_with_its_own_tokenizer(tiny: TinyModels):
     words = load(tiny.reward("llama", vocabulary=("good", "bad", "very")))
-    scores = words.scores(["very good", "very bad", "zzz bad", "qqq bad"], max_tokens=100)
+    scores = words.scores(["very good", "very bad", "zzz bad", "qqq bad"], micro_batches=MicroBatches(CPU, 100))
     assert scores[0] != scores[1] != scores[2]
     assert scores[2] == pytest.approx(scores[3], abs=1e-6)  # both words are unknown to it
 
@@ -140,7 +145,7 @@ def test_an_encoder_without_eos_is_a_reward_model_too(tmp_path: Path):
     encoder.save_pretrained(tmp_path)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path)
-    scores = load(tmp_path).scores(["good good bad", "bad"], max_tokens=100)
+    scores = load(tmp_path).scores(["good good bad", "bad"], micro_batches=MicroBatches(CPU, 100))
     with torch.no_grad():
         expected = [encoder(input_ids=torch.tensor([ids])).logits.item() for ids in ([3, 3, 4], [4])]
     assert scores == pytest.approx(expected, abs=1e-5)

@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification
 from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.config.config import Config
+from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.reward_model import load_reward_model
 
 RUN = {"num_steps": 30, "eval_every": 10, "save_every": 10, "threads": 1}
@@ -73,7 +74,9 @@ def test_reward_model_is_a_plain_classifier_with_centred_scores(model: Path, row
     reward = load_reward_model(str(folder), dtype=torch.float32, label=None, device=torch.device("cpu"))
     lines = [json.loads(line) for line in rows.read_text().splitlines()]
     chosen, rejected = (
-        reward.scores([line["prompt"] + line[side] for line in lines], max_tokens=512)
+        reward.scores(
+            [line["prompt"] + line[side] for line in lines], micro_batches=MicroBatches(torch.device("cpu"), 512)
+        )
         for side in ("chosen", "rejected")
     )
     assert sum(a > b for a, b in zip(chosen, rejected, strict=True)) > 0.9 * len(lines)

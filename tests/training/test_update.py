@@ -11,7 +11,7 @@ from tinyrl.errors import GuardStop, OutOfRoom
 from tinyrl.models.batches import make_batch
 from tinyrl.models.device import make_accelerator
 from tinyrl.models.loading import load_causal_lm, lora_config, wrap_in_lora
-from tinyrl.models.micro_batches import RowSizes, plan_micro_batches
+from tinyrl.models.micro_batches import MicroBatches, RowSizes, plan_micro_batches
 from tinyrl.models.roles import Roles
 from tinyrl.training.optim import RoleOptimizer
 from tinyrl.training.update import Pass, Updater
@@ -35,7 +35,7 @@ def updater(tmp_path: Path) -> Updater:
         role: RoleOptimizer.make(p, learning_rate=1e-2, weight_decay=0.0, adam_eps=1e-8)
         for role, p in roles.parameters.items()
     }
-    return Updater(accelerator, roles, optimizers, 1.0, 10_000)
+    return Updater(accelerator, roles, optimizers, MicroBatches(accelerator.device, 10_000), max_grad_norm=1.0)
 
 
 SEQUENCES = [([5, 6, 7], [8, 9, 10]), ([5, 6], [11, 12]), ([7], [8, 9, 10, 11]), ([9, 9], [6])]
@@ -86,20 +86,17 @@ def test_non_finite_loss_changes_nothing_and_stops_after_three(updater: Updater)
     assert "policy/loss" in kept[0]
 
 
-def test_out_of_memory_takes_what_other_phases_keep_before_it_halves(
-    updater: Updater, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens, kept, real = updater.micro_batch_tokens, ["a cache"], Updater._accumulate
+def test_out_of_memory_takes_what_other_phases_keep_before_it_halves(updater: Updater) -> None:
+    tokens, kept, [passed] = updater.micro_batches.tokens, ["a cache"], likelihood(updater)
 
-    def tight(self: Updater, plan: list[list[int]], passes: list[Pass]) -> dict[str, float]:
+    def tight(rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
         if kept:
             raise torch.OutOfMemoryError("full")
-        return real(self, plan, passes)
+        return passed.loss(rows)
 
-    monkeypatch.setattr(Updater, "_accumulate", tight)
-    updater.make_room = lambda: bool(kept) and kept.pop() == "a cache"
-    updater.step(range(4), LENGTHS, passes=likelihood(updater), train=["policy"])
-    assert updater.micro_batch_tokens == tokens
+    updater.micro_batches.make_room = lambda: bool(kept) and kept.pop() == "a cache"
+    updater.step(range(4), LENGTHS, passes=[Pass("policy", tight)], train=["policy"])
+    assert updater.micro_batches.tokens == tokens
     assert not kept
 
 
@@ -128,7 +125,7 @@ def test_out_of_memory_redoes_the_step_with_the_same_gradient(
     monkeypatch.setattr(updater.roles, "logprobs", crowded)
     split, end_again = gradient()
     assert split == pytest.approx(whole, rel=1e-5)
-    assert updater.micro_batch_tokens < 10_000
+    assert updater.micro_batches.tokens < 10_000
     for name in end:
         torch.testing.assert_close(end[name], end_again[name], rtol=1e-5, atol=1e-6)
 

@@ -19,7 +19,6 @@ import torch
 
 from tinyrl.components import Parts
 from tinyrl.generation.engine import Completion, Request
-from tinyrl.models.micro_batches import auto_tokens
 from tinyrl.rollout import FINISH_REASONS, Rollout, forward_pass
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.tasks.task import Task
@@ -103,8 +102,7 @@ class _Judged:
                 rollout,
                 roles,
                 role=who,
-                max_tokens=auto_tokens(roles.device),
-                should_stop=parts.should_stop,
+                micro_batches=parts.micro_batches,
                 autocast=parts.accelerator.autocast,  # pyright: ignore[reportArgumentType]
                 compute=lambda batch: roles.logprobs(named, batch, temperature=temperature),
             )

@@ -1,4 +1,4 @@
-"""Which rows go through the model together: micro-batches by token budget, and smaller ones when memory runs out.
+"""Micro-batches: which rows go through a model together, by one token budget, and smaller ones when memory runs out.
 
 A small budget is right on a CPU: what a micro-batch computes stays in the caches, and little of it is padding.
 """
@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+from tinyrl.errors import out_of_memory
 from tinyrl.models.device import as_out_of_memory
 
 _TOKENS = {"cpu": 768}
 _TOKENS_ELSEWHERE = 32768
-
-
-def auto_tokens(device: torch.device) -> int:
-    """Tokens that `micro_batch_tokens: auto` begins with."""
-    return _TOKENS.get(device.type, _TOKENS_ELSEWHERE)
 
 
 @dataclass(frozen=True)
@@ -45,6 +42,9 @@ class RowSizes:
     def alone(cls, lengths: Sequence[int], *, packed: bool) -> RowSizes:
         """Of rows that share nothing."""
         return cls([0] * len(lengths), lengths, range(len(lengths)), packed)
+
+    def __len__(self) -> int:
+        return len(self.responses)
 
     @property
     def lengths(self) -> list[int]:
@@ -109,26 +109,66 @@ class RowSizes:
         return alone + [[row] for row in rest]
 
 
-def run_in_micro_batches(
-    sizes: RowSizes, *, max_tokens: int, run: Callable[[list[int]], None], before: Callable[[], None] = lambda: None
-) -> None:
-    """Call `run` with the rows of each micro-batch, and `before` first; out of memory starts over with half the tokens.
+@dataclass(frozen=True)
+class Work:
+    """A pass over rows: what they cost, what is done with a micro-batch of them, and which they are (None: all)."""
 
-    Raises torch.OutOfMemoryError where a single row does not fit.
+    sizes: RowSizes
+    run: Callable[[list[int]], None]
+    rows: Sequence[int] | None = None
+
+    def plan(self, max_tokens: int) -> list[list[int]]:
+        """The micro-batches of this pass."""
+        return self.sizes.plan(range(len(self.sizes)) if self.rows is None else self.rows, max_tokens=max_tokens)
+
+
+class MicroBatches:
+    """The token budget of every pass through a model, and the one rule for when memory runs out.
+
+    Update, scoring, evaluation and reward model all ask here. State: `tokens`, which begins at run.micro_batch_tokens
+    and halves when memory runs out. `make_room` gives back what other phases keep, and says whether there was anything.
     """
-    while True:
-        plan = sizes.plan(range(len(sizes.responses)), max_tokens=max_tokens)
-        try:
-            with as_out_of_memory():
-                for rows in plan:
-                    before()
-                    run(rows)
-            return
-        except torch.OutOfMemoryError:
-            smaller = sizes.smaller(plan)
-            if smaller is None:
-                raise
-            max_tokens = smaller
+
+    def __init__(
+        self,
+        device: torch.device,
+        tokens: Literal["auto"] | int = "auto",
+        *,
+        should_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.device, self.should_stop = device, should_stop
+        self.tokens = _TOKENS.get(device.type, _TOKENS_ELSEWHERE) if tokens == "auto" else tokens
+        self.make_room: Callable[[], bool] = lambda: False
+
+    def run(self, *passes: Work, restart: Callable[[], None] = lambda: None) -> None:
+        """Do all the work, a micro-batch at a time. When memory runs out, everything starts over with half the tokens,
+        `restart` first: nothing of the attempt before may be left.
+
+        Raises OutOfRoom where a single row does not fit.
+        """
+        while True:
+            restart()
+            plans = [work.plan(self.tokens) for work in passes]
+            try:
+                with as_out_of_memory():
+                    for work, plan in zip(passes, plans, strict=True):
+                        for rows in plan:
+                            self.should_stop()
+                            work.run(rows)
+                return
+            except torch.OutOfMemoryError as error:
+                if not self.make_room():
+                    self._halve(passes, plans, error)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _halve(self, passes: Sequence[Work], plans: list[list[list[int]]], error: torch.OutOfMemoryError) -> None:
+        budgets = [work.sizes.smaller(plan) for work, plan in zip(passes, plans, strict=True)]
+        smaller = max((budget for budget in budgets if budget is not None), default=None)
+        if smaller is None:
+            alone = [work.sizes.cost(rows) for work, plan in zip(passes, plans, strict=True) for rows in plan]
+            raise out_of_memory(f"with one sequence of {max(alone)} tokens in a micro-batch", error) from error
+        self.tokens = smaller
 
 
 def plan_micro_batches(rows: Sequence[int], lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:

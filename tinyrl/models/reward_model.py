@@ -8,7 +8,6 @@ pooled state) are called as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from tinyrl.models.loading import (
     read_lora_config,
     resolve_model_path,
 )
-from tinyrl.models.micro_batches import RowSizes, auto_tokens, run_in_micro_batches
+from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 from tinyrl.models.roles import Roles
 from tinyrl.models.value_head import ValueHead
 from tinyrl.text import first_line
@@ -58,12 +57,8 @@ class SequenceRewardModel:
         tokenizer.truncation_side = "left"  # the end of a text is the completion
 
     @torch.inference_mode()
-    def scores(
-        self, texts: list[str], *, max_tokens: int | None = None, should_stop: Callable[[], None] = lambda: None
-    ) -> list[float]:
-        """The chosen label's logit for each text; micro-batches of at most `max_tokens` are sorted by length, so the
-        order of texts does not matter.
-        """
+    def scores(self, texts: list[str], *, micro_batches: MicroBatches) -> list[float]:
+        """The chosen label's logit for each text; micro-batches are sorted by length, so the order does not matter."""
         tokens = [self._tokens(text) for text in texts]
         scores = [0.0] * len(tokens)
 
@@ -72,7 +67,7 @@ class SequenceRewardModel:
                 scores[row] = score
 
         sizes = RowSizes.alone([len(row) for row in tokens], packed=False)
-        run_in_micro_batches(sizes, max_tokens=max_tokens or auto_tokens(self.device), run=run, before=should_stop)
+        micro_batches.run(Work(sizes, run))
         return scores
 
     def _tokens(self, text: str) -> list[int]:

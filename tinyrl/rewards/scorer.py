@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.config import RewardConfig
-from tinyrl.models.micro_batches import RowSizes, auto_tokens, run_in_micro_batches
+from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 from tinyrl.models.reward_model import SequenceRewardModel
 from tinyrl.models.roles import Roles
 from tinyrl.rewards.functions import FunctionReward, RewardFailure, call_in_process
@@ -43,10 +43,11 @@ class Scorer:
         tokenizer: PreTrainedTokenizerBase,
         roles: Roles,
         model: SequenceRewardModel | None = None,
+        micro_batches: MicroBatches,
         should_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self.task, self.tokenizer, self.roles, self.model = task, tokenizer, roles, model
-        self.should_stop = should_stop
+        self.micro_batches = micro_batches
         self.functions = [
             FunctionReward(f.use, weight=f.weight, timeout_s=config.timeout_s, should_stop=should_stop)
             for f in config.functions
@@ -132,9 +133,10 @@ class Scorer:
     ) -> list[float]:
         if self.model is not None:
             rendered = [self.model.render(p.prompt, p.opened + t) for p, t in zip(prompts, texts, strict=True)]
-            scores = self.model.scores(rendered, should_stop=self.should_stop)
+            scores = self.model.scores(rendered, micro_batches=self.micro_batches)
         else:
-            scores = adapter_scores(self.roles, [p.tokens for p in prompts], completions, should_stop=self.should_stop)
+            tokens = [p.tokens for p in prompts]
+            scores = adapter_scores(self.roles, tokens, completions, micro_batches=self.micro_batches)
         return [s if math.isfinite(s) else math.nan for s in scores]
 
 
@@ -144,7 +146,7 @@ def adapter_scores(
     prompts: list[list[int]],
     completions: list[list[int]],
     *,
-    should_stop: Callable[[], None] = lambda: None,
+    micro_batches: MicroBatches,
 ) -> list[float]:
     """Scores of the reward adapter on the shared base, read at each row's last token: token in, token out."""
     scores = [0.0] * len(prompts)
@@ -156,5 +158,5 @@ def adapter_scores(
 
     sizes = RowSizes.of(prompts, [len(c) for c in completions], packed=roles.packs)
     with roles.acting("reward"):
-        run_in_micro_batches(sizes, max_tokens=auto_tokens(roles.device), run=run, before=should_stop)
+        micro_batches.run(Work(sizes, run))
     return scores

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from tinyrl.errors import Interrupted
@@ -21,6 +23,7 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.by: str | None = None
+        self._waiting = False
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopFlag:
@@ -39,8 +42,17 @@ class StopFlag:
 
     def check(self) -> None:
         """Raise Interrupted, with the signal's name, when one has come."""
-        if self.by is not None:
+        if self.by is not None and not self._waiting:
             raise Interrupted(self.by)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, `check` lets everything pass: what has begun (a checkpoint, which may run a model) is finished."""
+        before, self._waiting = self._waiting, True
+        try:
+            yield
+        finally:
+            self._waiting = before
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         on_terminal = number == signal.SIGINT and os.isatty(2)

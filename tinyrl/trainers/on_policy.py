@@ -139,9 +139,8 @@ class Sampler:
             self.parts.roles,
             role=role,
             compute=compute,
-            max_tokens=self.session.updater.micro_batch_tokens,
+            micro_batches=self.parts.micro_batches,
             autocast=self.parts.accelerator.autocast,
-            should_stop=self.session.flag.check,
         )[0]
 
     def token_weights(self, rollout: Rollout, old_logprobs: Tensor, sampling_logprobs: Tensor) -> Tensor | None:

@@ -25,7 +25,7 @@ from tinyrl.config.config import Config
 from tinyrl.data.rows import Row, batch_indices, fingerprint, render_prompt, token_ids
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.batches import trunk_of
-from tinyrl.models.micro_batches import RowSizes, auto_tokens, run_in_micro_batches
+from tinyrl.models.micro_batches import RowSizes, Work
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET
 from tinyrl.trainers.sft import text_rows
 from tinyrl.training.session import Session
@@ -87,7 +87,7 @@ class PairParts(Base):
             return 0.0
         return float(torch.cat(self.scores(self.train[:CENTERED_ON])).mean())
 
-    def scores(self, pairs: list[Pair], *, should_stop: Callable[[], None] = lambda: None) -> tuple[Tensor, Tensor]:
+    def scores(self, pairs: list[Pair]) -> tuple[Tensor, Tensor]:
         """Scores of the chosen and of the rejected sides, without gradient."""
         out = torch.zeros(len(pairs), 2)
 
@@ -95,8 +95,7 @@ class PairParts(Base):
             out[rows] = torch.stack(pair_scores(self, [pairs[i] for i in rows]), 1).float().cpu()
 
         with torch.no_grad(), self.roles.acting("policy"), self.accelerator.autocast():
-            tokens = auto_tokens(self.roles.device)
-            run_in_micro_batches(sizes_of(self, pairs), max_tokens=tokens, run=run, before=should_stop)
+            self.micro_batches.run(Work(sizes_of(self, pairs), run))
         return out[:, 0], out[:, 1]
 
 
@@ -203,7 +202,7 @@ def pair(row: Row, base: Base) -> Pair:
 def evaluate(parts: PairParts) -> Evaluation:
     """Accuracy (a tie counts half) and loss on held-out pairs."""
     pairs = parts.held_out[: parts.config.run.eval_prompts or None]
-    chosen, rejected = parts.scores(pairs, should_stop=parts.should_stop)
+    chosen, rejected = parts.scores(pairs)
     loss, metrics = bradley_terry_loss(chosen, rejected)
     return Evaluation(
         {

@@ -21,7 +21,7 @@ from tinyrl.components import Base, Options, load_base
 from tinyrl.config.config import Config
 from tinyrl.data.rows import Row, batch_indices, fingerprint, hold_out, read_rows, render_prompt, token_ids
 from tinyrl.evaluation.evaluate import Evaluation
-from tinyrl.models.micro_batches import RowSizes, auto_tokens
+from tinyrl.models.micro_batches import RowSizes, Work
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
 
@@ -130,10 +130,12 @@ def example(row: Row, base: Base) -> Example:
 def evaluate(parts: TextParts) -> Evaluation:
     """Mean negative log-likelihood of the held-out rows, in nats per token, and perplexity."""
     rows = parts.held_out[: parts.config.run.eval_prompts or None]
-    total = torch.zeros(())
+    sums: list[Tensor] = []
+
+    def run(micro: list[int]) -> None:
+        sums.append(negative_log_likelihood(parts, [rows[i] for i in micro]).cpu())
+
     with torch.no_grad(), parts.roles.acting("policy"), parts.accelerator.autocast():
-        for micro in sizes_of(parts, rows).plan(range(len(rows)), max_tokens=auto_tokens(parts.roles.device)):
-            parts.should_stop()
-            total = total + negative_log_likelihood(parts, [rows[i] for i in micro]).cpu()
-    loss = float(total) / max(1, sum(len(t) for _, t in rows))
+        parts.micro_batches.run(Work(sizes_of(parts, rows), run), restart=sums.clear)
+    loss = float(sum(sums)) / max(1, sum(len(t) for _, t in rows))
     return Evaluation({"loss": loss, "perplexity": float(torch.tensor(loss).exp()), "num_rows": len(rows)}, [], [])

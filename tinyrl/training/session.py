@@ -19,13 +19,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tinyrl.components import Base, Parts
+from tinyrl.components import Base
 from tinyrl.data.rows import keyed_order
 from tinyrl.errors import Interrupted
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.device import peak_memory_gb
 from tinyrl.models.memory import checkpoint_bytes
-from tinyrl.models.micro_batches import auto_tokens
 from tinyrl.rollout import Rollout
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.progress import Display
@@ -77,19 +76,16 @@ class Session:
         )
         self.last_checkpoint: Path | None = None
         self.resumed_from: Path | None = None
-        optim, wanted = self.config.optim, self.config.run.micro_batch_tokens
+        optim = self.config.optim
         self.optimizers = role_optimizers(optim, base.roles.parameters)
-        tokens = auto_tokens(base.accelerator.device) if wanted == "auto" else wanted
         self.updater = Updater(
             base.accelerator,
             base.roles,
             self.optimizers,
-            optim.max_grad_norm,
-            tokens,
+            base.micro_batches,
+            max_grad_norm=optim.max_grad_norm,
             gradient_checkpointing=self.config.model.gradient_checkpointing,
-            should_stop=flag.check,
             keep_batch=self._keep_batch,
-            make_room=base.engine.release if isinstance(base, Parts) else lambda: False,
         )
 
     def steps(self) -> Iterator[int]:
@@ -177,7 +173,8 @@ class Session:
         """Write a checkpoint; when the disk refuses, say so and go on: the older ones are intact."""
         try:
             checkpoints.check_room(self.run.checkpoints, needed=checkpoint_bytes(self.base.roles))
-            self.last_checkpoint = checkpoints.write_checkpoint(self.run.checkpoints, self.step, write=self._write)
+            with self.flag.held():
+                self.last_checkpoint = checkpoints.write_checkpoint(self.run.checkpoints, self.step, write=self._write)
             protected = [p for p in (self.last_checkpoint, self.resumed_from) if p is not None]
             if self.best is not None:
                 protected.append(self.run.checkpoints / checkpoints.checkpoint_name(self.best["step"]))
@@ -213,7 +210,7 @@ class Session:
             "best": self.best,
             "skipped": self.updater.skipped,
             "skipped_in_a_row": self.updater.skipped_in_a_row,
-            "micro_batch_tokens": self.updater.micro_batch_tokens,
+            "micro_batch_tokens": self.base.micro_batches.tokens,
             "threads": torch.get_num_threads(),
             "data": self.fingerprint,
             "config": self.config.model_dump(mode="json"),
@@ -241,7 +238,7 @@ class Session:
         for name in ("skipped", "skipped_in_a_row"):
             setattr(self.updater, name, state[name])
         if state["config"]["run"]["micro_batch_tokens"] == self.config.run.micro_batch_tokens:
-            self.updater.micro_batch_tokens = state["micro_batch_tokens"]  # what `auto` came to
+            self.base.micro_batches.tokens = state["micro_batch_tokens"]  # what `auto` came to
         if (folder / ROLLOUT).exists():
             self.rollout = Rollout.from_tensors(load_file(folder / ROLLOUT))
         wanted = self.config.run.threads

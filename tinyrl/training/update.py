@@ -1,8 +1,8 @@
 """One optimizer step: micro-batches by token budget, gradients of the whole step's denominators, guards, then the step.
 
-Whoever calls says what the loss of a micro-batch is; this file decides how many tokens go through at a time, redoes
-the step with half of that when memory runs out (the gradient is the same, because losses divide by the count of the
-whole step), looks for signals between micro-batches, and refuses to step on a loss or gradient that is not finite.
+Whoever calls says what the loss of a micro-batch is. When memory runs out the step is redone in smaller micro-batches
+(models/micro_batches.py); the gradient is the same, because losses divide by the count of the whole step. A loss or
+gradient that is not finite changes no weight.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from tinyrl.errors import GuardStop, out_of_memory
-from tinyrl.models.device import as_out_of_memory
-from tinyrl.models.micro_batches import RowSizes
+from tinyrl.errors import GuardStop
+from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 from tinyrl.models.roles import Role, Roles
 from tinyrl.training.optim import RoleOptimizer
 
@@ -36,19 +35,15 @@ class Pass:
 
 @dataclass
 class Updater:
-    """Steps the optimizers. State: the micro-batch budget in use, and how many steps were skipped (in a row, and in
-    all).
-    """
+    """Steps the optimizers. State: how many steps were skipped, in a row and in all."""
 
     accelerator: Accelerator
     roles: Roles
     optimizers: dict[str, RoleOptimizer]
+    micro_batches: MicroBatches
     max_grad_norm: float
-    micro_batch_tokens: int
     gradient_checkpointing: bool = False
-    should_stop: Callable[[], None] = lambda: None
     keep_batch: Callable[[list[int], str], None] = lambda rows, why: None
-    make_room: Callable[[], bool] = lambda: False  # gives back what other phases keep; whether there was anything
     skipped: int = 0
     skipped_in_a_row: int = 0
 
@@ -61,7 +56,7 @@ class Updater:
         before clipping. Raises GuardStop after three non-finite steps in a row, OutOfRoom when one sequence does
         not fit.
         """
-        metrics = self._accumulate_with_room(rows, sizes, passes)
+        metrics = self._accumulate(rows, sizes, passes)
         norms = {role: self.optimizers[role].clip(self.max_grad_norm) for role in train}
         bad = [k for k, v in metrics.items() if k.endswith("loss") and not math.isfinite(v)]
         bad += [f"gradient of {role}" for role, norm in norms.items() if not math.isfinite(norm)]
@@ -75,28 +70,15 @@ class Updater:
         names = {"policy": "optim/grad_norm", "critic": "value/grad_norm"}
         return {**metrics, **{names.get(role, f"optim/{role}_grad_norm"): norm for role, norm in norms.items()}}
 
-    def _accumulate_with_room(self, rows: Sequence[int], sizes: RowSizes, passes: list[Pass]) -> dict[str, float]:
-        while True:
-            self._zero_grad()
-            plan = sizes.plan(rows, max_tokens=self.micro_batch_tokens)
-            try:
-                with as_out_of_memory():
-                    return self._accumulate(plan, passes)
-            except torch.OutOfMemoryError as error:
-                smaller = sizes.smaller(plan)
-                if not self.make_room():
-                    if smaller is None:
-                        longest = max(sizes.lengths[r] for r in rows)
-                        raise out_of_memory(f"with one sequence of {longest} tokens in a micro-batch", error) from error
-                    self.micro_batch_tokens = smaller
-            if self.accelerator.device.type == "cuda":
-                torch.cuda.empty_cache()
-
-    def _accumulate(self, plan: list[list[int]], passes: list[Pass]) -> dict[str, float]:
+    def _accumulate(self, rows: Sequence[int], sizes: RowSizes, passes: list[Pass]) -> dict[str, float]:
         totals: dict[str, Tensor] = {}
-        for micro in plan:
+
+        def restart() -> None:
+            totals.clear()
+            self._zero_grad()
+
+        def run(micro: list[int]) -> None:
             for one in passes:
-                self.should_stop()
                 with self.roles.acting(one.role), self._recompute():
                     with self.accelerator.autocast():
                         loss, metrics = one.loss(micro)
@@ -104,6 +86,8 @@ class Updater:
                         loss.backward()
                 for key, value in metrics.items():
                     totals[key] = totals.get(key, torch.zeros_like(value)) + value
+
+        self.micro_batches.run(Work(sizes, run, rows), restart=restart)
         return {key: float(value) for key, value in totals.items()}
 
     def _recompute(self) -> contextlib.AbstractContextManager[None]:
