@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from tinyrl.algorithms.kl import k1
 from tinyrl.generation.engine import Completion, Request, SamplingEngine
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
@@ -28,15 +29,40 @@ _SCORED_PER_TOKEN = ("old_logprobs", "ref_logprobs", "values")
 _PER_SAMPLE = ("response_lengths", "scores", "totals", "finish_reasons")
 
 
+@dataclass(frozen=True)
+class PolicyBatch:
+    """What a policy's loss reads of a micro-batch, each (b, T) with x[:, t] of response token t; what lies where mask
+    is False may be anything. Only logprobs (and entropy, where its bonus is wanted) carry a gradient; old_logprobs are
+    the denominator of the ratio, ref_logprobs None without a reference.
+    """
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    sampling_logprobs: Tensor
+    ref_logprobs: Tensor | None
+    entropy: Tensor
+    advantages: Tensor
+    mask: Tensor
+
+
 @dataclass
 class Rollout:
     """B = P * group samples; the samples of prompt p stand together.
 
-    prompt_tokens   P token lists (ragged)                   prompt_rows (P,)     each prompt's row in the data
-    prompt_index    (B,) which of the P prompts              response_tokens (B, T), response_lengths (B,) what
-    exists response_mask   (B, T) True = a token the policy chose and that counts sampling_logprobs, old_logprobs,
-    ref_logprobs, values    (B, T) float32 or None scores          (B, R), NaN = does not apply             totals
-    (B,) what training maximises, NaN = the row is dropped finish_reasons  (B,) index into FINISH_REASONS
+    prompt_tokens       P token lists (ragged)
+    prompt_rows         (P,) each prompt's row in the data
+    prompt_index        (B,) which of the P prompts
+    response_tokens     (B, T)
+    response_lengths    (B,) how many of them exist
+    response_mask       (B, T) True = a token the policy chose, and that counts
+    sampling_logprobs   (B, T) recorded while sampling
+    old_logprobs        (B, T) the denominator of the ratio; None: the training pass's own, detached
+    ref_logprobs        (B, T) under the reference, or None
+    values              (B, T) of the critic before the update, or None
+    scores              (B, R) of each reward, NaN = does not apply
+    totals              (B,) what training maximises, NaN = the row is dropped
+    finish_reasons      (B,) index into FINISH_REASONS
+    advantages          (B,) or (B, T), returns (B, T): derived from the others at each update, in no checkpoint
     """
 
     prompt_tokens: list[list[int]]
@@ -52,6 +78,8 @@ class Rollout:
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
     failures: list[RewardFailure] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -87,6 +115,32 @@ class Rollout:
         """The rows of a (B,) or (B, T) tensor, cut to the width of their micro-batch, on its device."""
         picked = x[torch.as_tensor(rows)]
         return (picked[:, : batch.num_columns] if picked.dim() == 2 else picked).to(batch.input_ids.device)
+
+    def minibatch(self, rows: Sequence[int], *, batch: SequenceBatch, logprobs: Tensor, entropy: Tensor) -> PolicyBatch:
+        """What a policy's loss reads of some rows, whose log-probabilities and entropies (b, T) were just computed."""
+        assert self.advantages is not None, "advantages come before the first minibatch"
+        sampling, mask, advantages = (
+            self.take(x, rows, batch=batch) for x in (self.sampling_logprobs, self.response_mask, self.advantages)
+        )
+        old, ref = (
+            None if x is None else self.take(x, rows, batch=batch) for x in (self.old_logprobs, self.ref_logprobs)
+        )
+        return PolicyBatch(
+            logprobs=logprobs,
+            old_logprobs=logprobs.detach() if old is None else old,
+            sampling_logprobs=sampling,
+            ref_logprobs=ref,
+            entropy=entropy,
+            advantages=advantages if advantages.dim() == 2 else advantages.unsqueeze(1).expand_as(mask),
+            mask=mask,
+        )
+
+    def kl(self) -> Tensor:
+        """k1 of each token against the reference, (B, T); 0 where it does not count, and without a reference."""
+        if self.ref_logprobs is None:
+            return torch.zeros_like(self.sampling_logprobs)
+        policy = self.sampling_logprobs if self.old_logprobs is None else self.old_logprobs
+        return torch.where(self.response_mask, k1(policy, self.ref_logprobs), 0.0)
 
     def with_groups(self, other: Rollout, groups: list[int], *, places: list[int], group_size: int) -> Rollout:
         """A copy in which the groups at `places` are `groups` of `other`; only what sampling and scoring filled in

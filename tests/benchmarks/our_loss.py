@@ -1,4 +1,4 @@
-"""tinyrl's loss and gradient on the fixed batch, by the GRPO trainer's own policy_loss, compared with the peer's."""
+"""tinyrl's loss and gradient on the fixed batch, by the trainers' own PolicyLoss, compared with the peer's."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tinyrl.config.recipe import load_config
 from tinyrl.models.weights_io import load_policy
 from tinyrl.rollout import Rollout
 from tinyrl.runs.signals import StopFlag
-from tinyrl.trainers.grpo import policy_loss
-from tinyrl.trainers.on_policy import Sampler
+from tinyrl.trainers.on_policy import RolloutCollector
+from tinyrl.trainers.policy_loss import PolicyLoss
 from tinyrl.training.launch import start
 
 
@@ -63,12 +63,11 @@ def loss_and_gradient(settings: dict[str, Any]) -> tuple[float, dict[str, Tensor
     load_policy(parts.roles, Path(settings["files"]) / "adapter")
     batch = fixed_batch(parts.roles.causal.config.get_text_config().vocab_size, max_new_tokens=MAX_NEW_TOKENS)
     rollout, rows = as_rollout(batch), list(range(len(batch.responses)))
-    sampler = Sampler(launch.session, parts, num_prompts=len(batch.prompts), group_size=GROUP_SIZE)
-    sampler.score_under_roles(rollout, reference=True, several_steps=False)
-    rollout.old_logprobs = rollout.ref_logprobs
-    loss_of = policy_loss(
-        rollout, torch.tensor(batch.advantages), config=config.grpo, parts=parts, sampler=sampler, minibatch=rows
-    )
+    collector = RolloutCollector(launch.session, parts, num_prompts=len(batch.prompts), group_size=GROUP_SIZE)
+    collector.compute_logprobs(rollout, reference=True, several_steps=False)
+    rollout.old_logprobs, rollout.advantages = rollout.ref_logprobs, torch.tensor(batch.advantages)
+    loss_settings = collector.loss_settings(config.grpo, kl_coef=config.grpo.kl_coef)
+    loss_of = PolicyLoss(rollout, rows, roles=parts.roles, settings=loss_settings)
     with parts.roles.acting("policy"):
         loss, _ = loss_of(rows)
         loss.backward()

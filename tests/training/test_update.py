@@ -51,7 +51,7 @@ def likelihood(updater: Updater, *, factor: float = 1.0):
         loss = -factor * logprobs.sum() / 10
         return loss, {"policy/loss": loss.detach()}
 
-    return [Pass("policy", loss_of)]
+    return [Pass("policy", loss_of, range(4), LENGTHS)]
 
 
 def policy(updater: Updater) -> dict[str, Tensor]:
@@ -59,28 +59,26 @@ def policy(updater: Updater) -> dict[str, Tensor]:
 
 
 def test_loss_falls(updater: Updater) -> None:
-    losses = [
-        updater.step(range(4), LENGTHS, passes=likelihood(updater), train=["policy"])["policy/loss"] for _ in range(20)
-    ]
+    losses = [updater.step(likelihood(updater), train=["policy"])["policy/loss"] for _ in range(20)]
     assert losses[-1] < 0.8 * losses[0]
 
 
 def test_non_finite_loss_changes_nothing_and_stops_after_three(updater: Updater) -> None:
     kept: list[str] = []
     updater.keep_batch = lambda rows, why: kept.append(why)
-    updater.step(range(4), LENGTHS, passes=likelihood(updater), train=["policy"])
+    updater.step(likelihood(updater), train=["policy"])
     before = policy(updater)
     for _ in range(2):
-        updater.step(range(4), LENGTHS, passes=likelihood(updater, factor=float("nan")), train=["policy"])
+        updater.step(likelihood(updater, factor=float("nan")), train=["policy"])
     assert all(torch.equal(before[n], p) for n, p in policy(updater).items())
-    updater.step(range(4), LENGTHS, passes=likelihood(updater), train=["policy"])  # a good one starts the count again
+    updater.step(likelihood(updater), train=["policy"])  # a good one starts the count again
     assert updater.skipped_in_a_row == 0
     assert any(not torch.equal(before[n], p) for n, p in policy(updater).items())
     endless = likelihood(updater, factor=float("inf"))
     for _ in range(2):
-        updater.step(range(4), LENGTHS, passes=endless, train=["policy"])
+        updater.step(endless, train=["policy"])
     with pytest.raises(GuardStop, match="3 optimizer steps in a row"):
-        updater.step(range(4), LENGTHS, passes=endless, train=["policy"])
+        updater.step(endless, train=["policy"])
     assert updater.skipped == 5
     assert len(kept) == 5
     assert "policy/loss" in kept[0]
@@ -95,7 +93,7 @@ def test_out_of_memory_takes_what_other_phases_keep_before_it_halves(updater: Up
         return passed.loss(rows)
 
     updater.micro_batches.make_room = lambda: bool(kept) and kept.pop() == "a cache"
-    updater.step(range(4), LENGTHS, passes=[Pass("policy", tight)], train=["policy"])
+    updater.step([Pass("policy", tight, range(4), LENGTHS)], train=["policy"])
     assert updater.micro_batches.tokens == tokens
     assert not kept
 
@@ -106,7 +104,7 @@ def test_out_of_memory_redoes_the_step_with_the_same_gradient(
     def gradient() -> tuple[float, dict[str, Tensor]]:
         torch.manual_seed(0)
         start = policy(updater)
-        norm = updater.step(range(4), LENGTHS, passes=likelihood(updater), train=["policy"])["optim/grad_norm"]
+        norm = updater.step(likelihood(updater), train=["policy"])["optim/grad_norm"]
         end = policy(updater)
         with torch.no_grad():
             for name, parameter in updater.roles.parameters["policy"].items():
@@ -135,4 +133,4 @@ def test_out_of_memory_with_one_sequence_says_what_helps(updater: Updater) -> No
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
     with pytest.raises(OutOfRoom, match=r"one sequence of 6 tokens.*\n.*gradient_checkpointing"):
-        updater.step(range(4), LENGTHS, passes=[Pass("policy", full)], train=["policy"])
+        updater.step([Pass("policy", full, range(4), LENGTHS)], train=["policy"])

@@ -47,6 +47,9 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return _of_difference(logprobs, ref_logprobs, estimate)
 
 
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+
+
 def next_kl_coef(kl_coef: float, *, observed_kl: float, target_kl: float, horizon: float, num_samples: float) -> float:
     """The adaptive controller: kl_coef * (1 + clip(observed_kl / target_kl - 1, -0.2, 0.2) * num_samples / horizon).
 

@@ -6,25 +6,25 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tinyrl.algorithms.masking import masked_mean
 from tinyrl.components import Parts
+from tinyrl.config.config import GrpoConfig, PpoConfig
 from tinyrl.data.rows import batch_indices, keyed_order
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.rewards.guard import FailureGuard, describe_failure
 from tinyrl.rollout import FINISH_REASONS, Rollout, collect_rollout, forward_pass
 from tinyrl.tasks.prompts import PreparedPrompt
+from tinyrl.trainers.policy_loss import LossSettings
 from tinyrl.training.session import Session
 
 EXACT_TO = 1e-5  # sampling log-probabilities this close to a training pass's are used as old_logprobs
-WEIGHT_CAP = 2.0  # of the truncated importance weight between sampling and training (Yao et al. 2025)
 KEPT_SAMPLES = 16  # lines a step in samples.jsonl
 
 
-class Sampler:
+class RolloutCollector:
     """Collects the rollouts of a run. State (in session.controllers): consecutive failing batches, whether sampling
     is exact.
     """
@@ -105,7 +105,7 @@ class Sampler:
             )
         self.session.run.append_failed_rewards(lines)
 
-    def score_under_roles(self, rollout: Rollout, *, reference: bool, several_steps: bool) -> None:
+    def compute_logprobs(self, rollout: Rollout, *, reference: bool, several_steps: bool) -> None:
         """Fill in ref_logprobs where a KL needs them and old_logprobs where more than one optimizer step uses the
         rollout.
         """
@@ -143,13 +143,18 @@ class Sampler:
             autocast=self.parts.accelerator.autocast,
         )[0]
 
-    def token_weights(self, rollout: Rollout, old_logprobs: Tensor, sampling_logprobs: Tensor) -> Tensor | None:
-        """min(pi_old / pi_sampling, 2) where sampling and training differ (bfloat16, other kernels); None where
-        they agree.
-        """
-        if self.parts.engine.exact and self.parts.accelerator.mixed_precision == "no":
-            return None
-        return (old_logprobs - sampling_logprobs).exp().clamp(max=WEIGHT_CAP).detach()
+    def loss_settings(self, section: GrpoConfig | PpoConfig, *, kl_coef: float) -> LossSettings:
+        """What shapes the policy's loss; `kl_coef` is weighed there only where the KL stands in the loss."""
+        generation = self.parts.config.generation
+        assert generation is not None
+        in_loss = section.kl_placement == "loss" and self.parts.roles.has_reference
+        return LossSettings.of(
+            section,
+            temperature=generation.temperature,
+            max_new_tokens=generation.max_new_tokens,
+            kl_coef=kl_coef if in_loss else 0.0,
+            weigh_mismatch=not (self.parts.engine.exact and self.parts.accelerator.mixed_precision == "no"),
+        )
 
     def record(self, rollout: Rollout, advantages: Tensor, step: int) -> None:
         """Append some of the rollout, whole groups first, to samples.jsonl."""
@@ -192,9 +197,7 @@ class Sampler:
             if len(applies):
                 out[f"reward/{name}"] = float(applies.mean())
         if rollout.ref_logprobs is not None:
-            difference = rollout.sampling_logprobs if rollout.old_logprobs is None else rollout.old_logprobs
-            kl = torch.where(rollout.response_mask, difference - rollout.ref_logprobs, 0.0).sum(1)
-            out["objective/kl"] = float(kl.mean())
+            out["objective/kl"] = float(rollout.kl().sum(1).mean())
         return out
 
 

@@ -118,12 +118,9 @@ def train(session: Session, parts: PairParts) -> None:
                 parts, [chosen[i] for i in rows], smoothing=config.label_smoothing, denominator=len(chosen)
             )
 
+        one_pass = Pass("policy", loss_of, range(len(chosen)), sizes_of(parts, chosen))
         with session.timed("update"):
-            session.metrics.add(
-                session.updater.step(
-                    range(len(chosen)), sizes_of(parts, chosen), passes=[Pass("policy", loss_of)], train=["policy"]
-                )
-            )
+            session.metrics.add(session.updater.step([one_pass], train=["policy"]))
         session.end_step()
 
 

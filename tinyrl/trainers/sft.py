@@ -47,7 +47,6 @@ def train(session: Session, parts: TextParts) -> None:
             parts.train[i]
             for i in batch_indices(parts.config.run.seed, step, num_prompts=size, num_rows=len(parts.train))
         ]
-        sizes = sizes_of(parts, chosen)
         tokens = sum(len(target) for _, target in chosen)
         session.start_update()
 
@@ -57,10 +56,9 @@ def train(session: Session, parts: TextParts) -> None:
             loss = negative_log_likelihood(parts, [chosen[i] for i in rows]) / tokens
             return loss, {"loss": loss.detach()}
 
+        one_pass = Pass("policy", loss_of, range(size), sizes_of(parts, chosen))
         with session.timed("update"):
-            session.metrics.add(
-                session.updater.step(range(size), sizes, passes=[Pass("policy", loss_of)], train=["policy"])
-            )
+            session.metrics.add(session.updater.step([one_pass], train=["policy"]))
         session.end_step(**{"completion/tokens": float(tokens)})
 
 

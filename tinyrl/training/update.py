@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from accelerate import Accelerator
@@ -25,12 +26,16 @@ LossFn = Callable[[list[int]], tuple[Tensor, dict[str, Tensor]]]  # rows of a mi
 MOST_SKIPS = 3  # steps in a row without a finite gradient before the run stops
 
 
-@dataclass
+@dataclass(frozen=True)
 class Pass:
-    """A forward and backward pass of one role: the role that acts, and its loss on a micro-batch."""
+    """A forward and backward pass: the role that acts, its loss on a micro-batch, the rows of the step, and what each
+    row that `sizes` knows costs. A pass may have rows of its own, such as a text batch beside a rollout.
+    """
 
     role: Role
     loss: LossFn
+    rows: Sequence[int]
+    sizes: RowSizes
 
 
 @dataclass
@@ -47,21 +52,19 @@ class Updater:
     skipped: int = 0
     skipped_in_a_row: int = 0
 
-    def step(
-        self, rows: Sequence[int], sizes: RowSizes, *, passes: list[Pass], train: Iterable[str]
-    ) -> dict[str, float]:
-        """Accumulate the gradient of every pass over `rows` and step the optimizers named in `train`.
+    def step(self, passes: Sequence[Pass], *, train: Iterable[str]) -> dict[str, float]:
+        """Accumulate the gradient of every pass and step the optimizers named in `train`.
 
         Returns the step's metrics as floats: those of the losses added up, and `optim/grad_norm`, `value/grad_norm`
         before clipping. Raises GuardStop after three non-finite steps in a row, OutOfRoom when one sequence does
         not fit.
         """
-        metrics = self._accumulate(rows, sizes, passes)
+        metrics = self._accumulate(passes)
         norms = {role: self.optimizers[role].clip(self.max_grad_norm) for role in train}
         bad = [k for k, v in metrics.items() if k.endswith("loss") and not math.isfinite(v)]
         bad += [f"gradient of {role}" for role, norm in norms.items() if not math.isfinite(norm)]
         if bad:
-            self._skip(list(rows), f"{', '.join(bad)} not finite")
+            self._skip(list(passes[0].rows), f"{', '.join(bad)} not finite")
         else:
             self.skipped_in_a_row = 0
             for role in norms:
@@ -70,24 +73,23 @@ class Updater:
         names = {"policy": "optim/grad_norm", "critic": "value/grad_norm"}
         return {**metrics, **{names.get(role, f"optim/{role}_grad_norm"): norm for role, norm in norms.items()}}
 
-    def _accumulate(self, rows: Sequence[int], sizes: RowSizes, passes: list[Pass]) -> dict[str, float]:
+    def _accumulate(self, passes: Sequence[Pass]) -> dict[str, float]:
         totals: dict[str, Tensor] = {}
 
         def restart() -> None:
             totals.clear()
             self._zero_grad()
 
-        def run(micro: list[int]) -> None:
-            for one in passes:
-                with self.roles.acting(one.role), self._recompute():
-                    with self.accelerator.autocast():
-                        loss, metrics = one.loss(micro)
-                    if loss.requires_grad:
-                        loss.backward()
-                for key, value in metrics.items():
-                    totals[key] = totals.get(key, torch.zeros_like(value)) + value
+        def run(one: Pass, micro: list[int]) -> None:
+            with self.roles.acting(one.role), self._recompute():
+                with self.accelerator.autocast():
+                    loss, metrics = one.loss(micro)
+                if loss.requires_grad:
+                    loss.backward()
+            for key, value in metrics.items():
+                totals[key] = totals.get(key, torch.zeros_like(value)) + value
 
-        self.micro_batches.run(Work(sizes, run, rows), restart=restart)
+        self.micro_batches.run(*(Work(one.sizes, partial(run, one), one.rows) for one in passes), restart=restart)
         return {key: float(value) for key, value in totals.items()}
 
     def _recompute(self) -> contextlib.AbstractContextManager[None]:

@@ -1,0 +1,168 @@
+"""The policy's loss on a minibatch, one for GRPO and PPO: surrogate, importance weights, entropy bonus, KL.
+
+    loss = surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference)
+
+Every term is a sum over a micro-batch divided by a count of the whole minibatch, so micro-batching changes no gradient.
+Another surrogate is a function from a PolicyBatch to (loss, metrics), and a line in SURROGATES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from torch import Tensor
+
+from tinyrl.algorithms.kl import ESTIMATORS
+from tinyrl.algorithms.losses import Metrics, cispo_loss, clipped_policy_loss, entropy_bonus, importance_ratio, kl_loss
+from tinyrl.algorithms.masking import Aggregation, masked_mean
+from tinyrl.models.batches import SequenceBatch
+from tinyrl.models.roles import Roles
+from tinyrl.rollout import PolicyBatch, Rollout
+
+WEIGHT_CAP = 2.0  # of the truncated importance weight between sampling and training (Yao et al. 2025)
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """What shapes the loss: the fields of `grpo` or `ppo` by these names, and PPO's own choice where `ppo` has none.
+
+    kl_coef is the weight of a KL in the loss (0: there is none); weigh_mismatch corrects tokens that were sampled by
+    other numbers than training computes (bfloat16, other kernels).
+    """
+
+    temperature: float
+    max_new_tokens: int
+    kl_coef: float
+    weigh_mismatch: bool
+    clip_eps: float
+    loss: Literal["clipped", "cispo"] = "clipped"
+    clip_eps_high: float | None = None
+    dual_clip: float | None = None
+    ratio_level: Literal["token", "sequence"] = "token"
+    ratio_cap: float = 5.0
+    aggregation: Aggregation = "token"
+    entropy_coef: float = 0.0
+    kl_estimator: str = "k3"
+    kl_ratio_weight: bool = False
+
+    @classmethod
+    def of(cls, section: Any, **others: Any) -> LossSettings:
+        """Of a method's section of the configuration, and what does not stand there."""
+        there = {field.name for field in fields(cls)} - set(others)
+        return cls(**{name: getattr(section, name) for name in there if hasattr(section, name)}, **others)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the terms of a minibatch are divided by: tokens that count, sequences with such a token, all sequences."""
+
+    tokens: int
+    sequences: int
+    rows: int
+
+    @classmethod
+    def of(cls, mask: Tensor) -> Counts:
+        """Of a minibatch's response mask (b, T)."""
+        return cls(max(1, int(mask.sum())), max(1, int(mask.any(1).sum())), len(mask))
+
+    def denominator(self, settings: LossSettings) -> int:
+        """The divisor of the aggregation: tokens, sequences, or Dr. GRPO's constant."""
+        constant = self.rows * settings.max_new_tokens
+        return {"token": self.tokens, "sequence": self.sequences, "constant": constant}[settings.aggregation]
+
+
+class PolicyLoss:
+    """The loss of a minibatch, micro-batch by micro-batch: called with rows of the rollout, the policy acting."""
+
+    def __init__(self, rollout: Rollout, minibatch: Sequence[int], *, roles: Roles, settings: LossSettings) -> None:
+        self.rollout, self.roles, self.settings = rollout, roles, settings
+        self.counts = Counts.of(rollout.response_mask[list(minibatch)])
+
+    def __call__(self, rows: list[int]) -> tuple[Tensor, Metrics]:
+        batch = self.rollout.batch(rows, self.roles)
+        return self.from_states(rows, batch, self.roles.policy_states(batch))
+
+    def from_states(self, rows: list[int], batch: SequenceBatch, states: Tensor) -> tuple[Tensor, Metrics]:
+        """The same from the policy's hidden states (N, H), where somebody else reads them too."""
+        settings = self.settings
+        logprobs, entropy = self.roles.logprobs(
+            "policy",
+            batch,
+            temperature=settings.temperature,
+            states=states,
+            entropy_grad=settings.entropy_coef > 0,
+        )
+        minibatch = self.rollout.minibatch(rows, batch=batch, logprobs=logprobs, entropy=entropy)
+        return policy_loss(minibatch, self.counts, settings=settings)
+
+
+def policy_loss(batch: PolicyBatch, counts: Counts, *, settings: LossSettings) -> tuple[Tensor, Metrics]:
+    """(loss, metrics) of a micro-batch; `counts` are those of its minibatch, so both add up over micro-batches.
+
+    Metrics: the surrogate's, policy/entropy, policy/kl_loss where there is a KL, and policy/sampling_gap, the mean
+    |old - sampling| log-probability of a token: the mismatch between sampling and training.
+    """
+    loss, metrics = SURROGATES[settings.loss](batch, counts, settings)
+    bonus, entropy_metrics = entropy_bonus(batch.entropy, batch.mask, denominator=counts.tokens)
+    if settings.entropy_coef > 0:
+        loss = loss - settings.entropy_coef * bonus
+    if settings.kl_coef > 0:
+        kl, kl_metrics = kl_to_reference(batch, counts, settings)
+        loss, metrics = loss + settings.kl_coef * kl, metrics | kl_metrics
+    gap = masked_mean((batch.old_logprobs - batch.sampling_logprobs).abs(), batch.mask)
+    share = batch.mask.sum() / counts.tokens
+    return loss, {**metrics, **entropy_metrics, "policy/sampling_gap": gap * share}
+
+
+def clipped(batch: PolicyBatch, counts: Counts, settings: LossSettings) -> tuple[Tensor, Metrics]:
+    """PPO's clipped surrogate, and with other settings that of GRPO, DAPO, Dr. GRPO and GSPO."""
+    return clipped_policy_loss(
+        batch.logprobs,
+        batch.old_logprobs,
+        batch.advantages,
+        batch.mask,
+        clip_eps=settings.clip_eps,
+        clip_eps_high=settings.clip_eps_high,
+        dual_clip=settings.dual_clip,
+        ratio_level=settings.ratio_level,
+        aggregation=settings.aggregation,
+        denominator=counts.denominator(settings),
+        token_weights=importance_weights(batch) if settings.weigh_mismatch else None,
+        metric_denominator=counts.tokens,
+    )
+
+
+def cispo(batch: PolicyBatch, counts: Counts, settings: LossSettings) -> tuple[Tensor, Metrics]:
+    """REINFORCE with a capped importance weight, by which no token loses its gradient."""
+    return cispo_loss(
+        batch.logprobs,
+        batch.old_logprobs,
+        batch.advantages,
+        batch.mask,
+        ratio_cap=settings.ratio_cap,
+        aggregation=settings.aggregation,
+        denominator=counts.denominator(settings),
+        metric_denominator=counts.tokens,
+    )
+
+
+SURROGATES: dict[str, Callable[[PolicyBatch, Counts, LossSettings], tuple[Tensor, Metrics]]] = {
+    "clipped": clipped,
+    "cispo": cispo,
+}
+
+
+def kl_to_reference(batch: PolicyBatch, counts: Counts, settings: LossSettings) -> tuple[Tensor, Metrics]:
+    """The KL term, before its weight, aggregated as the surrogate is."""
+    assert batch.ref_logprobs is not None
+    kl = ESTIMATORS[settings.kl_estimator](batch.logprobs, batch.ref_logprobs)
+    ratio = importance_ratio(batch.logprobs, batch.old_logprobs, batch.mask) if settings.kl_ratio_weight else None
+    denominator = counts.denominator(settings)
+    return kl_loss(kl, batch.mask, aggregation=settings.aggregation, denominator=denominator, ratio=ratio)
+
+
+def importance_weights(batch: PolicyBatch) -> Tensor:
+    """(b, T) truncated weights min(pi_old / pi_sampling, 2) for the mismatch of sampling and training."""
+    return (batch.old_logprobs - batch.sampling_logprobs).exp().clamp(max=WEIGHT_CAP).detach()
