@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.components import Options, Parts, load_parts
-from tinyrl.rollout import Rollout, Truncation, collect_rollout
+from tinyrl.rollout import Rollout, Truncation, sample_and_score, settle_truncated
 
 
 @pytest.fixture(scope="module")
@@ -23,15 +23,9 @@ def parts(tmp_path_factory: pytest.TempPathFactory):
 
 
 def collect(parts: Parts, truncation: Truncation | None = None) -> Rollout:
-    return collect_rollout(
-        parts.train_prompts[:3],
-        parts.engine,
-        parts.scorer,
-        group_size=2,
-        seed=0,
-        step=0,
-        truncation=truncation or Truncation(),
-    )
+    rollout = sample_and_score(parts.train_prompts[:3], parts.engine, parts.scorer, group_size=2, seed=0, step=0)
+    settle_truncated(rollout, truncation or Truncation())
+    return rollout
 
 
 def test_round_trip(parts: Parts, tmp_path: Path) -> None:
@@ -56,7 +50,9 @@ def test_truncated_responses_can_be_masked_or_penalised(parts: Parts) -> None:
     kept = collect(parts)
     assert kept.truncated.any(), "a random model should run into max_new_tokens"
     masked = collect(parts, Truncation("mask"))
-    assert not masked.response_mask[masked.truncated].any()
+    assert not masked.loss_mask[masked.truncated].any()
+    assert torch.equal(masked.kept, ~masked.truncated)
+    assert torch.equal(masked.response_mask, kept.response_mask)  # what the policy chose is another matter
     torch.testing.assert_close(masked.totals, kept.totals)  # still in the group's statistics
     penalised = collect(parts, Truncation("penalize", penalty=2.5))
     torch.testing.assert_close(penalised.totals, kept.totals - 2.5 * kept.truncated)
@@ -72,18 +68,32 @@ def test_soft_overlong_penalty() -> None:
 
 def test_a_prompt_twice_in_a_step_gets_other_samples(parts: Parts) -> None:
     prompt = parts.train_prompts[0]
-    rollout = collect_rollout(
-        [prompt, prompt], parts.engine, parts.scorer, group_size=2, seed=0, step=0, truncation=Truncation()
-    )
+    rollout = sample_and_score([prompt, prompt], parts.engine, parts.scorer, group_size=2, seed=0, step=0)
     responses = [tuple(rollout.response(i)) for i in range(4)]
     assert len(set(responses)) == 4
 
 
+def test_tokens_that_were_read_are_no_part_of_the_loss(parts: Parts) -> None:
+    """A tool's answer inside a response: the head lists the others, and what counts by tokens counts them only."""
+    rollout = collect(parts)
+    rollout.response_mask[0, 1:3] = False
+    rollout.kept[1] = False
+    batch = rollout.batch([1, 0, 2], parts.roles)
+    listed = [(row, column) for row, column in zip(batch.row.tolist(), batch.column.tolist(), strict=True)]
+    lengths = rollout.response_lengths.tolist()
+    assert listed == [(1, 0), *((1, t) for t in range(3, lengths[0])), *((2, t) for t in range(lengths[2]))]
+    assert rollout.chosen_tokens.tolist() == [lengths[0] - 2, *lengths[1:]]
+    rollout.advantages = torch.arange(6.0)
+    columns = (3, batch.num_columns)
+    read = rollout.minibatch([1, 0, 2], batch=batch, logprobs=torch.ones(columns), entropy=torch.zeros(columns))
+    assert read.mask.sum(1).tolist() == [0, lengths[0] - 2, lengths[2]]
+    assert read.advantages[:, 0].tolist() == [1.0, 0.0, 2.0]
+    assert torch.equal(read.old_logprobs, torch.ones(columns))
+
+
 def test_with_groups_replaces_whole_groups(parts: Parts) -> None:
     rollout = collect(parts)
-    other = collect_rollout(
-        parts.train_prompts[5:7], parts.engine, parts.scorer, group_size=2, seed=0, step=1, truncation=Truncation()
-    )
+    other = sample_and_score(parts.train_prompts[5:7], parts.engine, parts.scorer, group_size=2, seed=0, step=1)
     mixed = rollout.with_groups(other, [1], places=[2], group_size=2)
     assert [mixed.response(i) for i in range(4)] == [rollout.response(i) for i in range(4)]
     assert [mixed.response(i) for i in (4, 5)] == [other.response(i) for i in (2, 3)]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tinyrl.algorithms.kl import k1
-from tinyrl.generation.engine import Completion, Request, SamplingEngine
+from tinyrl.generation.engine import Completion, Request, SampledRole, SamplingEngine
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 from tinyrl.models.roles import Role, Roles
@@ -26,7 +26,7 @@ from tinyrl.tasks.prompts import PreparedPrompt
 FINISH_REASONS = ("eos", "stop", "length")
 _SAMPLED_PER_TOKEN = ("response_tokens", "response_mask", "sampling_logprobs")
 _SCORED_PER_TOKEN = ("old_logprobs", "ref_logprobs", "values")
-_PER_SAMPLE = ("response_lengths", "scores", "totals", "finish_reasons")
+_PER_SAMPLE = ("response_lengths", "scores", "totals", "finish_reasons", "kept")
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,15 @@ class Rollout:
     prompt_index        (B,) which of the P prompts
     response_tokens     (B, T)
     response_lengths    (B,) how many of them exist
-    response_mask       (B, T) True = a token the policy chose, and that counts
+    response_mask       (B, T) True = a token the policy chose
     sampling_logprobs   (B, T) recorded while sampling
     old_logprobs        (B, T) the denominator of the ratio; None: the training pass's own, detached
     ref_logprobs        (B, T) under the reference, or None
     values              (B, T) of the critic before the update, or None
     scores              (B, R) of each reward, NaN = does not apply
-    totals              (B,) what training maximises, NaN = the row is dropped
+    totals              (B,) what training maximises, NaN = there is no reward
     finish_reasons      (B,) index into FINISH_REASONS
+    kept                (B,) True = the row counts in the loss: it has a reward and is not left out as truncated
     advantages          (B,) or (B, T), returns (B, T): derived from the others at each update, in no checkpoint
     """
 
@@ -75,6 +76,7 @@ class Rollout:
     scores: Tensor
     totals: Tensor
     finish_reasons: Tensor
+    kept: Tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
@@ -89,6 +91,16 @@ class Rollout:
     def truncated(self) -> Tensor:
         """(B,) bool: responses that ran into max_new_tokens."""
         return self.finish_reasons == FINISH_REASONS.index("length")
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """(B, T) bool: chosen tokens of rows that count."""
+        return self.response_mask & self.kept.unsqueeze(1)
+
+    @property
+    def chosen_tokens(self) -> Tensor:
+        """(B,) how many tokens of each response the policy chose."""
+        return self.response_mask.sum(1)
 
     @property
     def lengths(self) -> list[int]:
@@ -107,9 +119,11 @@ class Rollout:
         return RowSizes.of(prompts, self.response_lengths.tolist(), packed=roles.packs)
 
     def batch(self, rows: Sequence[int], roles: Roles) -> SequenceBatch:
-        """The model's input for some samples."""
+        """The model's input for some samples, listing the tokens that count."""
         prompts = [self.prompt_tokens[int(self.prompt_index[row])] for row in rows]
-        return roles.batch(prompts, [self.response(row) for row in rows])
+        responses, mask = [self.response(row) for row in rows], self.loss_mask[list(rows)].tolist()
+        masks = [of_row[: len(response)] for of_row, response in zip(mask, responses, strict=True)]
+        return roles.batch(prompts, responses, masks)
 
     def take(self, x: Tensor, rows: Sequence[int], *, batch: SequenceBatch) -> Tensor:
         """The rows of a (B,) or (B, T) tensor, cut to the width of their micro-batch, on its device."""
@@ -120,7 +134,7 @@ class Rollout:
         """What a policy's loss reads of some rows, whose log-probabilities and entropies (b, T) were just computed."""
         assert self.advantages is not None, "advantages come before the first minibatch"
         sampling, mask, advantages = (
-            self.take(x, rows, batch=batch) for x in (self.sampling_logprobs, self.response_mask, self.advantages)
+            self.take(x, rows, batch=batch) for x in (self.sampling_logprobs, self.loss_mask, self.advantages)
         )
         old, ref = (
             None if x is None else self.take(x, rows, batch=batch) for x in (self.old_logprobs, self.ref_logprobs)
@@ -140,7 +154,7 @@ class Rollout:
         if self.ref_logprobs is None:
             return torch.zeros_like(self.sampling_logprobs)
         policy = self.sampling_logprobs if self.old_logprobs is None else self.old_logprobs
-        return torch.where(self.response_mask, k1(policy, self.ref_logprobs), 0.0)
+        return torch.where(self.loss_mask, k1(policy, self.ref_logprobs), 0.0)
 
     def with_groups(self, other: Rollout, groups: list[int], *, places: list[int], group_size: int) -> Rollout:
         """A copy in which the groups at `places` are `groups` of `other`; only what sampling and scoring filled in
@@ -201,7 +215,7 @@ class Truncation:
         return penalty
 
 
-def collect_rollout(
+def sample_and_score(
     prompts: list[PreparedPrompt],
     engine: SamplingEngine,
     scorer: Scorer,
@@ -209,12 +223,13 @@ def collect_rollout(
     group_size: int,
     seed: int,
     step: int,
-    truncation: Truncation,
+    greedy: bool = False,
+    role: SampledRole = "policy",
 ) -> Rollout:
-    """Sample `group_size` responses for each prompt and score them.
+    """Sample `group_size` responses for each prompt and score them: what training and evaluation begin with.
 
-    A prompt that stands in a step twice gets further samples, not the same ones again. Rows whose reward failed are
-    dropped: NaN in `totals`, False everywhere in `response_mask`.
+    A prompt that stands in the batch twice gets further samples, not the same ones again. Rows without a reward (it
+    failed, or none applies) are not kept.
     """
     seen: dict[int, int] = {}
     requests = []
@@ -222,37 +237,44 @@ def collect_rollout(
         first = seen.get(prompt.index, 0)
         seen[prompt.index] = first + group_size
         requests.append(Request(prompt.tokens, prompt_index=prompt.index, first_sample=first))
-    completions = [c for group in engine.sample(requests, group_size, seed=seed, step=step) for c in group]
-    repeated = [p for p in prompts for _ in range(group_size)]
-    sheet = scorer(repeated, [c.tokens for c in completions])
+    groups = engine.sample(requests, group_size, seed=seed, step=step, greedy=greedy, role=role)
+    completions = [completion for group in groups for completion in group]
+    sheet = scorer([p for p in prompts for _ in range(group_size)], [c.tokens for c in completions])
     rollout = _as_tensors(prompts, completions, group_size)
-    rollout.scores, rollout.failures = sheet.scores, sheet.failures
-    rollout.totals = sheet.totals - truncation.penalties(rollout.response_lengths, rollout.truncated)
-    left_out = rollout.totals.isnan() | (
-        rollout.truncated if truncation.mode == "mask" else torch.zeros_like(rollout.truncated)
-    )
-    rollout.response_mask &= ~left_out.unsqueeze(1)
+    rollout.scores, rollout.totals, rollout.failures = sheet.scores, sheet.totals, sheet.failures
+    rollout.kept = ~rollout.totals.isnan()
     return rollout
+
+
+def settle_truncated(rollout: Rollout, truncation: Truncation) -> None:
+    """Let truncated responses pay their penalty, or leave them out of the loss; they stay in their group's spread."""
+    rollout.totals = rollout.totals - truncation.penalties(rollout.chosen_tokens, rollout.truncated)
+    if truncation.mode == "mask":
+        rollout.kept = rollout.kept & ~rollout.truncated
 
 
 def _as_tensors(prompts: list[PreparedPrompt], completions: list[Completion], group_size: int) -> Rollout:
     lengths = torch.tensor([len(c.tokens) for c in completions])
-    width = int(lengths.max())
-    tokens, logprobs = torch.zeros(len(completions), width, dtype=torch.long), torch.zeros(len(completions), width)
+    rows, width = len(completions), int(lengths.max())
+    tokens, logprobs = torch.zeros(rows, width, dtype=torch.long), torch.zeros(rows, width)
+    chosen = torch.arange(width) < lengths.unsqueeze(1)
     for row, completion in enumerate(completions):
         tokens[row, : len(completion.tokens)] = torch.tensor(completion.tokens)
         logprobs[row, : len(completion.tokens)] = torch.tensor(completion.logprobs)
+        if completion.chosen is not None:
+            chosen[row, : len(completion.tokens)] = torch.tensor(completion.chosen)
     return Rollout(
         prompt_tokens=[p.tokens for p in prompts],
         prompt_rows=torch.tensor([p.index for p in prompts]),
         prompt_index=torch.arange(len(prompts)).repeat_interleave(group_size),
         response_tokens=tokens,
         response_lengths=lengths,
-        response_mask=torch.arange(width) < lengths.unsqueeze(1),
+        response_mask=chosen,
         sampling_logprobs=logprobs,
-        scores=torch.empty(len(completions), 0),
-        totals=torch.zeros(len(completions)),
+        scores=torch.empty(rows, 0),
+        totals=torch.zeros(rows),
         finish_reasons=torch.tensor([FINISH_REASONS.index(c.finish_reason) for c in completions]),
+        kept=torch.ones(rows, dtype=torch.bool),
     )
 
 

@@ -40,6 +40,7 @@ def as_rollout(batch: Batch) -> Rollout:
         scores=torch.zeros(rows, 1),
         totals=torch.zeros(rows),
         finish_reasons=torch.zeros(rows, dtype=torch.long),
+        kept=torch.ones(rows, dtype=torch.bool),
     )
 
 

@@ -2,13 +2,24 @@
 finished; and which engine a model gets.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from tests.generation.sampling import LIKE_LLAMA, PROMPTS, assert_same, make_engine, requests, sample, stir, tokens_of
+from tests.generation.sampling import (
+    ENGINES,
+    LIKE_LLAMA,
+    PROMPTS,
+    assert_same,
+    make_engine,
+    requests,
+    sample,
+    stir,
+    tokens_of,
+)
 from tests.tiny_models import KINDS, TinyModels
 from tinyrl.generation import fused
 from tinyrl.generation import select as choosing
@@ -61,6 +72,25 @@ def test_a_sample_does_not_depend_on_its_batch(tiny: TinyModels):
     later = engine.sample([Request(PROMPTS[2], prompt_index=2, first_sample=2)], 2, seed=0, step=0)[0]
     assert tokens_of([later]) == tokens_of([together[2][2:]])
     assert engine.sample([], 4, seed=0, step=0) == []
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_completion_can_be_taken_up_where_it_stopped(tiny: TinyModels, name: str):
+    """Five tokens, and the rest as a request of its own: the same random numbers in the same places."""
+    engine = make_engine(tiny("llama"), name, max_new_tokens=24)
+    engine.eos = eos(engine, 1)
+    whole = sample(engine, 1)
+    first = engine.sample([replace(r, max_new_tokens=5 + i) for i, r in enumerate(requests())], 1, seed=0, step=0)
+    assert [group[0].tokens for group in first] == [group[0].tokens[: 5 + i] for i, group in enumerate(whole)]
+    assert {group[0].finish_reason for group in first} == {"length"}
+    later = [
+        Request(r.prompt_tokens + group[0].tokens, r.prompt_index, first_token=5 + i, max_new_tokens=19 - i)
+        for i, (r, group) in enumerate(zip(requests(), first, strict=True))
+    ]
+    rest = engine.sample(later, 1, seed=0, step=0)
+    assert [a[0].tokens + b[0].tokens for a, b in zip(first, rest, strict=True)] == [g[0].tokens for g in whole]
+    again = engine.sample([replace(r, first_token=0) for r in later], 1, seed=0, step=0)
+    assert [g[0].tokens for g in again] != [g[0].tokens for g in rest]  # else a later turn repeats the first one's luck
 
 
 def test_finished_rows_are_not_computed_and_a_prompt_is_read_once(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):

@@ -37,6 +37,17 @@ def test_rows_without_a_response_and_rows_without_a_prompt():
         make_batch([[]], [[1]])
 
 
+def test_tokens_outside_of_a_mask_are_read_and_not_listed():
+    masks = [[True], [True, False, True]]
+    batch = make_batch([[5, 6], [7]], [[8], [9, 10, 11]], masks)
+    assert batch.input_ids.tolist() == [[5, 6, 8, 0], [7, 9, 10, 11]]
+    assert (batch.row.tolist(), batch.column.tolist()) == ([0, 1, 1], [0, 0, 2])
+    assert (batch.state_index.tolist(), batch.targets.tolist()) == ([1, 4, 6], [8, 9, 11])
+    assert batch.to_rows(torch.tensor([1.0, 2.0, 3.0])).tolist() == [[1.0, 0.0, 0.0], [2.0, 0.0, 3.0]]
+    with pytest.raises(AssertionError, match="a mask for each response token"):
+        make_batch([[5]], [[8, 9]], [[True]])
+
+
 def test_flat_values_go_back_to_their_rows_with_their_gradient():
     batch = make_batch([[5, 6], [7]], [[8], [9, 10, 11]])
     flat = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)

@@ -120,6 +120,21 @@ def test_log_probabilities_and_entropies_are_those_of_padded_rows(tiny: TinyMode
         torch.testing.assert_close(mine, padded, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("packs", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_mask_changes_which_tokens_are_scored_and_not_how(tiny: TinyModels, kind: str, packs: bool):
+    roles = lora_roles(tiny(kind))
+    roles.packs = packs
+    stir(roles.parameters["policy"])
+    masks = [[(i + t) % 3 != 0 for t in range(len(response))] for i, response in enumerate(RESPONSES)]
+    with torch.no_grad(), roles.acting("policy"):
+        some = roles.batch(PROMPTS, RESPONSES, masks)
+        kept = some.to_rows(torch.ones(len(some.targets))).bool()
+        ours, theirs = roles.logprobs("policy", some, temperature=0.7)[0], scored(roles)[0]
+    assert int(kept.sum()) == sum(map(sum, masks)) == len(some.targets)
+    torch.testing.assert_close(ours, torch.where(kept, theirs, 0.0), atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize("make", [lora_roles, full_roles])
 @pytest.mark.parametrize("kind", PACKING)
 def test_gradients_are_those_of_padded_rows(tiny: TinyModels, kind: str, make):

@@ -11,15 +11,14 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from tinyrl.components import Parts
-from tinyrl.generation.engine import Completion, Request
-from tinyrl.rollout import FINISH_REASONS, Rollout, forward_pass
+from tinyrl.rollout import FINISH_REASONS, forward_pass, sample_and_score
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.tasks.task import Task
 
@@ -69,16 +68,20 @@ class _Judged:
 
     def __init__(self, parts: Parts, prompts: list[PreparedPrompt], samples: int, *, role: Role, greedy: bool) -> None:
         self.parts, self.prompts, self.samples, self.greedy = parts, prompts, samples, greedy
-        requests = [Request(p.tokens, prompt_index=p.index) for p in prompts]
-        groups = parts.engine.sample(
-            requests, samples, seed=parts.config.run.seed, step=EVAL_STEP, greedy=greedy, role=role
+        self.rollout = sample_and_score(
+            prompts,
+            parts.engine,
+            parts.scorer,
+            group_size=samples,
+            seed=parts.config.run.seed,
+            step=EVAL_STEP,
+            greedy=greedy,
+            role=role,
         )
-        self.completions: list[Completion] = [c for group in groups for c in group]
         self.repeated = [p for p in prompts for _ in range(samples)]
-        tokens = [c.tokens for c in self.completions]
+        tokens = [self.rollout.response(row) for row in range(len(self.rollout))]
         self.texts = [parts.scorer.text(t) for t in tokens]
-        self.sheet = parts.scorer(self.repeated, tokens)
-        self.rewards = self.sheet.totals.tolist()
+        self.rewards: list[float] = self.rollout.totals.tolist()
         self.verdicts = self._verdicts(tokens)
         self.kl, self.entropy = self._passes(role) if not greedy else (None, None)
 
@@ -86,13 +89,13 @@ class _Judged:
         if self.parts.task.verify is None:
             return None
         if self.parts.scorer.uses_verifier:
-            return self.sheet.scores[:, 0].tolist()
+            return self.rollout.scores[:, 0].tolist()
         return self.parts.scorer.verify(self.repeated, tokens).scores
 
     def _passes(self, role: Role) -> tuple[float | None, float]:
-        """KL to the reference in nats per response (None without a reference), and mean entropy per token."""
+        """KL to the reference in nats per response (None without a reference), and mean entropy of a chosen token."""
         parts, roles = self.parts, self.parts.roles
-        rollout = _token_rollout(self.repeated, self.completions)
+        rollout = replace(self.rollout, kept=torch.ones_like(self.rollout.kept))  # whatever its reward, it was sampled
         assert parts.config.generation is not None
         temperature = parts.config.generation.temperature
 
@@ -120,7 +123,6 @@ class _Judged:
 
     def metrics(self) -> dict[str, Any]:
         valid = [r for r in self.rewards if not math.isnan(r)]
-        lengths = [len(c.tokens) for c in self.completions]
         out: dict[str, Any] = {
             "reward_mean": _mean(valid),
             "reward_median": statistics.median(valid) if valid else math.nan,
@@ -134,8 +136,8 @@ class _Judged:
         if self.entropy is not None:
             out["entropy"] = self.entropy
         return out | {
-            "mean_length": _mean(lengths),
-            "truncated": _mean([c.finish_reason == "length" for c in self.completions]),
+            "mean_length": _mean(self.rollout.chosen_tokens.tolist()),
+            "truncated": _mean(self.rollout.truncated.tolist()),
             "distinct": len(set(self.texts)) / max(1, len(self.texts)),
             "num_prompts": len(self.prompts),
             "num_samples": self.samples,
@@ -147,7 +149,7 @@ class _Judged:
 
     def lines(self) -> list[dict[str, Any]]:
         """Lines for samples.jsonl."""
-        names = self.parts.scorer.names
+        names, reasons = self.parts.scorer.names, self.rollout.finish_reasons.tolist()
         return [
             {
                 "kind": "eval-greedy" if self.greedy else "eval",
@@ -158,33 +160,12 @@ class _Judged:
                 "rewards": dict(zip(names, scores, strict=True)),
                 "reward": reward,
                 "advantage": None,
-                "finish_reason": completion.finish_reason,
+                "finish_reason": FINISH_REASONS[reason],
             }
-            for i, (p, text, scores, reward, completion) in enumerate(
-                zip(self.repeated, self.texts, self.sheet.scores.tolist(), self.rewards, self.completions, strict=True)
+            for i, (p, text, scores, reward, reason) in enumerate(
+                zip(self.repeated, self.texts, self.rollout.scores.tolist(), self.rewards, reasons, strict=True)
             )
         ]
-
-
-def _token_rollout(prompts: list[PreparedPrompt], completions: list[Completion]) -> Rollout:
-    """Just enough of a rollout to run forward passes over completions."""
-    lengths = torch.tensor([len(c.tokens) for c in completions])
-    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(c.tokens) for c in completions], batch_first=True)
-    mask = torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)
-    index = torch.arange(len(prompts))
-    reasons = torch.tensor([FINISH_REASONS.index(c.finish_reason) for c in completions])
-    return Rollout(
-        [p.tokens for p in prompts],
-        index,
-        index,
-        tokens,
-        lengths,
-        mask,
-        torch.zeros(tokens.shape),
-        torch.empty(len(prompts), 0),
-        torch.zeros(len(prompts)),
-        reasons,
-    )
 
 
 def _verifier_metrics(

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from tinyrl.generation.rng import sample_keys
 from tinyrl.models.roles import Roles
 
 FinishReason = Literal["eos", "stop", "length"]
@@ -20,27 +22,35 @@ SampledRole = Literal["policy", "reference", "base"]
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to continue. (seed, step, prompt_index, first_sample + i) is the key of its i-th sample."""
+    """One prompt to continue. (seed, step, prompt_index, first_sample + i) is the key of its i-th sample.
+
+    first_token: the number of its first new token among the random numbers of that key, so that a later turn of an
+    episode does not draw those of the first again. max_new_tokens: of this request (None: as SamplingSettings says).
+    """
 
     prompt_tokens: list[int]
     prompt_index: int
     first_sample: int = 0
+    first_token: int = 0
+    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class Completion:
     """What was sampled: tokens (the EOS included), the log-probability of each at the sampling temperature, why it
-    ended.
+    ended. chosen: which of them the policy chose (None: all); the others were read, such as a tool's answer.
     """
 
     tokens: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
+    chosen: list[bool] | None = None
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How completions are drawn, the same for every request of a run. `max_rows`: sequences decoded at a time (None:
+    """How completions are drawn, the same for every request of a run. `max_new_tokens`: of a request that does not say
+    less itself. `max_rows`: sequences decoded at a time (None:
     as many as memory allows). `should_stop` raises when the run is to stop; it is called between tokens.
     """
 
@@ -83,6 +93,19 @@ class SamplingEngine(Protocol):
     def release(self) -> bool:
         """Give back the memory that is kept from one call to the next; whether there was any."""
         ...
+
+
+def max_new_tokens(request: Request, settings: SamplingSettings) -> int:
+    """How many tokens a completion of this request may have."""
+    return min(settings.max_new_tokens, request.max_new_tokens or settings.max_new_tokens)
+
+
+def row_keys(requests: list[Request], group: int, *, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """The keys of every sample's random numbers, (R,) with R = requests * group, and the number of its first token."""
+    prompts = np.repeat(np.array([r.prompt_index for r in requests]), group)
+    samples = np.concatenate([np.arange(group) + r.first_sample for r in requests])
+    first = np.repeat(np.array([r.first_token for r in requests]), group)
+    return sample_keys(seed, step, prompts=prompts, samples=samples), first
 
 
 def split(requests: list[Request], group: int, *, max_rows: int) -> Iterator[tuple[list[Request], int]]:

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable
 from itertools import chain
 
-import numpy as np
 import psutil
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -26,9 +25,11 @@ from tinyrl.generation.engine import (
     SampledRole,
     SamplingSettings,
     eos_token_ids,
+    max_new_tokens,
+    row_keys,
 )
 from tinyrl.generation.graphs import StepGraphs
-from tinyrl.generation.rng import sample_keys, uniforms
+from tinyrl.generation.rng import uniforms
 from tinyrl.generation.slots import Places
 from tinyrl.generation.token_sampling import stop_said_at
 from tinyrl.models.device import as_out_of_memory
@@ -188,9 +189,8 @@ class _Sampling:
     ) -> None:
         self.engine, self.places, self.advance, self.requests, self.group = engine, places, advance, requests, group
         self.settings = engine.settings
-        prompts = np.repeat(np.array([r.prompt_index for r in requests]), group)
-        numbers = np.concatenate([np.arange(group) + r.first_sample for r in requests])
-        self.keys = sample_keys(*key, prompts=prompts, samples=numbers)
+        seed, step = key
+        self.keys, self.first_tokens = row_keys(requests, group, seed=seed, step=step)
         self.waiting = deque(range(len(requests) * group))
         self.done: dict[int, Completion] = {}
 
@@ -228,11 +228,11 @@ class _Sampling:
                 samples.setdefault(request, []).append(self.waiting.popleft())
                 free -= 1
             self.settings.should_stop()
-            keys = self.keys[list(chain.from_iterable(samples.values()))]
+            rows = list(chain.from_iterable(samples.values()))
             self.places.enter(
                 list(samples.values()),
                 [self.requests[i].prompt_tokens for i in samples],
-                uniforms=uniforms(keys, num_tokens=self.places.columns),
+                uniforms=uniforms(self.keys[rows], num_tokens=self.places.columns, first=self.first_tokens[rows]),
             )
 
     def _retire(self) -> None:
@@ -242,7 +242,8 @@ class _Sampling:
         leaving = []
         for place, (recent, count) in enumerate(zip(places.recent(self.engine.look_every), counts, strict=True)):
             eos_at = next((count - len(recent) + i + 1 for i, t in enumerate(recent) if t in self.engine.eos), None)
-            length, reason = self._end(place, eos_at, min(count, self.settings.max_new_tokens))
+            limit = max_new_tokens(self.requests[places.sample[place] // self.group], self.settings)
+            length, reason = self._end(place, eos_at, min(count, limit), limit)
             if reason is not None:
                 tokens, logprobs = places.tokens[place, :length].tolist(), places.logprobs[place, :length].tolist()
                 self.done[places.sample[place]] = Completion(tokens, logprobs, reason)
@@ -250,7 +251,7 @@ class _Sampling:
         if leaving:
             places.leave(leaving)
 
-    def _end(self, place: int, eos_at: int | None, count: int) -> tuple[int, FinishReason | None]:
+    def _end(self, place: int, eos_at: int | None, count: int, limit: int) -> tuple[int, FinishReason | None]:
         """How many tokens a row has said and why it has ended; None while it goes on."""
         length, reason = (eos_at, "eos") if eos_at is not None and eos_at <= count else (count, "length")
         if self.settings.stop:
@@ -259,5 +260,5 @@ class _Sampling:
             stopped = stop_said_at(said, self.settings.stop, self.engine.tokenizer, look_at=look_at)
             if stopped is not None and (reason != "eos" or stopped < length):
                 return stopped, "stop"
-        ended = reason == "eos" or count >= self.settings.max_new_tokens
+        ended = reason == "eos" or count >= limit
         return length, reason if ended else None

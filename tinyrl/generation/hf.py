@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
@@ -22,9 +21,11 @@ from tinyrl.generation.engine import (
     SamplingSettings,
     eos_token_ids,
     join,
+    max_new_tokens,
+    row_keys,
     split,
 )
-from tinyrl.generation.rng import inverse_cdf, sample_keys, uniforms
+from tinyrl.generation.rng import inverse_cdf, uniforms
 from tinyrl.generation.token_sampling import stop_said_at, truncate
 from tinyrl.models.batches import trunk_of
 from tinyrl.models.device import as_out_of_memory
@@ -129,27 +130,28 @@ class _Decoding:
         self.trunk, self.head = trunk_of(model), head_of(model)
         self.device = engine.roles.device
         self.num_rows = len(requests) * group
-        prompts = np.repeat(np.array([r.prompt_index for r in requests]), group)
-        samples = np.concatenate([np.arange(group) + r.first_sample for r in requests])
-        keys = sample_keys(seed, step, prompts=prompts, samples=samples)
-        self.uniforms = uniforms(keys, num_tokens=engine.settings.max_new_tokens).to(self.device)
-        self.tokens = torch.zeros(self.num_rows, engine.settings.max_new_tokens, dtype=torch.long, device=self.device)
-        self.logprobs = torch.zeros(self.num_rows, engine.settings.max_new_tokens, device=self.device)
-        self.lengths = torch.full((self.num_rows,), engine.settings.max_new_tokens, device=self.device)
+        keys, first = row_keys(requests, group, seed=seed, step=step)
+        limits = torch.tensor([max_new_tokens(r, engine.settings) for r in requests]).repeat_interleave(group)
+        self.width = int(limits.max())
+        self.limits = limits.to(self.device)
+        self.uniforms = uniforms(keys, num_tokens=self.width, first=first).to(self.device)
+        self.tokens = torch.zeros(self.num_rows, self.width, dtype=torch.long, device=self.device)
+        self.logprobs = torch.zeros(self.num_rows, self.width, device=self.device)
+        self.lengths = self.limits.clone()
         self.reasons: list[FinishReason] = ["length"] * self.num_rows
 
     def run(self) -> list[list[Completion]]:
         logits, cache, mask = self._prefill()
         rows = torch.arange(self.num_rows, device=self.device)  # which rows are still in the batch
         alive = torch.ones_like(rows, dtype=torch.bool)  # and which of those are still going
-        for t in range(self.engine.settings.max_new_tokens):
+        for t in range(self.width):
             self.engine.settings.should_stop()
             token, logprob = self._draw(logits, self.uniforms[rows, t])
             self.tokens[rows[alive], t] = token[alive]
             self.logprobs[rows[alive], t] = logprob[alive]
             alive = self._still_going(t, rows, alive, token)
             going = int(alive.sum())
-            if going == 0 or t + 1 == self.engine.settings.max_new_tokens:
+            if going == 0 or t + 1 == self.width:
                 break
             if going < COMPACT_BELOW * len(rows):
                 keep = alive.nonzero().squeeze(-1)
@@ -197,7 +199,7 @@ class _Decoding:
         alive = self._finish(t, rows, alive, alive & torch.isin(token, self.engine.eos), "eos")
         if self.engine.settings.stop:
             alive = self._finish(t, rows, alive, alive & self._said_stop(t, rows, alive), "stop")
-        return alive
+        return alive & (self.limits[rows] > t + 1)
 
     def _finish(self, t: int, rows: Tensor, alive: Tensor, ended: Tensor, reason: FinishReason) -> Tensor:
         finished = rows[ended]

@@ -34,10 +34,12 @@ def sample_keys(seed: int, step: int, *, prompts: np.ndarray, samples: np.ndarra
     return key
 
 
-def uniforms(keys: np.ndarray, *, num_tokens: int) -> Tensor:
-    """Uniforms in [0, 1), (R, num_tokens) float64: entry (r, t) is a function of keys[r] and t."""
+def uniforms(keys: np.ndarray, *, num_tokens: int, first: np.ndarray | None = None) -> Tensor:
+    """Uniforms in [0, 1), (R, num_tokens) float64: entry (r, t) is a function of keys[r] and first[r] + t (None: t)."""
+    start = np.zeros(len(keys), dtype=np.uint64) if first is None else first.astype(np.uint64)
     with np.errstate(over="ignore"):
-        counters = keys[:, None] + _GOLDEN * np.arange(1, num_tokens + 1, dtype=np.uint64)
+        numbers = start[:, None] + np.arange(1, num_tokens + 1, dtype=np.uint64)
+        counters = keys[:, None] + _GOLDEN * numbers
         words = _mix(counters)
     return torch.from_numpy((words >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 

@@ -3,12 +3,13 @@ model.
 
 Padded: rows are padded on the right, with explicit position ids, so learned and rotary positions agree with an
 unpadded row. Packed: all rows stand end to end as one, rows with the same prompt behind one copy of it (packing.py).
-Either way states come back flat, (N, H), one for each response token that exists; the head never sees a prompt or a
-padding position.
+Either way states come back flat, (N, H), one for each response token that is listed; the head never sees a prompt, a
+tool's answer or a padding position.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -18,15 +19,17 @@ from torch import Tensor, nn
 
 from tinyrl.models.packing import CannotPack, Packing, attending, pack
 
+Masks = Sequence[Sequence[bool]] | None  # of each row's response: which tokens are listed
+
 
 @dataclass(frozen=True)
 class SequenceBatch:
     """b rows of prompt + response, ready for a model, and the map from response token to position.
 
-    input_ids, attention_mask, position_ids (b, L), or (1, L) where packed; the N response tokens that exist are
-    listed row by row: `row` and `column` (N,) say where a flat value belongs in a (b, T) tensor, `state_index` (N,)
-    which of the positions predicts it, `targets` (N,) its id. `last_index` (b,) is the position of each row's last
-    token, None where the input leaves it out.
+    input_ids, attention_mask, position_ids (b, L), or (1, L) where packed; N response tokens (all that exist, or those
+    of a mask) are listed row by row: `row` and `column` (N,) say where a flat value belongs in a (b, T) tensor,
+    `state_index` (N,) which of the positions predicts it, `targets` (N,) its id. `last_index` (b,) is the position of
+    each row's last token, None where the input leaves it out.
     """
 
     input_ids: Tensor
@@ -42,31 +45,33 @@ class SequenceBatch:
     packing: Packing | None = None
 
     def to_rows(self, flat: Tensor) -> Tensor:
-        """Flat (N,) -> (b, T) with 0 where no token exists; differentiable."""
+        """Flat (N,) -> (b, T) with 0 where no token is listed; differentiable."""
         out = flat.new_zeros(self.num_rows, self.num_columns)
         return out.index_put((self.row, self.column), flat)
 
 
 def make_batch(
-    prompts: list[list[int]], responses: list[list[int]], *, device: torch.device | str = "cpu"
+    prompts: list[list[int]], responses: list[list[int]], masks: Masks = None, *, device: torch.device | str = "cpu"
 ) -> SequenceBatch:
-    """Lay b prompts and responses out as one right-padded batch. A response may be empty; a prompt may not."""
-    _check(prompts, responses)
+    """Lay b prompts and responses out as one right-padded batch. A response may be empty; a prompt may not. masks say
+    which response tokens are listed (None: all); the others are only read.
+    """
+    listed = _listed(prompts, responses, masks)
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
     width = max(lengths)
     input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
     attention_mask = torch.zeros_like(input_ids)
     state_index: list[int] = []
-    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+    for i, (prompt, response, columns) in enumerate(zip(prompts, responses, listed, strict=True)):
         input_ids[i, : lengths[i]] = torch.tensor(prompt + response)
         attention_mask[i, : lengths[i]] = 1
         start = i * width + len(prompt) - 1
-        state_index += range(start, start + len(response))
+        state_index += [start + t for t in columns]
     return SequenceBatch(
         input_ids.to(device),
         attention_mask.to(device),
         torch.arange(width, device=device).expand(len(prompts), width),
-        **_response_tokens(responses, device),
+        **_response_tokens(responses, listed, device),
         state_index=torch.tensor(state_index, dtype=torch.long, device=device),
         last_index=torch.tensor([i * width + n - 1 for i, n in enumerate(lengths)], device=device),
         num_rows=len(prompts),
@@ -77,6 +82,7 @@ def make_batch(
 def make_packed_batch(
     prompts: list[list[int]],
     responses: list[list[int]],
+    masks: Masks = None,
     *,
     device: torch.device | str = "cpu",
     last_tokens: bool = False,
@@ -84,7 +90,7 @@ def make_packed_batch(
     """The same rows end to end; those whose prompts are equal share one. A row's last token predicts nothing that
     counts and is left out, unless `last_tokens` says that its state is to be read.
     """
-    _check(prompts, responses)
+    listed = _listed(prompts, responses, masks)
     groups: dict[tuple[int, ...], list[int]] = {}
     for row, prompt in enumerate(prompts):
         groups.setdefault(tuple(prompt), []).append(row)
@@ -99,7 +105,8 @@ def make_packed_batch(
         root = len(ids) - 1
         kept = [responses[row] if last_tokens else responses[row][:-1] for row in rows]
         for row, tokens in zip(rows, kept, strict=True):
-            before[row] = [root, *range(len(ids), len(ids) + len(tokens))][: len(responses[row])]
+            start = len(ids) - 1
+            before[row] = [start + t if t else root for t in listed[row]]
             ids += tokens
             positions += range(len(prompt), len(prompt) + len(tokens))
             ends[row] = len(ids) - 1 if tokens else root
@@ -109,7 +116,7 @@ def make_packed_batch(
         input_ids,
         torch.ones_like(input_ids),
         torch.tensor([positions], device=device),
-        **_response_tokens(responses, device),
+        **_response_tokens(responses, listed, device),
         state_index=torch.tensor(list(chain(*before)), dtype=torch.long, device=device),
         last_index=torch.tensor(ends, device=device) if last_tokens else None,
         num_rows=len(prompts),
@@ -118,16 +125,23 @@ def make_packed_batch(
     )
 
 
-def _check(prompts: list[list[int]], responses: list[list[int]]) -> None:
+def _listed(prompts: list[list[int]], responses: list[list[int]], masks: Masks) -> list[Sequence[int]]:
+    """Of each row the response tokens that are listed, by their place in the response."""
     assert len(prompts) == len(responses)
     assert all(prompts), "a row needs at least one prompt token to predict from"
+    if masks is None:
+        return [range(len(response)) for response in responses]
+    assert [len(mask) for mask in masks] == [len(response) for response in responses], "a mask for each response token"
+    return [[t for t, wanted in enumerate(mask) if wanted] for mask in masks]
 
 
-def _response_tokens(responses: list[list[int]], device: torch.device | str) -> dict[str, Any]:
-    """`row`, `column` and `targets` of every response token, row by row."""
-    row = [i for i, response in enumerate(responses) for _ in response]
-    column = [t for response in responses for t in range(len(response))]
-    lists = {"row": row, "column": column, "targets": list(chain(*responses))}
+def _response_tokens(
+    responses: list[list[int]], listed: list[Sequence[int]], device: torch.device | str
+) -> dict[str, Any]:
+    """`row`, `column` and `targets` of every listed response token, row by row."""
+    row = [i for i, columns in enumerate(listed) for _ in columns]
+    targets = [response[t] for response, columns in zip(responses, listed, strict=True) for t in columns]
+    lists = {"row": row, "column": list(chain(*listed)), "targets": targets}
     return {name: torch.tensor(x, dtype=torch.long, device=device) for name, x in lists.items()}
 
 

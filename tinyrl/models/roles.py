@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tinyrl.models.batches import (
+    Masks,
     SequenceBatch,
     last_states,
     make_batch,
@@ -209,12 +210,14 @@ class Roles:
         return self._model_of(role).config.get_text_config().hidden_size
 
     def batch(
-        self, prompts: list[list[int]], responses: list[list[int]], *, last_tokens: bool = False
+        self, prompts: list[list[int]], responses: list[list[int]], masks: Masks = None, *, last_tokens: bool = False
     ) -> SequenceBatch:
-        """The models' input for some rows; with `last_tokens`, the states of the rows' last tokens can be read."""
+        """The models' input for some rows, listing the response tokens of `masks` (None: all); with `last_tokens`, the
+        states of the rows' last tokens can be read.
+        """
         if self.packs:
-            return make_packed_batch(prompts, responses, device=self.device, last_tokens=last_tokens)
-        return make_batch(prompts, responses, device=self.device)
+            return make_packed_batch(prompts, responses, masks, device=self.device, last_tokens=last_tokens)
+        return make_batch(prompts, responses, masks, device=self.device)
 
     def policy_states(self, batch: SequenceBatch) -> Tensor:
         """Hidden states (N, H) of the policy, which must be acting."""

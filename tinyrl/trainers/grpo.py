@@ -84,9 +84,9 @@ def advantages_of(rollout: Rollout, config: GrpoConfig) -> Tensor:
     """(B,) or (B, T), by `grpo.advantage`; the KL to the reference is taken off where it belongs to the reward."""
     if config.advantage == "discounted-return":  # REINFORCE++ (2501.03262): whitened returns of KL-shaped token rewards
         scores = torch.nan_to_num(rollout.totals)
-        rewards = token_rewards(scores, rollout.kl(), rollout.response_mask, kl_coef=config.kl_coef)
-        returns = discounted_returns(rewards, rollout.response_mask, gamma=config.gamma)
-        return masked_whiten(returns, rollout.response_mask)
+        rewards = token_rewards(scores, rollout.kl(), rollout.loss_mask, kl_coef=config.kl_coef)
+        returns = discounted_returns(rewards, rollout.loss_mask, gamma=config.gamma)
+        return masked_whiten(returns, rollout.loss_mask)
     if config.advantage == "leave-one-out":  # RLOO (2402.14740): the KL of the whole response is part of its score
         scores = rollout.totals
         if rollout.ref_logprobs is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, torch
 
 from tinyrl.algorithms.masking import masked_mean
 from tinyrl.components import Parts
@@ -15,7 +15,7 @@ from tinyrl.data.rows import batch_indices, keyed_order
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.rewards.guard import FailureGuard, describe_failure
-from tinyrl.rollout import FINISH_REASONS, Rollout, collect_rollout, forward_pass
+from tinyrl.rollout import FINISH_REASONS, Rollout, forward_pass, sample_and_score, settle_truncated
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.trainers.policy_loss import LossSettings
 from tinyrl.training.session import Session
@@ -55,18 +55,18 @@ class RolloutCollector:
         persist.
         """
         self.session.display.phase("sampling")
-        rollout = collect_rollout(
+        rollout = sample_and_score(
             prompts,
             self.parts.engine,
             self.parts.scorer,
             group_size=self.group_size,
             seed=self.parts.config.run.seed,
             step=step,
-            truncation=self.parts.truncation,
         )
+        settle_truncated(rollout, self.parts.truncation)
         self._watch(rollout, prompts, step)
         self.session.counters["completions"] += len(rollout)
-        self.session.counters["tokens"] += int(rollout.response_lengths.sum())
+        self.session.counters["tokens"] += int(rollout.response_mask.sum())
         return rollout
 
     def _watch(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:
@@ -116,7 +116,7 @@ class RolloutCollector:
         exact = self.session.controllers.get("exact_sampling")
         if exact is None:
             rescored = self._logprobs(rollout, "policy")
-            gap = float((rescored - rollout.sampling_logprobs).abs().max())
+            gap = float(torch.where(rollout.loss_mask, rescored - rollout.sampling_logprobs, 0.0).abs().max())
             exact = self.session.controllers["exact_sampling"] = self.parts.engine.exact and gap < EXACT_TO
             rollout.old_logprobs = rollout.sampling_logprobs if exact else rescored
         else:
@@ -159,7 +159,7 @@ class RolloutCollector:
     def record(self, rollout: Rollout, advantages: Tensor, step: int) -> None:
         """Append some of the rollout, whole groups first, to samples.jsonl."""
         by_index = {p.index: p for p in self.parts.train_prompts}
-        per_row = advantages if advantages.dim() == 1 else masked_mean(advantages, rollout.response_mask, dim=1)
+        per_row = advantages if advantages.dim() == 1 else masked_mean(advantages, rollout.loss_mask, dim=1)
         lines = []
         for row in range(min(KEPT_SAMPLES, len(rollout))):
             prompt = by_index[int(rollout.prompt_rows[rollout.prompt_index[row]])]
@@ -188,9 +188,9 @@ class RolloutCollector:
             "reward/mean": float(valid.mean()) if len(valid) else 0.0,
             "reward/std": float(valid.std()) if len(valid) > 1 else 0.0,
             "reward/dropped": float(rollout.totals.isnan().sum()),
-            "completion/mean_length": float(rollout.response_lengths.float().mean()),
+            "completion/mean_length": float(rollout.chosen_tokens.float().mean()),
             "completion/truncated": float(rollout.truncated.float().mean()),
-            "completion/tokens": float(rollout.response_lengths.sum()),
+            "completion/tokens": float(rollout.response_mask.sum()),
         }
         for name, column in zip(self.parts.scorer.names, rollout.scores.T, strict=True):
             applies = column[~column.isnan()]

@@ -78,7 +78,7 @@ class PolicyLoss:
 
     def __init__(self, rollout: Rollout, minibatch: Sequence[int], *, roles: Roles, settings: LossSettings) -> None:
         self.rollout, self.roles, self.settings = rollout, roles, settings
-        self.counts = Counts.of(rollout.response_mask[list(minibatch)])
+        self.counts = Counts.of(rollout.loss_mask[list(minibatch)])
 
     def __call__(self, rows: list[int]) -> tuple[Tensor, Metrics]:
         batch = self.rollout.batch(rows, self.roles)

@@ -65,7 +65,7 @@ def train(session: Session, parts: Parts) -> None:
             kl_coef = {"objective/kl_coef": controllers["kl_coef"]}
             session.start_update(rollout, **collector.metrics(rollout), **kl_coef)
         # 3. One reward for each token.
-        rewards, mask = shaped_rewards(rollout, config, kl_coef=controllers["kl_coef"]), rollout.response_mask
+        rewards, mask = shaped_rewards(rollout, config, kl_coef=controllers["kl_coef"]), rollout.loss_mask
         # 4. Advantages, and the returns that the critic is to predict.
         assert rollout.values is not None
         advantages, returns = gae(rewards, rollout.values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
@@ -100,10 +100,10 @@ def shaped_rewards(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> Te
     if config.kl_placement == "reward" and rollout.ref_logprobs is not None:
         assert rollout.old_logprobs is not None
         kl = ESTIMATORS[config.kl_estimator](rollout.old_logprobs, rollout.ref_logprobs)
-    rewards = token_rewards(scores, kl, rollout.response_mask, kl_coef=kl_coef)
+    mask = rollout.loss_mask
+    rewards = token_rewards(scores, kl, mask, kl_coef=kl_coef)
     if config.whiten_rewards:
-        mean = masked_mean(rewards, rollout.response_mask)
-        rewards = torch.where(rollout.response_mask, masked_whiten(rewards, rollout.response_mask) + mean, 0.0)
+        rewards = torch.where(mask, masked_whiten(rewards, mask) + masked_mean(rewards, mask), 0.0)
     return rewards
 
 
@@ -146,7 +146,7 @@ class ValueLoss:
         rollout = self.rollout
         assert rollout.values is not None
         assert rollout.returns is not None
-        kept = (rollout.values, rollout.returns, rollout.response_mask)
+        kept = (rollout.values, rollout.returns, rollout.loss_mask)
         old_values, returns, mask = (rollout.take(x, rows, batch=batch) for x in kept)
         eps = self.config.value_clip_eps
         return clipped_value_loss(values, old_values, returns, mask, value_clip_eps=eps, denominator=self.tokens)
