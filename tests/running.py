@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tinyrl.components import Options
-from tinyrl.config.config import Config
+from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted
 from tinyrl.runs.run_dir import RunDir, open_run
 from tinyrl.runs.signals import StopFlag

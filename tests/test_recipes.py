@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tinyrl.config.config import METHODS
 from tinyrl.config.errors import FAMILIAR
-from tinyrl.config.recipe import EMBEDDED, dump_config, load_config, load_written_config, packaged_recipes, read_recipe
+from tinyrl.config.methods import METHODS
+from tinyrl.config.recipe import dump_config, load_config, load_written_config, packaged_recipes, read_recipe
 from tinyrl.tasks import load_task
 
 RECIPES = packaged_recipes()
@@ -22,7 +22,7 @@ def header(path: Path) -> list[str]:
 
 
 def test_the_embedded_defaults_are_there():
-    assert set(EMBEDDED.values()) <= set(RECIPES)
+    assert {method.recipe for method in METHODS.values() if method.recipe} <= set(RECIPES)
 
 
 @named
@@ -60,7 +60,7 @@ def test_header(name: str):
     method = re.search(r"tinyrl train ([a-z]+)", facts["command"])
     if method:
         assert method[1] in METHODS
-        assert name in facts["command"] or EMBEDDED.get(method[1]) == name
+        assert name in facts["command"] or METHODS[method[1]].recipe == name
     else:
         assert re.match(r"python -m tinyrl\.", facts["command"])
 

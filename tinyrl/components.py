@@ -1,4 +1,4 @@
-"""From a `Config` to living objects: tokenizer, roles on their base, task and prompts, rewards, sampling engine."""
+"""From a `Config` to living objects: device, tokenizer, roles on their base, prompts, rewards, sampling engine."""
 
 from __future__ import annotations
 
@@ -8,35 +8,28 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from tinyrl.config.config import Config
+from tinyrl.config.schema import Config
 from tinyrl.data.rows import fingerprint
-from tinyrl.generation.engine import SamplingEngine, SamplingSettings
-from tinyrl.generation.select import choose_engine
+from tinyrl.generation.engine import SamplingEngine
+from tinyrl.generation.select import engine_of
 from tinyrl.models.batches import make_batch
+from tinyrl.models.build import build_reward_model, build_roles, check_reference
 from tinyrl.models.device import calibrate_threads, make_accelerator, resolve_dtype
-from tinyrl.models.loading import (
-    load_causal_lm,
-    load_start_adapter,
-    load_tokenizer,
-    lora_config,
-    wrap_in_lora,
-)
+from tinyrl.models.loading import load_tokenizer
+from tinyrl.models.memory import bytes_by_role
 from tinyrl.models.micro_batches import MicroBatches
-from tinyrl.models.reward_model import (
-    SequenceRewardModel,
-    attach_reward_adapter,
-    is_reward_adapter,
-    load_classifier,
-    load_reward_model,
-)
 from tinyrl.models.roles import Roles
 from tinyrl.models.weights_io import load_roles, save_roles
+from tinyrl.rewards.gold_check import check_gold
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout import Truncation
 from tinyrl.tasks import Task, load_rows, load_task
 from tinyrl.tasks.prompts import PreparedPrompt, prepare_prompts
+from tinyrl.text import visible
+
+SHOWN_TOKENS = 64
 
 
 @dataclass
@@ -49,8 +42,8 @@ class Options:
 
 @dataclass
 class Base:
-    """What every method needs: a device, a tokenizer, and the roles on one base. `should_stop` raises when the run is
-    to stop; long work calls it now and then.
+    """What every method needs: a device, a tokenizer, the roles on one base, and the budget of their passes.
+    `should_stop` raises when the run is to stop; long work calls it now and then.
     """
 
     config: Config
@@ -59,6 +52,24 @@ class Base:
     roles: Roles
     micro_batches: MicroBatches
     should_stop: Callable[[], None]
+
+    def check(self) -> list[str]:
+        """What can only be found wrong now, before step 1; returns lines worth showing."""
+        return []
+
+    def preview(self) -> str:
+        """What `--dry-run` shows besides the configuration."""
+        return "configuration, model and rows are fine"
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of weights by role, and of the optimizers once they have stepped."""
+        trained = sum(p.numel() for role in self.roles.parameters.values() for p in role.values())
+        per_parameter = 8 if self.config.optim.optimizer == "adamw" else 2
+        return {**bytes_by_role(self.roles), "optimizers": trained * per_parameter}
+
+    def describe_memory(self) -> str:
+        """One line for the log."""
+        return "memory of weights: " + ", ".join(f"{n} {b / 1e6:,.1f} MB" for n, b in self.memory().items() if b)
 
     def save_models(self, folder: Path) -> None:
         """Write the models of a run into a checkpoint folder."""
@@ -84,89 +95,64 @@ class Parts(Base):
     engine_reason: str  # why it is that one
     data_fingerprint: str
 
+    def check(self) -> list[str]:
+        """The reference at step 0, and the reward on a gold answer."""
+        self._check_reference()
+        self.scorer.start()
+        first = self.train_prompts[0]
+        warning = check_gold(self.scorer, first).warning
+        warnings = [f"warning: {warning} (prompt {first.text[:60]!r})"] if warning else []
+        return [f"sampling engine {self.engine.name} ({self.engine_reason})", self.describe_memory(), *warnings]
+
+    def preview(self) -> str:
+        """One rendered prompt with its tokens, and the reward on three answers."""
+        self._check_reference()
+        self.scorer.start()
+        prompt, most = self.train_prompts[0], self.config.generation.max_prompt_tokens
+        trial = check_gold(self.scorer, prompt)
+        tokens = [f"{visible(str(self.tokenizer.decode([t])))!r}:{t}" for t in prompt.tokens[:SHOWN_TOKENS]]
+        lines = [
+            f"prompt ({len(prompt.tokens)} tokens of at most {most}):",
+            visible(prompt.text),
+            f"tokens: {' '.join(tokens)}{' ...' if len(prompt.tokens) > SHOWN_TOKENS else ''}",
+            f"reward ({' + '.join(self.scorer.names)}):",
+            *trial.lines(),
+            f"prompts: {len(self.train_prompts)} to train on, {len(self.eval_prompts)} held out",
+        ]
+        return "\n".join([*lines, *([f"warning: {trial.warning}"] if trial.warning else [])])
+
+    def _check_reference(self) -> None:
+        prompts, temperature = [p.tokens for p in self.train_prompts[:4]], self.config.generation.temperature
+        check_reference(self.roles, prompts, temperature=temperature, autocast=self.accelerator.autocast)
+
+    def memory(self) -> dict[str, int]:
+        """With the reward model, and the copy that sampling reads."""
+        model = self.scorer.model.model if self.scorer.model is not None else None
+        roles = bytes_by_role(self.roles, reward_model=model)
+        return {**roles, "sampling copy": self.engine.copy_bytes, "optimizers": super().memory()["optimizers"]}
+
     def close(self) -> None:
         self.scorer.close()
 
     @property
     def truncation(self) -> Truncation:
-        reward, generation = self.config.reward, self.config.generation
-        assert reward is not None
-        assert generation is not None
-        return Truncation(reward.truncated, reward.truncated_penalty, reward.overlong_tokens, generation.max_new_tokens)
+        """What becomes of responses that were cut off."""
+        reward, most = self.config.reward, self.config.generation.max_new_tokens
+        return Truncation(reward.truncated, reward.truncated_penalty, reward.overlong_tokens, most)
 
 
 def load_base(config: Config, *, options: Options, should_stop: Callable[[], None] = lambda: None) -> Base:
     """Read the model and build policy, reference and critic. Random weights (LoRA's A) are drawn from run.seed."""
     accelerator = make_accelerator(options.device, dtype=config.model.dtype)
-    on_cpu = accelerator.device.type == "cpu"
-    dtype = resolve_dtype(config.model.dtype, on_cpu=on_cpu)
+    dtype = resolve_dtype(config.model.dtype, on_cpu=accelerator.device.type == "cpu")
     torch.manual_seed(config.run.seed)
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=options.trust_remote_code)
-    model = _load_model(config, config.model.path, dtype=dtype, options=options)
-    lora = config.lora
-    peft_config = (
-        lora_config(r=lora.r, alpha=lora.alpha, dropout=lora.dropout, target_modules=lora.target_modules)
-        if lora.enabled
-        else None
-    )
-    if config.model.adapter is not None:
-        wrapped = load_start_adapter(model, config.model.adapter)
-    else:
-        wrapped = wrap_in_lora(model, peft_config) if peft_config else model
-    needs_reference = config.reference is not None and config.reference.kind == "auto"
-    roles = Roles(wrapped, device=accelerator.device, reference=needs_reference)
-    if config.model.adapter is not None and needs_reference:
-        roles.freeze_reference_adapter()
-    if config.critic is not None:
-        _add_critic(roles, config, dtype=dtype, options=options)
-    if config.model.gradient_checkpointing:
-        roles.enable_gradient_checkpointing()
+    trust = options.trust_remote_code
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=trust)
+    roles = build_roles(config, device=accelerator.device, dtype=dtype, trust_remote_code=trust)
     micro_batches = MicroBatches(accelerator.device, config.run.micro_batch_tokens, should_stop=should_stop)
     return Base(config, accelerator, tokenizer, roles, micro_batches, should_stop)
-
-
-def _load_model(config: Config, path: str, *, dtype: torch.dtype, options: Options) -> PreTrainedModel:
-    return load_causal_lm(
-        path,
-        dtype=dtype,
-        attention=config.model.attention,
-        quantization=config.model.quantization,
-        random_init=config.model.random_init,
-        trust_remote_code=options.trust_remote_code,
-    )
-
-
-def _add_critic(roles: Roles, config: Config, *, dtype: torch.dtype, options: Options) -> None:
-    """The critic of `critic.kind`; a separate one starts from critic.path, with the head of a reward model where it
-    has one.
-    """
-    assert config.critic is not None
-    assert config.critic.kind is not None
-    kind, path = config.critic.kind, config.critic.path
-    lora = config.lora
-    peft_config = lora_config(r=lora.r, alpha=lora.alpha, dropout=0.0, target_modules=lora.target_modules)
-    if kind != "separate":
-        roles.add_critic(kind, lora=peft_config)
-        return
-    head = None
-    try:
-        model = (
-            load_classifier(path, dtype=dtype)
-            if path
-            else _load_model(config, config.model.path, dtype=dtype, options=options)
-        )
-        head = getattr(model, "score", None)
-    except ValueError:  # a plain language model has no score head: its trunk is the critic's, under a zero head
-        model = _load_model(config, path or config.model.path, dtype=dtype, options=options)
-    if config.model.adapter is not None and path is None:
-        model = load_start_adapter(model, config.model.adapter).merge_and_unload()  # pyright: ignore
-    model.requires_grad_(not lora.enabled)
-    roles.add_critic(kind, model=wrap_in_lora(model, peft_config) if lora.enabled else model.float())
-    if head is not None and head.weight.shape[0] == 1:
-        assert roles.value_head is not None
-        roles.value_head.copy_from(head.weight.float(), head.bias)
 
 
 def settle_threads(base: Base) -> str:
@@ -191,20 +177,19 @@ def settle_threads(base: Base) -> str:
 def load_parts(config: Config, *, options: Options, should_stop: Callable[[], None] = lambda: None) -> Parts:
     """Everything a method that samples needs. Raises ValueError with a sentence for what a person can mend."""
     base = load_base(config, options=options, should_stop=should_stop)
-    assert config.reward is not None
-    assert config.task.name is not None
-    task = load_task(config.task.name)
+    task = load_task(config.task.name or "rows")
     train_prompts, eval_prompts = (load_prompts(config, task, split, base=base) for split in ("train", "eval"))
+    dtype = resolve_dtype(config.model.dtype, on_cpu=base.accelerator.device.type == "cpu")
     scorer = Scorer(
         config.reward,
         task,
         tokenizer=base.tokenizer,
         roles=base.roles,
-        model=_reward_model(config, base, options),
+        model=build_reward_model(config, base.roles, dtype=dtype, trust_remote_code=options.trust_remote_code),
         micro_batches=base.micro_batches,
         should_stop=should_stop,
     )
-    engine, why = make_engine(config, base)
+    engine, why = engine_of(config.generation, base.roles, base.tokenizer, should_stop=should_stop)
     base.micro_batches.make_room = engine.release
     return Parts(
         **vars(base),
@@ -221,7 +206,6 @@ def load_parts(config: Config, *, options: Options, should_stop: Callable[[], No
 def load_prompts(config: Config, task: Task, split: str, *, base: Base) -> list[PreparedPrompt]:
     """The prompts of a split, tokenised and checked."""
     where, generation = config.task, config.generation
-    assert generation is not None
     rows = load_rows(
         task,
         split,
@@ -248,48 +232,4 @@ def load_prompts(config: Config, task: Task, split: str, *, base: Base) -> list[
         system_prompt=where.system_prompt,
         max_prompt_tokens=limit,
         long_prompts=where.long_prompts,
-    )
-
-
-def make_engine(config: Config, base: Base) -> tuple[SamplingEngine, str]:
-    """The sampling engine of `generation.engine` over the policy's model, and why it is that one."""
-    generation = config.generation
-    assert generation is not None
-    settings = SamplingSettings(
-        temperature=generation.temperature,
-        max_new_tokens=generation.max_new_tokens,
-        stop=generation.stop,
-        top_p=generation.top_p,
-        top_k=generation.top_k,
-        max_rows=generation.max_rows,
-        should_stop=base.should_stop,
-    )
-    dtype = base.roles.causal.dtype if generation.dtype == "auto" else resolve_dtype(generation.dtype, on_cpu=False)
-    return choose_engine(
-        base.roles,
-        base.tokenizer,
-        settings,
-        wanted=generation.engine,
-        dtype=dtype,
-        longest=generation.max_prompt_tokens + generation.max_new_tokens,
-    )
-
-
-def _reward_model(config: Config, base: Base, options: Options) -> SequenceRewardModel | None:
-    """The reward model as a model of its own; None where there is none or where it is an adapter put on the shared
-    base.
-    """
-    reward = config.reward
-    if reward is None or reward.model is None:
-        return None
-    if is_reward_adapter(reward.model):
-        attach_reward_adapter(base.roles, reward.model)
-        return None
-    dtype = resolve_dtype(config.model.dtype, on_cpu=base.accelerator.device.type == "cpu")
-    return load_reward_model(
-        reward.model,
-        dtype=dtype,
-        label=reward.model_label,
-        device=base.accelerator.device,
-        trust_remote_code=options.trust_remote_code,
     )

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from tinyrl.components import Options, load_parts
-from tinyrl.config.config import Config
+from tinyrl.config.schema import Config
 from tinyrl.evaluation.evaluate import evaluate
 from tinyrl.models.weights_io import load_policy
 from tinyrl.starter import starter_path

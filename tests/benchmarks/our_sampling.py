@@ -12,9 +12,10 @@ import transformers  # noqa: F401
 
 from tests.benchmarks import measuring
 from tests.benchmarks.fixed_work import GROUP_SIZE, NUM_PROMPTS, read_words_beside_qwen2
-from tinyrl.components import Options, load_base, make_engine
+from tinyrl.components import Options, load_base
 from tinyrl.config.recipe import load_config
 from tinyrl.generation.engine import Request
+from tinyrl.generation.select import engine_of
 from tinyrl.models.weights_io import load_policy
 
 
@@ -28,7 +29,7 @@ def main() -> None:
     torch.set_num_threads(settings["threads"])
     base = load_base(config, options=Options(device="cpu"))
     load_policy(base.roles, files / "adapter")
-    engine, _ = make_engine(config, base)
+    engine, _ = engine_of(config.generation, base.roles, base.tokenizer)
     texts = [json.loads(line)["prompt"] for line in (files / "prompts.jsonl").read_text().splitlines()]
     ids = [base.tokenizer(text)["input_ids"] for text in texts[:NUM_PROMPTS]]
     requests = [Request(tokens, prompt_index=i) for i, tokens in enumerate(ids)]  # pyright: ignore

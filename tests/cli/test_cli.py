@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 from tinyrl import __version__
 from tinyrl.cli.commands import app
 from tinyrl.cli.errors import sentences
-from tinyrl.config.config import Config
 from tinyrl.config.recipe import dump_config
+from tinyrl.config.schema import Config
 from tinyrl.errors import GuardStop, Interrupted, OutOfRoom
 
 ROOT = Path(__file__).resolve().parents[2]

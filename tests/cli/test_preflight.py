@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tinyrl.cli.preflight import check_before_loading, check_evaluation
-from tinyrl.config.config import Config
 from tinyrl.config.recipe import dump_config
+from tinyrl.config.schema import Config
 
 ROWS = [{"prompt": f"say {n}", "answer": str(n), "chosen": "yes", "rejected": "no", "text": "abc"} for n in range(12)]
 

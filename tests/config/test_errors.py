@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tinyrl.config.config import Config
 from tinyrl.config.errors import FAMILIAR, allowed, dotted, fields_of, section_class
 from tinyrl.config.recipe import build_config
+from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import Source
 from tinyrl.text import did_you_mean
 

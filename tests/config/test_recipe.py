@@ -8,8 +8,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tinyrl.config.config import METHODS, PRESETS, Config
 from tinyrl.config.errors import FAMILIAR, fields_of, section_class
+from tinyrl.config.methods import METHODS
+from tinyrl.config.presets import PRESETS
 from tinyrl.config.recipe import (
     MAX_RECIPE_BYTES,
     apply_overrides,
@@ -22,6 +23,7 @@ from tinyrl.config.recipe import (
     read_recipe,
     split_settings,
 )
+from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import Source
 
 SORT = "method: grpo\ntask: {name: sort}\n"
@@ -105,10 +107,8 @@ def test_windows_line_ends_are_accepted(recipe: Callable[..., str]):
 def test_a_recipe_for_two_methods(recipe: Callable[..., str]):
     name = recipe(SORT + "grpo: {num_prompts: 4}\nppo: {num_prompts: 64}\n")
     grpo, ppo = (load_config(method, name, overrides=[]) for method in ("grpo", "ppo"))
-    assert grpo.ppo is None
-    assert ppo.grpo is None
-    assert grpo.grpo is not None
-    assert ppo.ppo is not None
+    assert "ppo" not in grpo.written()
+    assert "grpo" not in ppo.written()
     assert (grpo.grpo.num_prompts, ppo.ppo.num_prompts) == (4, 64)
     assert "ppo" not in dump_config(grpo)
 
@@ -297,7 +297,6 @@ def test_a_null_that_was_asked_for_stays_null(tmp_path: Path):
     config = Config.model_validate({"method": "ppo", "ppo": {"minibatch_size": None}})
     back = round_trip(config, tmp_path)
     assert back == config
-    assert back.ppo is not None
     assert back.ppo.minibatch_size is None
 
 
@@ -367,7 +366,7 @@ def nested(draw: st.DrawFn) -> dict[Any, Any]:
         inside = values.setdefault(section, {})
         if isinstance(inside, dict):
             inside[key] = draw(VALUES)
-    values["method"] = draw(st.sampled_from(METHODS) | SCALARS)
+    values["method"] = draw(st.sampled_from([*METHODS]) | SCALARS)
     return values
 
 
@@ -399,7 +398,7 @@ LINES += ["seed: 1e999", f"x: {'9' * 4400}", "<<: {a: 1}", "run: {seed: 0x_}", '
 DOCUMENTS = st.lists(st.sampled_from(LINES) | st.text(max_size=30), max_size=6).map("\n".join)
 
 
-@given(DOCUMENTS | st.text(max_size=60), st.sampled_from(METHODS))
+@given(DOCUMENTS | st.text(max_size=60), st.sampled_from([*METHODS]))
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_text_gives_a_config_or_a_sentence(tmp_path: Path, text: str, method: str):
     path = tmp_path / "fuzz.yaml"

@@ -25,7 +25,7 @@ import torch
 from tests import running
 from tinyrl import report
 from tinyrl.cli import commands as cli
-from tinyrl.config.config import Config
+from tinyrl.config.schema import Config
 from tinyrl.rewards import worker
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training import launch

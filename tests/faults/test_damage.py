@@ -14,7 +14,7 @@ import pytest
 
 from tests import running
 from tests.trainers.test_resume import assert_same
-from tinyrl.config.config import Config
+from tinyrl.config.schema import Config
 from tinyrl.runs.checkpoint import MANIFEST, list_checkpoints, problem_with
 from tinyrl.runs.run_dir import RunDir
 

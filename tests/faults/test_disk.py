@@ -17,8 +17,8 @@ from tests import running
 from tests.faults.children import Child, command, resumed, train, with_report
 from tests.faults.disks import can_mount, mount_small_disk
 from tests.trainers.test_resume import assert_same
-from tinyrl.config.config import Config
 from tinyrl.config.recipe import dump_config
+from tinyrl.config.schema import Config
 from tinyrl.runs.checkpoint import list_checkpoints, newest_sound, problem_with
 from tinyrl.runs.run_dir import RunDir
 

@@ -20,7 +20,7 @@ import pytest
 from tests import running
 from tests.faults.children import Child, before_call, go_on, resumed, train, workers_left
 from tests.trainers.test_resume import assert_same
-from tinyrl.config.config import Config
+from tinyrl.config.schema import Config
 from tinyrl.runs import checkpoint
 from tinyrl.runs.checkpoint import list_checkpoints, problem_with
 from tinyrl.runs.run_dir import RunDir

@@ -4,6 +4,7 @@ in one place (feed-forward layers a hundred times as wide as the rest; keys and 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import resource
 import sys
@@ -19,7 +20,7 @@ from tests import running
 from tests.faults.children import Child, resumed
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.components import Options
-from tinyrl.config.config import Config
+from tinyrl.config.schema import Config
 from tinyrl.models import device
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.signals import StopFlag
@@ -75,9 +76,9 @@ class Ended:
 def train_within(settings: Config, folder: Path, name: str, room_mb: int | None, facts: Path) -> None:
     """Load everything, then allow so many megabytes more, and train; `facts` says what was cut smaller.
 
-    Memory that loading freed is not kept here: how much there is of it would decide, and not what is allowed.
+    Memory that was freed before is not kept here: how much there is of it would decide, and not what is allowed.
     """
-    device.keep_freed_memory = lambda: False
+    keep_nothing()
     flag = StopFlag()
     launch = start(
         settings,
@@ -95,6 +96,15 @@ def train_within(settings: Config, folder: Path, name: str, room_mb: int | None,
     rows, tokens = getattr(launch.parts, "engine").max_rows, launch.parts.micro_batches.tokens  # noqa: B009
     facts.write_text(json.dumps({"max_rows": rows, "micro_batch_tokens": tokens}))
     sys.exit(code)
+
+
+def keep_nothing() -> None:
+    """Memory that is freed goes back at once, as it does by default; an earlier test may have had it kept."""
+    device.keep_freed_memory = lambda: False
+    library = ctypes.CDLL(None)
+    library.mallopt(device.M_TRIM_THRESHOLD, 128 << 10)
+    library.mallopt(device.M_MMAP_THRESHOLD, 128 << 10)
+    library.malloc_trim(0)
 
 
 def address_space() -> int:

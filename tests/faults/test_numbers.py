@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import running
 from tests.tiny_models import tiny_model
-from tinyrl.config.config import Config
+from tinyrl.config.schema import Config
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.rollout import Rollout
 from tinyrl.runs.checkpoint import list_checkpoints, problem_with

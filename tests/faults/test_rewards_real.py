@@ -16,7 +16,7 @@ import pytest
 from tests import running
 from tests.faults.children import workers_left
 from tests.trainers.test_resume import assert_same
-from tinyrl.config.config import Config
+from tinyrl.config.schema import Config
 from tinyrl.runs.run_dir import RunDir
 
 PROMPTS, GROUP = 8, 2

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tinyrl.config.config import Config
+from tinyrl.config.schema import Config
 from tinyrl.runs.run_dir import (
     RunDir,
     check_new_run,

@@ -9,7 +9,7 @@ import pytest
 
 from tests import running
 from tests.tiny_models import TinyModels
-from tinyrl.config.config import Config
+from tinyrl.config.schema import Config
 from tinyrl.models.micro_batches import RowSizes
 
 BUDGET = 77

@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification
 
 from tests import running
 from tests.tiny_models import tiny_model
-from tinyrl.config.config import Config
+from tinyrl.config.schema import Config
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.reward_model import load_reward_model
 

@@ -19,6 +19,7 @@ import typer
 
 import tinyrl
 from tinyrl.cli.errors import sentences
+from tinyrl.config.methods import METHODS, or_list
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -53,7 +54,7 @@ def version(show: Annotated[bool, typer.Option("--version", help="print the vers
 
 @app.command()
 def train(
-    method: Annotated[str | None, typer.Argument(help="grpo, ppo, sft or reward")] = None,
+    method: Annotated[str | None, typer.Argument(help=or_list([*METHODS]))] = None,
     settings: Annotated[
         list[str] | None,
         typer.Argument(metavar="[RECIPE] [section.key=value]...", help="a recipe (path or packaged name), overrides"),
@@ -95,7 +96,8 @@ def train(
         if allow_config_change:
             raise ValueError("--allow-config-change is for going on with a run: tinyrl train --resume RUN")
         if method is None:
-            raise ValueError("which method? `tinyrl train grpo`, ppo, sft or reward; or `tinyrl train --resume RUN`")
+            first, *others = METHODS
+            raise ValueError(f"which method? `tinyrl train {first}`, {or_list(others)}; or `tinyrl train --resume RUN`")
         recipe, overrides = split_settings(settings or [])
         config = load_config(method, recipe, overrides=overrides)
         if not dry_run:

@@ -7,7 +7,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tinyrl.config.config import Config
+from tinyrl.config.methods import METHODS
+from tinyrl.config.schema import Config
 from tinyrl.data.rows import placed_rows
 from tinyrl.rewards.loading import parse_use
 from tinyrl.runs.run_dir import run_of
@@ -26,18 +27,17 @@ def check_before_loading(config: Config) -> None:
     and that needs no model.
     """
     _check_model_path("model.path", config.model.path)
-    if config.critic is not None and config.critic.path is not None:
+    if config.critic.path is not None:
         _check_model_path("critic.path", config.critic.path)
     if config.model.adapter is not None:
         for name in ADAPTER_FILES:
             if not os.path.isfile(os.path.join(config.model.adapter, name)):
                 raise ValueError(f"model.adapter={config.model.adapter}: {name} is missing there")
-    if config.reward is not None:
-        if config.reward.model is not None:
-            _check_model_path("reward.model", config.reward.model)
-        for function in config.reward.functions:
-            parse_use(function.use)
-    if config.method in ("grpo", "ppo"):
+    if config.reward.model is not None:
+        _check_model_path("reward.model", config.reward.model)
+    for function in config.reward.functions:
+        parse_use(function.use)
+    if METHODS[config.method].samples:
         _check_prompts(config)
     else:
         _check_examples(config)
@@ -91,8 +91,7 @@ def _names_in(folder: str) -> list[str]:
 
 def _check_prompts(config: Config) -> None:
     where = config.task
-    assert where.name is not None
-    task = load_task(where.name)
+    task = load_task(where.name or "rows")
     if where.data is None and task.name == "rows":
         raise ValueError(
             "task.data is missing: say where the prompts are (task.data=rows.jsonl) or name a task (see `tinyrl tasks`)"
@@ -122,9 +121,8 @@ def _check_examples(config: Config) -> None:
         if source is None or not _answers_at_once(source):
             continue
         for place, row in placed_rows(source, columns=where.columns):
-            needed = (
-                PAIR_COLUMNS if config.method == "reward" else ("text",) if "text" in row else ("prompt", "completion")
-            )
+            text = ("text",) if "text" in row else ("prompt", "completion")
+            needed = PAIR_COLUMNS if METHODS[config.method].rows == "pairs" else text
             for column in needed:
                 if column not in row:
                     meant = did_you_mean(column, list(row))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tinyrl.config.config import Config
+from tinyrl.config.schema import Config
 
 MOST_SHOWN = 3
 
@@ -16,7 +16,7 @@ def check_drift(before: dict[str, Any], config: Config, *, since: str, allowed: 
 
     Raises ValueError where some do and `allowed` is false, and always where the method is another one.
     """
-    changes = changed_settings(before, config.model_dump(mode="json"))
+    changes = changed_settings(before, config.written())
     if before["method"] != config.method:
         raise ValueError(
             f"{since} was written by `tinyrl train {before['method']}`; {config.method} cannot go on with it"

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from tinyrl.config.config import METHOD_SECTIONS, METHODS, SECTIONS, Config
+from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
+from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import KeyPath, Source
 from tinyrl.text import did_you_mean, shortened
 
@@ -83,7 +84,7 @@ def check_familiar(source: Source) -> None:
 
 def _unused(method: Any) -> set[str]:
     """Sections that a method does not look at."""
-    return {*METHOD_SECTIONS} - {*SECTIONS[method]} if method in METHODS else set()
+    return {*OPTIONAL_SECTIONS} - {*METHODS[method].sections} if method in METHODS else set()
 
 
 def _for_method(name: str, method: Any) -> str:

@@ -13,13 +13,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tinyrl.config.config import METHOD_SECTIONS, METHODS, SECTIONS, Config
 from tinyrl.config.errors import check_familiar, explain, fields_of, section_class
+from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
+from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import Source, dump_plain, parse_plain
 from tinyrl.text import did_you_mean, shortened
 
 MAX_RECIPE_BYTES = 100_000
-EMBEDDED = {"grpo": "starter-grpo", "ppo": "starter-ppo"}  # what runs when no recipe is named
 OWN_MODEL_OR_DATA = ("model", "model.path", "task", "task.name", "task.data")  # overrides that ask for something else
 
 
@@ -130,10 +130,10 @@ def load_config(method: str, recipe: str | None, *, overrides: list[str]) -> Con
         meant = did_you_mean(method, list(METHODS))
         raise ValueError(f"unknown method '{shortened(method)}'.{meant} Methods: {', '.join(METHODS)}")
     if recipe is None and not any(text.partition("=")[0] in OWN_MODEL_OR_DATA for text in overrides):
-        recipe = EMBEDDED.get(method)
+        recipe = METHODS[method].recipe
     source = read_recipe(find_recipe(recipe)) if recipe else Source("overrides", {})
     written = source.values.get("method", method)
-    own = SECTIONS[method][-1]  # the section only this method has
+    own = METHODS[method].own
     if written in METHODS and written != method and not isinstance(source.values.get(own), dict):
         place = source.place(("method",))
         raise ValueError(f"{place}: this recipe is for `tinyrl train {written}`, not {method}")
@@ -151,9 +151,9 @@ def _check_used(override: str, method: str) -> None:
     section, _, name = key.partition(".")
     if key == "method" and text != method:
         raise ValueError(f"override '{shortened(override)}': the method is said once: tinyrl train {method}")
-    if section in METHOD_SECTIONS and section not in SECTIONS[method]:
-        users = " and ".join(other for other in METHODS if section in SECTIONS[other])
-        own = SECTIONS[method][-1]
+    if section in OPTIONAL_SECTIONS and section not in METHODS[method].sections:
+        users = " and ".join(name for name, other in METHODS.items() if section in other.sections)
+        own = METHODS[method].own
         meant = f" Did you mean `{own}.{name}`?" if name in fields_of(section_class(own)) else ""
         raise ValueError(f"override '{shortened(override)}': `{section}` is for {users}, not for {method}.{meant}")
 
@@ -169,8 +169,7 @@ def build_config(source: Source) -> Config:
 
 def dump_config(config: Config) -> str:
     """The resolved configuration as YAML; `load_written_config` gives the same object back."""
-    sections = {name: value for name, value in config.model_dump(mode="json").items() if value is not None}
-    return dump_plain(sections)
+    return dump_plain(config.written())
 
 
 def load_written_config(path: Path, *, overrides: Sequence[str] = ()) -> Config:

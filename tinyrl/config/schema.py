@@ -1,8 +1,9 @@
-"""Every section and field of a configuration: its type, its range and its default.
+"""The configuration of a run: every section and field, its type, its range and its default.
 
 Types are strict: 1 is not true, "3" is not 3 and true is no number, so a wrong type is never taken for something
 else. Defaults that depend on other fields (a learning rate for LoRA or full fine-tuning) are None here and filled in
-by config.py; those that a GRPO preset decides are filled in below.
+by `Config`, so that config.yaml never holds a blank that code has to guess. This file never imports torch: `tinyrl
+--help` and a config error are answered at once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tinyrl.config.conflicts import conflicts
+from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName
+from tinyrl.config.presets import DAPO, PRESETS
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -142,24 +147,6 @@ class GrpoConfig(Section):
         return self.num_prompts * self.group_size
 
 
-DAPO = {
-    "advantage": "group", "advantage_scale": "std", "loss": "clipped", "ratio_level": "token",
-    "clip_eps": 0.2, "clip_eps_high": 0.28, "aggregation": "token",
-    "kl_coef": 0.0, "kl_estimator": "k3", "kl_placement": "loss",
-}  # fmt: skip
-PRESETS: dict[str, dict[str, Any]] = {  # what each preset changes of dapo; any part can be overridden beside it
-    "dapo": {},
-    "grpo": {"clip_eps_high": 0.2, "aggregation": "sequence", "kl_coef": 0.04},
-    "dr_grpo": {"clip_eps_high": 0.2, "aggregation": "constant", "advantage_scale": "none"},
-    "gspo": {"ratio_level": "sequence", "aggregation": "sequence", "clip_eps": 3e-4, "clip_eps_high": 4e-4},
-    "cispo": {"loss": "cispo"},
-    "rloo": {"advantage": "leave-one-out", "clip_eps_high": 0.2, "aggregation": "sequence", "kl_coef": 0.05,
-             "kl_estimator": "k1", "kl_placement": "reward"},
-    "reinforce++": {"advantage": "discounted-return", "clip_eps_high": 0.2, "kl_coef": 0.01,
-                    "kl_estimator": "k1", "kl_placement": "reward"},
-}  # fmt: skip
-
-
 class PpoConfig(Section):
     num_prompts: Positive = 128
     num_epochs: Positive = 4
@@ -209,3 +196,60 @@ class RunConfig(Section):
     deterministic: bool = False
     threads: Literal["auto"] | Positive = "auto"
     trackers: list[Text] = Field(default_factory=list)
+
+
+class Config(Section):
+    """Everything a run is a function of. Sections that the method does not use have their defaults, and are not
+    written.
+    """
+
+    method: MethodName
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    lora: LoraSection = Field(default_factory=LoraSection)
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
+    task: TaskConfig = Field(default_factory=TaskConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    generation: GenerationConfig = Field(default_factory=GenerationConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    grpo: GrpoConfig = Field(default_factory=lambda: GrpoConfig.model_validate({}))
+    ppo: PpoConfig = Field(default_factory=PpoConfig)
+    sft: SftConfig = Field(default_factory=SftConfig)
+    reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig)
+    run: RunConfig = Field(default_factory=RunConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sections_of_method(cls, data: Any) -> Any:
+        """Drop sections the method does not use; one that is used and left blank (`grpo:`) has its defaults."""
+        if not isinstance(data, dict) or data.get("method") not in METHODS:
+            return data
+        unused = {*OPTIONAL_SECTIONS} - {*METHODS[data["method"]].sections}
+        return {
+            key: {} if value is None and key != "method" else value for key, value in data.items() if key not in unused
+        }
+
+    @model_validator(mode="after")
+    def _resolve(self) -> Config:
+        full, optim = not self.lora.enabled, self.optim
+        optim.learning_rate = optim.learning_rate or (1e-6 if full else 5e-5)
+        if self.uses("critic"):
+            optim.critic_learning_rate = optim.critic_learning_rate or (1e-5 if full else 1e-4)
+            self.critic.kind = self.critic.kind or ("separate" if full or self.critic.path else "adapter")
+        self.task.name = self.task.name or "rows"
+        for problem in conflicts(self):
+            raise ValueError(problem)
+        return self
+
+    def uses(self, section: str) -> bool:
+        """Whether the method reads a section."""
+        return section not in OPTIONAL_SECTIONS or section in METHODS[self.method].sections
+
+    @property
+    def on_policy(self) -> GrpoConfig | PpoConfig:
+        """The section of a method that learns from its own samples."""
+        return self.ppo if self.method == "ppo" else self.grpo
+
+    def written(self) -> dict[str, Any]:
+        """The sections that the method uses, as JSON values: what config.yaml and checkpoints hold."""
+        return {name: value for name, value in self.model_dump(mode="json").items() if self.uses(name)}

@@ -12,7 +12,8 @@ from typing import Any
 from transformers import AutoConfig
 
 from tinyrl.components import Options, Parts, load_parts, settle_threads
-from tinyrl.config.config import Config
+from tinyrl.config.methods import METHODS
+from tinyrl.config.schema import Config
 from tinyrl.evaluation.evaluate import Evaluation, Role, evaluate, paired_difference
 from tinyrl.models.loading import resolve_model_path
 from tinyrl.models.weights_io import load_policy
@@ -88,7 +89,7 @@ def _load(target: str, *, task: str | None, options: Options) -> Side:
     run_folder = path if (path / "config.yaml").is_file() else path.parent.parent
     if (run_folder / "config.yaml").is_file():
         config = open_run(run_folder).read_config()
-        if config.method not in ("grpo", "ppo"):
+        if not METHODS[config.method].samples:
             raise ValueError(
                 f"{target} is a {config.method} run; its held-out numbers are in "
                 f"{run_folder}/metrics.jsonl. `tinyrl eval` samples from policies"

@@ -96,7 +96,6 @@ class _Judged:
         """KL to the reference in nats per response (None without a reference), and mean entropy of a chosen token."""
         parts, roles = self.parts, self.parts.roles
         rollout = replace(self.rollout, kept=torch.ones_like(self.rollout.kept))  # whatever its reward, it was sampled
-        assert parts.config.generation is not None
         temperature = parts.config.generation.temperature
 
         def run(who: Role):

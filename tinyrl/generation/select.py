@@ -4,16 +4,19 @@ the library's modules with merged weights, else (a quantised base, or no room fo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import psutil
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from tinyrl.config.schema import GenerationConfig
 from tinyrl.generation.decoder import Decoder, reads_like_llama
 from tinyrl.generation.engine import SamplingEngine, SamplingSettings
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.hf import ReferenceEngine, SlimEngine
+from tinyrl.models.device import resolve_dtype
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.roles import Roles
 
@@ -21,6 +24,28 @@ EngineName = Literal["auto", "fused", "slim", "reference"]
 COPY_SHARE = 0.5  # of the free memory that a private copy of the weights may take
 # The largest difference of a log-probability in float32; bfloat16 rounds every state, so there the mean decides.
 MOST_IN_FLOAT32, MEAN_IN_BFLOAT16 = 1e-4, 0.05
+
+
+def engine_of(
+    config: GenerationConfig,
+    roles: Roles,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    should_stop: Callable[[], None] = lambda: None,
+) -> tuple[SamplingEngine, str]:
+    """The sampling engine of `generation.engine` over the policy's model, and why it is that one."""
+    settings = SamplingSettings(
+        temperature=config.temperature,
+        max_new_tokens=config.max_new_tokens,
+        stop=config.stop,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_rows=config.max_rows,
+        should_stop=should_stop,
+    )
+    dtype = roles.causal.dtype if config.dtype == "auto" else resolve_dtype(config.dtype, on_cpu=False)
+    longest = config.max_prompt_tokens + config.max_new_tokens
+    return choose_engine(roles, tokenizer, settings, wanted=config.engine, dtype=dtype, longest=longest)
 
 
 def choose_engine(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tinyrl.config.config import RewardConfig
+from tinyrl.config.schema import RewardConfig
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 from tinyrl.models.reward_model import SequenceRewardModel
 from tinyrl.models.roles import Roles

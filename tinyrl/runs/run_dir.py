@@ -19,8 +19,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tinyrl.config.config import METHODS, Config
+from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import dump_config, load_written_config
+from tinyrl.config.schema import Config
 from tinyrl.text import did_you_mean
 
 HIDDEN = "[redacted]"

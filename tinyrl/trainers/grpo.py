@@ -21,7 +21,7 @@ from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.algorithms.reward_shaping import token_rewards
 from tinyrl.components import Parts
 from tinyrl.components import load_parts as load
-from tinyrl.config.config import GrpoConfig
+from tinyrl.config.schema import GrpoConfig
 from tinyrl.rollout import Rollout
 from tinyrl.trainers.on_policy import RolloutCollector
 from tinyrl.trainers.on_policy import evaluate_heldout as evaluate
@@ -35,7 +35,6 @@ __all__ = ["evaluate", "load", "train"]
 def train(session: Session, parts: Parts) -> None:
     """Run GRPO from where the session stands to run.num_steps."""
     config = parts.config.grpo
-    assert config is not None
     collector = RolloutCollector(session, parts, num_prompts=config.num_prompts, group_size=config.group_size)
     several_steps = config.num_epochs > 1 or (config.minibatch_size or config.batch_size) < config.batch_size
     settings = collector.loss_settings(config, kl_coef=config.kl_coef)

@@ -10,7 +10,7 @@ from torch import Tensor, torch
 
 from tinyrl.algorithms.masking import masked_mean
 from tinyrl.components import Parts
-from tinyrl.config.config import GrpoConfig, PpoConfig
+from tinyrl.config.schema import GrpoConfig, PpoConfig
 from tinyrl.data.rows import batch_indices, keyed_order
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batches import SequenceBatch
@@ -124,7 +124,6 @@ class RolloutCollector:
 
     def _logprobs(self, rollout: Rollout, role: Any) -> Tensor:
         roles, generation = self.parts.roles, self.parts.config.generation
-        assert generation is not None
 
         def compute(batch: SequenceBatch) -> tuple[Tensor, ...]:
             return roles.logprobs(role, batch, temperature=generation.temperature)[:1]
@@ -146,7 +145,6 @@ class RolloutCollector:
     def loss_settings(self, section: GrpoConfig | PpoConfig, *, kl_coef: float) -> LossSettings:
         """What shapes the policy's loss; `kl_coef` is weighed there only where the KL stands in the loss."""
         generation = self.parts.config.generation
-        assert generation is not None
         in_loss = section.kl_placement == "loss" and self.parts.roles.has_reference
         return LossSettings.of(
             section,

@@ -30,7 +30,7 @@ from tinyrl.algorithms.masking import masked_mean, masked_whiten
 from tinyrl.algorithms.reward_shaping import token_rewards
 from tinyrl.components import Parts
 from tinyrl.components import load_parts as load
-from tinyrl.config.config import PpoConfig
+from tinyrl.config.schema import PpoConfig
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.roles import Roles
 from tinyrl.rollout import Rollout
@@ -46,8 +46,6 @@ __all__ = ["evaluate", "load", "train"]
 def train(session: Session, parts: Parts) -> None:
     """Run PPO from where the session stands to run.num_steps."""
     config, critic = parts.config.ppo, parts.config.critic
-    assert config is not None
-    assert critic is not None
     collector = RolloutCollector(session, parts, num_prompts=config.num_prompts, group_size=1)
     controllers = session.controllers
     controllers.setdefault("kl_coef", config.kl_coef)
@@ -110,7 +108,6 @@ def shaped_rewards(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> Te
 def update(session: Session, parts: Parts, collector: RolloutCollector, rollout: Rollout, *, warming_up: bool) -> bool:
     """The optimizer steps of a rollout; True where `ppo.stop_kl` ended them early."""
     config = parts.config.ppo
-    assert config is not None
     settings = collector.loss_settings(config, kl_coef=session.controllers["kl_coef"])
     trained, sizes = ["critic"] if warming_up else ["policy", "critic"], rollout.sizes(parts.roles)
     for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):

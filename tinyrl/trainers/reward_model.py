@@ -21,7 +21,7 @@ from transformers import AutoModelForSequenceClassification
 
 from tinyrl.algorithms.preference import bradley_terry_loss
 from tinyrl.components import Base, Options, load_base
-from tinyrl.config.config import Config
+from tinyrl.config.schema import Config
 from tinyrl.data.rows import Row, batch_indices, fingerprint, render_prompt, token_ids
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.batches import trunk_of
@@ -82,7 +82,6 @@ class PairParts(Base):
 
     def center(self) -> float:
         """Mean score over some training pairs, both sides; 0 when reward_model.center is off."""
-        assert self.config.reward_model is not None
         if not self.config.reward_model.center:
             return 0.0
         return float(torch.cat(self.scores(self.train[:CENTERED_ON])).mean())
@@ -102,7 +101,6 @@ class PairParts(Base):
 def train(session: Session, parts: PairParts) -> None:
     """Train the reward model from where the session stands to run.num_steps."""
     config = parts.config.reward_model
-    assert config is not None
     parts.roles.use_lora_dropout()
     for step in session.steps():
         chosen = [

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tinyrl.algorithms.masking import masked_sum
 from tinyrl.components import Base, Options, load_base
-from tinyrl.config.config import Config
+from tinyrl.config.schema import Config
 from tinyrl.data.rows import Row, batch_indices, fingerprint, hold_out, read_rows, render_prompt, token_ids
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.micro_batches import RowSizes, Work
@@ -39,7 +39,6 @@ class TextParts(Base):
 
 def train(session: Session, parts: TextParts) -> None:
     """Run supervised fine-tuning from where the session stands to run.num_steps."""
-    assert parts.config.sft is not None
     size = parts.config.sft.batch_size
     parts.roles.use_lora_dropout()
     for step in session.steps():
@@ -107,7 +106,6 @@ def example(row: Row, base: Base) -> Example:
     it.
     """
     tokenizer, config = base.tokenizer, base.config
-    assert config.sft is not None
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     assert isinstance(start, int)
     completion: Any = row.get("completion", row.get("text"))

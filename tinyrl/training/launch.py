@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 
-from tinyrl.components import Base, Options, Parts, settle_threads
+from tinyrl.components import Base, Options, settle_threads
 from tinyrl.config.changes import check_drift
-from tinyrl.config.config import Config
+from tinyrl.config.methods import METHODS
+from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
+from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.report import write_report
@@ -26,11 +27,23 @@ from tinyrl.runs.run_dir import RunDir, create_run, environment
 from tinyrl.runs.signals import StopFlag
 from tinyrl.runs.summary import summary
 from tinyrl.runs.tracking import check_trackers
-from tinyrl.text import visible
-from tinyrl.training.checks import check_reference, describe_memory, try_reward
 from tinyrl.training.session import Session, read_state
 
-TRAINERS = {"grpo": "grpo", "ppo": "ppo", "sft": "sft", "reward": "reward_model"}
+
+class Trainer(Protocol):
+    """What a file in tinyrl/trainers gives: how its method loads what it needs, trains, and evaluates as it goes."""
+
+    def load(self, config: Config, *, options: Options, should_stop: Callable[[], None] = ...) -> Any:
+        """The parts that `train` and `evaluate` take. Raises ValueError for what a person can mend."""
+        ...
+
+    def train(self, session: Session, parts: Any) -> None:
+        """Go on from where the session stands to the last step."""
+        ...
+
+    def evaluate(self, parts: Any) -> Evaluation:
+        """Held-out numbers."""
+        ...
 
 
 @dataclass
@@ -38,7 +51,7 @@ class Launch:
     """A run ready to go: everything a person can mend has been checked."""
 
     run: RunDir
-    trainer: ModuleType
+    trainer: Trainer
     parts: Base
     session: Session
     flag: StopFlag
@@ -64,8 +77,8 @@ class Launch:
             return reason.exit_code
         except Stop as stop:
             self.session.display.note(str(stop))
-            if isinstance(stop, OutOfRoom) and isinstance(self.parts, Parts):
-                self.session.display.note(describe_memory(self.parts))
+            if isinstance(stop, OutOfRoom):
+                self.session.display.note(self.parts.describe_memory())
             return stop.exit_code
         finally:
             self.session.display.close()
@@ -97,7 +110,7 @@ def start(
     with out_of_memory_stops("before the first step"):
         parts = trainer.load(config, options=options, should_stop=flag.check)
         threads = settle_threads(parts)
-        notes = [threads, *_check(parts)]
+        notes = [threads, *parts.check()]
     checkpoints.check_room(Path(output_dir), needed=checkpoint_bytes(parts.roles))
     run = create_run(output_dir, name=name, config=config, overwrite=overwrite)
     run.write_config(config)
@@ -130,7 +143,7 @@ def resume(
     with out_of_memory_stops("before the first step"):
         parts = trainer.load(config, options=options, should_stop=flag.check)
         notes = [f"warning: {w}; using {folder.name if folder else 'the start'} instead" for w in warnings[:1]]
-        notes += _check(parts)
+        notes += parts.check()
         if folder is None:
             notes.append(settle_threads(parts))
             run.cut({})
@@ -161,11 +174,12 @@ def out_of_memory_stops(when: str) -> Iterator[None]:
         raise out_of_memory(when, error) from error
 
 
-def trainer_of(config: Config) -> ModuleType:
-    return importlib.import_module(f"tinyrl.trainers.{TRAINERS[config.method]}")
+def trainer_of(config: Config) -> Trainer:
+    """The trainer of a run's method; imported now, since others may need libraries that this one does not."""
+    return cast(Trainer, importlib.import_module(f"tinyrl.trainers.{METHODS[config.method].trainer}"))
 
 
-def _open(run: RunDir, trainer: ModuleType, parts: Any, *, flag: StopFlag) -> Launch:
+def _open(run: RunDir, trainer: Trainer, parts: Any, *, flag: StopFlag) -> Launch:
     session = Session(
         parts,
         run,
@@ -175,18 +189,6 @@ def _open(run: RunDir, trainer: ModuleType, parts: Any, *, flag: StopFlag) -> La
         fingerprint=parts.data_fingerprint,
     )
     return Launch(run, trainer, parts, session, flag)
-
-
-def _check(parts: Base) -> list[str]:
-    """The reference at step 0 and the reward on a gold answer; returns lines worth showing, the engine's among them."""
-    if not isinstance(parts, Parts):
-        return []
-    check_reference(parts)
-    parts.scorer.start()
-    warning = try_reward(parts).warning
-    engine = f"sampling engine {parts.engine.name} ({parts.engine_reason})"
-    warnings = [f"warning: {warning} (prompt {parts.train_prompts[0].text[:60]!r})"] if warning else []
-    return [engine, describe_memory(parts), *warnings]
 
 
 def _write_environment(run: RunDir, parts: Base, command: list[str]) -> None:
@@ -204,32 +206,10 @@ def _write_environment(run: RunDir, parts: Base, command: list[str]) -> None:
 
 
 def dry_run(config: Config, *, options: Options) -> str:
-    """Everything up to the first step, without a run folder: one rendered prompt with its tokens, and the reward on
-    three answers.
-    """
+    """Everything up to the first step, without a run folder: what `--dry-run` shows besides the configuration."""
     parts = trainer_of(config).load(config, options=options)
     try:
-        if not isinstance(parts, Parts):
-            return "configuration, model and rows are fine"
-        check_reference(parts)
-        parts.scorer.start()
-        trial = try_reward(parts)
-        prompt = trial.prompt
-        tokens = " ".join(f"{visible(str(parts.tokenizer.decode([t])))!r}:{t}" for t in prompt.tokens[:64])
-        lines = [
-            f"prompt ({len(prompt.tokens)} tokens of at most "
-            f"{parts.config.generation.max_prompt_tokens if parts.config.generation else 0}):",
-            visible(prompt.text),
-            f"tokens: {tokens}{' ...' if len(prompt.tokens) > 64 else ''}",
-            f"reward ({' + '.join(parts.scorer.names)}):",
-            f"  gold answer {visible(trial.gold_text)[:200]!r}: {trial.gold:.4g}"
-            if trial.gold is not None and trial.gold_text is not None
-            else "  gold answer: this task has none",
-            f"  nothing: {trial.empty:.4g}",
-            f"  nonsense: {trial.nonsense:.4g}",
-            f"prompts: {len(parts.train_prompts)} to train on, {len(parts.eval_prompts)} held out",
-        ]
-        return "\n".join([*lines, *([f"warning: {trial.warning}"] if trial.warning else [])])
+        return parts.preview()
     finally:
         parts.close()
 

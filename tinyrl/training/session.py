@@ -71,9 +71,7 @@ class Session:
         self.rollout: Rollout | None = None
         self.epoch, self.minibatch = 0, 0
         self.metrics = StepMetrics()
-        self.trackers = Trackers(
-            self.config.run.trackers, run.path, config=self.config.model_dump(mode="json"), note=display.note
-        )
+        self.trackers = Trackers(self.config.run.trackers, run.path, config=self.config.written(), note=display.note)
         self.last_checkpoint: Path | None = None
         self.resumed_from: Path | None = None
         optim = self.config.optim
@@ -213,7 +211,7 @@ class Session:
             "micro_batch_tokens": self.base.micro_batches.tokens,
             "threads": torch.get_num_threads(),
             "data": self.fingerprint,
-            "config": self.config.model_dump(mode="json"),
+            "config": self.config.written(),
             "records": self.run.lengths(),
             "python_random": python_generator(),
         }

@@ -1,0 +1,44 @@
+"""The table of methods: every line names a section, a recipe and a trainer that are there."""
+
+import importlib
+import inspect
+from typing import get_args
+
+import pytest
+
+from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName, or_list
+from tinyrl.config.recipe import packaged_recipes
+from tinyrl.config.schema import Config
+from tinyrl.training.launch import Trainer
+
+named = pytest.mark.parametrize("name", METHODS)
+
+
+def test_the_names_are_those_a_configuration_takes() -> None:
+    assert get_args(MethodName) == tuple(METHODS)
+
+
+@named
+def test_sections_and_recipes_are_there(name: str) -> None:
+    method = METHODS[name]
+    assert {*method.sections} <= {*Config.model_fields}
+    assert method.own not in {
+        section for other in METHODS.values() if other is not method for section in other.sections
+    }
+    assert method.recipe is None or method.recipe in packaged_recipes()
+
+
+@named
+def test_a_trainer_gives_what_the_protocol_says(name: str) -> None:
+    trainer = importlib.import_module(f"tinyrl.trainers.{METHODS[name].trainer}")
+    for what in ("load", "train", "evaluate"):
+        wanted = list(inspect.signature(getattr(Trainer, what)).parameters)[1:]
+        assert list(inspect.signature(getattr(trainer, what)).parameters) == wanted
+
+
+def test_sections_that_only_some_methods_have() -> None:
+    assert OPTIONAL_SECTIONS == ("reference", "reward", "generation", "grpo", "critic", "ppo", "sft", "reward_model")
+
+
+def test_lists_in_sentences() -> None:
+    assert (or_list(["a"]), or_list(["a", "b"]), or_list(["a", "b", "c"])) == ("a", "a or b", "a, b or c")

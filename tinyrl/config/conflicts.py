@@ -1,0 +1,93 @@
+"""Settings that cannot go together, as sentences; the first one is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from tinyrl.config.methods import METHODS
+
+if TYPE_CHECKING:
+    from tinyrl.config.schema import Config
+
+
+def conflicts(config: Config) -> Iterator[str]:
+    """A sentence for each pair of settings that cannot go together, most telling first."""
+    return chain(_models(config), _numbers(config), _kl(config))
+
+
+def _models(config: Config) -> Iterator[str]:
+    """Sentences for models, adapters and roles that cannot go together, most telling first."""
+    lora, model, critic = config.lora, config.model, config.critic
+    if METHODS[config.method].samples and lora.dropout > 0:
+        yield (
+            f"lora.dropout={lora.dropout}: dropout makes the ratio of new to old log-probabilities random, "
+            "so ppo and grpo need 0"
+        )
+    if not lora.enabled and model.quantization:
+        yield (f"model.quantization={model.quantization} needs lora.enabled=true: quantised weights cannot be trained")
+    if not lora.enabled and model.adapter:
+        yield (
+            f"model.adapter={model.adapter} needs lora.enabled=true "
+            "(to fine-tune every weight from it, merge the adapter into the base first)"
+        )
+    if not config.uses("critic"):
+        return
+    if not lora.enabled and critic.kind == "adapter":
+        yield (
+            "critic.kind=adapter needs lora.enabled=true; with full fine-tuning use separate, shared or shared-detached"
+        )
+    if critic.path and critic.kind != "separate":
+        yield f"critic.path={critic.path} is for critic.kind=separate; critic.kind is {critic.kind} here"
+
+
+def _numbers(config: Config) -> Iterator[str]:
+    """Sentences for settings of sampling, rewards and batches that cannot go together."""
+    if not METHODS[config.method].samples:
+        return
+    generation, section, method = config.generation, config.on_policy, config.method
+    if not generation.allow_truncated_sampling and (generation.top_p < 1 or generation.top_k):
+        name = "top_k" if generation.top_k else "top_p"
+        yield (
+            f"generation.{name}={getattr(generation, name)} cuts the distribution that is sampled but not the one "
+            "that is scored (KL turns negative, ratios lie); "
+            "set generation.allow_truncated_sampling=true to train like that anyway"
+        )
+    if config.reward.overlong_tokens > generation.max_new_tokens:
+        yield (
+            f"reward.overlong_tokens={config.reward.overlong_tokens} is more than "
+            f"generation.max_new_tokens={generation.max_new_tokens}, so every answer would be penalised"
+        )
+    if section.minibatch_size and section.batch_size % section.minibatch_size:
+        size, total = section.minibatch_size, section.batch_size
+        most = min(size, total)
+        fits = next((n for n in range(most, max(0, most - 10_000), -1) if total % n == 0), 1)
+        yield (
+            f"{method}.minibatch_size={size} does not divide the {total} sequences of a step; {fits} would, "
+            "and null means all of them at once"
+        )
+
+
+def _kl(config: Config) -> Iterator[str]:
+    """Sentences for KL settings that cannot go together."""
+    if not METHODS[config.method].samples:
+        return
+    section, method, ppo = config.on_policy, config.method, config.ppo
+    if section is ppo and ppo.kl_controller == "adaptive" and ppo.kl_coef == 0:
+        yield "ppo.kl_coef=0 stays 0 under ppo.kl_controller=adaptive, which multiplies it; start above 0"
+    if section.kl_coef == 0:
+        return
+    if section.kl_placement == "loss" and section.kl_estimator == "k1":
+        yield (
+            f"{method}.kl_estimator=k1 in the loss has zero mean gradient; "
+            f"use k3 or k2, or {method}.kl_placement=reward"
+        )
+    if config.reference.kind == "none":
+        yield f"{method}.kl_coef={section.kl_coef} needs a reference; set it to 0, or reference.kind=auto"
+    grpo = config.grpo
+    if section is grpo and grpo.advantage == "group" and grpo.kl_placement == "reward":
+        yield (
+            "grpo.kl_placement=reward goes with the rloo and reinforce++ advantages; "
+            "group advantages take the KL in the loss"
+        )

@@ -1,0 +1,49 @@
+"""The training methods: their sections of the configuration, their trainer, the rows they learn from.
+
+One line a method, read by the configuration, the command line, the checks before torch is loaded, and the launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+MethodName = Literal["grpo", "ppo", "sft", "reward"]
+Rows = Literal["prompts", "text", "pairs"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """own: the section only this method has; others: further sections it reads besides those of every method; trainer:
+    its file in tinyrl/trainers; rows: what a row is; recipe: what runs where nothing else is said.
+    """
+
+    own: str
+    others: tuple[str, ...]
+    trainer: str
+    rows: Rows
+    recipe: str | None = None
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """The sections that some methods have and this one reads."""
+        return (*self.others, self.own)
+
+    @property
+    def samples(self) -> bool:
+        """Whether completions are sampled and scored."""
+        return self.rows == "prompts"
+
+
+METHODS: dict[str, Method] = {
+    "grpo": Method("grpo", ("reference", "reward", "generation"), "grpo", "prompts", "starter-grpo"),
+    "ppo": Method("ppo", ("reference", "critic", "reward", "generation"), "ppo", "prompts", "starter-ppo"),
+    "sft": Method("sft", (), "sft", "text"),
+    "reward": Method("reward_model", (), "reward_model", "pairs"),
+}
+OPTIONAL_SECTIONS = tuple(dict.fromkeys(name for method in METHODS.values() for name in method.sections))
+
+
+def or_list(names: list[str]) -> str:
+    """Names as a sentence lists them: "grpo, ppo or sft"."""
+    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else "".join(names)

@@ -1,0 +1,58 @@
+"""The reward before step 1: whether a gold answer wins over nothing and nonsense, scored as training would."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tinyrl.data.rows import token_ids
+from tinyrl.rewards.scorer import Scorer
+from tinyrl.rewards.trial import NONSENSE
+from tinyrl.tasks.prompts import PreparedPrompt
+from tinyrl.text import visible
+
+
+@dataclass(frozen=True)
+class GoldCheck:
+    """One prompt's reward on its gold answer (None where the task has none), on nothing, and on nonsense. NaN: no
+    score.
+    """
+
+    prompt: PreparedPrompt
+    gold_text: str | None
+    gold: float | None
+    empty: float
+    nonsense: float
+
+    @property
+    def warning(self) -> str | None:
+        """A sentence when the gold answer does not win, or nothing at all is scored."""
+        if self.gold is None:
+            return None
+        rivals = [s for s in (self.empty, self.nonsense) if not math.isnan(s)]
+        if math.isnan(self.gold):
+            return "the gold answer gets no score"
+        if rivals and self.gold <= max(rivals):
+            return (
+                f"the gold answer scores {self.gold:.3g}, no more than an empty one ({self.empty:.3g}) "
+                f"or nonsense ({self.nonsense:.3g})"
+            )
+        return None
+
+    def lines(self) -> list[str]:
+        """The three scores, as `--dry-run` shows them."""
+        gold = "  gold answer: this task has none"
+        if self.gold is not None and self.gold_text is not None:
+            gold = f"  gold answer {visible(self.gold_text)[:200]!r}: {self.gold:.4g}"
+        return [gold, f"  nothing: {self.empty:.4g}", f"  nonsense: {self.nonsense:.4g}"]
+
+
+def check_gold(scorer: Scorer, prompt: PreparedPrompt) -> GoldCheck:
+    """Score a prompt's gold answer, an empty completion, and nonsense, as training would score them."""
+    gold = scorer.task.gold(prompt.row)
+    texts = [gold or "", "", NONSENSE]
+    if prompt.opened and gold is not None:
+        texts[0] = gold.removeprefix(prompt.opened.rstrip()) if gold.startswith(prompt.opened.rstrip()) else gold
+    tokens = [[*token_ids(scorer.tokenizer, text), scorer.tokenizer.eos_token_id] for text in texts]
+    totals = scorer([prompt] * len(tokens), tokens).totals.tolist()
+    return GoldCheck(prompt, gold, totals[0] if gold is not None else None, totals[1], totals[2])
