@@ -5,6 +5,7 @@ what was left.
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,18 @@ def config(method: str, path: Path, **sections: Any) -> Config:
     return Config.model_validate(values)
 
 
+class LookedAt(StopFlag):
+    """A flag that calls a function whenever it is looked at."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        super().__init__()
+        self.then = then
+
+    def check(self) -> None:
+        self.then()
+        super().check()
+
+
 class SignalAt(StopFlag):
     """A flag that sends this process a real SIGTERM when it is looked at for the n-th time."""
 
@@ -61,9 +74,7 @@ def train(settings: Config, folder: Path, *, name: str = "run", stop_at: int | N
     flag = SignalAt(stop_at)
     with flag:
         options = Options(device="cpu")
-        launch = start(
-            settings, options=options, output_dir=str(folder), name=name, overwrite=False, command=["test"], flag=flag
-        )
+        launch = start(settings, options=options, output_dir=str(folder), name=name, overwrite=False, command=["test"])
         code = launch.go()
         return code, launch.run, flag.looks
 
@@ -73,7 +84,7 @@ def go_on(run: RunDir, *, stop_at: int | None = None, **options: Any) -> int:
     flag = SignalAt(stop_at)
     with flag:
         try:
-            launch = resume(open_run(run.path), options=Options(device="cpu"), flag=flag, **options)
+            launch = resume(open_run(run.path), options=Options(device="cpu"), **options)
         except Interrupted as stop:  # while loading
             return stop.exit_code
         return 0 if launch is None else launch.go()

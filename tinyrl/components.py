@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,16 +41,13 @@ class Options:
 
 @dataclass
 class Base:
-    """What every method needs: a device, a tokenizer, the roles on one base, and the budget of their passes.
-    `should_stop` raises when the run is to stop; long work calls it now and then.
-    """
+    """What every method needs: a device, a tokenizer, the roles on one base, and the budget of their passes."""
 
     config: Config
     accelerator: Accelerator
     tokenizer: PreTrainedTokenizerBase
     roles: Roles
     micro_batches: MicroBatches
-    should_stop: Callable[[], None]
 
     def check(self) -> list[str]:
         """What can only be found wrong now, before step 1; returns lines worth showing."""
@@ -141,7 +137,7 @@ class Parts(Base):
         return Truncation(reward.truncated, reward.truncated_penalty, reward.overlong_tokens, most)
 
 
-def load_base(config: Config, *, options: Options, should_stop: Callable[[], None] = lambda: None) -> Base:
+def load_base(config: Config, *, options: Options) -> Base:
     """Read the model and build policy, reference and critic. Random weights (LoRA's A) are drawn from run.seed."""
     accelerator = make_accelerator(options.device, dtype=config.model.dtype)
     dtype = resolve_dtype(config.model.dtype, on_cpu=accelerator.device.type == "cpu")
@@ -151,8 +147,8 @@ def load_base(config: Config, *, options: Options, should_stop: Callable[[], Non
     trust = options.trust_remote_code
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=trust)
     roles = build_roles(config, device=accelerator.device, dtype=dtype, trust_remote_code=trust)
-    micro_batches = MicroBatches(accelerator.device, config.run.micro_batch_tokens, should_stop=should_stop)
-    return Base(config, accelerator, tokenizer, roles, micro_batches, should_stop)
+    micro_batches = MicroBatches(accelerator.device, config.run.micro_batch_tokens)
+    return Base(config, accelerator, tokenizer, roles, micro_batches)
 
 
 def settle_threads(base: Base) -> str:
@@ -174,9 +170,9 @@ def settle_threads(base: Base) -> str:
     return f"device cpu, {threads} thread{'s' if threads > 1 else ''} (calibrated, {timings})"
 
 
-def load_parts(config: Config, *, options: Options, should_stop: Callable[[], None] = lambda: None) -> Parts:
+def load_parts(config: Config, *, options: Options) -> Parts:
     """Everything a method that samples needs. Raises ValueError with a sentence for what a person can mend."""
-    base = load_base(config, options=options, should_stop=should_stop)
+    base = load_base(config, options=options)
     task = load_task(config.task.name or "rows")
     train_prompts, eval_prompts = (load_prompts(config, task, split, base=base) for split in ("train", "eval"))
     dtype = resolve_dtype(config.model.dtype, on_cpu=base.accelerator.device.type == "cpu")
@@ -187,9 +183,8 @@ def load_parts(config: Config, *, options: Options, should_stop: Callable[[], No
         roles=base.roles,
         model=build_reward_model(config, base.roles, dtype=dtype, trust_remote_code=options.trust_remote_code),
         micro_batches=base.micro_batches,
-        should_stop=should_stop,
     )
-    engine, why = engine_of(config.generation, base.roles, base.tokenizer, should_stop=should_stop)
+    engine, why = engine_of(config.generation, base.roles, base.tokenizer)
     base.micro_batches.make_room = engine.release
     return Parts(
         **vars(base),

@@ -17,7 +17,6 @@ from tinyrl.components import Options, Parts
 from tinyrl.config.recipe import load_config
 from tinyrl.models.weights_io import load_policy
 from tinyrl.rollout import Rollout
-from tinyrl.runs.signals import StopFlag
 from tinyrl.trainers.on_policy import RolloutCollector
 from tinyrl.trainers.policy_loss import PolicyLoss
 from tinyrl.training.launch import start
@@ -56,7 +55,6 @@ def loss_and_gradient(settings: dict[str, Any]) -> tuple[float, dict[str, Tensor
         name="run",
         overwrite=False,
         command=[],
-        flag=StopFlag(),
     )
     parts = launch.parts
     assert isinstance(parts, Parts)

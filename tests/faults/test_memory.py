@@ -23,7 +23,6 @@ from tinyrl.components import Options
 from tinyrl.config.schema import Config
 from tinyrl.models import device
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.runs.signals import StopFlag
 from tinyrl.training.launch import start
 
 MB = 1 << 20
@@ -79,7 +78,6 @@ def train_within(settings: Config, folder: Path, name: str, room_mb: int | None,
     Memory that was freed before is not kept here: how much there is of it would decide, and not what is allowed.
     """
     keep_nothing()
-    flag = StopFlag()
     launch = start(
         settings,
         options=Options(device="cpu"),
@@ -87,7 +85,6 @@ def train_within(settings: Config, folder: Path, name: str, room_mb: int | None,
         name=name,
         overwrite=False,
         command=["test"],
-        flag=flag,
     )
     if room_mb is not None:
         limit = address_space() + room_mb * MB

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.generation.sampling import PROMPTS, assert_same, make_engine, requests, sample, tokens_of, watch
+from tests.running import LookedAt
 from tests.tiny_models import TinyModels
 from tinyrl.generation import hf as reference
 from tinyrl.generation.engine import Request, join, split
@@ -148,8 +149,8 @@ def test_a_signal_is_looked_for_at_every_token_and_the_policy_acts_again(tiny: T
         if len(looks) == 3:
             raise KeyboardInterrupt
 
-    engine = make_engine(tiny("llama"), lora=True, should_stop=stop_at_the_third)
-    with pytest.raises(KeyboardInterrupt):
+    engine = make_engine(tiny("llama"), lora=True)
+    with LookedAt(stop_at_the_third), pytest.raises(KeyboardInterrupt):
         sample(engine, role="base")
     assert len(looks) == 3
     assert not any(layer._disable_adapters for layer in engine.roles._layers)

@@ -20,6 +20,7 @@ from tests.generation.sampling import (
     stir,
     tokens_of,
 )
+from tests.running import LookedAt
 from tests.tiny_models import KINDS, TinyModels
 from tinyrl.generation import fused
 from tinyrl.generation import select as choosing
@@ -186,8 +187,8 @@ def test_a_stop_is_looked_for_between_tokens(tiny: TinyModels):
         if calls[0] == 6:
             raise Stopped
 
-    engine = make_engine(tiny("llama"), "fused", should_stop=stop_later)
-    with pytest.raises(Stopped):
+    engine = make_engine(tiny("llama"), "fused")
+    with LookedAt(stop_later), pytest.raises(Stopped):
         sample(engine)
 
 

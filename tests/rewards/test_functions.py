@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.running import LookedAt
 from tinyrl.errors import Interrupted
 from tinyrl.rewards import functions
 from tinyrl.rewards.functions import FunctionReward, RewardCall
@@ -240,19 +241,16 @@ def test_a_function_that_outlasts_its_worker_is_ended_by_us(make_reward: MakeRew
 def test_a_worker_that_is_killed_while_it_is_asked_is_replaced(make_reward: MakeReward):
     to_kill: list[int] = []
 
-    def kill_instead_of_stopping() -> bool:
+    def kill_instead_of_stopping() -> None:
         if to_kill:
             os.kill(pid := to_kill.pop(), signal.SIGKILL)
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        return False
 
-    reward = make_reward(
-        "import os\ndef score(prompts, completions):\n    return [float(os.getpid())]",
-        should_stop=kill_instead_of_stopping,
-    )
+    reward = make_reward("import os\ndef score(prompts, completions):\n    return [float(os.getpid())]")
     first = score(reward, ["a"]).scores[0]
     to_kill.append(int(first))
-    call = score(reward, ["a" * 1_000_000])
+    with LookedAt(kill_instead_of_stopping):
+        call = score(reward, ["a" * 1_000_000])
     assert (len(to_kill), call.failures, call.retried) == (0, [], "died of SIGKILL")
     assert call.scores[0] != first
 
@@ -376,7 +374,7 @@ def test_code_that_stops_loading_later_fails_rows_and_not_the_run(make_reward: M
     assert reasons(call) == {0: "`score` could not be loaded: it raised RuntimeError: edited (rewards.py, line 1)"}
 
 
-def test_should_stop_ends_the_wait_and_the_next_call_is_not_answered_with_the_last(make_reward: MakeReward):
+def test_a_stop_ends_the_wait_and_the_next_call_is_not_answered_with_the_last(make_reward: MakeReward):
     answers: list[bool] = []
     code = """
         import time
@@ -390,17 +388,17 @@ def test_should_stop_ends_the_wait_and_the_next_call_is_not_answered_with_the_la
         if answers and answers.pop():
             raise Interrupted("SIGTERM")
 
-    reward = make_reward(code, timeout_s=5, should_stop=stop_if_told)
+    reward = make_reward(code, timeout_s=5)
     reward.start()
     answers += [True] + [False] * 5
-    with pytest.raises(Interrupted):
+    with LookedAt(stop_if_told), pytest.raises(Interrupted):
         score(reward, ["slow"])
     assert answers == []
     call = score(reward, ["abc"])
     assert (call.scores, call.retried) == ([3.0], None)
 
 
-def test_should_stop_also_ends_a_flood_and_a_row_by_row_search(make_reward: MakeReward):
+def test_a_stop_also_ends_a_flood_and_a_row_by_row_search(make_reward: MakeReward):
     looks = []
 
     def stop_after_a_while() -> None:
@@ -415,8 +413,8 @@ def test_should_stop_also_ends_a_flood_and_a_row_by_row_search(make_reward: Make
             while True:
                 print("flood" * 1000)
     """
-    reward = make_reward(code, should_stop=stop_after_a_while)
-    with pytest.raises(Interrupted):
+    reward = make_reward(code)
+    with LookedAt(stop_after_a_while), pytest.raises(Interrupted):
         score(reward, ["a", "b"])
 
 

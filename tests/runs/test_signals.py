@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tinyrl.errors import GuardStop, Interrupted, OutOfRoom, Stop
-from tinyrl.runs.signals import SIGNALS, StopFlag
+from tinyrl.runs.signals import SIGNALS, StopFlag, check_stop, stop_held
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +30,22 @@ def test_a_signal_sets_the_flag_and_nothing_else(number: signal.Signals):
             flag.check()
         with pytest.raises(Interrupted):  # it stays set: saving, too, is told when it looks
             flag.check()
+
+
+def test_long_work_looks_at_the_innermost_flag():
+    check_stop()  # nobody listens, as in a notebook or a test
+    with StopFlag() as outer, StopFlag() as inner:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (outer.by, inner.by) == (None, "SIGTERM")
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            check_stop()
+        with stop_held():
+            with stop_held():
+                check_stop()
+            check_stop()  # a checkpoint that has begun is finished
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            check_stop()
+    check_stop()
 
 
 def test_the_first_reason_is_the_one_that_is_named():

@@ -109,7 +109,7 @@ def train(
     from tinyrl.training.launch import dry_run as try_everything
 
     options = Options(device=device, trust_remote_code=trust_remote_code)
-    with StopFlag() as flag:
+    with StopFlag():
         with sentences(debug):
             if dry_run:
                 print(dump_config(config))
@@ -122,7 +122,6 @@ def train(
                 name=name,
                 overwrite=overwrite,
                 command=_command(),
-                flag=flag,
             )
         raise typer.Exit(launch.go())
 
@@ -152,12 +151,11 @@ def _resume(
     from tinyrl.training.launch import Options
     from tinyrl.training.launch import resume as open_resumed
 
-    with StopFlag() as flag:
+    with StopFlag():
         with sentences(debug):
             launch = open_resumed(
                 opened,
                 options=Options(device=device, trust_remote_code=trust_remote_code),
-                flag=flag,
                 config=config,
                 allow_config_change=allow_config_change,
             )

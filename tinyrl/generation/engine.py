@@ -6,7 +6,7 @@ rng.py says how.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -51,7 +51,7 @@ class Completion:
 class SamplingSettings:
     """How completions are drawn, the same for every request of a run. `max_new_tokens`: of a request that does not say
     less itself. `max_rows`: sequences decoded at a time (None:
-    as many as memory allows). `should_stop` raises when the run is to stop; it is called between tokens.
+    as many as memory allows).
     """
 
     temperature: float
@@ -60,7 +60,6 @@ class SamplingSettings:
     top_p: float = 1.0
     top_k: int = 0
     max_rows: int | None = None
-    should_stop: Callable[[], None] = lambda: None
 
 
 class SamplingEngine(Protocol):

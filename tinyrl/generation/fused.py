@@ -34,6 +34,7 @@ from tinyrl.generation.slots import Places
 from tinyrl.generation.token_sampling import stop_said_at
 from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.roles import Roles
+from tinyrl.runs.signals import check_stop
 
 PREFILL_TOKENS = {"cpu": 4096, "cuda": 32768}  # padded prompt tokens read at a time
 LOOK_EVERY = {"cpu": 1, "cuda": 16}  # tokens between two looks at which rows have finished
@@ -202,7 +203,7 @@ class _Sampling:
                 self._admit(places.capacity - places.live)
                 self._retire()
             for _ in range(self.engine.look_every if places.live else 0):
-                self.settings.should_stop()
+                check_stop()
                 places.longest += 1
                 self.advance(*self._shape())
             self._retire()
@@ -227,7 +228,7 @@ class _Sampling:
                     break
                 samples.setdefault(request, []).append(self.waiting.popleft())
                 free -= 1
-            self.settings.should_stop()
+            check_stop()
             rows = list(chain.from_iterable(samples.values()))
             self.places.enter(
                 list(samples.values()),

@@ -33,6 +33,7 @@ from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.memory import weight_bytes
 from tinyrl.models.roles import Roles
+from tinyrl.runs.signals import check_stop
 
 # Rows are dropped when fewer than this share of the batch is still going: copying the cache costs about one token.
 COMPACT_BELOW = 0.8
@@ -145,7 +146,7 @@ class _Decoding:
         rows = torch.arange(self.num_rows, device=self.device)  # which rows are still in the batch
         alive = torch.ones_like(rows, dtype=torch.bool)  # and which of those are still going
         for t in range(self.width):
-            self.engine.settings.should_stop()
+            check_stop()
             token, logprob = self._draw(logits, self.uniforms[rows, t])
             self.tokens[rows[alive], t] = token[alive]
             self.logprobs[rows[alive], t] = logprob[alive]

@@ -4,7 +4,6 @@ the library's modules with merged weights, else (a quantised base, or no room fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import psutil
@@ -30,8 +29,6 @@ def engine_of(
     config: GenerationConfig,
     roles: Roles,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    should_stop: Callable[[], None] = lambda: None,
 ) -> tuple[SamplingEngine, str]:
     """The sampling engine of `generation.engine` over the policy's model, and why it is that one."""
     settings = SamplingSettings(
@@ -41,7 +38,6 @@ def engine_of(
         top_p=config.top_p,
         top_k=config.top_k,
         max_rows=config.max_rows,
-        should_stop=should_stop,
     )
     dtype = roles.causal.dtype if config.dtype == "auto" else resolve_dtype(config.dtype, on_cpu=False)
     longest = config.max_prompt_tokens + config.max_new_tokens

@@ -13,6 +13,7 @@ import torch
 
 from tinyrl.errors import out_of_memory
 from tinyrl.models.device import as_out_of_memory
+from tinyrl.runs.signals import check_stop
 
 _TOKENS = {"cpu": 768}
 _TOKENS_ELSEWHERE = 32768
@@ -133,10 +134,8 @@ class MicroBatches:
         self,
         device: torch.device,
         tokens: Literal["auto"] | int = "auto",
-        *,
-        should_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        self.device, self.should_stop = device, should_stop
+        self.device = device
         self.tokens = _TOKENS.get(device.type, _TOKENS_ELSEWHERE) if tokens == "auto" else tokens
         self.make_room: Callable[[], bool] = lambda: False
 
@@ -153,7 +152,7 @@ class MicroBatches:
                 with as_out_of_memory():
                     for work, plan in zip(passes, plans, strict=True):
                         for rows in plan:
-                            self.should_stop()
+                            check_stop()
                             work.run(rows)
                 return
             except torch.OutOfMemoryError as error:

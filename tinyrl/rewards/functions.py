@@ -50,7 +50,6 @@ class FunctionReward:
         weight: float = 1.0,
         timeout_s: float = 60.0,
         base_dir: Path | str | None = None,
-        should_stop: Callable[[], None] = lambda: None,
     ) -> None:
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"reward.timeout_s: must be a number of seconds above 0, not {timeout_s}.")
@@ -58,7 +57,6 @@ class FunctionReward:
         self.name = self._source.function
         self.weight = weight
         self._timeout_s = timeout_s
-        self._should_stop = should_stop
         self._worker: Worker | None = None
         self._facts: dict[str, Any] | None = None  # what the function takes, as its worker found it
 
@@ -85,7 +83,7 @@ class FunctionReward:
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, list[Any]]) -> RewardCall:
         """Score a batch. ValueError: a column that the function needs is missing, or one cannot be sent to it.
 
-        `should_stop` is called while it waits; what it raises ends the call and its worker.
+        Raises Interrupted, soon, once the run is to stop.
         """
         arguments = _arguments(prompts, completions, columns)
         if not prompts:
@@ -136,7 +134,7 @@ class FunctionReward:
 
     def _ask(self, arguments: dict[str, list[Any]], num_rows: int, *, timeout_s: float) -> RewardCall:
         request = f'{{"arguments": {_json(arguments)}, "num_rows": {num_rows}, "timeout_s": {timeout_s!r}}}'
-        reply = self._live_worker().ask(request, timeout_s=timeout_s, should_stop=self._should_stop)
+        reply = self._live_worker().ask(request, timeout_s=timeout_s)
         return _reward_call(self.name, reply)
 
     def _live_worker(self) -> Worker:
@@ -145,7 +143,7 @@ class FunctionReward:
             self._worker = Worker(self._source)
             load_timeout_s = max(self._timeout_s, LOAD_TIMEOUT_S)
             try:
-                self._facts = self._worker.load(timeout_s=load_timeout_s, should_stop=self._should_stop)
+                self._facts = self._worker.load(timeout_s=load_timeout_s)
             except CallFailed as failure:
                 self.close()
                 raise CallFailed(f"could not be loaded: it {failure}", worker_lost=True) from failure

@@ -13,11 +13,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from tinyrl.rewards import worker
 from tinyrl.rewards.loading import RewardSource
+from tinyrl.runs.signals import check_stop
 from tinyrl.text import one_line
 
 POLL_S = 0.1
@@ -65,7 +65,7 @@ class Worker:
         """False once a call was lost or the process is gone."""
         return not self._killed and self._process.poll() is None
 
-    def load(self, *, timeout_s: float, should_stop: Callable[[], None]) -> dict[str, Any]:
+    def load(self, *, timeout_s: float) -> dict[str, Any]:
         """Have the worker import the function; what it takes, as worker.py says. What we can import, it can."""
         source = self._source
         load = {
@@ -76,15 +76,15 @@ class Worker:
             "sys_path": [str(source.folder), *map(str, sys.path)],
         }
         request = json.dumps({"load": load, "timeout_s": timeout_s})
-        return self.ask(request, timeout_s=timeout_s, should_stop=should_stop)
+        return self.ask(request, timeout_s=timeout_s)
 
-    def ask(self, request: str, *, timeout_s: float, should_stop: Callable[[], None]) -> dict[str, Any]:
-        """Send a JSON request and wait for its reply. Raises CallFailed, and what `should_stop` raises."""
+    def ask(self, request: str, *, timeout_s: float) -> dict[str, Any]:
+        """Send a JSON request and wait for its reply. Raises CallFailed, and Interrupted once the run is to stop."""
         started = time.monotonic()
         self._output.clear()
         lost = True
         try:
-            reply = json.loads(self._exchange(request, started + timeout_s + GRACE_S, should_stop=should_stop))
+            reply = json.loads(self._exchange(request, started + timeout_s + GRACE_S))
             lost = False
         except (EOFError, json.JSONDecodeError) as error:
             late = time.monotonic() - started >= timeout_s
@@ -116,7 +116,7 @@ class Worker:
         for pipe in (self._requests, self._replies, self._prints):
             pipe.close()
 
-    def _exchange(self, request: str, deadline: float, *, should_stop: Callable[[], None]) -> bytes:
+    def _exchange(self, request: str, deadline: float) -> bytes:
         """The reply's line. EOFError: there will be none."""
         to_send, reply = memoryview(request.encode("ascii") + b"\n"), bytearray()
         with selectors.DefaultSelector() as pipes:
@@ -124,7 +124,7 @@ class Worker:
             pipes.register(self._replies, selectors.EVENT_READ)
             pipes.register(self._prints, selectors.EVENT_READ)
             while not reply.endswith(b"\n"):
-                should_stop()
+                check_stop()
                 # The pipe's end alone would not do: a process that the function forked may hold it open.
                 gone = self._process.poll() is not None
                 ready = {key.fileobj for key, _ in pipes.select(0 if gone else POLL_S)}

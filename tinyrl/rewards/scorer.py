@@ -5,7 +5,6 @@ and their weighted sum.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -44,14 +43,10 @@ class Scorer:
         roles: Roles,
         model: SequenceRewardModel | None = None,
         micro_batches: MicroBatches,
-        should_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self.task, self.tokenizer, self.roles, self.model = task, tokenizer, roles, model
         self.micro_batches = micro_batches
-        self.functions = [
-            FunctionReward(f.use, weight=f.weight, timeout_s=config.timeout_s, should_stop=should_stop)
-            for f in config.functions
-        ]
+        self.functions = [FunctionReward(f.use, weight=f.weight, timeout_s=config.timeout_s) for f in config.functions]
         self.has_model = config.model is not None
         self.uses_verifier = not self.functions and not self.has_model
         if self.uses_verifier and task.verify is None:

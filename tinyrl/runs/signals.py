@@ -1,5 +1,5 @@
-"""Ctrl-C, termination and a closed terminal: the handler only sets a flag, which is looked at between chunks of work;
-a second Ctrl-C leaves at once.
+"""Signals (Ctrl-C, termination, a closed terminal): the handler only sets a flag, which is looked at between chunks of
+work; a second Ctrl-C leaves at once.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ STOPPING = b"\nstopping when the piece of work in hand is done; Ctrl-C again lea
 
 
 class StopFlag:
-    """Set by a signal; `check` raises Interrupted once it is. Use in a `with`, which puts the old handlers back."""
+    """Set by a signal while inside a `with`, which puts the old handlers back. Signals are the process's, and so is
+    this: long work looks at the innermost flag by `check_stop`, wherever it stands.
+    """
 
     def __init__(self) -> None:
         self.by: str | None = None
-        self._waiting = False
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopFlag:
@@ -33,26 +34,19 @@ class StopFlag:
                 continue  # started with nohup: closing the terminal is to change nothing
             signal.signal(number, self._handle)
             self._before[number] = before
+        _flags.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        _flags.remove(self)
         for number, handler in self._before.items():
             # None: a handler that was not set from Python and cannot be put back
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # pyright: ignore[reportArgumentType]
 
     def check(self) -> None:
         """Raise Interrupted, with the signal's name, when one has come."""
-        if self.by is not None and not self._waiting:
+        if self.by is not None:
             raise Interrupted(self.by)
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Inside, `check` lets everything pass: what has begun (a checkpoint, which may run a model) is finished."""
-        before, self._waiting = self._waiting, True
-        try:
-            yield
-        finally:
-            self._waiting = before
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         on_terminal = number == signal.SIGINT and os.isatty(2)
@@ -63,3 +57,24 @@ class StopFlag:
         if on_terminal:
             os.write(2, STOPPING)
         self.by = self.by or signal.Signals(number).name
+
+
+_flags: list[StopFlag] = []  # in use, the innermost last
+_holding = 0
+
+
+def check_stop() -> None:
+    """Raise Interrupted when a signal has come: to be called between chunks of work that can be repeated."""
+    if _flags and not _holding:
+        _flags[-1].check()
+
+
+@contextmanager
+def stop_held() -> Iterator[None]:
+    """Inside, `check_stop` lets everything pass: what has begun (a checkpoint, which may run a model) is finished."""
+    global _holding
+    _holding += 1
+    try:
+        yield
+    finally:
+        _holding -= 1

@@ -10,7 +10,6 @@ training pairs is subtracted, so PPO starts near zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -162,9 +161,9 @@ def sizes_of(parts: Base, pairs: list[Pair]) -> RowSizes:
     return RowSizes.alone(lengths, packed=parts.roles.packs)
 
 
-def load(config: Config, *, options: Options, should_stop: Callable[[], None] = lambda: None) -> PairParts:
+def load(config: Config, *, options: Options) -> PairParts:
     """Read the base, give it a score head, tokenise the pairs of task.data."""
-    base = load_base(config, options=options, should_stop=should_stop)
+    base = load_base(config, options=options)
     base.roles.train_score_head()
     rows, held_out = text_rows(config)
     return PairParts(

@@ -9,7 +9,6 @@ from nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,9 +73,9 @@ def sizes_of(parts: Base, examples: list[Example]) -> RowSizes:
     return RowSizes.of([p for p, _ in examples], [len(t) for _, t in examples], packed=parts.roles.packs)
 
 
-def load(config: Config, *, options: Options, should_stop: Callable[[], None] = lambda: None) -> TextParts:
+def load(config: Config, *, options: Options) -> TextParts:
     """Read the model and tokenise the rows of task.data; a tenth is held out unless task.eval_data says otherwise."""
-    base = load_base(config, options=options, should_stop=should_stop)
+    base = load_base(config, options=options)
     rows, held_out = text_rows(config)
     return TextParts(
         **vars(base),

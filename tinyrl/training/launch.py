@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -24,7 +24,6 @@ from tinyrl.report import write_report
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.progress import Display
 from tinyrl.runs.run_dir import RunDir, create_run, environment
-from tinyrl.runs.signals import StopFlag
 from tinyrl.runs.summary import summary
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.training.session import Session, read_state
@@ -33,7 +32,7 @@ from tinyrl.training.session import Session, read_state
 class Trainer(Protocol):
     """What a file in tinyrl/trainers gives: how its method loads what it needs, trains, and evaluates as it goes."""
 
-    def load(self, config: Config, *, options: Options, should_stop: Callable[[], None] = ...) -> Any:
+    def load(self, config: Config, *, options: Options) -> Any:
         """The parts that `train` and `evaluate` take. Raises ValueError for what a person can mend."""
         ...
 
@@ -54,7 +53,6 @@ class Launch:
     trainer: Trainer
     parts: Base
     session: Session
-    flag: StopFlag
 
     def say(self, notes: list[str]) -> None:
         """Show what was found and chosen while the run was opened."""
@@ -100,7 +98,6 @@ def start(
     name: str | None,
     overwrite: bool,
     command: list[str],
-    flag: StopFlag,
 ) -> Launch:
     """Load everything, check it, and make the run's folder. Raises ValueError before anything is written when
     something is wrong.
@@ -108,14 +105,14 @@ def start(
     check_trackers(config.run.trackers)
     trainer = trainer_of(config)
     with out_of_memory_stops("before the first step"):
-        parts = trainer.load(config, options=options, should_stop=flag.check)
+        parts = trainer.load(config, options=options)
         threads = settle_threads(parts)
         notes = [threads, *parts.check()]
     checkpoints.check_room(Path(output_dir), needed=checkpoint_bytes(parts.roles))
     run = create_run(output_dir, name=name, config=config, overwrite=overwrite)
     run.write_config(config)
     _write_environment(run, parts, command)
-    launch = _open(run, trainer, parts, flag=flag)
+    launch = _open(run, trainer, parts)
     launch.say([f"run {run.path}", *notes])
     return launch
 
@@ -124,7 +121,6 @@ def resume(
     run: RunDir,
     *,
     options: Options,
-    flag: StopFlag,
     config: Config | None = None,
     allow_config_change: bool = False,
 ) -> Launch | None:
@@ -141,13 +137,13 @@ def resume(
         changes = check_drift(read_state(folder)["config"], config, since=folder.name, allowed=allow_config_change)
     trainer = trainer_of(config)
     with out_of_memory_stops("before the first step"):
-        parts = trainer.load(config, options=options, should_stop=flag.check)
+        parts = trainer.load(config, options=options)
         notes = [f"warning: {w}; using {folder.name if folder else 'the start'} instead" for w in warnings[:1]]
         notes += parts.check()
         if folder is None:
             notes.append(settle_threads(parts))
             run.cut({})
-    launch = _open(run, trainer, parts, flag=flag)
+    launch = _open(run, trainer, parts)
     session = launch.session
     if folder is not None:
         session.restore(folder)
@@ -179,16 +175,15 @@ def trainer_of(config: Config) -> Trainer:
     return cast(Trainer, importlib.import_module(f"tinyrl.trainers.{METHODS[config.method].trainer}"))
 
 
-def _open(run: RunDir, trainer: Trainer, parts: Any, *, flag: StopFlag) -> Launch:
+def _open(run: RunDir, trainer: Trainer, parts: Any) -> Launch:
     session = Session(
         parts,
         run,
         evaluate=lambda: trainer.evaluate(parts),
-        flag=flag,
         display=Display(num_steps=parts.config.run.num_steps),
         fingerprint=parts.data_fingerprint,
     )
-    return Launch(run, trainer, parts, session, flag)
+    return Launch(run, trainer, parts, session)
 
 
 def _write_environment(run: RunDir, parts: Base, command: list[str]) -> None:

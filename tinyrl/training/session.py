@@ -30,7 +30,7 @@ from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.progress import Display
 from tinyrl.runs.rng_state import generator_tensors, python_generator, restore_generators
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.runs.signals import StopFlag
+from tinyrl.runs.signals import stop_held
 from tinyrl.runs.tracking import Trackers
 from tinyrl.training.metrics import StepMetrics
 from tinyrl.training.optim import rate_factor, role_optimizers
@@ -56,12 +56,11 @@ class Session:
         run: RunDir,
         *,
         evaluate: Callable[[], Evaluation],
-        flag: StopFlag,
         display: Display,
         fingerprint: str,
     ) -> None:
         self.base, self.config, self.run = base, base.config, run
-        self.flag, self.display, self.fingerprint = flag, display, fingerprint
+        self.display, self.fingerprint = display, fingerprint
         self._evaluate = evaluate
         self.step = 0
         self.phase: Phase = "evaluation"  # of step 0: the held-out score before training
@@ -171,7 +170,7 @@ class Session:
         """Write a checkpoint; when the disk refuses, say so and go on: the older ones are intact."""
         try:
             checkpoints.check_room(self.run.checkpoints, needed=checkpoint_bytes(self.base.roles))
-            with self.flag.held():
+            with stop_held():
                 self.last_checkpoint = checkpoints.write_checkpoint(self.run.checkpoints, self.step, write=self._write)
             protected = [p for p in (self.last_checkpoint, self.resumed_from) if p is not None]
             if self.best is not None:
