@@ -53,9 +53,9 @@ def test_truncated_responses_can_be_masked_or_penalised(parts: Parts) -> None:
     assert not masked.loss_mask[masked.truncated].any()
     assert torch.equal(masked.kept, ~masked.truncated)
     assert torch.equal(masked.response_mask, kept.response_mask)  # what the policy chose is another matter
-    torch.testing.assert_close(masked.totals, kept.totals)  # still in the group's statistics
+    torch.testing.assert_close(masked.rewards, kept.rewards)  # still in the group's statistics
     penalised = collect(parts, Truncation("penalize", penalty=2.5))
-    torch.testing.assert_close(penalised.totals, kept.totals - 2.5 * kept.truncated)
+    torch.testing.assert_close(penalised.rewards, kept.rewards - 2.5 * kept.truncated)
 
 
 def test_soft_overlong_penalty() -> None:
@@ -99,4 +99,4 @@ def test_with_groups_replaces_whole_groups(parts: Parts) -> None:
     assert [mixed.response(i) for i in (4, 5)] == [other.response(i) for i in (2, 3)]
     assert mixed.prompt_rows.tolist() == [0, 1, 6]
     assert mixed.prompt_tokens[2] == other.prompt_tokens[1]
-    torch.testing.assert_close(mixed.totals[4:], other.totals[2:])
+    torch.testing.assert_close(mixed.rewards[4:], other.rewards[2:])

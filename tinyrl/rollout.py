@@ -26,7 +26,7 @@ from tinyrl.tasks.prompts import PreparedPrompt
 FINISH_REASONS = ("eos", "stop", "length")
 _SAMPLED_PER_TOKEN = ("response_tokens", "response_mask", "sampling_logprobs")
 _SCORED_PER_TOKEN = ("old_logprobs", "ref_logprobs", "values")
-_PER_SAMPLE = ("response_lengths", "scores", "totals", "finish_reasons", "kept")
+_PER_SAMPLE = ("response_lengths", "scores", "rewards", "finish_reasons", "kept")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Rollout:
     ref_logprobs        (B, T) under the reference, or None
     values              (B, T) of the critic before the update, or None
     scores              (B, R) of each reward, NaN = does not apply
-    totals              (B,) what training maximises, NaN = there is no reward
+    rewards              (B,) what training maximises, NaN = there is no reward
     finish_reasons      (B,) index into FINISH_REASONS
     kept                (B,) True = the row counts in the loss: it has a reward and is not left out as truncated
     advantages          (B,) or (B, T), returns (B, T): derived from the others at each update, in no checkpoint
@@ -74,7 +74,7 @@ class Rollout:
     response_mask: Tensor
     sampling_logprobs: Tensor
     scores: Tensor
-    totals: Tensor
+    rewards: Tensor
     finish_reasons: Tensor
     kept: Tensor
     old_logprobs: Tensor | None = None
@@ -205,7 +205,7 @@ class Truncation:
     max_new_tokens: int = 0
 
     def penalties(self, lengths: Tensor, truncated: Tensor) -> Tensor:
-        """(B,) to subtract from the totals. Soft overlong punishment (DAPO, 2503.14476, Eq. 13): 0 up to max -
+        """(B,) to subtract from the rewards. Soft overlong punishment (DAPO, 2503.14476, Eq. 13): 0 up to max -
         buffer, then down to -1.
         """
         penalty = torch.where(truncated, self.penalty, 0.0) if self.mode == "penalize" else torch.zeros(len(lengths))
@@ -241,14 +241,14 @@ def sample_and_score(
     completions = [completion for group in groups for completion in group]
     sheet = scorer([p for p in prompts for _ in range(group_size)], [c.tokens for c in completions])
     rollout = _as_tensors(prompts, completions, group_size)
-    rollout.scores, rollout.totals, rollout.failures = sheet.scores, sheet.totals, sheet.failures
-    rollout.kept = ~rollout.totals.isnan()
+    rollout.scores, rollout.rewards, rollout.failures = sheet.scores, sheet.rewards, sheet.failures
+    rollout.kept = ~rollout.rewards.isnan()
     return rollout
 
 
 def settle_truncated(rollout: Rollout, truncation: Truncation) -> None:
     """Let truncated responses pay their penalty, or leave them out of the loss; they stay in their group's spread."""
-    rollout.totals = rollout.totals - truncation.penalties(rollout.chosen_tokens, rollout.truncated)
+    rollout.rewards = rollout.rewards - truncation.penalties(rollout.chosen_tokens, rollout.truncated)
     if truncation.mode == "mask":
         rollout.kept = rollout.kept & ~rollout.truncated
 
@@ -272,7 +272,7 @@ def _as_tensors(prompts: list[PreparedPrompt], completions: list[Completion], gr
         response_mask=chosen,
         sampling_logprobs=logprobs,
         scores=torch.empty(rows, 0),
-        totals=torch.zeros(rows),
+        rewards=torch.zeros(rows),
         finish_reasons=torch.tensor([FINISH_REASONS.index(c.finish_reason) for c in completions]),
         kept=torch.ones(rows, dtype=torch.bool),
     )

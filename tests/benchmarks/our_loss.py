@@ -37,7 +37,7 @@ def as_rollout(batch: Batch) -> Rollout:
         response_mask=torch.arange(tokens.shape[1]) < lengths.unsqueeze(1),
         sampling_logprobs=torch.zeros(tokens.shape),
         scores=torch.zeros(rows, 1),
-        totals=torch.zeros(rows),
+        rewards=torch.zeros(rows),
         finish_reasons=torch.zeros(rows, dtype=torch.long),
         kept=torch.ones(rows, dtype=torch.bool),
     )

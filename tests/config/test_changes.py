@@ -6,7 +6,7 @@ import pytest
 
 from tests import running
 from tests.tiny_models import tiny_model
-from tinyrl.config.changes import changed_settings, check_drift
+from tinyrl.config.changes import changed_settings, check_changes
 from tinyrl.config.recipe import load_config
 
 
@@ -24,11 +24,11 @@ def test_the_first_three_are_named_and_the_others_counted() -> None:
     before = config.model_dump(mode="json")
     before["optim"] |= {"learning_rate": 0.5, "max_grad_norm": 0.25, "weight_decay": 0.125, "adam_eps": 0.5}
     with pytest.raises(ValueError, match=r"and 1 more\nPut them back, or go on .*--allow-config-change$") as caught:
-        check_drift(before, config, since="step-000010", allowed=False)
+        check_changes(before, config, since="step-000010", allowed=False)
     assert len(str(caught.value).splitlines()) == 6
-    assert len(check_drift(before, config, since="step-000010", allowed=True)) == 4
+    assert len(check_changes(before, config, since="step-000010", allowed=True)) == 4
     with pytest.raises(ValueError, match="written by `tinyrl train ppo`; grpo cannot go on"):
-        check_drift({**before, "method": "ppo"}, config, since="step-000010", allowed=True)
+        check_changes({**before, "method": "ppo"}, config, since="step-000010", allowed=True)
 
 
 @pytest.fixture(scope="module")

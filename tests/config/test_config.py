@@ -123,6 +123,11 @@ def test_a_preset_is_plain_fields(preset: str, parts: tuple[Any, ...], kl: tuple
     assert tuple(getattr(section, name) for name in KL_PARTS) == kl
 
 
+def test_engines_may_have_their_former_names():
+    engines = [make("grpo", generation={"engine": name}).generation.engine for name in ("reference", "slim", "hf")]
+    assert engines == ["hf", "hf-merged", "hf"]
+
+
 def test_dapo_is_the_default():
     assert make("grpo") == make("grpo", grpo={"preset": "dapo"})
 

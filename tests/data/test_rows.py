@@ -4,7 +4,8 @@ from collections import Counter
 
 import pytest
 
-from tinyrl.data.rows import batch_indices, check_prompt, fingerprint, hold_out, keyed_order, placed_rows, read_rows
+from tinyrl.data.rows import batch_indices, fingerprint, hold_out, keyed_order, placed_rows, read_rows
+from tinyrl.data.shapes import check_prompt
 
 
 def test_columns_are_renamed_and_swapped(tmp_path):

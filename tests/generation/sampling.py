@@ -10,24 +10,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinyrl.generation import hf as reference
+from tinyrl.generation import hf
 from tinyrl.generation.engine import Completion, Request, SamplingSettings
 from tinyrl.generation.fused import FusedEngine
-from tinyrl.generation.hf import ReferenceEngine, SlimEngine
-from tinyrl.generation.slots import Places
+from tinyrl.generation.hf import HfEngine, HfMergedEngine
+from tinyrl.generation.slots import Slots
 from tinyrl.models.loading import load_causal_lm, load_tokenizer, lora_config, wrap_in_lora
 from tinyrl.models.roles import Roles
 
 CPU = torch.device("cpu")
 PROMPTS = [[20, 21, 22], [30], list(range(40, 52)), [7, 7, 60, 61, 62]]
 LIKE_LLAMA = ("llama", "qwen2", "qwen3")  # what the fused engine samples from
-ENGINES = ("reference", "slim", "fused")
-Engine = ReferenceEngine | FusedEngine
+ENGINES = ("hf", "hf-merged", "fused")
+Engine = HfEngine | FusedEngine
 
 
 def make_engine(
     folder: Path,
-    name: str = "reference",
+    name: str = "hf",
     *,
     lora: bool = False,
     reference: bool = False,
@@ -42,7 +42,7 @@ def make_engine(
     roles, tokenizer = Roles(model, device=CPU, reference=reference), load_tokenizer(str(folder))
     if name == "fused":
         return FusedEngine(roles, tokenizer, settings, dtype=dtype)
-    return {"reference": ReferenceEngine, "slim": SlimEngine}[name](roles, tokenizer, settings)
+    return {"hf": HfEngine, "hf-merged": HfMergedEngine}[name](roles, tokenizer, settings)
 
 
 def requests(prompts: list[list[int]] | None = None) -> list[Request]:
@@ -76,7 +76,7 @@ def assert_same(ours: list[list[Completion]], theirs: list[list[Completion]]) ->
 
 def script(monkeypatch: pytest.MonkeyPatch, texts: list[list[int]]) -> None:
     """Make every batch say these tokens, row by row (a single batch), whatever the model thinks."""
-    monkeypatch.setattr(reference, "COMPACT_BELOW", 0.0)
+    monkeypatch.setattr(hf, "COMPACT_BELOW", 0.0)
     step = [0]
 
     def draw(self: Any, logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,9 +84,9 @@ def script(monkeypatch: pytest.MonkeyPatch, texts: list[list[int]]) -> None:
         step[0] += 1
         return token, logits.log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
 
-    monkeypatch.setattr(reference._Decoding, "_draw", draw)
+    monkeypatch.setattr(hf._Decoding, "_draw", draw)
 
-    def draw_in_places(self: Places, logits: Tensor, where: Tensor) -> None:
+    def draw_in_places(self: Slots, logits: Tensor, where: Tensor) -> None:
         column = self.count[where]
         said = [
             texts[self.sample[p]][min(int(c), len(texts[self.sample[p]]) - 1)]
@@ -97,15 +97,15 @@ def script(monkeypatch: pytest.MonkeyPatch, texts: list[list[int]]) -> None:
         self.logprobs[where, column] = logits.log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
         self.count[where] += 1
 
-    monkeypatch.setattr(Places, "_draw", draw_in_places)
+    monkeypatch.setattr(Slots, "_draw", draw_in_places)
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, before: Callable[[Any], None]) -> None:
     """Call `before` with every batch that is about to be decoded."""
-    run = reference._Decoding.run
+    run = hf._Decoding.run
 
     def watched(self: Any):
         before(self)
         return run(self)
 
-    monkeypatch.setattr(reference._Decoding, "run", watched)
+    monkeypatch.setattr(hf._Decoding, "run", watched)

@@ -8,7 +8,7 @@ import torch
 from tests.generation.sampling import PROMPTS, assert_same, make_engine, requests, sample, tokens_of, watch
 from tests.running import LookedAt
 from tests.tiny_models import TinyModels
-from tinyrl.generation import hf as reference
+from tinyrl.generation import hf
 from tinyrl.generation.engine import Request, join, split
 
 
@@ -35,8 +35,8 @@ def test_dropping_finished_rows_changes_nothing(tiny: TinyModels, kind: str, mon
     widths: dict[float, list[int]] = {}
     results = []
     for share in (0.0, 0.5, 1.0):
-        monkeypatch.setattr(reference, "COMPACT_BELOW", share)
-        forward = reference._Decoding._forward
+        monkeypatch.setattr(hf, "COMPACT_BELOW", share)
+        forward = hf._Decoding._forward
         seen = widths[share] = []
 
         def counted(self: Any, ids: torch.Tensor, *rest: Any, forward: Any = forward, seen: list[int] = seen):
@@ -44,7 +44,7 @@ def test_dropping_finished_rows_changes_nothing(tiny: TinyModels, kind: str, mon
             return forward(self, ids, *rest)
 
         with monkeypatch.context() as patch:
-            patch.setattr(reference._Decoding, "_forward", counted)
+            patch.setattr(hf._Decoding, "_forward", counted)
             results.append(sample(engine, 4))
     assert_same(results[1], results[0])
     assert_same(results[2], results[0])
@@ -66,13 +66,13 @@ def test_further_samples_of_a_prompt_continue_its_numbering(tiny: TinyModels):
 def test_prompts_are_prefilled_once_for_their_group(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
     engine = make_engine(tiny("llama"), max_new_tokens=3)
     shapes = []
-    forward = reference._Decoding._forward
+    forward = hf._Decoding._forward
 
     def seen(self: Any, ids: torch.Tensor, *rest: Any):
         shapes.append(tuple(ids.shape))
         return forward(self, ids, *rest)
 
-    monkeypatch.setattr(reference._Decoding, "_forward", seen)
+    monkeypatch.setattr(hf._Decoding, "_forward", seen)
     sample(engine, 5)
     assert shapes == [(4, 12), (20, 1), (20, 1)]
 

@@ -1,6 +1,4 @@
-"""The fused and the slim engine against the reference: the same samples, whatever memory there is and whoever has
-finished; and which engine a model gets.
-"""
+"""Engines give the same samples, whatever memory there is and whoever has finished; and which one a model gets."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,12 +20,11 @@ from tests.generation.sampling import (
 )
 from tests.running import LookedAt
 from tests.tiny_models import KINDS, TinyModels
-from tinyrl.generation import fused
-from tinyrl.generation import select as choosing
+from tinyrl.generation import fused, select
 from tinyrl.generation.decoder import Decoder, reads_like_llama
 from tinyrl.generation.engine import Request, SamplingSettings
-from tinyrl.generation.select import choose_engine
-from tinyrl.generation.slots import Places
+from tinyrl.generation.select import select_engine
+from tinyrl.generation.slots import Slots
 from tinyrl.models.loading import lora_config, wrap_in_lora
 from tinyrl.models.roles import Roles
 
@@ -40,9 +37,9 @@ def eos(engine: Any, below: int) -> Any:
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-@pytest.mark.parametrize(("name", "kind"), [("slim", k) for k in KINDS] + [("fused", k) for k in LIKE_LLAMA])
+@pytest.mark.parametrize(("name", "kind"), [("hf-merged", k) for k in KINDS] + [("fused", k) for k in LIKE_LLAMA])
 def test_the_same_seed_gives_the_same_samples_from_every_engine(tiny: TinyModels, name: str, kind: str, lora: bool):
-    engines = [make_engine(tiny(kind), n, lora=lora, max_new_tokens=24, temperature=0.9) for n in ("reference", name)]
+    engines = [make_engine(tiny(kind), n, lora=lora, max_new_tokens=24, temperature=0.9) for n in ("hf", name)]
     results = []
     for engine in engines:
         engine.eos = eos(engine, 12)
@@ -56,7 +53,7 @@ def test_the_same_seed_gives_the_same_samples_from_every_engine(tiny: TinyModels
 @pytest.mark.parametrize("look_every", [1, 2, 7, 16])
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 5, 8, 16, None])
 def test_samples_do_not_depend_on_the_places_there_are(tiny: TinyModels, max_rows: int | None, look_every: int):
-    """Few places, so that samples wait and are let in as others leave; looks seldom, as on a GPU."""
+    """Few slots, so that samples wait and are let in as others leave; looks seldom, as on a GPU."""
     expected = make_engine(tiny("qwen2"), max_new_tokens=24)
     engine = make_engine(tiny("qwen2"), "fused", max_new_tokens=24)
     engine.max_rows, engine.look_every = max_rows, look_every
@@ -77,7 +74,7 @@ def test_a_sample_does_not_depend_on_its_batch(tiny: TinyModels):
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_completion_can_be_taken_up_where_it_stopped(tiny: TinyModels, name: str):
-    """Five tokens, and the rest as a request of its own: the same random numbers in the same places."""
+    """Five tokens, and the rest as a request of its own: the same random numbers in the same slots."""
     engine = make_engine(tiny("llama"), name, max_new_tokens=24)
     engine.eos = eos(engine, 1)
     whole = sample(engine, 1)
@@ -148,14 +145,14 @@ def test_the_cache_stays_within_its_share_of_memory(tiny: TinyModels, monkeypatc
     assert fused.rows_that_fit(decoder, 32, free=10_000_000) == 488  # 0.4 of it, at 32 x 256 bytes
     assert fused.rows_that_fit(decoder, 32, free=0) == 1
     seen: list[int] = []
-    init = Places.__init__
+    init = Slots.__init__
 
-    def noted(self: Places, *args: Any, **named: Any):
+    def noted(self: Slots, *args: Any, **named: Any):
         seen.append(named["capacity"])
         init(self, *args, **named)
 
     monkeypatch.setattr(fused, "rows_that_fit", lambda *_, **__: 5)
-    monkeypatch.setattr(Places, "__init__", noted)
+    monkeypatch.setattr(Slots, "__init__", noted)
     assert_same(sample(engine, 4), expected)
     assert seen == [5]
 
@@ -207,7 +204,7 @@ def test_bfloat16_sampling_says_that_it_is_not_exact(tiny: TinyModels):
 
 def choose(engine: Any, wanted: str = "auto", *, dtype: torch.dtype = torch.float32, longest: int = 64):
     settings = SamplingSettings(temperature=1.0, max_new_tokens=8)
-    return choose_engine(engine.roles, engine.tokenizer, settings, wanted=wanted, dtype=dtype, longest=longest)  # pyright: ignore
+    return select_engine(engine.roles, engine.tokenizer, settings, wanted=wanted, dtype=dtype, longest=longest)  # pyright: ignore
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -215,10 +212,10 @@ def test_the_engine_is_chosen_by_its_numbers(tiny: TinyModels, kind: str):
     made = make_engine(tiny(kind), lora=True)
     stir(made)
     engine, why = choose(made)
-    assert engine.name == ("fused" if kind in LIKE_LLAMA else "slim")
+    assert engine.name == ("fused" if kind in LIKE_LLAMA else "hf-merged")
     assert ("own forward pass by at most" in why) == (kind in LIKE_LLAMA)
-    assert choose(made, "reference")[0].name == "reference"
-    assert choose(made, "slim")[0].name == "slim"
+    assert choose(made, "hf")[0].name == "hf"
+    assert choose(made, "hf-merged")[0].name == "hf-merged"
     if kind not in LIKE_LLAMA:
         with pytest.raises(ValueError, match=r"generation\.engine=fused: .*use auto"):
             choose(made, "fused")
@@ -231,7 +228,7 @@ def test_a_model_with_the_parts_of_llama_put_together_otherwise_is_found_out(tin
     made = make_engine(tiny("granite"))
     assert reads_like_llama(made.roles.causal)
     engine, why = choose(made)
-    assert (engine.name, "numbers are not those of Granite" in why) == ("slim", True)
+    assert (engine.name, "numbers are not those of Granite" in why) == ("hf-merged", True)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "mistral"])
@@ -246,7 +243,7 @@ def test_a_window_shorter_than_the_longest_sequence_rules_the_fused_engine_out(t
     made.roles = Roles(model.eval(), device=CPU, reference=False)
     assert choose(made, longest=40)[0].name == "fused"
     engine, why = choose(made, longest=41)
-    assert engine.name == "slim"
+    assert engine.name == "hf-merged"
     assert "does not look at all earlier tokens" in why
 
 
@@ -254,19 +251,19 @@ def test_rotary_positions_that_depend_on_the_batch_rule_the_fused_engine_out(tin
     made = make_engine(tiny("llama"))
     made.roles.causal.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     engine, why = choose(made)
-    assert (engine.name, "depend on what else is in the batch" in why) == ("slim", True)
+    assert (engine.name, "depend on what else is in the batch" in why) == ("hf-merged", True)
 
 
 def test_without_room_for_a_copy_or_with_a_quantised_base_lora_stays_unmerged(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
 ):
     made = make_engine(tiny("llama"), lora=True)
-    monkeypatch.setattr(choosing.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
+    monkeypatch.setattr(select.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
     engine, why = choose(made)
-    assert engine.name == "reference"
+    assert engine.name == "hf"
     assert "would take most of the free memory" in why
-    with pytest.raises(ValueError, match=r"generation\.engine=slim"):
-        choose(made, "slim")
+    with pytest.raises(ValueError, match=r"generation\.engine=hf-merged"):
+        choose(made, "hf-merged")
     monkeypatch.undo()
     made.roles.causal.is_quantized = True
     assert choose(made)[1] == "the base is quantised, so LoRA stays unmerged"

@@ -14,7 +14,7 @@ from tests.tiny_models import TinyModels
 from tinyrl.generation import fused
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.graphs import StepGraphs
-from tinyrl.generation.slots import Places
+from tinyrl.generation.slots import Slots
 
 
 class Recording:
@@ -83,11 +83,11 @@ def test_a_graph_is_captured_once_for_a_shape_and_its_warm_up_is_undone():
 def test_samples_from_graphs_are_the_same_samples(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, max_rows: int | None
 ):
-    """Rows are rounded up, so places nobody is in are computed as well; the cache is read further than it is filled."""
+    """Rows are rounded up, so slots nobody is in are computed as well; the cache is read further than it is filled."""
     shapes: set[tuple[int, int]] = set()
 
-    def places(self: FusedEngine, decoder: Any, greedy: bool, *, rows: int, width: int):
-        made = Places(
+    def slots(self: FusedEngine, decoder: Any, greedy: bool, *, rows: int, width: int):
+        made = Slots(
             decoder, self.settings, capacity=rows, width=width, columns=self.columns, greedy=greedy,
             device=self.roles.device,
         )  # fmt: skip
@@ -99,8 +99,8 @@ def test_samples_from_graphs_are_the_same_samples(
     engine.max_rows, engine.look_every = max_rows, 5
     monkeypatch.setattr(fused, "WIDTH_BUCKET", 8)
     expected = sample(plain, 4)
-    monkeypatch.setattr(FusedEngine, "_places", places)
-    monkeypatch.setattr(fused._Sampling, "_shape", lambda self: fused.bucket(self.places))
+    monkeypatch.setattr(FusedEngine, "_slots", slots)
+    monkeypatch.setattr(fused._Sampling, "_shape", lambda self: fused.bucket(self.slots))
     assert_same(sample(engine, 4), expected)
     assert {rows for rows, _ in shapes} <= {1, 2, 3, 4, 6, 8, 16}
     assert len({width for _, width in shapes}) > 1

@@ -24,7 +24,7 @@ def spoken(
     stop: list[str] | None = None,
     max_new_tokens: int = 64,
     folder: Path | None = None,
-    engines: tuple[str, ...] = ("reference", "fused"),
+    engines: tuple[str, ...] = ("hf", "fused"),
     look_every: tuple[int, ...] = (1, 4),
 ) -> list[Completion]:
     """One completion for each text, as if the model had said it (and EOS after that): the same from every engine, and

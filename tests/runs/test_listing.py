@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from tinyrl.cli.commands import app
 from tinyrl.config.recipe import load_config
 from tinyrl.runs.checkpoint import write_checkpoint
-from tinyrl.runs.listing import inventory, render
+from tinyrl.runs.listing import list_verified, render
 from tinyrl.runs.run_dir import RunDir, create_run
 
 
@@ -31,7 +31,7 @@ def test_what_is_listed(tmp_path: Path) -> None:
     (run.checkpoints / "step-000006" / "x").write_bytes(b"y" * 6000)
     with run.metrics.open("a") as file:
         file.write('{"step": 7, "eval/rew')  # cut off by a crash
-    listed = inventory(run)
+    listed = list_verified(run)
     assert [(one.name, one.step, one.metric) for one in listed] == [
         ("step-000002", 2, 0.25),
         ("step-000004", 4, 0.75),
@@ -57,7 +57,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_none_and_none_that_verifies(tmp_path: Path) -> None:
     run = a_run(tmp_path)
-    for one in inventory(run):
+    for one in list_verified(run):
         (run.checkpoints / one.name / "MANIFEST.json").unlink()
-    assert "none verifies: a resume begins from the start" in render(run, inventory(run))
+    assert "none verifies: a resume begins from the start" in render(run, list_verified(run))
     assert render(run, []).endswith("has no checkpoint yet")

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import torch
 
-from tinyrl.runs.rng_state import generator_tensors, python_generator, restore_generators
+from tinyrl.runs.rng_state import python_rng, restore_rng, rng_tensors
 
 
 def draw() -> tuple[float, float, float, float]:
@@ -15,11 +15,11 @@ def draw() -> tuple[float, float, float, float]:
 
 def test_round_trip_through_json() -> None:
     draw()  # leaves a cached Gaussian in both of Python's and NumPy's generators
-    tensors, python = generator_tensors(), json.loads(json.dumps(python_generator()))
+    tensors, python = rng_tensors(), json.loads(json.dumps(python_rng()))
     expected = [draw() for _ in range(3)]
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
     assert [draw() for _ in range(3)] != expected
-    restore_generators(tensors, python)
+    restore_rng(tensors, python)
     assert [draw() for _ in range(3)] == expected

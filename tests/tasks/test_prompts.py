@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.conftest import shared_data
-from tinyrl.data.rows import render_prompt
+from tinyrl.tasks.prompts import render_prompt
 
 VOCABULARY = {"[UNK]": 0, "<s>": 1, "</s>": 2, "hello": 3, "world": 4, "<think>": 5, "</think>": 6, "user": 7, ":": 8}
 TEMPLATE = (

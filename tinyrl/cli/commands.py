@@ -218,11 +218,11 @@ def checkpoints(
 ) -> None:
     """List the checkpoints of a run: step, size, metric, and whether each verifies."""
     with sentences(debug):
-        from tinyrl.runs.listing import inventory, render
+        from tinyrl.runs.listing import list_verified, render
         from tinyrl.runs.run_dir import open_run
 
         opened = open_run(run)
-        listed = inventory(opened)
+        listed = list_verified(opened)
         print(json.dumps([vars(one) for one in listed]) if json_output else render(opened, listed))
 
 

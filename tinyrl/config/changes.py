@@ -10,7 +10,7 @@ from tinyrl.config.schema import Config
 MOST_SHOWN = 3
 
 
-def check_drift(before: dict[str, Any], config: Config, *, since: str, allowed: bool) -> list[str]:
+def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed: bool) -> list[str]:
     """Compare the configuration a checkpoint was written under with the one it is read under; returns a line for each
     setting that differs.
 

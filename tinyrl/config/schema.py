@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tinyrl.config.conflicts import conflicts
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName
@@ -96,9 +96,14 @@ class GenerationConfig(Section):
     top_k: NonNegative = 0
     allow_truncated_sampling: bool = False
     stop: list[Text] = Field(default_factory=list)
-    engine: Literal["auto", "fused", "slim", "reference"] = "auto"
+    engine: Literal["auto", "fused", "hf-merged", "hf"] = "auto"
     max_rows: Positive | None = None  # rows decoded at a time; None: as many as a step asks for
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of sampling; auto: the model's
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _former_names(cls, name: Any) -> Any:
+        return {"reference": "hf", "slim": "hf-merged"}.get(name, name) if isinstance(name, str) else name
 
 
 class OptimConfig(Section):

@@ -81,7 +81,7 @@ class _Judged:
         self.repeated = [p for p in prompts for _ in range(samples)]
         tokens = [self.rollout.response(row) for row in range(len(self.rollout))]
         self.texts = [parts.scorer.text(t) for t in tokens]
-        self.rewards: list[float] = self.rollout.totals.tolist()
+        self.rewards: list[float] = self.rollout.rewards.tolist()
         self.verdicts = self._verdicts(tokens)
         self.kl, self.entropy = self._passes(role) if not greedy else (None, None)
 

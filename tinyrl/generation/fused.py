@@ -1,7 +1,7 @@
 """The fused engine: its own decoder over a static cache, with rows that come and go.
 
 A prompt is read once for its group. A row that has finished leaves at once and the last row takes its place, so every
-product is over rows that are still going; waiting samples are let in as places become free (continuous batching; Orca,
+product is over rows that are still going; waiting samples are let in as slots become free (continuous batching; Orca,
 OSDI 2022), so a batch larger than memory still samples. On CUDA a step is replayed from a graph for its bucket of
 rows and of cache width, and finished rows are looked for every few tokens only, so that nothing waits for the host;
 what a row said after its end is cut off.
@@ -30,7 +30,7 @@ from tinyrl.generation.engine import (
 )
 from tinyrl.generation.graphs import StepGraphs
 from tinyrl.generation.rng import uniforms
-from tinyrl.generation.slots import Places
+from tinyrl.generation.slots import Slots
 from tinyrl.generation.token_sampling import stop_said_at
 from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.roles import Roles
@@ -39,7 +39,7 @@ from tinyrl.runs.signals import check_stop
 PREFILL_TOKENS = {"cpu": 4096, "cuda": 32768}  # padded prompt tokens read at a time
 LOOK_EVERY = {"cpu": 1, "cuda": 16}  # tokens between two looks at which rows have finished
 CACHE_SHARE = 0.4  # of the memory that is free when sampling starts
-ADMIT_BELOW = 0.75  # of the places in use: prompts read a few at a time cost more
+ADMIT_BELOW = 0.75  # of the slots in use: prompts read a few at a time cost more
 ROW_BUCKETS, WIDTH_BUCKET = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024), 256  # of CUDA graphs
 
 
@@ -58,7 +58,7 @@ class FusedEngine:
         self.look_every = LOOK_EVERY[roles.device.type]
         self.decoders: dict[int, Decoder] = {}  # of each model that has sampled: the policy's, a frozen reference
         self._copy_bytes = 0
-        self._kept: tuple[tuple[object, ...], Places, StepGraphs] | None = None  # CUDA: graphs outlive a call
+        self._kept: tuple[tuple[object, ...], Slots, StepGraphs] | None = None  # CUDA: graphs outlive a call
 
     def sample(
         self,
@@ -105,8 +105,8 @@ class FusedEngine:
             decoder = self.decoders.setdefault(id(model), Decoder(model, dtype=self.dtype))
             decoder.sync(self.roles.adapter_of(role))
             width = max(len(r.prompt_tokens) for r in requests) + self.columns
-            places, advance = self._places(decoder, greedy, rows=rows, width=width)
-            completions = _Sampling(self, places, advance, requests, samples_per_request, key=key).run()
+            slots, advance = self._slots(decoder, greedy, rows=rows, width=width)
+            completions = _Sampling(self, slots, advance, requests, samples_per_request, key=key).run()
         self._hand_back(decoder)
         return completions
 
@@ -139,27 +139,27 @@ class FusedEngine:
         """New tokens a row has room for: until the next look it may go on past its end."""
         return self.settings.max_new_tokens + self.look_every - 1
 
-    def _places(
+    def _slots(
         self, decoder: Decoder, greedy: bool, *, rows: int, width: int
-    ) -> tuple[Places, Callable[[int, int], None]]:
-        """Places for as many rows as wanted, or as memory allows, and what advances them."""
+    ) -> tuple[Slots, Callable[[int, int], None]]:
+        """Slots for as many rows as wanted, or as memory allows, and what advances them."""
         device, columns = self.roles.device, self.columns
         if device.type != "cuda":
             rows = min(rows, rows_that_fit(decoder, width, free=psutil.virtual_memory().available))
-            places = Places(
+            slots = Slots(
                 decoder, self.settings, capacity=rows, width=width, columns=columns, greedy=greedy, device=device
             )
-            return places, places.advance
+            return slots, slots.advance
         width = -(-width // WIDTH_BUCKET) * WIDTH_BUCKET
         key = (id(decoder), greedy, rows, width)
         if self._kept is None or self._kept[0] != key:
             self._kept = None
             fit = min(rows, rows_that_fit(decoder, width, free=torch.cuda.mem_get_info(device)[0]))
-            places = Places(
+            slots = Slots(
                 decoder, self.settings, capacity=fit, width=width, columns=columns, greedy=greedy, device=device
             )
-            graphs = StepGraphs(places.advance, state=(places.token, places.position, places.count))
-            self._kept = (key, places, graphs)
+            graphs = StepGraphs(slots.advance, state=(slots.token, slots.position, slots.count))
+            self._kept = (key, slots, graphs)
         return self._kept[1], self._kept[2]
 
 
@@ -168,11 +168,11 @@ def rows_that_fit(decoder: Decoder, width: int, *, free: int) -> int:
     return max(1, int(free * CACHE_SHARE / (decoder.cache_bytes_per_token * width)))
 
 
-def bucket(places: Places) -> tuple[int, int]:
-    """The fewest rows and cache columns, of those there are graphs for, that hold the places in use."""
-    rows = next((b for b in ROW_BUCKETS if b >= places.live), places.live)
-    width = -(-places.longest // WIDTH_BUCKET) * WIDTH_BUCKET
-    return min(rows, places.capacity), min(width, places.width)
+def bucket(slots: Slots) -> tuple[int, int]:
+    """The fewest rows and cache columns, of those there are graphs for, that hold the slots in use."""
+    rows = next((b for b in ROW_BUCKETS if b >= slots.live), slots.live)
+    width = -(-slots.longest // WIDTH_BUCKET) * WIDTH_BUCKET
+    return min(rows, slots.capacity), min(width, slots.width)
 
 
 class _Sampling:
@@ -181,14 +181,14 @@ class _Sampling:
     def __init__(
         self,
         engine: FusedEngine,
-        places: Places,
+        slots: Slots,
         advance: Callable[[int, int], None],
         requests: list[Request],
         group: int,
         *,
         key: tuple[int, int],
     ) -> None:
-        self.engine, self.places, self.advance, self.requests, self.group = engine, places, advance, requests, group
+        self.engine, self.slots, self.advance, self.requests, self.group = engine, slots, advance, requests, group
         self.settings = engine.settings
         seed, step = key
         self.keys, self.first_tokens = row_keys(requests, group, seed=seed, step=step)
@@ -196,15 +196,15 @@ class _Sampling:
         self.done: dict[int, Completion] = {}
 
     def run(self) -> list[list[Completion]]:
-        places = self.places
-        places.sample, places.longest = [], 0
-        while self.waiting or places.live:
-            if self.waiting and places.live <= ADMIT_BELOW * places.capacity:
-                self._admit(places.capacity - places.live)
+        slots = self.slots
+        slots.sample, slots.longest = [], 0
+        while self.waiting or slots.live:
+            if self.waiting and slots.live <= ADMIT_BELOW * slots.capacity:
+                self._admit(slots.capacity - slots.live)
                 self._retire()
-            for _ in range(self.engine.look_every if places.live else 0):
+            for _ in range(self.engine.look_every if slots.live else 0):
                 check_stop()
-                places.longest += 1
+                slots.longest += 1
                 self.advance(*self._shape())
             self._retire()
         flat = [self.done[i] for i in range(len(self.requests) * self.group)]
@@ -212,12 +212,12 @@ class _Sampling:
 
     def _shape(self) -> tuple[int, int]:
         """Rows and cache columns of a step: what there is, or the bucket of a graph that holds it."""
-        places = self.places
-        return bucket(places) if places.device.type == "cuda" else (places.live, places.longest)
+        slots = self.slots
+        return bucket(slots) if slots.device.type == "cuda" else (slots.live, slots.longest)
 
     def _admit(self, free: int) -> None:
-        """Let in as many waiting samples as there are places, a few prompts at a time."""
-        limit = PREFILL_TOKENS[self.places.device.type]
+        """Let in as many waiting samples as there are slots, a few prompts at a time."""
+        limit = PREFILL_TOKENS[self.slots.device.type]
         while free and self.waiting:
             samples: dict[int, list[int]] = {}  # by request
             longest = 0
@@ -230,33 +230,33 @@ class _Sampling:
                 free -= 1
             check_stop()
             rows = list(chain.from_iterable(samples.values()))
-            self.places.enter(
+            self.slots.enter(
                 list(samples.values()),
                 [self.requests[i].prompt_tokens for i in samples],
-                uniforms=uniforms(self.keys[rows], num_tokens=self.places.columns, first=self.first_tokens[rows]),
+                uniforms=uniforms(self.keys[rows], num_tokens=self.slots.columns, first=self.first_tokens[rows]),
             )
 
     def _retire(self) -> None:
         """Rows that have finished leave with what they said."""
-        places = self.places
-        counts = places.count[: places.live].tolist()
+        slots = self.slots
+        counts = slots.count[: slots.live].tolist()
         leaving = []
-        for place, (recent, count) in enumerate(zip(places.recent(self.engine.look_every), counts, strict=True)):
+        for slot, (recent, count) in enumerate(zip(slots.recent(self.engine.look_every), counts, strict=True)):
             eos_at = next((count - len(recent) + i + 1 for i, t in enumerate(recent) if t in self.engine.eos), None)
-            limit = max_new_tokens(self.requests[places.sample[place] // self.group], self.settings)
-            length, reason = self._end(place, eos_at, min(count, limit), limit)
+            limit = max_new_tokens(self.requests[slots.sample[slot] // self.group], self.settings)
+            length, reason = self._end(slot, eos_at, min(count, limit), limit)
             if reason is not None:
-                tokens, logprobs = places.tokens[place, :length].tolist(), places.logprobs[place, :length].tolist()
-                self.done[places.sample[place]] = Completion(tokens, logprobs, reason)
-                leaving.append(place)
+                tokens, logprobs = slots.tokens[slot, :length].tolist(), slots.logprobs[slot, :length].tolist()
+                self.done[slots.sample[slot]] = Completion(tokens, logprobs, reason)
+                leaving.append(slot)
         if leaving:
-            places.leave(leaving)
+            slots.leave(leaving)
 
-    def _end(self, place: int, eos_at: int | None, count: int, limit: int) -> tuple[int, FinishReason | None]:
+    def _end(self, slot: int, eos_at: int | None, count: int, limit: int) -> tuple[int, FinishReason | None]:
         """How many tokens a row has said and why it has ended; None while it goes on."""
         length, reason = (eos_at, "eos") if eos_at is not None and eos_at <= count else (count, "length")
         if self.settings.stop:
-            said = self.places.tokens[place, :length].tolist()
+            said = self.slots.tokens[slot, :length].tolist()
             look_at = self.engine.look_every
             stopped = stop_said_at(said, self.settings.stop, self.engine.tokenizer, look_at=look_at)
             if stopped is not None and (reason != "eos" or stopped < length):

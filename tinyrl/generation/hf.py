@@ -39,10 +39,10 @@ from tinyrl.runs.signals import check_stop
 COMPACT_BELOW = 0.8
 
 
-class ReferenceEngine:
+class HfEngine:
     """Samples from the policy in place: nothing is copied, so there is nothing to synchronise after an update."""
 
-    name = "reference"
+    name = "hf"
 
     def __init__(self, roles: Roles, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings) -> None:
         self.roles, self.tokenizer, self.settings = roles, tokenizer, settings
@@ -96,12 +96,12 @@ class ReferenceEngine:
         return self.roles.acting(role)
 
 
-class SlimEngine(ReferenceEngine):
+class HfMergedEngine(HfEngine):
     """The same loop over the library's modules, with the role's adapter merged into private copies of the weights for
     as long as it samples: what models take that the fused engine does not know.
     """
 
-    name = "slim"
+    name = "hf-merged"
 
     @property
     def copy_bytes(self) -> int:
@@ -119,7 +119,7 @@ class _Decoding:
 
     def __init__(
         self,
-        engine: ReferenceEngine,
+        engine: HfEngine,
         model: torch.nn.Module,
         requests: list[Request],
         group: int,

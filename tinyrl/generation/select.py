@@ -14,12 +14,12 @@ from tinyrl.config.schema import GenerationConfig
 from tinyrl.generation.decoder import Decoder, reads_like_llama
 from tinyrl.generation.engine import SamplingEngine, SamplingSettings
 from tinyrl.generation.fused import FusedEngine
-from tinyrl.generation.hf import ReferenceEngine, SlimEngine
+from tinyrl.generation.hf import HfEngine, HfMergedEngine
 from tinyrl.models.device import resolve_dtype
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.roles import Roles
 
-EngineName = Literal["auto", "fused", "slim", "reference"]
+EngineName = Literal["auto", "fused", "hf-merged", "hf"]
 COPY_SHARE = 0.5  # of the free memory that a private copy of the weights may take
 # The largest difference of a log-probability in float32; bfloat16 rounds every state, so there the mean decides.
 MOST_IN_FLOAT32, MEAN_IN_BFLOAT16 = 1e-4, 0.05
@@ -41,10 +41,10 @@ def engine_of(
     )
     dtype = roles.causal.dtype if config.dtype == "auto" else resolve_dtype(config.dtype, on_cpu=False)
     longest = config.max_prompt_tokens + config.max_new_tokens
-    return choose_engine(roles, tokenizer, settings, wanted=config.engine, dtype=dtype, longest=longest)
+    return select_engine(roles, tokenizer, settings, wanted=config.engine, dtype=dtype, longest=longest)
 
 
-def choose_engine(
+def select_engine(
     roles: Roles,
     tokenizer: PreTrainedTokenizerBase,
     settings: SamplingSettings,
@@ -57,10 +57,10 @@ def choose_engine(
 
     Raises ValueError when the engine asked for by name cannot sample from this model as it should.
     """
-    if wanted == "reference":
-        return ReferenceEngine(roles, tokenizer, settings), "generation.engine"
+    if wanted == "hf":
+        return HfEngine(roles, tokenizer, settings), "generation.engine"
     no_copy = why_no_copy(roles, dtype)
-    if wanted != "slim" and no_copy is None:
+    if wanted != "hf-merged" and no_copy is None:
         engine = FusedEngine(roles, tokenizer, settings, dtype=dtype)
         no_fused, gap = why_not_fused(engine, longest)
         if no_fused is None:
@@ -74,10 +74,10 @@ def choose_engine(
             f"generation.dtype={str(dtype).removeprefix('torch.')} needs the fused engine, but {no_fused}; use auto"
         )
     if no_copy is None:
-        return SlimEngine(roles, tokenizer, settings), no_fused
-    if wanted == "slim":
-        raise ValueError(f"generation.engine=slim: {no_copy}; use auto")
-    return ReferenceEngine(roles, tokenizer, settings), no_copy
+        return HfMergedEngine(roles, tokenizer, settings), no_fused
+    if wanted == "hf-merged":
+        raise ValueError(f"generation.engine=hf-merged: {no_copy}; use auto")
+    return HfEngine(roles, tokenizer, settings), no_copy
 
 
 def why_no_copy(roles: Roles, dtype: torch.dtype) -> str | None:

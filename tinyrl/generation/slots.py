@@ -1,4 +1,4 @@
-"""The places of a batch that is being decoded: what each row last said, where it stands, what it has said so far.
+"""The slots of a batch that is being decoded: what each row last said, where it stands, what it has said so far.
 
 Tensors stay where they are from the first token to the last (a CUDA graph holds their addresses): a row that has
 finished leaves its place to the last row, a new one is let in at the end.
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import SamplingSettings
-from tinyrl.generation.token_sampling import draw_tokens
+from tinyrl.generation.token_sampling import sample_tokens
 
 
-class Places:
+class Slots:
     """`capacity` rows, of which the first `live` are going; each has room for `columns` new tokens, and `width` for
     prompt and response. `sample[r]` says which sample row r is; `longest` is the most tokens any row has in the cache.
     """
@@ -75,7 +75,7 @@ class Places:
     def _draw(self, logits: Tensor, where: Tensor) -> None:
         """The next token of the rows at `where`, noted where it belongs."""
         column = self.count[where].clamp(max=self.columns - 1)
-        token, logprob = draw_tokens(
+        token, logprob = sample_tokens(
             logits,
             self.uniforms[where, column],
             temperature=self.settings.temperature,
@@ -94,9 +94,9 @@ class Places:
         tokens = self.tokens[: self.live].gather(1, columns.clamp(0, self.columns - 1)).tolist()
         return [row[max(0, most - count) :] for row, count in zip(tokens, counts.tolist(), strict=True)]
 
-    def leave(self, places: list[int]) -> None:
-        """Rows at `places` go; rows from the end move into the gaps."""
-        gone = set(places)
+    def leave(self, slots: list[int]) -> None:
+        """Rows at `slots` go; rows from the end move into the gaps."""
+        gone = set(slots)
         stay = self.live - len(gone)
         gaps = [p for p in sorted(gone) if p < stay]
         movers = [p for p in range(stay, self.live) if p not in gone]

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from tinyrl.generation.rng import draw
 
 
-def draw_tokens(
+def sample_tokens(
     logits: Tensor, u: Tensor, *, temperature: float, top_k: int, top_p: float, greedy: bool
 ) -> tuple[Tensor, Tensor]:
     """One token a row and its log-probability under softmax(logits / temperature), from one pass over the logits.

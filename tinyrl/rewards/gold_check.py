@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tinyrl.data.rows import token_ids
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rewards.trial import NONSENSE
-from tinyrl.tasks.prompts import PreparedPrompt
+from tinyrl.tasks.prompts import PreparedPrompt, token_ids
 from tinyrl.text import visible
 
 
@@ -54,5 +53,5 @@ def check_gold(scorer: Scorer, prompt: PreparedPrompt) -> GoldCheck:
     if prompt.opened and gold is not None:
         texts[0] = gold.removeprefix(prompt.opened.rstrip()) if gold.startswith(prompt.opened.rstrip()) else gold
     tokens = [[*token_ids(scorer.tokenizer, text), scorer.tokenizer.eos_token_id] for text in texts]
-    totals = scorer([prompt] * len(tokens), tokens).totals.tolist()
-    return GoldCheck(prompt, gold, totals[0] if gold is not None else None, totals[1], totals[2])
+    rewards = scorer([prompt] * len(tokens), tokens).rewards.tolist()
+    return GoldCheck(prompt, gold, rewards[0] if gold is not None else None, rewards[1], rewards[2])

@@ -22,12 +22,12 @@ from tinyrl.tasks.prompts import PreparedPrompt, columns_of
 
 @dataclass
 class ScoreSheet:
-    """scores (B, R): NaN where a reward does not apply or failed; totals (B,): the weighted sum of the others, NaN
+    """scores (B, R): NaN where a reward does not apply or failed; rewards (B,): the weighted sum of the others, NaN
     where none is left.
     """
 
     scores: Tensor
-    totals: Tensor
+    rewards: Tensor
     failures: list[RewardFailure] = field(default_factory=list)
 
 

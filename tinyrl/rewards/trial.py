@@ -10,9 +10,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from tinyrl.data.readers import Row
+from tinyrl.data.shapes import Prompt
 from tinyrl.rewards.functions import FunctionReward, RewardFailure
 from tinyrl.rewards.guard import MAX_FAILED_SHARE
-from tinyrl.tasks.task import Prompt, Row, Task
+from tinyrl.tasks.task import Task
 from tinyrl.text import visible
 
 NONSENSE = "qzx vvk 7# ~~ jjq"

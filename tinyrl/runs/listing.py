@@ -24,7 +24,7 @@ class Listed:
     problem: str | None
 
 
-def inventory(run: RunDir) -> list[Listed]:
+def list_verified(run: RunDir) -> list[Listed]:
     """Every checkpoint of a run, oldest first, each verified against its manifest."""
     name = run.read_config().run.best_metric
     steps = read_steps(run.metrics, []) if run.metrics.is_file() else {}

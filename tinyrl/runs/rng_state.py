@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 
-def python_generator() -> list[Any]:
+def python_rng() -> list[Any]:
     """The state of `random`, as JSON."""
     kind, numbers, gauss = random.getstate()
     return [kind, list(numbers), gauss]
 
 
-def generator_tensors() -> dict[str, Tensor]:
+def rng_tensors() -> dict[str, Tensor]:
     """The states of NumPy's and torch's generators. MT19937's is 624 words, a position and a cached Gaussian."""
     _, words, position, has_gauss, cached = np.random.get_state()
     out = {
@@ -30,8 +30,8 @@ def generator_tensors() -> dict[str, Tensor]:
     return out | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
-def restore_generators(tensors: dict[str, Tensor], python_state: list[Any]) -> None:
-    """Put back what `generator_tensors` and `python_generator` gave."""
+def restore_rng(tensors: dict[str, Tensor], python_state: list[Any]) -> None:
+    """Put back what `rng_tensors` and `python_rng` gave."""
     kind, numbers, gauss = python_state
     random.setstate((kind, tuple(numbers), gauss))
     torch.set_rng_state(tensors["torch"])

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import importlib
 
-from tinyrl.data.rows import Row, hold_out, placed_rows
-from tinyrl.tasks.task import Prompt, Task
+from tinyrl.data.readers import Row
+from tinyrl.data.rows import hold_out, placed_rows
+from tinyrl.tasks.task import Task
 from tinyrl.text import did_you_mean
-
-__all__ = ["TASKS", "Prompt", "Row", "Task", "check_rows", "load_rows", "load_task"]
 
 TASKS: dict[str, str] = {
     "sort": "tinyrl.tasks.sort",

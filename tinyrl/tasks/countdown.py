@@ -16,8 +16,9 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+from tinyrl.data.readers import Row
 from tinyrl.tasks.grading import completion_text, safe_arithmetic, tagged
-from tinyrl.tasks.task import Row, Task
+from tinyrl.tasks.task import Task
 
 SIZES = {"train": 8192, "eval": 512}
 LARGEST_NUMBER = 50

@@ -9,9 +9,10 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
+from tinyrl.data.readers import Row
 from tinyrl.data.rows import read_rows
 from tinyrl.tasks.grading import after_last, boxed, completion_text, first_number, last_number, parse_number
-from tinyrl.tasks.task import Row, Task
+from tinyrl.tasks.task import Task
 
 HUB = {"train": "openai/gsm8k:main@train", "eval": "openai/gsm8k:main@test"}
 INSTRUCTION = "Reason step by step, then give the final number on a line of its own after ####."

@@ -18,9 +18,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from tinyrl.data.readers import Row
 from tinyrl.data.rows import read_rows
 from tinyrl.tasks.grading import completion_text, tagged, think_answer_format
-from tinyrl.tasks.task import Row, Task
+from tinyrl.tasks.task import Task
 
 HUB = {"train": "K-and-K/knights-and-knaves:train@3ppl", "eval": "K-and-K/knights-and-knaves:test@3ppl"}
 HUB_COLUMNS = {"prompt": "quiz", "answer": "solution_text_format"}

@@ -1,16 +1,29 @@
-"""Rows made ready for the model once, before training: rendered through the chat template, tokenised, checked for
-length.
+"""Prompts made ready for the model: rendered through the chat template, tokenised, checked for length.
+
+Everything here is done once, before training. Torch is never imported: a tokenizer is something a caller hands over.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from transformers import PreTrainedTokenizerBase
-
-from tinyrl.data.rows import Prompt, Row, render_prompt
+from tinyrl.data.readers import Row
+from tinyrl.data.shapes import Prompt, check_prompt
 from tinyrl.tasks import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt as the model gets it."""
+
+    text: str
+    tokens: list[int]
+    opened: str  # "<think>..." that the prompt opened at its end and did not close; "" otherwise
 
 
 @dataclass(frozen=True)
@@ -71,3 +84,74 @@ def columns_of(prompts: list[PreparedPrompt]) -> dict[str, list[Any]]:
     """
     names = dict.fromkeys(name for p in prompts for name in p.row if name not in ("prompt", "prompts", "completions"))
     return {name: [p.row.get(name) for p in prompts] for name in names}
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    *,
+    chat: Literal["auto"] | bool = "auto",
+    system_prompt: str | None = None,
+) -> Rendered:
+    """The prompt as text and tokens, ready for the model to go on from.
+
+    With the tokenizer's chat template (`chat` True, or "auto" where it has one) text becomes one user message, the
+    system prompt replaces a system message of the data, and messages that end with the assistant are continued.
+    Without it the text stays as it is, after the system prompt and an empty line; a BOS that the tokenizer adds stays,
+    an EOS it appends does not, since nothing follows an EOS. Raises ValueError where that cannot be done.
+    """
+    check_prompt(prompt)
+    has_template = bool(tokenizer.chat_template)
+    if chat is True and not has_template:
+        raise ValueError("task.chat=true, but this model's tokenizer has no chat template; use task.chat=auto or false")
+    if chat is False or not has_template:
+        if not isinstance(prompt, str):
+            why = "task.chat=false" if has_template else "this model's tokenizer has no chat template"
+            raise ValueError(f"the prompt is a list of chat messages, but {why}; give prompts as text")
+        text = f"{system_prompt}\n\n{prompt}" if system_prompt else prompt
+        opened = re.search(r"<think>\s*\Z", text[-200:])
+        return Rendered(text, _plain_tokens(tokenizer, text), opened.group() if opened else "")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if system_prompt is not None:
+        messages = [{"role": "system", "content": system_prompt}, *(m for m in messages if m["role"] != "system")]
+    text, added = _templated(tokenizer, messages)
+    tokens = token_ids(tokenizer, text)
+    start = added.rfind("<think>")
+    return Rendered(text, tokens, added[start:] if start >= 0 and "</think>" not in added[start:] else "")
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of `text` as it stands, without the special tokens a tokenizer adds around it."""
+    return [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]  # pyright: ignore
+
+
+def _templated(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> tuple[str, str]:
+    """The rendered text, and its end that belongs to the assistant (what messages say is not the template's)."""
+    from jinja2.exceptions import TemplateError
+
+    going_on = messages[-1]["role"] == "assistant"
+    before = messages[:-1] if going_on else messages
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=not going_on, continue_final_message=going_on
+        )
+        asked = tokenizer.apply_chat_template(before, tokenize=False) if before else ""
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise ValueError(f"the model's chat template refuses messages with the roles {roles}: {error}") from error
+    assert isinstance(text, str)
+    assert isinstance(asked, str)
+    shared = next((i for i, (a, b) in enumerate(zip(text, asked, strict=False)) if a != b), min(len(text), len(asked)))
+    return text, text[shared:]
+
+
+def _plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    bare = token_ids(tokenizer, text)
+    if not bare:
+        raise ValueError(f"the prompt {text[:60]!r} has no tokens")
+    if bare[0] == tokenizer.bos_token_id:  # the text brings its own BOS; a second one would be added
+        return bare
+    full = list(tokenizer(text, verbose=False)["input_ids"])
+    starts = (at for at in range(len(full) - len(bare) + 1) if full[at : at + len(bare)] == bare)
+    start = next(starts, None)
+    return bare if start is None else full[: start + len(bare)]

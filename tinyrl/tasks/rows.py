@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tinyrl.data.rows import Prompt, check_prompt
+from tinyrl.data.readers import Row
+from tinyrl.data.shapes import Prompt, check_prompt
 from tinyrl.tasks.grading import after_last, boxed, completion_text, last_number, normalised_text, parse_number, tagged
-from tinyrl.tasks.task import Row, Task
+from tinyrl.tasks.task import Task
 
 
 def rows(split: str) -> list[Row]:

@@ -6,9 +6,11 @@ one of them is wrong here.
 
 from typing import Any
 
+from tinyrl.data.readers import Row
+from tinyrl.data.shapes import Prompt
 from tinyrl.starter.sorting import sort_completion, sort_rows
 from tinyrl.tasks.grading import completion_text
-from tinyrl.tasks.task import Prompt, Row, Task
+from tinyrl.tasks.task import Task
 
 NUM_ROWS = {"train": 4096, "eval": 512}
 

@@ -82,21 +82,21 @@ def sample_groups(collector: RolloutCollector, config: GrpoConfig, step: int) ->
 def advantages_of(rollout: Rollout, config: GrpoConfig) -> Tensor:
     """(B,) or (B, T), by `grpo.advantage`; the KL to the reference is taken off where it belongs to the reward."""
     if config.advantage == "discounted-return":  # REINFORCE++ (2501.03262): whitened returns of KL-shaped token rewards
-        scores = torch.nan_to_num(rollout.totals)
+        scores = torch.nan_to_num(rollout.rewards)
         rewards = token_rewards(scores, rollout.kl(), rollout.loss_mask, kl_coef=config.kl_coef)
         returns = discounted_returns(rewards, rollout.loss_mask, gamma=config.gamma)
         return masked_whiten(returns, rollout.loss_mask)
     if config.advantage == "leave-one-out":  # RLOO (2402.14740): the KL of the whole response is part of its score
-        scores = rollout.totals
+        scores = rollout.rewards
         if rollout.ref_logprobs is not None:
             scores = scores - config.kl_coef * rollout.kl().sum(1)
         return rloo_advantages(scores, group_size=config.group_size)
-    return group_advantages(rollout.totals, group_size=config.group_size, scale=config.advantage_scale)
+    return group_advantages(rollout.rewards, group_size=config.group_size, scale=config.advantage_scale)
 
 
 def zero_spread(rollout: Rollout, group_size: int) -> Tensor:
     """(P,) bool: groups whose valid scores are all the same, so that they teach nothing."""
-    groups = rollout.totals.reshape(-1, group_size)
+    groups = rollout.rewards.reshape(-1, group_size)
     highest = torch.where(groups.isnan(), -torch.inf, groups).amax(1)
     lowest = torch.where(groups.isnan(), torch.inf, groups).amin(1)
     return ~(highest > lowest)

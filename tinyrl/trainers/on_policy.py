@@ -170,7 +170,7 @@ class RolloutCollector:
                     "prompt": prompt.text,
                     "completion": self.parts.scorer.text(rollout.response(row)),
                     "rewards": dict(zip(self.parts.scorer.names, rollout.scores[row].tolist(), strict=True)),
-                    "reward": float(rollout.totals[row]),
+                    "reward": float(rollout.rewards[row]),
                     "advantage": float(per_row[row]),
                     "finish_reason": FINISH_REASONS[int(rollout.finish_reasons[row])],
                 }
@@ -181,11 +181,11 @@ class RolloutCollector:
         """What a rollout looks like: rewards by name, lengths, truncation, dropped rows, KL to the reference in
         nats per response.
         """
-        valid = rollout.totals[~rollout.totals.isnan()]
+        valid = rollout.rewards[~rollout.rewards.isnan()]
         out = {
             "reward/mean": float(valid.mean()) if len(valid) else 0.0,
             "reward/std": float(valid.std()) if len(valid) > 1 else 0.0,
-            "reward/dropped": float(rollout.totals.isnan().sum()),
+            "reward/dropped": float(rollout.rewards.isnan().sum()),
             "completion/mean_length": float(rollout.chosen_tokens.float().mean()),
             "completion/truncated": float(rollout.truncated.float().mean()),
             "completion/tokens": float(rollout.response_mask.sum()),

@@ -91,7 +91,7 @@ def predict_values(rollout: Rollout, roles: Roles, collector: RolloutCollector) 
 
 def shaped_rewards(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> Tensor:
     """(B, T): score on the last token, and the KL penalty where it belongs to the reward."""
-    scores = torch.nan_to_num(rollout.totals)
+    scores = torch.nan_to_num(rollout.rewards)
     if config.clip_rewards is not None:
         scores = scores.clamp(-config.clip_rewards, config.clip_rewards)
     kl = torch.zeros_like(rollout.sampling_logprobs)

@@ -21,11 +21,13 @@ from transformers import AutoModelForSequenceClassification
 from tinyrl.algorithms.preference import bradley_terry_loss
 from tinyrl.components import Base, Options, load_base
 from tinyrl.config.schema import Config
-from tinyrl.data.rows import Row, batch_indices, fingerprint, render_prompt, token_ids
+from tinyrl.data.readers import Row
+from tinyrl.data.rows import batch_indices, fingerprint
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.batches import trunk_of
 from tinyrl.models.micro_batches import RowSizes, Work
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET
+from tinyrl.tasks.prompts import render_prompt, token_ids
 from tinyrl.trainers.sft import text_rows
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass

@@ -18,9 +18,11 @@ from torch import Tensor
 from tinyrl.algorithms.masking import masked_sum
 from tinyrl.components import Base, Options, load_base
 from tinyrl.config.schema import Config
-from tinyrl.data.rows import Row, batch_indices, fingerprint, hold_out, read_rows, render_prompt, token_ids
+from tinyrl.data.readers import Row
+from tinyrl.data.rows import batch_indices, fingerprint, hold_out, read_rows
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.micro_batches import RowSizes, Work
+from tinyrl.tasks.prompts import render_prompt, token_ids
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from tinyrl.components import Base, Options, settle_threads
-from tinyrl.config.changes import check_drift
+from tinyrl.config.changes import check_changes
 from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
@@ -134,7 +134,7 @@ def resume(
     folder, warnings = checkpoints.newest_sound(run.checkpoints)
     changes: list[str] = []
     if folder is not None:
-        changes = check_drift(read_state(folder)["config"], config, since=folder.name, allowed=allow_config_change)
+        changes = check_changes(read_state(folder)["config"], config, since=folder.name, allowed=allow_config_change)
     trainer = trainer_of(config)
     with out_of_memory_stops("before the first step"):
         parts = trainer.load(config, options=options)

@@ -28,7 +28,7 @@ from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.rollout import Rollout
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.progress import Display
-from tinyrl.runs.rng_state import generator_tensors, python_generator, restore_generators
+from tinyrl.runs.rng_state import python_rng, restore_rng, rng_tensors
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.signals import stop_held
 from tinyrl.runs.tracking import Trackers
@@ -189,7 +189,7 @@ class Session:
             f"{role}|{k}": v.contiguous() for role, o in self.optimizers.items() for k, v in o.state_tensors().items()
         }
         save_file(tensors, folder / OPTIMIZER)
-        save_file(generator_tensors(), folder / RANDOM)
+        save_file(rng_tensors(), folder / RANDOM)
         if self.rollout is not None:
             save_file(self.rollout.to_tensors(), folder / ROLLOUT)
         (folder / STATE).write_text(json.dumps(self._state(), indent=1))
@@ -212,7 +212,7 @@ class Session:
             "data": self.fingerprint,
             "config": self.config.written(),
             "records": self.run.lengths(),
-            "python_random": python_generator(),
+            "python_random": python_rng(),
         }
 
     def restore(self, folder: Path) -> None:
@@ -240,7 +240,7 @@ class Session:
             self.rollout = Rollout.from_tensors(load_file(folder / ROLLOUT))
         wanted = self.config.run.threads
         torch.set_num_threads(state["threads"] if wanted == "auto" else wanted)
-        restore_generators(load_file(folder / RANDOM), state["python_random"])
+        restore_rng(load_file(folder / RANDOM), state["python_random"])
         self.run.cut(state["records"])
         self.last_checkpoint = self.resumed_from = folder
 
