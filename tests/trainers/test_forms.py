@@ -97,7 +97,7 @@ def test_bfloat16_sampling_for_a_float32_model_is_logged_and_corrected(
     assert first["policy/ratio"] == pytest.approx(1.0, abs=1e-3 if method == "grpo" else 0.5)
     if method == "ppo":
         state = json.loads(next(run.checkpoints.glob("*/state.json")).read_text())
-        assert state["controllers"]["exact_sampling"] is False  # old log-probabilities are scored again
+        assert state["run"]["controllers"]["exact_sampling"] is False  # old log-probabilities are scored again
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])

@@ -1,7 +1,5 @@
 """When failing rewards stop a run: a dropped row is a nuisance, a fifth of every batch is another task."""
 
-from typing import Any
-
 from tinyrl.errors import GuardStop
 from tinyrl.text import one_line
 
@@ -13,8 +11,8 @@ PROMPT_CHARS = 80
 class FailureGuard:
     """Counts batches in a row of which more than 20 % of the rows failed; the third one trips."""
 
-    def __init__(self) -> None:
-        self.bad_batches = 0
+    def __init__(self, bad_batches: int = 0) -> None:
+        self.bad_batches = bad_batches
 
     def add(self, num_rows: int, num_failed: int, first_failure: str = "") -> None:
         """Take note of a batch; `first_failure` is describe_failure() of one of its failed rows. Raises GuardStop."""
@@ -25,17 +23,6 @@ class FailureGuard:
                 f"Rewards failed for more than {MAX_FAILED_SHARE:.0%} of the rows, {self.bad_batches} batches in a row "
                 f"(last: {num_failed} of {num_rows}). {first_failure}"
             )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The state, for a checkpoint."""
-        return {"bad_batches": self.bad_batches}
-
-    @classmethod
-    def from_dict(cls, state: dict[str, Any]) -> "FailureGuard":
-        """The guard that to_dict() was called on."""
-        guard = cls()
-        guard.bad_batches = int(state["bad_batches"])
-        return guard
 
 
 def describe_failure(prompt: str | list[dict[str, str]], reason: str) -> str:

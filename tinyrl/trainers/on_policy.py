@@ -25,9 +25,7 @@ KEPT_SAMPLES = 16  # lines a step in samples.jsonl
 
 
 class RolloutCollector:
-    """Collects the rollouts of a run. State (in session.controllers): consecutive failing batches, whether sampling
-    is exact.
-    """
+    """Collects the rollouts of a run: draws prompts, samples, scores, and watches rewards fail."""
 
     def __init__(self, session: Session, parts: Parts, *, num_prompts: int, group_size: int) -> None:
         self.session, self.parts = session, parts
@@ -65,12 +63,12 @@ class RolloutCollector:
         )
         settle_truncated(rollout, self.parts.truncation)
         self._watch(rollout, prompts, step)
-        self.session.counters["completions"] += len(rollout)
-        self.session.counters["tokens"] += int(rollout.response_mask.sum())
+        self.session.state.completions += len(rollout)
+        self.session.state.tokens += int(rollout.response_mask.sum())
         return rollout
 
     def _watch(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:
-        guard = FailureGuard.from_dict(self.session.controllers.get("reward_failures", {"bad_batches": 0}))
+        guard = FailureGuard(self.session.state.controllers.failing_batches)
         for name, why in self.parts.scorer.retried.items():
             if name not in self._told:
                 self._told.add(name)
@@ -86,7 +84,7 @@ class RolloutCollector:
             )
             self._set_aside(rollout, prompts, step)
         guard.add(len(rollout), len({f.row for f in rollout.failures}), sentence)
-        self.session.controllers["reward_failures"] = guard.to_dict()
+        self.session.state.controllers.failing_batches = guard.bad_batches
 
     def _set_aside(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:
         """Append the rows whose reward failed to failed_rewards.jsonl, with what it failed with."""
@@ -113,13 +111,14 @@ class RolloutCollector:
             rollout.ref_logprobs = self._logprobs(rollout, "reference")
         if not several_steps:
             return  # the training pass's own values, detached: the ratio is exactly 1
-        exact = self.session.controllers.get("exact_sampling")
-        if exact is None:
+        controllers = self.session.state.controllers
+        if controllers.exact_sampling is None:
             rescored = self._logprobs(rollout, "policy")
             gap = float(torch.where(rollout.loss_mask, rescored - rollout.sampling_logprobs, 0.0).abs().max())
-            exact = self.session.controllers["exact_sampling"] = self.parts.engine.exact and gap < EXACT_TO
+            exact = controllers.exact_sampling = self.parts.engine.exact and gap < EXACT_TO
             rollout.old_logprobs = rollout.sampling_logprobs if exact else rescored
         else:
+            exact = controllers.exact_sampling
             rollout.old_logprobs = rollout.sampling_logprobs if exact else self._logprobs(rollout, "policy")
 
     def _logprobs(self, rollout: Rollout, role: Any) -> Tensor:

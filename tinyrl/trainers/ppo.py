@@ -47,10 +47,9 @@ def train(session: Session, parts: Parts) -> None:
     """Run PPO from where the session stands to run.num_steps."""
     config, critic = parts.config.ppo, parts.config.critic
     collector = RolloutCollector(session, parts, num_prompts=config.num_prompts, group_size=1)
-    controllers = session.controllers
-    controllers.setdefault("kl_coef", config.kl_coef)
     for step in session.steps():
-        rollout = session.rollout
+        controllers, rollout = session.state.controllers, session.rollout
+        kl_coef = config.kl_coef if controllers.kl_coef is None else controllers.kl_coef
         if rollout is None:
             # 1. A response for each prompt, and its score.
             with session.timed("rollout"):
@@ -60,20 +59,19 @@ def train(session: Session, parts: Parts) -> None:
                 collector.compute_logprobs(rollout, reference=parts.roles.has_reference, several_steps=True)
             with session.timed("values"):
                 rollout.values = predict_values(rollout, parts.roles, collector)
-            kl_coef = {"objective/kl_coef": controllers["kl_coef"]}
-            session.start_update(rollout, **collector.metrics(rollout), **kl_coef)
+            session.start_update(rollout, **collector.metrics(rollout), **{"objective/kl_coef": kl_coef})
         # 3. One reward for each token.
-        rewards, mask = shaped_rewards(rollout, config, kl_coef=controllers["kl_coef"]), rollout.loss_mask
+        rewards, mask = shaped_rewards(rollout, config, kl_coef=kl_coef), rollout.loss_mask
         # 4. Advantages, and the returns that the critic is to predict.
         assert rollout.values is not None
         advantages, returns = gae(rewards, rollout.values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
         rollout.advantages, rollout.returns = masked_whiten(advantages, mask), returns
         # 5. Minibatches, each an optimizer step of the policy and of the critic.
         with session.timed("update"):
-            stopped = update(session, parts, collector, rollout, warming_up=step < critic.warmup)
+            stopped = update(session, parts, collector, rollout, kl_coef=kl_coef, warming_up=step < critic.warmup)
         # 6. A KL that is too large is paid for more dearly from the next step on.
         if config.kl_controller == "adaptive" and rollout.ref_logprobs is not None:
-            controllers["kl_coef"] = adapted_kl_coef(rollout, config, kl_coef=controllers["kl_coef"])
+            controllers.kl_coef = adapted_kl_coef(rollout, config, kl_coef=kl_coef)
         collector.record(rollout, advantages, step)
         explained = explained_variance(rollout.values, returns, mask)
         session.end_step(**{"value/explained_variance": explained, "policy/early_stop": float(stopped)})
@@ -105,10 +103,18 @@ def shaped_rewards(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> Te
     return rewards
 
 
-def update(session: Session, parts: Parts, collector: RolloutCollector, rollout: Rollout, *, warming_up: bool) -> bool:
+def update(
+    session: Session,
+    parts: Parts,
+    collector: RolloutCollector,
+    rollout: Rollout,
+    *,
+    kl_coef: float,
+    warming_up: bool,
+) -> bool:
     """The optimizer steps of a rollout; True where `ppo.stop_kl` ended them early."""
     config = parts.config.ppo
-    settings = collector.loss_settings(config, kl_coef=session.controllers["kl_coef"])
+    settings = collector.loss_settings(config, kl_coef=kl_coef)
     trained, sizes = ["critic"] if warming_up else ["policy", "critic"], rollout.sizes(parts.roles)
     for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
         policy = PolicyLoss(rollout, rows, roles=parts.roles, settings=settings)

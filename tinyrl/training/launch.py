@@ -26,7 +26,8 @@ from tinyrl.runs.progress import Display
 from tinyrl.runs.run_dir import RunDir, create_run, environment
 from tinyrl.runs.summary import summary
 from tinyrl.runs.tracking import check_trackers
-from tinyrl.training.session import Session, read_state
+from tinyrl.training.session import Session
+from tinyrl.training.state import read_state
 
 
 class Trainer(Protocol):
@@ -61,7 +62,7 @@ class Launch:
 
     def go(self) -> int:
         """Train to the last step; the exit code says how it ended."""
-        self.session.display.start(done=self.session.step)
+        self.session.display.start(done=self.session.state.step)
         try:
             with out_of_memory_stops("while training"):
                 self.trainer.train(self.session, self.parts)
@@ -134,7 +135,7 @@ def resume(
     folder, warnings = checkpoints.newest_sound(run.checkpoints)
     changes: list[str] = []
     if folder is not None:
-        changes = check_changes(read_state(folder)["config"], config, since=folder.name, allowed=allow_config_change)
+        changes = check_changes(read_state(folder).config, config, since=folder.name, allowed=allow_config_change)
     trainer = trainer_of(config)
     with out_of_memory_stops("before the first step"):
         parts = trainer.load(config, options=options)
@@ -148,11 +149,12 @@ def resume(
     if folder is not None:
         session.restore(folder)
         notes += [f"changed since {folder.name}: {change}" for change in changes]
-        if session.phase == "rollout" and session.step >= config.run.num_steps:
+        state = session.state
+        if state.phase == "rollout" and state.step >= config.run.num_steps:
             parts.close()
             return None
         notes.append(
-            f"resuming {run.path} at step {session.step} of {config.run.num_steps} ({session.phase}) from {folder.name}"
+            f"resuming {run.path} at step {state.step} of {config.run.num_steps} ({state.phase}) from {folder.name}"
         )
     if allow_config_change:
         run.write_config(config)

@@ -16,9 +16,9 @@ class StepMetrics:
     times do not.
     """
 
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-        self.sums: dict[str, list[float]] = {}  # metric -> [sum, count] over the optimizer steps
+    def __init__(self, values: dict[str, Any] | None = None, sums: dict[str, list[float]] | None = None) -> None:
+        self.values = {} if values is None else values
+        self.sums = {} if sums is None else sums  # metric -> [sum, count] over the optimizer steps
         self.seconds: dict[str, float] = {}
 
     def start_update(self, metrics: dict[str, float]) -> None:

@@ -103,6 +103,19 @@ def role_optimizers(optim: OptimConfig, parameters: dict[str, Parameters]) -> di
     }
 
 
+def optimizer_tensors(optimizers: dict[str, RoleOptimizer]) -> dict[str, Tensor]:
+    """The states of all roles' optimizers as `<role>|<parameter>|<key>` -> tensor."""
+    states = {role: optimizer.state_tensors() for role, optimizer in optimizers.items()}
+    return {f"{role}|{key}": tensor.contiguous() for role, state in states.items() for key, tensor in state.items()}
+
+
+def load_optimizers(optimizers: dict[str, RoleOptimizer], tensors: dict[str, Tensor]) -> None:
+    """Put back what `optimizer_tensors` gave. Raises ValueError for a parameter that is not trained here."""
+    for role, optimizer in optimizers.items():
+        of_role = {key.removeprefix(f"{role}|"): t for key, t in tensors.items() if key.startswith(f"{role}|")}
+        optimizer.load_state_tensors(of_role)
+
+
 def _eight_bit_adamw() -> Callable[..., torch.optim.Optimizer]:
     try:
         from bitsandbytes.optim.adamw import AdamW8bit

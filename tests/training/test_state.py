@@ -1,0 +1,78 @@
+"""state.json: what was written comes back, and what was edited is refused with the first thing that is wrong."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinyrl.runs.rng_state import python_rng
+from tinyrl.training.state import STATE, Best, CheckpointState, Controllers, RunState, read_state
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> tuple[Path, CheckpointState]:
+    run = RunState(
+        step=7,
+        phase="update",
+        epoch=1,
+        minibatch=3,
+        values={"reward/mean": math.nan, "eval/reward_ci": [0.1, 0.2]},
+        sums={"policy/loss": [0.5, 2]},
+        controllers=Controllers(kl_coef=0.07, exact_sampling=True, failing_batches=1),
+        best=Best(step=5, value=0.5),
+        skipped=1,
+    )
+    state = CheckpointState(
+        run=run,
+        micro_batch_tokens=768,
+        threads=1,
+        data="abc",
+        config={"method": "grpo"},
+        records={"metrics.jsonl": 10},
+        python_random=python_rng(),
+    )
+    state.write(tmp_path)
+    return tmp_path, state
+
+
+def test_what_was_written_comes_back(written: tuple[Path, CheckpointState]) -> None:
+    folder, state = written
+    back = read_state(folder)
+    assert math.isnan(back.run.values.pop("reward/mean"))
+    state.run.values.pop("reward/mean")
+    assert back == state
+
+
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "a negative step": (lambda s: s["run"].update(step=-1), "run.step: Input should be greater than or equal to 0"),
+    "text for a step": (lambda s: s["run"].update(step="7"), "run.step: Input should be a valid integer"),
+    "no such phase": (lambda s: s["run"].update(phase="sleep"), "run.phase: Input should be 'evaluation', 'rollout'"),
+    "a KL weight that is no number": (lambda s: s["run"]["controllers"].update(kl_coef=math.nan), "finite number"),
+    "sums of three": (lambda s: s["run"]["sums"].update(x=[1, 2, 3]), "run.sums.x: List should have at most 2 items"),
+    "no threads": (lambda s: s.update(threads=0), "threads: Input should be greater than or equal to 1"),
+    "a missing field": (lambda s: s.pop("records"), "records: Field required"),
+    "a field of another version": (lambda s: s.update(new=1), "new: Extra inputs are not permitted"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_what_was_edited_is_refused(name: str, written: tuple[Path, CheckpointState]) -> None:
+    folder, _ = written
+    edit, problem = EDITS[name]
+    values = json.loads((folder / STATE).read_text())
+    edit(values)
+    (folder / STATE).write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="not what this tinyrl writes") as caught:
+        read_state(folder)
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"run": NULL}', "\udcff"])
+def test_what_is_no_json_object_is_refused(text: str, written: tuple[Path, CheckpointState]) -> None:
+    folder, _ = written
+    (folder / STATE).write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match="not what this tinyrl writes"):
+        read_state(folder)
