@@ -1,4 +1,4 @@
-"""`python -m tinyrl` is the `tinyrl` command."""
+"""The `tinyrl` command as `python -m tinyrl`."""
 
 from tinyrl.cli.commands import main
 

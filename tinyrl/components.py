@@ -1,4 +1,4 @@
-"""From a `Config` to living objects: device, tokenizer, roles on their base, prompts, rewards, sampling engine."""
+"""The components of a run, built from its `Config`: device, tokenizer, roles, prompts, rewards, sampling engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHOWN_TOKENS = 64
 
 @dataclass
 class Options:
-    """What the command line says besides the configuration: it is not part of what a run is a function of."""
+    """Command-line options that are not part of the configuration, and so not of what defines a run."""
 
     device: str = "auto"
     trust_remote_code: bool = False
@@ -41,7 +41,7 @@ class Options:
 
 @dataclass
 class Base:
-    """What every method needs: a device, a tokenizer, the roles on one base, and the budget of their passes."""
+    """What every method needs: a device, a tokenizer, the roles on one base, and the micro-batch budget."""
 
     config: Config
     accelerator: Accelerator
@@ -50,7 +50,7 @@ class Base:
     micro_batches: MicroBatches
 
     def check(self) -> list[str]:
-        """What can only be found wrong now, before step 1; returns lines worth showing."""
+        """Check what can only be checked now, before step 1; returns lines worth showing."""
         return []
 
     def preview(self) -> str:
@@ -76,12 +76,12 @@ class Base:
         load_roles(self.roles, folder)
 
     def close(self) -> None:
-        """Let go of processes."""
+        """End helper processes."""
 
 
 @dataclass
 class Parts(Base):
-    """What methods that sample need besides."""
+    """What methods that sample need in addition."""
 
     task: Task
     train_prompts: list[PreparedPrompt]
@@ -132,7 +132,7 @@ class Parts(Base):
 
     @property
     def truncation(self) -> Truncation:
-        """What becomes of responses that were cut off."""
+        """How truncated responses are treated."""
         reward, most = self.config.reward, self.config.generation.max_new_tokens
         return Truncation(reward.truncated, reward.truncated_penalty, reward.overlong_tokens, most)
 
@@ -171,7 +171,7 @@ def settle_threads(base: Base) -> str:
 
 
 def load_parts(config: Config, *, options: Options) -> Parts:
-    """Everything a method that samples needs. Raises ValueError with a sentence for what a person can mend."""
+    """Everything a method that samples needs. Raises ValueError, in a sentence, for what a user can fix."""
     base = load_base(config, options=options)
     task = load_task(config.task.name or "rows")
     train_prompts, eval_prompts = (load_prompts(config, task, split, base=base) for split in ("train", "eval"))

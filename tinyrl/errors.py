@@ -1,5 +1,4 @@
-"""Why a run ends early, and the exit code that says so: 3 a guard, 4 out of memory or disk, 75 interrupted and
-resumable.
+"""Exceptions that end a run early, by exit code: 3 a guard, 4 out of memory or disk, 75 interrupted and resumable.
 
 Wrong config or data (exit 2) is a plain ValueError with a sentence; it is found before training.
 """

@@ -1,9 +1,7 @@
-"""What a step learns from: prompts, sampled responses, their log-probabilities, values and scores, as one object of
-tensors.
+"""The rollout of a step as tensors: prompts, sampled responses, their log-probabilities, values and scores.
 
-A `Rollout` can be written to and read from safetensors, so a run that is killed during its update loses no
-sampling. Axis letters: B samples, P prompts, T longest response, R rewards. `x[:, t]` of a (B, T) tensor belongs to
-response token t.
+A `Rollout` can be written to and read from safetensors, so a run that is killed during its update loses no sampling.
+Axis letters: B samples, P prompts, T longest response, R rewards. x[:, t] of a (B, T) tensor is of response token t.
 """
 
 from __future__ import annotations
@@ -31,9 +29,10 @@ _PER_SAMPLE = ("response_lengths", "scores", "rewards", "finish_reasons", "kept"
 
 @dataclass(frozen=True)
 class PolicyBatch:
-    """What a policy's loss reads of a micro-batch, each (b, T) with x[:, t] of response token t; what lies where mask
-    is False may be anything. Only logprobs (and entropy, where its bonus is wanted) carry a gradient; old_logprobs are
-    the denominator of the ratio, ref_logprobs None without a reference.
+    """What a policy loss reads of a micro-batch, each (b, T) with x[:, t] of response token t.
+
+    Entries where mask is False may be anything. Only logprobs (and entropy, if its bonus is wanted) carry a gradient;
+    old_logprobs are the denominator of the ratio, ref_logprobs None without a reference.
     """
 
     logprobs: Tensor
@@ -157,9 +156,7 @@ class Rollout:
         return torch.where(self.loss_mask, k1(policy, self.ref_logprobs), 0.0)
 
     def with_groups(self, other: Rollout, groups: list[int], *, places: list[int], group_size: int) -> Rollout:
-        """A copy in which the groups at `places` are `groups` of `other`; only what sampling and scoring filled in
-        is kept.
-        """
+        """A copy whose groups at `places` are `groups` of `other`, in the fields that sampling and scoring fill."""
         width = max(self.response_tokens.shape[1], other.response_tokens.shape[1])
         to, source = (
             torch.tensor([g * group_size + i for g in gs for i in range(group_size)], dtype=torch.long)
@@ -195,9 +192,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Truncation:
-    """What becomes of responses that were cut off: keep, mask (leave out of the loss) or penalize; and DAPO's soft
-    penalty.
-    """
+    """How truncated responses are treated: keep, mask (leave out of the loss) or penalize; and DAPO's soft penalty."""
 
     mode: str = "keep"
     penalty: float = 1.0
@@ -205,8 +200,8 @@ class Truncation:
     max_new_tokens: int = 0
 
     def penalties(self, lengths: Tensor, truncated: Tensor) -> Tensor:
-        """(B,) to subtract from the rewards. Soft overlong punishment (DAPO, 2503.14476, Eq. 13): 0 up to max -
-        buffer, then down to -1.
+        """(B,) to subtract from the rewards. Soft overlong punishment (DAPO, 2503.14476, Eq. 13): its reward is 0 up to
+        max - buffer tokens, then falls to -1 at max.
         """
         penalty = torch.where(truncated, self.penalty, 0.0) if self.mode == "penalize" else torch.zeros(len(lengths))
         if self.overlong_tokens:
@@ -226,10 +221,10 @@ def sample_and_score(
     greedy: bool = False,
     role: SampledRole = "policy",
 ) -> Rollout:
-    """Sample `group_size` responses for each prompt and score them: what training and evaluation begin with.
+    """Sample `group_size` responses for each prompt and score them: the first step of training and of evaluation.
 
-    A prompt that stands in the batch twice gets further samples, not the same ones again. Rows without a reward (it
-    failed, or none applies) are not kept.
+    A prompt that is in the batch twice gets further samples, not the same ones again. Rows without a reward (it failed,
+    or none applies) are not kept.
     """
     seen: dict[int, int] = {}
     requests = []
@@ -247,7 +242,7 @@ def sample_and_score(
 
 
 def settle_truncated(rollout: Rollout, truncation: Truncation) -> None:
-    """Let truncated responses pay their penalty, or leave them out of the loss; they stay in their group's spread."""
+    """Penalise truncated responses, or leave them out of the loss; they still count in their group's mean and std."""
     rollout.rewards = rollout.rewards - truncation.penalties(rollout.chosen_tokens, rollout.truncated)
     if truncation.mode == "mask":
         rollout.kept = rollout.kept & ~rollout.truncated
@@ -287,9 +282,7 @@ def forward_pass(
     micro_batches: MicroBatches,
     autocast: Callable,
 ) -> tuple[Tensor, ...]:
-    """Run `compute` (batch -> tensors (b, T')) over the whole rollout without gradient; returns (B, T) tensors on
-    the CPU.
-    """
+    """Run `compute` (batch -> tensors (b, T')) over the rollout without gradient; returns (B, T) tensors on the CPU."""
     outputs: list[Tensor] = []
 
     def run(rows: list[int]) -> None:

@@ -1,8 +1,8 @@
-"""Text that a model, a data set or a person wrote, made harmless, short and visible; and the nearest known name.
+"""Untrusted text made harmless, short and visible, and the nearest known name for a mistyped one.
 
-A completion may hold HTML, terminal escapes, bidirectional overrides that reorder what is read, invisible
-characters, lone surrogates that cannot be encoded, or a million characters. Nothing is dropped silently: what cannot be
-shown is named.
+A completion may hold HTML, terminal escapes, bidirectional overrides that reorder what is read, invisible characters,
+lone surrogates that cannot be encoded, or a million characters. Nothing is dropped silently: what cannot be shown is
+named by its code point.
 """
 
 import difflib
@@ -48,23 +48,33 @@ def one_line(text: str, limit: int) -> str:
 
 
 def visible(text: str) -> str:
-    """Plain text for a terminal: lines stay, every character that cannot be seen (an escape sequence's ESC, too) is
-    named.
-    """
+    """Plain text for a terminal: lines stay, every invisible character (an escape sequence's ESC, too) is named."""
     return "".join(f"[{name_unseen(character)}]" if name_unseen(character) else character for character in text)
 
 
 def name_unseen(character: str) -> str:
-    """How a character that cannot be seen is written (ESC, U+202E); "" for one that can."""
+    """How an invisible character is written (ESC, U+202E); "" for a visible one."""
     if character in _KEPT or unicodedata.category(character) not in _UNSEEN:
         return ""
     return "ESC" if character == "\x1b" else f"U+{ord(character):04X}"
 
 
 def shortened(text: str, limit: int = SHOWN_CHARACTERS) -> str:
-    """Text from a person's file or command line as a sentence can hold it: cut, and without line breaks."""
+    """Text from a user's file or command line as a sentence can quote it: cut, and without line breaks."""
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: 2 * limit])
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def decode_utf8(raw: bytes, source: str) -> str:
+    """The text of a file, without a BOM. Raises ValueError naming the line and the byte that is not UTF-8."""
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        offset = error.start + (3 if raw.startswith(b"\xef\xbb\xbf") else 0)  # utf-8-sig counts without the BOM
+        line = raw.count(b"\n", 0, offset) + 1
+        raise ValueError(
+            f"{source}:{line}: not UTF-8: byte {raw[offset]:#04x} at offset {offset}; save the file as UTF-8"
+        ) from None
 
 
 def first_line(error: BaseException) -> str:
@@ -74,7 +84,7 @@ def first_line(error: BaseException) -> str:
 
 
 def last_line(error: BaseException) -> str:
-    """The same of torch's error for tensors that do not fit: its first line only says that there is an error."""
+    """The last line of an error: torch's first line on tensors that do not fit only says that there is an error."""
     return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()[:ERROR_CHARACTERS]
 
 

@@ -20,19 +20,22 @@ import psutil
 import pytest
 
 from tests.rewards.test_orphans import wait_until_gone
-from tinyrl.sandbox import isolation
-from tinyrl.sandbox import process as sandbox_process
-from tinyrl.sandbox.programs import (
+from tinyrl.sandbox import (
     Limits,
     Outcome,
     call_function,
+    isolation,
     passes_calls,
     passes_tests,
     run_program,
     why_not_isolated,
 )
+from tinyrl.sandbox import process as sandbox_process
 
-pytestmark = pytest.mark.skipif(why_not_isolated() is not None, reason=str(why_not_isolated()))
+pytestmark = [
+    pytest.mark.sandbox,
+    pytest.mark.skipif(why_not_isolated() is not None, reason=str(why_not_isolated())),
+]
 MEGABYTE = 1 << 20
 ATTEMPT = """
 import ctypes, json, os, socket, sys
@@ -690,7 +693,7 @@ def f():
 PARENT = """
 import sys
 from tinyrl.sandbox import isolation
-from tinyrl.sandbox.programs import Limits, run_program, why_not_isolated
+from tinyrl.sandbox import Limits, run_program, why_not_isolated
 isolation.NAMESPACES = sys.argv[1]
 why_not_isolated()
 print("ready", flush=True)

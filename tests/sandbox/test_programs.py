@@ -15,14 +15,11 @@ import pytest
 
 from tests.rewards.test_orphans import wait_until_gone
 from tinyrl.rewards.functions import FunctionReward
-from tinyrl.sandbox import isolation
-from tinyrl.sandbox import probe as sandbox_probe
-from tinyrl.sandbox import programs as sandbox
-from tinyrl.sandbox import seccomp as system_calls
-from tinyrl.sandbox.programs import (
+from tinyrl.sandbox import (
     CannotIsolate,
     Limits,
     call_function,
+    isolation,
     passes_calls,
     passes_tests,
     python_block,
@@ -31,6 +28,9 @@ from tinyrl.sandbox.programs import (
     same_value,
     why_not_isolated,
 )
+from tinyrl.sandbox import probe as sandbox_probe
+from tinyrl.sandbox import programs as sandbox
+from tinyrl.sandbox import seccomp as system_calls
 
 needs_isolation = pytest.mark.skipif(why_not_isolated() is not None, reason=str(why_not_isolated()))
 
@@ -378,7 +378,7 @@ libc.prctl(38, 1, 0, 0, 0)
 assert libc.prctl(SECCOMP, 2, struct.pack("@HP", len(filter) // 8, ctypes.addressof(kept)), 0, 0) == 0
 
 import time
-from tinyrl.sandbox.programs import *
+from tinyrl.sandbox import *
 """
 
 

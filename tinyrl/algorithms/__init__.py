@@ -1,1 +1,1 @@
-"""The mathematics, pure: tensors and floats in, tensors out. Imports torch and nothing else."""
+"""Pure tensor functions: masking, KL estimators, reward shaping, advantages, losses. Imports torch and nothing else."""

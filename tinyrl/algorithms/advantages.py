@@ -1,10 +1,10 @@
-"""How much better than expected each choice was. Nothing here carries a gradient.
+"""Advantage estimators: GAE, group-relative, leave-one-out, discounted returns. Nothing here carries a gradient.
 
-What differs from the papers: a response may hold False tokens (tool output, padding). They are skipped, not zeroed: the
-step after a True token is the next True token, however far, and neither gamma nor lambda is applied for what lies
-between; a reward on a False token is not seen. The value after the last True token is 0; to bootstrap a response that
-was cut off, add gamma * V(what follows) to its last reward. Groups may hold NaN scores ("does not apply", "dropped"):
-they are left out and get 0.
+What differs from the papers: a response may hold False tokens (tool output, padding). They are skipped, not zeroed:
+the step after a True token is the next True token, however far away; gamma and lambda are not applied to the tokens
+between, and a reward on a False token is ignored. The value after the last True token is 0; to bootstrap a truncated
+response, add gamma * V(what follows) to its last reward.
+Groups may hold NaN scores ("does not apply", "dropped"): they are left out and get 0.
 """
 
 from typing import Literal
@@ -44,7 +44,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lamb
 
 @torch.no_grad()
 def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
-    """What is still to come: R[t] = r[t] + gamma R[t'], t' the next True token after t, R = 0 after the last.
+    """Discounted return of each token: R[t] = r[t] + gamma R[t'], t' the next True token after t, R = 0 after the last.
 
     REINFORCE++ (2501.03262): whitened over the batch, with gamma 1, these are its advantages.
     rewards, mask: (B, T) -> (B, T), [b, t] with b in [0, B), t in [0, T); 0 on False tokens.
@@ -68,7 +68,7 @@ def group_advantages(scores: Tensor, *, group_size: int, scale: Literal["std", "
     NaN scores are left out of mean and std and get 0. A group with fewer than two valid scores, or whose valid scores
     are all equal, gives exactly 0.
     scores: (B,), B = P * group_size; the scores of prompt p are [p * group_size, (p + 1) * group_size) -> (B,).
-    Raises ValueError on another word for `scale`; AssertionError on shapes and on infinite scores.
+    Raises ValueError for an unknown `scale`; AssertionError on shapes and on infinite scores.
     """
     groups, valid, mean, varied = _by_group(scores, group_size)
     advantages = groups - mean

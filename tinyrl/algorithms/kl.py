@@ -1,9 +1,9 @@
-"""Per-token estimators of KL(policy || reference), and the controller that adapts its weight.
+"""Per-token KL estimators and the adaptive KL controller.
 
-The estimators are those of joschu.net/blog/kl-approx, for tokens sampled from the policy. What differs: the log-ratio
-of k3 is kept from overflowing (below), and a difference that is infinite or NaN (padding may hold one, and these
-functions see no mask) is handed on as it is: who leaves it out by a mask gets clean gradients, who counts it gets a
-loss that is not finite, to stop on.
+The estimators of joschu.net/blog/kl-approx for KL(policy || reference), on tokens sampled from the policy. What
+differs: the log-ratio of k3 is clamped so that it cannot overflow (below), and an infinite or NaN difference (padding
+may hold one, and these functions see no mask) is returned as it is. Masked out later, it leaves clean gradients;
+counted, it makes the loss non-finite, for the caller to stop on.
 In the loss, k1 has zero mean gradient on-policy, and k3's gradient is that of KL(policy || reference) only when
 weighted by the ratio (see losses.kl_loss).
 """
@@ -36,7 +36,7 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Unbiased, low variance, never negative: k3 = q(x)/p(x) - 1 - log(q(x)/p(x)) = exp(-k1) - 1 + k1.
 
-    GRPO (2402.03300) Eq. 4. k1 below -20 is taken as -20, where exp(-k1) would overflow; above, exp(-k1) only vanishes.
+    GRPO (2402.03300) Eq. 4. k1 is clamped from below at -20, since exp(-k1) would overflow; a large k1 does no harm.
     logprobs, ref_logprobs: (B, T) -> (B, T), [b, t] with b in [0, B), t in [0, T). Raises AssertionError on shapes.
     """
 

@@ -1,4 +1,4 @@
-"""The losses of PPO and of the GRPO family: tensors of one micro-batch in, (loss to minimise, metrics) out.
+"""Losses of PPO and the GRPO family: tensors of one micro-batch in, (loss to minimise, metrics) out.
 
 GRPO, DAPO, Dr. GRPO and GSPO are `clipped_policy_loss` with other arguments:
 
@@ -10,16 +10,16 @@ GRPO, DAPO, Dr. GRPO and GSPO are `clipped_policy_loss` with other arguments:
     GSPO      sequence     sequence     3e-4, 4e-4               sequences with a True token
 
 What differs from the papers: the log-ratio is clamped to +-20 before exp; the clip may differ above and below for all;
-the KL term is a loss of its own, so that it can be weighted, estimated and aggregated by choice; what is old
-(old_logprobs, old_values, advantages, returns, token_weights) is detached here, in case the caller forgot.
+the KL term is a loss of its own, with any weight, estimator and aggregation; old_logprobs, old_values, advantages,
+returns and token_weights are detached here, in case the caller forgot.
 
 Denominators. A loss is a sum over this micro-batch divided by `denominator`, the count of the whole optimizer step
 (None: of this batch; see masking.aggregate), so the gradients of micro-batches add up to the gradient of the step.
-Metrics. Detached 0-dim tensors; metrics of micro-batches add up: with the step's denominator, the sum of a metric over
-the micro-batches is its mean over the step. They are averaged as the loss is: over tokens ("token"), or within each
-sequence and then over sequences ("sequence"). With "constant" the loss's divisor is no count; there they are means over
-tokens, divided by `metric_denominator` (the True tokens of the step; None: of this batch; the other aggregations do not
-look at it). So a fraction stays within [0, 1] under every aggregation. The loss itself, as a metric, is the loss.
+Metrics. Detached 0-dim tensors that add up: with the step's denominator, the sum of a metric over the micro-batches is
+its mean over the step. They are averaged as the loss is: over tokens ("token"), or within each sequence and then over
+sequences ("sequence"). With "constant" the loss's divisor is not a count, so metrics are means over tokens, divided by
+`metric_denominator` (the True tokens of the step; None: of this batch; ignored by the other aggregations). A fraction
+thus stays within [0, 1] under every aggregation. The loss metric is the loss itself.
 """
 
 from typing import Literal
@@ -37,14 +37,14 @@ RatioLevel = Literal["token", "sequence"]
 def importance_ratio(
     logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, ratio_level: RatioLevel = "token"
 ) -> Tensor:
-    """How much likelier the policy makes what the old one sampled; 1 on False tokens. logprobs gets its gradient.
+    """Importance ratio, policy over old policy; 1 on False tokens. Only logprobs gets a gradient.
 
         token      r[t] = exp(logprobs[t] - old_logprobs[t])                                  PPO (1707.06347) section 3
         sequence   s = exp(mean over True t of (logprobs[t] - old_logprobs[t])), for every t  GSPO (2507.18071) Eq. 7
 
     Exponents are clamped to +-20 and carry no gradient beyond.
     logprobs, old_logprobs, mask: (B, T) -> (B, T), [b, t] with b in [0, B), t in [0, T).
-    Raises ValueError on another word for `ratio_level`; AssertionError on shapes.
+    Raises ValueError for an unknown `ratio_level`; AssertionError on shapes.
     """
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
     if ratio_level == "sequence":
@@ -75,7 +75,7 @@ def clipped_policy_loss(
     (None: clip_eps) DAPO (2503.14476) Eq. 8; with "constant" Dr. GRPO (2503.20783); with ratio_level "sequence" GSPO
     (2507.18071) Eq. 5.
     dual_clip c > 1 bounds the loss of a negative advantage by c |A| (Ye et al., 1912.09729).
-    token_weights w (None: 1) are importance weights, such as between sampling and training; they are in no denominator.
+    token_weights w (None: 1) are importance weights, such as between sampling and training; no denominator has them.
     Metrics: policy/loss, policy/clipfrac (where the clip binds), policy/approx_kl (mean of (r - 1) - log r over token
     ratios), policy/ratio, and with dual_clip policy/dual_clipfrac.
     logprobs, old_logprobs, mask, token_weights: (B, T); advantages: (B,) or (B, T); [b, t] with b in [0, B),
@@ -167,9 +167,9 @@ def kl_loss(
     denominator: float | None = None,
     ratio: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """The KL term in the loss (times kl_coef is the caller's): aggregate of kl[t], or of ratio[t] * kl[t].
+    """The KL term of the loss, before the caller's kl_coef: aggregate of kl[t], or of ratio[t] * kl[t].
 
-    GRPO (2402.03300) Eq. 3 and 4 with kl = k3. With `ratio` (`importance_ratio`, never detached, not even when it is 1)
+    GRPO (2402.03300) Eq. 3 and 4 with kl = k3. With `ratio` (from `importance_ratio`, not detached, even where it is 1)
     the gradient is that of KL(policy || reference), for tokens sampled from the old policy.
     Metrics: policy/kl_loss, the term before its coefficient, divided as the loss is (by the constant too).
     kl, mask, ratio: (B, T), [b, t] with b in [0, B), t in [0, T) -> 0-dim.

@@ -1,9 +1,9 @@
-"""Sums and means over the tokens that count.
+"""Masked sums, means and whitening, and the aggregation of per-token terms into one number.
 
 Every function takes a bool mask, True = this entry counts. What lies under False may be anything, inf and NaN included:
 it is replaced before any arithmetic, so that neither value nor gradient sees it (0 * NaN is NaN, in backward too).
-`aggregate` is the one place where a loss chooses its denominator. No paper; unlike some libraries' whitening, ours
-takes the mean away.
+`aggregate` is the only place where a loss chooses its denominator.
+No paper. Unlike some libraries' whitening, ours subtracts the mean.
 """
 
 from typing import Literal
@@ -57,7 +57,7 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     Raises AssertionError as `keep_true` does.
     """
     centred = x.float() - masked_mean(x, mask)
-    # A second pass takes away what rounding left of the mean: equal entries then give 0, not amplified noise.
+    # A second pass removes what rounding left of the mean: equal entries then give 0, not amplified noise.
     centred = keep_true(centred - masked_mean(centred, mask), mask)
     variance = centred.square().sum() / (mask.sum() - 1).clamp(min=1)
     return centred * torch.rsqrt(variance + 1e-8)
@@ -71,11 +71,11 @@ def aggregate(x: Tensor, mask: Tensor, *, aggregation: Aggregation, denominator:
         constant   (sum_b sum_t m[b, t] x[b, t]) / D               D: any number, the same for every step; required
 
     With the same D in every micro-batch of a step, the results of the micro-batches add up to that of the whole batch.
-    A sequence without a True token counts for nothing, in the sum and in the default D. D None: counted in this batch.
-    D = 0 is the count of a step in which nothing counts, whose sum is 0: it gives 0, not NaN.
+    A sequence without a True token counts neither in the sum nor in the default D. D None: counted in this batch.
+    D = 0 is the count of a step in which nothing counts: the result is 0, not NaN.
 
     x, mask: (B, T), x[b, t] with b in [0, B), t in [0, T) -> 0-dim float32.
-    Raises ValueError on another word for `aggregation`, or "constant" without a denominator; AssertionError on shapes.
+    Raises ValueError for an unknown `aggregation`, or "constant" without a denominator; AssertionError on shapes.
     """
     assert_shapes(mask, x=x)
     assert denominator is None or denominator >= 0, f"denominator is {denominator}"

@@ -1,4 +1,4 @@
-"""Losses on pairs of a chosen and a rejected response.
+"""Preference losses on pairs of a chosen and a rejected response: DPO and Bradley-Terry.
 
 What differs from the papers: `denominator` (the pairs of the whole optimizer step; None: of this batch), so that
 micro-batching changes neither gradient nor metrics; with it the metrics of micro-batches add up. A tie counts as half

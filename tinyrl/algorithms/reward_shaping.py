@@ -1,8 +1,7 @@
-"""From one score per response to one reward per token, with the KL penalty inside.
+"""Per-token rewards from one score per response and a per-token KL penalty.
 
 The shaping of Ziegler et al. (1909.08593) and InstructGPT (2203.02155). What differs: tokens the policy did not choose
-(tool output, padding) earn neither penalty nor score, and the score sits on the last token the policy chose, which is
-the EOS when there is one.
+(tool output, padding) get neither penalty nor score, and the score goes to the last token it chose, the EOS if any.
 """
 
 import torch
@@ -16,7 +15,7 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -
     """Penalty on every chosen token, score on the last: r[b, t] = -kl_coef kl[b, t] + [t is the last True] scores[b].
 
     Ziegler et al. (1909.08593) Eq. 2, per token. 0 on False tokens. A row without a True token gives 0 everywhere, and
-    its score is not looked at (a dropped row may hold NaN).
+    its score is ignored (a dropped row may hold NaN).
     scores: (B,); kl, mask: (B, T) -> (B, T), [b, t] with b in [0, B), t in [0, T).
     Raises AssertionError on shapes and when the score of a row with a True token is not finite: drop the row first.
     """

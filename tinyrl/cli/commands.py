@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
-import os
-import sys
-import warnings
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,6 +15,7 @@ import typer
 
 import tinyrl
 from tinyrl.cli.errors import sentences
+from tinyrl.cli.train import How, quiet_libraries, resume_run, show_run, start_run
 from tinyrl.config.methods import METHODS, or_list
 
 app = typer.Typer(
@@ -74,95 +71,18 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train a model. Without a recipe: the embedded default, on a CPU, in a minute or two."""
+    how = How(device, trust_remote_code, debug)
     if resume is not None:
+        besides = ["--name"] * bool(name) + ["--overwrite"] * overwrite + ["--dry-run"] * dry_run
         words = [word for word in (method, *(settings or [])) if word]
-        besides = [word for word in words if "=" not in word] + ["--name"] * bool(name)
-        besides += ["--overwrite"] * overwrite + ["--dry-run"] * dry_run
-        _resume(
-            resume,
-            [word for word in words if "=" in word],
-            besides=besides,
-            allow_config_change=allow_config_change,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            debug=debug,
-        )
-        return
-    with sentences(debug):
-        from tinyrl.cli.preflight import check_before_loading
-        from tinyrl.config.recipe import dump_config, load_config, split_settings
-        from tinyrl.runs.run_dir import check_new_run
-
-        if allow_config_change:
+        resume_run(resume, words, besides=besides, allow_config_change=allow_config_change, how=how)
+    elif allow_config_change:
+        with sentences(debug):
             raise ValueError("--allow-config-change is for going on with a run: tinyrl train --resume RUN")
-        if method is None:
-            first, *others = METHODS
-            raise ValueError(f"which method? `tinyrl train {first}`, {or_list(others)}; or `tinyrl train --resume RUN`")
-        recipe, overrides = split_settings(settings or [])
-        config = load_config(method, recipe, overrides=overrides)
-        if not dry_run:
-            check_new_run(output_dir, name=name, overwrite=overwrite)
-        check_before_loading(config)
-    _quiet_libraries()
-    from tinyrl.runs.signals import StopFlag
-    from tinyrl.training.launch import Options, start
-    from tinyrl.training.launch import dry_run as try_everything
-
-    options = Options(device=device, trust_remote_code=trust_remote_code)
-    with StopFlag():
-        with sentences(debug):
-            if dry_run:
-                print(dump_config(config))
-                print(try_everything(config, options=options))
-                raise typer.Exit
-            launch = start(
-                config,
-                options=options,
-                output_dir=output_dir,
-                name=name,
-                overwrite=overwrite,
-                command=_command(),
-            )
-        raise typer.Exit(launch.go())
-
-
-def _resume(
-    run: str,
-    overrides: list[str],
-    *,
-    besides: list[str],
-    allow_config_change: bool,
-    device: str,
-    trust_remote_code: bool,
-    debug: bool,
-) -> None:
-    with sentences(debug):
-        from tinyrl.cli.preflight import check_before_loading
-        from tinyrl.runs.run_dir import open_run
-
-        if besides:
-            got = " ".join(besides)
-            raise ValueError(f"--resume needs nothing else: config.yaml of the run says everything (got {got!r} too)")
-        opened = open_run(run)
-        config = opened.read_config(overrides)
-        check_before_loading(config)
-    _quiet_libraries()
-    from tinyrl.runs.signals import StopFlag
-    from tinyrl.training.launch import Options
-    from tinyrl.training.launch import resume as open_resumed
-
-    with StopFlag():
-        with sentences(debug):
-            launch = open_resumed(
-                opened,
-                options=Options(device=device, trust_remote_code=trust_remote_code),
-                config=config,
-                allow_config_change=allow_config_change,
-            )
-        if launch is None:
-            print(f"{opened.path} is finished; there is nothing left to do. Look at {opened.path}/report.html")
-            return
-        raise typer.Exit(launch.go())
+    elif dry_run:
+        show_run(method, settings or [], how=how)
+    else:
+        start_run(method, settings or [], name=name, output_dir=output_dir, overwrite=overwrite, how=how)
 
 
 @app.command("eval")
@@ -181,7 +101,7 @@ def evaluate(
     debug: Debug = False,
 ) -> None:
     """Evaluate a run, a checkpoint or a model on held-out prompts."""
-    _quiet_libraries()
+    quiet_libraries()
     with sentences(debug):
         from tinyrl.cli.preflight import check_evaluation
 
@@ -271,16 +191,3 @@ def tasks() -> None:
 
     for name in TASKS:
         print(f"{name:20} {load_task(name).summary}")
-
-
-def _command() -> list[str]:
-    return ["tinyrl", *sys.argv[1:]]
-
-
-def _quiet_libraries() -> None:
-    """Libraries' progress bars and advice would drown what a run says."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)

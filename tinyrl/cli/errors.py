@@ -1,4 +1,4 @@
-"""Errors as the command says them: a few lines and an exit code."""
+"""Error messages and exit codes of the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 @contextmanager
 def sentences(debug: bool) -> Iterator[None]:
-    """Turn what a person can mend into at most six lines and an exit code; a traceback only when asked for."""
+    """Turn errors a user can fix into at most six lines and an exit code; a traceback only with `debug`."""
     try:
         yield
     except (ValueError, OSError, Stop) as error:

@@ -1,5 +1,6 @@
-"""What can be found wrong before torch is imported: model folders, the task, local data rows, reward files. Under a
-second, and torch stays unimported.
+"""Checks before torch is imported: model folders, the task, local data rows, reward files.
+
+They take under a second, and torch stays unimported.
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ PAIR_COLUMNS = ("prompt", "chosen", "rejected")
 
 
 def check_before_loading(config: Config) -> None:
-    """Raise ValueError, in a sentence, for everything a run of `config` would stumble over before its first step
-    and that needs no model.
-    """
+    """Raise ValueError for whatever would stop a run before its first step and needs no model to be found."""
     _check_model_path("model.path", config.model.path)
     if config.critic.path is not None:
         _check_model_path("critic.path", config.critic.path)
@@ -44,7 +43,7 @@ def check_before_loading(config: Config) -> None:
 
 
 def check_evaluation(target: str, *, vs: str | None, task: str | None) -> None:
-    """Raise ValueError for a target, a --vs or a --task of `tinyrl eval` that cannot be there."""
+    """Raise ValueError for a target, --vs or --task of `tinyrl eval` that cannot exist."""
     if task is not None:
         load_task(task)
     for name in (target, *([vs] if vs not in (None, "base", "start") else [])):
@@ -59,9 +58,7 @@ def check_evaluation(target: str, *, vs: str | None, task: str | None) -> None:
 
 
 def _check_model_path(key: str, path: str) -> None:
-    """An embedded model's name, a folder with safetensors, or what may be a hub name; models/loading.py has the last
-    word.
-    """
+    """An embedded model, a folder with safetensors, or possibly a hub name; models/loading.py makes the final check."""
     if starter_path(path) is not None:
         return
     folder = os.path.expanduser(path)
@@ -135,7 +132,7 @@ def _check_examples(config: Config) -> None:
 
 
 def _answers_at_once(source: str) -> bool:
-    """True for text files, and for what is neither a file nor a hub name; parquet and the hub take seconds."""
+    """True for text files and for what is neither a file nor a hub name; parquet and the hub take seconds."""
     suffix = Path(source).suffix.lower()
     if suffix == ".parquet":
         return not os.path.isfile(source)

@@ -1,1 +1,1 @@
-"""The configuration of a run: every field, methods, recipes, and sentences for what is wrong. Never imports torch."""
+"""The configuration of a run: fields, methods, recipes, and error sentences. Never imports torch."""

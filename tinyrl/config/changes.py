@@ -1,4 +1,4 @@
-"""Settings that changed between a checkpoint and its resume: refused with both values, unless they are wanted."""
+"""Settings that changed between a checkpoint and its resume: refused with both values unless allowed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ MOST_SHOWN = 3
 
 
 def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed: bool) -> list[str]:
-    """Compare the configuration a checkpoint was written under with the one it is read under; returns a line for each
-    setting that differs.
+    """Compare a checkpoint's configuration with the one it is resumed under; returns a line for each difference.
 
-    Raises ValueError where some do and `allowed` is false, and always where the method is another one.
+    Raises ValueError when there are some and `allowed` is false, and always when the method is another one.
     """
     changes = changed_settings(before, config.written())
     if before["method"] != config.method:
@@ -30,9 +29,7 @@ def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any], *, within: str = "") -> list[str]:
-    """A line for each setting with two values. One that only one side knows is no change: another version of tinyrl
-    wrote it.
-    """
+    """A line for each setting with two values. One that only one side has is left out: another version wrote it."""
     changes = []
     for key in sorted(before.keys() & now.keys()):
         old, new = before[key], now[key]

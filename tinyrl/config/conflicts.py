@@ -1,4 +1,4 @@
-"""Settings that cannot go together, as sentences; the first one is shown."""
+"""Conflicts between settings, as sentences; the first one is shown."""
 
 from __future__ import annotations
 

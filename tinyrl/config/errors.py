@@ -1,6 +1,4 @@
-"""What is wrong with settings, as sentences that help: where it stands, the value, what is allowed, what was
-probably meant.
-"""
+"""Error sentences for invalid settings: the place, the value, what is allowed, what was probably meant."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from tinyrl.text import did_you_mean, shortened
 
 MOST_SENTENCES = 3
 
-# Names people know from TRL, verl and PEFT, and what answers to them here.
+# Names people know from TRL, verl and PEFT, and the settings they correspond to here.
 FAMILIAR = {
     "num_generations": "grpo.group_size", "rollout_n": "grpo.group_size",
     "n_samples_per_prompt": "grpo.group_size", "beta": "grpo.kl_coef", "kl_loss_coef": "grpo.kl_coef",
@@ -96,7 +94,7 @@ def _for_method(name: str, method: Any) -> str:
 
 
 def _sentence(problem: Any, source: Source) -> tuple[KeyPath, str]:
-    """The setting a problem of pydantic's is about, and: where: `key`, the value, what is allowed, did you mean."""
+    """The setting a pydantic problem is about, and its sentence: place, `key`, value, what is allowed, did you mean."""
     if problem["type"] == "value_error":
         sentence = str(problem["ctx"]["error"])
         named = re.search(r"\b([a-z_]+)\.([a-z_]+)", sentence)
@@ -124,7 +122,7 @@ def _shown(value: Any) -> str:
 
 
 def _meant(path: KeyPath, key: str | int, *, method: Any) -> str:
-    """What an unknown key of a section was meant to be; the keys there are where nobody can tell."""
+    """What an unknown key was probably meant to be; the keys of its section where there is no guess."""
     known = list(fields_of(_kind_at(path)))
     key = str(key)
     homes = (
@@ -141,7 +139,7 @@ def _meant(path: KeyPath, key: str | int, *, method: Any) -> str:
 
 @cache
 def fields_of(kind: Any) -> dict[str, Any]:
-    """The fields of a section and what each allows; {} for everything that is no section."""
+    """The fields of a section and what each allows; {} for what is not a section."""
     if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
         return {}
     hints = get_type_hints(kind, include_extras=True)
@@ -149,13 +147,14 @@ def fields_of(kind: Any) -> dict[str, Any]:
 
 
 def section_class(name: str) -> Any:
-    """The class of a section of `Config`; None where there is none of that name."""
+    """The class of a section of `Config`; None where there is no section of that name."""
     return _kind_at((name,))
 
 
 def _walk(loc: KeyPath) -> tuple[KeyPath, Any]:
-    """As much of an error's location as names a setting, and what that setting allows. Inside of a union pydantic
-    names the alternatives it tried; a setting that may be one thing or another is one setting.
+    """The part of an error's location that names a setting, and what that setting allows.
+
+    Inside a union pydantic adds the alternatives it tried to the location; those are not part of the setting.
     """
     path: list[str | int] = []
     kind: Any = Config
@@ -169,7 +168,7 @@ def _walk(loc: KeyPath) -> tuple[KeyPath, Any]:
 
 
 def _kind_at(path: KeyPath) -> Any:
-    """What the setting at `path` may be, or None: a section itself where it may also be left out."""
+    """What the setting at `path` may be, or None. An optional section gives the section itself."""
     walked, kind = _walk(path)
     return _bare(kind) if walked == path else None
 
@@ -184,7 +183,7 @@ def _inside(kind: Any, part: str | int) -> Any:
 
 
 def _bare(kind: Any) -> Any:
-    """Without its constraints, and without the null it may be."""
+    """A type without its constraints and without None."""
     if get_origin(kind) is Annotated:
         return _bare(get_args(kind)[0])
     options = [option for option in _options(kind) if option is not NoneType]

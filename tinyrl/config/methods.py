@@ -1,6 +1,6 @@
 """The training methods: their sections of the configuration, their trainer, the rows they learn from.
 
-One line a method, read by the configuration, the command line, the checks before torch is loaded, and the launch.
+One line per method, read by the configuration, the command line, the checks before torch is loaded, and the launch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ Rows = Literal["prompts", "text", "pairs"]
 
 @dataclass(frozen=True)
 class Method:
-    """own: the section only this method has; others: further sections it reads besides those of every method; trainer:
-    its file in tinyrl/trainers; rows: what a row is; recipe: what runs where nothing else is said.
+    """own: the section only this method has; others: optional sections it reads too; trainer: its file in
+    tinyrl/trainers; rows: what a row is; recipe: the one used when none is given.
     """
 
     own: str

@@ -1,4 +1,4 @@
-"""What each GRPO preset is, as plain fields of `grpo`; any of them can be overridden beside it."""
+"""GRPO presets as plain fields of `grpo`; any field can be overridden beside a preset."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ DAPO: dict[str, Any] = {
     "clip_eps": 0.2, "clip_eps_high": 0.28, "aggregation": "token",
     "kl_coef": 0.0, "kl_estimator": "k3", "kl_placement": "loss",
 }  # fmt: skip
-PRESETS: dict[str, dict[str, Any]] = {  # what each changes of dapo
+PRESETS: dict[str, dict[str, Any]] = {  # the differences from dapo
     "dapo": {},
     "grpo": {"clip_eps_high": 0.2, "aggregation": "sequence", "kl_coef": 0.04},
     "dr_grpo": {"clip_eps_high": 0.2, "aggregation": "constant", "advantage_scale": "none"},

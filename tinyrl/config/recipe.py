@@ -1,7 +1,6 @@
-"""From a recipe and key=value overrides to a `Config`, and back to config.yaml.
+"""Recipes and key=value overrides: read into a `Config`, and written back to config.yaml.
 
-A recipe is a YAML file: a path, or the name of one that ships with tinyrl. Every problem is a `ValueError` of at
-most six lines.
+A recipe is a YAML file, given by path or by its packaged name. Every problem is a `ValueError` of at most six lines.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tinyrl.config.errors import check_familiar, explain, fields_of, section_cla
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import Source, dump_plain, parse_plain
-from tinyrl.text import did_you_mean, shortened
+from tinyrl.text import decode_utf8, did_you_mean, shortened
 
 MAX_RECIPE_BYTES = 100_000
 OWN_MODEL_OR_DATA = ("model", "model.path", "task", "task.name", "task.data")  # overrides that ask for something else
@@ -38,7 +37,7 @@ def find_recipe(name: str) -> Path:
     """A path to a YAML file, or the name of a packaged recipe."""
     packaged = packaged_recipes()
     path = Path(name)
-    if os.path.isfile(name):  # unlike Path.is_file it answers for every text
+    if os.path.isfile(name):  # unlike Path.is_file it never raises
         return path
     key = path.name.removesuffix(".yaml") if path.parent.name in ("", "recipes") else name
     if key in packaged:
@@ -72,14 +71,7 @@ def read_recipe(path: Path, *, max_bytes: int = MAX_RECIPE_BYTES) -> Source:
         raise ValueError(f"cannot read recipe {path}: {error.strerror}") from error
     if len(raw) > max_bytes:
         raise ValueError(f"recipe {path} is too large: a recipe has at most {max_bytes:,} bytes")
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        offset = error.start + (3 if raw.startswith(b"\xef\xbb\xbf") else 0)  # utf-8-sig counts without the BOM
-        line = raw.count(b"\n", 0, offset) + 1
-        raise ValueError(
-            f"{path}:{line}: not UTF-8: byte {raw[offset]:#04x} at offset {offset}; save the file as UTF-8"
-        ) from None
+    text = decode_utf8(raw, str(path))
     values, places = parse_plain(text, lambda line: f"{path}:{line}" if line else str(path))
     if values is None:
         raise ValueError(f"recipe {path} is empty")
@@ -159,7 +151,7 @@ def _check_used(override: str, method: str) -> None:
 
 
 def build_config(source: Source) -> Config:
-    """Validate nested values; the first problems are put into sentences."""
+    """Validate nested values; ValueError puts the first problems into sentences."""
     check_familiar(source)
     try:
         return Config.model_validate(source.values)

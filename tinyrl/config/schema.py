@@ -1,9 +1,9 @@
 """The configuration of a run: every section and field, its type, its range and its default.
 
-Types are strict: 1 is not true, "3" is not 3 and true is no number, so a wrong type is never taken for something
+Types are strict: 1 is not true, "3" is not 3 and true is not a number, so a wrong type is never taken for something
 else. Defaults that depend on other fields (a learning rate for LoRA or full fine-tuning) are None here and filled in
-by `Config`, so that config.yaml never holds a blank that code has to guess. This file never imports torch: `tinyrl
---help` and a config error are answered at once.
+by `Config`, so that config.yaml never holds a blank that code has to guess. This file never imports torch, so
+`tinyrl --help` and a config error are answered at once.
 """
 
 from __future__ import annotations
@@ -204,9 +204,7 @@ class RunConfig(Section):
 
 
 class Config(Section):
-    """Everything a run is a function of. Sections that the method does not use have their defaults, and are not
-    written.
-    """
+    """Everything a run is a function of. Sections the method does not use keep their defaults and are not written."""
 
     method: MethodName
     model: ModelConfig = Field(default_factory=ModelConfig)

@@ -1,5 +1,6 @@
-"""YAML as plain settings: one document of names, text, numbers, true, false, null and lists, with the place of every
-key. What YAML can do besides (aliases, dates, tags) is refused with the line it stands on.
+"""YAML as plain settings: one document of names, text, numbers, booleans, null and lists, with the place of every key.
+
+What YAML can do besides (aliases, dates, tags) is refused with its line number.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Source:
     places: dict[str, str] = field(default_factory=dict)
 
     def place(self, path: KeyPath) -> str:
-        """Where the deepest part of `path` that somebody wrote stands."""
+        """The place of the deepest part of `path` that somebody wrote."""
         for length in range(len(path), 0, -1):
             key = ".".join(map(str, path[:length]))
             inside = (place for name, place in self.places.items() if name.startswith(f"{key}."))
@@ -74,7 +75,7 @@ class Source:
         return self.name
 
     def value(self, path: KeyPath) -> Any:
-        """What stands at `path`; None where there is nothing."""
+        """The value at `path`; None where there is none."""
         found: Any = self.values
         for part in path:
             inside: Any = dict(enumerate(found)) if isinstance(found, list) else found
@@ -86,7 +87,7 @@ Where = Callable[[int | None], str]  # names a line of the text, counted from 1;
 
 
 def parse_plain(text: str, where: Where) -> tuple[Any, dict[str, str]]:
-    """The value of one YAML document, and where every key in it stands."""
+    """The value of one YAML document, and the place of every key in it."""
     places: dict[str, str] = {}
     try:
         loader = _Loader(text)
@@ -117,7 +118,7 @@ def _broken(error: Exception, text: str, where: Where) -> str:
 
 
 def _check(node: yaml.Node, path: KeyPath, where: Where, places: dict[str, str], loader: _Loader) -> None:
-    """Refuse what is no plain setting, and note where each key stands."""
+    """Refuse what is not a plain setting, and note the place of each key."""
     place = where(node.start_mark.line + 1)
     if len(path) > MAX_DEPTH:
         raise ValueError(f"{place}: nested too deep")
@@ -154,5 +155,5 @@ def _check_key(node: yaml.Node, path: KeyPath, where: Where, places: dict[str, s
 
 
 def dump_plain(values: dict[str, Any]) -> str:
-    """YAML that `parse_plain` gives the same values for, in the order they have."""
+    """YAML that `parse_plain` reads back as the same values, in the same order."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

@@ -1,1 +1,1 @@
-"""Rows: where they come from, their columns, their order."""
+"""Data rows: readers, columns, order."""

@@ -1,4 +1,4 @@
-"""Rows from files (jsonl, json, csv, parquet) and from the Hugging Face hub, each with the place it comes from.
+"""Readers of rows from files (jsonl, json, csv, parquet) and the Hugging Face hub, each row with its place.
 
 The text formats are read by hand because people's files are broken in ordinary ways and every error should name the
 file, the line and the value: a cut-off line, an Excel encoding, a key written twice, NaN. Everything a file can do
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tinyrl.text import did_you_mean, first_line
+from tinyrl.text import decode_utf8, did_you_mean, first_line
 
 Row = dict[str, Any]
 Placed = list[tuple[str, Row]]  # a row and where it stands: "train.jsonl:12"
@@ -59,14 +59,7 @@ def _read_text(source: str) -> str:
     for start, kind in _FOREIGN_STARTS.items():
         if raw.startswith(start):
             raise ValueError(f"{source}: the file is {kind}, not UTF-8 text; save it as UTF-8")
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        offset = error.start + (3 if raw.startswith(b"\xef\xbb\xbf") else 0)  # utf-8-sig counts without the BOM
-        line = raw.count(b"\n", 0, offset) + 1
-        raise ValueError(
-            f"{source}:{line}: not UTF-8: byte 0x{raw[offset]:02x} at offset {offset}; save the file as UTF-8"
-        ) from None
+    text = decode_utf8(raw, source)
     if not text.strip():
         raise ValueError(f"{source}: the file is empty")
     return text

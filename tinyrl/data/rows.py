@@ -1,4 +1,4 @@
-"""Rows: their columns, the held-out split, the order they are used in, their fingerprint.
+"""Rows: column renames, the held-out split, the order of use, the fingerprint.
 
 Which rows a step uses is a function of (seed, step) and nothing else, so a resumed run needs no iterator to restore.
 """
@@ -21,13 +21,13 @@ HELD_OUT_MOST = 512
 def read_rows(source: str, *, columns: dict[str, str] | None = None) -> list[Row]:
     """The rows of a .jsonl, .json, .csv or .parquet file, or of a hub data set "owner/name:config@split".
 
-    `columns` {new: old} renames; a column `new` that was there before gives way. Raises ValueError naming the place.
+    `columns` {new: old} renames, replacing a column `new` that was there. Raises ValueError naming the place.
     """
     return [row for _, row in placed_rows(source, columns=columns)]
 
 
 def placed_rows(source: str, *, columns: dict[str, str] | None = None) -> Placed:
-    """`read_rows`, each row with where it stands ("train.jsonl:12"), for errors found later."""
+    """`read_rows`, each row with its place ("train.jsonl:12"), for errors found later."""
     return [(place, _renamed(row, columns, place)) if columns else (place, row) for place, row in read_source(source)]
 
 
@@ -59,7 +59,7 @@ def keyed_order(key: str, count: int) -> list[int]:
 def hold_out(rows: list[Row], *, prompt: Callable[[Row], Any], seed: int) -> tuple[list[Row], list[Row]]:
     """(train, held-out) rows: a tenth of the different prompts (1 to 512) is held out, chosen by `seed`.
 
-    Rows with the same prompt fall on the same side; a held-out prompt is held once. Both keep the order of `rows`.
+    Rows with the same prompt fall on the same side; a held-out prompt is kept once. Both keep the order of `rows`.
     """
     keys = [fingerprint([{"prompt": prompt(row)}]) for row in rows]
     distinct = sorted(set(keys))

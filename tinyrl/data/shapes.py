@@ -1,4 +1,4 @@
-"""Shapes of what people's rows hold: a prompt as text or as chat messages."""
+"""Shapes of row contents: a prompt as text or as chat messages."""
 
 from __future__ import annotations
 

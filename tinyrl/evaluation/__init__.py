@@ -1,1 +1,1 @@
-"""Held-out numbers: of one policy, and of two against each other."""
+"""Held-out evaluation of one policy, and comparison of two."""

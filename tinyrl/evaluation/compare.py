@@ -1,5 +1,6 @@
-"""`tinyrl eval`: build what a run, a checkpoint or a model is, evaluate it, and the other side of --vs with the
-same prompts and uniforms.
+"""`tinyrl eval`: evaluation of a run, a checkpoint or a model, and comparison with --vs.
+
+Both sides get the same prompts and uniforms.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from tinyrl.runs.checkpoint import checkpoint_of
 from tinyrl.runs.run_dir import finite, open_run
 from tinyrl.tasks import load_task
 
-MAX_NEW_TOKENS = 256  # for a model that no run says more about; less where its positions are few
+MAX_NEW_TOKENS = 256  # for a model without a run; less where the model has few positions
 
 __all__ = ["Options", "evaluate_target", "render"]
 
 
 @dataclass
 class Side:
-    """One side of a comparison: what is loaded, as what it acts, and what to call it."""
+    """One side of a comparison: its parts, the role it samples as, and its name."""
 
     parts: Parts
     role: Role
@@ -84,7 +85,7 @@ def _other(vs: str, ours: Side, *, task: str | None, options: Options) -> Side:
 
 
 def _load(target: str, *, task: str | None, options: Options) -> Side:
-    """A run or a checkpoint of one is known by its config.yaml; everything else is a model's path or name."""
+    """A run or a checkpoint of one is recognised by its config.yaml; everything else is a model's path or name."""
     path = Path(target)
     run_folder = path if (path / "config.yaml").is_file() else path.parent.parent
     if (run_folder / "config.yaml").is_file():

@@ -1,8 +1,6 @@
-"""How good a policy is on held-out prompts: rewards with intervals, pass@k, majority@k, KL, entropy; sampled, and
-greedy beside it.
+"""Held-out evaluation: rewards with intervals, pass@k, majority@k, KL, entropy; sampled, and greedy beside it.
 
-The same uniforms are used at every evaluation of a run and for both sides of `--vs`, so differences are paired:
-they come from the policy.
+Every evaluation of a run and both sides of `--vs` use the same uniforms, so differences between policies are paired.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ INTERVAL = 0.95
 @dataclass
 class Evaluation:
     """metrics: what `tinyrl eval --json` prints; by_prompt: mean reward of each prompt, for paired differences;
-    samples: lines to keep.
+    samples: lines for samples.jsonl.
     """
 
     metrics: dict[str, Any]
@@ -170,9 +168,7 @@ class _Judged:
 def _verifier_metrics(
     verdicts: list[float], answers: list[Any] | None, samples: int, *, parts_task: Task
 ) -> dict[str, Any]:
-    """pass@1 (pass@k and majority@k for k samples), the verifier's mean score, and how many distinct answers were
-    given.
-    """
+    """pass@1 (pass@k and majority@k for k samples), the verifier's mean score, the number of distinct answers."""
     passed = [parts_task.is_pass(v) for v in verdicts]
     groups = [passed[i : i + samples] for i in range(0, len(passed), samples)]
     out: dict[str, Any] = {"pass@1": _mean([pass_at_k(len(g), sum(g), 1) for g in groups])}
@@ -188,18 +184,14 @@ def _verifier_metrics(
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased pass@k from n samples of which `correct` passed: 1 - C(n - c, k) / C(n, k). Chen et al. (2107.03374)
-    Eq. 1.
-    """
+    """Unbiased pass@k from n samples of which c passed: 1 - C(n - c, k) / C(n, k). Chen et al. (2107.03374) Eq. 1."""
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} needs at least {k} samples, there are {n}")
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def majority_passes(answers: Sequence[Any], passed: Sequence[bool]) -> float:
-    """Whether the most frequent answer is right; tied answers share the verdict. Completions without an answer do
-    not vote.
-    """
+    """Whether the most frequent answer is right (ties share the verdict). Completions without an answer do not vote."""
     votes = Counter(a for a in answers if a is not None)
     if not votes:
         return 0.0
@@ -209,9 +201,7 @@ def majority_passes(answers: Sequence[Any], passed: Sequence[bool]) -> float:
 
 
 def mean_interval(values: Sequence[float], *, resamples: int = 2000) -> list[float]:
-    """A 95 % percentile-bootstrap interval of the mean; prompts are resampled, since samples of one prompt are not
-    independent.
-    """
+    """A 95 % percentile-bootstrap interval of the mean, over prompts: samples of one prompt are not independent."""
     kept = np.array([v for v in values if not math.isnan(v)])
     if len(kept) < 2:
         return [math.nan, math.nan]

@@ -1,9 +1,9 @@
-"""The forward pass of Llama-like decoders (Llama, Qwen2, Qwen3 and what is built like them) for sampling: its own
-weights with the adapter merged in, projections that share an input in one matrix, and a static cache.
+"""The forward pass of Llama-like decoders for sampling: merged weights, joined projections, a static cache.
 
-The library's modules cost more than their arithmetic while decoding: LoRA branches at every token, a cache copied
-whole at every token, a dozen small operations a layer. Weights are private copies, merged afresh from the base and
-the adapter; the base itself is never merged in place, which would round it.
+For Llama, Qwen2, Qwen3 and models built like them. While decoding, the library's modules cost more than their
+arithmetic: LoRA branches at every token, the whole cache copied at every token, a dozen small operations a layer.
+Here the weights are private copies, merged afresh from base and adapter, with one matrix for projections that share
+an input. The base itself is never merged in place, which would round it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 def reads_like_llama(model: PreTrainedModel) -> bool:
-    """Whether the decoder has the parts that this file knows; whether they are put together in the same way is found
-    out by comparing numbers.
-    """
+    """Whether the decoder has the parts this file knows; whether they compute the same is checked on numbers."""
     trunk = trunk_of(model)
     layers = getattr(trunk, "layers", None)
     if layers is None or not all(hasattr(trunk, name) for name in ("embed_tokens", "norm", "rotary_emb")):
@@ -83,9 +81,7 @@ class Cache:
 
 
 class Decoder:
-    """Hidden states of new tokens from a static cache. `dtype` is the copy's; norms' sums and attention's softmax are
-    float32.
-    """
+    """Hidden states of new tokens from a static cache. Weights are in `dtype`, sums of norms and softmax in float32."""
 
     def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype) -> None:
         self.model, self.dtype = model, dtype
@@ -109,7 +105,7 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the private copy: what merging and another dtype cannot share with the model."""
+        """Bytes of the private copy: what merging or another dtype keeps from sharing the model's memory."""
         own = [t for layer in self.layers for t in vars(layer).values() if t is not None]
         shared = {p.data_ptr() for p in self.model.parameters()}
         own += [self.embedding, self.head.weight]
@@ -117,7 +113,7 @@ class Decoder:
         return sum(t.numel() * t.itemsize for t in unique.values())
 
     def sync(self, adapter: str | None) -> None:
-        """Take the weights over as they are now under `adapter`; into the same memory as before."""
+        """Copy the weights as they are now under `adapter`, into the same memory as before."""
         self.embedding = _renewed(self.embedding, self.trunk.embed_tokens.weight.to(self.dtype))
         self.norm = _renewed(self.norm, self.trunk.norm.weight.to(self.dtype))
         head = head_of(self.model)
@@ -163,9 +159,7 @@ class Decoder:
         )
 
     def new_cache(self, rows: int, width: int) -> Cache:
-        """All zero: what a mask hides must be a number, since 0 x NaN is NaN. On a CPU memory is taken only where it is
-        written.
-        """
+        """All zero, as masked entries must be finite (0 x NaN is NaN). A CPU takes memory only where written."""
         shape = (self.num_layers, rows, self.num_kv_heads, width, self.head_dim)
         device = self.trunk.embed_tokens.weight.device
         if device.type == "cpu":
@@ -209,7 +203,7 @@ class Decoder:
         ahead = torch.arange(width, device=device) > position.unsqueeze(1)
         mask = torch.zeros(rows, 1, 1, width, device=device).masked_fill_(ahead[:, None, None], -torch.inf)
         lanes = torch.arange(rows * heads, device=device).view(rows, heads)
-        place = (lanes * cache.keys.shape[3] + position.unsqueeze(1)).view(-1)  # of new keys in a layer's, end to end
+        place = (lanes * cache.keys.shape[3] + position.unsqueeze(1)).view(-1)  # flat index of new keys in a layer
         rotation = cache.cos[position], cache.sin[position]
         x = self.embedding[token]
         for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
@@ -249,9 +243,7 @@ def _added(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _renewed(old: Tensor | None, fresh: Tensor) -> Tensor:
-    """`fresh`, in the memory of `old` where there is such (a CUDA graph holds the address); shared weights are taken
-    as they are.
-    """
+    """`fresh`, in the memory of `old` if it has any (a CUDA graph holds the address); shared weights as they are."""
     if old is None or old.shape != fresh.shape or old.data_ptr() == fresh.data_ptr():
         return fresh
     return old.copy_(fresh)

@@ -1,19 +1,20 @@
-"""What every sampling engine takes and gives: token lists in, ragged token lists out.
+"""The sampling engine protocol: requests, completions and settings; token lists in, ragged token lists out.
 
-The same request and key give the same completion from every engine and in any batch, to rounding in float32:
-rng.py says how.
+The same request and key give the same completion from every engine and in any batch, to float32 rounding (see rng.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.generation.rng import sample_keys
+from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.roles import Roles
 
 FinishReason = Literal["eos", "stop", "length"]
@@ -24,8 +25,8 @@ SampledRole = Literal["policy", "reference", "base"]
 class Request:
     """One prompt to continue. (seed, step, prompt_index, first_sample + i) is the key of its i-th sample.
 
-    first_token: the number of its first new token among the random numbers of that key, so that a later turn of an
-    episode does not draw those of the first again. max_new_tokens: of this request (None: as SamplingSettings says).
+    first_token: where its first new token stands among the random numbers of that key, so that a later turn of an
+    episode does not reuse those of the first. max_new_tokens: its own limit (None: that of SamplingSettings).
     """
 
     prompt_tokens: list[int]
@@ -37,8 +38,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was sampled: tokens (the EOS included), the log-probability of each at the sampling temperature, why it
-    ended. chosen: which of them the policy chose (None: all); the others were read, such as a tool's answer.
+    """What was sampled: tokens (EOS included), the log-probability of each at the sampling temperature, why it ended.
+
+    chosen: which of them the policy chose (None: all); the others were only read, such as a tool's answer.
     """
 
     tokens: list[int]
@@ -49,9 +51,9 @@ class Completion:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How completions are drawn, the same for every request of a run. `max_new_tokens`: of a request that does not say
-    less itself. `max_rows`: sequences decoded at a time (None:
-    as many as memory allows).
+    """How completions are drawn, the same for every request of a run.
+
+    max_new_tokens: may be lowered by a request; max_rows: sequences decoded at a time (None: as memory allows).
     """
 
     temperature: float
@@ -60,6 +62,16 @@ class SamplingSettings:
     top_p: float = 1.0
     top_k: int = 0
     max_rows: int | None = None
+
+
+class HasRowLimit(Protocol):
+    """An engine of ours: it decodes at most `max_rows` sequences at a time (None: all that are asked for)."""
+
+    max_rows: int | None
+
+    def release(self) -> bool:
+        """Give back the memory that is kept from one call to the next; whether there was any."""
+        ...
 
 
 class SamplingEngine(Protocol):
@@ -90,7 +102,7 @@ class SamplingEngine(Protocol):
         ...
 
     def release(self) -> bool:
-        """Give back the memory that is kept from one call to the next; whether there was any."""
+        """Free the memory kept from one call to the next; returns whether there was any."""
         ...
 
 
@@ -100,7 +112,7 @@ def max_new_tokens(request: Request, settings: SamplingSettings) -> int:
 
 
 def row_keys(requests: list[Request], group: int, *, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """The keys of every sample's random numbers, (R,) with R = requests * group, and the number of its first token."""
+    """The keys of every sample's random numbers, (R,) with R = requests * group, and the index of its first token."""
     prompts = np.repeat(np.array([r.prompt_index for r in requests]), group)
     samples = np.concatenate([np.arange(group) + r.first_sample for r in requests])
     first = np.repeat(np.array([r.first_token for r in requests]), group)
@@ -128,10 +140,29 @@ def join(parts: list[list[Completion]], group: int) -> list[list[Completion]]:
     return [flat[i : i + group] for i in range(0, len(flat), group)]
 
 
-def eos_token_ids(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Every token that ends a completion: the tokenizer's EOS and those of the model's generation config (chat
-    models have several).
+def sample_in_fewer_rows(
+    engine: HasRowLimit, wanted: int, attempt: Callable[[int], list[list[Completion]]]
+) -> list[list[Completion]]:
+    """`attempt(rows)` with as many rows at a time as wanted or allowed; when memory runs out, again with half as many.
+
+    Keyed random numbers give the same samples again. Raises torch.OutOfMemoryError where a single row does not fit.
     """
+    while True:
+        rows = min(engine.max_rows or wanted, wanted)
+        try:
+            with as_out_of_memory(), torch.inference_mode():
+                return attempt(rows)
+        except torch.OutOfMemoryError:
+            if rows == 1:
+                raise
+        engine.release()
+        engine.max_rows = rows // 2
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def eos_token_ids(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Tokens that end a completion: the tokenizer's EOS and the generation config's (chat models list several)."""
     generation = getattr(roles.causal, "generation_config", None)
     listed = getattr(generation, "eos_token_id", None)
     listed = listed if isinstance(listed, list) else [listed]

@@ -1,10 +1,9 @@
-"""The fused engine: its own decoder over a static cache, with rows that come and go.
+"""The fused sampling engine: its own decoder over a static cache, with continuous batching.
 
-A prompt is read once for its group. A row that has finished leaves at once and the last row takes its place, so every
-product is over rows that are still going; waiting samples are let in as slots become free (continuous batching; Orca,
-OSDI 2022), so a batch larger than memory still samples. On CUDA a step is replayed from a graph for its bucket of
-rows and of cache width, and finished rows are looked for every few tokens only, so that nothing waits for the host;
-what a row said after its end is cut off.
+A prompt is read once for its group. A finished row leaves at once and the last row takes its place, so every product
+covers live rows only; waiting samples are admitted as slots become free (Orca, OSDI 2022), so a batch larger than
+memory still samples. On CUDA a step is replayed from a graph for its bucket of rows and cache width, and finished
+rows are looked for only every few tokens, so that nothing waits for the host; tokens past a row's end are cut off.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from tinyrl.generation.engine import (
     eos_token_ids,
     max_new_tokens,
     row_keys,
+    sample_in_fewer_rows,
 )
 from tinyrl.generation.graphs import StepGraphs
 from tinyrl.generation.rng import uniforms
 from tinyrl.generation.slots import Slots
 from tinyrl.generation.token_sampling import stop_said_at
-from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.roles import Roles
 from tinyrl.runs.signals import check_stop
 
@@ -44,7 +43,7 @@ ROW_BUCKETS, WIDTH_BUCKET = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 76
 
 
 class FusedEngine:
-    """Samples through a `Decoder`, whose weights are taken over from the acting role at every call."""
+    """Samples through a `Decoder`, whose weights are copied from the acting role at every call."""
 
     name = "fused"
 
@@ -77,19 +76,11 @@ class FusedEngine:
         """
         if not requests:
             return []
-        wanted = len(requests) * samples_per_request
-        while True:
-            rows = min(self.max_rows or wanted, wanted)
-            try:
-                with as_out_of_memory(), torch.inference_mode():
-                    return self._sample(requests, samples_per_request, rows, (seed, step), greedy, role)
-            except torch.OutOfMemoryError:
-                if rows == 1:
-                    raise
-            self.release()
-            self.max_rows = rows // 2
-            if self.roles.device.type == "cuda":
-                torch.cuda.empty_cache()
+
+        def attempt(rows: int) -> list[list[Completion]]:
+            return self._sample(requests, samples_per_request, rows, (seed, step), greedy, role)
+
+        return sample_in_fewer_rows(self, len(requests) * samples_per_request, attempt)
 
     def _sample(
         self,
@@ -100,7 +91,7 @@ class FusedEngine:
         greedy: bool,
         role: SampledRole,
     ) -> list[list[Completion]]:
-        """One attempt with at most so many rows at a time; what it holds is gone when it fails."""
+        """One attempt with at most so many rows at a time; a failed one holds no memory."""
         with self.roles.acting(role) as model:
             decoder = self.decoders.setdefault(id(model), Decoder(model, dtype=self.dtype))
             decoder.sync(self.roles.adapter_of(role))
@@ -111,18 +102,18 @@ class FusedEngine:
         return completions
 
     def adopt(self, decoder: Decoder) -> None:
-        """Sample from the policy's model through this decoder, whose copy of the weights is in place."""
+        """Sample from the policy's model through this decoder, whose copy of the weights is already made."""
         self.decoders[id(self.roles.causal)] = decoder
         self._hand_back(decoder)
 
     def _hand_back(self, decoder: Decoder) -> None:
-        """On a CPU the update gets the memory of the copy, which is made again in no time; on CUDA graphs read it."""
+        """On a CPU, free the copy for the update, as it is quickly made again; on CUDA, graphs still read it."""
         self._copy_bytes = decoder.weight_bytes
         if self.roles.device.type == "cpu":
             decoder.release()
 
     def release(self) -> bool:
-        """Give the cache, the graphs and the copies of the weights back; the next call makes them again."""
+        """Free the cache, the graphs and the copies of the weights; the next call makes them again."""
         kept = self._kept is not None
         self._kept = None
         for decoder in self.decoders.values():
@@ -136,13 +127,13 @@ class FusedEngine:
 
     @property
     def columns(self) -> int:
-        """New tokens a row has room for: until the next look it may go on past its end."""
+        """New tokens a row has room for: it may run past its end until the next look."""
         return self.settings.max_new_tokens + self.look_every - 1
 
     def _slots(
         self, decoder: Decoder, greedy: bool, *, rows: int, width: int
     ) -> tuple[Slots, Callable[[int, int], None]]:
-        """Slots for as many rows as wanted, or as memory allows, and what advances them."""
+        """Slots for as many rows as wanted, or as memory allows, and the function that advances them."""
         device, columns = self.roles.device, self.columns
         if device.type != "cuda":
             rows = min(rows, rows_that_fit(decoder, width, free=psutil.virtual_memory().available))
@@ -169,14 +160,14 @@ def rows_that_fit(decoder: Decoder, width: int, *, free: int) -> int:
 
 
 def bucket(slots: Slots) -> tuple[int, int]:
-    """The fewest rows and cache columns, of those there are graphs for, that hold the slots in use."""
+    """The smallest graph shape (rows, cache columns) that holds the slots in use."""
     rows = next((b for b in ROW_BUCKETS if b >= slots.live), slots.live)
     width = -(-slots.longest // WIDTH_BUCKET) * WIDTH_BUCKET
     return min(rows, slots.capacity), min(width, slots.width)
 
 
 class _Sampling:
-    """One call of `sample`: which samples wait, and what those that are done have said."""
+    """One call of `sample`: the waiting samples and the finished completions."""
 
     def __init__(
         self,
@@ -216,7 +207,7 @@ class _Sampling:
         return bucket(slots) if slots.device.type == "cuda" else (slots.live, slots.longest)
 
     def _admit(self, free: int) -> None:
-        """Let in as many waiting samples as there are slots, a few prompts at a time."""
+        """Admit as many waiting samples as there are free slots, a few prompts at a time."""
         limit = PREFILL_TOKENS[self.slots.device.type]
         while free and self.waiting:
             samples: dict[int, list[int]] = {}  # by request
@@ -237,7 +228,7 @@ class _Sampling:
             )
 
     def _retire(self) -> None:
-        """Rows that have finished leave with what they said."""
+        """Turn finished rows into completions and free their slots."""
         slots = self.slots
         counts = slots.count[: slots.live].tolist()
         leaving = []
@@ -253,7 +244,7 @@ class _Sampling:
             slots.leave(leaving)
 
     def _end(self, slot: int, eos_at: int | None, count: int, limit: int) -> tuple[int, FinishReason | None]:
-        """How many tokens a row has said and why it has ended; None while it goes on."""
+        """The length of a row and why it has ended; None while it goes on."""
         length, reason = (eos_at, "eos") if eos_at is not None and eos_at <= count else (count, "length")
         if self.settings.stop:
             said = self.slots.tokens[slot, :length].tolist()

@@ -1,7 +1,7 @@
-"""CUDA graphs of a decoding step, one for each shape it is asked for.
+"""CUDA graphs of a decoding step, one for each shape it is called with.
 
 An eager step launches some twenty kernels a layer, and on a small model the launches take longer than the work; a
-graph is launched once. Shapes and addresses are frozen in it, so a step works on tensors that stay where they are.
+graph is launched once. Shapes and addresses are frozen in it, so a step works on tensors that never move.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 class StepGraphs:
     """Calls `step(rows, width)` through a graph that is captured the first time a shape is seen.
 
-    `state` are the tensors that a step moves on: capturing runs the step once to warm up, which is undone.
+    `state`: the tensors that a step advances. Capturing runs the step once to warm up, and then restores them.
     """
 
     def __init__(self, step: Callable[[int, int], None], *, state: tuple[Tensor, ...]) -> None:

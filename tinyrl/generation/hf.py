@@ -1,8 +1,8 @@
-"""The reference engine: a left-padded batch through the library's own modules and cache, simple enough to be the
-yardstick of others.
+"""The hf sampling engine: a left-padded batch through the library's own modules and cache.
 
-Prompts are prefilled once per group, rows are dropped as they finish, log-probabilities are recorded while
-decoding, and randomness is keyed (see rng.py), so the same request gives the same completion in any batch.
+It is simple, so the other engines are tested against it. Prompts are prefilled once per group, rows are dropped as
+they finish, log-probabilities are recorded while decoding, and randomness is keyed (see rng.py), so the same request
+gives the same completion in any batch.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tinyrl.generation.engine import (
     join,
     max_new_tokens,
     row_keys,
+    sample_in_fewer_rows,
     split,
 )
 from tinyrl.generation.rng import inverse_cdf, uniforms
 from tinyrl.generation.token_sampling import stop_said_at, truncate
 from tinyrl.models.batches import trunk_of
-from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.memory import weight_bytes
@@ -65,27 +65,21 @@ class HfEngine:
         Out of memory halves the number of rows decoded at a time and starts over: keyed randomness gives the same
         samples again. Raises torch.OutOfMemoryError when a single row does not fit.
         """
-        wanted = max(1, len(requests) * samples_per_request)
-        while True:
-            rows = min(self.max_rows or wanted, wanted)
-            try:
-                with as_out_of_memory(), torch.inference_mode(), self._acting(role) as model:
-                    parts = [
-                        completions
-                        for batch, group in split(requests, samples_per_request, max_rows=rows)
-                        for completions in _Decoding(self, model, batch, group, seed, step, greedy).run()
-                    ]
-                return join(parts, samples_per_request)
-            except torch.OutOfMemoryError:
-                if rows == 1:
-                    raise
-            self.max_rows = rows // 2
-            if self.roles.device.type == "cuda":
-                torch.cuda.empty_cache()
+
+        def attempt(rows: int) -> list[list[Completion]]:
+            with self._acting(role) as model:
+                parts = [
+                    completions
+                    for batch, group in split(requests, samples_per_request, max_rows=rows)
+                    for completions in _Decoding(self, model, batch, group, seed, step, greedy).run()
+                ]
+            return join(parts, samples_per_request)
+
+        return sample_in_fewer_rows(self, max(1, len(requests) * samples_per_request), attempt)
 
     @property
     def copy_bytes(self) -> int:
-        """None: it samples from the roles' own weights."""
+        """Zero: it samples from the roles' own weights."""
         return 0
 
     def release(self) -> bool:
@@ -97,15 +91,16 @@ class HfEngine:
 
 
 class HfMergedEngine(HfEngine):
-    """The same loop over the library's modules, with the role's adapter merged into private copies of the weights for
-    as long as it samples: what models take that the fused engine does not know.
+    """The same loop, with the role's adapter merged into private copies of the weights while it samples.
+
+    For models that the fused engine does not support.
     """
 
     name = "hf-merged"
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of the merged layers, which live for as long as it samples."""
+        """Bytes of the merged layers, which exist only while it samples."""
         policy = self.roles.adapter_parameters(POLICY_ADAPTER)
         names = {name.partition(".lora_")[0] for name in policy}
         return weight_bytes(self.roles.causal.get_submodule(name).get_base_layer().weight for name in names)  # pyright: ignore
@@ -115,7 +110,7 @@ class HfMergedEngine(HfEngine):
 
 
 class _Decoding:
-    """One batch while it is being decoded: the cache, the rows still going, and what they have said so far."""
+    """One batch while it is being decoded: the cache, the rows still going, and their tokens so far."""
 
     def __init__(
         self,

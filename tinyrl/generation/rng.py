@@ -53,7 +53,7 @@ def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """`inverse_cdf`, and the total of each row's weights (R,) float64, which comes with it.
+    """`inverse_cdf`, and the total of each row's weights (R,) float64, which it needs anyway.
 
     Sums run in two levels (blocks, then inside one block): a single float32 running sum over 150,000 entries is off
     by several percent of a mean probability.
@@ -67,17 +67,15 @@ def draw(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     target = (u.to(ends.dtype) * ends[:, -1]).unsqueeze(-1)
     block = torch.searchsorted(ends, target, right=True).clamp_(max=blocks - 1)
     inside = padded.gather(1, block.unsqueeze(-1).expand(-1, 1, width)).squeeze(1).double().cumsum(-1)
-    # Rounding may leave the target a little before the block or at its end; inside it, what can be drawn is drawn.
+    # Rounding may leave the target just before the block or at its end; clamping keeps the draw inside the block.
     left = (target - (ends - sums).gather(-1, block)).clamp_(min=0.0)
     left = torch.minimum(left, inside[:, -1:] * (1.0 - 1e-12))
     index = block * width + torch.searchsorted(inside, left, right=True)
-    return index.squeeze(-1).clamp_(max=vocabulary - 1), ends[:, -1]  # only what is not a number gets past the end
+    return index.squeeze(-1).clamp_(max=vocabulary - 1), ends[:, -1]  # only NaN gets past the end
 
 
 def block_width(vocabulary: int) -> int:
-    """A divisor of the vocabulary near its square root, so that no copy is needed to fill the last block up; the
-    square root where there is none.
-    """
+    """A divisor of the vocabulary near its square root, so that no block is padded; the root where there is none."""
     root = max(1, round(vocabulary**0.5))
     near = (w for d in range(root) for w in (root - d, root + d) if root / 4 <= w <= root * 4 and vocabulary % w == 0)
     return next(near, root)

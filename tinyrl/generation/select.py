@@ -1,5 +1,7 @@
-"""Which sampling engine a model gets: the fused one where its numbers agree with the model's own forward pass, else
-the library's modules with merged weights, else (a quantised base, or no room for the copy) with the LoRA branches.
+"""The choice of a sampling engine for a model, with its reason.
+
+The fused engine where its numbers agree with the model's own forward pass; else the library's modules with merged
+weights; else (a quantised base, or no room for the copy) the library's modules with LoRA branches.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tinyrl.models.roles import Roles
 
 EngineName = Literal["auto", "fused", "hf-merged", "hf"]
 COPY_SHARE = 0.5  # of the free memory that a private copy of the weights may take
-# The largest difference of a log-probability in float32; bfloat16 rounds every state, so there the mean decides.
+# The largest difference allowed to a log-probability in float32; bfloat16 rounds every state, so there the mean counts.
 MOST_IN_FLOAT32, MEAN_IN_BFLOAT16 = 1e-4, 0.05
 
 
@@ -113,7 +115,7 @@ def why_not_fused(engine: FusedEngine, longest: int) -> tuple[str | None, float]
 
 @torch.inference_mode()
 def differences(engine: FusedEngine) -> tuple[float, float]:
-    """Largest and mean difference of log-probabilities to the model's own forward pass, on two prompts of different
+    """Largest and mean difference of log-probabilities from the model's own forward pass, on two prompts of different
     length and three tokens after each.
     """
     roles, vocabulary = engine.roles, head_of(engine.roles.causal).weight.shape[0]

@@ -1,7 +1,7 @@
-"""The slots of a batch that is being decoded: what each row last said, where it stands, what it has said so far.
+"""Slots of a batch that is being decoded: the last token, position and tokens so far of each row.
 
-Tensors stay where they are from the first token to the last (a CUDA graph holds their addresses): a row that has
-finished leaves its place to the last row, a new one is let in at the end.
+Tensors keep their addresses from the first token to the last, since a CUDA graph holds them: the last row moves into
+the place of a finished one, and a new row is added at the end.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Slots:
 
     def advance(self, live: int, width: int) -> None:
         """One token in each of the first `live` rows, reading `width` columns of the cache. Only tensors: a CUDA graph
-        can hold it. Rows past those that are going may be computed too; nothing of theirs is read.
+        can hold it. Rows past the live ones may be computed too; their results are never read.
         """
         position = self.position[:live].clamp(max=width - 1)
         states = self.decoder.step(self.token[:live], position, cache=self.cache, width=width)
@@ -73,7 +73,7 @@ class Slots:
         self._draw(self.decoder.head.logits(states), torch.arange(live, device=self.device))
 
     def _draw(self, logits: Tensor, where: Tensor) -> None:
-        """The next token of the rows at `where`, noted where it belongs."""
+        """Draw the next token of the rows at `where`, and record it."""
         column = self.count[where].clamp(max=self.columns - 1)
         token, logprob = sample_tokens(
             logits,
@@ -95,7 +95,7 @@ class Slots:
         return [row[max(0, most - count) :] for row, count in zip(tokens, counts.tolist(), strict=True)]
 
     def leave(self, slots: list[int]) -> None:
-        """Rows at `slots` go; rows from the end move into the gaps."""
+        """Remove the rows at `slots`; rows from the end move into the gaps."""
         gone = set(slots)
         stay = self.live - len(gone)
         gaps = [p for p in sorted(gone) if p < stay]

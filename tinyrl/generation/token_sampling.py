@@ -1,4 +1,4 @@
-"""Drawing the next token from logits, and seeing that a stop string was said."""
+"""Token sampling from logits, and detection of stop strings."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def sample_tokens(
 
 
 def truncate(probs: Tensor, *, top_k: int, top_p: float) -> Tensor:
-    """Zero everything outside the top_k tokens and outside the smallest set whose mass reaches top_p; (R, V) -> (R,
-    V).
-    """
+    """Zero everything outside the top_k tokens and outside the smallest set of mass top_p; (R, V) -> (R, V)."""
     ordered, order = probs.sort(-1, descending=True)
     keep = ordered.cumsum(-1) - ordered < top_p
     if top_k:
@@ -42,8 +40,8 @@ def truncate(probs: Tensor, *, top_k: int, top_p: float) -> Tensor:
 
 
 def stop_said_at(tokens: list[int], stop: list[str], tokenizer: PreTrainedTokenizerBase, *, look_at: int) -> int | None:
-    """How many of `tokens` there are when a stop string has just been said; None where none has. Only ends within the
-    last `look_at` tokens are looked at.
+    """How many of `tokens` there are when a stop string has just been completed; None where none has. Only ends within
+    the last `look_at` tokens are checked.
     """
     # A token is at least one byte; a few more, because decoding that starts inside a character or a word is off.
     window = max(len(s.encode()) for s in stop) + 8

@@ -1,1 +1,1 @@
-"""Models and what is read off them: loading, roles on one base, hidden states, log-probabilities, values, scores."""
+"""Models and their outputs: loading, roles on one base, hidden states, log-probabilities, values, scores."""

@@ -1,10 +1,9 @@
-"""Which hidden state predicts which response token: the only place that knows how a micro-batch is laid out for the
-model.
+"""Layout of a micro-batch for the model, padded or packed: which hidden state predicts which response token.
 
-Padded: rows are padded on the right, with explicit position ids, so learned and rotary positions agree with an
-unpadded row. Packed: all rows stand end to end as one, rows with the same prompt behind one copy of it (packing.py).
-Either way states come back flat, (N, H), one for each response token that is listed; the head never sees a prompt, a
-tool's answer or a padding position.
+Only this file knows the layout. Padded: rows are padded on the right, with explicit position ids, so learned and
+rotary positions agree with an unpadded row. Packed: all rows stand end to end as one, rows with the same prompt behind
+one copy of it (packing.py). Either way states come back flat, (N, H), one for each listed response token; the head
+never sees a prompt, a tool's answer or a padding position.
 """
 
 from __future__ import annotations
@@ -181,10 +180,10 @@ def last_states(trunk: nn.Module, batch: SequenceBatch) -> Tensor:
 
 @torch.no_grad()
 def packs_exactly(trunk: nn.Module) -> bool:
-    """Whether the decoder's packed states are its padded ones, tried out on a few tokens.
+    """Whether the decoder's packed states equal its padded ones, tested on a few tokens.
 
-    A model whose attention was asked to be eager keeps it. Windows longer than the few tokens would not show, so
-    they are read from the config.
+    Always False for eager attention, which stays as asked, and for attention windows: those longer than the test would
+    not show, so the config decides.
     """
     config: Any = trunk.config
     full = all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or ())

@@ -1,4 +1,4 @@
-"""From a configuration to models: policy, reference, critic and reward model as roles on one base."""
+"""Models built from a configuration: policy, reference, critic and reward model as roles on one base."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ def _base_of(config: Config, path: str, dtype: torch.dtype, trust_remote_code: b
 
 
 def _add_critic(roles: Roles, config: Config, dtype: torch.dtype, trust_remote_code: bool) -> None:
-    """The critic of `critic.kind`; a separate one starts from critic.path, with the head of a reward model where it
-    has one.
-    """
+    """Add the critic of `critic.kind`; a separate one starts from critic.path, with its score head if there is one."""
     kind, path, lora = config.critic.kind, config.critic.path, config.lora
     assert kind is not None, "config/schema.py fills it in"
     peft_config = lora_config(r=lora.r, alpha=lora.alpha, dropout=0.0, target_modules=lora.target_modules)
@@ -88,9 +86,7 @@ def _add_critic(roles: Roles, config: Config, dtype: torch.dtype, trust_remote_c
 def build_reward_model(
     config: Config, roles: Roles, *, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> SequenceRewardModel | None:
-    """The reward model as a model of its own; None where there is none, or where it is an adapter, which is put on the
-    shared base.
-    """
+    """The reward model if it is a model of its own; an adapter is put on the shared base instead, and None returned."""
     path = config.reward.model
     if path is None:
         return None
@@ -104,9 +100,7 @@ def build_reward_model(
 def check_reference(
     roles: Roles, prompts: list[list[int]], *, temperature: float, autocast: Callable[..., Any]
 ) -> None:
-    """KL(policy, reference) is 0 before the first step. Raises ValueError, naming what the reference is, when it is
-    not.
-    """
+    """Check that policy and reference agree before the first step. Raises ValueError, naming the reference, if not."""
     if not roles.has_reference:
         return
     shortened = [prompt[:32] for prompt in prompts[:4]]

@@ -1,7 +1,6 @@
-"""The one Accelerator of the process, and the number of threads that suits the model.
+"""The process's Accelerator, the dtype, torch's thread count, and memory on the device.
 
-The Accelerator is the seam along which more devices join: device placement and autocast are asked of it and of
-nothing else.
+More devices would join through the Accelerator: device placement and autocast come from it alone.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ KEPT_BYTES = 1 << 30
 def make_accelerator(device: str, *, dtype: str) -> Accelerator:
     """The process's Accelerator for `device` (auto, cpu, cuda) with autocast in `dtype` (auto, float32, bfloat16).
 
-    Accelerate keeps its settings per process; a second call with other settings (tests, `eval --vs`) starts them
-    afresh. Raises ValueError when a CUDA device is asked for and none is there.
+    Accelerate keeps its settings per process; a second call (tests, `eval --vs`) resets them. Raises ValueError when
+    a CUDA device is asked for and none is there.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device {device!r}: allowed are auto, cpu, cuda")
@@ -47,10 +46,10 @@ def make_accelerator(device: str, *, dtype: str) -> Accelerator:
 
 
 def keep_freed_memory() -> bool:
-    """Have the C library keep memory it is given back, for the next tensor, in this process.
+    """Have the C library keep freed memory in this process, for the next tensor.
 
-    Every micro-batch frees what the next one asks for again; by default glibc hands it to the kernel in between, which
-    clears each page anew. Returns False where the C library has no such setting.
+    Each micro-batch frees what the next one asks for. By default glibc returns it to the kernel in between, which then
+    clears every page again. Returns False where the C library has no such setting.
     """
     if sys.platform != "linux":
         return False

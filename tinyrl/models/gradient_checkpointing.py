@@ -1,8 +1,8 @@
 """Gradient checkpointing: a decoder layer's activations are recomputed in backward instead of kept.
 
-The library recomputes only layers that are in training mode, which is also what turns dropout on (some layers, OPT's
-for one, ask their own `training` before dropping). Here a layer says "training" for as long as it takes to choose
-recomputation, and "evaluation" while it computes, so every dropout stays off.
+The library recomputes only layers in training mode, which also turns dropout on (some layers, such as OPT's, check
+their own `training` before dropping). Here a layer is in training mode only while recomputation is chosen, and in
+evaluation mode while it computes, so every dropout stays off.
 """
 
 from __future__ import annotations

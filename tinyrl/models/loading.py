@@ -1,4 +1,4 @@
-"""Reading a causal language model and its tokenizer from safetensors, and wrapping it in LoRA.
+"""Loading of causal language models, tokenizers and LoRA adapters from safetensors.
 
 Weights are only ever read from safetensors files: `.bin`, `.pt` and `.pkl` are refused, because unpickling runs code.
 """
@@ -105,9 +105,9 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """A causal LM with every dropout off, in `dtype`. Raises ValueError when it cannot be read.
 
-    attention `sdpa` is eager for the few models whose attention scaled_dot_product_attention cannot compute: those
-    with a soft-cap or with sinks (Gemma-2, gpt-oss). random_init draws the weights from torch's generator instead of
-    reading them (for models trained from nothing).
+    attention `sdpa` falls back to eager for the few models that scaled_dot_product_attention cannot compute: those
+    with a soft-cap or sinks (Gemma-2, gpt-oss). random_init draws the weights from torch's generator instead of
+    reading them (for models trained from scratch).
     """
     resolved = resolve_model_path(path)
     options: dict[str, Any] = {
@@ -163,7 +163,7 @@ def wrap_in_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     """
     if not hasattr(model, "prepare_inputs_for_generation"):
         config = replace(config, task_type="FEATURE_EXTRACTION", exclude_modules=["score"])
-    if any(isinstance(module, Conv1D) for module in model.modules()):  # GPT-2 keeps its weights the other way round
+    if any(isinstance(module, Conv1D) for module in model.modules()):  # GPT-2's weights are transposed
         config = replace(config, fan_in_fan_out=True)
     try:
         return get_peft_model(model, config, adapter_name=POLICY_ADAPTER)  # pyright: ignore[reportReturnType]
@@ -192,8 +192,8 @@ def load_start_adapter(model: PreTrainedModel, path: str) -> PeftModel:
 
 
 def load_adapter_weights(model: PeftModel, name: str, file: Path) -> None:
-    """Read the weights of adapter `name`, which is in place. Raises ValueError unless every one of them, and nothing
-    else, is in the file: the library only warns, and leaves the others as they were drawn.
+    """Read the weights of adapter `name`, which exists already. Raises ValueError unless the file has every one of them
+    and nothing else: the library only warns, and leaves missing ones at their random start.
     """
     try:
         result = set_peft_model_state_dict(model, load_file(file), adapter_name=name)

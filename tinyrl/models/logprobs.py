@@ -1,10 +1,9 @@
-"""Log-probabilities and entropy from hidden states, a chunk of tokens at a time.
+"""Chunked log-probabilities and entropy from hidden states.
 
-The (tokens, vocabulary) matrix of logits is the largest tensor a step could make (159 GB for 64 x 8 responses of
-512 tokens at Qwen's vocabulary); here nothing of that size outlives its chunk, in the forward pass or the backward.
-With a frozen head (LoRA) the derivatives with respect to the state are formed while a chunk's probabilities are at
-hand, (N, H) each, so backward needs no logits at all. With a trainable head (full fine-tuning) each chunk is
-recomputed in backward.
+The (tokens, vocabulary) matrix of logits would be the largest tensor of a step (159 GB for 64 x 8 responses of 512
+tokens at Qwen's vocabulary); here nothing of that size outlives its chunk, forward or backward. With a frozen head
+(LoRA) the derivatives with respect to the state, (N, H) each, are formed while a chunk's probabilities are at hand, so
+backward needs no logits at all. With a trainable head (full fine-tuning) backward recomputes each chunk.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ def head_of(model: nn.Module) -> Head:
 def check_head(model: nn.Module, head: Head, trunk: nn.Module) -> None:
     """Compare head(states) with the model's own logits on a few tokens; raises ValueError when they differ.
 
-    A model that does something to its logits that this file does not know would otherwise train on wrong
-    probabilities, silently.
+    A model that changes its logits in a way unknown here would otherwise silently train on wrong probabilities.
     """
     device = next(model.parameters()).device
     ids = torch.arange(1, 9, device=device).unsqueeze(0) % head.weight.shape[0]
@@ -69,8 +67,7 @@ def check_head(model: nn.Module, head: Head, trunk: nn.Module) -> None:
 def token_logprobs(
     states: Tensor, head: Head, *, targets: Tensor, temperature: float, entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of each distribution, both (N,) float32, of softmax(logits /
-    temperature).
+    """Log-probability of each target, and entropy, under softmax(logits / temperature); both (N,) float32.
 
     states (N, H), targets (N,). The entropy carries a gradient only when entropy_grad is set.
     """

@@ -1,8 +1,7 @@
-"""A linear layer as one adapter sees it, in one matrix: for sampling, where a LoRA branch at every token costs more
-than its arithmetic.
+"""Linear layers merged with a LoRA adapter into one matrix, for sampling.
 
-Merging makes private copies and leaves the base alone: adding B A in place and taking it out again rounds the base a
-little at every update, in bfloat16 visibly.
+A LoRA branch at every token costs more than its arithmetic. Merging makes private copies and leaves the base alone:
+adding B A in place and subtracting it again rounds the base a little at every update, visibly in bfloat16.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 
 
 def merged_weight(module: nn.Module, adapter: str | None) -> tuple[Tensor, Tensor | None]:
-    """(weight, bias) of a linear layer as `adapter` sees it: W + (alpha / r) B A, added in float32; W itself, not a
-    copy, where the adapter has no part in it.
+    """(weight, bias) of a linear layer as `adapter` sees it: W + (alpha / r) B A, added in float32. W itself, not a
+    copy, where the adapter does not touch the layer.
     """
     base = module.get_base_layer() if isinstance(module, LoraLayer) else module
     weight: Tensor = base.weight  # pyright: ignore[reportAssignmentType]

@@ -1,4 +1,4 @@
-"""Bytes of each role's weights: what is shared is counted once, at the base."""
+"""Memory of each role's weights in bytes; shared weights are counted once, at the base."""
 
 from __future__ import annotations
 
@@ -37,8 +37,6 @@ def _of(module: nn.Module | None) -> list[Tensor]:
 
 
 def checkpoint_bytes(roles: Roles) -> int:
-    """About what a checkpoint takes on disk: what is trained and Adam's two moments of it in float32, and a megabyte
-    for the rest.
-    """
+    """Bytes of a checkpoint, about: trained weights and Adam's two moments in float32, and a megabyte for the rest."""
     trained = sum(p.numel() for role in roles.parameters.values() for p in role.values())
     return 3 * 4 * trained + 1_000_000

@@ -1,4 +1,4 @@
-"""Micro-batches: which rows go through a model together, by one token budget, and smaller ones when memory runs out.
+"""Micro-batches by one token budget, made smaller when memory runs out.
 
 A small budget is right on a CPU: what a micro-batch computes stays in the caches, and little of it is padding.
 """
@@ -71,9 +71,7 @@ class RowSizes:
         return max(1, max(costs) // 2) if costs else None
 
     def _plan_groups(self, rows: Sequence[int], max_tokens: int) -> list[list[int]]:
-        """Groups share their prompt while they fit and are split after that; the widest go first, the others in what
-        is left beside them.
-        """
+        """Keep a group together if it fits, else split it. The widest parts go first, the others beside them."""
         groups: dict[int, list[int]] = {}
         for row in sorted(rows):
             groups.setdefault(self.groups[row], []).append(row)
@@ -101,7 +99,7 @@ class RowSizes:
         for count in range(fewest, len(rest)):
             parts: list[list[int]] = [[] for _ in range(count)]
             filled = [0] * count
-            for row in rest:  # the longest that is left to the lightest part
+            for row in rest:  # the longest first, each to the lightest part
                 lightest = filled.index(min(filled))
                 parts[lightest].append(row)
                 filled[lightest] += self.responses[row]
@@ -112,7 +110,7 @@ class RowSizes:
 
 @dataclass(frozen=True)
 class Work:
-    """A pass over rows: what they cost, what is done with a micro-batch of them, and which they are (None: all)."""
+    """A pass over rows: their sizes, the function to run on each micro-batch, and which rows (None: all)."""
 
     sizes: RowSizes
     run: Callable[[list[int]], None]
@@ -126,8 +124,8 @@ class Work:
 class MicroBatches:
     """The token budget of every pass through a model, and the one rule for when memory runs out.
 
-    Update, scoring, evaluation and reward model all ask here. State: `tokens`, which begins at run.micro_batch_tokens
-    and halves when memory runs out. `make_room` gives back what other phases keep, and says whether there was anything.
+    Update, scoring, evaluation and reward model all use it. State: `tokens`, which starts at run.micro_batch_tokens and
+    halves when memory runs out. `make_room` frees what other phases keep, and says whether there was anything.
     """
 
     def __init__(
@@ -140,9 +138,9 @@ class MicroBatches:
         self.make_room: Callable[[], bool] = lambda: False
 
     def run(self, *passes: Work, restart: Callable[[], None] = lambda: None) -> None:
-        """Do all the work, a micro-batch at a time. When memory runs out, everything starts over with half the tokens,
-        `restart` first: nothing of the attempt before may be left.
+        """Do all the work, a micro-batch at a time.
 
+        When memory runs out, start over with half the tokens, after `restart` has removed all traces of the attempt.
         Raises OutOfRoom where a single row does not fit.
         """
         while True:
@@ -173,8 +171,7 @@ class MicroBatches:
 def plan_micro_batches(rows: Sequence[int], lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
     """Group rows into micro-batches of at most `max_tokens` padded tokens (rows x longest), longest rows first.
 
-    rows: which rows; lengths: tokens of each row of the rollout (indexed by row). A row longer than the budget goes
-    alone.
+    lengths: tokens of each row of the rollout, indexed by row. A row longer than the budget goes alone.
     """
     plan: list[list[int]] = []
     for row in sorted(rows, key=lambda r: (-lengths[r], r)):

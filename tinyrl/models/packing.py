@@ -1,10 +1,10 @@
-"""Attention over rows that stand end to end without padding, each prompt once for all of its responses.
+"""Packed attention: rows end to end without padding, one copy of each shared prompt.
 
 A flat sequence [prompt 1 | response 1.1 | response 1.2 | ... | prompt 2 | ...] goes through the model as one row, so
 everything but attention does no work twice and none for padding. Attention is swapped by name in the library's own
-table of attention functions: no module is touched, adapters work as ever. Here the flat queries, keys and values are
-laid into blocks of similar length, padded on the right; a row sees itself and, for a response, its prompt's keys in
-front. No tensor is as large as the flat sequence squared.
+table of attention functions: no module is touched, and adapters work as usual. Here the flat queries, keys and values
+are laid into blocks of similar length, padded on the right; a row sees itself and, for a response, its prompt's keys
+in front. No tensor is as large as the flat sequence squared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 ATTENTION = "tinyrl_packed"
-# What some models ask of attention beyond softmax(q k) v, and what this attention does not do.
+# Options that some models pass to attention beyond softmax(q k) v, and that this attention does not support.
 REFUSED = ("softcap", "sliding_window", "position_bias", "s_aux", "sinks", "cache")
 
 
@@ -71,7 +71,7 @@ class Packing:
 def pack(groups: Sequence[tuple[int, Sequence[int]]], *, device: torch.device | str = "cpu") -> Packing:
     """Lay out groups of (tokens of the prompt, tokens of each response), which stand in this order in the sequence.
 
-    A group with one response (or one that has tokens) is a single causal row; otherwise its prompt is one.
+    A group with at most one non-empty response is a single causal row; otherwise its prompt is a row of its own.
     """
     alone: list[tuple[int, int]] = []  # (start, length) of rows that see only themselves
     families: list[tuple[int, list[tuple[int, int]]]] = []  # (the prompt's piece, its responses)
@@ -141,7 +141,7 @@ def _swapped(packing: Packing, config: Any) -> Iterator[None]:
 
 
 def attending_as_now() -> Callable[[], AbstractContextManager[None]]:
-    """What makes the attention of this moment come back later: for a layer that is recomputed in backward."""
+    """A way to restore the current attention later, for a layer that is recomputed in backward."""
     if not _in_use:
         return nullcontext
     packing, config = _in_use[-1]
@@ -208,7 +208,7 @@ def _for_each(block: Block, prompt: Tensor) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, packing: Packing, index: int) -> Tensor:
-    """Query i of a block sees the keys in front of the rows and keys 0..i of its row; padding stands behind all."""
+    """Query i of a block sees the keys in front of the rows and keys 0..i of its row; padding comes last."""
     if q.is_cuda and q.dtype == torch.float32:  # the kernels for float32 want as many key heads as query heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     shared_heads = q.shape[1] != k.shape[1]

@@ -1,9 +1,8 @@
-"""Reward models: a classification model with its own tokenizer and template, or an adapter and a head on the shared
-base.
+"""Reward models: a classification model of its own, or an adapter and a head on the shared base.
 
-Decoder models are scored at the last token of each row, whose position is known from lengths: the library looks for
-the last token that is not padding, which is the wrong one when pad == eos. Encoder models (a `classifier` over a
-pooled state) are called as they are.
+A classification model has its own tokenizer and template. Decoder models are scored at the last token of each row,
+whose position is known from lengths: the library looks for the last token that is not padding, which is the wrong one
+when pad == eos. Encoder models (a `classifier` over a pooled state) are called as they are.
 """
 
 from __future__ import annotations

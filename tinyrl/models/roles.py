@@ -1,7 +1,7 @@
 """Policy, reference, critic and reward as adapters and heads on one base. The only place that switches adapters.
 
-PEFT's switching turns gradients of other adapters off and a backward pass made after a switch silently loses
-gradients, so: one role at a time, forward, backward, then switch (`with roles.acting(role)`), and each role's
+PEFT's switching turns off the gradients of other adapters, and a backward pass after a switch silently loses
+gradients. So: one role at a time, forward, backward, then switch (`with roles.acting(role)`), and each role's
 parameters are collected once, by name, and kept trainable.
 
 | role      | LoRA                                                   | full fine-tuning          |
@@ -83,7 +83,7 @@ class Roles:
         return {n: p for n, p in self.causal.named_parameters() if f".{adapter}." in f".{n}." and "lora_" in n}
 
     def freeze_reference_adapter(self) -> None:
-        """The reference becomes a frozen copy of the policy's adapter as it is now (continuing from a LoRA)."""
+        """Make the reference a frozen copy of the policy's adapter as it is now (continuing from a LoRA)."""
         assert self.peft is not None
         self.add_adapter("reference", config=self.peft.peft_config[POLICY_ADAPTER])  # pyright: ignore[reportArgumentType]
         source = self.adapter_parameters(POLICY_ADAPTER)
@@ -101,8 +101,8 @@ class Roles:
         self.settle_adapters()
 
     def settle_adapters(self) -> None:
-        """To be called after an adapter is added: it may sit in layers that had none, its dropout is on, and PEFT's
-        bookkeeping may have changed what is active and what trains. (Its parameters are float32: PEFT sees to that.)
+        """Call after adding an adapter: it may sit in layers that had none, its dropout is on, and PEFT's bookkeeping
+        may have changed what is active and what trains. (PEFT makes its parameters float32.)
         """
         self.causal.to(self.device).eval()  # pyright: ignore[reportArgumentType]
         self._layers = [module for module in self.causal.modules() if isinstance(module, LoraLayer)]
@@ -112,8 +112,9 @@ class Roles:
     def add_critic(
         self, kind: CriticKind, *, lora: LoraConfig | None = None, model: PreTrainedModel | PeftModel | None = None
     ) -> None:
-        """Give the roles a critic: a value head over the states of an adapter, of the policy, or of `model` (kind
-        separate; what of it requires a gradient trains).
+        """Give the roles a critic: a value head over the states of an adapter, of the policy, or of `model`.
+
+        With kind separate, the parameters of `model` that require a gradient are trained.
         """
         self.critic_kind, self.critic_model = kind, model
         self.value_head = ValueHead(self.hidden_size("policy" if model is None else "critic")).to(self.device)
@@ -134,9 +135,7 @@ class Roles:
         self.keep_trainable()
 
     def train_score_head(self) -> None:
-        """Give the policy's states a score head that trains with the policy's parameters (the making of a reward
-        model).
-        """
+        """Add a score head on the policy's states that trains with the policy's parameters (to make a reward model)."""
         self.score_head = ValueHead(self.hidden_size("policy")).to(self.device)
         self.parameters["policy"] |= {f"score_head.{n}": p for n, p in self.score_head.named_parameters()}
 
@@ -240,9 +239,7 @@ class Roles:
         return batch.to_rows(logprobs), batch.to_rows(entropy)
 
     def values(self, batch: SequenceBatch, *, states: Tensor | None = None) -> Tensor:
-        """Values (b, T) of the states before each response token; the critic must be acting unless the policy's
-        states are given.
-        """
+        """Values (b, T) of states before each response token; the critic must be acting, unless `states` is given."""
         assert self.value_head is not None
         states = response_states(self.trunk("critic"), batch) if states is None else states
         return batch.to_rows(self.value_head(states))
@@ -257,11 +254,11 @@ class Roles:
     # ---- how they compute ----
 
     def use_lora_dropout(self) -> None:
-        """LoRA's dropout is on in training passes from now on (supervised and preference training); no other is."""
+        """Turn LoRA's dropout on in training passes (supervised and preference training); no other dropout ever is."""
         self.lora_dropout = True
 
     def enable_gradient_checkpointing(self) -> None:
-        """Say at the start that `gradient_checkpointing` will be used. Raises ValueError where the model cannot."""
+        """Check early that `gradient_checkpointing` can be used. Raises ValueError where the model cannot."""
         for model in self._trained_models():
             recomputable_layers(model)
 

@@ -1,8 +1,6 @@
-"""Writing the roles of a run into a checkpoint folder, and reading them back into roles built from the same
-configuration.
+"""Checkpoint files of a run's roles: written to a folder, and read back into roles of the same configuration.
 
-The policy stands at the root as plain PEFT files (or, fully fine-tuned, as a plain transformers model), so it can
-be used without tinyrl.
+The policy is at the root as plain PEFT files (or, fully fine-tuned, a plain transformers model), usable without tinyrl.
 """
 
 from __future__ import annotations
@@ -25,9 +23,7 @@ MODEL, VALUE_HEAD = "model.safetensors", "value_head.safetensors"
 
 
 def save_roles(roles: Roles, folder: Path, *, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Policy at the root, critic/ and reference/ beside it where they are adapters or models of their own,
-    value_head.safetensors.
-    """
+    """Policy and value_head.safetensors at the root, critic/ and reference/ beside them where they have own weights."""
     if roles.peft is not None:
         save_adapter(roles.peft, POLICY_ADAPTER, folder)
         if roles.reference_adapter is not None:
@@ -79,7 +75,7 @@ def save_adapter(model: PeftModel, name: str, folder: Path) -> None:
     tensors = {key: tensor.detach().contiguous().cpu() for key, tensor in state.items()}
     save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
     config = copy.copy(model.peft_config[name])
-    config.inference_mode = True  # who loads it with plain PEFT gets a model to use
+    config.inference_mode = True  # plain PEFT then loads it ready to use
     config.save_pretrained(str(folder))
 
 

@@ -1,4 +1,4 @@
-"""How a series of numbers becomes a curve, in plain Python: gaps stay, long runs are thinned, noisy ones smoothed."""
+"""Chart curves from series of numbers, in plain Python: gaps stay, long runs are thinned, noisy ones smoothed."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ FEWEST_TO_SMOOTH = 20
 
 @dataclass(frozen=True)
 class Curve:
-    """What is drawn of a line: `raw` as measured, `bold` smoothed (the same where there is no need to)."""
+    """What is drawn of a line: `raw` as measured, `bold` smoothed (the same as raw where that is not needed)."""
 
     steps: list[int]
     raw: list[float]
@@ -19,7 +19,7 @@ class Curve:
 
     @property
     def end(self) -> float:
-        """The last finite value of the bold curve: what the label beside its end says."""
+        """The last finite value of the bold curve: what its label shows."""
         return next(value for value in reversed(self.bold) if math.isfinite(value))
 
 
@@ -36,7 +36,7 @@ def smoothed(values: list[float]) -> list[float]:
     """Each value replaced by a line fitted to its neighbours, a seventh of the points, nearer ones counting more.
 
     A line and not a mean, so that the ends of a rising curve are not pulled back. It never leaves the range of the
-    neighbours. What is not finite counts for nothing and stays a gap.
+    neighbours. Values that are not finite are ignored and stay gaps.
     """
     half = max(2, len(values) // 15)
     result = []

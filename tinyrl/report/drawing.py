@@ -1,7 +1,7 @@
-"""One panel on matplotlib axes: lines or a stack, quiet axes, and labels at the ends of the lines instead of a legend.
+"""Drawing of one panel on matplotlib axes: lines or a stack, with labels at the ends of lines instead of a legend.
 
-The same three colours mean the same three things in every panel, and the common colour blindnesses tell them apart
-(Okabe and Ito's set, a little darker). Text is never in a pale colour: it gets a coloured mark before it.
+The same three colours mean the same three things in every panel, and people with the common colour blindnesses can
+tell them apart (Okabe and Ito's set, a little darker). Text is never in a pale colour: it gets a coloured mark.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""HTML of texts that a model or a data set wrote."""
+"""HTML escaping of texts that a model or a data set wrote."""
 
 import html
 from itertools import groupby
@@ -7,7 +7,7 @@ from tinyrl.text import Excerpt, name_unseen
 
 
 def text_html(text: str | Excerpt) -> str:
-    """HTML of a text: escaped, and every character that cannot be seen named as U+XXXX."""
+    """HTML of a text: escaped, and every invisible character written as U+XXXX."""
     if isinstance(text, Excerpt):
         if not text.omitted:
             return text_html(text.head)

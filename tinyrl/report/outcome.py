@@ -1,4 +1,4 @@
-"""What a run came to: the one sentence, the key numbers, and where the time went. Numbers and words, no HTML."""
+"""The outcome of a run in words and numbers: one sentence, the key numbers, and where the time went. No HTML."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from statistics import fmean, median
 from tinyrl.runs.records import Run
 from tinyrl.text import one_line
 
-MOST_PHASES = 5  # more colours than that are not told apart
+MOST_PHASES = 5  # more colours cannot be told apart
 TITLES = {"grpo": "GRPO", "ppo": "PPO", "sft": "SFT", "reward": "Reward model", "dpo": "DPO"}
 
 
@@ -135,7 +135,7 @@ def _change(start: float, end: float, *, since: int = 0, unsure: bool = False) -
 
 
 def held_out_key(run: Run, key: str) -> str:
-    """The held-out twin of a training metric: eval/loss/nll or eval/nll for loss/nll."""
+    """The held-out counterpart of a training metric: eval/loss/nll or eval/nll for loss/nll."""
     return next((name for name in (f"eval/{key}", f"eval/{key.rpartition('/')[2]}") if run.finite(name)), f"eval/{key}")
 
 
@@ -144,7 +144,7 @@ def _steps(count: int) -> str:
 
 
 def tiles(run: Run) -> list[Tile]:
-    """The key numbers, most wanted first; only those that the run measured."""
+    """The key numbers, most important first; only those that the run measured."""
     found = [
         _tile(run, "Reward", "eval/reward_mean", "reward/mean"),
         _tile(run, "Reward, greedy", "eval/greedy/reward_mean", ""),
@@ -178,7 +178,7 @@ def _tile(run: Run, label: str, held_out: str, training: str, *, unit: str = "",
 
 
 def reward_is_pass(run: Run) -> bool:
-    """Whether pass@1 says what the reward says, as with a reward of 0 or 1: then one of them is enough."""
+    """Whether pass@1 equals the reward, as with a reward of 0 or 1: then one of them is enough."""
     rewards, passes = dict(run.finite("eval/reward_mean")), dict(run.finite("eval/pass@1"))
     return rewards.keys() == passes.keys() and all(abs(rewards[step] - passes[step]) < 1e-9 for step in rewards)
 
@@ -193,7 +193,7 @@ def phases(run: Run) -> list[Phase]:
 def phase_seconds(run: Run) -> dict[str, dict[int, float]]:
     """{phase: {step: seconds}} from time/<phase>, the longest first, at most MOST_PHASES of them.
 
-    "other" is last: shorter phases, and what time/total, which leaves evaluation out, has beyond the sum of the rest.
+    "other" is last: shorter phases, and the part of time/total (which excludes evaluation) that no phase covers.
     """
     keys = [name for name in run.metric_names() if name.startswith("time/") and name.count("/") == 1]
     found = {key.removeprefix("time/"): {step: max(0.0, value) for step, value in run.finite(key)} for key in keys}

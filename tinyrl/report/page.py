@@ -1,7 +1,7 @@
-"""The page: one HTML file that loads nothing, runs nothing, and says the outcome first.
+"""The report page: one HTML file that loads nothing, runs nothing, and shows the outcome first.
 
 Everything a run wrote (texts, names, settings) passes through text_html(), or one_line() and escape(). The content
-security policy is a second wall: with it a browser runs no script and loads no address, even if one got through.
+security policy is a second defence: under it a browser runs no script and loads no address, even if one got through.
 """
 
 import reprlib

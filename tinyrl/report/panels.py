@@ -1,4 +1,4 @@
-"""Which charts a run has, as plain data: every panel with at least one finite number, in the order they are read."""
+"""The charts of a run as plain data: every panel with at least one finite number, in reading order."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -43,7 +43,7 @@ class Panel:
     span: tuple[int, int] = (0, 1)  # first and last step, the same in every panel
 
     def alt(self) -> str:
-        """What the chart shows, in words, for people who do not see it."""
+        """What the chart shows, in words, for people who cannot see it."""
         said = []
         for line in self.lines:
             values = [(step, value) for step, value in line.points if math.isfinite(value)]
@@ -175,7 +175,7 @@ def _reward_functions(run: Run) -> list[Panel]:
 
 
 def _time(run: Run) -> list[Panel]:
-    """Evaluation is left to the table of totals: as a bar at every 25th step it would dwarf the steps themselves."""
+    """Evaluation is left to the table of totals: as a bar at every 25th step it would dwarf the other phases."""
     roles = {name: "other" if name == "other" else str(i + 1) for i, name in enumerate(phase_seconds(run))}
     seconds = {name: phase for name, phase in phase_seconds(run).items() if name != "evaluation"}
     steps = sorted({step for phase in seconds.values() for step in phase})

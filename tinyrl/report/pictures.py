@@ -1,7 +1,7 @@
-"""The panels as inline SVG for the page, and all of them as one PNG.
+"""Pictures of the panels: inline SVG for the page, and all of them in one PNG.
 
 In SVG, colours become CSS variables and text takes the page's font, so the page decides on light or dark. Nothing
-depends on the clock or on a person's matplotlibrc: the same run gives the same bytes.
+depends on the clock or on the user's matplotlibrc: the same run gives the same bytes.
 """
 
 import io
@@ -39,7 +39,7 @@ def _settings(size: float) -> Iterator[None]:
         "ytick.color": COLOURS["muted"], "figure.facecolor": COLOURS["paper"], "axes.facecolor": "none",
     }  # fmt: skip
     with matplotlib.rc_context(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # a run named in a script the font lacks is no one's mistake
+        warnings.filterwarnings("ignore", message="Glyph")  # the font may lack the script of a run's name
         matplotlib.rcdefaults()
         defaults.update(settings)
         yield
@@ -73,7 +73,7 @@ def _svg(panel: Panel, prefix: str, size: tuple[int, int], *, named: bool) -> st
 
 
 def _inline(svg: str, prefix: str, alt: str) -> str:
-    """matplotlib's file made fit to stand in a page: no prologue, unique ids, the page's colours and font, a title."""
+    """matplotlib's SVG made ready for inlining: no prologue, unique ids, the page's colours and font, a title."""
     svg = re.sub(
         r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL
     )

@@ -1,1 +1,1 @@
-"""Scores for completions: people's functions in a process that can be killed, the tasks' own verifiers in ours."""
+"""Rewards of completions: users' functions in a process that can be killed, the tasks' own verifiers in ours."""

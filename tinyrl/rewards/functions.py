@@ -1,7 +1,7 @@
-"""Scores from reward functions: a person's in its worker process, a task's own verifier in ours.
+"""Reward functions: a user's in its worker process, a task's own verifier in ours.
 
-A function is given the whole batch. When that fails, the rows are tried one by one in a fresh worker, to drop only
-those that are to blame; what that may cost is bounded in workers lost and in time.
+A function gets the whole batch. When that fails, the rows are tried one by one in a fresh worker, so that only those
+at fault are dropped; the cost of that is bounded, in workers lost and in time.
 """
 
 import json
@@ -17,7 +17,7 @@ from tinyrl.rewards.loading import parse_use
 from tinyrl.rewards.process import MAX_SAID_CHARS, CallFailed, Worker, said
 from tinyrl.text import did_you_mean, one_line
 
-LOAD_TIMEOUT_S = 120.0  # at least; a person's imports are not their function's time
+LOAD_TIMEOUT_S = 120.0  # at least; imports do not count as the function's time
 MAX_WORKERS_LOST = 8  # by rows of one batch; each costs a timeout or a start
 ROWS_TIMEOUTS = 3  # trying the rows of one batch may take this many times timeout_s
 MIN_ROW_TIMEOUT_S = 1.0
@@ -41,7 +41,7 @@ class RewardCall:
 
 
 class FunctionReward:
-    """A person's reward function in a worker process, started when first needed. Close it, or use it in a `with`."""
+    """A user's reward function in a worker process, started when first needed. Close it, or use it in a `with`."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class FunctionReward:
         self.close()
 
     def start(self) -> None:
-        """Load the function now. ValueError if its code does not load: before training that is the person's to mend."""
+        """Load the function now. ValueError if its code does not load, which before training the user can fix."""
         if self._facts is None:
             try:
                 self._live_worker()
@@ -83,7 +83,7 @@ class FunctionReward:
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, list[Any]]) -> RewardCall:
         """Score a batch. ValueError: a column that the function needs is missing, or one cannot be sent to it.
 
-        Raises Interrupted, soon, once the run is to stop.
+        Raises Interrupted soon after a stop was asked for.
         """
         arguments = _arguments(prompts, completions, columns)
         if not prompts:

@@ -1,4 +1,4 @@
-"""The reward before step 1: whether a gold answer wins over nothing and nonsense, scored as training would."""
+"""The gold-answer check before step 1: whether it outscores an empty answer and nonsense, scored as in training."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from tinyrl.text import visible
 
 @dataclass(frozen=True)
 class GoldCheck:
-    """One prompt's reward on its gold answer (None where the task has none), on nothing, and on nonsense. NaN: no
-    score.
-    """
+    """One prompt's reward on its gold answer (None: the task has none), on nothing, on nonsense. NaN: no score."""
 
     prompt: PreparedPrompt
     gold_text: str | None

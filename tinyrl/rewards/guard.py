@@ -1,4 +1,7 @@
-"""When failing rewards stop a run: a dropped row is a nuisance, a fifth of every batch is another task."""
+"""The guard that stops a run whose rewards keep failing.
+
+A dropped row is a nuisance; losing a fifth of every batch changes the task.
+"""
 
 from tinyrl.errors import GuardStop
 from tinyrl.text import one_line
@@ -15,7 +18,7 @@ class FailureGuard:
         self.bad_batches = bad_batches
 
     def add(self, num_rows: int, num_failed: int, first_failure: str = "") -> None:
-        """Take note of a batch; `first_failure` is describe_failure() of one of its failed rows. Raises GuardStop."""
+        """Count a batch; `first_failure` is describe_failure() of one of its failed rows. Raises GuardStop."""
         assert 0 <= num_failed <= num_rows, (num_failed, num_rows)
         self.bad_batches = self.bad_batches + 1 if num_failed > MAX_FAILED_SHARE * num_rows else 0
         if self.bad_batches >= MAX_BAD_BATCHES:

@@ -1,6 +1,6 @@
-"""Where a reward function lies: 'file.py:function' or 'package.module:function', checked without running any of it.
+"""Reward function lookup: 'file.py:function' or 'package.module:function', checked without running any of it.
 
-The source is read, not imported: a mistake in a recipe is answered at once, and people's code runs in the worker only.
+The source is read, not imported: a mistake in a recipe is answered at once, and users' code runs in the worker only.
 """
 
 import ast
@@ -14,7 +14,7 @@ from tinyrl.text import did_you_mean
 
 @dataclass(frozen=True)
 class RewardSource:
-    """A reward function that is there: `path` is set for a file, `module` for an importable one."""
+    """A reward function that exists: `path` is set for a file, `module` for an importable one."""
 
     use: str  # as the recipe has it
     function: str
@@ -91,7 +91,7 @@ def _check_function(source: RewardSource) -> None:
 
 
 def _top_level_names(body: list[ast.stmt]) -> tuple[list[str], set[str], bool]:
-    """Functions, other names a module gives (assigned, imported), and whether it may give more than can be seen."""
+    """Functions, other names a module defines (assigned, imported), and whether it may define more than can be seen."""
     functions: list[str] = []
     others: set[str] = set()
     open_ended = False

@@ -1,7 +1,7 @@
-"""Our end of a worker process: start it, ask it, and kill it with all it started when it hangs, dies or is not wanted.
+"""Our end of a reward worker process: start it, ask it, and kill it with all it started.
 
 Nothing here waits without a deadline, and nothing waits on a pipe that may be full: request, reply and what the
-function prints move in one loop, which also looks at whether the run is to stop.
+function prints move in one loop, which also checks whether the run is to stop.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class CallFailed(Exception):
 
 
 class Worker:
-    """One worker process with one reward function. It is of use until a call is lost; then start another."""
+    """One worker process with one reward function. It can be used until a call is lost; then start another."""
 
     def __init__(self, source: RewardSource) -> None:
         self._source = source
@@ -66,7 +66,7 @@ class Worker:
         return not self._killed and self._process.poll() is None
 
     def load(self, *, timeout_s: float) -> dict[str, Any]:
-        """Have the worker import the function; what it takes, as worker.py says. What we can import, it can."""
+        """Have the worker import the function, with our sys.path; returns what it takes, as described in worker.py."""
         source = self._source
         load = {
             "path": str(source.path) if source.path else None,
@@ -89,7 +89,7 @@ class Worker:
         except (EOFError, json.JSONDecodeError) as error:
             late = time.monotonic() - started >= timeout_s
             raise CallFailed(self._hung(timeout_s) if late else self._died(), worker_lost=True) from error
-        finally:  # an exception on its way up leaves a worker whose next reply would be to the wrong question
+        finally:  # after an exception the worker's next reply would be to the wrong request
             if lost:
                 self.kill()
         if "error" in reply:

@@ -1,6 +1,4 @@
-"""Every reward of a run behind one call: people's functions, the task's verifier, a reward model; scores by name,
-and their weighted sum.
-"""
+"""All rewards of a run behind one call: functions, verifier, reward model; scores by name and their weighted sum."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ from tinyrl.tasks.prompts import PreparedPrompt, columns_of
 
 @dataclass
 class ScoreSheet:
-    """scores (B, R): NaN where a reward does not apply or failed; rewards (B,): the weighted sum of the others, NaN
-    where none is left.
+    """scores (B, R): NaN where a reward does not apply or failed; rewards (B,): the weighted sum of those that apply,
+    NaN where none does and where one failed.
     """
 
     scores: Tensor

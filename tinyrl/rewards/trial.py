@@ -1,5 +1,6 @@
-"""Trying a reward function before any training: `tinyrl reward test`. Scores of gold answers, of nothing and of
-nonsense on a person's own rows, in the worker process that a run would use; no model is loaded.
+"""The trial of a reward function before training, `tinyrl reward test`: scores of gold answers, nothing and nonsense.
+
+It uses the user's own rows and the worker process that a run would use; no model is loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Batch:
 
 @dataclass
 class Trial:
-    """What came of a function: its calls, and whether the first one, made again, gave the same scores."""
+    """The calls of a function, and whether the first one, made again, gave the same scores."""
 
     name: str
     batches: list[Batch] = field(default_factory=list)
@@ -51,11 +52,11 @@ class Trial:
 
     @property
     def would_stop_a_run(self) -> bool:
-        """More rows fail than a run puts up with (three batches like this in a row, and it stops)."""
+        """More rows fail than a run tolerates (three batches like this in a row, and it stops)."""
         return self.failed_share > MAX_FAILED_SHARE
 
     def warnings(self) -> list[str]:
-        """What a person should look at before training on this reward."""
+        """What a user should look at before training on this reward."""
         found = []
         by_what = {batch.what: batch for batch in self.batches}
         gold, rivals = by_what.get("gold"), [by_what["nothing"], by_what["nonsense"]]

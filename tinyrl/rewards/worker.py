@@ -1,9 +1,9 @@
-"""The process a person's reward function runs in, so that a hang or a crash costs one worker and not the run.
+"""The worker process of a user's reward function: a hang or a crash costs one worker and not the run.
 
 Started fresh as a script (`python -P worker.py PARENT`), never forked. Requests and replies are JSON, one a line, over
 the pipes it was started with; those are moved out of the function's sight first, so that what it prints, closes or
-reads cannot disturb them. Only the standard library is imported here: start-up is short, and torch comes in only where
-a person's own code asks for it.
+reads cannot disturb them. Only the standard library is imported here: start-up is short, and torch is imported only
+where the user's own code does so.
 
     {"load": {"path", "module", "function", "file", "sys_path"}, "timeout_s"}
         -> {"whole_batch": bool, "parameters": names or null for any, "required": names}
@@ -11,7 +11,7 @@ a person's own code asks for it.
         -> {"scores": number or null a row, "failures": [[row, reason], ...]}
 
 Either is answered with {"error": text, "at": " (file.py, line 3)" or ""} when the function's code raises. Texts are as
-people's code wrote them: our end of the pipe makes one harmless line of each.
+the user's code wrote them: our end of the pipe makes one harmless line of each.
 """
 
 import atexit
@@ -175,7 +175,7 @@ def _awaited(returned: Any) -> Any:
 
 
 def _die_with(parent: int) -> None:
-    """End with the parent, also in the middle of a call, when nobody reads the pipe and sees that it has ended."""
+    """End with the parent, also in the middle of a call, when nobody reads the pipe and notices its end."""
     while os.getppid() == parent:
         time.sleep(LOOK_AT_PARENT_S)
     _end_with_children()

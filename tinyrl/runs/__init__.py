@@ -1,1 +1,1 @@
-"""What a run leaves behind and how it is read, shown and stopped."""
+"""Run folders: records and checkpoints on disk, progress display, signals."""

@@ -1,11 +1,10 @@
-"""Checkpoints on disk: written whole or not at all, verified before they are read, pruned without ever touching the
-last good one.
+"""Checkpoints on disk: written whole or not at all, verified before they are read, pruned safely.
 
 A checkpoint is a folder `step-000120`. It is written under a temporary name on the same file system, every file is
 flushed to disk, then MANIFEST.json (name, bytes and SHA-256 of each file) is written last and one rename makes it
-visible: a crash at any moment leaves either the old state or the new one. An older checkpoint of the same step steps
-aside under a name that still counts, until the new one has its place. What is inside is the caller's business; here
-a checkpoint is a folder of safetensors and JSON files.
+visible: a crash at any moment leaves either the old state or the new one. An older checkpoint of the same step is
+renamed to a name that still counts, until the new one is in place. Pruning never touches the last good checkpoint.
+What is inside is the caller's business; here a checkpoint is a folder of safetensors and JSON files.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ def checkpoint_step(folder: Path) -> int:
 
 
 def write_checkpoint(root: Path, step: int, *, write: Callable[[Path], None]) -> Path:
-    """Let `write` fill a temporary folder, then make it the checkpoint of `step`; an older one of the same step
-    gives way.
+    """Let `write` fill a temporary folder, then make it the checkpoint of `step`, replacing an older one of it.
 
     Raises OSError (disk full, read-only) with everything that was there before intact.
     """
@@ -62,7 +60,7 @@ def write_checkpoint(root: Path, step: int, *, write: Callable[[Path], None]) ->
             os.rename(final, aside)
         os.rename(temporary, final)
         _flush(root)
-    except SafetensorError as error:  # safetensors' own word for a write that failed
+    except SafetensorError as error:  # what safetensors raises for a write that failed
         raise OSError(f"cannot write {name}: {error}") from error
     finally:
         if not final.exists() and aside.exists():
@@ -86,9 +84,7 @@ def _seal(folder: Path, step: int) -> None:
 
 
 def problem_with(folder: Path) -> str | None:
-    """Why a checkpoint cannot be used (a missing, truncated or altered file, an unfinished save), or None when it
-    verifies.
-    """
+    """Why a checkpoint is unusable (a missing, truncated or altered file, an unfinished save); None if it verifies."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if manifest["schema"] != SCHEMA:
@@ -115,8 +111,7 @@ def problem_with(folder: Path) -> str | None:
 def list_checkpoints(root: Path) -> list[Path]:
     """Every checkpoint folder of a run, oldest first, sound or not.
 
-    One that stepped aside for a newer one of its step counts while that step has no other: its writer was killed
-    between two renames.
+    One that was renamed aside counts while its step has no other: its writer was killed between two renames.
     """
     if not root.is_dir():
         return []
@@ -171,9 +166,7 @@ def prune(root: Path, *, keep: int, protected: Iterable[Path]) -> None:
 
 
 def check_room(folder: Path, *, needed: int) -> None:
-    """Raise OSError (ENOSPC) where the file system that `folder` is on, or will be, has fewer than `needed` bytes
-    free.
-    """
+    """Raise OSError (ENOSPC) if the file system `folder` is or will be on has fewer than `needed` bytes free."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if free < needed:

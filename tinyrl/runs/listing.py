@@ -1,4 +1,4 @@
-"""The checkpoints of a run as a list: `tinyrl checkpoints RUN`. Reads files only, and loads no tensor."""
+"""The checkpoints of a run as a list, for `tinyrl checkpoints RUN`. Reads files only, and loads no tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live bar in a terminal, one line a step elsewhere.
+"""The progress display of a run: a live bar in a terminal, one line a step elsewhere.
 
 A terminal that is gone (a closed window, a broken pipe) never stops a run: metrics.jsonl is the record.
 """
@@ -28,7 +28,7 @@ SHOWN = (
 
 
 class _Forgiving:
-    """A stream whose writing end may be gone: what cannot be written there is forgotten."""
+    """A stream that may be closed at the other end: what cannot be written is dropped."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -73,7 +73,7 @@ class Display:
         self._bar: Progress | None = None
 
     def start(self, *, done: int = 0) -> None:
-        """Begin to draw, and to reckon the time left, at a run of which `done` steps are done."""
+        """Start drawing, and estimating the time left, for a run of which `done` steps are done."""
         self._first, self._started = done, time.monotonic()
         if self.console.is_terminal:
             columns = (
@@ -103,7 +103,7 @@ class Display:
             self._print(" · ".join([f"step {step}/{self.num_steps}", *numbers, self._time_left(step)]))
 
     def phase(self, what: str) -> None:
-        """Name what is going on inside a long step (only where there is a bar to put it on)."""
+        """Name the current part of a long step (only where there is a bar to show it on)."""
         if self._bar is not None:
             self._bar.update(self._task, description=what)
 

@@ -1,7 +1,7 @@
-"""What a run wrote down, read forgivingly: the run may still be going on, may have been killed, or may lack files.
+"""A lenient reader of a run's records: the run may still be going on, may have been killed, or may lack files.
 
 A last line without its line break is being written, so it is left out when it does not parse; any other line that does
-not parse is counted and said. Numbers that are null, NaN or infinite become NaN: a gap in a chart, never a zero.
+not parse is counted and reported. Numbers that are null, NaN or infinite become NaN: a gap in a chart, never a zero.
 """
 
 import json
@@ -144,9 +144,7 @@ def _json_lines(path: Path, notes: list[str], *, containing: bytes = b"") -> Ite
 
 
 def read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
-    """The lines of metrics.jsonl by step, in order. Those that cannot be read are left out, and `notes` says so; the
-    last may be cut off by a crash.
-    """
+    """The lines of metrics.jsonl by step. Unreadable ones are left out, and noted unless it is a cut-off last line."""
     steps: dict[int, dict[str, Any]] = {}
     for row in _json_lines(path, notes):
         steps.setdefault(row["step"], {}).update(row)

@@ -1,6 +1,6 @@
-"""The states of Python's, NumPy's and torch's random generators, as JSON and tensors.
+"""Random generator states of Python, NumPy and torch, as JSON and tensors.
 
-Sampling, minibatches and prompts are keyed and need none of this; dropout and other people's code do.
+Sampling, minibatches and prompts are keyed and need none of this; dropout and users' code do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 """The run directory: config.yaml, env.json, metrics.jsonl, samples.jsonl, failed_rewards.jsonl, checkpoints/.
+
 metrics.jsonl is the record of a run.
 """
 
@@ -25,7 +26,7 @@ from tinyrl.config.schema import Config
 from tinyrl.text import did_you_mean
 
 HIDDEN = "[redacted]"
-# Names of settings whose value is nobody's business; max_new_tokens and tokenizer are none.
+# Names of settings whose values are secret; max_new_tokens and tokenizer are not.
 SECRET = re.compile(
     r"(?i)token(?!s|iz)|secret|passw(?:or)?d|api_?key|access_?key|private_?key|credential|authorization"
 )
@@ -42,8 +43,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 class RunDir:
     """One run on disk. Lines are appended whole and flushed; a resume cuts the files to where its checkpoint stood.
 
-    When the disk refuses a line (full, gone), the run goes on: `warn` is told once, and the line is written with the
-    next one that can be.
+    When the disk refuses a line (full, gone), the run goes on: `warn` is called once, and the line is retried with
+    the next one.
     """
 
     def __init__(self, path: Path, *, warn: Callable[[str], None] | None = None) -> None:
@@ -64,9 +65,7 @@ class RunDir:
         _write(self.path / "config.yaml", dump_config(config))
 
     def read_config(self, overrides: Sequence[str] = ()) -> Config:
-        """The run's configuration with overrides laid over it. Raises ValueError when somebody changed config.yaml
-        into something else.
-        """
+        """The run's configuration with overrides laid over it. Raises ValueError when config.yaml was made invalid."""
         return load_written_config(self.path / "config.yaml", overrides=overrides)
 
     def write_environment(self, facts: dict[str, Any]) -> None:
@@ -82,7 +81,7 @@ class RunDir:
         self._append(self.samples, samples)
 
     def append_failed_rewards(self, rows: list[dict[str, Any]]) -> None:
-        """Add lines to failed_rewards.jsonl: the completions no reward was had for, and why."""
+        """Add lines to failed_rewards.jsonl: the completions without a reward, and why."""
         self._append(self.failed_rewards, rows)
 
     def lengths(self) -> dict[str, int]:
@@ -115,8 +114,7 @@ class RunDir:
 def check_new_run(output_dir: str, *, name: str | None, overwrite: bool) -> None:
     """Raise ValueError when a run called `name` (None: the next default name) cannot be made in `output_dir`.
 
-    Nothing outside of `output_dir` is ever made or deleted, and only a folder that is a tinyrl run, or an empty one,
-    is overwritten.
+    Nothing outside `output_dir` is ever made or deleted, and only a tinyrl run or an empty folder is overwritten.
     """
     root = Path(output_dir)
     if name is not None and not _NAME.fullmatch(name):
@@ -194,7 +192,7 @@ def open_run(path: str | Path) -> RunDir:
 
 
 def environment(command: list[str], **facts: Any) -> dict[str, Any]:
-    """What a run needs to be told apart and repeated: versions, machine, git revision, command (secrets taken out)."""
+    """What identifies a run and repeats it: versions, machine, git revision, command (secrets taken out)."""
     versions = {}
     for package in PACKAGES:
         try:

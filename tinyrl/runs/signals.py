@@ -1,5 +1,6 @@
-"""Signals (Ctrl-C, termination, a closed terminal): the handler only sets a flag, which is looked at between chunks of
-work; a second Ctrl-C leaves at once.
+"""Signal handling: Ctrl-C, termination or a closed terminal sets a flag, which is checked between chunks of work.
+
+A second Ctrl-C leaves at once.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ STOPPING = b"\nstopping when the piece of work in hand is done; Ctrl-C again lea
 
 
 class StopFlag:
-    """Set by a signal while inside a `with`, which puts the old handlers back. Signals are the process's, and so is
-    this: long work looks at the innermost flag by `check_stop`, wherever it stands.
+    """Set by a signal while inside a `with`, which puts the old handlers back.
+
+    Signals belong to the process, and so does this: long work anywhere checks the innermost flag by `check_stop`.
     """
 
     def __init__(self) -> None:
@@ -71,7 +73,7 @@ def check_stop() -> None:
 
 @contextmanager
 def stop_held() -> Iterator[None]:
-    """Inside, `check_stop` lets everything pass: what has begun (a checkpoint, which may run a model) is finished."""
+    """Inside, `check_stop` never raises: what has begun (a checkpoint, which may run a model) is finished."""
     global _holding
     _holding += 1
     try:

@@ -1,4 +1,4 @@
-"""What a person reads when a run has ended."""
+"""The summary that is printed when a run has ended."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Experiment trackers (tensorboard, wandb, mlflow, ...) through accelerate. metrics.jsonl is the record; a tracker
-can never stop a run.
+"""Experiment trackers (tensorboard, wandb, mlflow, ...) through accelerate.
+
+metrics.jsonl is the record; a tracker can never stop a run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a completion has its program, and whether what one answered is right: judging code without running any."""
+"""Extraction of a completion's program, and comparison of what one answered. Runs no code."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ TOLERANCE = 1e-9  # relative, and absolute near zero, between numbers of which o
 
 
 def python_block(text: str) -> str | None:
-    """What stands in the last complete ```python block of a text (```py will do), or None if there is none."""
+    """The contents of the last complete ```python block of a text (```py will do), or None if there is none."""
     found, lines = None, None
     for line in text.split("\n"):
         fence = line.strip().lower()
@@ -21,7 +21,7 @@ def python_block(text: str) -> str | None:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether two texts are the same line by line, where a run of blanks is one and those at an end do not count."""
+    """Whether two texts are equal line by line; a run of blanks counts as one, and those at the ends do not count."""
     return _words(printed) == _words(expected)
 
 

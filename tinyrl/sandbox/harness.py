@@ -1,4 +1,4 @@
-"""The first thing that runs in a sandbox's fresh interpreter: takes in the program, runs it, calls its function.
+"""The harness in a sandbox's fresh interpreter: reads the program, runs it, calls its function.
 
     python harness.py JOB SOURCE_BYTES [REPLY FUNCTION]
 
@@ -40,7 +40,7 @@ def main() -> None:
     site.setquit()  # exit() and quit() are there as in any script, though installed packages are not
     loader.exec_module(module)
     if call:
-        import json  # as slow to import as the interpreter is to start; a script does without
+        import json  # takes as long to import as the interpreter to start; a script does not need it
 
         found = module
         for part in call[1].split("."):

@@ -1,4 +1,4 @@
-"""What a sandboxed program may use and see, and the command line that tells launcher.py so.
+"""Limits and visible paths of a sandboxed program, and the command line that gives them to launcher.py.
 
 It sees the standard library and the shared libraries that the interpreter's own modules are linked with: no installed
 package (an answer may lie in one), nothing of /proc, /etc or a home.
@@ -36,7 +36,7 @@ with open("/proc/self/maps") as maps:
 
 
 class CannotIsolate(ValueError):
-    """This system cannot shut a program in, and nobody said that it may run all the same."""
+    """This system cannot isolate a program, and running it without isolation was not allowed."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Limits:
 def launch_command(
     limits: Limits, *, harness_arguments: list[str], status: int, must_isolate: bool, folder: str
 ) -> list[str]:
-    """The command that shuts itself in and becomes a sandbox's interpreter. `folder`: where it is without a scratch."""
+    """The command that isolates itself and becomes a sandbox's interpreter. `folder`: its place without a scratch."""
     instructions = filter_for(platform.machine()) or b""
     settings = {
         "status": status,

@@ -1,4 +1,4 @@
-"""Builds the walls of a sandbox around itself, then becomes the program: a script that isolation.py starts fresh.
+"""The sandbox's launcher: a script, started fresh by isolation.py, that isolates itself and becomes the program.
 
     python launcher.py NAME=VALUE ... -- COMMAND ... -- PATH ...
 
@@ -12,7 +12,7 @@ folder, w to read and write a file, s to do as it likes in a folder. Three proce
 Each dies with the one above it. Landlock and seccomp need no privilege, hold in a container too, and are what the
 promise rests on; namespaces are a second wall, and bring a scratch folder whose size is limited (a tmpfs).
 
-Told over the status pipe, which the program has not got: "ready\\n" or "ready without A; B\\n" before it starts, or
+Sent over the status pipe, which the program does not have: "ready\\n" or "ready without A; B\\n" before it starts, or
 "refused: A; B\\n" where a wall is missing and `must_isolate` is 1; "exit STATUS CPU_SECONDS\\n" when it is over.
 """
 
@@ -28,7 +28,7 @@ import time
 
 LINUX = sys.platform == "linux"
 FIRST_USER = 2_000_000_000  # in place of root: a user that owns nothing, another one for each sandbox
-LATE_S = 2.0  # the one who started us ends a late program; this long after that we do it ourselves
+LATE_S = 2.0  # our parent ends a late program; this long after that we do it ourselves
 LOOK_S = 0.5
 STACK_BYTES, MAX_FILES = 8 << 20, 64
 
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def end_when_told(child: int, told: int) -> None:
-    """On SIGTERM, pass the word to the child; whoever waits for it then comes to its end."""
+    """On SIGTERM, send `told` to the child; the process that waits for the child then ends too."""
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, told))
 
 
@@ -113,7 +113,7 @@ def die_with_parent(parent: int | None) -> None:
 
 
 def enter_namespaces() -> bool:
-    """Have our own of everything that has namespaces; the first child is in them too. Whether users are among them."""
+    """Enter new namespaces of every kind, with the first child. Returns whether threads are counted apart there."""
     user, group = os.geteuid(), os.getegid()
     checked(libc.unshare(ctypes.c_int(NAMESPACES if user == 0 else NAMESPACES | NEW_USER)))
     if user != 0:  # root needs no namespace of users, and stays out of it: root in there would be root still
@@ -126,7 +126,7 @@ def enter_namespaces() -> bool:
 
 
 def make_scratch(folder: str, num_bytes: int) -> str:
-    """Mount a folder of limited size that is gone when we are. "": none is wanted."""
+    """Mount a folder of limited size that ends with this process. "": none is wanted."""
     if not folder or not num_bytes:
         return ""
     checked(libc.mount(None, b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None))
@@ -136,10 +136,10 @@ def make_scratch(folder: str, num_bytes: int) -> str:
 
 
 def leave_root(user: int, *, reachable: bool) -> bool:
-    """Give up root and every capability, for good. True if the user we are now is one of our own.
+    """Give up root and every capability, for good. Returns whether we now are a user of our own.
 
     Where the interpreter lies in a folder that only root can enter, the right to read any file is kept: what may be
-    read is for Landlock to say either way.
+    read is up to Landlock either way.
     """
     own_user = False
     if os.geteuid() == 0:
@@ -166,7 +166,7 @@ def set_capabilities(mask: int) -> None:
 
 
 def limit_all(settings: dict[str, str], *, counted_alone: bool) -> list[str]:
-    """Limit what this process may use. Returns what could not be had."""
+    """Limit what this process may use. Returns the limits that could not be set."""
     names = ("threads", "cpu_s", "scratch_bytes", "memory_bytes")
     threads, cpu_s, scratch_bytes, memory_bytes = (int(settings[name]) for name in names)
     limits = {
@@ -179,7 +179,7 @@ def limit_all(settings: dict[str, str], *, counted_alone: bool) -> list[str]:
     }
     if LINUX:
         others = 2  # supervisor and outer process
-        if not counted_alone:  # ours count together with all of this user's, who has no more than there are
+        if not counted_alone:  # ours count together with this user's others, at most all there are
             with open("/proc/loadavg") as file:
                 others += int(file.read().split()[3].split("/")[1])
         limits["RLIMIT_NPROC"] = (threads + others, threads + others)
@@ -197,7 +197,7 @@ def limit_all(settings: dict[str, str], *, counted_alone: bool) -> list[str]:
 
 
 def shut_walls(paths: list[str], instructions: bytes) -> list[str]:
-    """Landlock and then seccomp, which takes away what the former needs. Returns what could not be had."""
+    """Landlock and then seccomp, which forbids what Landlock needs. Returns the walls that are not available."""
     if not LINUX:
         return [f"Landlock and seccomp (they are Linux's, and this is {sys.platform})"]
     missing = []

@@ -1,4 +1,4 @@
-"""Whether programs can be isolated here, found out by trying to break out of a sandbox."""
+"""A probe of whether programs can be isolated here: one tries to break out of a sandbox."""
 
 import contextlib
 import functools
@@ -32,7 +32,7 @@ attempt("it started a process", lambda: os.fork() or os._exit(0))
 
 @functools.cache
 def why_not_isolated() -> str | None:
-    """What keeps a program from being shut in on this system, or None if nothing does. Found out once, in a moment."""
+    """Why programs cannot be isolated on this system, or None if they can. Found out once, in a moment."""
     if sys.platform != "linux":
         return f"that takes Linux with Landlock and seccomp, and this is {sys.platform}"
     with contextlib.ExitStack() as stack:
@@ -40,7 +40,7 @@ def why_not_isolated() -> str | None:
         canary = stack.enter_context(tempfile.NamedTemporaryFile("w+", prefix="tinyrl-"))
         canary.write(CANARY)
         canary.flush()
-        os.chmod(canary.name, 0o666)  # so that nothing protects it but the sandbox
+        os.chmod(canary.name, 0o666)  # noqa: S103  so that nothing protects it but the sandbox
         given = f"{server.getsockname()[1]} {os.getpid()} {canary.name}\n"
         try:
             run = execute(Job(PROBE.encode(), stdin=given.encode()), Limits(), must_isolate=True)

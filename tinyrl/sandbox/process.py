@@ -1,4 +1,4 @@
-"""A sandbox's process, its pipes and its clock, seen from outside, where the program in it cannot reach.
+"""A sandbox's process, pipes and clock, seen from outside, where the program in it cannot reach.
 
 Nothing waits without a deadline or on a pipe that may be full, nothing is kept beyond its limit, and nothing is written
 to disk: source, arguments and input go in by pipe.
@@ -36,7 +36,7 @@ class Job:
 
 @dataclass
 class Run:
-    """How a run went, as raw as it came."""
+    """The raw result of a run."""
 
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
@@ -120,7 +120,7 @@ def _exchange(run: Run, feeds: list[_Stream], drains: list[_Stream], told: _Stre
             if time.monotonic() > deadline:
                 run.stopped = "timed out"
             _cut(run, drains, limits)
-    with contextlib.suppress(BlockingIOError):  # in what it left behind there may be one that holds a pipe open
+    with contextlib.suppress(BlockingIOError):  # a process that it left behind may hold a pipe open
         for stream in drains:
             while not run.stopped and _take(*stream):
                 _cut(run, drains, limits)
@@ -152,7 +152,7 @@ def _take(pipe: IO[bytes], data: bytearray) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes], told: _Stream) -> None:
-    """Have the launcher end the program and say how, and whatever comes of that, leave nothing of them."""
+    """Have the launcher end the program and say how; whatever comes of that, leave no process behind."""
     os.kill(process.pid, signal.SIGTERM)  # nobody has waited for it, so the number is still its own
     deadline = time.monotonic() + GRACE_S
     with selectors.DefaultSelector() as pipes:
@@ -166,7 +166,7 @@ def _end(process: subprocess.Popen[bytes], told: _Stream) -> None:
 
 
 def _understand(run: Run, told: str) -> None:
-    """Take in what the launcher said: that it stood ready or why not, and how the program ended."""
+    """Read the launcher's status: ready or why not, and how the program ended."""
     first, _, last = told.partition("\n")
     if first.startswith("refused: "):
         raise CannotIsolate(f"The sandbox lacks {first.removeprefix('refused: ')}.")
@@ -180,7 +180,7 @@ def _understand(run: Run, told: str) -> None:
 
 
 def last_line(text: str) -> str:
-    """The last line of a text that says something, with its blanks and its length in bounds; "" where none does."""
+    """The last line of a text that says something, blanks collapsed and length limited; "" where none does."""
     said = next((line for line in reversed(text.split("\n")) if line.strip()), "")
     line = "".join(c if c.isprintable() else "?" for c in " ".join(said[: 4 * MAX_LINE_CHARS].split()))
     return line if len(line) <= MAX_LINE_CHARS else f"{line[: MAX_LINE_CHARS - 1]}…"

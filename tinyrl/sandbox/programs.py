@@ -1,4 +1,4 @@
-"""Code as a reward: a completion's program is run where it can do no harm, and judged where it can forge nothing.
+"""Code as a reward: a completion's program runs where it can do no harm, and is judged where it can forge nothing.
 
     # rewards.py, for rows with a column of tests: [[stdin, expected stdout], ...]
     from tinyrl.sandbox import passes_tests, python_block
@@ -22,7 +22,7 @@ so that a batch of such cases stays within reward.timeout_s.
 
 A program can print or return answers and nothing else: expected ones never enter the sandbox, are compared here, and
 each case has a run of its own. What is not promised: that a program cannot learn the time, the names and sizes of
-files, or what kind of machine this is; that one which has found a fault in the kernel stays inside.
+files, or what kind of machine this is; that one which exploits a bug in the kernel stays inside.
 
 Linux on x86_64 or aarch64, with Landlock (5.13 or later). Elsewhere CannotIsolate is raised, unless
 `allow_unisolated=True`: then only the limits, the empty environment and whichever walls there are hold, and a program
@@ -37,25 +37,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from tinyrl.sandbox.answers import python_block, same_output, same_value
+from tinyrl.sandbox.answers import same_output, same_value
 from tinyrl.sandbox.isolation import CannotIsolate, Limits
 from tinyrl.sandbox.probe import why_not_isolated
 from tinyrl.sandbox.process import Job, Run, execute, last_line
-
-__all__ = [
-    "CannotIsolate",
-    "Limits",
-    "Outcome",
-    "Verdict",
-    "call_function",
-    "passes_calls",
-    "passes_tests",
-    "python_block",
-    "run_program",
-    "same_output",
-    "same_value",
-    "why_not_isolated",
-]
 
 NOT_JSON = "did not return a value that is JSON"
 DEFAULT_LIMITS = Limits()
@@ -158,7 +143,7 @@ def passes_calls(
 
 
 def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", errors="surrogatepass")  # half a character is for the program to stumble over, not us
+    return text.encode("utf-8", errors="surrogatepass")  # a lone surrogate is the program's problem, not ours
 
 
 def _json(value: Any) -> bytes:

@@ -1,11 +1,11 @@
-"""What a sandboxed program may ask of the kernel: an allow-list of system calls, as a seccomp filter.
+"""The seccomp filter of a sandbox: an allow-list of system calls.
 
 What is not listed answers "Operation not permitted", so a call that a later kernel brings is refused as well. There is
 no `socket` and no `connect` (no network), no `kill`, `ptrace` or `setsid`, no `chmod` and no `truncate` of a path, no
 `mount`, `unshare` or `memfd_create`. `clone` makes threads only: a program cannot start another process, which is what
-makes its memory limit exact. Arguments are looked at where a call can do both harm and good.
+makes its memory limit exact. Arguments are checked where a call can be harmful or harmless.
 
-Classic BPF, built from two tables, for the two kinds of machine whose numbers we know.
+Classic BPF, built from two tables, for the two kinds of machine whose call numbers are known here.
 """
 
 import functools
@@ -49,7 +49,7 @@ _CONDITIONS = {
     "socketpair": [(0, _ALL_BITS, (1,)), (2, 0xF, (1,))],  # AF_UNIX, SOCK_STREAM: asyncio wakes itself with one
     "sendto": [(8, _ALL_BITS, (0,)), (9, _ALL_BITS, (0,))],  # to nobody but the other end
 }
-_NOT_IMPLEMENTED = {"clone3": (435, 435)}  # its flags are out of our sight; the C library then takes clone
+_NOT_IMPLEMENTED = {"clone3": (435, 435)}  # its flags are behind a pointer; the C library then uses clone
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _LOAD, _AND, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x06

@@ -1,4 +1,4 @@
-"""Rebuild the embedded default from nothing: `python -m tinyrl.starter.build OUT` (about five minutes on one core).
+"""The build of the embedded default: `python -m tinyrl.starter.build OUT` (about five minutes on one core).
 
 Writes the generated text, a tokenizer and an untrained model's config into OUT/work, trains with the package's own
 `tinyrl train sft` and `tinyrl train reward` (recipes starter-sft and starter-reward), and leaves OUT/model and
@@ -32,9 +32,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def write_blank_models(work: Path) -> None:
-    """A folder for each shape with tokenizer and config, without weights: `model.random_init` draws them from the
-    run's seed.
-    """
+    """A folder with tokenizer and config for each shape; `model.random_init` draws the weights from the run's seed."""
     from transformers import LlamaConfig
 
     tokenizer = build_tokenizer(SEED)

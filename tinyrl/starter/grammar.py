@@ -1,7 +1,7 @@
-"""Reading reviews back: what the grammar itself says of a text, independent of any trained model.
+"""A parser of reviews: what the grammar itself says of a text, independent of any trained model.
 
 A clause counts when some template of the grammar, the held-out ones included, could have written it and the text
-has not said the same before; so a policy that loops or stammers gains nothing here.
+has not said the same before; so a policy that repeats itself gains nothing here.
 """
 
 import re

@@ -2,7 +2,7 @@
 
 A review draws how positive its writer is, and each clause draws its own mood from that share, so clauses of one
 review may contradict each other. Some nouns and clause templates are held out: the reward model never trains on
-them and is judged on reviews made of nothing else.
+them and is evaluated on reviews made only of them.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Which split a prompt belongs to, decided by a hash of the prompt itself: no prompt can be in two splits.
+"""Splits by a hash of the prompt itself: no prompt can be in two splits.
 
 Pre-training, training, the held-out rows that settings were chosen on ("dev") and the held-out rows that results
 are reported on ("eval") never share a prompt, whatever seed drew them.

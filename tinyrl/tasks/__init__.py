@@ -1,7 +1,7 @@
-"""The tasks there are, and the rows of one: its own or a person's, checked, split and cut to size.
+"""The table of tasks, and the rows of one: its own or the user's, checked, split and cut to size.
 
-Tasks are modules named in one dict, imported when asked for. Rows a person gives (`task.data`) are checked one by one
-against the task before anything is trained, so a bad row is answered with its file and line.
+Tasks are modules named in one dict, imported when asked for. Rows a user gives (`task.data`) are checked one by one
+against the task before anything is trained, so a bad row is reported with its file and line.
 """
 
 from __future__ import annotations

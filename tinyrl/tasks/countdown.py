@@ -99,7 +99,7 @@ def gold(row: Row) -> str | None:
 
 
 def answer(text: str) -> str | None:
-    """The expression a completion answers with (in <answer>, else its last line), without spaces; None for no such."""
+    """The expression a completion answers with (in <answer>, else its last line), without spaces; None for none."""
     expression = _expression(text)
     return re.sub(r"\s", "", expression) if _value(expression) is not None else None
 

@@ -1,4 +1,4 @@
-"""Plain-Python judgements that several tasks share: numbers, arithmetic, and where in a text the answer stands.
+"""Grading in plain Python that several tasks share: numbers, arithmetic, and where in a text the answer is.
 
 Texts come from a model, so nothing here trusts them: no eval, no regular expression that backtracks, limits on what is
 turned into a number, and every function answers a megabyte of nonsense at once. Only ASCII digits are digits.

@@ -1,7 +1,7 @@
 """GSM8K: grade-school word problems (Cobbe et al. 2021, arXiv 2110.14168), scored by the final number alone.
 
 The number is what follows the last "####" (the format of the data), else the last \\boxed{...}, else the last number
-of the completion: a model is not made to lose a right answer because it was taught another way to mark one.
+of the completion: a right answer counts, however the model was taught to mark it.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def gold(row: Row) -> str:
 
 
 def _roles(text: str) -> Roles | None:
-    """Who is what, names in lower case; None where nobody is named, or somebody in two ways or beside the form."""
+    """Who is what, names in lower case; None where nobody is named, somebody twice, or a role outside the form."""
     statements = [(name.lower(), role.lower()) for name, role in _STATEMENT.findall(text)]
     roles = frozenset(statements)
     if not roles or len(statements) != len(_ROLE.findall(text)) or len(statements) != len(dict(statements)):

@@ -1,6 +1,6 @@
-"""Prompts made ready for the model: rendered through the chat template, tokenised, checked for length.
+"""Prompt preparation: rendering through the chat template, tokenisation, length checks.
 
-Everything here is done once, before training. Torch is never imported: a tokenizer is something a caller hands over.
+Everything here is done once, before training. Torch is never imported: the caller hands the tokenizer over.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A row, and its prompt as the data has it, as text and as tokens; `opened` is a <think> that the template
-    opened.
-    """
+    """A row and its prompt: as the data has it, as text, as tokens. `opened`: a <think> that the template opened."""
 
     index: int  # of the row in its split
     row: Row
@@ -40,9 +38,7 @@ class PreparedPrompt:
     opened: str
 
     def completion_for_reward(self, text: str) -> str | list[dict[str, str]]:
-        """A completion as reward functions get it: with the <think> it continues, as a message where the data has
-        messages.
-        """
+        """A completion as reward functions get it: with the <think> it continues, and as a message for chat data."""
         text = self.opened + text
         return text if isinstance(self.prompt, str) else [{"role": "assistant", "content": text}]
 
@@ -57,9 +53,7 @@ def prepare_prompts(
     max_prompt_tokens: int,
     long_prompts: Literal["error", "drop"],
 ) -> list[PreparedPrompt]:
-    """Render every row. Prompts over `max_prompt_tokens` are refused with the first one named, or dropped when told
-    so.
-    """
+    """Render every row. Prompts over `max_prompt_tokens` are refused, naming the first, or dropped if asked for."""
     prepared, long = [], []
     for index, row in enumerate(rows):
         prompt = task.prompt(row)
@@ -79,9 +73,7 @@ def prepare_prompts(
 
 
 def columns_of(prompts: list[PreparedPrompt]) -> dict[str, list[Any]]:
-    """The rows' columns as lists, one entry a prompt, as TRL's reward signature passes them; the prompt has its own
-    argument.
-    """
+    """The rows' columns as lists, one entry a prompt (TRL's reward signature); the prompt is an argument of its own."""
     names = dict.fromkeys(name for p in prompts for name in p.row if name not in ("prompt", "prompts", "completions"))
     return {name: [p.row.get(name) for p in prompts] for name in names}
 
@@ -93,7 +85,7 @@ def render_prompt(
     chat: Literal["auto"] | bool = "auto",
     system_prompt: str | None = None,
 ) -> Rendered:
-    """The prompt as text and tokens, ready for the model to go on from.
+    """The prompt as text and tokens, ready for the model to continue.
 
     With the tokenizer's chat template (`chat` True, or "auto" where it has one) text becomes one user message, the
     system prompt replaces a system message of the data, and messages that end with the assistant are continued.
@@ -126,7 +118,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _templated(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> tuple[str, str]:
-    """The rendered text, and its end that belongs to the assistant (what messages say is not the template's)."""
+    """The rendered text, and its end that belongs to the assistant, where a <think> is the template's own."""
     from jinja2.exceptions import TemplateError
 
     going_on = messages[-1]["role"] == "assistant"

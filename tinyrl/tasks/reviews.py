@@ -1,4 +1,4 @@
-"""Continue a neutral opening into a short film review.
+"""The reviews task: continue a neutral opening into a short film review.
 
 The embedded default of `tinyrl train ppo`, where a learned reward model scores the reviews. The verifier here is
 the independent judge: the grammar's own count of positive and negative clauses, which no model was trained on.

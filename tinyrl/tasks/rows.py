@@ -1,4 +1,4 @@
-"""A person's own rows: a `prompt` (text or chat messages) and, where there is one, the `answer` to compare with.
+"""The user's own rows: a `prompt` (text or chat messages) and, where there is one, the `answer` to compare with.
 
 A completion's answer is what it marks: the last <answer>...</answer>, else what follows the last "####", else the last
 \\boxed{...}, else the whole completion (for a numeric answer: its last number). It is right when it is the same number
@@ -17,7 +17,7 @@ from tinyrl.tasks.task import Task
 
 
 def rows(split: str) -> list[Row]:
-    """There are none: the data is a person's own."""
+    """There are none: the data is the user's own."""
     raise ValueError("task 'rows' has no data of its own: give task.data=FILE.jsonl with a column 'prompt'")
 
 

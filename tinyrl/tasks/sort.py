@@ -1,7 +1,6 @@
-"""Sort eight different letters; full marks for exactly the right order, nothing for anything else.
+"""The sort task: eight different letters; full marks for exactly the right order, nothing for anything else.
 
-The embedded default's own task: its language model answers with the mistakes of its pre-training text, and every
-one of them is wrong here.
+The embedded default's own task: its language model makes the mistakes of its pre-training text, all wrong here.
 """
 
 from typing import Any

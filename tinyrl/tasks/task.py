@@ -1,4 +1,4 @@
-"""What a task is: rows, a prompt for each, a verifier, and a gold answer that must score full marks.
+"""The parts of a task: rows, a prompt for each, a verifier, and a gold answer that must score full marks.
 
 Each file tinyrl/tasks/<name>.py ends with `TASK = Task(...)` and is listed in tinyrl/tasks/__init__.py.
 """

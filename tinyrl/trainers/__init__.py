@@ -1,1 +1,1 @@
-"""One file for each method: a complete loop, read from top to bottom."""
+"""Trainers, one file for each method: a complete loop, read from top to bottom."""

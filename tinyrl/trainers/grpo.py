@@ -61,8 +61,9 @@ def train(session: Session, parts: Parts) -> None:
 
 
 def sample_groups(collector: RolloutCollector, config: GrpoConfig, step: int) -> Rollout:
-    """One rollout; with `grpo.refill_rounds`, groups without spread give way to fresh prompts (DAPO's dynamic
-    sampling, bounded).
+    """One rollout; with `grpo.refill_rounds`, fresh prompts replace groups without spread, in at most so many rounds.
+
+    This is DAPO's dynamic sampling, bounded.
     """
     prompts = collector.prompts(step)
     rollout = collector.collect(prompts, step)
@@ -80,7 +81,7 @@ def sample_groups(collector: RolloutCollector, config: GrpoConfig, step: int) ->
 
 
 def advantages_of(rollout: Rollout, config: GrpoConfig) -> Tensor:
-    """(B,) or (B, T), by `grpo.advantage`; the KL to the reference is taken off where it belongs to the reward."""
+    """(B,) or (B, T), by `grpo.advantage`; the KL to the reference is subtracted where it is part of the reward."""
     if config.advantage == "discounted-return":  # REINFORCE++ (2501.03262): whitened returns of KL-shaped token rewards
         scores = torch.nan_to_num(rollout.rewards)
         rewards = token_rewards(scores, rollout.kl(), rollout.loss_mask, kl_coef=config.kl_coef)

@@ -1,6 +1,4 @@
-"""What GRPO and PPO do with a rollout in the same way: draw prompts, sample, score under other roles, watch
-failures, describe it.
-"""
+"""What GRPO and PPO share of a rollout: drawing prompts, sampling, rescoring, the failure guard, metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ KEPT_SAMPLES = 16  # lines a step in samples.jsonl
 
 
 class RolloutCollector:
-    """Collects the rollouts of a run: draws prompts, samples, scores, and watches rewards fail."""
+    """Collects the rollouts of a run: draws prompts, samples, scores, and watches for failing rewards."""
 
     def __init__(self, session: Session, parts: Parts, *, num_prompts: int, group_size: int) -> None:
         self.session, self.parts = session, parts
@@ -41,17 +39,13 @@ class RolloutCollector:
         ]
 
     def fresh_prompts(self, step: int, refill_round: int, *, count: int, without: set[int]) -> list[PreparedPrompt]:
-        """Further prompts for a step whose batch is topped up: a function of (seed, step, round) and of what was
-        drawn before.
-        """
+        """Prompts to top up a step's batch: a function of (seed, step, round) and of what was drawn before."""
         rows = self.parts.train_prompts
         order = keyed_order(f"refill {self.parts.config.run.seed} {step} {refill_round}", len(rows))
         return [rows[i] for i in order if rows[i].index not in without][:count]
 
     def collect(self, prompts: list[PreparedPrompt], step: int) -> Rollout:
-        """Sample and score a group for each prompt; failing rewards are counted, shown, and stop the run when they
-        persist.
-        """
+        """Sample and score a group for each prompt; failing rewards are counted, shown, and eventually stop the run."""
         self.session.display.phase("sampling")
         rollout = sample_and_score(
             prompts,
@@ -87,7 +81,7 @@ class RolloutCollector:
         self.session.state.controllers.failing_batches = guard.bad_batches
 
     def _set_aside(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:
-        """Append the rows whose reward failed to failed_rewards.jsonl, with what it failed with."""
+        """Append the rows whose reward failed to failed_rewards.jsonl, with the reason."""
         lines = []
         for failure in rollout.failures:
             prompt = prompts[failure.row // self.group_size]
@@ -104,9 +98,7 @@ class RolloutCollector:
         self.session.run.append_failed_rewards(lines)
 
     def compute_logprobs(self, rollout: Rollout, *, reference: bool, several_steps: bool) -> None:
-        """Fill in ref_logprobs where a KL needs them and old_logprobs where more than one optimizer step uses the
-        rollout.
-        """
+        """Fill in ref_logprobs where a KL needs them, old_logprobs where several optimizer steps use the rollout."""
         if reference:
             rollout.ref_logprobs = self._logprobs(rollout, "reference")
         if not several_steps:
@@ -142,7 +134,7 @@ class RolloutCollector:
         )[0]
 
     def loss_settings(self, section: GrpoConfig | PpoConfig, *, kl_coef: float) -> LossSettings:
-        """What shapes the policy's loss; `kl_coef` is weighed there only where the KL stands in the loss."""
+        """The settings of the policy loss; `kl_coef` is used there only where the KL is part of the loss."""
         generation = self.parts.config.generation
         in_loss = section.kl_placement == "loss" and self.parts.roles.has_reference
         return LossSettings.of(
@@ -177,9 +169,7 @@ class RolloutCollector:
         self.session.run.append_samples(lines)
 
     def metrics(self, rollout: Rollout) -> dict[str, float]:
-        """What a rollout looks like: rewards by name, lengths, truncation, dropped rows, KL to the reference in
-        nats per response.
-        """
+        """Metrics of a rollout: rewards by name, lengths, truncation, dropped rows, KL in nats per response."""
         valid = rollout.rewards[~rollout.rewards.isnan()]
         out = {
             "reward/mean": float(valid.mean()) if len(valid) else 0.0,
@@ -199,5 +189,5 @@ class RolloutCollector:
 
 
 def evaluate_heldout(parts: Parts) -> Evaluation:
-    """The evaluation a run does as it goes: run.eval_prompts held-out prompts, sampled once and greedily."""
+    """The evaluation during a run: run.eval_prompts held-out prompts, sampled once and greedily."""
     return evaluate(parts, num_prompts=parts.config.run.eval_prompts)

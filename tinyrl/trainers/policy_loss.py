@@ -1,9 +1,9 @@
-"""The policy's loss on a minibatch, one for GRPO and PPO: surrogate, importance weights, entropy bonus, KL.
+"""The policy loss of GRPO and PPO on a minibatch: surrogate, importance weights, entropy bonus, KL.
 
     loss = surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference)
 
 Every term is a sum over a micro-batch divided by a count of the whole minibatch, so micro-batching changes no gradient.
-Another surrogate is a function from a PolicyBatch to (loss, metrics), and a line in SURROGATES.
+To add a surrogate, write a function from a PolicyBatch to (loss, metrics) and a line in SURROGATES.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ WEIGHT_CAP = 2.0  # of the truncated importance weight between sampling and trai
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What shapes the loss: the fields of `grpo` or `ppo` by these names, and PPO's own choice where `ppo` has none.
+    """Settings of the loss: the fields of `grpo` or `ppo` by these names; the defaults are PPO's, for what `ppo` lacks.
 
-    kl_coef is the weight of a KL in the loss (0: there is none); weigh_mismatch corrects tokens that were sampled by
-    other numbers than training computes (bfloat16, other kernels).
+    kl_coef is the weight of a KL in the loss (0: there is none); weigh_mismatch corrects for tokens that were sampled
+    with other numerics than training uses (bfloat16, other kernels).
     """
 
     temperature: float
@@ -49,7 +49,7 @@ class LossSettings:
 
     @classmethod
     def of(cls, section: Any, **others: Any) -> LossSettings:
-        """Of a method's section of the configuration, and what does not stand there."""
+        """From a method's section of the configuration, and `others` for what it does not have."""
         there = {field.name for field in fields(cls)} - set(others)
         return cls(**{name: getattr(section, name) for name in there if hasattr(section, name)}, **others)
 
@@ -85,7 +85,7 @@ class PolicyLoss:
         return self.from_states(rows, batch, self.roles.policy_states(batch))
 
     def from_states(self, rows: list[int], batch: SequenceBatch, states: Tensor) -> tuple[Tensor, Metrics]:
-        """The same from the policy's hidden states (N, H), where somebody else reads them too."""
+        """The same from the policy's hidden states (N, H), where they are used elsewhere too."""
         settings = self.settings
         logprobs, entropy = self.roles.logprobs(
             "policy",
@@ -135,7 +135,7 @@ def clipped(batch: PolicyBatch, counts: Counts, settings: LossSettings) -> tuple
 
 
 def cispo(batch: PolicyBatch, counts: Counts, settings: LossSettings) -> tuple[Tensor, Metrics]:
-    """REINFORCE with a capped importance weight, by which no token loses its gradient."""
+    """REINFORCE with a capped importance weight, under which every token keeps its gradient."""
     return cispo_loss(
         batch.logprobs,
         batch.old_logprobs,
@@ -164,5 +164,5 @@ def kl_to_reference(batch: PolicyBatch, counts: Counts, settings: LossSettings) 
 
 
 def importance_weights(batch: PolicyBatch) -> Tensor:
-    """(b, T) truncated weights min(pi_old / pi_sampling, 2) for the mismatch of sampling and training."""
+    """(b, T) truncated weights min(pi_old / pi_sampling, 2) for the mismatch between sampling and training."""
     return (batch.old_logprobs - batch.sampling_logprobs).exp().clamp(max=WEIGHT_CAP).detach()

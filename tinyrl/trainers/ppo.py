@@ -1,5 +1,6 @@
-"""PPO for language models: Schulman et al. (1707.06347), with the reward shaping of Ziegler et al. (1909.08593) and
-InstructGPT (2203.02155).
+"""PPO for language models (1707.06347), with the reward shaping of Ziegler et al. and InstructGPT.
+
+Schulman et al. (1707.06347), Ziegler et al. (1909.08593), InstructGPT (2203.02155).
 
     for each step:
         1. sample a response for each prompt, score it
@@ -10,9 +11,9 @@ InstructGPT (2203.02155).
         6. adapt kl_coef to the KL observed
 
 What differs from the papers: gamma is 1 and the value after the last token 0; policy and critic have their own
-gradient norms and learning rates (except with critic.kind=shared, where the value loss also moves the policy's
-trunk, weighted by ppo.value_coef); the first critic.warmup rollouts train the critic only, since advantages against
-an untrained critic are noise.
+gradient norms and learning rates (except with critic.kind=shared, where the value loss also moves the policy's trunk,
+weighted by ppo.value_coef); the first critic.warmup rollouts train only the critic, since advantages against an
+untrained critic are noise.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def train(session: Session, parts: Parts) -> None:
         # 5. Minibatches, each an optimizer step of the policy and of the critic.
         with session.timed("update"):
             stopped = update(session, parts, collector, rollout, kl_coef=kl_coef, warming_up=step < critic.warmup)
-        # 6. A KL that is too large is paid for more dearly from the next step on.
+        # 6. A KL above its target gets a larger weight from the next step on, one below it a smaller.
         if config.kl_controller == "adaptive" and rollout.ref_logprobs is not None:
             controllers.kl_coef = adapted_kl_coef(rollout, config, kl_coef=kl_coef)
         collector.record(rollout, advantages, step)
@@ -145,7 +146,7 @@ class ValueLoss:
         return self.of_values(rows, batch, self.roles.values(batch))
 
     def of_values(self, rows: list[int], batch: SequenceBatch, values: Tensor) -> tuple[Tensor, Metrics]:
-        """The same from values (b, T) that somebody else computed."""
+        """The same from values (b, T) that were computed elsewhere."""
         rollout = self.rollout
         assert rollout.values is not None
         assert rollout.returns is not None
@@ -181,7 +182,7 @@ class SharedTrunkLoss:
 def adapted_kl_coef(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> float:
     """The weight of the KL after this rollout: Ziegler et al. (1909.08593), section 2.2."""
     observed = float(rollout.kl().sum(1).mean())
-    if not math.isfinite(observed):  # no weight was changed by such a rollout either
+    if not math.isfinite(observed):  # such a rollout changed no weight either
         return kl_coef
     target, horizon = config.target_kl, config.kl_horizon
     return next_kl_coef(kl_coef, observed_kl=observed, target_kl=target, horizon=horizon, num_samples=len(rollout))

@@ -1,5 +1,6 @@
-"""A reward model from pairs of a chosen and a rejected completion: Bradley-Terry, as in InstructGPT (2203.02155),
-Eq. 1.
+"""Reward model training on pairs of a chosen and a rejected completion, by the Bradley-Terry loss.
+
+InstructGPT (2203.02155), Eq. 1.
 
     for each step: a batch of pairs; -log sigmoid(score(chosen) - score(rejected)); an optimizer step
 
@@ -68,7 +69,7 @@ class PairParts(Base):
         save_file({"bias": head.bias.detach().cpu()}, folder / "score_bias.safetensors")
 
     def load_models(self, folder: Path) -> None:
-        """Back to the uncentred head the optimizer knows."""
+        """Restore the uncentred head, which is the one the optimizer trains."""
         head = self.roles.score_head
         assert head is not None
         if self.roles.peft is not None:
@@ -126,9 +127,7 @@ def train(session: Session, parts: PairParts) -> None:
 def pair_loss(
     parts: PairParts, pairs: list[Pair], *, smoothing: float, denominator: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Bradley-Terry on both sides of each pair in one batch; with smoothing s the label is right with probability 1
-    - s.
-    """
+    """Bradley-Terry loss of pairs in one batch; with smoothing s a label is right with probability 1 - s."""
     chosen, rejected = pair_scores(parts, pairs)
     loss, metrics = bradley_terry_loss(chosen, rejected, denominator=denominator)
     if smoothing > 0:
@@ -138,9 +137,7 @@ def pair_loss(
 
 
 def pair_scores(parts: Base, pairs: list[Pair]) -> tuple[Tensor, Tensor]:
-    """Scores of the chosen and of the rejected sides. What both begin with is their prompt, which a packed batch
-    reads once.
-    """
+    """Scores of the chosen and rejected sides. Their common start is the prompt, which a packed batch reads once."""
     starts = [max(1, shared_start(a, b)) for a, b in pairs]
     sides = [*zip(starts, (a for a, _ in pairs), strict=True), *zip(starts, (b for _, b in pairs), strict=True)]
     batch = parts.roles.batch([side[:n] for n, side in sides], [side[n:] for n, side in sides], last_tokens=True)

@@ -2,9 +2,8 @@
 
     for each step: a batch of rows; mean negative log-likelihood over its tokens; an optimizer step
 
-Rows hold `prompt` (text or messages) and `completion`; `text` alone is a row without a prompt. sft.loss_on says
-which tokens count: the completion's (default) or all of them. With model.random_init this pre-trains a small model
-from nothing.
+Rows hold `prompt` (text or messages) and `completion`; `text` alone is a row without a prompt. sft.loss_on says which
+tokens count: the completion's (default) or all. With model.random_init this pre-trains a small model from scratch.
 """
 
 from __future__ import annotations
@@ -103,9 +102,7 @@ def text_rows(config: Config) -> tuple[list[Row], list[Row]]:
 
 
 def example(row: Row, base: Base) -> Example:
-    """Tokens of one row, EOS included. Text without a prompt is predicted from the EOS (or BOS) that stands before
-    it.
-    """
+    """Tokens of one row, EOS included. Text without a prompt is predicted from a BOS (or EOS) in front of it."""
     tokenizer, config = base.tokenizer, base.config
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     assert isinstance(start, int)

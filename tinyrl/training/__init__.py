@@ -1,1 +1,1 @@
-"""A run in motion: its session, one optimizer step, checks before the first, opening and resuming."""
+"""Training runs: opening and resuming, the session, one optimizer step, metrics."""

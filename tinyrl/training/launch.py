@@ -1,4 +1,4 @@
-"""Open or resume a run, hand it to its trainer, and say at the end what came of it."""
+"""Opening and resuming of runs, their hand-over to a trainer, and the exit code at the end."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from tinyrl.training.state import read_state
 
 
 class Trainer(Protocol):
-    """What a file in tinyrl/trainers gives: how its method loads what it needs, trains, and evaluates as it goes."""
+    """The protocol of the files in tinyrl/trainers: load what a method needs, train, and evaluate during training."""
 
     def load(self, config: Config, *, options: Options) -> Any:
-        """The parts that `train` and `evaluate` take. Raises ValueError for what a person can mend."""
+        """The parts that `train` and `evaluate` take. Raises ValueError for what a user can fix."""
         ...
 
     def train(self, session: Session, parts: Any) -> None:
@@ -48,7 +48,7 @@ class Trainer(Protocol):
 
 @dataclass
 class Launch:
-    """A run ready to go: everything a person can mend has been checked."""
+    """A run ready to go: everything a user can fix has been checked."""
 
     run: RunDir
     trainer: Trainer
@@ -100,9 +100,7 @@ def start(
     overwrite: bool,
     command: list[str],
 ) -> Launch:
-    """Load everything, check it, and make the run's folder. Raises ValueError before anything is written when
-    something is wrong.
-    """
+    """Load everything, check it, and make the run's folder. Raises ValueError before anything is written."""
     check_trackers(config.run.trackers)
     trainer = trainer_of(config)
     with out_of_memory_stops("before the first step"):
@@ -125,11 +123,10 @@ def resume(
     config: Config | None = None,
     allow_config_change: bool = False,
 ) -> Launch | None:
-    """Go on from the newest checkpoint that verifies; from the beginning where there is none. None: the run is
-    finished.
+    """Go on from the newest checkpoint that verifies, or from the beginning. None: the run is finished.
 
-    `config` (default: what config.yaml of the run says) may differ from the checkpoint's only where
-    `allow_config_change`; it is then the run's from here on. Raises ValueError otherwise.
+    `config` (default: the run's config.yaml) may differ from the checkpoint's only with `allow_config_change`; it is
+    then the run's from here on. Raises ValueError otherwise.
     """
     config = config or run.read_config()
     folder, warnings = checkpoints.newest_sound(run.checkpoints)
@@ -164,7 +161,7 @@ def resume(
 
 @contextlib.contextmanager
 def out_of_memory_stops(when: str) -> Iterator[None]:
-    """End with exit code 4 and a sentence where memory runs out and nobody nearer knew what to do about it."""
+    """End with exit code 4 and a sentence where memory runs out and nothing further inside could handle it."""
     try:
         with as_out_of_memory():
             yield

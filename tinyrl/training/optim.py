@@ -125,8 +125,8 @@ def _eight_bit_adamw() -> Callable[..., torch.optim.Optimizer]:
 
 
 def rate_factor(schedule: str, step: int, *, num_steps: int, warmup_steps: int) -> float:
-    """What the learning rate is multiplied with at `step` (0-based): linear warm-up, then constant, or linear or
-    cosine towards 0, which the step after the last would have.
+    """The factor of the learning rate at `step` (0-based): linear warm-up, then constant, or linear or cosine towards
+    0, which would be reached one step after the last.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps

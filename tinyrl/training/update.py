@@ -1,6 +1,6 @@
-"""One optimizer step: micro-batches by token budget, gradients of the whole step's denominators, guards, then the step.
+"""One optimizer step: gradients summed over micro-batches, guards against non-finite numbers, then the step.
 
-Whoever calls says what the loss of a micro-batch is. When memory runs out the step is redone in smaller micro-batches
+The caller gives the loss of a micro-batch. When memory runs out the step is redone in smaller micro-batches
 (models/micro_batches.py); the gradient is the same, because losses divide by the count of the whole step. A loss or
 gradient that is not finite changes no weight.
 """
@@ -28,8 +28,8 @@ MOST_SKIPS = 3  # steps in a row without a finite gradient before the run stops
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward and backward pass: the role that acts, its loss on a micro-batch, the rows of the step, and what each
-    row that `sizes` knows costs. A pass may have rows of its own, such as a text batch beside a rollout.
+    """A forward and backward pass: the role that acts, its loss on a micro-batch, the rows of the step, and in `sizes`
+    what each row costs. A pass may have rows of its own, such as a text batch beside a rollout.
     """
 
     role: Role
@@ -56,8 +56,7 @@ class Updater:
         """Accumulate the gradient of every pass and step the optimizers named in `train`.
 
         Returns the step's metrics as floats: those of the losses added up, and `optim/grad_norm`, `value/grad_norm`
-        before clipping. Raises GuardStop after three non-finite steps in a row, OutOfRoom when one sequence does
-        not fit.
+        before clipping. Raises GuardStop after three non-finite steps in a row; OutOfRoom if one sequence does not fit.
         """
         metrics = self._accumulate(passes)
         norms = {role: self.optimizers[role].clip(self.max_grad_norm) for role in train}

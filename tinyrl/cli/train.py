@@ -1,0 +1,119 @@
+"""`tinyrl train`: a new run, a dry one, or one to go on with.
+
+Torch is imported once the settings are known to be right.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import typer
+
+from tinyrl.cli.errors import sentences
+from tinyrl.config.methods import METHODS, or_list
+
+if TYPE_CHECKING:
+    from tinyrl.config.schema import Config
+
+
+@dataclass(frozen=True)
+class How:
+    """Options of every command that loads a model."""
+
+    device: str
+    trust_remote_code: bool
+    debug: bool
+
+
+def start_run(
+    method: str | None, settings: list[str], *, name: str | None, output_dir: str, overwrite: bool, how: How
+) -> None:
+    """Make a run's folder and train to its end."""
+    with sentences(how.debug):
+        from tinyrl.runs.run_dir import check_new_run
+
+        config = _config_of(method, settings)
+        check_new_run(output_dir, name=name, overwrite=overwrite)
+    quiet_libraries()
+    from tinyrl.runs.signals import StopFlag
+    from tinyrl.training.launch import Options, start
+
+    with StopFlag():
+        with sentences(how.debug):
+            options, command = (
+                Options(device=how.device, trust_remote_code=how.trust_remote_code),
+                ["tinyrl", *sys.argv[1:]],
+            )
+            launch = start(
+                config, options=options, output_dir=output_dir, name=name, overwrite=overwrite, command=command
+            )
+        raise typer.Exit(launch.go())
+
+
+def show_run(method: str | None, settings: list[str], *, how: How) -> None:
+    """Everything up to the first step, printed: nothing is written."""
+    with sentences(how.debug):
+        config = _config_of(method, settings)
+    quiet_libraries()
+    from tinyrl.config.recipe import dump_config
+    from tinyrl.runs.signals import StopFlag
+    from tinyrl.training.launch import Options, dry_run
+
+    with StopFlag(), sentences(how.debug):
+        print(dump_config(config))
+        print(dry_run(config, options=Options(device=how.device, trust_remote_code=how.trust_remote_code)))
+
+
+def resume_run(run: str, words: list[str], *, besides: list[str], allow_config_change: bool, how: How) -> None:
+    """Go on with a run; of the `words` beside it only overrides make sense, and of options none of `besides`."""
+    overrides = [word for word in words if "=" in word]
+    with sentences(how.debug):
+        from tinyrl.cli.preflight import check_before_loading
+        from tinyrl.runs.run_dir import open_run
+
+        got = " ".join([*(word for word in words if "=" not in word), *besides])
+        if got:
+            raise ValueError(f"--resume needs nothing else: config.yaml of the run says everything (got {got!r} too)")
+        opened = open_run(run)
+        config = opened.read_config(overrides)
+        check_before_loading(config)
+    quiet_libraries()
+    from tinyrl.runs.signals import StopFlag
+    from tinyrl.training.launch import Options, resume
+
+    with StopFlag():
+        with sentences(how.debug):
+            options = Options(device=how.device, trust_remote_code=how.trust_remote_code)
+            launch = resume(opened, options=options, config=config, allow_config_change=allow_config_change)
+        if launch is None:
+            print(f"{opened.path} is finished; there is nothing left to do. Look at {opened.path}/report.html")
+            return
+        raise typer.Exit(launch.go())
+
+
+def _config_of(method: str | None, settings: list[str]) -> Config:
+    """The configuration that the command line asks for, checked as far as that goes without torch."""
+    from tinyrl.cli.preflight import check_before_loading
+    from tinyrl.config.recipe import load_config, split_settings
+
+    if method is None:
+        first, *others = METHODS
+        raise ValueError(f"which method? `tinyrl train {first}`, {or_list(others)}; or `tinyrl train --resume RUN`")
+    recipe, overrides = split_settings(settings)
+    config = load_config(method, recipe, overrides=overrides)
+    check_before_loading(config)
+    return config
+
+
+def quiet_libraries() -> None:
+    """Keep libraries' progress bars and advice from drowning what a run says."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
