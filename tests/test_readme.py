@@ -1,4 +1,4 @@
-"""What the README names is there: the tests of "What survives", commands, files."""
+"""What the README and docs/ name is there: the tests of what survives, commands, files."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from tinyrl.cli.commands import app
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SURVIVES = README.partition("## What survives")[2].partition("\n## ")[0]
+SURVIVES = (ROOT / "docs" / "survives.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("file", sorted(set(re.findall(r"`([\w/]+\.py)`", SURVIVES))))
@@ -32,3 +32,15 @@ def test_no_placeholder_was_left() -> None:
 )
 def test_a_command_is_there(command: str) -> None:
     assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!http)([^)#]+)\)", README))))
+def test_a_linked_file_is_there(link: str) -> None:
+    assert (ROOT / link).is_file()
+
+
+def test_the_tree_has_a_line_for_each_room() -> None:
+    tree = README.partition("## Where things are")[2].partition("\n## ")[0]
+    named = {name.rstrip("/") for name in re.findall(r"^      ([\w/.]+(?: [\w.]+\.py)?) ", tree, re.MULTILINE)}
+    rooms = {path.name for path in (ROOT / "tinyrl").iterdir() if not path.name.startswith("__")}
+    assert {word for name in named for word in name.split()} == rooms

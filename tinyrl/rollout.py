@@ -223,8 +223,8 @@ def sample_and_score(
 ) -> Rollout:
     """Sample `group_size` responses for each prompt and score them: the first step of training and of evaluation.
 
-    A prompt that is in the batch twice gets further samples, not the same ones again. Rows without a reward (it failed,
-    or none applies) are not kept.
+    A prompt that is in the batch twice gets further samples, not the same ones again. Rows without a reward are not
+    kept: it failed, or none applies.
     """
     seen: dict[int, int] = {}
     requests = []

@@ -1,8 +1,8 @@
 """Untrusted text made harmless, short and visible, and the nearest known name for a mistyped one.
 
 A completion may hold HTML, terminal escapes, bidirectional overrides that reorder what is read, invisible characters,
-lone surrogates that cannot be encoded, or a million characters. Nothing is dropped silently: what cannot be shown is
-named by its code point.
+lone surrogates that cannot be encoded, or a million characters.
+Nothing is dropped silently: what cannot be shown is named.
 """
 
 import difflib

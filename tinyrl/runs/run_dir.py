@@ -43,8 +43,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 class RunDir:
     """One run on disk. Lines are appended whole and flushed; a resume cuts the files to where its checkpoint stood.
 
-    When the disk refuses a line (full, gone), the run goes on: `warn` is called once, and the line is retried with
-    the next one.
+    When the disk refuses a line (full, gone), the run goes on: `warn` is called once, and the line joins the next.
     """
 
     def __init__(self, path: Path, *, warn: Callable[[str], None] | None = None) -> None:

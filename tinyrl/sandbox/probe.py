@@ -1,4 +1,4 @@
-"""A probe of whether programs can be isolated here: one tries to break out of a sandbox."""
+"""A probe of whether programs can be isolated here, by trying to break out of a sandbox."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""What GRPO and PPO share of a rollout: drawing prompts, sampling, rescoring, the failure guard, metrics."""
+"""Rollout collection shared by GRPO and PPO: prompts, sampling, rescoring, the failure guard, metrics."""
 
 from __future__ import annotations
 

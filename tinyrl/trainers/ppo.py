@@ -1,6 +1,6 @@
-"""PPO for language models (1707.06347), with the reward shaping of Ziegler et al. and InstructGPT.
+"""PPO for language models: KL-shaped token rewards, GAE, clipped policy and value losses.
 
-Schulman et al. (1707.06347), Ziegler et al. (1909.08593), InstructGPT (2203.02155).
+Schulman et al. (1707.06347), with the reward shaping of Ziegler et al. (1909.08593) and InstructGPT (2203.02155).
 
     for each step:
         1. sample a response for each prompt, score it
@@ -12,8 +12,8 @@ Schulman et al. (1707.06347), Ziegler et al. (1909.08593), InstructGPT (2203.021
 
 What differs from the papers: gamma is 1 and the value after the last token 0; policy and critic have their own
 gradient norms and learning rates (except with critic.kind=shared, where the value loss also moves the policy's trunk,
-weighted by ppo.value_coef); the first critic.warmup rollouts train only the critic, since advantages against an
-untrained critic are noise.
+weighted by ppo.value_coef); the first critic.warmup rollouts train only the critic, since advantages against one that
+is untrained are noise.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""One optimizer per role, and a learning rate that is a function of the step alone (so a resume has nothing to
-restore).
+"""Optimizers, one per role, and a learning-rate schedule that depends on the step alone.
+
+A resume thus has no schedule to restore.
 """
 
 from __future__ import annotations
