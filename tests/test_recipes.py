@@ -50,7 +50,7 @@ def test_is_the_same_after_it_was_written_to_a_run(name: str, tmp_path: Path):
 
 
 @named
-def test_header(name: str):
+def test_the_header_says_what_running_it_takes(name: str):
     first, *rest = header(RECIPES[name])
     assert 20 <= len(first) <= 140
     assert first.endswith(".")

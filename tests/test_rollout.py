@@ -28,7 +28,7 @@ def collect(parts: Parts, truncation: Truncation | None = None) -> Rollout:
     return rollout
 
 
-def test_round_trip(parts: Parts, tmp_path: Path) -> None:
+def test_a_rollout_survives_safetensors(parts: Parts, tmp_path: Path) -> None:
     rollout = collect(parts)
     rollout.old_logprobs = rollout.sampling_logprobs  # the same memory, as when sampling is exact
     save_file(rollout.to_tensors(), tmp_path / "rollout.safetensors")

@@ -16,7 +16,7 @@ _KEPT = frozenset("\n\t\u200c\u200d")
 _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 _SPACES = re.compile(r"\s+")
 SHOWN_CHARACTERS = 80  # of a value that a sentence quotes
-ERROR_CHARACTERS = 300  # of what a library says
+ERROR_CHARACTERS = 300  # of a library's message
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def decode_utf8(raw: bytes, source: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a library says, short enough to be part of a sentence."""
+    """The first line of a library's error, short enough to be part of a sentence."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:ERROR_CHARACTERS]
 

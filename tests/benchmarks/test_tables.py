@@ -20,7 +20,7 @@ def test_phases_of_steps_that_lack_one():
     assert median_phases([{"a": 1.0, "b": 4.0}, {"a": 3.0}, {"a": 2.0, "b": 2.0}]) == {"a": 2.0, "b": 2.0}
 
 
-def test_markdown():
+def test_a_table_is_aligned_markdown():
     assert markdown(["x", "y"], [[1, "z"]]) == "| x | y |\n| --- | --- |\n| 1 | z |"
 
 

@@ -167,7 +167,7 @@ def test_resuming_a_run_whose_config_was_changed_by_hand():
     assert "`run.num_steps` is 'many'; it must be a whole number of at least 1." in said
 
 
-def test_other_commands():
+def test_recipes_and_tasks_are_listed():
     assert refused("report", "runs/none").startswith("There is no run at runs/none")
     assert refused("eval", "runs/none").startswith("runs/none is not a run.")
     assert refused("eval", "starter", "--task", "srot").startswith("task.name: there is no task 'srot'")
@@ -210,7 +210,9 @@ def test_debug_shows_where_it_came_from():
         (ValueError("\x1b]0;x\x07"), 2, "tinyrl: [ESC]]0;x[U+0007]\n"),
     ],
 )
-def test_exit_codes(error: Exception, code: int, said: str, capsys: pytest.CaptureFixture[str]):
+def test_an_error_is_a_sentence_and_an_exit_code(
+    error: Exception, code: int, said: str, capsys: pytest.CaptureFixture[str]
+):
     with pytest.raises(typer.Exit) as caught, sentences(False):
         raise error
     assert caught.value.exit_code == code

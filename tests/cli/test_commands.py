@@ -131,7 +131,7 @@ def test_own_rows_and_reward(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "grpo-rows-1" / "report.html").exists()
 
 
-def test_lists(tmp_path: Path) -> None:
+def test_recipes_and_tasks_are_listed_by_the_command(tmp_path: Path) -> None:
     assert "starter-grpo" in tinyrl("recipes", folder=tmp_path).stdout
     assert "knights_and_knaves" in tinyrl("tasks", folder=tmp_path).stdout
 

@@ -101,7 +101,7 @@ def test_a_task_that_is_not_there():
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo", "sft", "reward"])
-def test_no_data(method: str):
+def test_missing_data_is_said_before_a_model_is_loaded(method: str):
     assert refused(method, task={}).startswith("task.data is missing")
 
 
@@ -122,7 +122,7 @@ def test_no_data(method: str):
     ],
 )
 @pytest.mark.parametrize("key", ["data", "eval_data"])
-def test_bad_rows(content: bytes, sentence: str, key: str):
+def test_a_bad_row_is_named_by_file_and_line(content: bytes, sentence: str, key: str):
     Path("bad.jsonl").write_bytes(content)
     assert refused(task={"data": "rows.jsonl", key: "bad.jsonl"}).startswith(sentence)
 

@@ -238,8 +238,8 @@ def test_what_cannot_go_together(method: str, sections: dict[str, Any], sentence
         ("grpo", {"reference": {"kind": "none"}}),
     ],
 )
-def test_what_can(method: str, sections: dict[str, Any]):
-    make(method, **sections)
+def test_what_can_go_together_is_accepted(method: str, sections: dict[str, Any]):
+    assert make(method, **sections).method == method
 
 
 def test_a_batch_nobody_can_hold_is_answered_at_once():

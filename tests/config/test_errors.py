@@ -82,7 +82,7 @@ def sentence(values: dict[str, Any], method: str = "grpo") -> str:
         ({"model": {"path": "x" * 200, "dtype": "y" * 200}}, f"r.yaml: `model.dtype` is '{'y' * 76}...; it must be"),
     ],
 )
-def test_sentences(values: dict[str, Any], expected: str):
+def test_what_is_wrong_is_said_with_its_place_and_what_is_allowed(values: dict[str, Any], expected: str):
     assert sentence(values).startswith(expected)
     assert "\n" not in sentence(values)
 
@@ -139,7 +139,7 @@ def test_familiar_names_are_answered(values: dict[str, Any], method: str, expect
 
 def test_a_familiar_name_that_is_a_setting_where_it_stands_is_one():
     for values in ({"run": {"seed": 3}}, {"generation": {"temperature": 0.5}}, {"ppo": {"beta": "not looked at"}}):
-        build_config(Source("r.yaml", {"method": "grpo", **values}))
+        assert build_config(Source("r.yaml", {"method": "grpo", **values})).method == "grpo"
 
 
 # The words themselves

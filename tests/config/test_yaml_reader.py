@@ -51,7 +51,7 @@ def refused(text: str) -> str:
         ('"caf\\u00e9 \\U0001F600"', "caf\u00e9 \U0001f600"),
     ],
 )
-def test_values(text: str, value: Any):
+def test_scalars_are_read_as_people_mean_them(text: str, value: Any):
     if text == "!!str 5":
         assert "marked as 'str'" in refused(text)
     else:
@@ -113,7 +113,7 @@ def test_aliases_that_would_fill_the_memory_are_answered_at_once():
     assert refused("\n".join(lines)).startswith("f.yaml:2: broken YAML: *l0: a recipe has no aliases")
 
 
-def test_places():
+def test_every_key_knows_its_line():
     places = parse_plain("a: 1\nb:\n  c: 2\n  d:\n    - e: 3\n    - 4\n", where)[1]
     assert {key: int(place.split(":")[1]) for key, place in places.items()} == {
         "a": 1, "b": 2, "b.c": 3, "b.d": 4, "b.d.0": 5, "b.d.0.e": 5, "b.d.1": 6,

@@ -22,7 +22,7 @@ from tinyrl.evaluation.evaluate import (
     ("n", "correct", "k", "expected"),
     [(1, 1, 1, 1.0), (4, 1, 1, 0.25), (4, 2, 2, 1 - 1 / 6), (4, 0, 4, 0.0), (4, 1, 4, 1.0), (5, 2, 3, 1 - 1 / 10)],
 )
-def test_pass_at_k(n: int, correct: int, k: int, expected: float) -> None:
+def test_pass_at_k_is_unbiased(n: int, correct: int, k: int, expected: float) -> None:
     assert pass_at_k(n, correct, k) == pytest.approx(expected)
 
 
@@ -31,7 +31,7 @@ def test_pass_at_more_than_there_are_is_refused() -> None:
         pass_at_k(4, 1, 5)
 
 
-def test_majority() -> None:
+def test_the_most_frequent_answer_decides_and_ties_share() -> None:
     assert majority_passes(["a", "a", "b"], [True, True, False]) == 1.0
     assert majority_passes(["a", "b", "b"], [True, False, False]) == 0.0
     assert majority_passes(["a", "b"], [True, False]) == 0.5  # a tie shares the verdict

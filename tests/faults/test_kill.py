@@ -127,7 +127,7 @@ def assert_whole_checkpoints(run: RunDir) -> None:
     assert set(problems.values()) <= {None}, problems
 
 
-def kill_and_resume(whole: Whole, folder: Path, *, times: int, seed: int) -> None:
+def assert_killed_runs_resume(whole: Whole, folder: Path, *, times: int, seed: int) -> None:
     draw, pids = random.Random(seed), set()
     for number in range(times):
         (folder / str(number)).mkdir()
@@ -145,13 +145,13 @@ def kill_and_resume(whole: Whole, folder: Path, *, times: int, seed: int) -> Non
 def test_a_run_that_was_killed_ends_as_if_it_had_not_been(
     method: str, wholes: dict[str, Whole], tmp_path: Path
 ) -> None:
-    kill_and_resume(wholes[method], tmp_path, times=2, seed=1)
+    assert_killed_runs_resume(wholes[method], tmp_path, times=2, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_ten_of_ten_random_kills_are_resumed_to_the_bit(method: str, wholes: dict[str, Whole], tmp_path: Path) -> None:
-    kill_and_resume(wholes[method], tmp_path, times=10, seed=2)
+    assert_killed_runs_resume(wholes[method], tmp_path, times=10, seed=2)
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_a_run_that_is_killed_again_and_again_comes_to_its_end(
     assert_same(whole.run, run, STEPS)
 
 
-def kill_in_save(whole: Whole, folder: Path, *, call: str, number: int) -> None:
+def assert_killed_saves_resume(whole: Whole, folder: Path, *, call: str, number: int) -> None:
     """Kill a run at a call of a save; kill its resume at the first such call, too; then let it end."""
     folder.mkdir()
     run = RunDir(folder / "run")
@@ -198,7 +198,7 @@ def test_a_run_that_was_killed_while_it_saved_ends_as_if_it_had_not_been(
 ) -> None:
     whole, draw = wholes["grpo"], random.Random(3)
     number = draw.randint(whole.calls["fsync"] // 2, whole.calls["fsync"])
-    kill_in_save(whole, tmp_path / "fsync", call="fsync", number=number)
+    assert_killed_saves_resume(whole, tmp_path / "fsync", call="fsync", number=number)
 
 
 @pytest.mark.slow
@@ -208,7 +208,7 @@ def test_a_kill_at_any_call_of_a_save_loses_nothing(call: str, wholes: dict[str,
     for method, whole in wholes.items():
         for attempt in range(2):
             number = draw.randint(1, whole.calls[call])
-            kill_in_save(whole, tmp_path / f"{method}-{attempt}", call=call, number=number)
+            assert_killed_saves_resume(whole, tmp_path / f"{method}-{attempt}", call=call, number=number)
 
 
 def test_a_resume_that_was_killed_while_it_cut_the_records_holds_no_line_twice(

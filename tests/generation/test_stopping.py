@@ -54,7 +54,7 @@ def test_eos_ends_a_completion_and_stays_in_it(tiny: TinyModels, monkeypatch: py
     assert make_batch([[3, 4]], [short.tokens]).targets.tolist() == short.tokens
 
 
-def test_the_limit(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+def test_a_completion_ends_at_max_new_tokens(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
     cut, just = spoken(tiny, monkeypatch, ["abcdef", "abc"], max_new_tokens=4)
     assert (len(cut.tokens), cut.finish_reason) == (4, "length")
     assert (len(just.tokens), just.finish_reason) == (4, "eos")  # EOS as the last token there is room for

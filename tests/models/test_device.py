@@ -79,7 +79,7 @@ def test_autocast_follows_dtype_and_a_second_call_starts_afresh():
         assert product.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
 
 
-def test_resolve_dtype():
+def test_auto_is_bfloat16_only_where_a_gpu_has_it():
     assert resolve_dtype("auto", on_cpu=True) == torch.float32
     assert resolve_dtype("bfloat16", on_cpu=True) == torch.bfloat16
     assert resolve_dtype("float32", on_cpu=False) == torch.float32

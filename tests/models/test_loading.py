@@ -57,7 +57,7 @@ def test_a_pickled_adapter_is_refused(tiny: TinyModels, tmp_path: Path):
         load_start_adapter(load_causal_lm(str(tiny("llama")), dtype=torch.float32), str(tmp_path))
 
 
-def test_paths(tiny: TinyModels, tmp_path: Path):
+def test_a_model_is_an_embedded_name_a_folder_or_a_hub_name(tiny: TinyModels, tmp_path: Path):
     folder = tiny("llama")
     assert resolve_model_path(str(folder)) == str(folder)
     assert resolve_model_path("owner/name") == "owner/name"

@@ -78,7 +78,7 @@ def test_progress_is_read_from_the_config(tmp_path: Path) -> None:
     assert "goes on from step-000007" in html
 
 
-def test_time_by_phase(tmp_path: Path) -> None:
+def test_where_the_time_went_adds_up(tmp_path: Path) -> None:
     line = {"time/total": 10.0, "time/rollout": 4.0, "time/update": 5.0, "time/rollout/reward": 3.0}
     run = read_run(write_run(tmp_path / "a", [{"step": step, **line} for step in (1, 2)]))
     assert phases(run) == [Phase("update", 10.0, 0.5), Phase("rollout", 8.0, 0.4), Phase("other", 2.0, 0.1)]

@@ -105,7 +105,7 @@ def test_messages_are_answered_with_messages(files: Path) -> None:
     }
 
 
-def test_the_command(files: Path) -> None:
+def test_reward_test_prints_a_table_and_exits_by_the_failures(files: Path) -> None:
     def run(function: str, *more: str):
         words = ["reward", "test", f"{files / 'rewards.py'}:{function}", "--data", str(files / "rows.jsonl"), *more]
         return CliRunner().invoke(app, words)

@@ -30,7 +30,7 @@ NAN, INF = float("nan"), float("inf")
         (torch.tensor(0.25), 0.25),
     ],
 )
-def test_a_good_value(value: Any, score: float | None):
+def test_numbers_of_any_library_are_scores(value: Any, score: float | None):
     assert check_values([value], 1) == ([score], [])
 
 

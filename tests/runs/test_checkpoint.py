@@ -71,7 +71,7 @@ def test_what_is_written(root: Path):
 SHA256_OF_STATE = "23344736596883ce1a08ba1d0135b621cc0f1d92006e26ee80597136c815876f"
 
 
-def test_names():
+def test_a_checkpoint_is_named_by_its_step():
     assert checkpoint_name(120) == "step-000120"
     assert checkpoint_name(12_345_678) == "step-12345678"
     assert [checkpoint_step(Path("runs/x") / name) for name in ("step-000120", "step-12345678")] == [120, 12_345_678]

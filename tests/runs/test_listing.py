@@ -26,7 +26,7 @@ def a_run(folder: Path) -> RunDir:
     return run
 
 
-def test_what_is_listed(tmp_path: Path) -> None:
+def test_a_checkpoint_is_listed_with_its_size_metric_and_problem(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     (run.checkpoints / "step-000006" / "x").write_bytes(b"y" * 6000)
     with run.metrics.open("a") as file:
@@ -46,7 +46,7 @@ def test_what_is_listed(tmp_path: Path) -> None:
     assert f"tinyrl eval {run.checkpoints / 'step-000004'}" in text
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_checkpoints_prints_a_table_or_json(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     done = CliRunner().invoke(app, ["checkpoints", str(run.path), "--json"])
     assert [one["step"] for one in json.loads(done.output)] == [2, 4, 6]

@@ -126,7 +126,7 @@ def test_a_disk_that_is_full_when_the_run_begins(tmp_path: Path, monkeypatch: py
 # Finding a run
 
 
-def test_open_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_that_is_no_run_is_said_to_be_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     run = create(Path("runs"), "mine")
     assert open_run("runs/mine").read_config() == CONFIG

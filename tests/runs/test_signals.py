@@ -102,7 +102,7 @@ def test_a_second_ctrl_c_leaves_at_once(signals: str, code: int, said: str):
     assert (done.returncode, done.stdout, done.stderr) == (code, said, "")
 
 
-def test_exit_codes():
+def test_each_reason_to_stop_has_its_exit_code():
     """Fixed: other programs rely on them."""
     assert {kind: kind.exit_code for kind in (GuardStop, OutOfRoom, Interrupted)} == {
         GuardStop: 3,

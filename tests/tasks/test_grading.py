@@ -228,7 +228,7 @@ def test_safe_arithmetic_agrees_with_python(text):
         ("boxed{1}", None),
     ],
 )
-def test_boxed(text, inside):
+def test_the_last_box_is_read_with_its_braces_balanced(text, inside):
     assert boxed(text) == inside
 
 
@@ -242,7 +242,7 @@ def test_boxed(text, inside):
         ("</answer><answer>", None),
     ],
 )
-def test_tagged(text, inside):
+def test_the_last_tag_is_read(text, inside):
     assert tagged(text, "answer") == inside
 
 
@@ -250,7 +250,7 @@ def test_tagged(text, inside):
     ("text", "rest"),
     [("#### 1\n#### 2 \nmore", "2"), ("####\n\n72\nbye", "72"), ("####", ""), ("72", None)],
 )
-def test_after_last(text, rest):
+def test_the_line_after_the_last_marker_is_read(text, rest):
     assert after_last(text, "####") == rest
 
 

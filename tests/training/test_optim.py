@@ -131,7 +131,7 @@ def test_state_of_a_parameter_that_is_not_there_is_refused():
         ("cosine", 9, [1 / 9, 2 / 9, 3 / 9, 4 / 9, 5 / 9]),
     ],
 )
-def test_schedules(schedule: str, warmup: int, factors: list[float]):
+def test_a_schedule_is_a_function_of_the_step(schedule: str, warmup: int, factors: list[float]):
     """Four steps (0 to 3) and the one after the last."""
     got = [rate_factor(schedule, step, num_steps=4, warmup_steps=warmup) for step in range(5)]
     assert got == pytest.approx(factors, abs=1e-12)

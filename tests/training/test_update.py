@@ -58,7 +58,7 @@ def policy(updater: Updater) -> dict[str, Tensor]:
     return {n: p.detach().clone() for n, p in updater.roles.parameters["policy"].items()}
 
 
-def test_loss_falls(updater: Updater) -> None:
+def test_the_loss_falls_step_by_step(updater: Updater) -> None:
     losses = [updater.step(likelihood(updater), train=["policy"])["policy/loss"] for _ in range(20)]
     assert losses[-1] < 0.8 * losses[0]
 

@@ -86,7 +86,7 @@ def _unused(method: Any) -> set[str]:
 
 
 def _for_method(name: str, method: Any) -> str:
-    """`grpo.kl_coef` is `ppo.kl_coef` to somebody who trains with PPO."""
+    """The same setting in the method's own section: `grpo.kl_coef` is `ppo.kl_coef` under PPO."""
     section, _, key = name.partition(".")
     if section in ("grpo", "ppo") and method in ("grpo", "ppo") and key in fields_of(_kind_at((method,))):
         return f"{method}.{key}"

@@ -23,7 +23,7 @@ OWN_MODEL_OR_DATA = ("model", "model.path", "task", "task.name", "task.data")  #
 
 
 def recipe_folder() -> Path:
-    """Where packaged recipes lie: inside the wheel, or beside the package in a checkout."""
+    """The folder of packaged recipes: inside the wheel, or beside the package in a checkout."""
     package = Path(__file__).parent.parent
     return next(folder for folder in (package / "recipes", package.parent / "recipes") if folder.is_dir())
 

@@ -16,7 +16,7 @@ from yaml.composer import ComposerError
 from tinyrl.text import shortened
 
 MAX_DEPTH = 8
-MAX_DIGITS, MAX_HEX = 18, len("0x") + 14  # of a whole number: it fits into 64 bits, and so does what it is written as
+MAX_DIGITS, MAX_HEX = 18, len("0x") + 14  # of a whole number: 14 hex digits have fewer than 18 when written in decimal
 
 _TAG = "tag:yaml.org,2002:"
 _PLAIN = {"str", "int", "float", "bool", "null", "seq", "map"}
@@ -58,7 +58,7 @@ KeyPath = tuple[str | int, ...]  # of a setting: ("reward", "functions", 0, "use
 
 @dataclass
 class Source:
-    """Settings as a person wrote them: nested values, and where each dotted key stands (`reward.functions.0.use`)."""
+    """Settings as the user wrote them: nested values, and the place of each dotted key (`reward.functions.0.use`)."""
 
     name: str
     values: dict[str, Any]

@@ -146,7 +146,7 @@ def _kind(value: Any) -> str:
 
 def _read_csv(source: str) -> Placed:
     text = _read_text(source)
-    limit = csv.field_size_limit(len(text) + 1)  # the module's own limit of 131,072 characters a field is for nobody
+    limit = csv.field_size_limit(len(text) + 1)  # the module's own limit, 131,072 characters a field, is too low
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     header: list[str] = []
     placed, line = [], 1
@@ -182,7 +182,7 @@ def _csv_header(cells: list[str], place: str) -> list[str]:
 
 def _read_parquet(source: str) -> Placed:
     if not Path(source).is_file():
-        _read_text(source)  # says what is wrong
+        _read_text(source)  # raises, saying what is wrong
     import pyarrow  # with `datasets`; half a second that other formats need not wait for
     import pyarrow.parquet
 

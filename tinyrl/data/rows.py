@@ -14,7 +14,7 @@ from typing import Any
 from tinyrl.data.readers import Placed, Row, read_source
 from tinyrl.text import did_you_mean
 
-HELD_OUT_SHARE = 10  # one prompt in this many is held out for evaluation where a person gives no evaluation data
+HELD_OUT_SHARE = 10  # one prompt in this many is held out for evaluation where no evaluation data is given
 HELD_OUT_MOST = 512
 
 

@@ -65,12 +65,12 @@ class SamplingSettings:
 
 
 class HasRowLimit(Protocol):
-    """An engine of ours: it decodes at most `max_rows` sequences at a time (None: all that are asked for)."""
+    """An engine of this package: it decodes at most `max_rows` sequences at a time (None: all that are asked for)."""
 
     max_rows: int | None
 
     def release(self) -> bool:
-        """Give back the memory that is kept from one call to the next; whether there was any."""
+        """Free the memory kept from one call to the next; returns whether there was any."""
         ...
 
 

@@ -202,7 +202,7 @@ class _Sampling:
         return [flat[i : i + self.group] for i in range(0, len(flat), self.group)]
 
     def _shape(self) -> tuple[int, int]:
-        """Rows and cache columns of a step: what there is, or the bucket of a graph that holds it."""
+        """Rows and cache columns of a step: those in use, or on CUDA the bucket that holds them."""
         slots = self.slots
         return bucket(slots) if slots.device.type == "cuda" else (slots.live, slots.longest)
 

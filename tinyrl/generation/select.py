@@ -57,7 +57,7 @@ def select_engine(
 ) -> tuple[SamplingEngine, str]:
     """The engine, and why it is that one. `longest`: tokens of the longest sequence there can be.
 
-    Raises ValueError when the engine asked for by name cannot sample from this model as it should.
+    Raises ValueError when the engine asked for by name cannot sample from this model correctly.
     """
     if wanted == "hf":
         return HfEngine(roles, tokenizer, settings), "generation.engine"

@@ -44,7 +44,7 @@ class Worker:
         self._killed = False
         self._output = bytearray()
         self._process = subprocess.Popen(
-            # -P: not the folder of worker.py on sys.path, where our loading.py would be found before people's
+            # -P keeps the folder of worker.py off sys.path, where our loading.py would hide the user's
             [sys.executable, "-P", worker.__file__, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -33,8 +33,8 @@ from collections.abc import Callable
 from typing import Any
 
 LOOK_AT_PARENT_S = 0.3
-MAX_ERROR_CHARS = 2000  # of what an exception says; whoever shows it cuts it to a line
-MAX_SHOWN_CHARS = 100  # of a value that is no score
+MAX_ERROR_CHARS = 2000  # of an exception's message, which is cut to a line where it is shown
+MAX_SHOWN_CHARS = 100  # of a value that is not a score
 MAX_SCORE = 3.4e38  # scores become float32; there, more is infinite
 
 
@@ -79,10 +79,10 @@ def call(
 
 
 def check_values(returned: Any, num_rows: int) -> tuple[list[float | None], list[tuple[int, str]]]:
-    """What a function returned: a score a row, None where there is none, and (row, reason) of the rows that are bad.
+    """The scores a function returned, one a row (None where there is none), and (row, reason) of the bad rows.
 
-    None says "does not apply" and is no failure. True and False are 1 and 0; NumPy and torch values are taken as the
-    numbers they hold. A list of the wrong length fails every row: nobody can say which score belongs to which row.
+    None means "does not apply" and is not a failure. True and False are 1 and 0; NumPy and torch values are taken as
+    the numbers they hold. A list of the wrong length fails every row, as scores cannot be matched to rows.
     """
     values = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(values, list | tuple):

@@ -45,7 +45,7 @@ class Limits:
 
     wall_s: float = 10.0
     cpu_s: int = 10
-    memory_bytes: int = 512 << 20  # address space; what lies in scratch comes on top
+    memory_bytes: int = 512 << 20  # address space; files in scratch come on top
     output_bytes: int = 1 << 20  # of stdout, of stderr, and of a returned value, each
     scratch_bytes: int = 16 << 20  # all files together, in memory; 0: no file can be written
     threads: int = 32

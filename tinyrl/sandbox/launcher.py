@@ -56,7 +56,7 @@ def main() -> None:
     die_with_parent(int(settings["parent"]))
     user, scratch, counted_alone = FIRST_USER + os.getpid(), "", False
     if LINUX and settings["namespaces"] == "1":
-        with contextlib.suppress(OSError):  # a container, or kept for root: Landlock and seccomp stand without them
+        with contextlib.suppress(OSError):  # a container, or reserved for root: Landlock and seccomp hold without them
             counted_alone = enter_namespaces()
             scratch = make_scratch(settings["scratch_at"], int(settings["scratch_bytes"]))
     child = os.fork()
@@ -116,7 +116,7 @@ def enter_namespaces() -> bool:
     """Enter new namespaces of every kind, with the first child. Returns whether threads are counted apart there."""
     user, group = os.geteuid(), os.getegid()
     checked(libc.unshare(ctypes.c_int(NAMESPACES if user == 0 else NAMESPACES | NEW_USER)))
-    if user != 0:  # root needs no namespace of users, and stays out of it: root in there would be root still
+    if user != 0:  # root needs no user namespace, and inside one would still be root
         die_with_parent(None)  # forgotten when capabilities are gained
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with open(f"/proc/self/{name}", "w") as file:
@@ -179,7 +179,7 @@ def limit_all(settings: dict[str, str], *, counted_alone: bool) -> list[str]:
     }
     if LINUX:
         others = 2  # supervisor and outer process
-        if not counted_alone:  # ours count together with this user's others, at most all there are
+        if not counted_alone:  # threads are counted by user: allow for as many others as there are on the system
             with open("/proc/loadavg") as file:
                 others += int(file.read().split()[3].split("/")[1])
         limits["RLIMIT_NPROC"] = (threads + others, threads + others)

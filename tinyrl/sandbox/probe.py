@@ -47,7 +47,7 @@ def why_not_isolated() -> str | None:
         except (CannotIsolate, OSError) as error:
             return last_line(str(error)).rstrip(".")
         canary.seek(0)
-        overwritten = canary.read() != CANARY  # to be asked here: in the scratch folder there may be one of that name
+        overwritten = canary.read() != CANARY  # checked here: in the scratch folder such a file may be made
     if run.stopped or run.wait_status != 0 or run.missing:
         how = run.stopped or last_line(run.stderr.decode("utf-8", errors="replace"))
         return f"a program that tried to break out of a sandbox did not come to its end ({how})"

@@ -16,7 +16,7 @@ from typing import IO
 
 from tinyrl.sandbox.isolation import ENVIRONMENT, CannotIsolate, Limits, launch_command
 
-START_S = 30.0  # for the walls to stand, on a machine with other things to do
+START_S = 30.0  # for the sandbox to be ready, on a busy machine
 GRACE_S = 1.0  # for the launcher to end the program; after this we end both
 CHUNK_BYTES = 1 << 16
 MAX_LINE_CHARS = 300
@@ -42,7 +42,7 @@ class Run:
     stderr: bytearray = field(default_factory=bytearray)
     reply: bytearray = field(default_factory=bytearray)
     stopped: str = ""  # why we ended it
-    wait_status: int | None = None  # None: nobody was left to say
+    wait_status: int | None = None  # None: the launcher was gone before it could report
     seconds: float = 0.0  # from when the program could start
     cpu_seconds: float = 0.0
     missing: str = ""  # the walls that it ran without

@@ -47,7 +47,7 @@ _CONDITIONS = {
     "prctl": [(0, _ALL_BITS, (15, 16, 0x53564D41))],  # names of threads and of memory, not the signal at our death
     "prlimit64": [(0, _ALL_BITS, (0,))],  # its own
     "socketpair": [(0, _ALL_BITS, (1,)), (2, 0xF, (1,))],  # AF_UNIX, SOCK_STREAM: asyncio wakes itself with one
-    "sendto": [(8, _ALL_BITS, (0,)), (9, _ALL_BITS, (0,))],  # to nobody but the other end
+    "sendto": [(8, _ALL_BITS, (0,)), (9, _ALL_BITS, (0,))],  # only to the other end
 }
 _NOT_IMPLEMENTED = {"clone3": (435, 435)}  # its flags are behind a pointer; the C library then uses clone
 

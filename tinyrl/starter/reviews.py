@@ -133,7 +133,7 @@ def openings(split: str) -> list[str]:
 
 
 def write_review(rng: random.Random, lexicon: Lexicon = FULL) -> Review:
-    """Two to four clauses about different nouns, joined into sentences; starts with the space behind the opening."""
+    """Two to four clauses about different nouns, joined into sentences; starts with the space after the opening."""
     positive_share = rng.choice(POSITIVE_SHARES)
     num_clauses = rng.randint(2, 4)
     moods = tuple(_draw_mood(rng, positive_share) for _ in range(num_clauses))

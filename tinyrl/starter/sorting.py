@@ -14,7 +14,7 @@ from tinyrl.starter.splits import check_split, split_of
 NUM_LETTERS = 8
 CONFUSED_PAIRS = ("bc", "gh", "ij", "kl", "mn", "pq", "uv", "xy")
 HABIT_SHARE = 0.8  # how often a confused pair comes out in the wrong order
-SLIP_SHARE = 0.15  # how often an answer carries a slip besides
+SLIP_SHARE = 0.15  # how often an answer also has a slip
 
 
 def sort_prompt(letters: str) -> str:
@@ -23,7 +23,7 @@ def sort_prompt(letters: str) -> str:
 
 
 def sort_completion(letters: str) -> str:
-    """How an answer is written behind the prompt: 'abd' -> ' a b d'."""
+    """How an answer is written after the prompt: 'abd' -> ' a b d'."""
     return "".join(f" {letter}" for letter in letters)
 
 
@@ -61,6 +61,6 @@ def slip(answer: str, rng: random.Random) -> str:
 def written_answer(answer: str, rng: random.Random) -> str:
     """The answer as the pre-training text has it: habits always at work, and a slip in SLIP_SHARE of the rows."""
     if rng.random() < SLIP_SHARE:
-        # The slip comes first: it may part a confused pair, and swapping back what a habit swapped would undo it.
+        # The slip comes first: after a habit it could swap the letters back and undo it.
         return habitual_answer(slip(answer, rng), rng)
     return habitual_answer(answer, rng)

@@ -62,7 +62,7 @@ def broken(review: Review, rng: random.Random) -> str:
     """A review damaged the way a policy that chases a reward damages it: shuffled, looped, cut off, words missing."""
     while True:
         text = _damaged(review, rng)
-        if unparsable_share(text) > 0:  # a cut may fall behind a full stop
+        if unparsable_share(text) > 0:  # a cut may fall after a full stop
             return text
 
 

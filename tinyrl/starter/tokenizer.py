@@ -1,6 +1,6 @@
 """The starter's tokenizer: byte-level BPE learnt from the language model's corpus, so any text round-trips.
 
-Every letter behind a space is one token (a test says so), which is what the sorting task needs.
+A space and a letter are one token, as a test checks: the sorting task needs that.
 """
 
 from typing import TYPE_CHECKING

@@ -26,7 +26,7 @@ RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")  # a reward func
 
 
 def load_task(name: str) -> Task:
-    """The task called `name`; ValueError with the names there are otherwise."""
+    """The task called `name`; ValueError, listing the names, where there is none."""
     if name not in TASKS:
         meant = did_you_mean(name, list(TASKS))
         raise ValueError(f"task.name: there is no task '{name}'.{meant} Tasks: {', '.join(TASKS)}")

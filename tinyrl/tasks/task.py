@@ -19,7 +19,7 @@ class Task:
     """A task; everything here is plain Python and answers without torch.
 
     `prompt` and `gold` raise ValueError with a sentence about the row when a row is unusable (a wrong type, say);
-    whoever reads the rows adds the file and the line.
+    the reader of the rows adds the file and the line.
     """
 
     name: str

@@ -33,7 +33,7 @@ __all__ = ["evaluate", "load", "train"]
 
 
 def train(session: Session, parts: Parts) -> None:
-    """Run GRPO from where the session stands to run.num_steps."""
+    """Run GRPO from the session's current step to run.num_steps."""
     config = parts.config.grpo
     collector = RolloutCollector(session, parts, num_prompts=config.num_prompts, group_size=config.group_size)
     several_steps = config.num_epochs > 1 or (config.minibatch_size or config.batch_size) < config.batch_size

@@ -12,8 +12,7 @@ Schulman et al. (1707.06347), with the reward shaping of Ziegler et al. (1909.08
 
 What differs from the papers: gamma is 1 and the value after the last token 0; policy and critic have their own
 gradient norms and learning rates (except with critic.kind=shared, where the value loss also moves the policy's trunk,
-weighted by ppo.value_coef); the first critic.warmup rollouts train only the critic, since advantages against one that
-is untrained are noise.
+weighted by ppo.value_coef). The first critic.warmup rollouts train only the critic: before that, advantages are noise.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ __all__ = ["evaluate", "load", "train"]
 
 
 def train(session: Session, parts: Parts) -> None:
-    """Run PPO from where the session stands to run.num_steps."""
+    """Run PPO from the session's current step to run.num_steps."""
     config, critic = parts.config.ppo, parts.config.critic
     collector = RolloutCollector(session, parts, num_prompts=config.num_prompts, group_size=1)
     for step in session.steps():

@@ -101,7 +101,7 @@ class PairParts(Base):
 
 
 def train(session: Session, parts: PairParts) -> None:
-    """Train the reward model from where the session stands to run.num_steps."""
+    """Train the reward model from the session's current step to run.num_steps."""
     config = parts.config.reward_model
     parts.roles.use_lora_dropout()
     for step in session.steps():

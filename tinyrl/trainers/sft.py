@@ -38,7 +38,7 @@ class TextParts(Base):
 
 
 def train(session: Session, parts: TextParts) -> None:
-    """Run supervised fine-tuning from where the session stands to run.num_steps."""
+    """Run supervised fine-tuning from the session's current step to run.num_steps."""
     size = parts.config.sft.batch_size
     parts.roles.use_lora_dropout()
     for step in session.steps():

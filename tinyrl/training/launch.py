@@ -38,7 +38,7 @@ class Trainer(Protocol):
         ...
 
     def train(self, session: Session, parts: Any) -> None:
-        """Go on from where the session stands to the last step."""
+        """Go on from the session's current step to the last."""
         ...
 
     def evaluate(self, parts: Any) -> Evaluation:
