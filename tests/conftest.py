@@ -1,4 +1,4 @@
-"""What test modules of several folders share: tiny models made once, and where optional real data lies."""
+"""Fixtures for test modules of several folders: tiny models made once, and the folder of optional real data."""
 
 from pathlib import Path
 
@@ -13,6 +13,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
 
 
 def shared_data() -> Path | None:
-    """The folder of real data beside the repository, or None where a clone stands alone."""
+    """The folder of real data beside the repository, or None where there is none."""
     folder = Path(__file__).resolve().parents[2] / "shared" / "data"
     return folder if folder.is_dir() else None

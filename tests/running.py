@@ -1,6 +1,4 @@
-"""Running tinyrl from tests as its command does, in this process: start, interrupt with a real signal, resume, read
-what was left.
-"""
+"""Runs of tinyrl inside the test process: start, interrupt with a real signal, resume, read the results."""
 
 import json
 import os

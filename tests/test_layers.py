@@ -1,4 +1,4 @@
-"""Imports only go downward: read from the source, and for the rooms that answer before torch is loaded, tried out."""
+"""Import rules: imports only go downward (read from the source), and some rooms never load torch (tried out)."""
 
 import ast
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "tinyrl"
 
-# Highest first. A room is a file or a folder of tinyrl/; it may import itself and what stands in a line below its own.
+# Highest first. A room is a file or a folder of tinyrl/; it may import itself and rooms in a line below its own.
 LEVELS = (
     ("cli",),
     ("trainers",),
@@ -85,7 +85,7 @@ def test_algorithms_know_torch_and_nothing_else():
 
 
 def test_a_reward_function_starts_without_torch():
-    """The worker is another process; what it imports is paid again for each one."""
+    """The worker is another process; each one pays for its imports again."""
     assert not modules_after("import tinyrl.rewards.worker, tinyrl.rewards.loading") & HEAVY
 
 
@@ -93,7 +93,7 @@ HEAVY = {"torch", "transformers", "peft", "accelerate", "datasets", "matplotlib"
 
 
 def modules_after(statements: str) -> set[str]:
-    """Top-level modules a fresh Python has after some statements; what only the interpreter itself loads is in too."""
+    """Top-level modules that a fresh Python has loaded after some statements, including the interpreter's own."""
     code = f"{statements}\nimport sys\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
     return {name.split(".")[0] for name in done.stdout.splitlines()[-1].split()}

@@ -1,4 +1,4 @@
-"""What the README and docs/ name is there: the tests of what survives, commands, files."""
+"""References in the README and docs/: the tests of what survives, commands and files exist."""
 
 import re
 from pathlib import Path

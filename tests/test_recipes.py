@@ -1,4 +1,4 @@
-"""Recipes that ship with tinyrl: each loads with its method, and its header says what running it takes."""
+"""Packaged recipes: each loads with its method, and its header says what running it takes."""
 
 import re
 from pathlib import Path

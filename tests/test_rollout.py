@@ -1,6 +1,4 @@
-"""The rollout as data: round trip through safetensors, masks from lengths and finish reasons, truncation,
-duplicates of a prompt.
-"""
+"""The rollout: round trip through safetensors, masks from lengths and finish reasons, truncation, duplicate prompts."""
 
 from pathlib import Path
 
@@ -74,7 +72,7 @@ def test_a_prompt_twice_in_a_step_gets_other_samples(parts: Parts) -> None:
 
 
 def test_tokens_that_were_read_are_no_part_of_the_loss(parts: Parts) -> None:
-    """A tool's answer inside a response: the head lists the others, and what counts by tokens counts them only."""
+    """A tool's answer inside a response: the head lists only the other tokens, and token counts include only those."""
     rollout = collect(parts)
     rollout.response_mask[0, 1:3] = False
     rollout.kept[1] = False

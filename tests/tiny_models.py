@@ -1,4 +1,4 @@
-"""Small random models with real tokenizers, written to a folder as `save_pretrained` writes them; milliseconds to make.
+"""Small random models with real tokenizers, written to a folder as `save_pretrained` writes them, in milliseconds.
 
 Weights are drawn wider than a library would (and biases and norms away from 0 and 1), so that distributions are far
 from uniform and a forgotten bias, norm or position shows.

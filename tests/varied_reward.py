@@ -1,4 +1,4 @@
-"""A reward that even a random model varies on, as a person would write one."""
+"""A reward that varies even on a random model, as a user would write one."""
 
 
 def variety(prompts, completions, **columns):

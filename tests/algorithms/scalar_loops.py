@@ -1,4 +1,4 @@
-"""Second implementations of the losses, as loops over Python floats, and a batch to try them on."""
+"""Reference implementations of the losses as loops over Python floats, and a batch to try them on."""
 
 import math
 

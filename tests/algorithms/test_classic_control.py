@@ -1,4 +1,4 @@
-"""PPO built from these functions alone learns control problems that have nothing to do with language.
+"""Classic control with PPO: built from these functions alone, it learns problems that have nothing to do with language.
 
 A "response" is a piece of an episode: one row per episode (cut at the end of the rollout), padded; a "token" an action.
 Where a row was cut while its episode went on, gamma * V(next state) is added to its last reward.
@@ -68,7 +68,7 @@ def improve(
 
 
 # The 5-state walk: states -2 .. 2 are numbered 0 .. 4, actions are left and right. Reaching 2 pays 10 and ends a walk,
-# but the way leads through 1, which costs 5; all else costs 1. Who looks one step ahead turns back at 0 for ever.
+# but the way leads through 1, which costs 5; all else costs 1. A policy that looks one step ahead turns back at 0.
 ARRIVAL_REWARD = torch.tensor([-1.0, -1.0, -1.0, -5.0, 10.0])
 GOAL, WALK_GAMMA, WALK_STEPS = 4, 0.9, 24
 
@@ -172,7 +172,7 @@ def cartpoles(num_envs: int) -> SyncVectorEnv:
 
 @torch.no_grad()
 def segment(envs: SyncVectorEnv, observed: np.ndarray, model: ActorCritic, num_steps: int, generator: torch.Generator):
-    """`num_steps` of all environments -> tensors (E, T), the last saying where episodes end; and what is then seen."""
+    """`num_steps` of all environments -> tensors (E, T), the last saying where episodes end; next observation."""
     steps: list[tuple[Tensor, ...]] = []
     for t in range(num_steps):
         state = torch.from_numpy(observed)
@@ -181,7 +181,7 @@ def segment(envs: SyncVectorEnv, observed: np.ndarray, model: ActorCritic, num_s
         action = torch.multinomial(log_softmax.exp(), 1, generator=generator)
         observed, reward, terminated, truncated, info = envs.step(action.squeeze(1).numpy())
         ended = terminated | truncated
-        follows = observed.copy()  # after an ending this is the next episode's first state; the last one is in `info`
+        follows = observed.copy()  # after an ending, the next episode's first state; the last state is in `info`
         if ended.any():
             follows[ended] = np.stack(info["final_obs"][ended])
         cut = torch.from_numpy((truncated | (t == num_steps - 1)) & ~terminated)
@@ -193,7 +193,7 @@ def segment(envs: SyncVectorEnv, observed: np.ndarray, model: ActorCritic, num_s
 
 
 def one_row_per_episode(columns: list[Tensor]) -> Rows:
-    """Cut segments (E, T) behind every `ended` step into padded rows."""
+    """Cut segments (E, T) after every `ended` step into padded rows."""
     *data, ended = columns
     num_envs, num_steps = ended.shape
     starts = torch.cat([torch.ones(num_envs, 1, dtype=torch.bool), ended[:, :-1]], dim=1)

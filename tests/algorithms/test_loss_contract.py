@@ -1,4 +1,4 @@
-"""What every loss promises: micro-batches add up, garbage under False does not leak, metrics are float32 scalars."""
+"""The contract of every loss: micro-batches add up, garbage under False does not leak, metrics are float32 scalars."""
 
 import math
 from collections.abc import Callable

@@ -115,7 +115,7 @@ def test_kl_loss_by_hand() -> None:
 
 @pytest.mark.parametrize("weighted", [True, False])
 def test_ratio_weighted_k3_has_the_gradient_of_the_kl(weighted: bool) -> None:
-    """Exactly, by summing over a vocabulary of five what sampling from the old policy would average."""
+    """Exact: a sum over a vocabulary of five replaces the average over samples from the old policy."""
     generator = torch.Generator().manual_seed(2)
     logits, old_logits, ref_logits = torch.randn(3, 5, generator=generator).unbind()
     logits.requires_grad_()

@@ -1,4 +1,4 @@
-"""PPO steps: TRL 1.12's trainer (policy, reference, value and reward model) beside each kind of critic here."""
+"""PPO steps of TRL 1.12's trainer (policy, reference, value and reward model) beside each kind of critic here."""
 
 from __future__ import annotations
 

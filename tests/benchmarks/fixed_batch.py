@@ -1,4 +1,4 @@
-"""One batch of token ids with advantages, the same in every process: what both sides' losses are compared on."""
+"""One batch of token ids with advantages, the same in every process, on which both sides' losses are compared."""
 
 from __future__ import annotations
 

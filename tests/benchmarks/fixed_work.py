@@ -1,4 +1,4 @@
-"""The fixed work that both sides do: models s, m and v, prompts, a reward, an adapter, as files that either side reads.
+"""The fixed work of both sides: models s, m and v, prompts, a reward, an adapter, as files that either side reads.
 
 The models, prompts and reward are those of the file `work.py` (option --work). Run as a script with settings, it
 writes one folder: model/ prompts.jsonl eval.jsonl reward.py adapter/ reward_model/.
@@ -23,7 +23,7 @@ ROWS = 512  # prompts written
 
 @dataclass(frozen=True)
 class Shape:
-    """A model of work.py: `size`, with another vocabulary or without early ends where a measurement wants it."""
+    """A model of work.py: `size`, with another vocabulary or without early ends where a measurement needs it."""
 
     size: str
     vocabulary: int | None = None
@@ -36,7 +36,7 @@ class Shape:
 
 
 def shape_of(size: str) -> Shape:
-    """s and m end by themselves; v does not."""
+    """Completions of s and m end by themselves; those of v do not."""
     return Shape(size, early_ends=size != "v")
 
 
@@ -59,13 +59,13 @@ def load_work(path: str) -> ModuleType:
 
 
 def registered(work: ModuleType, shape: Shape) -> str:
-    """The shape's name in work.SHAPES, where it is put if it is not one of work.py's own."""
+    """The shape's name in work.SHAPES, where it is added if it is not one of work.py's own."""
     work.SHAPES[shape.name] = (*work.SHAPES[shape.size][:-1], shape.vocabulary or work.SHAPES[shape.size][-1])
     return shape.name
 
 
 def read_words_beside_qwen2() -> None:
-    """transformers reads any tokenizer beside a Qwen2 model as Qwen's own BPE; the models of work.py have words."""
+    """transformers reads any tokenizer of a Qwen2 model as Qwen's own BPE; the models of work.py have words."""
     from transformers.models.auto import tokenization_auto
 
     tokenization_auto.TOKENIZER_MAPPING_NAMES["qwen2"] = "TokenizersBackend"
@@ -87,7 +87,7 @@ def write(folder: Path, shape: Shape, work: ModuleType) -> None:
 
 
 def write_adapter(model: Path, out: Path) -> None:
-    """A LoRA adapter whose B is not zero, so that its gradient says something about A and B."""
+    """A LoRA adapter whose B is not zero, so that both A and B have a gradient."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM

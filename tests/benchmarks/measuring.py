@@ -1,4 +1,4 @@
-"""What a measured process knows about itself: seconds of steps and of their phases, tokens, memory above imports.
+"""Measurements inside a process: seconds of steps and of their phases, tokens, memory above imports.
 
 Runs inside both sides' processes, so it needs nothing beyond the standard library.
 """
@@ -33,7 +33,7 @@ def resident_mb() -> float:
 
 
 def peak_mb() -> float:
-    """Most memory this process ever held. (ru_maxrss says the same, but begins with the parent's.)"""
+    """Most memory this process ever held. (ru_maxrss would be the same, but starts from the parent's.)"""
     return _status("VmHWM")
 
 

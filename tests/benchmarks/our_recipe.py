@@ -1,4 +1,4 @@
-"""What tinyrl is told for each benchmark: the fixed work as a recipe."""
+"""tinyrl's recipes for the benchmarks: the fixed work as settings."""
 
 from __future__ import annotations
 

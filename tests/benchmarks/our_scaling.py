@@ -1,7 +1,6 @@
-"""What a GRPO step costs here as one thing grows, as an exponent, beside the same for the arithmetic floor.
+"""The growth of a GRPO step's cost with one dimension, as an exponent, beside that of the arithmetic floor.
 
-Group size runs on the model s as it is; the others on models whose completions never end early, so that every
-completion has the full length.
+Group size runs on the model s as it is; the others on models whose completions never end early but have full length.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ VOCABULARY_LENGTH = 64  # new tokens where the vocabulary grows: enough to tell,
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement: x is what grows."""
+    """One measurement; x is the dimension that grows."""
 
     x: float
     shape: Shape
@@ -66,7 +65,7 @@ AXES: dict[str, Callable[[Namespace], list[Point]]] = {
 
 
 def measure(point: Point, *, options: Namespace) -> tuple[dict[str, float], dict[str, Any]]:
-    """Seconds of sampling and of all the rest, of the whole step, and their floor; and the raw result."""
+    """Seconds of sampling, of all the rest and of the whole step, with their floor; and the raw result."""
     files = prepare(point.shape, options=options)
     recipe = our_recipe.grpo(
         files,

@@ -80,7 +80,7 @@ def make_trainer(settings: dict[str, Any]) -> Any:
 
 
 def watch(trainer: Any, steps: measuring.Steps) -> None:
-    """Time TRL's phases, and count the tokens it keeps of what it sampled."""
+    """Time TRL's phases, and count the sampled tokens that it keeps."""
     generate = trainer._generate_single_turn
 
     def counted(*args: Any, **kwargs: Any) -> Any:

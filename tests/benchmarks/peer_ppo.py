@@ -2,7 +2,7 @@
 
 Policy with LoRA, reference by switching it off, a value model and a reward model of the policy's shape. The value
 model gets the same LoRA as the policy's (TRL would train all of it, which takes longer), so that both sides train the
-same matrices. stop_token is `eos`, as a person would set it; `generate` then ends when every row has.
+same matrices. stop_token is `eos`, as a user would set it; `generate` then ends when every row has.
 """
 
 from __future__ import annotations

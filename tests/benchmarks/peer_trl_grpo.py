@@ -1,5 +1,6 @@
-"""GRPO with TRL on rows and settings given as JSON; run by grpo_vs_trl.py with the Python of TRL's own virtual
-environment.
+"""GRPO with TRL on rows and settings given as JSON.
+
+Run by grpo_vs_trl.py with the Python of TRL's own virtual environment:
 
 python peer_trl_grpo.py SETTINGS.json     writes <out>/curve.json and the adapter into <out>
 """

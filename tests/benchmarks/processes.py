@@ -1,4 +1,4 @@
-"""Each measurement in a process of its own: settings go in as JSON, a result comes back as JSON."""
+"""Measurements in processes of their own: settings go in as JSON, a result comes back as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether both sides do the same work: tokens sampled a step, and loss and gradient on one fixed batch.
+"""Checks that both sides do the same work: tokens sampled a step, and loss and gradient on one fixed batch.
 
 Ratios of times mean nothing without it, so they are not shown when it fails (--force shows them).
 """
@@ -19,19 +19,19 @@ TOKENS_APART, LOSS_APART = 0.05, 1e-4
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: a sentence that says what came out, and whether it passed."""
+    """One comparison: a sentence with the result, and whether it passed."""
 
     passed: bool
     sentence: str
 
 
 def within(ours: Sequence[float], theirs: Sequence[float]) -> bool:
-    """Means no more than a twentieth apart."""
+    """Whether two means are at most a twentieth apart."""
     return abs(statistics.mean(ours) / statistics.mean(theirs) - 1) <= TOKENS_APART
 
 
 def same_tokens(ours: Sequence[float], theirs: Sequence[float]) -> Check:
-    """Tokens of a step. Lengths are random: where a few steps cannot tell 5 %, two standard errors count instead."""
+    """Tokens of a step. Lengths are random: where a few steps cannot resolve 5 %, two standard errors count instead."""
     means = statistics.mean(ours), statistics.mean(theirs)
     errors = [statistics.stdev(x) / math.sqrt(len(x)) if len(x) > 1 else math.inf for x in (ours, theirs)]
     error = math.hypot(*errors)
@@ -60,7 +60,7 @@ def same_loss(files: Path, *, options: Namespace) -> Check:
 
 
 def report(checks: Sequence[Check], *, options: Namespace) -> bool:
-    """Print the checks; whether ratios may be shown."""
+    """Print the checks; returns whether ratios may be shown."""
     for check in checks:
         print(f"- same work, {'passed' if check.passed else 'FAILED'}: {check.sentence}")
     passed = all(check.passed for check in checks)

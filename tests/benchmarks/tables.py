@@ -1,4 +1,4 @@
-"""Numbers as text: medians and ranges, ratios, log-log slopes, markdown tables, and the machine they came from."""
+"""Text of numbers: medians and ranges, ratios, log-log slopes, markdown tables, and the machine they came from."""
 
 from __future__ import annotations
 

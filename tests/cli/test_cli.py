@@ -1,4 +1,4 @@
-"""The command: what goes wrong before training is at most six lines and exit code 2, and nothing is written."""
+"""The command line: what goes wrong before training gives at most six lines and exit code 2, and nothing is written."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ def run(*arguments: str) -> Result:
 
 
 def refused(*arguments: str) -> str:
-    """What is said on standard error, once it is sure that it is said as the house says it."""
+    """What is printed on standard error, after checking that it has the form of every error."""
     before = {p: p.stat().st_mtime_ns for p in Path().rglob("*")}
     result = run(*arguments)
     assert result.exit_code == 2, result.output

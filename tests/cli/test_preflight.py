@@ -1,4 +1,4 @@
-"""What is answered before torch is imported: models that are not there, rows that cannot be used, targets of eval."""
+"""Checks before torch is imported: models that do not exist, rows that cannot be used, targets of eval."""
 
 import json
 from pathlib import Path
@@ -181,7 +181,7 @@ def test_targets_of_an_evaluation():
     for target in ("runs/mine", "runs/mine/checkpoints/step-000010"):
         check_evaluation(target, vs=None, task=None)
     check_evaluation("runs/mine", vs="base", task=None)
-    Path("config.yaml").write_text("somebody else's")  # what lies around makes a model no run
+    Path("config.yaml").write_text("somebody else's")  # a stray config.yaml does not make the model a run
     check_evaluation("model", vs="start", task="sort")
     for (target, vs, task), sentence in {
         (

@@ -1,4 +1,4 @@
-"""A resume under other settings than the run had: refused with both values, unless it is asked for."""
+"""Resuming with changed settings: refused with both values, unless it is asked for."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def test_an_edited_config_is_refused_and_nothing_of_the_run_changes(model: Path,
 
 
 def test_a_finished_run_is_made_longer(model: Path, tmp_path: Path) -> None:
-    """As if it had been that long from the beginning: nothing but the number of steps differs."""
+    """As if it had been that long from the beginning: only the number of steps differs."""
     code, whole, _ = running.train(running.config("grpo", model, run={"num_steps": 5}), tmp_path, name="whole")
     assert code == 0
     _, run, _ = running.train(running.config("grpo", model, run={"num_steps": 4}), tmp_path, name="short")

@@ -1,4 +1,4 @@
-"""The configuration: what defaults depend on, what presets are made of, what cannot go together."""
+"""The configuration: defaults that depend on other fields, presets, conflicts."""
 
 from typing import Any
 
@@ -158,7 +158,7 @@ def test_every_preset_trains_as_it_is():
         assert make("grpo", grpo={"preset": preset}).grpo is not None
 
 
-# Types are strict: nothing is taken for something else.
+# Types are strict: no value is converted to another type.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Sentences about wrong settings: where, what, the value, what is allowed, what was probably meant."""
+"""Error sentences for invalid settings: where, what, the value, what is allowed, what was probably meant."""
 
 import re
 from typing import Any

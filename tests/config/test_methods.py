@@ -1,4 +1,4 @@
-"""The table of methods: every line names a section, a recipe and a trainer that are there."""
+"""The table of methods: every line names a section, a recipe and a trainer that exist."""
 
 import importlib
 import inspect

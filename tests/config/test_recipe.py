@@ -1,4 +1,4 @@
-"""Recipes and overrides: files as people break them, overrides laid over them, and config.yaml read back."""
+"""Recipes and overrides: broken files, overrides laid over them, and config.yaml read back."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -360,7 +360,7 @@ VALUES = st.recursive(
 
 @st.composite
 def nested(draw: st.DrawFn) -> dict[Any, Any]:
-    """Mostly real sections with real keys, so that what is wrong lies deep."""
+    """Mostly real sections with real keys, so that errors lie deep."""
     values: dict[Any, Any] = draw(st.dictionaries(ODD_KEYS, VALUES, max_size=2))
     for section, key in draw(st.lists(st.sampled_from(SECTION_KEYS), max_size=4)):
         inside = values.setdefault(section, {})
@@ -371,7 +371,7 @@ def nested(draw: st.DrawFn) -> dict[Any, Any]:
 
 
 def check_answer(load: Callable[[], Config], method: Any) -> None:
-    """What comes out is a Config, or a plain ValueError of at most six lines, and nothing else."""
+    """The result is a Config, or a plain ValueError of at most six lines, and nothing else."""
     problem, config = None, None
     try:
         config = load()

@@ -1,4 +1,4 @@
-"""Reading rows: every broken file is a ValueError that says what and where; good files come through."""
+"""Readers of rows: every broken file is a ValueError that says what and where; good files are read."""
 
 import json
 from pathlib import Path

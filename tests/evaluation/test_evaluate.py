@@ -1,4 +1,4 @@
-"""Numbers people will quote: pass@k, majority, intervals, paired differences; and one evaluation end to end."""
+"""Evaluation metrics: pass@k, majority, intervals, paired differences; and one evaluation end to end."""
 
 import math
 from pathlib import Path

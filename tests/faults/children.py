@@ -1,7 +1,7 @@
 """Runs in processes of their own, which tests kill, starve and cut off from their disk.
 
 A child is forked in milliseconds from a server that has imported everything and computed nothing, so torch starts
-afresh in each. Functions given to a child stand at the top of a module, and end it with an exit code.
+afresh in each. Functions given to a child are at the top level of a module, and return an exit code.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class Child:
         return self.output.read_text() if self.output.exists() else ""
 
     def send(self, number: int) -> None:
-        """Send a signal; a child that is gone already gets none."""
+        """Send a signal; a child that has ended already gets none."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     def wait(self, seconds: float = PATIENCE_S) -> int | None:
-        """The exit code (minus the signal that ended it), or None when it still goes on after `seconds`."""
+        """The exit code (minus the signal that ended it), or None when it is still running after `seconds`."""
         self._process.join(seconds)
         return self._process.exitcode
 
@@ -79,7 +79,7 @@ class Child:
         return code
 
     def kill(self) -> int:
-        """kill -9; the exit code, which is another one when the child was faster."""
+        """kill -9; the exit code, which is another one when the child ended first."""
         self.send(signal.SIGKILL)
         return self.end()
 
@@ -116,7 +116,7 @@ def without_report() -> None:
 
 
 def with_report() -> None:
-    """Draw it after all: for a test that looks at what comes last."""
+    """Draw it after all, for a test that looks at what happens last."""
     setattr(launch, "write_report", report.write_report)  # noqa: B010
 
 
@@ -137,7 +137,7 @@ def command(*words: str) -> None:
 
 
 def before_call(owner: Any, name: str, number: int, *, do: Callable[[], object]) -> None:
-    """Have `owner.name` begin with `do` when it is called for the number-th time."""
+    """Have `owner.name` run `do` first when it is called for the number-th time."""
     plain, calls = getattr(owner, name), itertools.count(1)
 
     @functools.wraps(plain)
@@ -150,7 +150,7 @@ def before_call(owner: Any, name: str, number: int, *, do: Callable[[], object])
 
 
 def resumed(run: RunDir) -> str:
-    """Resume a run in a child, to its end; what was printed."""
+    """Resume a run in a child, to its end; returns what was printed."""
     child = Child(go_on, run.path, output=run.path.with_name(f"{run.name}-resumed.txt"))
     code = child.end()
     assert code == 0, child.said
@@ -158,7 +158,7 @@ def resumed(run: RunDir) -> str:
 
 
 def workers_left(pids: set[int]) -> list[int]:
-    """Reward workers of these (dead) processes that are still there once patience ends; they are killed then."""
+    """Reward workers of these (dead) processes that still exist after PATIENCE_S; they are killed then."""
     deadline = time.monotonic() + PATIENCE_S / 4
     while (left := list(_workers_of(pids))) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -168,7 +168,7 @@ def workers_left(pids: set[int]) -> list[int]:
 
 
 def _workers_of(pids: set[int]) -> Iterator[psutil.Process]:
-    """A worker is started with the number of the process that it works for as its last argument."""
+    """A worker's last argument is the number of the process that it works for."""
     for process in psutil.process_iter(["cmdline", "status"]):
         words = process.info["cmdline"] or []
         works = worker.__file__ in words and process.info["status"] != psutil.STATUS_ZOMBIE
@@ -177,7 +177,7 @@ def _workers_of(pids: set[int]) -> Iterator[psutil.Process]:
 
 
 def wait_for(there: Callable[[], bool], child: Child) -> None:
-    """Wait until something is there. The test fails where the child ends before, or patience does."""
+    """Wait until `something` is true. The test fails where the child ends first, or after PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
     while not there():
         code = child.wait(0.005)

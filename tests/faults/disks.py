@@ -1,5 +1,6 @@
-"""A small file system for one process: mounted where nobody else sees it, gone with the process, so that nothing is
-left to unmount. It is tmpfs, filled and made read-only for real.
+"""A small file system for one process, to be filled or made read-only for real.
+
+It is a tmpfs, mounted where no other process sees it and gone with the process, so nothing is left to unmount.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ RECURSIVE, PRIVATE = 0x4000, 0x40000  # of mount(2)
 
 
 def mount_small_disk(folder: Path, size: int) -> None:
-    """Mount a file system of `size` bytes at `folder`, for this process and those it starts. OSError where the system
-    does not allow that.
-    """
+    """Mount a file system of `size` bytes at `folder`, for this process and its children. OSError where that fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     user, group = os.getuid(), os.getgid()
     if libc.unshare(NEW_MOUNTS) != 0:  # only root may; others may as the root of a user namespace of their own

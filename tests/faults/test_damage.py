@@ -1,5 +1,6 @@
-"""Damage done to the newest checkpoint of a real run: one warning, and the resume goes on from the newest sound one to
-the same end.
+"""Damage to the newest checkpoint of a real run: one warning, and a resume from the newest sound one.
+
+It comes to the same end as an undamaged run.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def truncate(folder: Path) -> None:
 
 
 def flip_one_bit(folder: Path) -> None:
-    """Of a weight, where nothing but its number is wrong then."""
+    """Of a weight, so that nothing but its value is wrong."""
     file = folder / "critic" / "adapter_model.safetensors"
     content = bytearray(file.read_bytes())
     content[-2] ^= 1 << 3
@@ -39,13 +40,13 @@ def flip_one_bit(folder: Path) -> None:
 
 
 def killed_mid_save(folder: Path) -> None:
-    """As a writer leaves it that was killed before the manifest: under its temporary name."""
+    """What a writer leaves that was killed before the manifest: the folder under its temporary name."""
     (folder / MANIFEST).unlink()
     folder.rename(folder.with_name(f".writing-{folder.name}"))
 
 
 def copied_mid_save(folder: Path) -> None:
-    """As another tool leaves it that copied a folder while it was being written: no manifest, no generators."""
+    """What another tool leaves that copied a folder while it was being written: no manifest, no generators."""
     (folder / MANIFEST).unlink()
     (folder / "random.safetensors").unlink()
 
@@ -63,7 +64,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 def settings_for(model: Path, folder: Path) -> Config:
-    """PPO on rows without answers, so that no gold answer can be warned of."""
+    """PPO on rows without answers, so that no gold answer can give a warning."""
     (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"say {a}:"}) + "\n" for a in "abcdefghijkl"))
     often = {"num_steps": STEPS, "save_every": 1, "eval_every": 2, "eval_prompts": 4}
     return running.config("ppo", model, task={"name": "rows", "data": str(folder / "rows.jsonl")}, run=often)
@@ -90,7 +91,7 @@ def run(whole: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDi
 def test_a_damaged_newest_checkpoint_gives_way_with_one_warning(
     kind: str, run: RunDir, whole: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """None for what a killed writer leaves: that is no damage, and nobody ever saw it."""
+    """No warning for what a killed writer leaves: that is not damage, and never was a checkpoint."""
     damage, problem = DAMAGE[kind]
     newest = list_checkpoints(run.checkpoints)[-1]
     damage(newest)
@@ -108,7 +109,7 @@ def test_a_damaged_newest_checkpoint_gives_way_with_one_warning(
 def test_several_damaged_checkpoints_are_one_warning_too(
     run: RunDir, whole: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And when none is sound the run begins again, with the random numbers it had."""
+    """When none is sound the run begins again, with the random numbers it had."""
     for folder in list_checkpoints(run.checkpoints):
         flip_one_bit(folder)
     assert running.go_on(run) == 0

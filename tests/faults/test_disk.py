@@ -1,5 +1,6 @@
-"""A disk that is full, read-only or too small, for real: training goes on, checkpoints that are there stay sound, and
-what could not be written is written when there is room again.
+"""Disks that are full, read-only or too small, for real.
+
+Training goes on, existing checkpoints stay sound, and what could not be written is written when there is room again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tinyrl.runs.run_dir import RunDir
 STEPS, BATCH = 6, 16
 DISK = 6_000_000  # bytes; three checkpoints of the tiny model take two
 
-# A reward like others, which does something to the disk beside: it runs at a known moment of the run, in its namespace.
+# An ordinary reward that also changes the disk: it runs at a known moment of the run, in its namespace.
 REWARD = """
     import ctypes, os
 
@@ -77,7 +78,7 @@ def settings_for(model: Path, disk: Path, **trouble: Any) -> Config:
 
 
 def train_on_small_disk(settings: Config, disk: Path, copy: Path, report: bool) -> None:
-    """Train on a small disk, then copy what is on it to where it outlives this process."""
+    """Train on a small disk, then copy its contents to where they outlive this process."""
     mount_small_disk(disk, DISK)
     if report:
         with_report()
@@ -134,7 +135,7 @@ def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint_and_no_line(
 def test_a_disk_that_stays_full_or_read_only_leaves_the_older_checkpoint_and_training_goes_on(
     read_only: bool, model: Path, disk: Path, whole: RunDir
 ) -> None:
-    """To the last step, without a report; with room again the run is resumed from where it could last be saved."""
+    """To the last step, without a report; with room again the run resumes from its last checkpoint."""
     settings = settings_for(model, disk, full_at=5, read_only=read_only)
     _, run, said = on_small_disk(settings, disk, report=True)
     assert f"step {STEPS}/{STEPS}" in said, said
@@ -167,7 +168,7 @@ def command_on_small_disk(size: int, disk: Path, recipe: Path) -> None:
 
 
 def test_a_disk_that_is_too_small_is_said_before_the_first_step(model: Path, disk: Path) -> None:
-    """300 kB, and a checkpoint of the tiny model needs more. Nothing is begun that could not be kept."""
+    """300 kB, while a checkpoint of the tiny model needs more. No run is started that could not be saved."""
     recipe = disk.with_name("recipe.yaml")
     recipe.write_text(dump_config(settings_for(model, disk)))
     child = Child(command_on_small_disk, 300_000, disk, recipe, output=disk.with_name("said.txt"))

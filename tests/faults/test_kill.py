@@ -1,5 +1,6 @@
-"""kill -9, for real, at any moment of a run and inside its saves: what is left can be resumed, and ends as the run that
-was never killed, to the bit.
+"""kill -9, for real, at any moment of a run and inside its saves.
+
+What is left can be resumed, and ends, to the bit, as the run that was never killed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Whole:
-    """A run that nothing happened to."""
+    """An undisturbed run."""
 
     settings: Config
     run: RunDir
@@ -87,13 +88,13 @@ def count_calls(name: str, calls: dict[str, int]) -> None:
 
 
 def train_until(settings: Config, folder: Path, call: str, number: int) -> None:
-    """Train, and send SIGKILL to the own process at the number-th call of os.<call>."""
+    """Train, and send SIGKILL to this process at the number-th call of os.<call>."""
     before_call(os, call, number, do=kill_myself)
     train(settings, folder)
 
 
 def train_until_save(settings: Config, folder: Path, number: int) -> None:
-    """Train, and send SIGKILL to the own process when it begins to write its number-th checkpoint."""
+    """Train, and send SIGKILL to this process when it begins to write its number-th checkpoint."""
     before_call(checkpoint, "write_checkpoint", number, do=kill_myself)
     train(settings, folder)
 
@@ -122,7 +123,7 @@ def killed_run(whole: Whole, folder: Path, draw: random.Random) -> tuple[RunDir,
 
 
 def assert_whole_checkpoints(run: RunDir) -> None:
-    """A kill, unlike damage, leaves nothing to warn of."""
+    """A kill, unlike damage, leaves nothing to warn about."""
     problems = {folder.name: problem_with(folder) for folder in list_checkpoints(run.checkpoints)}
     assert set(problems.values()) <= {None}, problems
 
@@ -159,7 +160,7 @@ def test_ten_of_ten_random_kills_are_resumed_to_the_bit(method: str, wholes: dic
 def test_a_run_that_is_killed_again_and_again_comes_to_its_end(
     method: str, wholes: dict[str, Whole], tmp_path: Path
 ) -> None:
-    """Each time it gets a little more time, counted from the start of its process, until it is done."""
+    """Each time it runs a little longer, counted from the start of its process, until it is done."""
     whole, run = wholes[method], RunDir(tmp_path / "run")
     kills, share = 0, 0.25
     while True:

@@ -1,5 +1,6 @@
-"""Memory that runs out for real, on a CPU: a limit on the address space of a process, and a model that wants most of it
-in one place (feed-forward layers a hundred times as wide as the rest; keys and values, likewise).
+"""Running out of memory for real, on a CPU: a limit on a process's address space.
+
+The model wants most of it in one place: feed-forward layers, or keys and values, a hundred times as wide as the rest.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="address space i
 
 
 def model_of(folder: Path, *, seed: int = 0, **shape: Any) -> Path:
-    """A model of hidden size 32 and one layer, but for `shape`; next to uniform, so completions are long."""
+    """A model of hidden size 32 and one layer, apart from `shape`; close to uniform, so completions are long."""
     tokenizer = tiny_tokenizer()
     tokens: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -63,7 +64,7 @@ def deep_cache_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Ended:
-    """How a run ended: exit code, what was said, what was cut smaller."""
+    """How a run ended: exit code, output, and what was made smaller."""
 
     code: int
     said: str
@@ -73,9 +74,9 @@ class Ended:
 
 
 def train_within(settings: Config, folder: Path, name: str, room_mb: int | None, facts: Path) -> None:
-    """Load everything, then allow so many megabytes more, and train; `facts` says what was cut smaller.
+    """Load everything, then allow so many megabytes more, and train; `facts` gets what was made smaller.
 
-    Memory that was freed before is not kept here: how much there is of it would decide, and not what is allowed.
+    Freed memory is not kept in this process: otherwise its amount would decide, and not the limit.
     """
     keep_nothing()
     launch = start(
@@ -96,7 +97,7 @@ def train_within(settings: Config, folder: Path, name: str, room_mb: int | None,
 
 
 def keep_nothing() -> None:
-    """Memory that is freed goes back at once, as it does by default; an earlier test may have had it kept."""
+    """Return freed memory at once, as is the default; an earlier test may have had it kept."""
     device.keep_freed_memory = lambda: False
     library = ctypes.CDLL(None)
     library.mallopt(device.M_TRIM_THRESHOLD, 128 << 10)
@@ -111,7 +112,7 @@ def address_space() -> int:
 
 
 def end_of(settings: Config, folder: Path, *, room_mb: int | None) -> Ended:
-    """Train in a child that may take so many megabytes more than it has when it begins (None: as many as there are)."""
+    """Train in a child that may take so many megabytes more than at its start (None: no limit)."""
     name = "whole" if room_mb is None else "within"
     facts = folder / f"{name}.json"
     child = Child(train_within, settings, folder, name, room_mb, facts, output=folder / f"{name}.txt")
@@ -125,7 +126,7 @@ def settings_for(model: Path, **sections: Any) -> Config:
 
 
 def assert_alike(run: RunDir, whole: RunDir) -> None:
-    """What was sampled before the only update is the same, and so are the numbers, to a difference of micro-batches."""
+    """Samples before the only update are the same, and so are the numbers, up to a difference of micro-batches."""
     ours, theirs = ([json.loads(line) for line in r.samples.read_text().splitlines()] for r in (run, whole))
     kept = [[line for line in lines if line["step"] == 0 or line["kind"] == "train"] for lines in (ours, theirs)]
     assert kept[0] == kept[1]
@@ -135,9 +136,7 @@ def assert_alike(run: RunDir, whole: RunDir) -> None:
 
 
 def test_an_update_that_does_not_fit_is_redone_in_smaller_micro_batches(wide_model: Path, tmp_path: Path) -> None:
-    """Sixteen completions of 64 tokens keep some 150 MB for the backward pass; samples and losses are those of a run
-    with room for all.
-    """
+    """Sixteen completions of 64 tokens keep some 150 MB for backward; samples and losses are as with room for all."""
     settings = settings_for(wide_model, generation={"max_new_tokens": 64})
     whole, within = (end_of(settings, tmp_path, room_mb=room) for room in (None, 110))
     assert (whole.code, within.code) == (0, 0), within.said
@@ -146,7 +145,7 @@ def test_an_update_that_does_not_fit_is_redone_in_smaller_micro_batches(wide_mod
     assert_alike(within.run, whole.run)
 
 
-# Completions end after a few tokens, but there is a place for three hundred: 20 MB a row, and sixteen rows a step.
+# Completions end after a few tokens, but there is room for three hundred: 20 MB a row, and sixteen rows a step.
 STOP_SOON = {"max_new_tokens": 300, "stop": [chr(code) for code in range(33, 127)]}
 
 
@@ -154,8 +153,8 @@ STOP_SOON = {"max_new_tokens": 300, "stop": [chr(code) for code in range(33, 127
 def test_sampling_that_does_not_fit_is_split_and_samples_are_the_same(
     room_mb: int, deep_cache_model: Path, tmp_path: Path
 ) -> None:
-    """With 250 MB sixteen rows cannot be held, and eight can. With 110 the four of an evaluation can be, memory runs
-    out when they begin, and what they held has to be there for the next attempt.
+    """With 250 MB sixteen rows do not fit, and eight do. With 110 MB the four of an evaluation fit, but memory runs out
+    when they begin, and what they held has to be free for the next attempt.
     """
     settings = settings_for(deep_cache_model, generation=STOP_SOON)
     whole, within = (end_of(settings, tmp_path, room_mb=room) for room in (None, room_mb))
@@ -170,7 +169,7 @@ HELPS = ("model.gradient_checkpointing=true", "generation.max_new_tokens", "mode
 
 
 def assert_explained(within: Ended, when: str) -> None:
-    """It ended with what used the memory and three things to change."""
+    """It ended with a message on what used the memory and three things to change."""
     assert within.code == 4, within.said
     assert "Traceback" not in within.said
     said = within.said[within.said.index("out of memory") :]

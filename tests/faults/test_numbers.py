@@ -1,5 +1,7 @@
-"""Numbers that are not finite, made by real forward and backward passes: no weight changes, the batch is kept and
-counted, and a run that can do nothing else stops. And a batch that teaches nothing changes nothing.
+"""Non-finite numbers, made by real forward and backward passes.
+
+No weight changes, the batch is kept and counted, and a run that can do nothing else stops.
+A batch without spread changes nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tinyrl.rollout import Rollout
 from tinyrl.runs.checkpoint import list_checkpoints, problem_with
 from tinyrl.runs.run_dir import RunDir
 
-WORDS = [f"w{i}" for i in range(20_000)]  # so many that a completion does not say the bad one by chance
+WORDS = [f"w{i}" for i in range(20_000)]  # so many that a completion does not hold the bad one by chance
 BAD_WORD = "w12345"
 PROMPTS = 8  # a step
 ONE_UPDATE_A_STEP: dict[str, dict[str, Any]] = {
@@ -45,7 +47,7 @@ def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def broken_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of which the embedding of the bad word, and of no other, is infinite."""
+    """A model in which the embedding of the bad word, and no other, is infinite."""
     folder = tiny_model(tmp_path_factory.mktemp("model"), "llama", vocabulary=WORDS)
     tokens = load_tokenizer(str(folder)).encode(BAD_WORD, add_special_tokens=False)
     weights = load_file(folder / "model.safetensors")
@@ -55,7 +57,7 @@ def broken_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings_for(method: str, model: Path, folder: Path, *, steps_an_epoch: int, **sections: Any) -> Config:
-    """A run over as many rows as fill this many steps, the last of them bad; none is held out for evaluation."""
+    """A run over as many rows as fill this many steps, the last row bad; none is held out for evaluation."""
     good = WORDS[: PROMPTS * steps_an_epoch - 1]
     for name, words in (("rows", [*good, BAD_WORD]), ("eval", good)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": f"w0 {word}"}) + "\n" for word in words))
@@ -75,7 +77,7 @@ def changed(run: RunDir, step: int) -> list[str]:
 def test_a_batch_without_finite_numbers_changes_nothing_and_the_run_goes_on(
     method: str, broken_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One row gives infinities; it is in one of every two steps. An adaptive KL coefficient survives, too."""
+    """One row gives infinities; one of every two steps has it. An adaptive KL coefficient survives, too."""
     settings = settings_for(method, broken_model, tmp_path, steps_an_epoch=2)
     code, run, _ = running.train(settings, tmp_path)
     assert code == 0
@@ -107,7 +109,7 @@ def test_three_batches_in_a_row_without_finite_numbers_stop_the_run(
 def test_a_learning_rate_that_overflows_stops_the_run_with_a_sentence(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first step throws the weights out to where no product of two is finite; none after it is taken."""
+    """The first step makes the weights so large that no product of two is finite; no step after it is taken."""
     optim = {"learning_rate": 1e30}
     code, run, _ = running.train(settings_for("grpo", model, tmp_path, steps_an_epoch=2, optim=optim), tmp_path)
     assert code == 3
@@ -118,7 +120,7 @@ def test_a_learning_rate_that_overflows_stops_the_run_with_a_sentence(
 
 
 def test_a_batch_without_spread_has_a_gradient_of_exactly_nothing(model: Path, tmp_path: Path) -> None:
-    """Every completion scores 3: GRPO has nothing to tell them apart by, and no weight moves."""
+    """Every completion scores 3, so GRPO's advantages are 0 and no weight moves."""
     (tmp_path / "rewards.py").write_text("def same(prompts, completions, **columns):\n    return [3.0] * len(prompts)")
     reward = {"functions": [{"use": f"{tmp_path / 'rewards.py'}:same"}]}
     settings = settings_for("grpo", model, tmp_path, steps_an_epoch=2, reward=reward, run={"num_steps": 2})

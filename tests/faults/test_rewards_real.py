@@ -1,5 +1,7 @@
-"""Reward functions that break in the middle of a run: the run survives, the rows to blame are dropped, counted and kept
-for reading, and their prompt is named; only one that keeps failing stops it.
+"""Reward functions that break in the middle of a run.
+
+The run survives; the rows at fault are dropped, counted and kept for reading, and their prompt is named. Only a
+reward that keeps failing stops it.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ IN_SECOND_BATCH = f"calls == 2 and row == 0 and len(prompts) == {PROMPTS * GROUP
 
 @dataclass
 class Fault:
-    """What a reward does, when, and what comes of it: rows dropped in each step, what is said (None: nothing)."""
+    """What a reward does, when, and the result: rows dropped in each step, the message (None: none)."""
 
     code: str
     reason: str | None
@@ -139,8 +141,9 @@ def test_a_reward_that_breaks_costs_its_rows_and_not_the_run(
 
 
 def breaking_in(batches: str, *, stop_at: int = -1) -> str:
-    """Code of a reward that gives no score to half of the rows of some batches (counted in a file, so that a resume
-    counts on), and ends one batch by sending the run a SIGTERM.
+    """Code of a reward that gives no score to half of the rows of some batches, and sends the run a SIGTERM in one.
+
+    Batches are counted in a file, so that a resume goes on counting.
     """
     return textwrap.dedent(f"""
         import os, signal
@@ -163,7 +166,7 @@ def breaking_in(batches: str, *, stop_at: int = -1) -> str:
 def test_three_bad_batches_in_a_row_stop_the_run(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two do not, when a good one comes after them."""
+    """Two do not, if a good one follows."""
     settings = settings_for(model, tmp_path, breaking_in("(0, 1, 3, 4, 5)"), run={"num_steps": 8})
     code, run, _ = running.train(settings, tmp_path)
     assert code == 3
@@ -174,7 +177,7 @@ def test_three_bad_batches_in_a_row_stop_the_run(
 
 def test_bad_batches_before_a_stop_count_after_it(model: Path, tmp_path: Path) -> None:
     """The first of four bad batches counts, the run is stopped at the second (which may have to be sampled again), and
-    two after that are enough. Were the first forgotten, the run would end well.
+    two after that are enough. If the first were forgotten, the run would go on to its end.
     """
     settings = settings_for(model, tmp_path, breaking_in("(0, 1, 2, 3)", stop_at=1), run={"num_steps": 8})
     code, run, _ = running.train(settings, tmp_path)
@@ -183,7 +186,7 @@ def test_bad_batches_before_a_stop_count_after_it(model: Path, tmp_path: Path) -
 
 
 def test_failed_rows_stand_once_in_their_file_after_a_resume(model: Path, tmp_path: Path) -> None:
-    """Stopped inside the second step, whose failures are recorded again by the resume, in place of the first time."""
+    """Stopped inside the second step, whose failures are recorded again by the resume and replace the first record."""
     settings = settings_for(model, tmp_path, code_of("scores[row] = float('nan')", IN_BAD_ROWS), run={"num_steps": 3})
     _, whole, looks = running.train(settings, tmp_path, name="whole")
     for share in (0.5, 0.7):

@@ -1,5 +1,7 @@
-"""Signals to a run, wherever it is: sampling, waiting for a reward, in the update, evaluating. It ends with 75, leaves
-a sound checkpoint and no process, and goes on as if nothing had been; a second Ctrl-C ends it at once.
+"""Signals to a run, wherever it is: sampling, waiting for a reward, in the update, evaluating.
+
+It ends with 75, leaves a sound checkpoint and no process, and resumes as if nothing had happened.
+A second Ctrl-C ends it at once.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ SLEEPER = f"""
             time.sleep(1000)
         return [float(len(set(completion))) for completion in completions]
 """
-# As `SLEEPER`, but it makes samples.jsonl a pipe that nobody reads: a disk that hangs when it is next written to.
+# As `SLEEPER`, but it makes samples.jsonl a pipe without a reader: a disk that hangs at the next write.
 HANGING_DISK = """
     import os
     from pathlib import Path
@@ -86,7 +88,7 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 def train_until(settings: Config, folder: Path, number: int, phase: str) -> None:
-    """Train, and send a signal to the own process in a phase."""
+    """Train, and send a signal to this process in a phase."""
     owner, name, at = PHASES[phase]
     before_call(owner, name, at, do=lambda: os.kill(os.getpid(), number))
     train(settings, folder)
@@ -203,7 +205,7 @@ def _take_terminal() -> None:
 
 
 def read_until(terminal: int, text: bytes) -> bytes:
-    """What a terminal shows up to and with `text`. The test fails where it never comes."""
+    """What a terminal shows up to and including `text`. The test fails where that never comes."""
     os.set_blocking(terminal, False)
     shown, deadline = b"", time.monotonic() + PATIENCE_S
     while text not in shown:
@@ -227,7 +229,7 @@ def wait_until_idle(process: subprocess.Popen[Any]) -> None:
 
 
 def test_a_second_ctrl_c_leaves_at_once_though_the_disk_hangs(model: Path, tmp_path: Path) -> None:
-    """Typed at a terminal. The first is noted and said; what it waits for never comes."""
+    """Typed at a terminal. The first is noted and acknowledged, but what it waits for never comes."""
     words = ("train", "ppo", recipe(settings_for(model, tmp_path, reward=HANGING_DISK), tmp_path), "--name", "run")
     with at_terminal(*words, "--output-dir", str(tmp_path)) as (process, terminal):
         wait_until((tmp_path / "run" / "samples.jsonl").exists, process)
@@ -258,7 +260,7 @@ def test_one_ctrl_c_at_a_terminal_saves_and_says_how_to_go_on(model: Path, tmp_p
 def test_a_resume_that_has_nothing_to_do_or_is_refused_leaves_the_terminal_as_it_was(
     refused: bool, model: Path, tmp_path: Path
 ) -> None:
-    """The run is finished, and then its data changes: no bar is left behind, and the cursor is shown."""
+    """The run is finished, then its data changes: no bar is left on the screen, and the cursor is shown."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"prompt": "say {letter}:"}}\n' for letter in "abcdefghijkl"))
     task = {"name": "rows", "data": str(rows)}

@@ -1,4 +1,4 @@
-"""Engines of tiny models as the tests of this folder need them."""
+"""Engines of tiny models for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def sample(engine: Engine, count: int = 3, **options: Any) -> list[list[Completi
 
 
 def stir(engine: Engine, *, by: float = 0.1) -> None:
-    """Move the policy's weights, so that an adapter that is left out shows."""
+    """Move the policy's weights, so that a forgotten adapter shows."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in engine.roles.parameters["policy"].values():
@@ -75,7 +75,7 @@ def assert_same(ours: list[list[Completion]], theirs: list[list[Completion]]) ->
 
 
 def script(monkeypatch: pytest.MonkeyPatch, texts: list[list[int]]) -> None:
-    """Make every batch say these tokens, row by row (a single batch), whatever the model thinks."""
+    """Make every batch produce these tokens, row by row (a single batch), whatever the model's logits."""
     monkeypatch.setattr(hf, "COMPACT_BELOW", 0.0)
     step = [0]
 

@@ -1,4 +1,4 @@
-"""A sample is a function of its key: not of its batch, the order, the memory there is, or who has finished."""
+"""Independence of a sample from its batch, the order, the memory available, and which rows have finished."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Engines give the same samples, whatever memory there is and whoever has finished; and which one a model gets."""
+"""Sampling engines: equal samples whatever the memory and whichever rows have finished; the choice of an engine."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def eos(engine: Any, below: int) -> Any:
-    """Many tokens end a completion, in the form that the engine keeps them: some rows end early."""
+    """Many tokens that end a completion, in the form the engine keeps them, so that some rows end early."""
     return set(range(1, below)) if engine.name == "fused" else torch.arange(1, below)
 
 
@@ -53,7 +53,7 @@ def test_the_same_seed_gives_the_same_samples_from_every_engine(tiny: TinyModels
 @pytest.mark.parametrize("look_every", [1, 2, 7, 16])
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 5, 8, 16, None])
 def test_samples_do_not_depend_on_the_places_there_are(tiny: TinyModels, max_rows: int | None, look_every: int):
-    """Few slots, so that samples wait and are let in as others leave; looks seldom, as on a GPU."""
+    """Few slots, so that samples wait and enter as others leave; finished rows are looked for seldom, as on a GPU."""
     expected = make_engine(tiny("qwen2"), max_new_tokens=24)
     engine = make_engine(tiny("qwen2"), "fused", max_new_tokens=24)
     engine.max_rows, engine.look_every = max_rows, look_every
@@ -74,7 +74,7 @@ def test_a_sample_does_not_depend_on_its_batch(tiny: TinyModels):
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_completion_can_be_taken_up_where_it_stopped(tiny: TinyModels, name: str):
-    """Five tokens, and the rest as a request of its own: the same random numbers in the same slots."""
+    """Five tokens, and the rest as a request of its own: the same random numbers at the same places."""
     engine = make_engine(tiny("llama"), name, max_new_tokens=24)
     engine.eos = eos(engine, 1)
     whole = sample(engine, 1)
@@ -88,7 +88,7 @@ def test_a_completion_can_be_taken_up_where_it_stopped(tiny: TinyModels, name: s
     rest = engine.sample(later, 1, seed=0, step=0)
     assert [a[0].tokens + b[0].tokens for a, b in zip(first, rest, strict=True)] == [g[0].tokens for g in whole]
     again = engine.sample([replace(r, first_token=0) for r in later], 1, seed=0, step=0)
-    assert [g[0].tokens for g in again] != [g[0].tokens for g in rest]  # else a later turn repeats the first one's luck
+    assert [g[0].tokens for g in again] != [g[0].tokens for g in rest]  # else a later turn reuses the first's numbers
 
 
 def test_finished_rows_are_not_computed_and_a_prompt_is_read_once(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
@@ -279,7 +279,7 @@ def own(decoder: Decoder) -> dict[tuple[int, str], torch.Tensor]:
 
 
 def test_weights_are_taken_over_into_the_same_memory(tiny: TinyModels):
-    """A CUDA graph holds addresses. Norms and embeddings are shared with the model; merged matrices are not."""
+    """A CUDA graph holds addresses. Norms and embeddings are shared with the model; merged matrices are private."""
     engine = make_engine(tiny("qwen3"), lora=True)
     decoder = Decoder(engine.roles.causal, dtype=torch.float32)
     decoder.sync("default")

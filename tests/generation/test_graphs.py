@@ -1,5 +1,7 @@
-"""The path a GPU takes, as far as a CPU can follow it: steps in buckets of rows and cache columns, replayed from a
-recording whose warm-up is undone, finished rows looked for now and then.
+"""The path a GPU takes, as far as a CPU can follow it.
+
+Steps in buckets of rows and cache columns are replayed from a recording whose warm-up is undone, and finished rows
+are looked for only now and then.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ from tinyrl.generation.slots import Slots
 
 
 class Recording:
-    """Stands in for a CUDA graph: while one is captured a step is noted and not run; replaying runs it."""
+    """Replaces a CUDA graph: while one is captured a step is noted and not run; replaying runs it."""
 
     capturing: "Recording | None" = None
 
@@ -83,7 +85,7 @@ def test_a_graph_is_captured_once_for_a_shape_and_its_warm_up_is_undone():
 def test_samples_from_graphs_are_the_same_samples(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, max_rows: int | None
 ):
-    """Rows are rounded up, so slots nobody is in are computed as well; the cache is read further than it is filled."""
+    """Rows are rounded up, so empty slots are computed as well; the cache is read further than it is filled."""
     shapes: set[tuple[int, int]] = set()
 
     def slots(self: FusedEngine, decoder: Any, greedy: bool, *, rows: int, width: int):

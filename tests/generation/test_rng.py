@@ -105,7 +105,7 @@ def test_inverse_cdf_by_hand(probs: list[float], u: float, index: int):
 
 
 def test_entries_of_probability_zero_are_never_drawn():
-    """At the edges of their neighbours above all: exact sums in quarters, and uniforms on every boundary."""
+    """Above all at the edges of their neighbours: exact sums in quarters, and uniforms on every boundary."""
     generator = torch.Generator().manual_seed(0)
     quarters = torch.randint(0, 3, (400, 50), generator=generator) * 0.25
     quarters[:, 25] += 0.25
@@ -133,7 +133,7 @@ def test_large_vocabularies_are_exact_where_a_float32_sum_is_not():
 
 
 def test_probabilities_that_are_not_numbers_stay_inside_the_vocabulary():
-    """The log-probability recorded is not a number either, which stops the step; the index must not stop the GPU."""
+    """The recorded log-probability is not finite either, which stops the step; the index must not crash the GPU."""
     for size in (3, 5, 10):
         drawn = inverse_cdf(torch.full((1, size), torch.nan), torch.tensor([0.9], dtype=torch.float64))
         assert 0 <= int(drawn) < size

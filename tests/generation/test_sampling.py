@@ -1,4 +1,4 @@
-"""What is sampled: the distribution, greedy decoding, the recorded log-probabilities, temperature and truncation."""
+"""Samples: their distribution, greedy decoding, the recorded log-probabilities, temperature and truncation."""
 
 import math
 from collections import Counter
@@ -50,7 +50,7 @@ def test_sampled_shares_are_the_scored_probabilities(tiny: TinyModels, temperatu
 
 @pytest.mark.parametrize(("name", "kind"), EVERY_ENGINE)
 def test_greedy_is_what_the_library_generates(tiny: TinyModels, name: str, kind: str):
-    """Against `generate` on each prompt by itself, so left padding and Gemma-2's window of 8 are in the test too."""
+    """Against `generate` on each prompt by itself, so left padding and Gemma-2's window of 8 are tested too."""
     engine = make_engine(tiny(kind), name, max_new_tokens=24)
     ours = sample(engine, 1, greedy=True)
     for prompt, (completion,) in zip(PROMPTS, ours, strict=True):
@@ -94,7 +94,7 @@ def test_greedy_does_not_depend_on_the_seed_and_samples_do(tiny: TinyModels):
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_each_role_samples_from_itself(tiny: TinyModels, name: str):
-    """And from its weights as they are now: an update between two calls shows."""
+    """Each from its current weights: an update between two calls shows."""
     engine = make_engine(tiny("llama"), name, lora=True)
     base = tokens_of(sample(make_engine(tiny("llama"))))
     assert tokens_of(sample(engine)) == base  # a fresh adapter changes nothing
@@ -109,7 +109,7 @@ def test_each_role_samples_from_itself(tiny: TinyModels, name: str):
 
 @pytest.mark.parametrize(("name", "kind"), [p for p in EVERY_ENGINE if p[1] in ("llama", "gpt2")])
 def test_sampling_leaves_nothing_that_training_stumbles_over(tiny: TinyModels, name: str, kind: str):
-    """Gradients flow, and the base has the bits it had: nothing was merged into it and taken out again."""
+    """Gradients flow, and the base has the same bits: nothing was merged into it and subtracted again."""
     engine = make_engine(tiny(kind), name, lora=True)
     stir(engine)
     before = {n: t.clone() for n, t in engine.roles.causal.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Why completions end: EOS (one or several), stop strings, the limit; and that what ended them is kept."""
+"""Finish reasons: EOS (one or several), stop strings, the limit; the tokens that ended a completion are kept."""
 
 import json
 import shutil
@@ -27,8 +27,9 @@ def spoken(
     engines: tuple[str, ...] = ("hf", "fused"),
     look_every: tuple[int, ...] = (1, 4),
 ) -> list[Completion]:
-    """One completion for each text, as if the model had said it (and EOS after that): the same from every engine, and
-    however often the fused one looks for rows that have ended.
+    """One completion for each text, as if the model had produced it (and EOS after that).
+
+    It is the same from every engine, and however often the fused one looks for finished rows.
     """
     folder = folder or tiny("llama")
     tokenizer = load_tokenizer(str(folder))
@@ -64,7 +65,7 @@ def test_a_completion_ends_at_max_new_tokens(tiny: TinyModels, monkeypatch: pyte
 
 @pytest.mark.parametrize("pad_is_eos", [False, True], ids=["pad", "pad=eos"])
 def test_each_of_several_eos_tokens_ends(tiny: TinyModels, tmp_path: Path, pad_is_eos: bool):
-    """As chat models have them: the generation configuration lists more than the tokenizer's one."""
+    """As in chat models: the generation configuration lists more than the tokenizer's one."""
     shutil.copytree(tiny("llama", pad_is_eos=pad_is_eos), folder := tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [100, 9999, 120]}))
     engine = make_engine(folder, max_new_tokens=150)
@@ -94,7 +95,7 @@ def test_a_model_without_a_generation_configuration_ends_at_the_tokenizers_eos(t
     ],
 )
 def test_stop_strings(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, said: str, stop: list[str], kept: str):
-    """The stop string stays: what was sampled is what is scored and trained."""
+    """The stop string stays: the sampled tokens are those that are scored and trained."""
     (completion,) = spoken(tiny, monkeypatch, [said], stop=stop)
     assert completion.finish_reason == "stop"
     assert load_tokenizer(str(tiny("llama"))).decode(completion.tokens) == kept
@@ -122,7 +123,7 @@ def test_a_special_token_can_be_a_stop_string(tiny: TinyModels, monkeypatch: pyt
 
 
 def test_words_with_spaces_between_them(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
-    """A tokenizer that joins words with spaces: the stop string reaches over two of its tokens."""
+    """A tokenizer that joins words with spaces: the stop string spans two of its tokens."""
     folder = tiny("llama", vocabulary=("a", "b", "c", "d"))
     (completion,) = spoken(tiny, monkeypatch, ["a b c d"], folder=folder, stop=["b c"])
     assert (completion.tokens, completion.finish_reason) == ([3, 4, 5], "stop")

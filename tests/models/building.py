@@ -1,4 +1,4 @@
-"""Roles of tiny models as the tests of this folder need them."""
+"""Roles of tiny models for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def roles_with_critic(folder: Path, *, with_lora: bool, kind: CriticKind, dtype:
 
 
 def stir(parameters: dict[str, nn.Parameter], *, seed: int = 0) -> None:
-    """Move every parameter a little: a fresh LoRA's B and a fresh head are zero, so nothing of them shows."""
+    """Move every parameter a little: a fresh LoRA's B and a fresh head are zero and would have no effect."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in parameters.values():
@@ -74,7 +74,7 @@ def values(roles: Roles) -> Tensor:
 
 
 def every_tensor(roles: Roles) -> dict[str, Tensor]:
-    """All parameters and buffers of everything a `Roles` holds, by a name that says where."""
+    """All parameters and buffers of everything a `Roles` holds, by a name that says where it is."""
     parts = {
         "base": roles.causal,
         "reference": roles.reference_model,

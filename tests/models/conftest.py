@@ -1,4 +1,4 @@
-"""The same random numbers for each test of this folder."""
+"""Fixture: the same random numbers for each test of this folder."""
 
 import pytest
 import torch

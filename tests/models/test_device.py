@@ -20,7 +20,7 @@ def _threads() -> Iterator[None]:
 
 
 class Clock:
-    """Time that passes only while work is done, as much as the thread count says."""
+    """A clock that advances only while work is done, by an amount that depends on the thread count."""
 
     def __init__(self, seconds: dict[int, float]) -> None:
         self.seconds, self.now = seconds, 0.0
@@ -99,7 +99,7 @@ print(kept, faults_after_a_step(), faults_after_a_step())
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 def test_memory_that_was_freed_is_used_again():
-    """By default the kernel has to hand out its pages anew, each at a page fault."""
+    """By default the kernel has to supply its pages anew, each at a page fault."""
     faults = {}
     for keep in (False, True):
         command = [sys.executable, "-c", FAULTS_OF_STEPS.format(keep=keep)]

@@ -1,4 +1,4 @@
-"""Reading models and tokenizers, and what is refused, with what words."""
+"""Loading of models and tokenizers, and what is refused, with which message."""
 
 import json
 import shutil
@@ -74,7 +74,7 @@ def test_a_model_is_an_embedded_name_a_folder_or_a_hub_name(tiny: TinyModels, tm
 
 
 def test_an_adapter_is_not_taken_for_a_model(tiny: TinyModels, tmp_path: Path):
-    """The library would read its base and put the adapter on it, so that reference and policy were both adapted."""
+    """The library would load its base and put the adapter on it, so that reference and policy were both adapted."""
     roles = lora_roles(tiny("llama"))
     assert roles.peft is not None
     save_adapter(roles.peft, "default", tmp_path)
@@ -206,7 +206,7 @@ def test_broken_adapter_configuration(tiny: TinyModels, tmp_path: Path):
 
 
 def test_the_gradient_through_a_four_bit_base_is_that_of_the_weights_it_stands_for(tiny: TinyModels, tmp_path: Path):
-    """After it has sampled too: bitsandbytes may then keep its weights in another order."""
+    """Also after it has sampled: bitsandbytes may then keep its weights in another order."""
     functional = pytest.importorskip("bitsandbytes").functional
     config = AutoConfig.from_pretrained(tiny("llama"))
     config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 16  # blocks are of 64 weights

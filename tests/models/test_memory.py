@@ -1,4 +1,4 @@
-"""What each role's weights take, counted by hand on models whose sizes are known."""
+"""Memory of each role's weights, counted by hand on models of known size."""
 
 from tests.models.building import lora_roles, roles_with_critic
 from tests.tiny_models import HIDDEN, TinyModels

@@ -1,4 +1,4 @@
-"""Which rows go through the model together when a prompt is paid for once."""
+"""Micro-batches of rows that share prompts: which go through the model together."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tinyrl.errors import OutOfRoom
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 
-# Two groups of four behind prompts of 10 and 6, and a row by itself.
+# Two groups of four after prompts of 10 and 6, and a row by itself.
 PROMPTS = [[1] * 10] * 4 + [[2] * 6] * 4 + [[3] * 2]
 RESPONSES = [5, 1, 3, 9, 2, 2, 2, 2, 8]
 SIZES = RowSizes.of(PROMPTS, RESPONSES, packed=True)

@@ -1,4 +1,4 @@
-"""Rows packed end to end behind shared prompts: the states, log-probabilities and gradients of padded rows."""
+"""Packed rows behind shared prompts: the states, log-probabilities and gradients of padded rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +16,8 @@ from tinyrl.models.packing import CannotPack, attending, pack, packed_attention
 from tinyrl.models.roles import Roles
 
 PACKING = ("llama", "qwen2", "qwen3", "gpt2", "cohere", "granite")
-# A group of four (its last response empty, one of a single token), one of one, one of two between whose rows another
-# stands, a row without a response. Token 0 pads; where pad is EOS it is both.
+# A group of four (its last response empty, one of a single token), one of one, one of two with another row in between,
+# a row without a response. Token 0 pads; where pad is EOS it is both.
 A, B, C, D = [7, 8, 9], [0, 4], list(range(20, 40)), [5]
 ROWS = [
     (A, [11, 0, 12, 0]),
@@ -271,7 +271,7 @@ SHAPE: dict[str, Any] = {
 
 
 def test_models_with_a_window_are_padded_even_where_it_does_not_show():
-    """The window of 32 is wider than anything that is tried out."""
+    """The window of 32 is wider than any test sequence."""
     qwen2 = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}
     assert not packs_exactly(tiny_causal(Qwen2Config(**SHAPE, **qwen2)).model)
     assert packs_exactly(tiny_causal(Qwen2Config(**SHAPE)).model)
@@ -297,7 +297,7 @@ def test_soft_capped_attention_is_padded(tiny: TinyModels):
 
 
 def test_attention_that_differs_in_numbers_only_is_found(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
-    """Here the positions: a model that counts them itself has others in a packed row."""
+    """Here by positions: a model that counts them itself gets others in a packed row."""
     roles = lora_roles(tiny("llama"))
     trunk = roles.trunk("policy")
     forward = trunk.forward

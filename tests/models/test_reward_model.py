@@ -1,4 +1,4 @@
-"""Reward models of their own and on the shared base: which score, of which text, whatever stands beside it."""
+"""Reward models of their own and on the shared base: which score, of which text, whatever else is in the batch."""
 
 import json
 import shutil
@@ -198,7 +198,7 @@ def test_reward_adapters_that_are_none(tiny: TinyModels, tmp_path: Path):
 
 
 def test_a_critic_can_start_from_a_reward_model(tiny: TinyModels):
-    """A classifier under LoRA: only its adapters and the value head train, and its own head is left alone."""
+    """A classifier under LoRA: only its adapters and the value head train; its own head is left alone."""
     roles = lora_roles(tiny("llama"))
     classifier = load_classifier(str(tiny.reward("llama")), dtype=torch.bfloat16)
     head = classifier.get_parameter("score.weight").detach().clone()

@@ -1,4 +1,4 @@
-"""Who acts, who learns, and that nobody else is touched."""
+"""Roles: which one acts, which parameters it trains, and that no others change."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""A reported run, made once for all modules that look at it."""
+"""Fixture: a reported run, made once for all modules that look at it."""
 
 from pathlib import Path
 

@@ -104,7 +104,7 @@ def grpo_metrics(steps: int, *, eval_every: int = 10) -> list[dict[str, Any]]:
 
 
 def ppo_metrics(steps: int) -> list[dict[str, Any]]:
-    """A PPO run on reviews: rewards of any sign, a critic that starts hopeless, several phases."""
+    """A PPO run on reviews: rewards of any sign, a critic that starts out bad, several phases."""
     rng = random.Random(2)
     lines: list[dict[str, Any]] = []
     for step in range(steps + 1):

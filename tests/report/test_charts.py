@@ -1,4 +1,4 @@
-"""Which panels a run has, how numbers become curves, and where things are placed."""
+"""Charts: which panels a run has, how numbers become curves, and the layout."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The sentence and the key numbers, against literal metrics."""
+"""The outcome's sentence and key numbers, against literal metrics."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The page: what it says, that hostile text stays text, and that it loads nothing."""
+"""The report page: its contents, that hostile text stays text, and that it loads nothing."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Reward functions in their worker process, with real faults: what is scored, what is dropped, what is said of it."""
+"""Reward functions in their worker process, with real faults: what is scored, what is dropped, and the messages."""
 
 import json
 import math

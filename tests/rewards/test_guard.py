@@ -1,4 +1,4 @@
-"""When failing rewards stop a run."""
+"""The guard that stops a run whose rewards keep failing."""
 
 import pytest
 

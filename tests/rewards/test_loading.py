@@ -1,4 +1,4 @@
-"""Where a reward function lies, and what is said when it does not lie there."""
+"""Reward function lookup, and the messages where there is no such function."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""No worker, and nothing a worker started, outlives the run: not when it is closed, not when it is killed."""
+"""Cleanup of workers: none, and nothing one started, outlives a run that is closed or killed."""
 
 import os
 import signal
@@ -71,13 +71,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process is at work; a dead one that nobody has waited for is not."""
+    """Whether a process is running; a dead one that nothing has waited for is not."""
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
     return bool(state.strip()) and not state.startswith("Z")
 
 
 def wait_until_gone(pids: list[int]) -> list[int]:
-    """Those still there when patience ends."""
+    """Those that still exist after PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
     while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""`tinyrl reward test`: what a function makes of good answers, of nothing and of nonsense, before any training."""
+"""`tinyrl reward test`: a function's scores of good answers, of nothing and of nonsense, before any training."""
 
 import json
 import math

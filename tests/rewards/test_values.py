@@ -1,4 +1,4 @@
-"""What counts as a score: the checks that a person's function and a task's verifier share."""
+"""Valid scores: the checks that a user's function and a task's verifier share."""
 
 import math
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not at all whatever stops the writer, damage is seen, and pruning keeps the rest."""
+"""Checkpoints on disk: whole or not at all, whatever stops the writer; damage is noticed; pruning keeps the rest."""
 
 import errno
 import json
@@ -216,7 +216,7 @@ def test_a_disk_that_fails_at_any_call_leaves_what_was_there(
 
 
 def test_a_file_larger_than_the_disk_allows_is_an_oserror(tmp_path: Path):
-    """safetensors raises an error of its own; the caller knows what to do with an OSError."""
+    """safetensors raises an error of its own; callers handle OSError."""
     script = """
         import resource, sys
         from pathlib import Path

@@ -1,4 +1,4 @@
-"""`tinyrl checkpoints RUN`: what there is, how good it was, and whether it can be read."""
+"""`tinyrl checkpoints RUN`: which there are, how good they were, and whether they verify."""
 
 import json
 from pathlib import Path

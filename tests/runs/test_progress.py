@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: lines in a file, a bar in a terminal, and nothing that could stop a run."""
+"""The progress display: lines in a file, a bar in a terminal, and nothing that could stop a run."""
 
 import io
 import math
@@ -65,7 +65,7 @@ class Screen(io.StringIO):
 
 
 def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Screen:
-    """Put a terminal in the place of standard error. (No fixture: pytest sets sys.stderr again before a test.)"""
+    """Replace standard error by a terminal. (Not a fixture: pytest sets sys.stderr again before a test.)"""
     screen = Screen()
     for name, value in {"TERM": "xterm", "COLUMNS": "120"}.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""Reading runs that are going on, were killed, or are no runs."""
+"""Records of runs that are going on, were killed, or are not runs."""
 
 import math
 from pathlib import Path

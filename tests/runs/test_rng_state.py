@@ -1,4 +1,4 @@
-"""Generator states come back exactly."""
+"""Random generator states, restored exactly."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The run folder: its name and its place, records that hold whole lines only, and no secret in any file of it."""
+"""The run folder: its name and place, records of whole lines only, and no secret in any file."""
 
 import errno
 import json
@@ -192,7 +192,7 @@ def test_a_resume_forgets_what_came_after_its_checkpoint(tmp_path: Path):
     run.metrics.open("a").write('{"step": 3, "lo')  # killed in the middle of a line
     run.cut(lengths)
     assert read(run.metrics) == [{"step": 1}]
-    run.cut({"metrics.jsonl": 10_000})  # more than there is: nothing is made up; samples are not named: none are kept
+    run.cut({"metrics.jsonl": 10_000})  # longer than the file: nothing is added; samples are not named: none are kept
     assert read(run.metrics) == [{"step": 1}]
     assert run.samples.read_bytes() == b""
     run.cut({})

@@ -1,4 +1,4 @@
-"""Signals only set a flag; a second Ctrl-C leaves at once; the handlers from before come back."""
+"""Signals: they only set a flag; a second Ctrl-C leaves at once; the old handlers come back."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def test_a_signal_sets_the_flag_and_nothing_else(number: signal.Signals):
 
 
 def test_long_work_looks_at_the_innermost_flag():
-    check_stop()  # nobody listens, as in a notebook or a test
+    check_stop()  # no flag is in use, as in a notebook or a test
     with StopFlag() as outer, StopFlag() as inner:
         os.kill(os.getpid(), signal.SIGTERM)
         assert (outer.by, inner.by) == (None, "SIGTERM")
@@ -75,7 +75,7 @@ def test_a_closed_terminal_does_not_stop_a_run_started_with_nohup():
 
 
 def run(signals: str) -> subprocess.CompletedProcess[str]:
-    """A process that sends itself `signals`, then says what it knows and goes on."""
+    """A process that sends itself `signals`, then prints its flag and goes on."""
     script = f"""
         import os, signal
         from tinyrl.runs.signals import StopFlag
@@ -103,7 +103,7 @@ def test_a_second_ctrl_c_leaves_at_once(signals: str, code: int, said: str):
 
 
 def test_each_reason_to_stop_has_its_exit_code():
-    """Fixed: other programs rely on them."""
+    """Fixed, as other programs rely on them."""
     assert {kind: kind.exit_code for kind in (GuardStop, OutOfRoom, Interrupted)} == {
         GuardStop: 3,
         OutOfRoom: 4,

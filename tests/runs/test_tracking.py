@@ -1,4 +1,4 @@
-"""A tracker cannot stop a run: it is named once and switched off."""
+"""Trackers that fail: each is named once and switched off, and the run goes on."""
 
 from pathlib import Path
 

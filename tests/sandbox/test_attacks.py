@@ -1,6 +1,6 @@
-"""Programs that mean harm, for real: each does what it can from inside a sandbox, with and without namespaces.
+"""Attacks from inside a sandbox, for real: each does what it can, with and without namespaces.
 
-Where an attack must fail, the same one is shown to succeed outside, so that a mistake in it is not taken for a wall.
+Where an attack must fail, the same one is shown to succeed outside, so that a bug in it is not mistaken for a wall.
 """
 
 import ctypes
@@ -97,12 +97,12 @@ def walls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 @pytest.fixture(params=[*WALLS, *[f"as a user, {walls}" for walls in WALLS if os.geteuid() == 0]])
 def all_walls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The same, and for root as if it were none: to the kernel the program then is us, and only walls are between."""
+    """The same, and for root also as an ordinary user: the program then has our own user, and only walls protect us."""
     return put_up(request.param, monkeypatch)
 
 
 def both(attack: str, **given: object) -> tuple[set[str], set[str]]:
-    """What of an attack succeeds outside, and what in a sandbox, where it is tried first."""
+    """What an attack achieves outside, and what in a sandbox, where it is tried first."""
     program, stdin = ATTEMPT + textwrap.dedent(attack), json.dumps(given)
     inside = run_program(program, stdin=stdin)
     assert inside.ok, inside.stderr
@@ -112,7 +112,7 @@ def both(attack: str, **given: object) -> tuple[set[str], set[str]]:
 
 
 def open_to_all(folder: Path) -> None:
-    """So that nothing but a sandbox's walls protects what is in it; pytest's own folders are private."""
+    """Leave only a sandbox's walls to protect what is in the folder; pytest's own folders are private."""
     for path in (folder, *list(folder.parents)[:2]):
         path.chmod(0o777)
 
@@ -193,7 +193,7 @@ def test_our_files_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("all_walls")
 @pytest.mark.parametrize("readable", [False, True])
 def test_our_files_cannot_be_changed(readable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Not those it may read either, and not by calls that need no open file."""
+    """Neither those it may read, nor by calls that need no open file."""
     victim = tmp_path / "victim"
     victim.write_text("text")
     victim.chmod(0o666)
@@ -268,7 +268,7 @@ def test_other_processes_cannot_be_touched():
 
 @pytest.mark.usefixtures("all_walls")
 def test_every_process_cannot_be_killed():
-    """Itself included: what matters is that we are still here."""
+    """It may kill itself: what matters is that we survive."""
     outcome = run_program("import os, signal\nfor pid in (-1, 0, 1, os.getppid() or 1): os.kill(pid, signal.SIGKILL)")
     assert outcome.reason.startswith("exit code 1: PermissionError")
 
@@ -296,7 +296,7 @@ def test_the_walls_cannot_be_taken_down():
 
 
 def test_landlock_alone_keeps_our_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """There are two or three walls in front of most things; here the others are taken away."""
+    """Most things have two or three walls; here the others are removed."""
     put_up("as a user, without namespaces" if os.geteuid() == 0 else "without namespaces", monkeypatch)
     monkeypatch.setattr(isolation, "filter_for", lambda _: ALLOW_ALL)
     victim = tmp_path / "victim"
@@ -351,7 +351,7 @@ def test_namespaces_alone_keep_it_from_network_and_processes(walls: str, monkeyp
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can")
 @pytest.mark.parametrize("walls", ["namespaces", "without namespaces"])
 def test_root_of_a_container_with_one_user_is_nobody_in_particular(walls: str, monkeypatch: pytest.MonkeyPatch):
-    """There is no other user to become, so it stays what it is, without what makes that dangerous."""
+    """There is no other user to become, so it stays root, but without root's capabilities."""
     put_up(f"container, {walls}", monkeypatch)
     assert run_program("import os; print(os.getuid())").stdout == "0\n"
     monkeypatch.setattr(isolation, "filter_for", lambda _: ALLOW_ALL)
@@ -368,7 +368,7 @@ def test_root_of_a_container_with_one_user_is_nobody_in_particular(walls: str, m
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can")
 def test_nothing_of_root_goes_in_and_no_mount_comes_out():
-    """Groups of root; and the scratch folder, where mounts are shared as they are under systemd."""
+    """No groups of root reach the program, and no scratch mount reaches us, with mounts shared as under systemd."""
     program = """
 import ctypes, os
 from tinyrl.sandbox.programs import run_program
@@ -431,7 +431,7 @@ ENDLESS = [
 
 @pytest.mark.usefixtures("walls")
 def test_a_program_that_does_not_end_is_ended():
-    """And nobody is left for us, or for a container's first process, to wait for."""
+    """And it leaves no process for us, or for a container's first process, to wait for."""
     before = psutil.Process().children()
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become our children
     with ThreadPoolExecutor(len(ENDLESS)) as pool:  # at once: their time is the same for all
@@ -592,7 +592,7 @@ def test_a_wrong_answer_does_not_pass(name: str):
 
 
 def test_the_expected_answer_is_nowhere_in_the_sandbox():
-    """A program that searches all objects, its arguments, its environment and its input for it comes back empty."""
+    """A program that searches all objects, its arguments, its environment and its input does not find it."""
     program = """
 import gc, os, sys
 kept = []
@@ -607,7 +607,7 @@ def f(half):
 
 
 def test_what_is_written_to_the_reply_is_no_more_than_a_value():
-    """The program has the pipe and may write to it: it then has returned that, once, or nothing that is JSON."""
+    """The program may write to the pipe: it has then returned that value, once, or something that is not JSON."""
     program = """
 import os
 def f(text, code):
@@ -631,7 +631,7 @@ def f(text, code):
 
 
 def test_one_case_cannot_answer_for_another(walls: str):
-    """Nothing stays behind from one run to the next: no file, no process, no memory."""
+    """Nothing carries over from one run to the next: no file, no process, no memory."""
     program = """
 import os, threading, time
 def f(x):
@@ -688,7 +688,7 @@ def f():
     assert (outcome.reason, outcome.value) == ("did not return a value that is JSON", None)
 
 
-# Nothing outlives the one who asked
+# Nothing outlives its parent
 
 PARENT = """
 import sys
@@ -702,7 +702,7 @@ run_program("import time\\nwhile True: time.sleep(0.01)", limits=Limits(wall_s=f
 
 
 def start_parent(wall_s: float) -> tuple[subprocess.Popen, list[int]]:
-    """A process that runs a program without end, and the numbers of those it has started for that."""
+    """A process that runs an endless program, and the numbers of the processes it started for that."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", PARENT, isolation.NAMESPACES, str(wall_s)]
     parent = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)

@@ -1,4 +1,4 @@
-"""Programs in a sandbox: what they may do, what is said of them, and that only right answers pass."""
+"""Programs in a sandbox: what they may do, how outcomes are reported, and that only right answers pass."""
 
 import ctypes
 import json
@@ -351,7 +351,7 @@ def test_the_last_complete_block_is_the_program(text: str, block: str | None):
 
 @pytest.mark.skipif(sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"), reason="not such a one")
 def test_a_kernel_that_can_isolate_does():
-    """So that a wall we have broken is not taken for one that the system lacks, and all other tests skipped."""
+    """So that a wall broken by us is not mistaken for one that the system lacks, with all other tests skipped."""
     libc = ctypes.CDLL(None)
     if libc.syscall(444, None, ctypes.c_size_t(0), 1) < 1 or libc.prctl(21, 0, 0, 0, 0) < 0:
         pytest.skip("this kernel has no Landlock or no seccomp")
@@ -383,7 +383,7 @@ from tinyrl.sandbox import *
 
 
 def under_a_filter(code: str, *refused: str) -> str:
-    """What a process prints in which the kernel refuses some calls, as containers have it."""
+    """The output of a process in which the kernel refuses some calls, as in containers."""
     numbers = {"unshare": 272, "prctl": 157} if os.uname().machine == "x86_64" else {"unshare": 97, "prctl": 167}
     script = UNDER_A_FILTER.format(**numbers) + textwrap.dedent(code)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_TOKEN": "secret"}
@@ -474,7 +474,7 @@ def test_a_machine_with_other_numbers_is_not_guessed_at(monkeypatch: pytest.Monk
 
 @needs_isolation
 def test_the_probe_notices_a_sandbox_that_holds_nothing(monkeypatch: pytest.MonkeyPatch):
-    """Each line of it, so that none can be broken without a word: a program that says it has done it all."""
+    """Checks each line of the probe: a program that claims every attack succeeded must be reported in full."""
     program = sandbox_probe.PROBE.replace("    try:\n        action()\n    except OSError:\n        return\n", "")
     monkeypatch.setattr(sandbox_probe, "PROBE", program)
     sandbox_probe.why_not_isolated.cache_clear()
@@ -519,7 +519,7 @@ ALLOWED, REFUSED, NO_SUCH_CALL, KILLED = 0x7FFF0000, 0x50001, 0x50026, 0x8000000
 
 @pytest.mark.parametrize(("machine", "architecture", "column"), [("x86_64", 0xC000003E, 0), ("aarch64", 0xC00000B7, 1)])
 def test_the_filter_of_system_calls(machine: str, architecture: int, column: int):
-    """On both machines, of which we only ever have one: the numbers are those of the kernel's own tables."""
+    """On both machines, though we only ever have one: the numbers are those of the kernel's own tables."""
     instructions = system_calls.filter_for(machine)
     assert instructions is not None
     expected = [

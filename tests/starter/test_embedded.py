@@ -1,4 +1,4 @@
-"""The embedded models: what is shipped is what the build makes, small, and good at what the defaults need."""
+"""The embedded models: equal to what the build makes, small, and good enough for the defaults."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ def test_shipped_weights_are_the_checksummed_ones_and_small() -> None:
 
 @pytest.mark.slow
 def test_rebuilding_gives_the_same_models(tmp_path: Path) -> None:
-    """From the seed: the same tokenizer to the byte and the same config but for the score's trained offset; held-out
+    """From the seed: the same tokenizer to the byte, the same config except for the score's trained offset, held-out
     numbers that agree. A changed rounding moves the reward model's accuracy as another seed does (0.91 to 0.95).
     """
     build(tmp_path)

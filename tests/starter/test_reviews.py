@@ -1,4 +1,4 @@
-"""The review grammar: what it writes, and what it reads back."""
+"""The review grammar: what it writes, and what it parses."""
 
 import random
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The corpora of the embedded default: what is in them, and what is kept out of them."""
+"""The corpora of the embedded default: what they contain, and what they must not."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Numbers, arithmetic, marked answers and formats; and that no text, however hostile, is more than a wrong answer."""
+"""Grading: numbers, arithmetic, marked answers and formats; hostile text is never more than a wrong answer."""
 
 import ast
 import math

@@ -1,4 +1,4 @@
-"""A person's own rows: any prompt, an answer that is text or a number, or none."""
+"""The user's own rows: any prompt, an answer that is text or a number, or none."""
 
 import pytest
 from hypothesis import given

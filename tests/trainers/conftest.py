@@ -1,5 +1,6 @@
-"""Runs in these tests draw no report: it would take half of their time, and tests/report/ and
-tests/test_commands.py look at it.
+"""Fixture: runs in these tests draw no report.
+
+It would take half of their time, and tests/report/ and tests/cli/test_commands.py look at it.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""run.micro_batch_tokens is the budget of every pass through a model, in every method and phase."""
+"""The micro-batch budget, run.micro_batch_tokens, in every pass through a model of every method and phase."""
 
 import json
 from collections.abc import Sequence

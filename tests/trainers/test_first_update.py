@@ -1,4 +1,4 @@
-"""What must hold at the first update of every run, read from metrics.jsonl; and what each role's training moves."""
+"""The first update of every run, read from metrics.jsonl; and what each role's training moves."""
 
 from pathlib import Path
 
@@ -79,9 +79,7 @@ def test_warm_up_trains_the_critic_only(kind: str, models: dict[str, Path], tmp_
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
 def test_micro_batches_do_not_change_training(method: str, models: dict[str, Path], tmp_path: Path) -> None:
-    """One micro-batch or many: the same weights to float32 rounding, because losses divide by the counts of the
-    step.
-    """
+    """One micro-batch or many: the same weights to float32 rounding, because losses divide by the step's counts."""
     ends = []
     for tokens in (10_000, 40):
         settings = running.config(

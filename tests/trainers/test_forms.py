@@ -1,4 +1,4 @@
-"""Forms of the same training: chat messages, bfloat16, gradient checkpointing, a reward that fails now and then."""
+"""Variants of the same training: chat messages, bfloat16, gradient checkpointing, a reward that sometimes fails."""
 
 import json
 from pathlib import Path

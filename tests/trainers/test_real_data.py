@@ -1,5 +1,6 @@
-"""Real rows through a real chat tokenizer: GSM8K and knights-and-knaves, GRPO and PPO, on a small random
-Qwen3-style model.
+"""Real rows through a real chat tokenizer on a small random Qwen3-style model.
+
+GSM8K and knights-and-knaves, GRPO and PPO.
 """
 
 import shutil

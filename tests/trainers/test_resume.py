@@ -1,4 +1,4 @@
-"""A run that is stopped anywhere and resumed is, to the bit, the run that was not stopped (on a CPU)."""
+"""Stopping anywhere and resuming: to the bit the run that was not stopped (on a CPU)."""
 
 from pathlib import Path
 from typing import Any

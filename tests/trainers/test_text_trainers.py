@@ -1,4 +1,4 @@
-"""Supervised fine-tuning and reward models: they learn, resume exactly, and what they leave is what PPO can use."""
+"""Supervised fine-tuning and reward models: they learn, resume exactly, and leave what PPO can use."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prompts whose completion repeats their letter; the rejected one says something else."""
+    """Prompts whose completion repeats their letter; the rejected one is something else."""
     folder = tmp_path_factory.mktemp("rows")
     letters = "abcdefghijklmnopqrstuvwxyz"
     lines = [

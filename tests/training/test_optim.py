@@ -1,4 +1,4 @@
-"""One optimizer a role: AdamW by hand for two steps, schedules by their numbers, state that goes through tensors."""
+"""Optimizers: AdamW by hand for two steps, schedules by their numbers, state that goes through tensors."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""`tinyrl train`: a new run, a dry one, or one to go on with.
+"""`tinyrl train`: a new run, a dry run, or a resumed one.
 
 Torch is imported once the settings are known to be right.
 """

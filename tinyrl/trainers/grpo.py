@@ -61,9 +61,9 @@ def train(session: Session, parts: Parts) -> None:
 
 
 def sample_groups(collector: RolloutCollector, config: GrpoConfig, step: int) -> Rollout:
-    """One rollout; with `grpo.refill_rounds`, fresh prompts replace groups without spread, in at most so many rounds.
+    """One rollout; with `grpo.refill_rounds`, fresh prompts replace groups without spread.
 
-    This is DAPO's dynamic sampling, bounded.
+    This is DAPO's dynamic sampling, in at most so many rounds.
     """
     prompts = collector.prompts(step)
     rollout = collector.collect(prompts, step)

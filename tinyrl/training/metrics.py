@@ -1,6 +1,4 @@
-"""The line of one step in metrics.jsonl, as it comes together: what is known once, what is a mean over the optimizer
-steps, and how long each phase took.
-"""
+"""The metrics of one step: known once, averaged over its optimizer steps, or timed; one line of metrics.jsonl."""
 
 from __future__ import annotations
 
