@@ -8,25 +8,25 @@ from safetensors.torch import load_file, save_file
 
 from tests import running
 from tests.tiny_models import tiny_model
-from tinyrl.components import Options, Parts, load_parts
+from tinyrl.components import Options, SamplingParts, load_sampling_parts
 from tinyrl.rollout import Rollout, Truncation, sample_and_score, settle_truncated
 
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory):
     model = tiny_model(tmp_path_factory.mktemp("model"), "qwen2", pad_is_eos=True)
-    loaded = load_parts(running.config("grpo", model), options=Options(device="cpu"))
+    loaded = load_sampling_parts(running.config("grpo", model), options=Options(device="cpu"))
     yield loaded
     loaded.close()
 
 
-def collect(parts: Parts, truncation: Truncation | None = None) -> Rollout:
+def collect(parts: SamplingParts, truncation: Truncation | None = None) -> Rollout:
     rollout = sample_and_score(parts.train_prompts[:3], parts.engine, parts.scorer, group_size=2, seed=0, step=0)
     settle_truncated(rollout, truncation or Truncation())
     return rollout
 
 
-def test_a_rollout_survives_safetensors(parts: Parts, tmp_path: Path) -> None:
+def test_a_rollout_survives_safetensors(parts: SamplingParts, tmp_path: Path) -> None:
     rollout = collect(parts)
     rollout.old_logprobs = rollout.sampling_logprobs  # the same memory, as when sampling is exact
     save_file(rollout.to_tensors(), tmp_path / "rollout.safetensors")
@@ -37,14 +37,14 @@ def test_a_rollout_survives_safetensors(parts: Parts, tmp_path: Path) -> None:
     assert back.ref_logprobs is None
 
 
-def test_mask_and_lengths_agree_when_pad_is_eos(parts: Parts) -> None:
+def test_mask_and_lengths_agree_when_pad_is_eos(parts: SamplingParts) -> None:
     rollout = collect(parts)
     assert rollout.response_mask.sum(1).tolist() == rollout.response_lengths.tolist()
     assert rollout.prompt_index.tolist() == [0, 0, 1, 1, 2, 2]
     assert rollout.lengths == [len(rollout.prompt_tokens[i // 2]) + len(rollout.response(i)) for i in range(6)]
 
 
-def test_truncated_responses_can_be_masked_or_penalised(parts: Parts) -> None:
+def test_truncated_responses_can_be_masked_or_penalised(parts: SamplingParts) -> None:
     kept = collect(parts)
     assert kept.truncated.any(), "a random model should run into max_new_tokens"
     masked = collect(parts, Truncation("mask"))
@@ -64,14 +64,14 @@ def test_soft_overlong_penalty() -> None:
     assert penalties.tolist() == [0.0, 0.0, 0.25, 0.75, 1.0]
 
 
-def test_a_prompt_twice_in_a_step_gets_other_samples(parts: Parts) -> None:
+def test_a_prompt_twice_in_a_step_gets_other_samples(parts: SamplingParts) -> None:
     prompt = parts.train_prompts[0]
     rollout = sample_and_score([prompt, prompt], parts.engine, parts.scorer, group_size=2, seed=0, step=0)
     responses = [tuple(rollout.response(i)) for i in range(4)]
     assert len(set(responses)) == 4
 
 
-def test_tokens_that_were_read_are_no_part_of_the_loss(parts: Parts) -> None:
+def test_tokens_that_were_read_are_no_part_of_the_loss(parts: SamplingParts) -> None:
     """A tool's answer inside a response: the head lists only the other tokens, and token counts include only those."""
     rollout = collect(parts)
     rollout.response_mask[0, 1:3] = False
@@ -89,7 +89,7 @@ def test_tokens_that_were_read_are_no_part_of_the_loss(parts: Parts) -> None:
     assert torch.equal(read.old_logprobs, torch.ones(columns))
 
 
-def test_with_groups_replaces_whole_groups(parts: Parts) -> None:
+def test_with_groups_replaces_whole_groups(parts: SamplingParts) -> None:
     rollout = collect(parts)
     other = sample_and_score(parts.train_prompts[5:7], parts.engine, parts.scorer, group_size=2, seed=0, step=1)
     mixed = rollout.with_groups(other, [1], places=[2], group_size=2)

@@ -40,7 +40,7 @@ class Options:
 
 
 @dataclass
-class Base:
+class Parts:
     """What every method needs: a device, a tokenizer, the roles on one base, and the micro-batch budget."""
 
     config: Config
@@ -54,7 +54,7 @@ class Base:
         return []
 
     def preview(self) -> str:
-        """What `--dry-run` shows besides the configuration."""
+        """What `--dry-run` shows besides the configuration; whoever loads rows has checked them by now."""
         return "configuration, model and rows are fine"
 
     def memory(self) -> dict[str, int]:
@@ -80,7 +80,7 @@ class Base:
 
 
 @dataclass
-class Parts(Base):
+class SamplingParts(Parts):
     """What methods that sample need in addition."""
 
     task: Task
@@ -137,7 +137,7 @@ class Parts(Base):
         return Truncation(reward.truncated, reward.truncated_penalty, reward.overlong_tokens, most)
 
 
-def load_base(config: Config, *, options: Options) -> Base:
+def load_parts(config: Config, *, options: Options) -> Parts:
     """Read the model and build policy, reference and critic. Random weights (LoRA's A) are drawn from run.seed."""
     accelerator = make_accelerator(options.device, dtype=config.model.dtype)
     dtype = resolve_dtype(config.model.dtype, on_cpu=accelerator.device.type == "cpu")
@@ -148,46 +148,46 @@ def load_base(config: Config, *, options: Options) -> Base:
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=trust)
     roles = build_roles(config, device=accelerator.device, dtype=dtype, trust_remote_code=trust)
     micro_batches = MicroBatches(accelerator.device, config.run.micro_batch_tokens)
-    return Base(config, accelerator, tokenizer, roles, micro_batches)
+    return Parts(config, accelerator, tokenizer, roles, micro_batches)
 
 
-def settle_threads(base: Base) -> str:
+def settle_threads(parts: Parts) -> str:
     """Choose torch's thread count (CPU only) by a short calibration with the run's own model, and say which."""
-    wanted = base.config.run.threads
-    if base.accelerator.device.type != "cpu":
-        return f"device {base.accelerator.device} ({torch.cuda.get_device_name(base.accelerator.device)})"
+    wanted = parts.config.run.threads
+    if parts.accelerator.device.type != "cpu":
+        return f"device {parts.accelerator.device} ({torch.cuda.get_device_name(parts.accelerator.device)})"
     if wanted != "auto":
         torch.set_num_threads(wanted)
         return f"device cpu, {wanted} threads (run.threads)"
     batch = make_batch([list(range(1, 17))] * 32, [list(range(1, 17))] * 32)
 
     def work() -> None:
-        with torch.no_grad(), base.roles.acting("policy"):
-            base.roles.logprobs("policy", batch, temperature=1.0)
+        with torch.no_grad(), parts.roles.acting("policy"):
+            parts.roles.logprobs("policy", batch, temperature=1.0)
 
     threads, seconds = calibrate_threads(work)
     timings = ", ".join(f"{n}: {s * 1e3:.1f} ms" for n, s in seconds.items())
     return f"device cpu, {threads} thread{'s' if threads > 1 else ''} (calibrated, {timings})"
 
 
-def load_parts(config: Config, *, options: Options) -> Parts:
+def load_sampling_parts(config: Config, *, options: Options) -> SamplingParts:
     """Everything a method that samples needs. Raises ValueError, in a sentence, for what a user can fix."""
-    base = load_base(config, options=options)
+    parts = load_parts(config, options=options)
     task = load_task(config.task.name or "rows")
-    train_prompts, eval_prompts = (load_prompts(config, task, split, base=base) for split in ("train", "eval"))
-    dtype = resolve_dtype(config.model.dtype, on_cpu=base.accelerator.device.type == "cpu")
+    train_prompts, eval_prompts = (load_prompts(config, task, split, parts=parts) for split in ("train", "eval"))
+    dtype = resolve_dtype(config.model.dtype, on_cpu=parts.accelerator.device.type == "cpu")
     scorer = Scorer(
         config.reward,
         task,
-        tokenizer=base.tokenizer,
-        roles=base.roles,
-        model=build_reward_model(config, base.roles, dtype=dtype, trust_remote_code=options.trust_remote_code),
-        micro_batches=base.micro_batches,
+        tokenizer=parts.tokenizer,
+        roles=parts.roles,
+        model=build_reward_model(config, parts.roles, dtype=dtype, trust_remote_code=options.trust_remote_code),
+        micro_batches=parts.micro_batches,
     )
-    engine, why = engine_of(config.generation, base.roles, base.tokenizer)
-    base.micro_batches.make_room = engine.release
-    return Parts(
-        **vars(base),
+    engine, why = engine_of(config.generation, parts.roles, parts.tokenizer)
+    parts.micro_batches.make_room = engine.release
+    return SamplingParts(
+        **vars(parts),
         task=task,
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
@@ -198,7 +198,7 @@ def load_parts(config: Config, *, options: Options) -> Parts:
     )
 
 
-def load_prompts(config: Config, task: Task, split: str, *, base: Base) -> list[PreparedPrompt]:
+def load_prompts(config: Config, task: Task, split: str, *, parts: Parts) -> list[PreparedPrompt]:
     """The prompts of a split, tokenised and checked."""
     where, generation = config.task, config.generation
     rows = load_rows(
@@ -211,7 +211,7 @@ def load_prompts(config: Config, task: Task, split: str, *, base: Base) -> list[
         seed=config.run.seed,
     )
     limit = generation.max_prompt_tokens
-    positions = getattr(base.roles.causal.config, "max_position_embeddings", None)
+    positions = getattr(parts.roles.causal.config, "max_position_embeddings", None)
     if positions is not None and generation.max_new_tokens >= positions:
         raise ValueError(
             f"generation.max_new_tokens={generation.max_new_tokens}, but the model has {positions} "
@@ -222,7 +222,7 @@ def load_prompts(config: Config, task: Task, split: str, *, base: Base) -> list[
     return prepare_prompts(
         task,
         rows,
-        tokenizer=base.tokenizer,
+        tokenizer=parts.tokenizer,
         chat=where.chat,
         system_prompt=where.system_prompt,
         max_prompt_tokens=limit,

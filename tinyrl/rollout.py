@@ -55,7 +55,8 @@ class Rollout:
     response_lengths    (B,) how many of them exist
     response_mask       (B, T) True = a token the policy chose
     sampling_logprobs   (B, T) recorded while sampling
-    old_logprobs        (B, T) the denominator of the ratio; None: the training pass's own, detached
+    old_logprobs        (B, T) the denominator of the ratio: sampling_logprobs where sampling is exact, else those of a
+                        rescoring pass; None where one optimizer step uses the rollout: its own, detached
     ref_logprobs        (B, T) under the reference, or None
     values              (B, T) of the critic before the update, or None
     scores              (B, R) of each reward, NaN = does not apply
@@ -231,7 +232,7 @@ def sample_and_score(
     for prompt in prompts:
         first = seen.get(prompt.index, 0)
         seen[prompt.index] = first + group_size
-        requests.append(Request(prompt.tokens, prompt_index=prompt.index, first_sample=first))
+        requests.append(Request(prompt.tokens, prompt_row=prompt.index, first_sample=first))
     groups = engine.sample(requests, group_size, seed=seed, step=step, greedy=greedy, role=role)
     completions = [completion for group in groups for completion in group]
     sheet = scorer([p for p in prompts for _ in range(group_size)], [c.tokens for c in completions])

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tinyrl.components import Options, load_parts
+from tinyrl.components import Options, load_sampling_parts
 from tinyrl.config.schema import Config
 from tinyrl.evaluation.evaluate import evaluate
 from tinyrl.models.weights_io import load_policy
@@ -93,7 +93,7 @@ def peer(seed: int, steps: int, out: Path, *, python: str) -> tuple[list[float],
 
 def held_out(adapter: Path) -> dict[str, float]:
     """Sampled and greedy pass@1 of an adapter on 512 held-out prompts."""
-    parts = load_parts(config(0, 1), options=Options(device="cpu"))
+    parts = load_sampling_parts(config(0, 1), options=Options(device="cpu"))
     load_policy(parts.roles, adapter)
     metrics = evaluate(parts, num_prompts=512).metrics
     return {"sampled": metrics["pass@1"], "greedy": metrics["greedy"]["pass@1"]}

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.benchmarks import measuring
 from tests.benchmarks.fixed_batch import GROUP_SIZE, Batch, fixed_batch
 from tests.benchmarks.fixed_work import MAX_NEW_TOKENS, read_words_beside_qwen2
-from tinyrl.components import Options, Parts
+from tinyrl.components import Options, SamplingParts
 from tinyrl.config.recipe import load_config
 from tinyrl.models.weights_io import load_policy
 from tinyrl.rollout import Rollout
@@ -57,7 +57,7 @@ def loss_and_gradient(settings: dict[str, Any]) -> tuple[float, dict[str, Tensor
         command=[],
     )
     parts = launch.parts
-    assert isinstance(parts, Parts)
+    assert isinstance(parts, SamplingParts)
     assert config.grpo is not None
     load_policy(parts.roles, Path(settings["files"]) / "adapter")
     batch = fixed_batch(parts.roles.causal.config.get_text_config().vocab_size, max_new_tokens=MAX_NEW_TOKENS)

@@ -12,7 +12,7 @@ import transformers  # noqa: F401
 
 from tests.benchmarks import measuring
 from tests.benchmarks.fixed_work import GROUP_SIZE, NUM_PROMPTS, read_words_beside_qwen2
-from tinyrl.components import Options, load_base
+from tinyrl.components import Options, load_parts
 from tinyrl.config.recipe import load_config
 from tinyrl.generation.engine import Request
 from tinyrl.generation.select import engine_of
@@ -27,12 +27,12 @@ def main() -> None:
     (folder / "recipe.yaml").write_text(json.dumps(settings["recipe"]))
     config = load_config("grpo", str(folder / "recipe.yaml"), overrides=settings["overrides"])
     torch.set_num_threads(settings["threads"])
-    base = load_base(config, options=Options(device="cpu"))
+    base = load_parts(config, options=Options(device="cpu"))
     load_policy(base.roles, files / "adapter")
     engine, _ = engine_of(config.generation, base.roles, base.tokenizer)
     texts = [json.loads(line)["prompt"] for line in (files / "prompts.jsonl").read_text().splitlines()]
     ids = [base.tokenizer(text)["input_ids"] for text in texts[:NUM_PROMPTS]]
-    requests = [Request(tokens, prompt_index=i) for i, tokens in enumerate(ids)]  # pyright: ignore
+    requests = [Request(tokens, prompt_row=i) for i, tokens in enumerate(ids)]  # pyright: ignore
     seconds, tokens = [], []
     for step in range(settings["steps"]):
         start = time.perf_counter()

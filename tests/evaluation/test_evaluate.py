@@ -7,7 +7,7 @@ import pytest
 
 from tests import running
 from tests.tiny_models import tiny_model
-from tinyrl.components import Options, load_parts
+from tinyrl.components import Options, load_sampling_parts
 from tinyrl.evaluation.evaluate import (
     Evaluation,
     evaluate,
@@ -66,7 +66,7 @@ def test_paired_difference() -> None:
 
 
 def test_evaluation_is_repeatable_and_counts_what_it_says(tmp_path: Path) -> None:
-    parts = load_parts(running.config("grpo", tiny_model(tmp_path, "llama")), options=Options(device="cpu"))
+    parts = load_sampling_parts(running.config("grpo", tiny_model(tmp_path, "llama")), options=Options(device="cpu"))
     first, second = (evaluate(parts, num_prompts=6, samples=4) for _ in range(2))
     parts.close()
     assert first.metrics == second.metrics

@@ -6,6 +6,7 @@ The model wants most of it in one place: feed-forward layers, or keys and values
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import resource
 import sys
@@ -88,6 +89,8 @@ def train_within(settings: Config, folder: Path, name: str, room_mb: int | None,
         command=["test"],
     )
     if room_mb is not None:
+        gc.collect()  # what loading left behind would be room for the run
+        ctypes.CDLL(None).malloc_trim(0)
         limit = address_space() + room_mb * MB
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     code = launch.go()

@@ -46,7 +46,7 @@ def make_engine(
 
 
 def requests(prompts: list[list[int]] | None = None) -> list[Request]:
-    return [Request(prompt, prompt_index=i) for i, prompt in enumerate(prompts or PROMPTS)]
+    return [Request(prompt, prompt_row=i) for i, prompt in enumerate(prompts or PROMPTS)]
 
 
 def sample(engine: Engine, count: int = 3, **options: Any) -> list[list[Completion]]:

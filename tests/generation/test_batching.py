@@ -56,10 +56,10 @@ def test_dropping_finished_rows_changes_nothing(tiny: TinyModels, kind: str, mon
 def test_further_samples_of_a_prompt_continue_its_numbering(tiny: TinyModels):
     engine = make_engine(tiny("llama"))
     five = sample(engine, 5, prompts=[[20, 21, 22]])[0]
-    later = engine.sample([Request([20, 21, 22], prompt_index=0, first_sample=2)], 3, seed=0, step=0)[0]
+    later = engine.sample([Request([20, 21, 22], prompt_row=0, first_sample=2)], 3, seed=0, step=0)[0]
     assert tokens_of([later]) == tokens_of([five[2:]])
     assert len({tuple(c.tokens) for c in five}) == 5
-    other = engine.sample([Request([20, 21, 22], prompt_index=1)], 5, seed=0, step=0)[0]
+    other = engine.sample([Request([20, 21, 22], prompt_row=1)], 5, seed=0, step=0)[0]
     assert tokens_of([other]) != tokens_of([five])
 
 
@@ -91,10 +91,10 @@ def test_prompts_are_prefilled_once_for_their_group(tiny: TinyModels, monkeypatc
 def test_split_keeps_within_the_rows_and_groups_together_where_they_fit(
     group: int, max_rows: int, expected: list[tuple[list[int], int]]
 ):
-    three = [Request([9], prompt_index=i, first_sample=10) for i in range(3)]
+    three = [Request([9], prompt_row=i, first_sample=10) for i in range(3)]
     batches = list(split(three, group, max_rows=max_rows))
-    assert [([r.prompt_index for r in batch], count) for batch, count in batches] == expected
-    numbers = [(r.prompt_index, r.first_sample + i) for batch, count in batches for r in batch for i in range(count)]
+    assert [([r.prompt_row for r in batch], count) for batch, count in batches] == expected
+    numbers = [(r.prompt_row, r.first_sample + i) for batch, count in batches for r in batch for i in range(count)]
     assert numbers == [(prompt, 10 + i) for prompt in range(3) for i in range(group)]
 
 

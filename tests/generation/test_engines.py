@@ -67,7 +67,7 @@ def test_a_sample_does_not_depend_on_its_batch(tiny: TinyModels):
     together = sample(engine, 4)
     assert_same([engine.sample([r], 4, seed=0, step=0)[0] for r in requests()], together)
     assert_same(engine.sample(requests()[::-1], 4, seed=0, step=0)[::-1], together)
-    later = engine.sample([Request(PROMPTS[2], prompt_index=2, first_sample=2)], 2, seed=0, step=0)[0]
+    later = engine.sample([Request(PROMPTS[2], prompt_row=2, first_sample=2)], 2, seed=0, step=0)[0]
     assert tokens_of([later]) == tokens_of([together[2][2:]])
     assert engine.sample([], 4, seed=0, step=0) == []
 
@@ -82,7 +82,7 @@ def test_a_completion_can_be_taken_up_where_it_stopped(tiny: TinyModels, name: s
     assert [group[0].tokens for group in first] == [group[0].tokens[: 5 + i] for i, group in enumerate(whole)]
     assert {group[0].finish_reason for group in first} == {"length"}
     later = [
-        Request(r.prompt_tokens + group[0].tokens, r.prompt_index, first_token=5 + i, max_new_tokens=19 - i)
+        Request(r.prompt_tokens + group[0].tokens, r.prompt_row, first_token=5 + i, max_new_tokens=19 - i)
         for i, (r, group) in enumerate(zip(requests(), first, strict=True))
     ]
     rest = engine.sample(later, 1, seed=0, step=0)

@@ -39,7 +39,7 @@ def loss_of(roles: Roles, role: str) -> torch.Tensor:
 
 
 def check_same_gradients(roles: Roles, role: str = "policy") -> None:
-    roles.enable_gradient_checkpointing()
+    roles.check_gradient_checkpointing()
     stir(roles.parameters[role])
     kept, once = gradients(roles, role, recompute=False)
     recomputed, twice = gradients(roles, role, recompute=True)
@@ -92,4 +92,4 @@ def test_a_model_without_such_layers_is_refused(tiny: TinyModels):
     roles = Roles(load_causal_lm(str(tiny("llama")), dtype=torch.float32), device=CPU)
     roles.critic_model = nn.Linear(2, 2)  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ValueError, match="gradient_checkpointing=true: Linear has no layers"):
-        roles.enable_gradient_checkpointing()
+        roles.check_gradient_checkpointing()

@@ -9,6 +9,8 @@ GRPO, DAPO, Dr. GRPO and GSPO are `clipped_policy_loss` with other arguments:
     Dr. GRPO  token        constant     0.2                      sequences * max_new_tokens
     GSPO      sequence     sequence     3e-4, 4e-4               sequences with a True token
 
+mask (B, T): True for the response tokens that the policy chose and that count; T is the longest response.
+
 What differs from the papers: the log-ratio is clamped to +-20 before exp; the clip may differ above and below for all;
 the KL term is a loss of its own, with any weight, estimator and aggregation; old_logprobs, old_values, advantages,
 returns and token_weights are detached here, in case the caller forgot.
@@ -169,8 +171,9 @@ def kl_loss(
 ) -> tuple[Tensor, Metrics]:
     """The KL term of the loss, before the caller's kl_coef: aggregate of kl[t], or of ratio[t] * kl[t].
 
-    GRPO (2402.03300) Eq. 3 and 4 with kl = k3. With `ratio` (from `importance_ratio`, not detached, even where it is 1)
-    the gradient is that of KL(policy || reference), for tokens sampled from the old policy.
+    GRPO (2402.03300) Eq. 3 and 4 with kl = k3 (algorithms/kl.py). With `ratio` (from `importance_ratio`, not detached:
+    on-policy it is 1, but its gradient is not 0) the gradient is that of KL(policy || reference), for tokens sampled
+    from the old policy.
     Metrics: policy/kl_loss, the term before its coefficient, divided as the loss is (by the constant too).
     kl, mask, ratio: (B, T), [b, t] with b in [0, B), t in [0, T) -> 0-dim.
     Raises ValueError as `masking.aggregate` does; AssertionError on shapes.

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from tinyrl.components import Options, Parts, load_parts, settle_threads
+from tinyrl.components import Options, SamplingParts, load_sampling_parts, settle_threads
 from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
 from tinyrl.evaluation.evaluate import Evaluation, Role, evaluate, paired_difference
@@ -31,7 +31,7 @@ __all__ = ["Options", "evaluate_target", "render"]
 class Side:
     """One side of a comparison: its parts, the role it samples as, and its name."""
 
-    parts: Parts
+    parts: SamplingParts
     role: Role
     name: str
 
@@ -95,7 +95,7 @@ def _load(target: str, *, task: str | None, options: Options) -> Side:
                 f"{target} is a {config.method} run; its held-out numbers are in "
                 f"{run_folder}/metrics.jsonl. `tinyrl eval` samples from policies"
             )
-        parts = load_parts(_for_task(config, task), options=options)
+        parts = load_sampling_parts(_for_task(config, task), options=options)
         folder = checkpoint_of(path)
         load_policy(parts.roles, folder)
         return Side(parts, "policy", f"{run_folder.name}/{folder.name}")
@@ -106,7 +106,7 @@ def _load(target: str, *, task: str | None, options: Options) -> Side:
     model_config = AutoConfig.from_pretrained(resolve_model_path(target), trust_remote_code=options.trust_remote_code)
     positions = getattr(model_config, "max_position_embeddings", None) or 2 * MAX_NEW_TOKENS
     config = Config.model_validate({**values, "generation": {"max_new_tokens": min(MAX_NEW_TOKENS, positions // 2)}})
-    return Side(load_parts(config, options=options), "base", target)
+    return Side(load_sampling_parts(config, options=options), "base", target)
 
 
 def _for_task(config: Config, task: str | None) -> Config:

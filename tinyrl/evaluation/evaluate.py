@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from tinyrl.components import Parts
+from tinyrl.components import SamplingParts
 from tinyrl.rollout import FINISH_REASONS, forward_pass, sample_and_score
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.tasks.task import Task
@@ -43,7 +43,7 @@ class Evaluation:
 
 
 def evaluate(
-    parts: Parts,
+    parts: SamplingParts,
     *,
     num_prompts: int,
     samples: int = 1,
@@ -64,7 +64,9 @@ def evaluate(
 class _Judged:
     """Completions of one kind (sampled or greedy) with their rewards and verdicts."""
 
-    def __init__(self, parts: Parts, prompts: list[PreparedPrompt], samples: int, *, role: Role, greedy: bool) -> None:
+    def __init__(
+        self, parts: SamplingParts, prompts: list[PreparedPrompt], samples: int, *, role: Role, greedy: bool
+    ) -> None:
         self.parts, self.prompts, self.samples, self.greedy = parts, prompts, samples, greedy
         self.rollout = sample_and_score(
             prompts,

@@ -23,14 +23,15 @@ SampledRole = Literal["policy", "reference", "base"]
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to continue. (seed, step, prompt_index, first_sample + i) is the key of its i-th sample.
+    """One prompt to continue. Its i-th sample draws by the key (seed, step, prompt_row, first_sample + i), prompt_row
+    being the prompt's row in the data.
 
-    first_token: where its first new token stands among the random numbers of that key, so that a later turn of an
-    episode does not reuse those of the first. max_new_tokens: its own limit (None: that of SamplingSettings).
+    first_token: offset of its first new token among those numbers, so that a later turn of a conversation does not
+    reuse those of the first. max_new_tokens: its own limit (None: that of SamplingSettings).
     """
 
     prompt_tokens: list[int]
-    prompt_index: int
+    prompt_row: int
     first_sample: int = 0
     first_token: int = 0
     max_new_tokens: int | None = None
@@ -38,9 +39,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was sampled: tokens (EOS included), the log-probability of each at the sampling temperature, why it ended.
+    """What was sampled: tokens (EOS and stop string included), the log-probability of each under softmax(logits /
+    temperature), before any top-k or top-p, and why it ended.
 
-    chosen: which of them the policy chose (None: all); the others were only read, such as a tool's answer.
+    chosen: which of them the policy chose (None: all); the others were only read, such as a tool's answer, and their
+    log-probabilities mean nothing.
     """
 
     tokens: list[int]
@@ -82,7 +85,7 @@ class SamplingEngine(Protocol):
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of the private copy of weights that it samples from."""
+        """Bytes of the private copy of weights that it samples from: adapters are merged there, not in the base."""
         ...
 
     def sample(
@@ -113,7 +116,7 @@ def max_new_tokens(request: Request, settings: SamplingSettings) -> int:
 
 def row_keys(requests: list[Request], group: int, *, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
     """The keys of every sample's random numbers, (R,) with R = requests * group, and the index of its first token."""
-    prompts = np.repeat(np.array([r.prompt_index for r in requests]), group)
+    prompts = np.repeat(np.array([r.prompt_row for r in requests]), group)
     samples = np.concatenate([np.arange(group) + r.first_sample for r in requests])
     first = np.repeat(np.array([r.first_token for r in requests]), group)
     return sample_keys(seed, step, prompts=prompts, samples=samples), first
@@ -145,7 +148,8 @@ def sample_in_fewer_rows(
 ) -> list[list[Completion]]:
     """`attempt(rows)` with as many rows at a time as wanted or allowed; when memory runs out, again with half as many.
 
-    Keyed random numbers give the same samples again. Raises torch.OutOfMemoryError where a single row does not fit.
+    Keyed random numbers give the same samples again, and later calls begin with the lower limit. Raises
+    torch.OutOfMemoryError where a single row does not fit.
     """
     while True:
         rows = min(engine.max_rows or wanted, wanted)

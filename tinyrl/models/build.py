@@ -41,7 +41,7 @@ def build_roles(config: Config, *, device: torch.device, dtype: torch.dtype, tru
     if config.uses("critic"):
         _add_critic(roles, config, dtype, trust_remote_code)
     if config.model.gradient_checkpointing:
-        roles.enable_gradient_checkpointing()
+        roles.check_gradient_checkpointing()
     return roles
 
 

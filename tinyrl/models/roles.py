@@ -4,12 +4,22 @@ PEFT's switching turns off the gradients of other adapters, and a backward pass 
 gradients. So: one role at a time, forward, backward, then switch (`with roles.acting(role)`), and each role's
 parameters are collected once, by name, and kept trainable.
 
-| role      | LoRA                                                   | full fine-tuning          |
-|-----------|--------------------------------------------------------|---------------------------|
-| policy    | adapter `default`                                      | the model itself          |
-| reference | adapters off, or adapter `reference` (a frozen copy)   | a frozen copy             |
-| critic    | adapter `critic` | policy's states | a model of its own | policy's states | own model |
-| reward    | adapter `reward` (frozen), or a model of its own       | a model of its own        |
+    role       with LoRA                                                  with full fine-tuning
+    policy     adapter `default`                                          the model itself
+    reference  adapters off, or adapter `reference` (a frozen copy)       a frozen copy of the model
+    critic     a value head on the states of one of (critic.kind):
+      adapter          adapter `critic`                                   -
+      shared           the policy, whose trunk the value loss moves too   the same
+      shared-detached  the policy, whose trunk it does not move           the same
+      separate         a model of its own (with LoRA)                     a model of its own
+    reward     adapter `reward` and a score head, both frozen             -
+    base       adapters off                                               the model itself
+
+A reward model that is a model of its own is not a role (models/reward_model.py); an adapter for this base is put on it
+by `attach_reward_adapter` there.
+
+A batch (models/batches.py) lists the N response tokens whose states are wanted; flat values (N,) and states (N, H) are
+in that order. Results come back as (b, T): b rows of a micro-batch, T its longest response.
 """
 
 from __future__ import annotations
@@ -48,8 +58,8 @@ CriticKind = Literal["adapter", "shared", "shared-detached", "separate"]
 class Roles:
     """The models of a run and which of them is acting.
 
-    State: the base, its adapters and heads, the parameters of each role by name, whether batches are packed (set
-    `packs` to False for padded ones). Log-probabilities and values come back as (b, T).
+    State: the base, its adapters and heads, the parameters of each role by name, whether batches are packed (rows end
+    to end behind shared prompts; set `packs` to False for padded ones).
     """
 
     def __init__(self, model: PreTrainedModel | PeftModel, *, device: torch.device, reference: bool = True) -> None:
@@ -257,7 +267,7 @@ class Roles:
         """Turn LoRA's dropout on in training passes (supervised and preference training); no other dropout ever is."""
         self.lora_dropout = True
 
-    def enable_gradient_checkpointing(self) -> None:
+    def check_gradient_checkpointing(self) -> None:
         """Check early that `gradient_checkpointing` can be used. Raises ValueError where the model cannot."""
         for model in self._trained_models():
             recomputable_layers(model)

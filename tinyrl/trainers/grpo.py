@@ -19,8 +19,8 @@ from torch import Tensor
 from tinyrl.algorithms.advantages import discounted_returns, group_advantages, rloo_advantages
 from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.algorithms.reward_shaping import token_rewards
-from tinyrl.components import Parts
-from tinyrl.components import load_parts as load
+from tinyrl.components import SamplingParts
+from tinyrl.components import load_sampling_parts as load
 from tinyrl.config.schema import GrpoConfig
 from tinyrl.rollout import Rollout
 from tinyrl.trainers.on_policy import RolloutCollector
@@ -32,7 +32,7 @@ from tinyrl.training.update import Pass
 __all__ = ["evaluate", "load", "train"]
 
 
-def train(session: Session, parts: Parts) -> None:
+def train(session: Session, parts: SamplingParts) -> None:
     """Run GRPO from the session's current step to run.num_steps."""
     config = parts.config.grpo
     collector = RolloutCollector(session, parts, num_prompts=config.num_prompts, group_size=config.group_size)
@@ -44,7 +44,7 @@ def train(session: Session, parts: Parts) -> None:
             # 1. A group of responses for each prompt, and their scores.
             with session.timed("rollout"):
                 rollout = sample_groups(collector, config, step)
-            # 2. What the reference and the policy before its update think of them.
+            # 2. Their log-probabilities under the reference, and before the update.
             with session.timed("reference"):
                 collector.compute_logprobs(rollout, reference=config.kl_coef > 0, several_steps=several_steps)
             session.start_update(rollout, **collector.metrics(rollout), **spread(rollout, config))

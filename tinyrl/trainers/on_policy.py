@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, torch
+import torch
+from torch import Tensor
 
 from tinyrl.algorithms.masking import masked_mean
-from tinyrl.components import Parts
+from tinyrl.components import SamplingParts
 from tinyrl.config.schema import GrpoConfig, PpoConfig
 from tinyrl.data.rows import batch_indices, keyed_order
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
@@ -25,7 +26,7 @@ KEPT_SAMPLES = 16  # lines a step in samples.jsonl
 class RolloutCollector:
     """Collects the rollouts of a run: draws prompts, samples, scores, and watches for failing rewards."""
 
-    def __init__(self, session: Session, parts: Parts, *, num_prompts: int, group_size: int) -> None:
+    def __init__(self, session: Session, parts: SamplingParts, *, num_prompts: int, group_size: int) -> None:
         self.session, self.parts = session, parts
         self.num_prompts, self.group_size = num_prompts, group_size
         self._told: set[str] = set()
@@ -134,7 +135,7 @@ class RolloutCollector:
         )[0]
 
     def loss_settings(self, section: GrpoConfig | PpoConfig, *, kl_coef: float) -> LossSettings:
-        """The settings of the policy loss; `kl_coef` is used there only where the KL is part of the loss."""
+        """The settings of the policy loss. A KL in the reward is not one in the loss: `kl_coef` is 0 there."""
         generation = self.parts.config.generation
         in_loss = section.kl_placement == "loss" and self.parts.roles.has_reference
         return LossSettings.of(
@@ -146,7 +147,9 @@ class RolloutCollector:
         )
 
     def record(self, rollout: Rollout, advantages: Tensor, step: int) -> None:
-        """Append some of the rollout, whole groups first, to samples.jsonl."""
+        """Append some of the rollout, whole groups first, to samples.jsonl, with each row's mean advantage (before any
+        whitening, so that it reads as a reward).
+        """
         by_index = {p.index: p for p in self.parts.train_prompts}
         per_row = advantages if advantages.dim() == 1 else masked_mean(advantages, rollout.loss_mask, dim=1)
         lines = []
@@ -188,6 +191,6 @@ class RolloutCollector:
         return out
 
 
-def evaluate_heldout(parts: Parts) -> Evaluation:
+def evaluate_heldout(parts: SamplingParts) -> Evaluation:
     """The evaluation during a run: run.eval_prompts held-out prompts, sampled once and greedily."""
     return evaluate(parts, num_prompts=parts.config.run.eval_prompts)

@@ -10,9 +10,10 @@ Schulman et al. (1707.06347), with the reward shaping of Ziegler et al. (1909.08
         5. for each epoch, for each minibatch: clipped policy loss, clipped value loss, an optimizer step each
         6. adapt kl_coef to the KL observed
 
-What differs from the papers: gamma is 1 and the value after the last token 0; policy and critic have their own
-gradient norms and learning rates (except with critic.kind=shared, where the value loss also moves the policy's trunk,
-weighted by ppo.value_coef). The first critic.warmup rollouts train only the critic: before that, advantages are noise.
+What differs from the papers: gamma is 1 by default and the value after the last token 0; policy and critic have their
+own gradient norms and learning rates (except with critic.kind=shared, where the value loss also moves the policy's
+trunk, weighted by ppo.value_coef). The first critic.warmup rollouts train only the critic: against a critic that knows
+nothing, advantages are noise.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from tinyrl.algorithms.kl import ESTIMATORS, next_kl_coef
 from tinyrl.algorithms.losses import Metrics, clipped_value_loss
 from tinyrl.algorithms.masking import masked_mean, masked_whiten
 from tinyrl.algorithms.reward_shaping import token_rewards
-from tinyrl.components import Parts
-from tinyrl.components import load_parts as load
+from tinyrl.components import SamplingParts
+from tinyrl.components import load_sampling_parts as load
 from tinyrl.config.schema import PpoConfig
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.roles import Roles
@@ -43,7 +44,7 @@ from tinyrl.training.update import Pass
 __all__ = ["evaluate", "load", "train"]
 
 
-def train(session: Session, parts: Parts) -> None:
+def train(session: Session, parts: SamplingParts) -> None:
     """Run PPO from the session's current step to run.num_steps."""
     config, critic = parts.config.ppo, parts.config.critic
     collector = RolloutCollector(session, parts, num_prompts=config.num_prompts, group_size=1)
@@ -54,7 +55,7 @@ def train(session: Session, parts: Parts) -> None:
             # 1. A response for each prompt, and its score.
             with session.timed("rollout"):
                 rollout = collector.collect(collector.prompts(step), step)
-            # 2. What the reference, the policy and the critic think of them before the update.
+            # 2. Their log-probabilities under the reference and before the update, and the critic's values.
             with session.timed("reference"):
                 collector.compute_logprobs(rollout, reference=parts.roles.has_reference, several_steps=True)
             with session.timed("values"):
@@ -105,7 +106,7 @@ def shaped_rewards(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> Te
 
 def update(
     session: Session,
-    parts: Parts,
+    parts: SamplingParts,
     collector: RolloutCollector,
     rollout: Rollout,
     *,

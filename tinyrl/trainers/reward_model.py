@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from tinyrl.algorithms.preference import bradley_terry_loss
-from tinyrl.components import Base, Options, load_base
+from tinyrl.components import Options, Parts, load_parts
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import batch_indices, fingerprint
@@ -38,7 +38,7 @@ CENTERED_ON = 512  # training pairs the centre is measured on
 
 
 @dataclass
-class PairParts(Base):
+class PairParts(Parts):
     """What a reward model learns from: tokenised pairs. `center` is the mean score that is subtracted."""
 
     train: list[Pair]
@@ -136,7 +136,7 @@ def pair_loss(
     return loss, metrics
 
 
-def pair_scores(parts: Base, pairs: list[Pair]) -> tuple[Tensor, Tensor]:
+def pair_scores(parts: Parts, pairs: list[Pair]) -> tuple[Tensor, Tensor]:
     """Scores of the chosen and rejected sides. Their common start is the prompt, which a packed batch reads once."""
     starts = [max(1, shared_start(a, b)) for a, b in pairs]
     sides = [*zip(starts, (a for a, _ in pairs), strict=True), *zip(starts, (b for _, b in pairs), strict=True)]
@@ -151,7 +151,7 @@ def shared_start(chosen: list[int], rejected: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(both) if a != b), min(len(chosen), len(rejected)))
 
 
-def sizes_of(parts: Base, pairs: list[Pair]) -> RowSizes:
+def sizes_of(parts: Parts, pairs: list[Pair]) -> RowSizes:
     """What a pair costs a forward pass: both sides at the longer one's length, or packed, what they share once."""
     if parts.roles.packs:
         lengths = [len(a) + len(b) - shared_start(a, b) for a, b in pairs]
@@ -162,18 +162,18 @@ def sizes_of(parts: Base, pairs: list[Pair]) -> RowSizes:
 
 def load(config: Config, *, options: Options) -> PairParts:
     """Read the base, give it a score head, tokenise the pairs of task.data."""
-    base = load_base(config, options=options)
-    base.roles.train_score_head()
+    parts = load_parts(config, options=options)
+    parts.roles.train_score_head()
     rows, held_out = text_rows(config)
     return PairParts(
-        **vars(base),
-        train=[pair(r, base) for r in rows],
-        held_out=[pair(r, base) for r in held_out],
+        **vars(parts),
+        train=[pair(r, parts) for r in rows],
+        held_out=[pair(r, parts) for r in held_out],
         data_fingerprint=fingerprint(rows),
     )
 
 
-def pair(row: Row, base: Base) -> Pair:
+def pair(row: Row, parts: Parts) -> Pair:
     """Tokens of prompt + chosen and prompt + rejected, as the finished reward model will read them."""
     missing = [name for name in ("prompt", "chosen", "rejected") if name not in row]
     if missing:
@@ -181,11 +181,11 @@ def pair(row: Row, base: Base) -> Pair:
             "a reward model needs rows with `prompt`, `chosen` and `rejected`; this row has no "
             f"{missing[0]} (it has {', '.join(row)})"
         )
-    tokenizer, where = base.tokenizer, base.config.task
+    tokenizer, where = parts.tokenizer, parts.config.task
     rendered = render_prompt(tokenizer, row["prompt"], chat=where.chat, system_prompt=where.system_prompt)
 
     def tokens(completion: str) -> list[int]:
-        if base.roles.peft is not None:
+        if parts.roles.peft is not None:
             return [*rendered.tokens, *token_ids(tokenizer, completion), tokenizer.eos_token_id]  # pyright: ignore
         return [int(i) for i in tokenizer(rendered.text + completion)["input_ids"]]  # pyright: ignore
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tinyrl.algorithms.masking import masked_sum
-from tinyrl.components import Base, Options, load_base
+from tinyrl.components import Options, Parts, load_parts
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import batch_indices, fingerprint, hold_out, read_rows
@@ -29,7 +29,7 @@ Example = tuple[list[int], list[int]]  # prompt tokens (at least one), tokens th
 
 
 @dataclass
-class TextParts(Base):
+class TextParts(Parts):
     """What supervised fine-tuning needs: tokenised rows."""
 
     train: list[Example]
@@ -61,7 +61,7 @@ def train(session: Session, parts: TextParts) -> None:
         session.end_step(**{"completion/tokens": float(tokens)})
 
 
-def negative_log_likelihood(parts: Base, examples: list[Example]) -> Tensor:
+def negative_log_likelihood(parts: Parts, examples: list[Example]) -> Tensor:
     """Summed over the counted tokens of some rows, in nats."""
     batch = parts.roles.batch([p for p, _ in examples], [t for _, t in examples])
     logprobs, _ = parts.roles.logprobs("policy", batch, temperature=1.0)
@@ -69,19 +69,19 @@ def negative_log_likelihood(parts: Base, examples: list[Example]) -> Tensor:
     return -masked_sum(logprobs, mask)
 
 
-def sizes_of(parts: Base, examples: list[Example]) -> RowSizes:
+def sizes_of(parts: Parts, examples: list[Example]) -> RowSizes:
     """What some rows cost a forward pass."""
     return RowSizes.of([p for p, _ in examples], [len(t) for _, t in examples], packed=parts.roles.packs)
 
 
 def load(config: Config, *, options: Options) -> TextParts:
     """Read the model and tokenise the rows of task.data; a tenth is held out unless task.eval_data says otherwise."""
-    base = load_base(config, options=options)
+    parts = load_parts(config, options=options)
     rows, held_out = text_rows(config)
     return TextParts(
-        **vars(base),
-        train=[example(row, base) for row in rows],
-        held_out=[example(row, base) for row in held_out],
+        **vars(parts),
+        train=[example(row, parts) for row in rows],
+        held_out=[example(row, parts) for row in held_out],
         data_fingerprint=fingerprint(rows),
     )
 
@@ -101,9 +101,9 @@ def text_rows(config: Config) -> tuple[list[Row], list[Row]]:
     return train_rows[: where.max_samples], held_out[: where.max_samples]
 
 
-def example(row: Row, base: Base) -> Example:
+def example(row: Row, parts: Parts) -> Example:
     """Tokens of one row, EOS included. Text without a prompt is predicted from a BOS (or EOS) in front of it."""
-    tokenizer, config = base.tokenizer, base.config
+    tokenizer, config = parts.tokenizer, parts.config
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     assert isinstance(start, int)
     completion: Any = row.get("completion", row.get("text"))

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from tinyrl.components import Base, Options, settle_threads
+from tinyrl.components import Options, Parts, settle_threads
 from tinyrl.config.changes import check_changes
 from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
@@ -52,7 +52,7 @@ class Launch:
 
     run: RunDir
     trainer: Trainer
-    parts: Base
+    parts: Parts
     session: Session
 
     def say(self, notes: list[str]) -> None:
@@ -185,7 +185,7 @@ def _open(run: RunDir, trainer: Trainer, parts: Any) -> Launch:
     return Launch(run, trainer, parts, session)
 
 
-def _write_environment(run: RunDir, parts: Base, command: list[str]) -> None:
+def _write_environment(run: RunDir, parts: Parts, command: list[str]) -> None:
     device = parts.accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     run.write_environment(

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tinyrl.components import Base
+from tinyrl.components import Parts
 from tinyrl.data.rows import keyed_order
 from tinyrl.errors import Interrupted
 from tinyrl.evaluation.evaluate import Evaluation
@@ -43,14 +43,14 @@ class Session:
 
     def __init__(
         self,
-        base: Base,
+        parts: Parts,
         run: RunDir,
         *,
         evaluate: Callable[[], Evaluation],
         display: Display,
         fingerprint: str,
     ) -> None:
-        self.base, self.config, self.run = base, base.config, run
+        self.parts, self.config, self.run = parts, parts.config, run
         self.display, self.fingerprint = display, fingerprint
         self._evaluate = evaluate
         self.state = RunState()
@@ -59,12 +59,12 @@ class Session:
         self.trackers = Trackers(self.config.run.trackers, run.path, config=self.config.written(), note=display.note)
         self.last_checkpoint: Path | None = None
         self.resumed_from: Path | None = None
-        self.optimizers = role_optimizers(self.config.optim, base.roles.parameters)
+        self.optimizers = role_optimizers(self.config.optim, parts.roles.parameters)
         self.updater = Updater(
-            base.accelerator,
-            base.roles,
+            parts.accelerator,
+            parts.roles,
             self.optimizers,
-            base.micro_batches,
+            parts.micro_batches,
             max_grad_norm=self.config.optim.max_grad_norm,
             gradient_checkpointing=self.config.model.gradient_checkpointing,
             keep_batch=self._keep_batch,
@@ -128,7 +128,7 @@ class Session:
             self.metrics.values |= evaluation.flat()
             self.run.append_samples([{"step": step, **line} for line in evaluation.samples])
             self._note_best(evaluation)
-        line = self.metrics.line(**{"memory/peak_gb": peak_memory_gb(self.base.accelerator.device)})
+        line = self.metrics.line(**{"memory/peak_gb": peak_memory_gb(self.parts.accelerator.device)})
         self.run.append_metrics(step, line)
         self.display.step(step, line)
         self.trackers.log(line, step)
@@ -149,7 +149,7 @@ class Session:
     def save(self) -> Path | None:
         """Write a checkpoint; when the disk refuses, say so and go on: the older ones are intact."""
         try:
-            checkpoints.check_room(self.run.checkpoints, needed=checkpoint_bytes(self.base.roles))
+            checkpoints.check_room(self.run.checkpoints, needed=checkpoint_bytes(self.parts.roles))
             with stop_held():
                 self.last_checkpoint = checkpoints.write_checkpoint(
                     self.run.checkpoints, self.state.step, write=self._write
@@ -167,7 +167,7 @@ class Session:
         return self.last_checkpoint
 
     def _write(self, folder: Path) -> None:
-        self.base.save_models(folder)
+        self.parts.save_models(folder)
         save_file(optimizer_tensors(self.optimizers), folder / OPTIMIZER)
         save_file(rng_tensors(), folder / RANDOM)
         if self.rollout is not None:
@@ -177,7 +177,7 @@ class Session:
         skips = {"skipped": updater.skipped, "skipped_in_a_row": updater.skipped_in_a_row}
         CheckpointState(
             run=self.state.model_copy(update={**inside_update, **skips}),
-            micro_batch_tokens=self.base.micro_batches.tokens,
+            micro_batch_tokens=self.parts.micro_batches.tokens,
             threads=torch.get_num_threads(),
             data=self.fingerprint,
             config=self.config.written(),
@@ -193,13 +193,13 @@ class Session:
                 f"the training data has changed since {folder.name} was written (its fingerprint "
                 "differs), so this run cannot go on exactly"
             )
-        self.base.load_models(folder)
+        self.parts.load_models(folder)
         load_optimizers(self.optimizers, load_file(folder / OPTIMIZER))
         self.state = kept.run
         self.metrics = StepMetrics(kept.run.values, kept.run.sums)
         self.updater.skipped, self.updater.skipped_in_a_row = kept.run.skipped, kept.run.skipped_in_a_row
         if kept.config["run"]["micro_batch_tokens"] == self.config.run.micro_batch_tokens:
-            self.base.micro_batches.tokens = kept.micro_batch_tokens  # what `auto` came to
+            self.parts.micro_batches.tokens = kept.micro_batch_tokens  # what `auto` came to
         if (folder / ROLLOUT).exists():
             self.rollout = Rollout.from_tensors(load_file(folder / ROLLOUT))
         wanted = self.config.run.threads
