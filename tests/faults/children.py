@@ -89,6 +89,7 @@ def _start_server() -> None:
     needed = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",  # as the command sets it: no threads, which would take address space
     }
     before = {name: os.environ.get(name) for name in needed}
     os.environ.update(needed)

@@ -187,14 +187,15 @@ def test_one_sequence_that_does_not_fit_into_an_update_ends_the_run_and_is_expla
     """Some 330 tokens, 60 MB and more. With more memory the run goes on from where it was."""
     sections = {"generation": {"max_new_tokens": 600}, "grpo": {"num_prompts": 1, "group_size": 2}}
     settings = settings_for(wide_model, **sections, run={"eval_prompts": 1, "save_every": 1})
-    within = end_of(settings, tmp_path, room_mb=60)
+    within = end_of(settings, tmp_path, room_mb=15)
     assert_explained(within, "with one sequence of ")
     resumed(within.run)
     assert_alike(within.run, end_of(settings, tmp_path, room_mb=None).run)
 
 
 def test_one_row_that_cannot_be_sampled_ends_the_run_and_is_explained(deep_cache_model: Path, tmp_path: Path) -> None:
-    """Its keys and values take 20 MB."""
-    within = end_of(settings_for(deep_cache_model, generation=STOP_SOON), tmp_path, room_mb=10)
+    """Its keys and values take 130 MB."""
+    long = {**STOP_SOON, "max_new_tokens": 2000}
+    within = end_of(settings_for(deep_cache_model, generation=long), tmp_path, room_mb=10)
     assert_explained(within, "while training")
     assert within.max_rows == 1
