@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from tinyrl.config.conflicts import conflicts
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName
-from tinyrl.config.presets import DAPO, PRESETS
+from tinyrl.config.presets import DAPO, KL_ESTIMATOR, PRESETS
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -118,12 +118,12 @@ class OptimConfig(Section):
 
 
 class GrpoConfig(Section):
-    preset: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce++"] = "dapo"
+    preset: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce++", "reinforce++-baseline"] = "dapo"
     num_prompts: Positive = 32
-    group_size: Annotated[int, Field(ge=2)] = 8
+    group_size: Positive = 8
     num_epochs: Positive = 1
     minibatch_size: Positive | None = None  # None: the whole rollout in one optimizer step
-    advantage: Literal["group", "leave-one-out", "discounted-return"]
+    advantage: Literal["group", "leave-one-out", "discounted-return", "baseline-return"]
     advantage_scale: Literal["std", "none"]
     loss: Literal["clipped", "cispo"]
     ratio_level: Literal["token", "sequence"]
@@ -131,9 +131,9 @@ class GrpoConfig(Section):
     clip_eps_high: PositiveFloat
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     ratio_cap: Annotated[float, Field(ge=1)] = 5.0
-    aggregation: Literal["token", "sequence", "constant"]
+    aggregation: Literal["token", "sequence", "sequence-sum", "constant"]
     kl_coef: NonNegativeFloat
-    kl_estimator: Literal["k1", "k2", "k3"]
+    kl_estimator: Literal["k1", "k2", "k3"]  # k1 in the reward, k3 in the loss
     kl_placement: Literal["loss", "reward"]
     kl_ratio_weight: bool = False
     gamma: Share = 1.0
@@ -145,7 +145,7 @@ class GrpoConfig(Section):
         if not isinstance(data, dict):
             return data
         preset = data.get("preset", "dapo")
-        return {**DAPO, **(PRESETS.get(preset, {}) if isinstance(preset, str) else {}), **data}
+        return _with_estimator({**DAPO, **(PRESETS.get(preset, {}) if isinstance(preset, str) else {}), **data})
 
     @property
     def batch_size(self) -> int:
@@ -161,9 +161,10 @@ class PpoConfig(Section):
     value_clip_eps: PositiveFloat = 0.2
     gamma: Share = 1.0
     gae_lambda: Share = 0.95
+    bootstrap_truncated: bool = False  # a response cut off at max_new_tokens is worth what the critic says follows
     kl_coef: NonNegativeFloat = 0.05
     kl_placement: Literal["reward", "loss"] = "reward"
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    kl_estimator: Literal["k1", "k2", "k3"]  # k1 in the reward, k3 in the loss
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
     target_kl: PositiveFloat = 6.0
     kl_horizon: PositiveFloat = 10_000
@@ -173,9 +174,21 @@ class PpoConfig(Section):
     whiten_rewards: bool = False
     clip_rewards: PositiveFloat | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_estimator(cls, data: Any) -> Any:
+        return _with_estimator({"kl_placement": "reward", **data}) if isinstance(data, dict) else data
+
     @property
     def batch_size(self) -> int:
         return self.num_prompts
+
+
+def _with_estimator(data: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a method, with the KL estimator that its placement asks for unless they name one."""
+    placement = data["kl_placement"]
+    default = KL_ESTIMATOR.get(placement, "k1") if isinstance(placement, str) else "k1"
+    return {"kl_estimator": default, **data}
 
 
 class SftConfig(Section):
@@ -216,7 +229,7 @@ class Config(Section):
     generation: GenerationConfig = Field(default_factory=GenerationConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
     grpo: GrpoConfig = Field(default_factory=lambda: GrpoConfig.model_validate({}))
-    ppo: PpoConfig = Field(default_factory=PpoConfig)
+    ppo: PpoConfig = Field(default_factory=lambda: PpoConfig.model_validate({}))
     sft: SftConfig = Field(default_factory=SftConfig)
     reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig)
     run: RunConfig = Field(default_factory=RunConfig)

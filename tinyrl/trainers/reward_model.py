@@ -129,11 +129,7 @@ def pair_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Bradley-Terry loss of pairs in one batch; with smoothing s a label is right with probability 1 - s."""
     chosen, rejected = pair_scores(parts, pairs)
-    loss, metrics = bradley_terry_loss(chosen, rejected, denominator=denominator)
-    if smoothing > 0:
-        swapped, _ = bradley_terry_loss(rejected, chosen, denominator=denominator)
-        loss = (1 - smoothing) * loss + smoothing * swapped
-    return loss, metrics
+    return bradley_terry_loss(chosen, rejected, label_smoothing=smoothing, denominator=denominator)
 
 
 def pair_scores(parts: Parts, pairs: list[Pair]) -> tuple[Tensor, Tensor]:

@@ -118,7 +118,7 @@ def example(row: Row, parts: Parts) -> Example:
     tokens = render_prompt(tokenizer, prompt, chat=config.task.chat, system_prompt=config.task.system_prompt).tokens
     if config.sft.loss_on == "completion":
         return tokens, target
-    return [start], [t for t in tokens if t != tokenizer.bos_token_id] + target
+    return [start], (tokens[1:] if tokens[0] == start else tokens) + target  # one BOS, the prompt's own or ours
 
 
 def evaluate(parts: TextParts) -> Evaluation:
