@@ -34,91 +34,103 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    path: Text = Field("starter", description="folder with safetensors, hub name, or the embedded `starter`")
+    path: Text = Field(default="starter", description="folder with safetensors, hub name, or the embedded `starter`")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="of weights and autocast; auto: bfloat16 on a GPU that has it, else float32"
+        default="auto", description="of weights and autocast; auto: bfloat16 on a GPU that has it, else float32"
     )
-    attention: Literal["sdpa", "eager"] = Field("sdpa", description="PyTorch's fused kernel, or plain products")
-    gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
-    quantization: Literal["4bit"] | None = Field(None, description="hold the frozen base in 4 bits; needs LoRA")
-    adapter: Text | None = Field(None, description="LoRA adapter to start from; the reference is a frozen copy of it")
-    random_init: bool = Field(False, description="draw the weights from run.seed: a model trained from nothing")
+    attention: Literal["sdpa", "eager"] = Field(default="sdpa", description="PyTorch's fused kernel, or plain products")
+    gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")
+    quantization: Literal["4bit"] | None = Field(default=None, description="hold the frozen base in 4 bits; needs LoRA")
+    adapter: Text | None = Field(
+        default=None, description="LoRA adapter to start from; the reference is a frozen copy of it"
+    )
+    random_init: bool = Field(default=False, description="draw the weights from run.seed: a model trained from nothing")
 
 
 class LoraSection(Section):
-    enabled: bool = Field(True, description="train low-rank adapters; false: train every weight")
-    r: Positive = Field(16, description="rank of the adapters")
-    alpha: PositiveFloat = Field(32, description="scale: an adapter's output is multiplied by alpha / r")
+    enabled: bool = Field(default=True, description="train low-rank adapters; false: train every weight")
+    r: Positive = Field(default=16, description="rank of the adapters")
+    alpha: PositiveFloat = Field(default=32, description="scale: an adapter's output is multiplied by alpha / r")
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="in the adapters; only sft and reward allow it"
+        default=0.0, description="in the adapters; only sft and reward allow it"
     )
     target_modules: Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)] = Field(
-        "all-linear", description="modules that get an adapter"
+        default="all-linear", description="modules that get an adapter"
     )
 
 
 class ReferenceConfig(Section):
-    kind: Literal["auto", "none"] = Field("auto", description="auto: the policy that training starts from, frozen")
+    kind: Literal["auto", "none"] = Field(
+        default="auto", description="auto: the policy that training starts from, frozen"
+    )
 
 
 class CriticConfig(Section):
     kind: Literal["adapter", "shared", "shared-detached", "separate"] | None = Field(
-        None, description="whose weights it has; null: an adapter of its own with LoRA, else a separate model"
+        default=None, description="whose weights it has; null: an adapter of its own with LoRA, else a separate model"
     )
-    path: Text | None = Field(None, description="model that a separate critic starts from; null: model.path")
-    warmup: NonNegative = Field(1, description="steps at the start that train only the critic")
+    path: Text | None = Field(default=None, description="model that a separate critic starts from; null: model.path")
+    warmup: NonNegative = Field(default=1, description="steps at the start that train only the critic")
 
 
 class TaskConfig(Section):
-    name: Text | None = Field(None, description="a task of `tinyrl tasks`; null: `rows`, your own rows")
+    name: Text | None = Field(default=None, description="a task of `tinyrl tasks`; null: `rows`, your own rows")
     data: Text | None = Field(
-        None, description="training rows: .jsonl, .json, .csv, .parquet, or owner/name:config@split"
+        default=None, description="training rows: .jsonl, .json, .csv, .parquet, or owner/name:config@split"
     )
-    eval_data: Text | None = Field(None, description="held-out rows; null: a tenth of the prompts of task.data")
+    eval_data: Text | None = Field(default=None, description="held-out rows; null: a tenth of the prompts of task.data")
     columns: dict[str, str] = Field(default_factory=dict, description="columns to rename, as {new: old}")
-    system_prompt: str | None = Field(None, description="put before every prompt; replaces the data's own")
-    max_samples: Positive | None = Field(None, description="use at most so many rows of each split")
-    chat: Literal["auto"] | bool = Field("auto", description="use the chat template; auto: where there is one")
-    long_prompts: Literal["error", "drop"] = Field("error", description="prompts over generation.max_prompt_tokens")
+    system_prompt: str | None = Field(default=None, description="put before every prompt; replaces the data's own")
+    max_samples: Positive | None = Field(default=None, description="use at most so many rows of each split")
+    chat: Literal["auto"] | bool = Field(default="auto", description="use the chat template; auto: where there is one")
+    long_prompts: Literal["error", "drop"] = Field(
+        default="error", description="prompts over generation.max_prompt_tokens"
+    )
 
 
 class RewardFunctionConfig(Section):
     use: Text = Field(description="FILE.py:FUNCTION")
-    weight: float = Field(1.0, description="factor of its score in the sum")
+    weight: float = Field(default=1.0, description="factor of its score in the sum")
 
 
 class RewardConfig(Section):
     functions: list[RewardFunctionConfig] = Field(
         default_factory=list, description="in place of the task's own verifier"
     )
-    model: Text | None = Field(None, description="reward model: a classifier, or an adapter of `tinyrl train reward`")
+    model: Text | None = Field(
+        default=None, description="reward model: a classifier, or an adapter of `tinyrl train reward`"
+    )
     model_label: int | str | None = Field(
-        None, description="whose score counts, by index or name, where there are several"
+        default=None, description="whose score counts, by index or name, where there are several"
     )
-    model_weight: float = Field(1.0, description="factor of the reward model's score in the sum")
-    timeout_s: PositiveFloat = Field(60.0, description="seconds a call of the reward functions may take")
+    model_weight: float = Field(default=1.0, description="factor of the reward model's score in the sum")
+    timeout_s: PositiveFloat = Field(default=60.0, description="seconds a call of the reward functions may take")
     truncated: Literal["keep", "mask", "penalize"] = Field(
-        "keep", description="completions cut off at max_new_tokens: as others, left out, or penalised"
+        default="keep", description="completions cut off at max_new_tokens: as others, left out, or penalised"
     )
-    truncated_penalty: NonNegativeFloat = Field(1.0, description="subtracted under reward.truncated=penalize")
-    overlong_tokens: NonNegative = Field(0, description="DAPO's soft penalty over the last so many tokens; 0: none")
+    truncated_penalty: NonNegativeFloat = Field(default=1.0, description="subtracted under reward.truncated=penalize")
+    overlong_tokens: NonNegative = Field(
+        default=0, description="DAPO's soft penalty over the last so many tokens; 0: none"
+    )
 
 
 class GenerationConfig(Section):
-    max_new_tokens: Positive = Field(256, description="longest completion")
-    max_prompt_tokens: Positive = Field(1024, description="longest prompt")
-    temperature: PositiveFloat = Field(1.0, description="of sampling, and of all log-probabilities")
+    max_new_tokens: Positive = Field(default=256, description="longest completion")
+    max_prompt_tokens: Positive = Field(default=1024, description="longest prompt")
+    temperature: PositiveFloat = Field(default=1.0, description="of sampling, and of all log-probabilities")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="sample from the likeliest tokens with this total probability; 1: all"
+        default=1.0, description="sample from the likeliest tokens with this total probability; 1: all"
     )
-    top_k: NonNegative = Field(0, description="sample from the k likeliest tokens; 0: all")
-    allow_truncated_sampling: bool = Field(False, description="allow top_p and top_k, which ratios and KL do not see")
+    top_k: NonNegative = Field(default=0, description="sample from the k likeliest tokens; 0: all")
+    allow_truncated_sampling: bool = Field(
+        default=False, description="allow top_p and top_k, which ratios and KL do not see"
+    )
     stop: list[Text] = Field(default_factory=list, description="texts that end a completion")
     engine: Literal["auto", "fused", "hf-merged", "hf"] = Field(
-        "auto", description="tinyrl's decoder, or the library's modules, with adapters merged or not"
+        default="auto", description="tinyrl's decoder, or the library's modules, with adapters merged or not"
     )
-    max_rows: Positive | None = Field(None, description="completions decoded at a time; null: all")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="of sampling; auto: the model's")
+    max_rows: Positive | None = Field(default=None, description="completions decoded at a time; null: all")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="of sampling; auto: the model's")
 
     @field_validator("engine", mode="before")
     @classmethod
@@ -127,24 +139,30 @@ class GenerationConfig(Section):
 
 
 class OptimConfig(Section):
-    optimizer: Literal["adamw", "adamw8bit"] = Field("adamw", description="AdamW, with 32- or 8-bit state")
-    learning_rate: PositiveFloat | None = Field(None, description="of the policy; null: LoRA 5e-5, full 1e-6")
-    critic_learning_rate: PositiveFloat | None = Field(None, description="of the critic; null: LoRA 1e-4, full 1e-5")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="of the rates, after the warm-up")
-    warmup_steps: NonNegative = Field(0, description="steps over which the rates rise from 0")
-    weight_decay: NonNegativeFloat = Field(0.0, description="decoupled weight decay")
-    adam_eps: PositiveFloat = Field(1e-8, description="added to the root of Adam's second moment")
-    max_grad_norm: PositiveFloat = Field(1.0, description="gradients of each role are scaled down to this norm")
+    optimizer: Literal["adamw", "adamw8bit"] = Field(default="adamw", description="AdamW, with 32- or 8-bit state")
+    learning_rate: PositiveFloat | None = Field(default=None, description="of the policy; null: LoRA 5e-5, full 1e-6")
+    critic_learning_rate: PositiveFloat | None = Field(
+        default=None, description="of the critic; null: LoRA 1e-4, full 1e-5"
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="of the rates, after the warm-up"
+    )
+    warmup_steps: NonNegative = Field(default=0, description="steps over which the rates rise from 0")
+    weight_decay: NonNegativeFloat = Field(default=0.0, description="decoupled weight decay")
+    adam_eps: PositiveFloat = Field(default=1e-8, description="added to the root of Adam's second moment")
+    max_grad_norm: PositiveFloat = Field(default=1.0, description="gradients of each role are scaled down to this norm")
 
 
 class GrpoConfig(Section):
     preset: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce++"] = Field(
-        "dapo", description="gives the fields below their defaults"
+        default="dapo", description="gives the fields below their defaults"
     )
-    num_prompts: Positive = Field(32, description="prompts per step")
-    group_size: Annotated[int, Field(ge=2)] = Field(8, description="completions per prompt")
-    num_epochs: Positive = Field(1, description="passes over one rollout")
-    minibatch_size: Positive | None = Field(None, description="sequences per optimizer step; null: the whole rollout")
+    num_prompts: Positive = Field(default=32, description="prompts per step")
+    group_size: Annotated[int, Field(ge=2)] = Field(default=8, description="completions per prompt")
+    num_epochs: Positive = Field(default=1, description="passes over one rollout")
+    minibatch_size: Positive | None = Field(
+        default=None, description="sequences per optimizer step; null: the whole rollout"
+    )
     advantage: Literal["group", "leave-one-out", "discounted-return"] = Field(
         description="a score against its group, the others of it, or the batch"
     )
@@ -158,18 +176,22 @@ class GrpoConfig(Section):
     clip_eps: Rate = Field(description="the ratio is clipped below at 1 - clip_eps")
     clip_eps_high: PositiveFloat = Field(description="the ratio is clipped above at 1 + clip_eps_high")
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="bound of the ratio where advantages are negative; null: none"
+        default=None, description="bound of the ratio where advantages are negative; null: none"
     )
-    ratio_cap: Annotated[float, Field(ge=1)] = Field(5.0, description="cap of the importance weight under loss=cispo")
+    ratio_cap: Annotated[float, Field(ge=1)] = Field(
+        default=5.0, description="cap of the importance weight under loss=cispo"
+    )
     aggregation: Literal["token", "sequence", "constant"] = Field(
         description="token: mean of all; sequence: mean of means; constant: sum by max_new_tokens"
     )
     kl_coef: NonNegativeFloat = Field(description="weight of the KL to the reference; 0: no reference pass")
     kl_estimator: Literal["k1", "k2", "k3"] = Field(description="of the KL from samples (Schulman 2020)")
     kl_placement: Literal["loss", "reward"] = Field(description="a term of the loss, or of the reward")
-    kl_ratio_weight: bool = Field(False, description="weight the KL in the loss by the ratio: unbiased off-policy")
-    gamma: Share = Field(1.0, description="discount of the discounted-return advantage")
-    refill_rounds: NonNegative = Field(0, description="most rounds of fresh prompts for groups without spread")
+    kl_ratio_weight: bool = Field(
+        default=False, description="weight the KL in the loss by the ratio: unbiased off-policy"
+    )
+    gamma: Share = Field(default=1.0, description="discount of the discounted-return advantage")
+    refill_rounds: NonNegative = Field(default=0, description="most rounds of fresh prompts for groups without spread")
 
     @model_validator(mode="before")
     @classmethod
@@ -185,34 +207,40 @@ class GrpoConfig(Section):
 
 
 class PpoConfig(Section):
-    num_prompts: Positive = Field(128, description="prompts per step, one completion each")
-    num_epochs: Positive = Field(4, description="passes over one rollout")
-    minibatch_size: Positive | None = Field(64, description="sequences per optimizer step; null: the whole rollout")
-    clip_eps: Rate = Field(0.2, description="the ratio is clipped to 1 - clip_eps ... 1 + clip_eps")
+    num_prompts: Positive = Field(default=128, description="prompts per step, one completion each")
+    num_epochs: Positive = Field(default=4, description="passes over one rollout")
+    minibatch_size: Positive | None = Field(
+        default=64, description="sequences per optimizer step; null: the whole rollout"
+    )
+    clip_eps: Rate = Field(default=0.2, description="the ratio is clipped to 1 - clip_eps ... 1 + clip_eps")
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="bound of the ratio where advantages are negative; null: none"
+        default=None, description="bound of the ratio where advantages are negative; null: none"
     )
     value_clip_eps: PositiveFloat = Field(
-        0.2, description="the loss does not reward values for moving further than this"
+        default=0.2, description="the loss does not reward values for moving further than this"
     )
-    gamma: Share = Field(1.0, description="discount of rewards")
-    gae_lambda: Share = Field(0.95, description="lambda of generalised advantage estimation")
-    kl_coef: NonNegativeFloat = Field(0.05, description="weight of the KL to the reference; adaptive: where it starts")
-    kl_placement: Literal["reward", "loss"] = Field("reward", description="a term of the reward, or of the loss")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k1", description="of the KL from samples (Schulman 2020)")
+    gamma: Share = Field(default=1.0, description="discount of rewards")
+    gae_lambda: Share = Field(default=0.95, description="lambda of generalised advantage estimation")
+    kl_coef: NonNegativeFloat = Field(
+        default=0.05, description="weight of the KL to the reference; adaptive: where it starts"
+    )
+    kl_placement: Literal["reward", "loss"] = Field(
+        default="reward", description="a term of the reward, or of the loss"
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k1", description="of the KL from samples (Schulman 2020)")
     kl_controller: Literal["fixed", "adaptive"] = Field(
-        "fixed", description="keep kl_coef, or steer it towards target_kl (Ziegler 2019)"
+        default="fixed", description="keep kl_coef, or steer it towards target_kl (Ziegler 2019)"
     )
-    target_kl: PositiveFloat = Field(6.0, description="of the adaptive controller, in nats per response")
-    kl_horizon: PositiveFloat = Field(10_000, description="of the adaptive controller, in completions")
+    target_kl: PositiveFloat = Field(default=6.0, description="of the adaptive controller, in nats per response")
+    kl_horizon: PositiveFloat = Field(default=10_000, description="of the adaptive controller, in completions")
     stop_kl: PositiveFloat | None = Field(
-        None, description="KL per token that ends a rollout's epochs early; null: none"
+        default=None, description="KL per token that ends a rollout's epochs early; null: none"
     )
-    value_coef: NonNegativeFloat = Field(0.1, description="weight of the value loss")
-    entropy_coef: NonNegativeFloat = Field(0.0, description="weight of the entropy bonus")
-    whiten_rewards: bool = Field(False, description="scale token rewards to unit variance, and keep their mean")
+    value_coef: NonNegativeFloat = Field(default=0.1, description="weight of the value loss")
+    entropy_coef: NonNegativeFloat = Field(default=0.0, description="weight of the entropy bonus")
+    whiten_rewards: bool = Field(default=False, description="scale token rewards to unit variance, and keep their mean")
     clip_rewards: PositiveFloat | None = Field(
-        None, description="scores are clipped to plus or minus this; null: not at all"
+        default=None, description="scores are clipped to plus or minus this; null: not at all"
     )
 
     @property
@@ -221,33 +249,35 @@ class PpoConfig(Section):
 
 
 class SftConfig(Section):
-    batch_size: Positive = Field(16, description="rows per optimizer step")
-    loss_on: Literal["completion", "all"] = Field("completion", description="which tokens count")
+    batch_size: Positive = Field(default=16, description="rows per optimizer step")
+    loss_on: Literal["completion", "all"] = Field(default="completion", description="which tokens count")
 
 
 class RewardModelConfig(Section):
-    batch_size: Positive = Field(32, description="pairs per optimizer step")
+    batch_size: Positive = Field(default=32, description="pairs per optimizer step")
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
-        0.0, description="share of pairs taken to be labelled wrongly"
+        default=0.0, description="share of pairs taken to be labelled wrongly"
     )
-    center: bool = Field(True, description="subtract the training pairs' mean score: PPO starts near 0")
+    center: bool = Field(default=True, description="subtract the training pairs' mean score: PPO starts near 0")
 
 
 class RunConfig(Section):
-    num_steps: Positive = Field(200, description="steps of the run: rollout and update, or one batch")
-    seed: Annotated[int, Field(ge=0, lt=10**18)] = Field(0, description="of all random numbers")
+    num_steps: Positive = Field(default=200, description="steps of the run: rollout and update, or one batch")
+    seed: Annotated[int, Field(ge=0, lt=10**18)] = Field(default=0, description="of all random numbers")
     micro_batch_tokens: Literal["auto"] | Positive = Field(
-        "auto", description="tokens of a forward and backward pass; auto: by memory"
+        default="auto", description="tokens of a forward and backward pass; auto: by memory"
     )
     eval_every: NonNegative = Field(
-        25, description="evaluate every so many steps, and at the first and last; 0: only then"
+        default=25, description="evaluate every so many steps, and at the first and last; 0: only then"
     )
-    eval_prompts: NonNegative = Field(64, description="held-out prompts per evaluation; 0: all")
-    save_every: NonNegative = Field(25, description="save every so many steps, and at the last; 0: only then")
-    keep_checkpoints: Positive = Field(3, description="newest checkpoints that are kept, beside the best")
-    best_metric: Text = Field("eval/reward_mean", description="metric whose highest value marks the best checkpoint")
-    deterministic: bool = Field(False, description="deterministic kernels on a GPU, at a cost in speed")
-    threads: Literal["auto"] | Positive = Field("auto", description="CPU threads; auto: a short calibration")
+    eval_prompts: NonNegative = Field(default=64, description="held-out prompts per evaluation; 0: all")
+    save_every: NonNegative = Field(default=25, description="save every so many steps, and at the last; 0: only then")
+    keep_checkpoints: Positive = Field(default=3, description="newest checkpoints that are kept, beside the best")
+    best_metric: Text = Field(
+        default="eval/reward_mean", description="metric whose highest value marks the best checkpoint"
+    )
+    deterministic: bool = Field(default=False, description="deterministic kernels on a GPU, at a cost in speed")
+    threads: Literal["auto"] | Positive = Field(default="auto", description="CPU threads; auto: a short calibration")
     trackers: list[Text] = Field(
         default_factory=list, description="beside metrics.jsonl: tensorboard, trackio, wandb, mlflow ..."
     )
