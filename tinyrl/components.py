@@ -24,7 +24,7 @@ from tinyrl.models.weights_io import load_roles, save_roles
 from tinyrl.rewards.gold_check import check_gold
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout import Truncation
-from tinyrl.tasks import Task, load_rows, load_task
+from tinyrl.tasks import Task, load_split, load_task
 from tinyrl.tasks.prompts import PreparedPrompt, prepare_prompts
 from tinyrl.text import visible
 
@@ -201,15 +201,7 @@ def load_sampling_parts(config: Config, *, options: Options) -> SamplingParts:
 def load_prompts(config: Config, task: Task, split: str, *, parts: Parts) -> list[PreparedPrompt]:
     """The prompts of a split, tokenised and checked."""
     where, generation = config.task, config.generation
-    rows = load_rows(
-        task,
-        split,
-        data=where.data,
-        eval_data=where.eval_data,
-        columns=where.columns,
-        max_samples=where.max_samples,
-        seed=config.run.seed,
-    )
+    rows = load_split(config, split)
     limit = generation.max_prompt_tokens
     positions = getattr(parts.roles.causal.config, "max_position_embeddings", None)
     if positions is not None and generation.max_new_tokens >= positions:

@@ -68,6 +68,9 @@ class TaskConfig(Section):
     columns: dict[str, str] = Field(default_factory=dict)
     system_prompt: str | None = None
     max_samples: Positive | None = None
+    split_seed: Annotated[
+        int, Field(ge=0, lt=10**18, description="chooses the rows that are held out of task.data, whatever run.seed is")
+    ] = 0
     chat: Literal["auto"] | bool = "auto"
     long_prompts: Literal["error", "drop"] = "error"
 

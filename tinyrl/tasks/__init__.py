@@ -7,11 +7,15 @@ against the task before anything is trained, so a bad row is reported with its f
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
 
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import hold_out, placed_rows
 from tinyrl.tasks.task import Task
 from tinyrl.text import did_you_mean
+
+if TYPE_CHECKING:
+    from tinyrl.config.schema import Config
 
 TASKS: dict[str, str] = {
     "sort": "tinyrl.tasks.sort",
@@ -31,6 +35,20 @@ def load_task(name: str) -> Task:
         meant = did_you_mean(name, list(TASKS))
         raise ValueError(f"task.name: there is no task '{name}'.{meant} Tasks: {', '.join(TASKS)}")
     return importlib.import_module(TASKS[name]).TASK
+
+
+def load_split(config: Config, split: str) -> list[Row]:
+    """The rows of "train" or "eval" that a run has: `load_rows` with the run's settings."""
+    where = config.task
+    return load_rows(
+        load_task(where.name or "rows"),
+        split,
+        data=where.data,
+        eval_data=where.eval_data,
+        columns=where.columns,
+        max_samples=where.max_samples,
+        seed=where.split_seed,
+    )
 
 
 def load_rows(

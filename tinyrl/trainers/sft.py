@@ -97,7 +97,7 @@ def text_rows(config: Config) -> tuple[list[Row], list[Row]]:
     rows = read_rows(where.data, columns=where.columns)
     if where.eval_data is not None:
         return rows[: where.max_samples], read_rows(where.eval_data, columns=where.columns)[: where.max_samples]
-    train_rows, held_out = hold_out(rows, prompt=lambda row: row.get("prompt", row.get("text")), seed=config.run.seed)
+    train_rows, held_out = hold_out(rows, prompt=lambda row: row.get("prompt", row.get("text")), seed=where.split_seed)
     return train_rows[: where.max_samples], held_out[: where.max_samples]
 
 
