@@ -167,7 +167,7 @@ def reward_test(
 
         parse_use(use)
         chosen = load_task(task)
-        rows = load_rows(chosen, "eval", eval_data=data, max_samples=num_rows)
+        rows = load_rows(chosen, "eval", eval_data=data, max_samples=num_rows, verified=False)
         trial = try_function(use, chosen, rows, timeout_s=timeout)
         print(render(trial))
     if trial.would_stop_a_run:

@@ -90,6 +90,11 @@ class RewardConfig(Section):
     truncated_penalty: NonNegativeFloat = 1.0
     overlong_tokens: NonNegative = 0  # DAPO's soft overlong penalty over the last so many tokens; 0: none
 
+    @property
+    def is_verifier(self) -> bool:
+        """Whether the reward is the task's verifier: it is where nothing else is named."""
+        return not self.functions and self.model is None
+
 
 class GenerationConfig(Section):
     max_new_tokens: Positive = 256

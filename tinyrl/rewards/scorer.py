@@ -46,7 +46,7 @@ class Scorer:
         self.micro_batches = micro_batches
         self.functions = [FunctionReward(f.use, weight=f.weight, timeout_s=config.timeout_s) for f in config.functions]
         self.has_model = config.model is not None
-        self.uses_verifier = not self.functions and not self.has_model
+        self.uses_verifier = config.is_verifier
         if self.uses_verifier and task.verify is None:
             raise ValueError(
                 f"task {task.name} has no verifier, so a reward is needed: "
