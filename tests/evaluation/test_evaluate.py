@@ -12,7 +12,6 @@ from tinyrl.evaluation.evaluate import (
     Evaluation,
     evaluate,
     majority_passes,
-    mean_interval,
     paired_difference,
     pass_at_k,
 )
@@ -37,23 +36,6 @@ def test_the_most_frequent_answer_decides_and_ties_share() -> None:
     assert majority_passes(["a", "b"], [True, False]) == 0.5  # a tie shares the verdict
     assert majority_passes([None, None, "a"], [False, False, True]) == 1.0  # no answer, no vote
     assert majority_passes([None, None], [False, False]) == 0.0
-
-
-def test_interval_covers_the_mean_about_as_often_as_it_says() -> None:
-    import random
-
-    hits = 0
-    for seed in range(200):
-        rng = random.Random(seed)
-        low, high = mean_interval([rng.gauss(3.0, 2.0) for _ in range(60)], resamples=400)
-        hits += low <= 3.0 <= high
-    assert 178 <= hits <= 199  # 95 % of 200 is 190; binomial standard deviation 3.1
-
-
-def test_interval_ignores_missing_prompts_and_needs_two() -> None:
-    low, high = mean_interval([1.0, 1.0, math.nan])
-    assert (low, high) == (1.0, 1.0)
-    assert all(math.isnan(x) for x in mean_interval([1.0]))
 
 
 def test_paired_difference() -> None:

@@ -12,17 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from tinyrl.components import SamplingParts
+from tinyrl.evaluation.intervals import bootstrap_interval, mean_interval
 from tinyrl.rollout import FINISH_REASONS, forward_pass, sample_and_score
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.tasks.task import Task
 
 EVAL_STEP = 1 << 40  # the step in the key of evaluation samples: no training step reaches it
 Role = Literal["policy", "reference", "base"]
-INTERVAL = 0.95
 
 
 @dataclass
@@ -202,20 +201,10 @@ def majority_passes(answers: Sequence[Any], passed: Sequence[bool]) -> float:
     return _mean([max(ok for a, ok in zip(answers, passed, strict=True) if a == w) for w in winners])
 
 
-def mean_interval(values: Sequence[float], *, resamples: int = 2000) -> list[float]:
-    """A 95 % percentile-bootstrap interval of the mean, over prompts: samples of one prompt are not independent."""
-    kept = np.array([v for v in values if not math.isnan(v)])
-    if len(kept) < 2:
-        return [math.nan, math.nan]
-    means = np.random.default_rng(0).choice(kept, (resamples, len(kept))).mean(1)
-    tail = (1 - INTERVAL) / 2
-    return [float(q) for q in np.quantile(means, [tail, 1 - tail])]
-
-
 def paired_difference(ours: Evaluation, other: Evaluation) -> dict[str, Any]:
     """Mean reward difference prompt by prompt, with its interval; not distinguishable when the interval holds 0."""
     pairs = [a - b for a, b in zip(ours.by_prompt, other.by_prompt, strict=True) if not math.isnan(a - b)]
-    low, high = mean_interval(pairs)
+    low, high = bootstrap_interval(pairs)
     return {"reward_mean": _mean(pairs), "reward_ci": [low, high], "distinguishable": not (low <= 0.0 <= high)}
 
 
