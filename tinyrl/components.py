@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.schema import Config
-from tinyrl.data.rows import fingerprint
+from tinyrl.data.rows import few_held_out, fingerprint
 from tinyrl.generation.engine import SamplingEngine
 from tinyrl.generation.select import engine_of
 from tinyrl.models.batches import make_batch
@@ -98,6 +98,7 @@ class SamplingParts(Parts):
         first = self.train_prompts[0]
         warning = check_gold(self.scorer, first).warning
         warnings = [f"warning: {warning} (prompt {first.text[:60]!r})"] if warning else []
+        warnings += self._few_held_out()
         return [f"sampling engine {self.engine.name} ({self.engine_reason})", self.describe_memory(), *warnings]
 
     def preview(self) -> str:
@@ -115,7 +116,10 @@ class SamplingParts(Parts):
             *trial.lines(),
             f"prompts: {len(self.train_prompts)} to train on, {len(self.eval_prompts)} held out",
         ]
-        return "\n".join([*lines, *([f"warning: {trial.warning}"] if trial.warning else [])])
+        return "\n".join([*lines, *([f"warning: {trial.warning}"] if trial.warning else []), *self._few_held_out()])
+
+    def _few_held_out(self) -> list[str]:
+        return few_held_out([p.prompt for p in self.eval_prompts]) if self.config.run.eval_prompts else []
 
     def _check_reference(self) -> None:
         prompts, temperature = [p.tokens for p in self.train_prompts[:4]], self.config.generation.temperature

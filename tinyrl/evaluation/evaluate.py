@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,7 +18,6 @@ from tinyrl.components import SamplingParts
 from tinyrl.evaluation.intervals import bootstrap_interval, mean_interval
 from tinyrl.rollout import FINISH_REASONS, forward_pass, sample_and_score
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.tasks.task import Task
 
 EVAL_STEP = 1 << 40  # the step in the key of evaluation samples: no training step reaches it
 Role = Literal["policy", "reference", "base"]
@@ -127,8 +126,9 @@ class _Judged:
             "reward_std": statistics.stdev(valid) if len(valid) > 1 else 0.0,
             "reward_ci": mean_interval(self.by_prompt()),
         }
+        out |= self._each_reward()
         if self.verdicts is not None:
-            out |= _verifier_metrics(self.verdicts, self._answers(), self.samples, parts_task=self.parts.task)
+            out |= _verifier_metrics(self.verdicts, self._answers(), self.samples, is_pass=self.parts.task.is_pass)
         if self.kl is not None:
             out["kl"] = self.kl
         if self.entropy is not None:
@@ -140,6 +140,12 @@ class _Judged:
             "num_prompts": len(self.prompts),
             "num_samples": self.samples,
         }
+
+    def _each_reward(self) -> dict[str, float]:
+        """The mean of each reward before weights, over the completions it applies to; absent where there are none."""
+        columns = zip(self.parts.scorer.names, self.rollout.scores.T.tolist(), strict=True)
+        applying = {f"reward/{name}": [v for v in column if not math.isnan(v)] for name, column in columns}
+        return {name: _mean(values) for name, values in applying.items() if values}
 
     def _answers(self) -> list[Any] | None:
         answer = self.parts.task.answer
@@ -167,19 +173,24 @@ class _Judged:
 
 
 def _verifier_metrics(
-    verdicts: list[float], answers: list[Any] | None, samples: int, *, parts_task: Task
+    verdicts: list[float], answers: list[Any] | None, samples: int, *, is_pass: Callable[[float], bool]
 ) -> dict[str, Any]:
-    """pass@1 (pass@k and majority@k for k samples), the verifier's mean score, the number of distinct answers."""
-    passed = [parts_task.is_pass(v) for v in verdicts]
-    groups = [passed[i : i + samples] for i in range(0, len(passed), samples)]
+    """pass@1 (pass@k and majority@k for k samples), the verifier's mean score, the number of distinct answers.
+
+    Over the prompts with a verdict (NaN: the row has no answer to compare with); nothing where no prompt has one.
+    """
+    starts = [i for i in range(0, len(verdicts), samples) if not all(map(math.isnan, verdicts[i : i + samples]))]
+    if not starts:
+        return {}
+    groups = [[is_pass(v) for v in verdicts[i : i + samples]] for i in starts]
     out: dict[str, Any] = {"pass@1": _mean([pass_at_k(len(g), sum(g), 1) for g in groups])}
-    out["verifier_mean"] = _mean([v for v in verdicts if v is not None and not math.isnan(v)])
+    out["verifier_mean"] = _mean([v for v in verdicts if not math.isnan(v)])
     if samples > 1:
         out[f"pass@{samples}"] = _mean([pass_at_k(len(g), sum(g), samples) for g in groups])
     if answers is not None:
-        out["distinct_answers"] = len({a for a in answers if a is not None})
+        said = [answers[i : i + samples] for i in starts]
+        out["distinct_answers"] = len({a for group in said for a in group if a is not None})
         if samples > 1:
-            said = [answers[i : i + samples] for i in range(0, len(answers), samples)]
             out[f"majority@{samples}"] = _mean([majority_passes(a, g) for a, g in zip(said, groups, strict=True)])
     return out
 
