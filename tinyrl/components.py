@@ -176,18 +176,19 @@ def settle_threads(parts: Parts) -> str:
 
 def load_sampling_parts(config: Config, *, options: Options) -> SamplingParts:
     """Everything a method that samples needs. Raises ValueError, in a sentence, for what a user can fix."""
+    return _sampling_parts(config, options=options, judge=None)
+
+
+def load_judged_parts(config: Config, *, options: Options, judge: Scorer) -> SamplingParts:
+    """`load_sampling_parts`, with another run's scorer in place of the configuration's own rewards."""
+    return _sampling_parts(config, options=options, judge=judge)
+
+
+def _sampling_parts(config: Config, *, options: Options, judge: Scorer | None) -> SamplingParts:
     parts = load_parts(config, options=options)
     task = load_task(config.task.name or "rows")
     train_prompts, eval_prompts = (load_prompts(config, task, split, parts=parts) for split in ("train", "eval"))
-    dtype = resolve_dtype(config.model.dtype, on_cpu=parts.accelerator.device.type == "cpu")
-    scorer = Scorer(
-        config.reward,
-        task,
-        tokenizer=parts.tokenizer,
-        roles=parts.roles,
-        model=build_reward_model(config, parts.roles, dtype=dtype, trust_remote_code=options.trust_remote_code),
-        micro_batches=parts.micro_batches,
-    )
+    scorer = _scorer(config, task, parts=parts, options=options) if judge is None else judge.reading(parts.tokenizer)
     engine, why = engine_of(config.generation, parts.roles, parts.tokenizer)
     parts.micro_batches.make_room = engine.release
     return SamplingParts(
@@ -199,6 +200,18 @@ def load_sampling_parts(config: Config, *, options: Options) -> SamplingParts:
         engine=engine,
         engine_reason=why,
         data_fingerprint=fingerprint([p.row for p in train_prompts]),
+    )
+
+
+def _scorer(config: Config, task: Task, *, parts: Parts, options: Options) -> Scorer:
+    dtype = resolve_dtype(config.model.dtype, on_cpu=parts.accelerator.device.type == "cpu")
+    return Scorer(
+        config.reward,
+        task,
+        tokenizer=parts.tokenizer,
+        roles=parts.roles,
+        model=build_reward_model(config, parts.roles, dtype=dtype, trust_remote_code=options.trust_remote_code),
+        micro_batches=parts.micro_batches,
     )
 
 

@@ -96,7 +96,7 @@ def test_the_held_out_rows_are_those_of_split_seed_whatever_the_run_seed(tmp_pat
         rows = text_rows(config)[1] if method == "sft" else load_split(config, "eval")
         return [row["prompt"] for row in rows]
 
-    # by hand: prompts sorted by the sha256 of {"prompt":"..."}, of them the first 6 places by that of "hold out 0:place"
+    # by hand: prompts sorted by the sha256 of {"prompt":"..."}, then the first 6 places by that of "hold out 0:place"
     assert held(0) == held(31) == ["4", "8", "10", "32", "43", "50"]
     assert held(0, split_seed=1) == held(31, split_seed=1) != held(0)
 

@@ -88,7 +88,10 @@ def train(
 @app.command("eval")
 def evaluate(
     target: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL")],
-    vs: Annotated[str | None, typer.Option(help="base, start, a run or a checkpoint to compare with")] = None,
+    vs: Annotated[
+        str | None,
+        typer.Option(help="base, start, a run or a checkpoint, judged by the first one's prompts and reward"),
+    ] = None,
     task: Annotated[str | None, typer.Option(help="another task than the run's")] = None,
     split: Annotated[
         Literal["eval", "train"], typer.Option(help="held-out prompts, or those of training (has it memorised?)")
