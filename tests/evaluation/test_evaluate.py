@@ -46,6 +46,8 @@ def test_paired_difference() -> None:
     same = paired_difference(ours, ours)
     assert same["reward_mean"] == 0.0
     assert same["distinguishable"] is False
+    one = paired_difference(Evaluation({}, [1.0], []), Evaluation({}, [0.0], []))
+    assert one["distinguishable"] is False  # one prompt has no interval
 
 
 def test_evaluation_is_repeatable_and_counts_what_it_says(tmp_path: Path) -> None:

@@ -213,10 +213,10 @@ def majority_passes(answers: Sequence[Any], passed: Sequence[bool]) -> float:
 
 
 def paired_difference(ours: Evaluation, other: Evaluation) -> dict[str, Any]:
-    """Mean reward difference prompt by prompt, with its interval; not distinguishable when the interval holds 0."""
+    """Mean reward difference prompt by prompt, with its interval; distinguishable when that is known and without 0."""
     pairs = [a - b for a, b in zip(ours.by_prompt, other.by_prompt, strict=True) if not math.isnan(a - b)]
     low, high = bootstrap_interval(pairs)
-    return {"reward_mean": _mean(pairs), "reward_ci": [low, high], "distinguishable": not (low <= 0.0 <= high)}
+    return {"reward_mean": _mean(pairs), "reward_ci": [low, high], "distinguishable": low > 0.0 or high < 0.0}
 
 
 def _mean(values: Sequence[float]) -> float:
