@@ -115,7 +115,10 @@ def train(
 @app.command("eval")
 def evaluate(
     target: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL")],
-    vs: Annotated[str | None, typer.Option(help="base, start, a run or a checkpoint to compare with")] = None,
+    vs: Annotated[
+        str | None,
+        typer.Option(help="base, start, a run or a checkpoint, judged by the first one's prompts and reward"),
+    ] = None,
     task: Annotated[str | None, typer.Option(help="another task than the run's")] = None,
     split: Annotated[
         Literal["eval", "train"], typer.Option(help="held-out prompts, or those of training (has it memorised?)")
@@ -194,7 +197,7 @@ def reward_test(
 
         parse_use(use)
         chosen = load_task(task)
-        rows = load_rows(chosen, "eval", eval_data=data, max_samples=num_rows)
+        rows = load_rows(chosen, "eval", eval_data=data, max_samples=num_rows, verified=False)
         trial = try_function(use, chosen, rows, timeout_s=timeout)
         print(render(trial))
     if trial.would_stop_a_run:

@@ -82,6 +82,9 @@ class TaskConfig(Section):
     columns: dict[str, str] = Field(default_factory=dict, description="columns to rename, as {new: old}")
     system_prompt: str | None = Field(default=None, description="put before every prompt; replaces the data's own")
     max_samples: Positive | None = Field(default=None, description="use at most so many rows of each split")
+    split_seed: Annotated[int, Field(ge=0, lt=10**18)] = Field(
+        default=0, description="chooses the rows held out of task.data, whatever run.seed is"
+    )
     chat: Literal["auto"] | bool = Field(default="auto", description="use the chat template; auto: where there is one")
     long_prompts: Literal["error", "drop"] = Field(
         default="error", description="prompts over generation.max_prompt_tokens"
@@ -112,6 +115,11 @@ class RewardConfig(Section):
     overlong_tokens: NonNegative = Field(
         default=0, description="DAPO's soft penalty over the last so many tokens; 0: none"
     )
+
+    @property
+    def is_verifier(self) -> bool:
+        """Whether the reward is the task's verifier: it is where nothing else is named."""
+        return not self.functions and self.model is None
 
 
 class GenerationConfig(Section):
@@ -289,7 +297,7 @@ class RunConfig(Section):
     eval_every: NonNegative = Field(
         default=25, description="evaluate every so many steps, and at the first and last; 0: only then"
     )
-    eval_prompts: NonNegative = Field(default=64, description="held-out prompts per evaluation; 0: all")
+    eval_prompts: NonNegative = Field(default=64, description="held-out prompts an evaluation takes; 0: no evaluation")
     save_every: NonNegative = Field(default=25, description="save every so many steps, and at the last; 0: only then")
     keep_checkpoints: Positive = Field(default=3, description="newest checkpoints that are kept, beside the best")
     best_metric: Text = Field(

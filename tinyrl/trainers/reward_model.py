@@ -23,7 +23,7 @@ from tinyrl.algorithms.preference import bradley_terry_loss
 from tinyrl.components import Options, Parts, load_parts
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import batch_indices, fingerprint
+from tinyrl.data.rows import batch_indices, few_held_out, fingerprint
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.batches import trunk_of
 from tinyrl.models.micro_batches import RowSizes, Work
@@ -44,6 +44,10 @@ class PairParts(Parts):
     train: list[Pair]
     held_out: list[Pair]
     data_fingerprint: str
+
+    def check(self) -> list[str]:
+        """Whether held-out scores can say something."""
+        return few_held_out(self.held_out) if self.config.run.eval_prompts else []
 
     def save_models(self, folder: Path) -> None:
         """LoRA: adapter and centred head. Full: a sequence-classification model whose config holds the centre."""
@@ -190,7 +194,7 @@ def pair(row: Row, parts: Parts) -> Pair:
 
 def evaluate(parts: PairParts) -> Evaluation:
     """Accuracy (a tie counts half) and loss on held-out pairs."""
-    pairs = parts.held_out[: parts.config.run.eval_prompts or None]
+    pairs = parts.held_out[: parts.config.run.eval_prompts]
     chosen, rejected = parts.scores(pairs)
     loss, metrics = bradley_terry_loss(chosen, rejected)
     return Evaluation(

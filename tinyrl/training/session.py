@@ -123,7 +123,7 @@ class Session:
         settings, step = self.config.run, self.state.step
         last = step >= settings.num_steps
         due = settings.eval_every and step % settings.eval_every == 0
-        if due or step == 0 or last:
+        if settings.eval_prompts and (due or step == 0 or last):
             with self.timed("evaluation"):
                 evaluation = self._evaluate()
             self.metrics.values |= evaluation.flat()
