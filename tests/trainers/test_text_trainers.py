@@ -1,6 +1,8 @@
 """Supervised fine-tuning and reward models: they learn, resume exactly, and leave what PPO can use."""
 
 import json
+import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,13 @@ from transformers import AutoModelForSequenceClassification
 from tests import running
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tinyrl.components import Options, load_sampling_parts
+from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config, RewardConfig
 from tinyrl.models import reward_model as reward_models
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.reward_model import load_reward_model
 from tinyrl.models.roles import Roles
+from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import prepare_prompts, token_ids
 from tinyrl.trainers import reward_model
 from tinyrl.trainers.sft import text_rows
@@ -187,6 +191,41 @@ def test_the_accuracy_reported_is_the_one_ppo_reads(
     assert sum(both) / len(both) == pytest.approx(0, abs=1e-5)
     assert max(tokens.count(bos) for tokens in read) == 1
     parts.close()
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_what_train_reward_says_at_its_end_can_be_typed_anywhere(
+    lora: bool, model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Trained with relative paths in one folder; the printed command is run in that folder, its run resumed in another;
+    a full fine-tune is a model, not an adapter.
+    """
+    (here := tmp_path / "here").mkdir()
+    monkeypatch.chdir(here)
+    (here / "base").symlink_to(model)
+    shutil.copyfile(rows, "rows.jsonl")
+    few = settings("reward", Path("base"), Path("rows.jsonl"), lora=lora, run={**RUN, "num_steps": 2})
+    few.task.system_prompt = "Say: yes"
+    running.train(few, Path("runs"), name="rm")
+    printed = capsys.readouterr().out.splitlines()
+    kind = next(line for line in printed if "step-000002" in line)
+    assert kind.split() == ["adapter" if lora else "model", "runs/rm/checkpoints/step-000002/"]
+    program, train, method, *overrides = shlex.split(next(line for line in printed if line.startswith("next"))[9:])
+    assert (program, train, method) == ("tinyrl", "train", "ppo")
+    ppo = load_config(method, None, overrides=[*overrides, "ppo.num_prompts=4", "ppo.minibatch_size=4"])
+    ppo.generation.max_new_tokens, ppo.run.num_steps, ppo.run.eval_prompts, ppo.run.threads = 4, 2, 4, 1
+    code, run, _ = running.train(ppo, Path("runs"), name="ppo")
+    assert code == 0
+    assert ppo.task.system_prompt == "Say: yes"
+    written = run.read_config()
+    assert written.reward.model == str(here / "runs/rm/checkpoints/step-000002")
+    assert (written.model.path, written.task.data) == (str(here / "base"), str(here / "rows.jsonl"))
+    saved = json.loads((run.checkpoints / "step-000002/adapter_config.json").read_text())
+    assert saved["base_model_name_or_path"] == str(here / "base")
+    monkeypatch.chdir(tmp_path)
+    moved = RunDir(tmp_path / "here/runs/ppo")
+    longer = moved.read_config(["run.num_steps=3"])
+    assert running.go_on(moved, config=longer, allow_config_change=True) == 0
 
 
 def test_reward_adapter_scores_in_ppo_on_the_shared_base(model: Path, rows: Path, tmp_path: Path) -> None:

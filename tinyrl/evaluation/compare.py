@@ -21,6 +21,7 @@ from tinyrl.models.weights_io import load_policy
 from tinyrl.runs.checkpoint import checkpoint_of
 from tinyrl.runs.run_dir import finite, open_run
 from tinyrl.tasks import load_task
+from tinyrl.text import number
 
 MAX_NEW_TOKENS = 256  # for a model without a run; less where the model has few positions
 
@@ -150,14 +151,14 @@ def render(result: dict[str, Any], *, as_json: bool) -> str:
     low, high = result["reward_ci"]
     lines.append(
         f"(greedy in brackets; {result['num_prompts']} prompts x {result['num_samples']}; reward 95 "
-        f"% interval {low:.3f} to {high:.3f})"
+        f"% interval {number(low)} to {number(high)})"
     )
     if "difference" in result:
         difference = result["difference"]
         low, high = difference["reward_ci"]
         verdict = "" if difference["distinguishable"] else ": not distinguishable"
         lines.append(
-            f"difference {difference['reward_mean']:+.3f} (95 % interval {low:+.3f} to {high:+.3f}, "
+            f"difference {_signed(difference['reward_mean'])} (95 % interval {_signed(low)} to {_signed(high)}, "
             f"paired by prompt){verdict}"
         )
     return "\n".join(lines)
@@ -167,7 +168,11 @@ def _short_name(target: str) -> str:
     return target if len(target) < 24 else f"…{target[-22:]}"  # its end says which checkpoint
 
 
+def _signed(value: float) -> str:
+    return f"{'' if value < 0 else '+'}{number(value)}"
+
+
 def _cell(value: float | None, greedy: float | None) -> str:
-    shown = "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
-    inner = "" if greedy is None else f" ({greedy:.3f})" if isinstance(greedy, float) else f" ({greedy})"
+    shown = "-" if value is None else number(value) if isinstance(value, float) else str(value)
+    inner = "" if greedy is None else f" ({number(greedy)})" if isinstance(greedy, float) else f" ({greedy})"
     return shown + inner

@@ -24,6 +24,7 @@ from tinyrl.report import write_report
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.progress import Display
 from tinyrl.runs.run_dir import RunDir, create_run, environment
+from tinyrl.runs.settle import absolute_paths, settle
 from tinyrl.runs.summary import summary
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.training.session import Session
@@ -102,6 +103,7 @@ def start(
 ) -> Launch:
     """Load everything, check it, and make the run's folder. Raises ValueError before anything is written."""
     check_trackers(config.run.trackers)
+    config = settle(config)
     trainer = trainer_of(config)
     with out_of_memory_stops("before the first step"):
         parts = trainer.load(config, options=options)
@@ -128,11 +130,12 @@ def resume(
     `config` (default: the run's config.yaml) may differ from the checkpoint's only with `allow_config_change`; it is
     then the run's from here on. Raises ValueError otherwise.
     """
-    config = config or run.read_config()
+    config = settle(config or run.read_config())
     folder, warnings = checkpoints.newest_sound(run.checkpoints)
     changes: list[str] = []
     if folder is not None:
-        changes = check_changes(read_state(folder).config, config, since=folder.name, allowed=allow_config_change)
+        before = absolute_paths(read_state(folder).config)
+        changes = check_changes(before, config, since=folder.name, allowed=allow_config_change)
     trainer = trainer_of(config)
     with out_of_memory_stops("before the first step"):
         parts = trainer.load(config, options=options)
