@@ -12,7 +12,7 @@ from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import placed_rows
 from tinyrl.rewards.loading import parse_use
-from tinyrl.runs.run_dir import run_of
+from tinyrl.runs.run_dir import named_run, run_of
 from tinyrl.starter import starter_path
 from tinyrl.tasks import load_split, load_task
 from tinyrl.text import did_you_mean
@@ -28,7 +28,7 @@ def check_before_loading(config: Config) -> None:
     _check_model_path("model.path", config.model.path)
     if config.critic.path is not None:
         _check_model_path("critic.path", config.critic.path)
-    if config.model.adapter is not None:
+    if config.model.adapter is not None and not _is_run("model.adapter", config.model.adapter):
         for name in ADAPTER_FILES:
             if not os.path.isfile(os.path.join(config.model.adapter, name)):
                 raise ValueError(f"model.adapter={config.model.adapter}: {name} is missing there")
@@ -59,7 +59,7 @@ def check_evaluation(target: str, *, vs: str | None, task: str | None) -> None:
 
 def _check_model_path(key: str, path: str) -> None:
     """An embedded model, a folder with safetensors, or possibly a hub name; models/loading.py makes the final check."""
-    if starter_path(path) is not None:
+    if starter_path(path) is not None or _is_run(key, path):
         return
     folder = os.path.expanduser(path)
     if os.path.isdir(folder):
@@ -77,6 +77,16 @@ def _check_model_path(key: str, path: str) -> None:
     elif path.startswith((".", "/", "~")) or path.count("/") != 1:
         meant = did_you_mean(os.path.basename(folder), [*_names_in(os.path.dirname(folder) or "."), "starter"])
         raise ValueError(f"{key}={path}: there is no such folder, and a hub name is owner/name.{meant}")
+
+
+def _is_run(key: str, path: str) -> bool:
+    """Whether a model's path names a run or a checkpoint of one; which checkpoint it is, is verified later.
+    Raises ValueError for a run that has none.
+    """
+    run = named_run(path)
+    if run is not None and not any((run / "checkpoints").glob("step-*")):
+        raise ValueError(f"{key}={path}: this run has no checkpoint yet")
+    return run is not None
 
 
 def _names_in(folder: str) -> list[str]:

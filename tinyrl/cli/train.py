@@ -61,7 +61,9 @@ def start_run(
 def show_run(method: str | None, settings: list[str], *, how: How) -> None:
     """Everything up to the first step, printed: nothing is written."""
     with sentences(how.debug):
-        config = _config_of(method, settings)
+        from tinyrl.runs.settle import settle
+
+        config = settle(_config_of(method, settings))
     quiet_libraries()
     from tinyrl.config.recipe import dump_config
     from tinyrl.runs.signals import StopFlag

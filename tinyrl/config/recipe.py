@@ -5,6 +5,7 @@ A recipe is a YAML file, given by path or by its packaged name. Every problem is
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,6 +105,15 @@ def apply_overrides(source: Source, overrides: list[str]) -> Source:
             del places[old]
         places |= {key: where, **{f"{key}.{name}": where for name in inside}}
     return Source(source.name, values, places)
+
+
+def as_override(key: str, value: Any) -> str:
+    """`section.key=value` that `apply_overrides` reads back as `value`: text, a number, a flag, a list or a mapping."""
+    try:
+        plain = isinstance(value, str) and parse_plain(value, lambda line: key)[0] == value
+    except ValueError:
+        plain = False
+    return f"{key}={value if plain else json.dumps(value, ensure_ascii=False)}"
 
 
 def _copied(value: Any) -> Any:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 from tinyrl.data.rows import FEW
 from tinyrl.runs.run_dir import finite
+from tinyrl.text import number
 
 BEFORE_SHARES = ("reward_mean", "reward_median", "reward_std")
 SHARES = ("pass@1",)
@@ -25,7 +27,7 @@ def render(result: dict[str, Any], *, as_json: bool) -> str:
         lines.append(f"{key:18}" + "".join(f"{cell:>24}" for cell in cells))
     lines.append(
         f"(greedy in brackets; {result['num_prompts']} prompts x {result['num_samples']}; reward 95 "
-        f"% interval {_interval(result['reward_ci'], '.3f')})"
+        f"% interval {_interval(result['reward_ci'], number)})"
     )
     if "difference" in result:
         lines += _difference(result)
@@ -48,16 +50,21 @@ def _difference(result: dict[str, Any]) -> list[str]:
     verdict = "" if difference["distinguishable"] else ": not distinguishable"
     lines = ["difference unknown: no prompt has a reward on both sides"]
     if not math.isnan(difference["reward_mean"]):
-        interval = _interval(difference["reward_ci"], "+.3f")
-        lines = [f"difference {difference['reward_mean']:+.3f} (95 % interval {interval}, paired by prompt){verdict}"]
+        interval = _interval(difference["reward_ci"], _signed)
+        mean = _signed(difference["reward_mean"])
+        lines = [f"difference {mean} (95 % interval {interval}, paired by prompt){verdict}"]
     if difference["left_out"]:
         lines.append(f"left out: {difference['left_out']} held-out prompts that {other} was trained on")
     return lines
 
 
-def _interval(ends: list[float], digits: str) -> str:
+def _interval(ends: list[float], shown: Callable[[float], str]) -> str:
     low, high = ends
-    return "unknown: not enough prompts" if math.isnan(low) else f"{low:{digits}} to {high:{digits}}"
+    return "unknown: not enough prompts" if math.isnan(low) else f"{shown(low)} to {shown(high)}"
+
+
+def _signed(value: float) -> str:
+    return f"{'' if value < 0 else '+'}{number(value)}"
 
 
 def _short_name(target: str) -> str:
@@ -66,6 +73,6 @@ def _short_name(target: str) -> str:
 
 def _cell(value: float | None, greedy: float | None) -> str:
     missing = value is None or math.isnan(value)
-    shown = "-" if missing else f"{value:.3f}" if isinstance(value, float) else str(value)
-    inner = "" if greedy is None else f" ({greedy:.3f})" if isinstance(greedy, float) else f" ({greedy})"
+    shown = "-" if missing else number(value) if isinstance(value, float) else str(value)
+    inner = "" if greedy is None else f" ({number(greedy)})" if isinstance(greedy, float) else f" ({greedy})"
     return shown + inner

@@ -15,6 +15,7 @@ from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 from tinyrl.models.reward_model import SequenceRewardModel
 from tinyrl.models.roles import Roles
 from tinyrl.rewards.functions import FunctionReward, RewardFailure, call_in_process
+from tinyrl.rewards.model_text import TextFormat, adapter_prompt, classifier_tokens
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import PreparedPrompt, columns_of
 
@@ -48,6 +49,8 @@ class Scorer:
         self.functions = [FunctionReward(f.use, weight=f.weight, timeout_s=config.timeout_s) for f in config.functions]
         self.has_model = config.model is not None
         self.uses_verifier = config.is_verifier
+        self.text_format = _text_format(config.model, model)
+        self._adapter_prompts: dict[str, list[int]] = {}  # by the policy's text
         if self.uses_verifier and task.verify is None:
             raise ValueError(
                 f"task {task.name} has no verifier, so a reward is needed: "
@@ -141,12 +144,38 @@ class Scorer:
         self, prompts: list[PreparedPrompt], completions: list[list[int]], texts: list[str]
     ) -> list[float]:
         if self.model is not None:
-            rendered = [self.model.render(p.prompt, p.opened + t) for p, t in zip(prompts, texts, strict=True)]
-            scores = self.model.scores(rendered, micro_batches=self.micro_batches)
+            tokens = [self._classifier_tokens(p, text) for p, text in zip(prompts, texts, strict=True)]
+            scores = self.model.scores(tokens, micro_batches=self.micro_batches)
         else:
-            tokens = [p.tokens for p in prompts]
+            tokens = [self._adapter_prompt(p) for p in prompts]
             scores = adapter_scores(self.roles, tokens, completions, micro_batches=self.micro_batches)
         return [s if math.isfinite(s) else math.nan for s in scores]
+
+    def _classifier_tokens(self, prompt: PreparedPrompt, text: str) -> list[int]:
+        assert self.model is not None
+        assert self.text_format is not None
+        return classifier_tokens(
+            self.model.tokenizer,
+            prompt.prompt,
+            prompt.opened + text,
+            text_format=self.text_format,
+            max_tokens=self.model.max_tokens,
+        )
+
+    def _adapter_prompt(self, prompt: PreparedPrompt) -> list[int]:
+        """The prompt as the adapter learnt to read it: the policy's own tokens, unless it is written otherwise."""
+        if self.text_format is None:
+            return prompt.tokens
+        if prompt.text not in self._adapter_prompts:
+            tokens = adapter_prompt(self.tokenizer, prompt.prompt, text_format=self.text_format)
+            self._adapter_prompts[prompt.text] = tokens
+        return self._adapter_prompts[prompt.text]
+
+
+def _text_format(path: str | None, model: SequenceRewardModel | None) -> TextFormat | None:
+    if path is None:
+        return None
+    return TextFormat.of_config(model.model.config) if model is not None else TextFormat.of_adapter(path)
 
 
 @torch.inference_mode()

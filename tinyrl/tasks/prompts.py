@@ -117,22 +117,25 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]  # pyright: ignore
 
 
-def _templated(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> tuple[str, str]:
-    """The rendered text, and its end that belongs to the assistant, where a <think> is the template's own."""
+def template_text(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], **options: Any) -> str:
+    """Messages through the tokenizer's chat template. Raises ValueError for roles that it refuses."""
     from jinja2.exceptions import TemplateError
 
-    going_on = messages[-1]["role"] == "assistant"
-    before = messages[:-1] if going_on else messages
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not going_on, continue_final_message=going_on
-        )
-        asked = tokenizer.apply_chat_template(before, tokenize=False) if before else ""
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(f"the model's chat template refuses messages with the roles {roles}: {error}") from error
     assert isinstance(text, str)
-    assert isinstance(asked, str)
+    return text
+
+
+def _templated(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> tuple[str, str]:
+    """The rendered text, and its end that belongs to the assistant, where a <think> is the template's own."""
+    going_on = messages[-1]["role"] == "assistant"
+    before = messages[:-1] if going_on else messages
+    text = template_text(tokenizer, messages, add_generation_prompt=not going_on, continue_final_message=going_on)
+    asked = template_text(tokenizer, before) if before else ""
     shared = next((i for i, (a, b) in enumerate(zip(text, asked, strict=False)) if a != b), min(len(text), len(asked)))
     return text, text[shared:]
 

@@ -5,13 +5,14 @@ InstructGPT (2203.02155), Eq. 1.
     for each step: a batch of pairs; -log sigmoid(score(chosen) - score(rejected)); an optimizer step
 
 With LoRA the result is an adapter and a head for the shared base (token in, token out, EOS included); fully
-fine-tuned it is a plain sequence-classification model with its own tokenizer. Scores are centred: the mean over
-training pairs is subtracted, so PPO starts near zero.
+fine-tuned it is a plain sequence-classification model with its own tokenizer, which reads a finished turn of its chat
+template. Pairs are tokenised by the functions that score completions later (rewards/model_text.py). Scores are
+centred: the mean over training pairs is subtracted, so PPO starts near zero.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -27,8 +28,8 @@ from tinyrl.data.rows import batch_indices, few_held_out, fingerprint
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.batches import trunk_of
 from tinyrl.models.micro_batches import RowSizes, Work
-from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET
-from tinyrl.tasks.prompts import render_prompt, token_ids
+from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_room, positions_of
+from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, adapter_tokens, classifier_tokens
 from tinyrl.trainers.sft import text_rows
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
@@ -49,6 +50,11 @@ class PairParts(Parts):
         """Whether held-out scores can say something."""
         return few_held_out(self.held_out) if self.config.run.eval_prompts else []
 
+    @property
+    def text_format(self) -> TextFormat:
+        """How prompts are written; kept with the weights, so that scoring writes them the same way."""
+        return text_format_of(self.config)
+
     def save_models(self, folder: Path) -> None:
         """LoRA: adapter and centred head. Full: a sequence-classification model whose config holds the centre."""
         center = self.center()
@@ -56,15 +62,15 @@ class PairParts(Parts):
         assert head is not None
         if self.roles.peft is not None:
             super().save_models(folder)
-            save_file(
-                {"weight": head.weight.detach().cpu(), "bias": (head.bias - center).detach().cpu()}, folder / SCORE_HEAD
-            )
+            tensors = {"weight": head.weight.detach().cpu(), "bias": (head.bias - center).detach().cpu()}
+            save_file(tensors, folder / SCORE_HEAD, metadata=self.text_format.metadata())
         else:
             config = self.roles.causal.config.__class__.from_dict(
                 {**self.roles.causal.config.to_dict(), "num_labels": 1}
             )
             setattr(config, SCORE_OFFSET, float(head.bias.detach() - center))
-            classifier = AutoModelForSequenceClassification.from_config(config)
+            setattr(config, TEXT_FORMAT, asdict(self.text_format))
+            classifier = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
             trunk_of(classifier).load_state_dict(trunk_of(self.roles.causal).state_dict())
             with torch.no_grad():
                 classifier.score.weight.copy_(head.weight)
@@ -181,15 +187,21 @@ def pair(row: Row, parts: Parts) -> Pair:
             "a reward model needs rows with `prompt`, `chosen` and `rejected`; this row has no "
             f"{missing[0]} (it has {', '.join(row)})"
         )
-    tokenizer, where = parts.tokenizer, parts.config.task
-    rendered = render_prompt(tokenizer, row["prompt"], chat=where.chat, system_prompt=where.system_prompt)
+    tokenizer, text_format, config = parts.tokenizer, text_format_of(parts.config), parts.roles.causal.config
 
     def tokens(completion: str) -> list[int]:
         if parts.roles.peft is not None:
-            return [*rendered.tokens, *token_ids(tokenizer, completion), tokenizer.eos_token_id]  # pyright: ignore
-        return [int(i) for i in tokenizer(rendered.text + completion)["input_ids"]]  # pyright: ignore
+            tokens_of, room = adapter_tokens, positions_of(config)
+        else:
+            tokens_of, room = classifier_tokens, classifier_room(config, tokenizer)
+        return tokens_of(tokenizer, row["prompt"], completion, text_format=text_format, max_tokens=room)
 
     return tokens(row["chosen"]), tokens(row["rejected"])
+
+
+def text_format_of(config: Config) -> TextFormat:
+    """How a run's configuration writes prompts."""
+    return TextFormat(config.task.chat, config.task.system_prompt)
 
 
 def evaluate(parts: PairParts) -> Evaluation:

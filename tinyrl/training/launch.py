@@ -24,6 +24,7 @@ from tinyrl.report import write_report
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.progress import Display
 from tinyrl.runs.run_dir import RunDir, create_run, environment
+from tinyrl.runs.settle import absolute_paths, settle
 from tinyrl.runs.summary import summary
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.training.optim import stretched_schedule
@@ -103,6 +104,7 @@ def start(
 ) -> Launch:
     """Load everything, check it, and make the run's folder. Raises ValueError before anything is written."""
     check_trackers(config.run.trackers)
+    config = settle(config)
     trainer = trainer_of(config)
     with out_of_memory_stops("before the first step"):
         parts = trainer.load(config, options=options)
@@ -129,11 +131,11 @@ def resume(
     `config` (default: the run's config.yaml) may differ from the checkpoint's only with `allow_config_change`; it is
     then the run's from here on. Raises ValueError otherwise.
     """
-    config = config or run.read_config()
+    config = settle(config or run.read_config())
     folder, warnings = checkpoints.newest_sound(run.checkpoints)
     changes, before = [], None
     if folder is not None:
-        was = read_state(folder).config
+        was = absolute_paths(read_state(folder).config)
         changes = check_changes(was, config, since=folder.name, allowed=allow_config_change)
         before = was["run"]["num_steps"]
     trainer = trainer_of(config)
