@@ -1,10 +1,11 @@
-"""Speed and memory beside TRL, and against the arithmetic floor. Run by hand; tables go into RESULTS.md.
+"""Speed, memory and learning beside TRL, and against the arithmetic floor. Run by hand; tables go into RESULTS.md.
 
     python -m tests.benchmarks grpo     --peer-python TRL_VENV/bin/python [--sizes s m v] [--pairs 5] [--steps 6]
     python -m tests.benchmarks ppo      --peer-python TRL_1_12_VENV/bin/python [--sizes s]
     python -m tests.benchmarks rollout  [--peer-python TRL_VENV/bin/python] [--sizes s m]
     python -m tests.benchmarks memory   --peer-python TRL_VENV/bin/python [--ppo-peer-python TRL_1_12_VENV/bin/python]
     python -m tests.benchmarks scaling  [--axes group length vocabulary size]
+    python -m tests.benchmarks learning --peer-python TRL_VENV/bin/python [--pairs 5] [--steps 60]
 
 TRL_VENV: `pip install torch==2.13.0 trl==1.16.0 peft` in an environment of its own; TRL_1_12_VENV has trl==1.12.0, the
 last release with PPO. Both sides run in processes of their own, in alternation, with the same number of threads; the
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.benchmarks import compare_grpo, compare_memory, compare_ppo, compare_rollout, our_scaling
+from tests.benchmarks import compare_grpo, compare_learning, compare_memory, compare_ppo, compare_rollout, our_scaling
 from tests.benchmarks.sizes import SIZES
 
 
@@ -42,6 +43,7 @@ COMMANDS = {
     "rollout": Command(compare_rollout.main, ("s", "m"), needs_a_peer=False),
     "memory": Command(compare_memory.main, ("s", "m", "v")),
     "scaling": Command(our_scaling.main, ("s", "m"), needs_a_peer=False),
+    "learning": Command(compare_learning.main, steps=60, threads=1),
 }
 
 
@@ -53,9 +55,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peer-python", help="Python of a virtual environment with TRL")
     parser.add_argument("--ppo-peer-python", help="memory: Python of one with TRL 1.12, the last release with PPO")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES))
-    parser.add_argument("--pairs", type=int, default=5, help="processes of each side")
-    parser.add_argument("--steps", type=int, help="steps (or rollouts) of a process (6)")
-    parser.add_argument("--threads", type=int, help="of each side (2)")
+    parser.add_argument("--pairs", type=int, default=5, help="processes of each side; learning: seeds, at most 10")
+    parser.add_argument("--steps", type=int, help="steps (or rollouts) of a process (6; learning 60)")
+    parser.add_argument("--threads", type=int, help="of each side (2; learning 1)")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16], help="grpo: the peer's")
     parser.add_argument("--critics", nargs="+", default=["separate", "adapter", "shared"], help="ppo, memory: ours")
     parser.add_argument("--axes", nargs="+", default=list(our_scaling.AXES), choices=list(our_scaling.AXES))
@@ -76,6 +78,8 @@ def problem(options: argparse.Namespace) -> str | None:
         return f"{options.what} needs --peer-python: the Python of a virtual environment with TRL"
     if options.steps < 2:
         return "--steps must be at least 2: the first is warm-up"
+    if options.what == "learning" and options.pairs > 10:
+        return "--pairs: learning takes at most 10 seeds"
     return None
 
 

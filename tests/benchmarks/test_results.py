@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.benchmarks.compare_learning import curve_table
 from tests.benchmarks.results import above_imports, alternate, interval, pooled, time_ratios
 from tests.benchmarks.same_work import within
 from tests.benchmarks.tables import exponent, markdown, median_phases, spread, versions
@@ -66,3 +67,10 @@ def test_interval_of_a_mean_of_four():
     # Mean 2.5, standard deviation sqrt(5/3) = 1.29099, t = 3.182 with three degrees of freedom: 2.5 -+ 2.0540.
     low, high = interval([1.0, 2.0, 3.0, 4.0])
     assert (low, high) == (pytest.approx(0.4460, abs=1e-4), pytest.approx(4.5540, abs=1e-4))
+
+
+def test_a_curve_is_averaged_over_seeds_and_ten_steps():
+    seeds = [{"rewards": [0.0] * 10 + [0.5, 0.7]}, {"rewards": [0.2] * 10 + [0.9, 1.1]}]
+    assert curve_table({"ours": seeds}, steps=12) == (
+        "| steps | 1-10 | 11-12 |\n| --- | --- | --- |\n| ours | 0.100 | 0.800 |"
+    )
