@@ -17,6 +17,7 @@ from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName
 from tinyrl.config.presets import DAPO, PRESETS
 
 Positive = Annotated[int, Field(ge=1)]
+NumPrompts = Annotated[int, Field(ge=1, le=1_000_000)]  # more would be minutes of counting and no memory
 NonNegative = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -119,8 +120,8 @@ class OptimConfig(Section):
 
 class GrpoConfig(Section):
     preset: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce++"] = "dapo"
-    num_prompts: Positive = 32
-    group_size: Annotated[int, Field(ge=2)] = 8
+    num_prompts: NumPrompts = 32
+    group_size: Annotated[int, Field(ge=2, le=100_000)] = 8
     num_epochs: Positive = 1
     minibatch_size: Positive | None = None  # None: the whole rollout in one optimizer step
     advantage: Literal["group", "leave-one-out", "discounted-return"]
@@ -153,7 +154,7 @@ class GrpoConfig(Section):
 
 
 class PpoConfig(Section):
-    num_prompts: Positive = 128
+    num_prompts: NumPrompts = 128
     num_epochs: Positive = 4
     minibatch_size: Positive | None = 64
     clip_eps: Rate = 0.2

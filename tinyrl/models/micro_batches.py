@@ -79,6 +79,7 @@ class RowSizes:
         plan: list[list[int]] = []
         costs: list[int] = []
         for part in sorted(parts, key=lambda part: (-self.cost(part), part[0])):
+            check_stop()
             cost = self.cost(part)
             place = next((i for i, used in enumerate(costs) if used + cost <= max_tokens), None)
             if place is None:

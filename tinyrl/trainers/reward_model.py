@@ -28,6 +28,7 @@ from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.batches import trunk_of
 from tinyrl.models.micro_batches import RowSizes, Work
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET
+from tinyrl.runs.signals import check_stop
 from tinyrl.tasks.prompts import render_prompt, token_ids
 from tinyrl.trainers.sft import text_rows
 from tinyrl.training.session import Session
@@ -103,13 +104,12 @@ class PairParts(Parts):
 def train(session: Session, parts: PairParts) -> None:
     """Train the reward model from the session's current step to run.num_steps."""
     config = parts.config.reward_model
+    size = min(config.batch_size, len(parts.train))  # no pair twice in a step
     parts.roles.use_lora_dropout()
     for step in session.steps():
         chosen = [
             parts.train[i]
-            for i in batch_indices(
-                parts.config.run.seed, step, num_prompts=config.batch_size, num_rows=len(parts.train)
-            )
+            for i in batch_indices(parts.config.run.seed, step, num_prompts=size, num_rows=len(parts.train))
         ]
         session.start_update()
 
@@ -147,6 +147,7 @@ def pair_scores(parts: Parts, pairs: list[Pair]) -> tuple[Tensor, Tensor]:
 
 def shared_start(chosen: list[int], rejected: list[int]) -> int:
     """How many tokens both sides of a pair begin with."""
+    check_stop()  # for each pair of a batch, which may be large
     both = zip(chosen, rejected, strict=False)
     return next((i for i, (a, b) in enumerate(both) if a != b), min(len(chosen), len(rejected)))
 
@@ -175,6 +176,7 @@ def load(config: Config, *, options: Options) -> PairParts:
 
 def pair(row: Row, parts: Parts) -> Pair:
     """Tokens of prompt + chosen and prompt + rejected, as the finished reward model will read them."""
+    check_stop()
     missing = [name for name in ("prompt", "chosen", "rejected") if name not in row]
     if missing:
         raise ValueError(

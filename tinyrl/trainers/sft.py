@@ -21,6 +21,7 @@ from tinyrl.data.readers import Row
 from tinyrl.data.rows import batch_indices, fingerprint, hold_out, read_rows
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.micro_batches import RowSizes, Work
+from tinyrl.runs.signals import check_stop
 from tinyrl.tasks.prompts import render_prompt, token_ids
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
@@ -39,7 +40,7 @@ class TextParts(Parts):
 
 def train(session: Session, parts: TextParts) -> None:
     """Run supervised fine-tuning from the session's current step to run.num_steps."""
-    size = parts.config.sft.batch_size
+    size = min(parts.config.sft.batch_size, len(parts.train))  # no row twice in a step
     parts.roles.use_lora_dropout()
     for step in session.steps():
         chosen = [
@@ -103,6 +104,7 @@ def text_rows(config: Config) -> tuple[list[Row], list[Row]]:
 
 def example(row: Row, parts: Parts) -> Example:
     """Tokens of one row, EOS included. Text without a prompt is predicted from a BOS (or EOS) in front of it."""
+    check_stop()
     tokenizer, config = parts.tokenizer, parts.config
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     assert isinstance(start, int)
