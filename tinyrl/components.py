@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +76,9 @@ class Parts:
         """Put back what `save_models` wrote."""
         load_roles(self.roles, folder)
 
+    def keep_output(self, write: Callable[[str], None]) -> None:
+        """Hand what reward functions print to `write`, in whole lines, from now on."""
+
     def close(self) -> None:
         """End helper processes."""
 
@@ -126,6 +130,10 @@ class SamplingParts(Parts):
         model = self.scorer.model.model if self.scorer.model is not None else None
         roles = bytes_by_role(self.roles, reward_model=model)
         return {**roles, "sampling copy": self.engine.copy_bytes, "optimizers": super().memory()["optimizers"]}
+
+    def keep_output(self, write: Callable[[str], None]) -> None:
+        for function in self.scorer.functions:
+            function.printed.send_to(write)
 
     def close(self) -> None:
         self.scorer.close()

@@ -84,6 +84,10 @@ class RewardConfig(Section):
     model_label: int | str | None = None
     model_weight: float = 1.0
     timeout_s: PositiveFloat = 60.0
+    memory_gb: Annotated[
+        Literal["auto"] | PositiveFloat,
+        Field(description="what each process of a reward function may use; auto: half of the machine's memory"),
+    ] = "auto"
     truncated: Literal["keep", "mask", "penalize"] = "keep"
     truncated_penalty: NonNegativeFloat = 1.0
     overlong_tokens: NonNegative = 0  # DAPO's soft overlong penalty over the last so many tokens; 0: none

@@ -13,7 +13,8 @@ from tinyrl.config.schema import RewardConfig
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 from tinyrl.models.reward_model import SequenceRewardModel
 from tinyrl.models.roles import Roles
-from tinyrl.rewards.functions import FunctionReward, RewardFailure, call_in_process
+from tinyrl.rewards.functions import FunctionReward, Limits, RewardFailure, call_in_process
+from tinyrl.rewards.worker import MAX_SCORE
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import PreparedPrompt, columns_of
 
@@ -44,7 +45,8 @@ class Scorer:
     ) -> None:
         self.task, self.tokenizer, self.roles, self.model = task, tokenizer, roles, model
         self.micro_batches = micro_batches
-        self.functions = [FunctionReward(f.use, weight=f.weight, timeout_s=config.timeout_s) for f in config.functions]
+        limits: Limits = {"timeout_s": config.timeout_s, "memory_gb": config.memory_gb}
+        self.functions = [FunctionReward(f.use, weight=f.weight, **limits) for f in config.functions]
         self.has_model = config.model is not None
         self.uses_verifier = not self.functions and not self.has_model
         if self.uses_verifier and task.verify is None:
@@ -85,6 +87,8 @@ class Scorer:
                 self.retried.setdefault(function.name, call.retried)
         if self.has_model:
             columns.append(self._model_scores(prompts, completions, texts))
+            unusable = [row for row, score in enumerate(columns[-1]) if math.isnan(score)]
+            failures += [RewardFailure(row, "the reward model gave no number to learn from") for row in unusable]
         if self.uses_verifier:
             call = self.verify(prompts, completions)
             columns.append(call.scores)
@@ -130,7 +134,7 @@ class Scorer:
         else:
             tokens = [p.tokens for p in prompts]
             scores = adapter_scores(self.roles, tokens, completions, micro_batches=self.micro_batches)
-        return [s if math.isfinite(s) else math.nan for s in scores]
+        return [s if abs(s) <= MAX_SCORE else math.nan for s in scores]
 
 
 @torch.inference_mode()
