@@ -132,7 +132,7 @@ class SamplingParts(Parts):
         return {**roles, "sampling copy": self.engine.copy_bytes, "optimizers": super().memory()["optimizers"]}
 
     def keep_output(self, write: Callable[[str], None]) -> None:
-        for function in self.scorer.functions:
+        for function in self.scorer.workers:
             function.printed.send_to(write)
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ def settle_threads(parts: Parts) -> str:
 def load_sampling_parts(config: Config, *, options: Options) -> SamplingParts:
     """Everything a method that samples needs. Raises ValueError, in a sentence, for what a user can fix."""
     parts = load_parts(config, options=options)
-    task = load_task(config.task.name or "rows")
+    task = load_task(config.task.name or "rows", grading=config.task.grading)
     train_prompts, eval_prompts = (load_prompts(config, task, split, parts=parts) for split in ("train", "eval"))
     dtype = resolve_dtype(config.model.dtype, on_cpu=parts.accelerator.device.type == "cpu")
     scorer = Scorer(

@@ -71,6 +71,10 @@ class TaskConfig(Section):
     max_samples: Positive | None = None
     chat: Literal["auto"] | bool = "auto"
     long_prompts: Literal["error", "drop"] = "error"
+    grading: Annotated[
+        Literal["task", "math"],
+        Field(description="how the verifier compares answers; math: as formulas, by math-verify (gsm8k and rows)"),
+    ] = "task"
 
 
 class RewardFunctionConfig(Section):

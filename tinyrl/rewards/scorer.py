@@ -31,7 +31,7 @@ class ScoreSheet:
 
 
 class Scorer:
-    """Scores completions. State: a worker process for each reward function, the reward model."""
+    """Scores completions. State: a worker process for each reward function and the task's grader, the reward model."""
 
     def __init__(
         self,
@@ -47,6 +47,8 @@ class Scorer:
         self.micro_batches = micro_batches
         limits: Limits = {"timeout_s": config.timeout_s, "memory_gb": config.memory_gb}
         self.functions = [FunctionReward(f.use, weight=f.weight, **limits) for f in config.functions]
+        self.grader = FunctionReward(task.grader, **limits) if task.grader else None
+        self.workers = [*self.functions, *([self.grader] if self.grader else [])]
         self.has_model = config.model is not None
         self.uses_verifier = not self.functions and not self.has_model
         if self.uses_verifier and task.verify is None:
@@ -66,11 +68,11 @@ class Scorer:
 
     def start(self) -> None:
         """Start the workers, so that a reward that does not load is found before training."""
-        for function in self.functions:
+        for function in self.workers:
             function.start()
 
     def close(self) -> None:
-        for function in self.functions:
+        for function in self.workers:
             function.close()
 
     def __call__(self, prompts: list[PreparedPrompt], completions: list[list[int]]) -> ScoreSheet:
@@ -100,14 +102,14 @@ class Scorer:
     def verify(self, prompts: list[PreparedPrompt], completions: list[list[int]]):
         """The task's own verifier, whatever the training reward is."""
         assert self.task.verify is not None
-        texts = [self.text(tokens) for tokens in completions]
-        return call_in_process(
-            self.task.verify,
-            self.task.name,
-            [p.prompt for p in prompts],
-            self._handed_over(prompts, texts),
-            columns_of(prompts),
-        )
+        given = [p.prompt for p in prompts]
+        answers = self._handed_over(prompts, [self.text(tokens) for tokens in completions])
+        if self.grader is None:
+            return call_in_process(self.task.verify, self.task.name, given, answers, columns_of(prompts))
+        call = self.grader(given, answers, columns_of(prompts))
+        if call.retried:
+            self.retried.setdefault(self.grader.name, call.retried)
+        return call
 
     def text(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))

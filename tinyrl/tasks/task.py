@@ -30,6 +30,8 @@ class Task:
     gold: Callable[[Row], str | None]  # an answer that must score full marks; None where there is none
     columns: tuple[str, ...]  # columns every row must have
     answer: Callable[[str], Hashable | None] | None = None  # what a completion says (None: nothing), for majority@k
+    can_grade_math: bool = False  # rows have an `answer` that may be compared as mathematics
+    grader: str | None = None  # "module:function" to be used for `verify`, in a process of its own
 
     @staticmethod
     def is_pass(score: float | None) -> bool:
