@@ -8,6 +8,7 @@ from tests.running import LookedAt
 from tinyrl.data.rows import batch_indices, fingerprint, hold_out, keyed_order, placed_rows, read_rows
 from tinyrl.data.shapes import check_prompt
 from tinyrl.errors import Interrupted
+from tinyrl.runs import signals
 
 
 def test_columns_are_renamed_and_swapped(tmp_path):
@@ -59,7 +60,8 @@ def test_more_prompts_than_rows_go_round_and_no_rows_are_refused():
         batch_indices(0, 0, num_prompts=1, num_rows=0)
 
 
-def test_a_huge_batch_is_left_when_a_stop_comes():
+def test_a_huge_batch_is_left_when_a_stop_comes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(signals, "LOOK_EVERY_S", -1.0)
     looks = []
 
     def stop_after_a_while() -> None:

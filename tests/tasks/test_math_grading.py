@@ -71,6 +71,7 @@ def test_an_answer_is_found_in_prose_and_rows_without_one_have_no_score() -> Non
     texts = [r"Then the final answer is $2\sqrt{3}$. I hope it is correct.", "It is 3, so the answer is 4.", "7"]
     assert equal_answers(["?"] * 3, texts, answer=[r"\sqrt{12}", "3", None]) == [1.0, 0.0, None]
     assert equal_answers(["?"], ["7"]) == [None]
+    assert equal_answers(["?"], ["7"], answer=[" "]) == [None]
 
 
 def test_only_tasks_with_an_answer_can_be_graded_so() -> None:

@@ -7,6 +7,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from tests.conftest import shared_data
 from tests.running import LookedAt
 from tinyrl.errors import Interrupted
+from tinyrl.runs import signals
 from tinyrl.tasks import load_task, prompts
 from tinyrl.tasks.prompts import prepare_prompts, render_prompt
 
@@ -147,7 +148,8 @@ def test_messages_are_measured_by_their_content():
         prepared([chat])
 
 
-def test_a_stop_is_looked_at_between_prompts():
+def test_a_stop_is_looked_at_between_prompts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(signals, "LOOK_EVERY_S", -1.0)
     looks = []
 
     def stop_at_the_third() -> None:

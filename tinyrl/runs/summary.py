@@ -32,7 +32,7 @@ def summary(run: RunDir) -> str:
     text += ["", f"files    {run.path}/  (report.html, report.png, metrics.jsonl, samples.jsonl)"]
     if newest:
         text += [f"adapter  {newest[-1]}/"]
-    if "eval/reward_mean" in lines[-1]:
+    if "reward/mean" in lines[-1]:
         text += [f"next     tinyrl eval {run.path} --vs base"]
     return "\n".join(text)
 

@@ -30,9 +30,9 @@ def equal_answers(
     prompts: list[Any], completions: list[Any], *, answer: list[Any] | None = None, **columns: Any
 ) -> list[float | None]:
     """1.0 where a completion's answer equals the row's `answer`, 0.0 where not, None where the row has none."""
-    references = answer if answer is not None else [None] * len(completions)
+    references = ["" if reference is None else str(reference) for reference in answer or [None] * len(completions)]
     return [
-        None if reference is None else float(_is_right(completion_text(completion), str(reference)))
+        float(_is_right(completion_text(completion), reference)) if reference.strip() else None
         for completion, reference in zip(completions, references, strict=True)
     ]
 

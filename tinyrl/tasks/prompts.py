@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tinyrl.data.readers import Row
 from tinyrl.data.shapes import Prompt, check_prompt
-from tinyrl.runs.signals import check_stop
+from tinyrl.runs.signals import watched
 from tinyrl.tasks import Task
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ def prepare_prompts(
     long: list[tuple[int, str, int]] = []  # row, text, tokens (at least, where they were not counted)
     most_chars = max_prompt_tokens * (per_token := most_chars_a_token(tokenizer))
     uncounted = False
-    for index, row in enumerate(rows):
-        check_stop()
+    for index, row in enumerate(watched(rows)):
         prompt = task.prompt(row)
         check_prompt(prompt)
         text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)

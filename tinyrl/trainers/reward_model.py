@@ -23,12 +23,12 @@ from tinyrl.algorithms.preference import bradley_terry_loss
 from tinyrl.components import Options, Parts, load_parts
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import batch_indices, fingerprint
+from tinyrl.data.rows import batch_indices, few_held_out, fingerprint
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.batches import trunk_of
 from tinyrl.models.micro_batches import RowSizes, Work
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET
-from tinyrl.runs.signals import check_stop
+from tinyrl.runs.signals import watched
 from tinyrl.tasks.prompts import render_prompt, token_ids
 from tinyrl.trainers.sft import text_rows
 from tinyrl.training.session import Session
@@ -45,6 +45,10 @@ class PairParts(Parts):
     train: list[Pair]
     held_out: list[Pair]
     data_fingerprint: str
+
+    def check(self) -> list[str]:
+        """Whether held-out scores can say something."""
+        return few_held_out(self.held_out) if self.config.run.eval_prompts else []
 
     def save_models(self, folder: Path) -> None:
         """LoRA: adapter and centred head. Full: a sequence-classification model whose config holds the centre."""
@@ -129,11 +133,7 @@ def pair_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Bradley-Terry loss of pairs in one batch; with smoothing s a label is right with probability 1 - s."""
     chosen, rejected = pair_scores(parts, pairs)
-    loss, metrics = bradley_terry_loss(chosen, rejected, denominator=denominator)
-    if smoothing > 0:
-        swapped, _ = bradley_terry_loss(rejected, chosen, denominator=denominator)
-        loss = (1 - smoothing) * loss + smoothing * swapped
-    return loss, metrics
+    return bradley_terry_loss(chosen, rejected, label_smoothing=smoothing, denominator=denominator)
 
 
 def pair_scores(parts: Parts, pairs: list[Pair]) -> tuple[Tensor, Tensor]:
@@ -147,7 +147,6 @@ def pair_scores(parts: Parts, pairs: list[Pair]) -> tuple[Tensor, Tensor]:
 
 def shared_start(chosen: list[int], rejected: list[int]) -> int:
     """How many tokens both sides of a pair begin with."""
-    check_stop()  # for each pair of a batch, which may be large
     both = zip(chosen, rejected, strict=False)
     return next((i for i, (a, b) in enumerate(both) if a != b), min(len(chosen), len(rejected)))
 
@@ -155,7 +154,7 @@ def shared_start(chosen: list[int], rejected: list[int]) -> int:
 def sizes_of(parts: Parts, pairs: list[Pair]) -> RowSizes:
     """What a pair costs a forward pass: both sides at the longer one's length, or packed, what they share once."""
     if parts.roles.packs:
-        lengths = [len(a) + len(b) - shared_start(a, b) for a, b in pairs]
+        lengths = [len(a) + len(b) - shared_start(a, b) for a, b in watched(pairs)]
     else:
         lengths = [2 * max(len(a), len(b)) for a, b in pairs]
     return RowSizes.alone(lengths, packed=parts.roles.packs)
@@ -168,15 +167,14 @@ def load(config: Config, *, options: Options) -> PairParts:
     rows, held_out = text_rows(config)
     return PairParts(
         **vars(parts),
-        train=[pair(r, parts) for r in rows],
-        held_out=[pair(r, parts) for r in held_out],
+        train=[pair(r, parts) for r in watched(rows)],
+        held_out=[pair(r, parts) for r in watched(held_out)],
         data_fingerprint=fingerprint(rows),
     )
 
 
 def pair(row: Row, parts: Parts) -> Pair:
     """Tokens of prompt + chosen and prompt + rejected, as the finished reward model will read them."""
-    check_stop()
     missing = [name for name in ("prompt", "chosen", "rejected") if name not in row]
     if missing:
         raise ValueError(
@@ -196,7 +194,7 @@ def pair(row: Row, parts: Parts) -> Pair:
 
 def evaluate(parts: PairParts) -> Evaluation:
     """Accuracy (a tie counts half) and loss on held-out pairs."""
-    pairs = parts.held_out[: parts.config.run.eval_prompts or None]
+    pairs = parts.held_out[: parts.config.run.eval_prompts]
     chosen, rejected = parts.scores(pairs)
     loss, metrics = bradley_terry_loss(chosen, rejected)
     return Evaluation(
