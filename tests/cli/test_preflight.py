@@ -1,5 +1,6 @@
 """Checks before torch is imported: models that do not exist, rows that cannot be used, targets of eval."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,11 @@ def test_what_is_in_order(method: str):
     check(method)
     check(method, model={"path": "owner/name"})
     check(method, model={"path": "starter"})
+
+
+def test_trackers_are_checked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert refused(run={"trackers": ["trackio"]}) == "run.trackers: trackio is not installed: pip install trackio"
 
 
 # Models

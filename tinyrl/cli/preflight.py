@@ -13,6 +13,7 @@ from tinyrl.config.schema import Config
 from tinyrl.data.rows import placed_rows
 from tinyrl.rewards.loading import parse_use
 from tinyrl.runs.run_dir import run_of
+from tinyrl.runs.tracking import check_trackers
 from tinyrl.starter import starter_path
 from tinyrl.tasks import load_rows, load_task
 from tinyrl.text import did_you_mean
@@ -25,6 +26,7 @@ PAIR_COLUMNS = ("prompt", "chosen", "rejected")
 
 def check_before_loading(config: Config) -> None:
     """Raise ValueError for whatever would stop a run before its first step and needs no model to be found."""
+    check_trackers(config.run.trackers)
     _check_model_path("model.path", config.model.path)
     if config.critic.path is not None:
         _check_model_path("critic.path", config.critic.path)
