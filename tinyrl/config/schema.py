@@ -83,6 +83,9 @@ class TaskConfig(Section):
     system_prompt: str | None = Field(default=None, description="put before every prompt; replaces the data's own")
     max_samples: Positive | None = Field(default=None, description="use at most so many rows of each split")
     chat: Literal["auto"] | bool = Field(default="auto", description="use the chat template; auto: where there is one")
+    chat_template: dict[str, bool | int | float | str | None] = Field(
+        default_factory=dict, description="variables of the chat template, such as {enable_thinking: false}"
+    )
     long_prompts: Literal["error", "drop"] = Field(
         default="error", description="prompts over generation.max_prompt_tokens"
     )

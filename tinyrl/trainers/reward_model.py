@@ -182,7 +182,9 @@ def pair(row: Row, parts: Parts) -> Pair:
             f"{missing[0]} (it has {', '.join(row)})"
         )
     tokenizer, where = parts.tokenizer, parts.config.task
-    rendered = render_prompt(tokenizer, row["prompt"], chat=where.chat, system_prompt=where.system_prompt)
+    rendered = render_prompt(
+        tokenizer, row["prompt"], chat=where.chat, system_prompt=where.system_prompt, variables=where.chat_template
+    )
 
     def tokens(completion: str) -> list[int]:
         if parts.roles.peft is not None:

@@ -115,7 +115,10 @@ def example(row: Row, parts: Parts) -> Example:
     prompt = row.get("prompt")
     if prompt is None:
         return [start], target
-    tokens = render_prompt(tokenizer, prompt, chat=config.task.chat, system_prompt=config.task.system_prompt).tokens
+    where = config.task
+    tokens = render_prompt(
+        tokenizer, prompt, chat=where.chat, system_prompt=where.system_prompt, variables=where.chat_template
+    ).tokens
     if config.sft.loss_on == "completion":
         return tokens, target
     return [start], [t for t in tokens if t != tokenizer.bos_token_id] + target
