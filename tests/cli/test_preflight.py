@@ -203,3 +203,11 @@ def test_targets_of_an_evaluation():
         with pytest.raises(ValueError, match=r"\S") as caught:
             check_evaluation(target, vs=vs, task=task)
         assert str(caught.value).startswith(sentence)
+
+
+def test_a_row_of_two_thousand_columns_makes_no_longer_sentence():
+    wide = {f"column {n}": "" for n in range(2000)}
+    Path("rows.jsonl").write_text((json.dumps(wide) + "\n") * 12)
+    for said in (refused(), refused("sft"), refused(task={"data": "rows.jsonl", "columns": {"prompt": "x" * 900}})):
+        assert len(said) < 600
+        assert "column 11 and 1,988 more" in said

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from tinyrl.config.errors import allowed, dotted, fields_of, section_class
 from tinyrl.config.familiar import FAMILIAR
@@ -65,13 +66,16 @@ def sentence(values: dict[str, Any], method: str = "grpo") -> str:
         ),
         ({"lora": {"dropout": 2}}, "r.yaml: `lora.dropout` is 2; it must be a number of at least 0 and below 1."),
         ({"grpo": {"clip_eps": "x"}}, "r.yaml: `grpo.clip_eps` is 'x'; it must be a number above 0 and below 1."),
-        ({"optim": {"learning_rate": -1}}, "r.yaml: `optim.learning_rate` is -1; it must be a number above 0 or null."),
+        (
+            {"optim": {"learning_rate": -1}},
+            "r.yaml: `optim.learning_rate` is -1; it must be a number above 0 and",
+        ),
         ({"grpo": 3}, "r.yaml: `grpo` is 3; it must be a section (preset, num_prompts, group_size, num_epochs, ...)."),
         ({"reward": {"functions": "f"}}, "r.yaml: `reward.functions` is 'f'; it must be a list of {use, weight}."),
         ({"reward": {"functions": [{}]}}, "r.yaml: `reward.functions[0].use` is missing; it must be text"),
         (
             {"reward": {"functions": [{"use": "a.py:f", "weight": "abc"}]}},
-            "r.yaml: `reward.functions[0].weight` is 'abc'; it must be a number.",
+            "r.yaml: `reward.functions[0].weight` is 'abc'; it must be a number of at least -1000000 and",
         ),
         (
             {"grpo": {"preset": "dappo"}},
@@ -91,7 +95,7 @@ def test_what_is_wrong_is_said_with_its_place_and_what_is_allowed(values: dict[s
 def test_one_sentence_a_setting_and_three_at_most():
     values = {"run": {"seed": -1, "num_steps": 0, "threads": "x", "micro_batch_tokens": "abc"}, "lora": {"r": 0}}
     assert sentence(values).splitlines() == [
-        "r.yaml: `lora.r` is 0; it must be a whole number of at least 1.",
+        "r.yaml: `lora.r` is 0; it must be a whole number of at least 1 and of at most 16384.",
         "r.yaml: `run.num_steps` is 0; it must be a whole number of at least 1.",
         "r.yaml: `run.seed` is -1; it must be a whole number of at least 0 and below 1000000000000000000.",
         "(and 2 more)",
@@ -138,6 +142,30 @@ def test_variables_of_a_chat_template_keep_their_types():
     assert [(name, type(value), value) for name, value in kept.items()] == [
         (name, type(value), value) for name, value in values.items()
     ]
+
+
+def test_no_field_takes_a_number_that_overflows():
+    """1e300 is infinite in float32; so is what a learning rate or a weight decay of it makes of the weights."""
+    taken, tried = [], 0
+    for section in fields_of(Config):
+        for name, kind in fields_of(section_class(section)).items():
+            if "number" not in allowed(kind).replace("whole number", ""):
+                continue
+            tried += 1
+            for value in (1e300, -1e300):
+                try:
+                    section_class(section).model_validate({name: value})
+                except ValidationError:
+                    continue
+                taken.append(f"{section}.{name}={value}")
+    assert tried > 30
+    assert not taken
+    with pytest.raises(ValidationError):
+        section_class("reward").model_validate({"functions": [{"use": "a.py:f", "weight": 1e300}]})
+
+
+def test_a_rank_that_no_model_has_is_refused():
+    assert "`lora.r` is 1000000000; it must be" in sentence({"lora": {"r": 10**9}})
 
 
 # Names from elsewhere

@@ -2,7 +2,9 @@
 
 import io
 import math
+import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -165,3 +167,14 @@ def test_as_many_numbers_as_fit():
     assert fitting(numbers, 19) == "reward 0.5 · kl 1.2"
     assert fitting(numbers, 18) == "reward 0.5"
     assert fitting(numbers, 5) == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("kind", ["full", "closed"])
+def test_a_result_that_nobody_can_read_changes_no_exit_code(kind: str):
+    gone, closed = os.pipe()
+    os.close(gone)
+    code = "from tinyrl.runs.progress import tell\ntell('result')\nprint('more')"
+    with open("/dev/full" if kind == "full" else closed, "w") as out:
+        done = subprocess.run([sys.executable, "-c", code], stdout=out, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -16,7 +16,7 @@ from tinyrl.runs.run_dir import run_of
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.starter import starter_path
 from tinyrl.tasks import load_rows, load_task
-from tinyrl.text import did_you_mean
+from tinyrl.text import did_you_mean, listed
 
 TEXT_FILES = (".jsonl", ".json", ".csv")
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -127,7 +127,7 @@ def _check_examples(config: Config) -> None:
                     meant = did_you_mean(column, list(row))
                     raise ValueError(
                         f"{place}: no column '{column}', which `tinyrl train {config.method}` needs.{meant} "
-                        f"Columns: {', '.join(row)}. Rename one with task.columns.{column}=OLD"
+                        f"Columns: {listed(row)}. Rename one with task.columns.{column}=OLD"
                     )
                 if column != "prompt" and not isinstance(row[column], str):
                     raise ValueError(f"{place}: '{column}' must be text, not {row[column]!r:.60}")

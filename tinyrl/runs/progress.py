@@ -5,6 +5,7 @@ A terminal that is gone (a closed window, a broken pipe) never stops a run: metr
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any, TextIO, cast
@@ -47,6 +48,18 @@ class _Forgiving:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def tell(text: str) -> None:
+    """Print the result of a run on standard output. A reader that is gone, or a full disk behind it, changes nothing
+    about how the run ended, so the exit code stays what it is.
+    """
+    try:
+        print(text, flush=True)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # what is still buffered goes there when Python ends
+        os.close(nowhere)
 
 
 PHASE = "{:10}".format  # as wide as the longest, so that the bar stays where it is

@@ -52,7 +52,7 @@ class Kind:
 
     packages: tuple[str, ...]
     arguments: Callable[[Beginning], dict[str, Any]]
-    begin: Callable[[GeneralTracker], None] = lambda tracker: None
+    begin: Callable[[Any], None] = lambda tracker: None
     log: Callable[[GeneralTracker, dict[str, Any], int], None] = _log_with_step
     table: Callable[[list[str], list[list[Any]]], Any] | None = None
 
@@ -73,7 +73,7 @@ def _wandb(start: Beginning) -> dict[str, Any]:
     return {"run_name": os.environ.get("WANDB_PROJECT", PROJECT), **one, **where, "settings": {"console": "off"}}
 
 
-def _steps_of_our_own(tracker: GeneralTracker) -> None:
+def _steps_of_our_own(tracker: Any) -> None:
     """wandb drops what has a lower step than its last, and a resume goes back to that of a checkpoint."""
     tracker.tracker.define_metric("*", step_metric="step")
 
@@ -88,15 +88,11 @@ def _log_plain_names(tracker: GeneralTracker, values: dict[str, Any], step: int)
 
 
 def _wandb_table(columns: list[str], rows: list[list[Any]]) -> Any:
-    import wandb
-
-    return wandb.Table(columns=columns, data=rows)
+    return importlib.import_module("wandb").Table(columns=columns, data=rows)
 
 
 def _trackio_table(columns: list[str], rows: list[list[Any]]) -> Any:
-    import trackio
-
-    return trackio.Table(columns=columns, data=rows)
+    return importlib.import_module("trackio").Table(columns=columns, data=rows)
 
 
 def _trackio(start: Beginning) -> dict[str, Any]:

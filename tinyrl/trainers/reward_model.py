@@ -29,6 +29,7 @@ from tinyrl.models.batches import trunk_of
 from tinyrl.models.micro_batches import RowSizes, Work
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET
 from tinyrl.tasks.prompts import render_prompt, token_ids
+from tinyrl.text import listed
 from tinyrl.trainers.sft import text_rows
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
@@ -179,7 +180,7 @@ def pair(row: Row, parts: Parts) -> Pair:
     if missing:
         raise ValueError(
             "a reward model needs rows with `prompt`, `chosen` and `rejected`; this row has no "
-            f"{missing[0]} (it has {', '.join(row)})"
+            f"{missing[0]} (it has {listed(row)})"
         )
     tokenizer, where = parts.tokenizer, parts.config.task
     rendered = render_prompt(

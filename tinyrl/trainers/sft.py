@@ -22,6 +22,7 @@ from tinyrl.data.rows import batch_indices, fingerprint, hold_out, read_rows
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.micro_batches import RowSizes, Work
 from tinyrl.tasks.prompts import render_prompt, token_ids
+from tinyrl.text import listed
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
 
@@ -109,7 +110,7 @@ def example(row: Row, parts: Parts) -> Example:
     completion: Any = row.get("completion", row.get("text"))
     if not isinstance(completion, str):
         raise ValueError(
-            f"sft needs rows with `text`, or with `prompt` and `completion` as text; this row has {', '.join(row)}"
+            f"sft needs rows with `text`, or with `prompt` and `completion` as text; this row has {listed(row)}"
         )
     target = [*token_ids(tokenizer, completion), tokenizer.eos_token_id]  # pyright: ignore
     prompt = row.get("prompt")
