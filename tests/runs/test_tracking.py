@@ -36,7 +36,7 @@ config = Config.model_validate({"method": "grpo"}).written()
 line = {"kind": "eval", "prompt": "2 + 2 =", "reward": 1.0, "finish_reason": "eos", "sample": 0}
 
 def log(first, last, value):
-    trackers = Trackers([NAME], Path("run-1"), config=config, note=lambda text: print("NOTE", text))
+    trackers = Trackers([NAME], Path("run-1"), config=config, note=print)
     trackers.start(first)
     for step in range(first, last + 1):
         if step % 2 == 0:
@@ -64,7 +64,7 @@ def log_and_read(name: str, read: str, folder: Path, **environment: str) -> Any:
             check=False,
         )
         assert done.returncode == 0, done.stderr[-3000:]
-        assert "NOTE" not in done.stdout, done.stdout
+        assert "warning: tracker" not in done.stdout, done.stdout
         found[part] = done.stdout
     return json.loads(found["read"].splitlines()[-1])
 

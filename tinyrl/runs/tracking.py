@@ -7,11 +7,13 @@ are checked before torch is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import re
 import secrets
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,7 +168,8 @@ class Trackers:
 
     def _guarded(self, name: str, call: Callable[[], Any]) -> None:
         try:
-            call()
+            with contextlib.redirect_stdout(sys.stderr):  # trackers talk; standard output is for a run's result
+                call()
         except Exception as error:  # noqa: BLE001  other people's network code: whatever it raises, the run goes on without it
             self._live.pop(name, None)
             self._note(
