@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinyrl.report.markup import text_html
-from tinyrl.text import Excerpt, did_you_mean, excerpt, first_line, last_line, number, one_line, shortened
+from tinyrl.text import Excerpt, did_you_mean, excerpt, first_line, last_line, listed, number, one_line, shortened
 
 
 def test_excerpt_keeps_both_ends() -> None:
@@ -68,3 +68,10 @@ def test_small_numbers_keep_the_digits_that_count():
     assert number(0.75, decimals=4) == "0.7500"
     assert number(0.000123456, decimals=4) == "0.0001235"
     assert number(float("nan")) == "nan"
+
+
+def test_a_list_of_names_from_a_file_is_cut() -> None:
+    assert listed(["a", "b"]) == "a, b"
+    assert listed(map(str, range(12))) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11"
+    assert listed(map(str, range(2000)), most=3) == "0, 1, 2 and 1,997 more"
+    assert listed(["x" * 500, "\x1b"]) == f"{'x' * 37}..., \\x1b"

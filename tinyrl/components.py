@@ -242,6 +242,7 @@ def load_prompts(config: Config, task: Task, split: str, *, parts: Parts) -> lis
         tokenizer=parts.tokenizer,
         chat=where.chat,
         system_prompt=where.system_prompt,
+        variables=where.chat_template,
         max_prompt_tokens=limit,
         long_prompts=where.long_prompts,
     )

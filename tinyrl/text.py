@@ -8,6 +8,7 @@ Nothing is dropped silently: what cannot be shown is named.
 import difflib
 import re
 import unicodedata
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 # Line break, tab, and the two joiners that Persian, Indic scripts and emoji need and that reorder nothing.
@@ -63,6 +64,13 @@ def shortened(text: str, limit: int = SHOWN_CHARACTERS) -> str:
     """Text from a user's file or command line as a sentence can quote it: cut, and without line breaks."""
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: 2 * limit])
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def listed(names: Iterable[str], *, most: int = 12) -> str:
+    """Names from a file as a sentence can list them: the first ones, each cut, and how many there are besides."""
+    known = list(names)
+    shown = ", ".join(shortened(name, 40) for name in known[:most])
+    return f"{shown} and {len(known) - most:,} more" if len(known) > most else shown
 
 
 def decode_utf8(raw: bytes, source: str) -> str:

@@ -1,5 +1,6 @@
 """Checks before torch is imported: models that do not exist, rows that cannot be used, targets of eval."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,11 @@ def test_what_is_in_order(method: str):
     check(method)
     check(method, model={"path": "owner/name"})
     check(method, model={"path": "starter"})
+
+
+def test_trackers_are_checked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert refused(run={"trackers": ["trackio"]}) == "run.trackers: trackio is not installed: pip install trackio"
 
 
 # Models
@@ -211,3 +217,11 @@ def test_targets_of_an_evaluation():
         with pytest.raises(ValueError, match=r"\S") as caught:
             check_evaluation(target, vs=vs, task=task)
         assert str(caught.value).startswith(sentence)
+
+
+def test_a_row_of_two_thousand_columns_makes_no_longer_sentence():
+    wide = {f"column {n}": "" for n in range(2000)}
+    Path("rows.jsonl").write_text((json.dumps(wide) + "\n") * 12)
+    for said in (refused(), refused("sft"), refused(task={"data": "rows.jsonl", "columns": {"prompt": "x" * 900}})):
+        assert len(said) < 600
+        assert "column 11 and 1,988 more" in said

@@ -331,7 +331,7 @@ TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=2
     stop=st.lists(TEXT, max_size=3),
     columns=st.dictionaries(TEXT, TEXT, max_size=3),
     label=st.none() | TEXT | st.integers(-(10**17), 10**17),
-    rate=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    rate=st.floats(min_value=0, max_value=1, exclude_min=True),
     seed=st.integers(0, 10**18 - 1),
 )
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

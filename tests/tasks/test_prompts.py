@@ -161,6 +161,28 @@ def test_a_stop_is_looked_at_between_prompts(monkeypatch: pytest.MonkeyPatch):
         prepared(["hello"] * 10)
 
 
+THINKING = TEMPLATE + (
+    "{% if add_generation_prompt %}<think> {% if enable_thinking is defined and not enable_thinking %}</think> "
+    "{% endif %}{% endif %}"
+)
+
+
+def test_variables_reach_the_template():
+    tokenizer = small_tokenizer(template=THINKING)
+    rendered = render_prompt(tokenizer, "hello")
+    assert (rendered.text, rendered.opened) == ("<s> user : hello </s> <s> assistant : <think> ", "<think> ")
+    rendered = render_prompt(tokenizer, "hello", variables={"enable_thinking": False})
+    assert (rendered.text, rendered.opened) == ("<s> user : hello </s> <s> assistant : <think> </think> ", "")
+    assert render_prompt(tokenizer, "hello", variables={"enable_thinking": True}).opened == "<think> "
+
+
+def test_a_variable_the_template_has_not_is_refused():
+    with pytest.raises(ValueError, match=r"no variable `enable_thinkin`. Did you mean `enable_thinking`?"):
+        render_prompt(small_tokenizer(template=THINKING), "hello", variables={"enable_thinkin": False})
+    with pytest.raises(ValueError, match="this model's tokenizer has no chat template"):
+        render_prompt(small_tokenizer(), "hello", variables={"enable_thinking": False})
+
+
 @pytest.mark.skipif(shared_data() is None, reason="needs ../shared/data")
 def test_a_real_chat_tokenizer():
     tokenizer = AutoTokenizer.from_pretrained(f"{shared_data()}/chat-tokenizer")

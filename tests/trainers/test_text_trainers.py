@@ -185,8 +185,8 @@ def test_the_accuracy_reported_is_the_one_ppo_reads(
         """Scores and tokens read, of completions as the policy would sample them: in tokens, EOS at the end."""
         read.clear()
         prompts = prepare_prompts(
-            parts.task, lines, tokenizer=parts.tokenizer, chat="auto", system_prompt=None, max_prompt_tokens=500,
-            long_prompts="error",
+            parts.task, lines, tokenizer=parts.tokenizer, chat="auto", system_prompt=None, variables={},
+            max_prompt_tokens=500, long_prompts="error",
         )  # fmt: skip
         completions = [[*token_ids(parts.tokenizer, line[side]), eos] for line in lines]
         return parts.scorer(prompts, completions).scores[:, 0].tolist(), sorted(read)

@@ -13,9 +13,10 @@ from tinyrl.config.schema import Config
 from tinyrl.data.rows import placed_rows
 from tinyrl.rewards.loading import parse_use
 from tinyrl.runs.run_dir import named_run, run_of
+from tinyrl.runs.tracking import check_trackers
 from tinyrl.starter import starter_path
 from tinyrl.tasks import load_split, load_task
-from tinyrl.text import did_you_mean
+from tinyrl.text import did_you_mean, listed
 
 TEXT_FILES = (".jsonl", ".json", ".csv")
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -25,6 +26,7 @@ PAIR_COLUMNS = ("prompt", "chosen", "rejected")
 
 def check_before_loading(config: Config) -> None:
     """Raise ValueError for whatever would stop a run before its first step and needs no model to be found."""
+    check_trackers(config.run.trackers)
     _check_model_path("model.path", config.model.path)
     if config.critic.path is not None:
         _check_model_path("critic.path", config.critic.path)
@@ -127,7 +129,7 @@ def _check_examples(config: Config) -> None:
                     meant = did_you_mean(column, list(row))
                     raise ValueError(
                         f"{place}: no column '{column}', which `tinyrl train {config.method}` needs.{meant} "
-                        f"Columns: {', '.join(row)}. Rename one with task.columns.{column}=OLD"
+                        f"Columns: {listed(row)}. Rename one with task.columns.{column}=OLD"
                     )
                 if column != "prompt" and not isinstance(row[column], str):
                     raise ValueError(f"{place}: '{column}' must be text, not {row[column]!r:.60}")

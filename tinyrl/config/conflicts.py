@@ -7,14 +7,22 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from tinyrl.config.methods import METHODS
+from tinyrl.text import shortened
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config
 
+# What apply_chat_template has as arguments of its own, and what decides how a prompt ends.
+OUR_ARGUMENTS = {
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "self",
+}  # fmt: skip
+
 
 def conflicts(config: Config) -> Iterator[str]:
     """A sentence for each pair of settings that cannot go together, most telling first."""
-    return chain(_models(config), _numbers(config), _kl(config))
+    return chain(_models(config), _prompts(config), _numbers(config), _kl(config))
 
 
 def _models(config: Config) -> Iterator[str]:
@@ -40,6 +48,17 @@ def _models(config: Config) -> Iterator[str]:
         )
     if critic.path and critic.kind != "separate":
         yield f"critic.path={critic.path} is for critic.kind=separate; critic.kind is {critic.kind} here"
+
+
+def _prompts(config: Config) -> Iterator[str]:
+    """Sentences for variables of a chat template that cannot be given."""
+    given = config.task.chat_template
+    for name in given:
+        if name in OUR_ARGUMENTS or not name.isidentifier():
+            what = "tinyrl's to set" if name in OUR_ARGUMENTS else "no name of a variable"
+            yield f"task.chat_template: {shortened(repr(name))} is {what}; give what the model's template asks for"
+    if given and config.task.chat is False:
+        yield f"task.chat_template={given} goes to the chat template, which task.chat=false does without"
 
 
 def _numbers(config: Config) -> Iterator[str]:

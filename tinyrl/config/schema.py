@@ -16,12 +16,18 @@ from tinyrl.config.conflicts import conflicts
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName
 from tinyrl.config.presets import DAPO, KL_ESTIMATOR, PRESETS
 
+LARGEST = 1_000_000  # of a coefficient, clip, cap or penalty: more is a slip, and overflows in float32 sooner or later
+
 Positive = Annotated[int, Field(ge=1)]
 NumPrompts = Annotated[int, Field(ge=1, le=1_000_000)]  # more would be minutes of counting, and no memory
 NonNegative = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
+LearningRate = Annotated[float, Field(gt=0, le=1)]
+PositiveFloat = Annotated[float, Field(gt=0, le=LARGEST)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=LARGEST)]
+AtLeastOne = Annotated[float, Field(ge=1, le=LARGEST)]
+AboveOne = Annotated[float, Field(gt=1, le=LARGEST)]
+Weight = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
 
@@ -50,7 +56,7 @@ class ModelConfig(Section):
 
 class LoraSection(Section):
     enabled: bool = Field(default=True, description="train low-rank adapters; false: train every weight")
-    r: Positive = Field(default=16, description="rank of the adapters")
+    r: Annotated[int, Field(ge=1, le=16_384)] = Field(default=16, description="rank of the adapters")
     alpha: PositiveFloat = Field(default=32, description="scale: an adapter's output is multiplied by alpha / r")
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.0, description="in the adapters; only sft and reward allow it"
@@ -87,6 +93,9 @@ class TaskConfig(Section):
         default=0, description="chooses the rows held out of task.data, whatever run.seed is"
     )
     chat: Literal["auto"] | bool = Field(default="auto", description="use the chat template; auto: where there is one")
+    chat_template: dict[str, bool | int | float | str | None] = Field(
+        default_factory=dict, description="variables of the chat template, such as {enable_thinking: false}"
+    )
     long_prompts: Literal["error", "drop"] = Field(
         default="error", description="prompts over generation.max_prompt_tokens"
     )
@@ -97,7 +106,7 @@ class TaskConfig(Section):
 
 class RewardFunctionConfig(Section):
     use: Text = Field(description="FILE.py:FUNCTION")
-    weight: float = Field(default=1.0, description="factor of its score in the sum")
+    weight: Weight = Field(default=1.0, description="factor of its score in the sum")
 
 
 class RewardConfig(Section):
@@ -110,7 +119,7 @@ class RewardConfig(Section):
     model_label: int | str | None = Field(
         default=None, description="whose score counts, by index or name, where there are several"
     )
-    model_weight: float = Field(default=1.0, description="factor of the reward model's score in the sum")
+    model_weight: Weight = Field(default=1.0, description="factor of the reward model's score in the sum")
     timeout_s: PositiveFloat = Field(default=60.0, description="seconds a call of the reward functions may take")
     memory_gb: Literal["auto"] | PositiveFloat = Field(
         default="auto", description="for each process of a reward function; auto: half of the machine's"
@@ -132,7 +141,9 @@ class RewardConfig(Section):
 class GenerationConfig(Section):
     max_new_tokens: Positive = Field(default=256, description="longest completion")
     max_prompt_tokens: Positive = Field(default=1024, description="longest prompt")
-    temperature: PositiveFloat = Field(default=1.0, description="of sampling, and of all log-probabilities")
+    temperature: Annotated[float, Field(ge=0.01, le=100)] = Field(
+        default=1.0, description="of sampling, and of all log-probabilities"
+    )
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0, description="sample from the likeliest tokens with this total probability; 1: all"
     )
@@ -155,16 +166,18 @@ class GenerationConfig(Section):
 
 class OptimConfig(Section):
     optimizer: Literal["adamw", "adamw8bit"] = Field(default="adamw", description="AdamW, with 32- or 8-bit state")
-    learning_rate: PositiveFloat | None = Field(default=None, description="of the policy; null: LoRA 5e-5, full 1e-6")
-    critic_learning_rate: PositiveFloat | None = Field(
+    learning_rate: LearningRate | None = Field(default=None, description="of the policy; null: LoRA 5e-5, full 1e-6")
+    critic_learning_rate: LearningRate | None = Field(
         default=None, description="of the critic; null: LoRA 1e-4, full 1e-5"
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="of the rates, after the warm-up"
     )
     warmup_steps: NonNegative = Field(default=0, description="steps over which the rates rise from 0")
-    weight_decay: NonNegativeFloat = Field(default=0.0, description="decoupled weight decay")
-    adam_eps: PositiveFloat = Field(default=1e-8, description="added to the root of Adam's second moment")
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = Field(default=0.0, description="decoupled weight decay")
+    adam_eps: Annotated[float, Field(ge=1e-16, le=1)] = Field(
+        default=1e-8, description="added to the root of Adam's second moment"
+    )
     max_grad_norm: PositiveFloat = Field(default=1.0, description="gradients of each role are scaled down to this norm")
 
 
@@ -190,12 +203,10 @@ class GrpoConfig(Section):
     )
     clip_eps: Rate = Field(description="the ratio is clipped below at 1 - clip_eps")
     clip_eps_high: PositiveFloat = Field(description="the ratio is clipped above at 1 + clip_eps_high")
-    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
+    dual_clip: AboveOne | None = Field(
         default=None, description="bound of the ratio where advantages are negative; null: none"
     )
-    ratio_cap: Annotated[float, Field(ge=1)] = Field(
-        default=5.0, description="cap of the importance weight under loss=cispo"
-    )
+    ratio_cap: AtLeastOne = Field(default=5.0, description="cap of the importance weight under loss=cispo")
     aggregation: Literal["token", "sequence", "sequence-sum", "constant"] = Field(
         description="mean over tokens, mean of means or of sums, or sum by max_new_tokens"
     )
@@ -230,7 +241,7 @@ class PpoConfig(Section):
         default=64, description="sequences per optimizer step; null: the whole rollout"
     )
     clip_eps: Rate = Field(default=0.2, description="the ratio is clipped to 1 - clip_eps ... 1 + clip_eps")
-    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
+    dual_clip: AboveOne | None = Field(
         default=None, description="bound of the ratio where advantages are negative; null: none"
     )
     value_clip_eps: PositiveFloat = Field(
@@ -254,7 +265,7 @@ class PpoConfig(Section):
         default="fixed", description="keep kl_coef, or steer it towards target_kl (Ziegler 2019)"
     )
     target_kl: PositiveFloat = Field(default=6.0, description="of the adaptive controller, in nats per response")
-    kl_horizon: PositiveFloat = Field(default=10_000, description="of the adaptive controller, in completions")
+    kl_horizon: AtLeastOne = Field(default=10_000, description="of the adaptive controller, in completions")
     stop_kl: PositiveFloat | None = Field(
         default=None, description="KL per token that ends a rollout's epochs early; null: none"
     )

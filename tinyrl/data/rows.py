@@ -13,7 +13,7 @@ from typing import Any
 
 from tinyrl.data.readers import Placed, Row, read_source
 from tinyrl.runs.signals import watched
-from tinyrl.text import did_you_mean
+from tinyrl.text import did_you_mean, listed, shortened
 
 HELD_OUT_SHARE = 10  # one prompt in this many is held out for evaluation where no evaluation data is given
 HELD_OUT_MOST = 512
@@ -38,7 +38,8 @@ def _renamed(row: Row, columns: dict[str, str], place: str) -> Row:
         if old not in row:
             meant = did_you_mean(old, list(row))
             raise ValueError(
-                f"{place}: no column '{old}', which task.columns.{new} asks for.{meant} Columns: {', '.join(row)}"
+                f"{place}: no column '{shortened(old)}', which task.columns.{shortened(new)} asks for.{meant} "
+                f"Columns: {listed(row)}"
             )
     kept = {name: value for name, value in row.items() if name not in columns and name not in columns.values()}
     return {**kept, **{new: row[old] for new, old in columns.items()}}

@@ -199,6 +199,7 @@ def _for_task(config: Config, task: str | None) -> Config:
         return config
     load_task(task)
     values = config.model_dump()
-    values["task"] = {"name": task, "chat": config.task.chat, "system_prompt": config.task.system_prompt}
+    kept = ("chat", "system_prompt", "chat_template")
+    values["task"] = {"name": task, **{name: getattr(config.task, name) for name in kept}}
     values["reward"] = {}
     return Config.model_validate(values)

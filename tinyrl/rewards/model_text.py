@@ -9,7 +9,7 @@ prompt is asked with it, whatever the policy's is.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,17 +18,23 @@ from transformers import PreTrainedTokenizerBase
 
 from tinyrl.data.shapes import Prompt
 from tinyrl.models.reward_model import SCORE_HEAD
-from tinyrl.tasks.prompts import render_prompt, template_text, token_ids
+from tinyrl.tasks.prompts import Rendered, render_prompt, template_text, token_ids
 
 TEXT_FORMAT = "tinyrl_text_format"  # in a classification model's config, and in the metadata of an adapter's score head
 
 
 @dataclass(frozen=True)
 class TextFormat:
-    """task.chat and task.system_prompt of the run that trained a reward model; the defaults for others."""
+    """task.chat, .system_prompt and .chat_template of the run that trained a reward model; the defaults for others."""
 
     chat: Literal["auto"] | bool = "auto"
     system_prompt: str | None = None
+    chat_template: dict[str, Any] = field(default_factory=dict)
+
+    def render(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Rendered:
+        """A prompt as this format writes it for a policy."""
+        variables = self.chat_template
+        return render_prompt(tokenizer, prompt, chat=self.chat, system_prompt=self.system_prompt, variables=variables)
 
     @classmethod
     def of_config(cls, config: Any) -> TextFormat:
@@ -55,9 +61,13 @@ class TextFormat:
             not isinstance(kept, dict)
             or kept.get("chat") not in ("auto", True, False)
             or not isinstance(kept.get("system_prompt"), str | None)
+            or not isinstance(kept.get("chat_template", {}), dict)
         ):
-            raise ValueError(f"{where}: {TEXT_FORMAT} must hold `chat` (auto, true, false) and `system_prompt` (text)")
-        return cls(kept["chat"], kept.get("system_prompt"))
+            raise ValueError(
+                f"{where}: {TEXT_FORMAT} must hold `chat` (auto, true, false), `system_prompt` (text) and "
+                "`chat_template` (variables)"
+            )
+        return cls(kept["chat"], kept.get("system_prompt"), kept.get("chat_template", {}))
 
 
 def _parsed(text: str) -> Any:
@@ -78,7 +88,8 @@ def classifier_tokens(
     if uses_template(tokenizer, text_format):
         messages = _messages(prompt, text_format)
         begun = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
-        text = template_text(tokenizer, [*messages, {"role": "assistant", "content": begun + completion}])
+        messages.append({"role": "assistant", "content": begun + completion})
+        text = template_text(tokenizer, messages, variables=text_format.chat_template)
         tokens = end_of(tokenizer, token_ids(tokenizer, text), max_tokens)
     else:
         tokens = _plain_tokens(tokenizer, _plain_text(prompt, text_format) + completion, max_tokens)
@@ -94,7 +105,7 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, text_format: TextFormat) -
 
 def adapter_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, text_format: TextFormat) -> list[int]:
     """The prompt's tokens, which an adapter on the policy's base reads before those of the completion."""
-    return render_prompt(tokenizer, prompt, chat=text_format.chat, system_prompt=text_format.system_prompt).tokens
+    return text_format.render(tokenizer, prompt).tokens
 
 
 def adapter_tokens(
@@ -103,7 +114,7 @@ def adapter_tokens(
     """A prompt and a completion written by others as the policy would have sampled it: EOS at its end, and without a
     <think> that the prompt has opened already. The last `max_tokens` tokens.
     """
-    rendered = render_prompt(tokenizer, prompt, chat=text_format.chat, system_prompt=text_format.system_prompt)
+    rendered = text_format.render(tokenizer, prompt)
     sampled = [*token_ids(tokenizer, completion.removeprefix(rendered.opened)), int(tokenizer.eos_token_id)]  # pyright: ignore
     return end_of(tokenizer, [*rendered.tokens, *sampled], max_tokens)
 

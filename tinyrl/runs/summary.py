@@ -61,6 +61,7 @@ def next_command(path: Path, config: Config) -> str | None:
         "task.columns": where.columns or None,
         "task.split_seed": where.split_seed or None,
         "task.system_prompt": where.system_prompt,
+        "task.chat_template": where.chat_template or None,
         "task.chat": None if where.chat == "auto" else where.chat,
         "reward.model": str(path),
     }

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import hold_out, placed_rows
 from tinyrl.tasks.task import Task
-from tinyrl.text import did_you_mean
+from tinyrl.text import did_you_mean, listed
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config
@@ -116,7 +116,7 @@ def check_rows(task: Task, rows: list[Row], *, places: list[str], verified: bool
                 meant = did_you_mean(column, list(row))
                 raise ValueError(
                     f"{place}: no column '{column}', which task '{task.name}' needs.{meant} "
-                    f"Columns: {', '.join(row)}. Rename one with task.columns.{column}=OLD"
+                    f"Columns: {listed(row)}. Rename one with task.columns.{column}=OLD"
                 )
         for column in RESERVED_COLUMNS:
             if column in row:

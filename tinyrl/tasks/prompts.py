@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinyrl.data.readers import Row
 from tinyrl.data.shapes import Prompt, check_prompt
 from tinyrl.runs.signals import watched
 from tinyrl.tasks import Task
+from tinyrl.text import did_you_mean, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,6 +55,7 @@ def prepare_prompts(
     tokenizer: PreTrainedTokenizerBase,
     chat: Literal["auto"] | bool,
     system_prompt: str | None,
+    variables: dict[str, Any],
     max_prompt_tokens: int,
     long_prompts: Literal["error", "drop"],
 ) -> list[PreparedPrompt]:
@@ -72,7 +75,7 @@ def prepare_prompts(
             long.append((index, text, len(text) // per_token))
             uncounted = True
             continue
-        rendered = render_prompt(tokenizer, prompt, chat=chat, system_prompt=system_prompt)
+        rendered = render_prompt(tokenizer, prompt, chat=chat, system_prompt=system_prompt, variables=variables)
         if len(rendered.tokens) > max_prompt_tokens:
             long.append((index, rendered.text, len(rendered.tokens)))
         else:
@@ -107,11 +110,13 @@ def render_prompt(
     *,
     chat: Literal["auto"] | bool = "auto",
     system_prompt: str | None = None,
+    variables: dict[str, Any] | None = None,
 ) -> Rendered:
     """The prompt as text and tokens, ready for the model to continue.
 
     With the tokenizer's chat template (`chat` True, or "auto" where it has one) text becomes one user message, the
-    system prompt replaces a system message of the data, and messages that end with the assistant are continued.
+    system prompt replaces a system message of the data, and messages that end with the assistant are continued;
+    `variables` are what the template may ask for besides (enable_thinking).
     Without it the text stays as it is, after the system prompt and an empty line; a BOS that the tokenizer adds stays,
     an EOS it appends does not, since nothing follows an EOS. Raises ValueError where that cannot be done.
     """
@@ -119,6 +124,8 @@ def render_prompt(
     has_template = bool(tokenizer.chat_template)
     if chat is True and not has_template:
         raise ValueError("task.chat=true, but this model's tokenizer has no chat template; use task.chat=auto or false")
+    if variables and not has_template:
+        raise ValueError(f"task.chat_template={variables}, but this model's tokenizer has no chat template")
     if chat is False or not has_template:
         if not isinstance(prompt, str):
             why = "task.chat=false" if has_template else "this model's tokenizer has no chat template"
@@ -129,7 +136,7 @@ def render_prompt(
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system_prompt is not None:
         messages = [{"role": "system", "content": system_prompt}, *(m for m in messages if m["role"] != "system")]
-    text, added = _templated(tokenizer, messages)
+    text, added = _templated(tokenizer, messages, variables or {})
     tokens = token_ids(tokenizer, text)
     start = added.rfind("<think>")
     return Rendered(text, tokens, added[start:] if start >= 0 and "</think>" not in added[start:] else "")
@@ -140,12 +147,18 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]  # pyright: ignore
 
 
-def template_text(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], **options: Any) -> str:
-    """Messages through the tokenizer's chat template. Raises ValueError for roles that it refuses."""
+def template_text(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, variables: dict[str, Any], **options: Any
+) -> str:
+    """Messages through the tokenizer's chat template. Raises ValueError for roles that it refuses, and for variables
+    that it does not have.
+    """
     from jinja2.exceptions import TemplateError
 
+    if variables:
+        _check_variables(tokenizer.get_chat_template(), tuple(variables))
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options, **variables)
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(f"the model's chat template refuses messages with the roles {roles}: {error}") from error
@@ -153,14 +166,29 @@ def template_text(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, s
     return text
 
 
-def _templated(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> tuple[str, str]:
+def _templated(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], variables: dict[str, Any]
+) -> tuple[str, str]:
     """The rendered text, and its end that belongs to the assistant, where a <think> is the template's own."""
     going_on = messages[-1]["role"] == "assistant"
     before = messages[:-1] if going_on else messages
-    text = template_text(tokenizer, messages, add_generation_prompt=not going_on, continue_final_message=going_on)
-    asked = template_text(tokenizer, before) if before else ""
+    turn = {"add_generation_prompt": not going_on, "continue_final_message": going_on}
+    text = template_text(tokenizer, messages, variables=variables, **turn)
+    asked = template_text(tokenizer, before, variables=variables) if before else ""
     shared = next((i for i, (a, b) in enumerate(zip(text, asked, strict=False)) if a != b), min(len(text), len(asked)))
     return text, text[shared:]
+
+
+@lru_cache(maxsize=4)
+def _check_variables(template: str, names: tuple[str, ...]) -> None:
+    """ValueError for a variable that the template does not mention: giving it would change nothing."""
+    mentioned = set(re.findall(r"[A-Za-z_]\w*", template))
+    for name in names:
+        if name not in mentioned:
+            raise ValueError(
+                f"task.chat_template: this model's chat template has no variable `{shortened(name)}`."
+                f"{did_you_mean(name, sorted(mentioned))}"
+            )
 
 
 def _plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

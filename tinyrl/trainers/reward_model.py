@@ -31,6 +31,7 @@ from tinyrl.models.micro_batches import RowSizes, Work
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_room, positions_of
 from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, adapter_tokens, classifier_tokens
 from tinyrl.runs.signals import watched
+from tinyrl.text import listed
 from tinyrl.trainers.sft import text_rows
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
@@ -185,7 +186,7 @@ def pair(row: Row, parts: Parts) -> Pair:
     if missing:
         raise ValueError(
             "a reward model needs rows with `prompt`, `chosen` and `rejected`; this row has no "
-            f"{missing[0]} (it has {', '.join(row)})"
+            f"{missing[0]} (it has {listed(row)})"
         )
     tokenizer, text_format, config = parts.tokenizer, text_format_of(parts.config), parts.roles.causal.config
 
@@ -201,7 +202,7 @@ def pair(row: Row, parts: Parts) -> Pair:
 
 def text_format_of(config: Config) -> TextFormat:
     """How a run's configuration writes prompts."""
-    return TextFormat(config.task.chat, config.task.system_prompt)
+    return TextFormat(config.task.chat, config.task.system_prompt, config.task.chat_template)
 
 
 def evaluate(parts: PairParts) -> Evaluation:

@@ -23,6 +23,7 @@ from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.micro_batches import RowSizes, Work
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.prompts import render_prompt, token_ids
+from tinyrl.text import listed
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
 
@@ -114,13 +115,16 @@ def example(row: Row, parts: Parts) -> Example:
     completion: Any = row.get("completion", row.get("text"))
     if not isinstance(completion, str):
         raise ValueError(
-            f"sft needs rows with `text`, or with `prompt` and `completion` as text; this row has {', '.join(row)}"
+            f"sft needs rows with `text`, or with `prompt` and `completion` as text; this row has {listed(row)}"
         )
     target = [*token_ids(tokenizer, completion), tokenizer.eos_token_id]  # pyright: ignore
     prompt = row.get("prompt")
     if prompt is None:
         return [start], target
-    tokens = render_prompt(tokenizer, prompt, chat=config.task.chat, system_prompt=config.task.system_prompt).tokens
+    where = config.task
+    tokens = render_prompt(
+        tokenizer, prompt, chat=where.chat, system_prompt=where.system_prompt, variables=where.chat_template
+    ).tokens
     if config.sft.loss_on == "completion":
         return tokens, target
     return [start], (tokens[1:] if tokens[0] == start else tokens) + target  # one BOS, the prompt's own or ours

@@ -22,7 +22,7 @@ from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.report import write_report
 from tinyrl.runs import checkpoint as checkpoints
-from tinyrl.runs.progress import Display
+from tinyrl.runs.progress import Display, tell
 from tinyrl.runs.reward_output import RewardOutput
 from tinyrl.runs.run_dir import RunDir, create_run, environment
 from tinyrl.runs.settle import absolute_paths, settle
@@ -71,7 +71,7 @@ class Launch:
                 self.trainer.train(self.session, self.parts)
         except Interrupted as reason:
             saved = self.session.interrupted(reason)
-            print(
+            tell(
                 f"stopped; nothing is lost. Go on with:\n  tinyrl train --resume {self.run.path}"
                 if saved
                 else "stopped; no checkpoint could be written"
@@ -90,7 +90,7 @@ class Launch:
             write_report(self.run.path)
         except OSError as error:
             warn(f"warning: the report could not be written ({error}); later: tinyrl report {self.run.path}")
-        print(summary(self.run))
+        tell(summary(self.run))
         return 0
 
 

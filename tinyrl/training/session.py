@@ -75,6 +75,7 @@ class Session:
 
     def steps(self) -> Iterator[int]:
         """The steps still to do (0-based); the learning rate of each is set before it is handed out."""
+        self.trackers.start(self.state.step + (self.state.phase != "evaluation"))
         if self.state.phase == "evaluation":
             self._finish_step()
         while self.state.step < self.config.run.num_steps:
@@ -128,6 +129,7 @@ class Session:
                 evaluation = self._evaluate()
             self.metrics.values |= evaluation.flat()
             self.run.append_samples([{"step": step, **line} for line in evaluation.samples])
+            self.trackers.log_completions(evaluation.samples, step)
             self._note_best(evaluation)
         line = self.metrics.line(**{"memory/peak_gb": peak_memory_gb(self.parts.accelerator.device)})
         self.run.append_metrics(step, line)
