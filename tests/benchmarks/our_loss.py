@@ -66,7 +66,7 @@ def loss_and_gradient(settings: dict[str, Any]) -> tuple[float, dict[str, Tensor
     collector.compute_logprobs(rollout, reference=True, several_steps=False)
     rollout.old_logprobs, rollout.advantages = rollout.ref_logprobs, torch.tensor(batch.advantages)
     loss_settings = collector.loss_settings(config.grpo, kl_coef=config.grpo.kl_coef)
-    loss_of = PolicyLoss(rollout, rows, roles=parts.roles, settings=loss_settings)
+    loss_of = PolicyLoss(rollout, rows, roles=parts.roles, settings=loss_settings, first=True)
     with parts.roles.acting("policy"):
         loss, _ = loss_of(rows)
         loss.backward()

@@ -23,7 +23,7 @@ from tinyrl.models.roles import Roles
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import prepare_prompts, token_ids
 from tinyrl.trainers import reward_model
-from tinyrl.trainers.sft import text_rows
+from tinyrl.trainers.sft import example, load, text_rows
 
 RUN = {"num_steps": 30, "eval_every": 10, "save_every": 10, "threads": 1}
 
@@ -246,3 +246,18 @@ def test_reward_adapter_scores_in_ppo_on_the_shared_base(model: Path, rows: Path
     )
     with pytest.raises(ValueError, match=r"needs lora\.enabled=true"):
         running.train(plain, tmp_path, name="refused")
+
+
+def test_loss_on_all_keeps_separators_inside_a_text(model: Path, rows: Path) -> None:
+    """Where bos is eos, only the token in front is the sequence's start; the others end turns."""
+    chosen = settings("sft", model, rows, lora=True, sft={"loss_on": "all"})
+    parts = load(chosen, options=Options(device="cpu"))
+    tokenizer = parts.tokenizer
+    eos = tokenizer.eos_token_id
+    tokenizer.bos_token = tokenizer.eos_token
+    row = {"prompt": f"{tokenizer.eos_token}ab{tokenizer.eos_token}cd", "completion": "ef"}
+    start, target = example(row, parts)
+    letters = [tokenizer(c, add_special_tokens=False)["input_ids"] for c in ("ab", "cd", "ef")]
+    assert start == [eos]
+    assert target == [*letters[0], eos, *letters[1], *letters[2], eos]
+    parts.close()

@@ -14,7 +14,7 @@ from tinyrl.data.rows import placed_rows
 from tinyrl.rewards.loading import parse_use
 from tinyrl.runs.run_dir import named_run, run_of
 from tinyrl.starter import starter_path
-from tinyrl.tasks import load_rows, load_task
+from tinyrl.tasks import load_split, load_task
 from tinyrl.text import did_you_mean
 
 TEXT_FILES = (".jsonl", ".json", ".csv")
@@ -106,15 +106,7 @@ def _check_prompts(config: Config) -> None:
     sources = {"train": where.data, "eval": where.eval_data}
     for split, source in sources.items():
         if source is not None and _answers_at_once(source):
-            load_rows(
-                task,
-                split,
-                data=where.data,
-                eval_data=where.eval_data,
-                columns=where.columns,
-                max_samples=where.max_samples,
-                seed=config.run.seed,
-            )
+            load_split(config, split)
 
 
 def _check_examples(config: Config) -> None:

@@ -175,5 +175,13 @@ def dump_config(config: Config) -> str:
 
 
 def load_written_config(path: Path, *, overrides: Sequence[str] = ()) -> Config:
-    """Read a run's config.yaml. Written out in full, it may be larger than the recipe it comes from."""
-    return build_config(apply_overrides(read_recipe(path, max_bytes=20 * MAX_RECIPE_BYTES), list(overrides)))
+    """Read a run's config.yaml. Written out in full, it may be larger than the recipe it comes from.
+
+    One without task.split_seed is of a version in which run.seed chose the held-out rows, so it gets that value:
+    the run must not be judged by rows it was trained on.
+    """
+    source = read_recipe(path, max_bytes=20 * MAX_RECIPE_BYTES)
+    task, run = source.values.get("task"), source.values.get("run")
+    if isinstance(task, dict) and isinstance(run, dict) and "seed" in run:
+        task.setdefault("split_seed", run["seed"])
+    return build_config(apply_overrides(source, list(overrides)))

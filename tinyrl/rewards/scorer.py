@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, field
 
@@ -48,8 +49,9 @@ class Scorer:
         self.functions = [FunctionReward(f.use, weight=f.weight, timeout_s=config.timeout_s) for f in config.functions]
         self.has_model = config.model is not None
         self.text_format = _text_format(config.model, model)
+        self._adapter_tokenizer = tokenizer  # of the adapter's base, whoever's completions are judged
         self._adapter_prompts: dict[str, list[int]] = {}  # by the policy's text
-        self.uses_verifier = not self.functions and not self.has_model
+        self.uses_verifier = config.is_verifier
         if self.uses_verifier and task.verify is None:
             raise ValueError(
                 f"task {task.name} has no verifier, so a reward is needed: "
@@ -64,6 +66,21 @@ class Scorer:
         ]
         self.retried: dict[str, str] = {}  # functions whose batch had to be tried row by row, and why at first
         self.weights = torch.tensor([weight for _, weight in named])
+
+    def reading(self, tokenizer: PreTrainedTokenizerBase) -> Scorer:
+        """The same rewards for completions of another model, with that model's tokenizer; closed with this scorer.
+
+        Raises ValueError for a reward adapter, which reads tokens of its own base, where the vocabularies differ.
+        """
+        reads_tokens = self.has_model and self.model is None
+        if reads_tokens and tokenizer.get_vocab() != self.tokenizer.get_vocab():
+            raise ValueError(
+                "the reward model is an adapter on the first model's base and reads that base's tokens; the other "
+                "model has another vocabulary, so it cannot be judged by it"
+            )
+        other = copy.copy(self)
+        other.tokenizer = tokenizer
+        return other
 
     def start(self) -> None:
         """Start the workers, so that a reward that does not load is found before training."""
@@ -151,7 +168,7 @@ class Scorer:
         if self.text_format is None:
             return prompt.tokens
         if prompt.text not in self._adapter_prompts:
-            tokens = adapter_prompt(self.tokenizer, prompt.prompt, text_format=self.text_format)
+            tokens = adapter_prompt(self._adapter_tokenizer, prompt.prompt, text_format=self.text_format)
             self._adapter_prompts[prompt.text] = tokens
         return self._adapter_prompts[prompt.text]
 

@@ -24,7 +24,7 @@ from tinyrl.algorithms.preference import bradley_terry_loss
 from tinyrl.components import Options, Parts, load_parts
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import batch_indices, fingerprint
+from tinyrl.data.rows import batch_indices, few_held_out, fingerprint
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.batches import trunk_of
 from tinyrl.models.micro_batches import RowSizes, Work
@@ -50,6 +50,10 @@ class PairParts(Parts):
     def text_format(self) -> TextFormat:
         """How prompts are written; kept with the weights, so that scoring writes them the same way."""
         return text_format_of(self.config)
+
+    def check(self) -> list[str]:
+        """Whether held-out scores can say something."""
+        return few_held_out(self.held_out) if self.config.run.eval_prompts else []
 
     def save_models(self, folder: Path) -> None:
         """LoRA: adapter and centred head. Full: a sequence-classification model whose config holds the centre."""
@@ -135,11 +139,7 @@ def pair_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Bradley-Terry loss of pairs in one batch; with smoothing s a label is right with probability 1 - s."""
     chosen, rejected = pair_scores(parts, pairs)
-    loss, metrics = bradley_terry_loss(chosen, rejected, denominator=denominator)
-    if smoothing > 0:
-        swapped, _ = bradley_terry_loss(rejected, chosen, denominator=denominator)
-        loss = (1 - smoothing) * loss + smoothing * swapped
-    return loss, metrics
+    return bradley_terry_loss(chosen, rejected, label_smoothing=smoothing, denominator=denominator)
 
 
 def pair_scores(parts: Parts, pairs: list[Pair]) -> tuple[Tensor, Tensor]:
@@ -206,7 +206,7 @@ def text_format_of(config: Config) -> TextFormat:
 
 def evaluate(parts: PairParts) -> Evaluation:
     """Accuracy (a tie counts half) and loss on held-out pairs."""
-    pairs = parts.held_out[: parts.config.run.eval_prompts or None]
+    pairs = parts.held_out[: parts.config.run.eval_prompts]
     chosen, rejected = parts.scores(pairs)
     loss, metrics = bradley_terry_loss(chosen, rejected)
     return Evaluation(

@@ -18,7 +18,7 @@ from tinyrl.algorithms.masking import masked_sum
 from tinyrl.components import Options, Parts, load_parts
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import batch_indices, fingerprint, hold_out, read_rows
+from tinyrl.data.rows import batch_indices, few_held_out, fingerprint, hold_out, read_rows
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.micro_batches import RowSizes, Work
 from tinyrl.tasks.prompts import render_prompt, token_ids
@@ -35,6 +35,10 @@ class TextParts(Parts):
     train: list[Example]
     held_out: list[Example]
     data_fingerprint: str
+
+    def check(self) -> list[str]:
+        """Whether held-out scores can say something."""
+        return few_held_out(self.held_out) if self.config.run.eval_prompts else []
 
 
 def train(session: Session, parts: TextParts) -> None:
@@ -97,7 +101,7 @@ def text_rows(config: Config) -> tuple[list[Row], list[Row]]:
     rows = read_rows(where.data, columns=where.columns)
     if where.eval_data is not None:
         return rows[: where.max_samples], read_rows(where.eval_data, columns=where.columns)[: where.max_samples]
-    train_rows, held_out = hold_out(rows, prompt=lambda row: row.get("prompt", row.get("text")), seed=config.run.seed)
+    train_rows, held_out = hold_out(rows, prompt=lambda row: row.get("prompt", row.get("text")), seed=where.split_seed)
     return train_rows[: where.max_samples], held_out[: where.max_samples]
 
 
@@ -118,12 +122,12 @@ def example(row: Row, parts: Parts) -> Example:
     tokens = render_prompt(tokenizer, prompt, chat=config.task.chat, system_prompt=config.task.system_prompt).tokens
     if config.sft.loss_on == "completion":
         return tokens, target
-    return [start], [t for t in tokens if t != tokenizer.bos_token_id] + target
+    return [start], (tokens[1:] if tokens[0] == start else tokens) + target  # one BOS, the prompt's own or ours
 
 
 def evaluate(parts: TextParts) -> Evaluation:
     """Mean negative log-likelihood of the held-out rows, in nats per token, and perplexity."""
-    rows = parts.held_out[: parts.config.run.eval_prompts or None]
+    rows = parts.held_out[: parts.config.run.eval_prompts]
     sums: list[Tensor] = []
 
     def run(micro: list[int]) -> None:

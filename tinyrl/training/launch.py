@@ -27,6 +27,7 @@ from tinyrl.runs.run_dir import RunDir, create_run, environment
 from tinyrl.runs.settle import absolute_paths, settle
 from tinyrl.runs.summary import summary
 from tinyrl.runs.tracking import check_trackers
+from tinyrl.training.optim import stretched_schedule
 from tinyrl.training.session import Session
 from tinyrl.training.state import read_state
 
@@ -132,10 +133,11 @@ def resume(
     """
     config = settle(config or run.read_config())
     folder, warnings = checkpoints.newest_sound(run.checkpoints)
-    changes: list[str] = []
+    changes, before = [], None
     if folder is not None:
-        before = absolute_paths(read_state(folder).config)
-        changes = check_changes(before, config, since=folder.name, allowed=allow_config_change)
+        was = absolute_paths(read_state(folder).config)
+        changes = check_changes(was, config, since=folder.name, allowed=allow_config_change)
+        before = was["run"]["num_steps"]
     trainer = trainer_of(config)
     with out_of_memory_stops("before the first step"):
         parts = trainer.load(config, options=options)
@@ -149,7 +151,8 @@ def resume(
     if folder is not None:
         session.restore(folder)
         notes += [f"changed since {folder.name}: {change}" for change in changes]
-        state = session.state
+        state, now = session.state, config.run.num_steps
+        notes += filter(None, [stretched_schedule(config.optim, step=state.step, before=before or now, now=now)])
         if state.phase == "rollout" and state.step >= config.run.num_steps:
             parts.close()
             return None
