@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +76,9 @@ class Parts:
         """Put back what `save_models` wrote."""
         load_roles(self.roles, folder)
 
+    def keep_output(self, write: Callable[[str], None]) -> None:
+        """Hand what reward functions print to `write`, in whole lines, from now on."""
+
     def close(self) -> None:
         """End helper processes."""
 
@@ -131,6 +135,10 @@ class SamplingParts(Parts):
         roles = bytes_by_role(self.roles, reward_model=model)
         return {**roles, "sampling copy": self.engine.copy_bytes, "optimizers": super().memory()["optimizers"]}
 
+    def keep_output(self, write: Callable[[str], None]) -> None:
+        for function in self.scorer.workers:
+            function.printed.send_to(write)
+
     def close(self) -> None:
         self.scorer.close()
 
@@ -186,7 +194,7 @@ def load_judged_parts(config: Config, *, options: Options, judge: Scorer) -> Sam
 
 def _sampling_parts(config: Config, *, options: Options, judge: Scorer | None) -> SamplingParts:
     parts = load_parts(config, options=options)
-    task = load_task(config.task.name or "rows")
+    task = load_task(config.task.name or "rows", grading=config.task.grading)
     train_prompts, eval_prompts = (load_prompts(config, task, split, parts=parts) for split in ("train", "eval"))
     scorer = _scorer(config, task, parts=parts, options=options) if judge is None else judge.reading(parts.tokenizer)
     engine, why = engine_of(config.generation, parts.roles, parts.tokenizer)

@@ -78,6 +78,20 @@ def test_text_training_resumes_exactly(method: str, lora: bool, model: Path, row
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.parametrize("method", ["sft", "reward"])
+def test_a_batch_is_at_most_all_rows(method: str, model: Path, rows: Path, tmp_path: Path) -> None:
+    """Of 104 rows 94 are trained on: a larger batch is these, each once, and not a billion of them."""
+    section = {"sft": "sft", "reward": "reward_model"}[method]
+    runs = []
+    for size in (94, 10**9):
+        chosen = settings(method, model, rows, lora=True, **{section: {"batch_size": size}})
+        chosen.run.num_steps = 2
+        code, run, _ = running.train(chosen, tmp_path, name=f"of-{size}")
+        assert code == 0
+        runs.append(running.lasting(run))
+    assert runs[0] == runs[1]
+
+
 def test_reward_model_is_a_plain_classifier_with_centred_scores(model: Path, rows: Path, tmp_path: Path) -> None:
     code, run, _ = running.train(settings("reward", model, rows, lora=False), tmp_path)
     assert code == 0

@@ -98,7 +98,7 @@ def _names_in(folder: str) -> list[str]:
 
 def _check_prompts(config: Config) -> None:
     where = config.task
-    task = load_task(where.name or "rows")
+    task = load_task(where.name or "rows", grading=where.grading)
     if where.data is None and task.name == "rows":
         raise ValueError(
             "task.data is missing: say where the prompts are (task.data=rows.jsonl) or name a task (see `tinyrl tasks`)"

@@ -17,6 +17,7 @@ from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName
 from tinyrl.config.presets import DAPO, KL_ESTIMATOR, PRESETS
 
 Positive = Annotated[int, Field(ge=1)]
+NumPrompts = Annotated[int, Field(ge=1, le=1_000_000)]  # more would be minutes of counting, and no memory
 NonNegative = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -89,6 +90,9 @@ class TaskConfig(Section):
     long_prompts: Literal["error", "drop"] = Field(
         default="error", description="prompts over generation.max_prompt_tokens"
     )
+    grading: Literal["task", "math"] = Field(
+        default="task", description="the verifier's equality; math: of formulas, by math-verify (gsm8k, rows)"
+    )
 
 
 class RewardFunctionConfig(Section):
@@ -108,6 +112,9 @@ class RewardConfig(Section):
     )
     model_weight: float = Field(default=1.0, description="factor of the reward model's score in the sum")
     timeout_s: PositiveFloat = Field(default=60.0, description="seconds a call of the reward functions may take")
+    memory_gb: Literal["auto"] | PositiveFloat = Field(
+        default="auto", description="for each process of a reward function; auto: half of the machine's"
+    )
     truncated: Literal["keep", "mask", "penalize"] = Field(
         default="keep", description="completions cut off at max_new_tokens: as others, left out, or penalised"
     )
@@ -165,8 +172,8 @@ class GrpoConfig(Section):
     preset: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce++", "reinforce++-baseline"] = Field(
         default="dapo", description="gives the fields below their defaults"
     )
-    num_prompts: Positive = Field(default=32, description="prompts per step")
-    group_size: Positive = Field(default=8, description="completions per prompt")
+    num_prompts: NumPrompts = Field(default=32, description="prompts per step")
+    group_size: Annotated[int, Field(ge=1, le=100_000)] = Field(default=8, description="completions per prompt")
     num_epochs: Positive = Field(default=1, description="passes over one rollout")
     minibatch_size: Positive | None = Field(
         default=None, description="sequences per optimizer step; null: the whole rollout"
@@ -217,7 +224,7 @@ class GrpoConfig(Section):
 
 
 class PpoConfig(Section):
-    num_prompts: Positive = Field(default=128, description="prompts per step, one completion each")
+    num_prompts: NumPrompts = Field(default=128, description="prompts per step, one completion each")
     num_epochs: Positive = Field(default=4, description="passes over one rollout")
     minibatch_size: Positive | None = Field(
         default=64, description="sequences per optimizer step; null: the whole rollout"
@@ -276,12 +283,12 @@ def _with_estimator(data: dict[str, Any]) -> dict[str, Any]:
 
 
 class SftConfig(Section):
-    batch_size: Positive = Field(default=16, description="rows per optimizer step")
+    batch_size: Positive = Field(default=16, description="rows per optimizer step, at most all there are")
     loss_on: Literal["completion", "all"] = Field(default="completion", description="which tokens count")
 
 
 class RewardModelConfig(Section):
-    batch_size: Positive = Field(default=32, description="pairs per optimizer step")
+    batch_size: Positive = Field(default=32, description="pairs per optimizer step, at most all there are")
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
         default=0.0, description="share of pairs taken to be labelled wrongly"
     )

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from tinyrl.data.readers import Placed, Row, read_source
+from tinyrl.runs.signals import watched
 from tinyrl.text import did_you_mean
 
 HELD_OUT_SHARE = 10  # one prompt in this many is held out for evaluation where no evaluation data is given
@@ -94,7 +95,7 @@ def batch_indices(seed: int, step: int, *, num_prompts: int, num_rows: int) -> l
     if num_rows < 1:
         raise ValueError("there are no rows to train on")
     positions = range(step * num_prompts, (step + 1) * num_prompts)
-    return [_epoch_order(seed, at // num_rows, num_rows)[at % num_rows] for at in positions]
+    return [_epoch_order(seed, at // num_rows, num_rows)[at % num_rows] for at in watched(positions)]
 
 
 @lru_cache(maxsize=4)

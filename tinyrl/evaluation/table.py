@@ -51,9 +51,8 @@ def _difference(result: dict[str, Any]) -> list[str]:
     lines = ["difference unknown: no prompt has a reward on both sides"]
     if not math.isnan(difference["reward_mean"]):
         interval = _interval(difference["reward_ci"], _signed)
-        lines = [
-            f"difference {_signed(difference['reward_mean'])} (95 % interval {interval}, paired by prompt){verdict}"
-        ]
+        mean = _signed(difference["reward_mean"])
+        lines = [f"difference {mean} (95 % interval {interval}, paired by prompt){verdict}"]
     if difference["left_out"]:
         lines.append(f"left out: {difference['left_out']} held-out prompts that {other} was trained on")
     return lines

@@ -14,8 +14,9 @@ from tinyrl.config.schema import RewardConfig
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 from tinyrl.models.reward_model import SequenceRewardModel
 from tinyrl.models.roles import Roles
-from tinyrl.rewards.functions import FunctionReward, RewardFailure, call_in_process
+from tinyrl.rewards.functions import FunctionReward, Limits, RewardFailure, call_in_process
 from tinyrl.rewards.model_text import TextFormat, adapter_prompt, classifier_tokens
+from tinyrl.rewards.worker import MAX_SCORE
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import PreparedPrompt, columns_of
 
@@ -32,7 +33,7 @@ class ScoreSheet:
 
 
 class Scorer:
-    """Scores completions. State: a worker process for each reward function, the reward model."""
+    """Scores completions. State: a worker process for each reward function and the task's grader, the reward model."""
 
     def __init__(
         self,
@@ -46,12 +47,15 @@ class Scorer:
     ) -> None:
         self.task, self.tokenizer, self.roles, self.model = task, tokenizer, roles, model
         self.micro_batches = micro_batches
-        self.functions = [FunctionReward(f.use, weight=f.weight, timeout_s=config.timeout_s) for f in config.functions]
+        limits: Limits = {"timeout_s": config.timeout_s, "memory_gb": config.memory_gb}
+        self.functions = [FunctionReward(f.use, weight=f.weight, **limits) for f in config.functions]
+        self.grader = FunctionReward(task.grader, **limits) if task.grader else None
+        self.workers = [*self.functions, *([self.grader] if self.grader else [])]
         self.has_model = config.model is not None
+        self.uses_verifier = config.is_verifier
         self.text_format = _text_format(config.model, model)
         self._adapter_tokenizer = tokenizer  # of the adapter's base, whoever's completions are judged
         self._adapter_prompts: dict[str, list[int]] = {}  # by the policy's text
-        self.uses_verifier = config.is_verifier
         if self.uses_verifier and task.verify is None:
             raise ValueError(
                 f"task {task.name} has no verifier, so a reward is needed: "
@@ -84,11 +88,11 @@ class Scorer:
 
     def start(self) -> None:
         """Start the workers, so that a reward that does not load is found before training."""
-        for function in self.functions:
+        for function in self.workers:
             function.start()
 
     def close(self) -> None:
-        for function in self.functions:
+        for function in self.workers:
             function.close()
 
     def __call__(self, prompts: list[PreparedPrompt], completions: list[list[int]]) -> ScoreSheet:
@@ -105,6 +109,8 @@ class Scorer:
                 self.retried.setdefault(function.name, call.retried)
         if self.has_model:
             columns.append(self._model_scores(prompts, completions, texts))
+            unusable = [row for row, score in enumerate(columns[-1]) if math.isnan(score)]
+            failures += [RewardFailure(row, "the reward model gave no number to learn from") for row in unusable]
         if self.uses_verifier:
             call = self.verify(prompts, completions)
             columns.append(call.scores)
@@ -116,14 +122,14 @@ class Scorer:
     def verify(self, prompts: list[PreparedPrompt], completions: list[list[int]]):
         """The task's own verifier, whatever the training reward is."""
         assert self.task.verify is not None
-        texts = [self.text(tokens) for tokens in completions]
-        return call_in_process(
-            self.task.verify,
-            self.task.name,
-            [p.prompt for p in prompts],
-            self._handed_over(prompts, texts),
-            columns_of(prompts),
-        )
+        given = [p.prompt for p in prompts]
+        answers = self._handed_over(prompts, [self.text(tokens) for tokens in completions])
+        if self.grader is None:
+            return call_in_process(self.task.verify, self.task.name, given, answers, columns_of(prompts))
+        call = self.grader(given, answers, columns_of(prompts))
+        if call.retried:
+            self.retried.setdefault(self.grader.name, call.retried)
+        return call
 
     def text(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -150,7 +156,7 @@ class Scorer:
         else:
             tokens = [self._adapter_prompt(p) for p in prompts]
             scores = adapter_scores(self.roles, tokens, completions, micro_batches=self.micro_batches)
-        return [s if math.isfinite(s) else math.nan for s in scores]
+        return [s if abs(s) <= MAX_SCORE else math.nan for s in scores]
 
     def _classifier_tokens(self, prompt: PreparedPrompt, text: str) -> list[int]:
         assert self.model is not None

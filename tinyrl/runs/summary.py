@@ -59,6 +59,7 @@ def next_command(path: Path, config: Config) -> str | None:
         "task.data": where.data,
         "task.eval_data": where.eval_data,
         "task.columns": where.columns or None,
+        "task.split_seed": where.split_seed or None,
         "task.system_prompt": where.system_prompt,
         "task.chat": None if where.chat == "auto" else where.chat,
         "reward.model": str(path),

@@ -6,8 +6,10 @@ against the task before anything is trained, so a bad row is reported with its f
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from typing import TYPE_CHECKING
+import importlib.util
+from typing import TYPE_CHECKING, Literal
 
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import hold_out, placed_rows
@@ -29,12 +31,29 @@ TASKS: dict[str, str] = {
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")  # a reward function gets these from us
 
 
-def load_task(name: str) -> Task:
-    """The task called `name`; ValueError, listing the names, where there is none."""
+Grading = Literal["task", "math"]
+MATH_GRADER = "tinyrl.tasks.math_grading:equal_answers"
+
+
+def load_task(name: str, *, grading: Grading = "task") -> Task:
+    """The task called `name`, with its own verifier or graded as mathematics.
+
+    ValueError where there is none of that name (lists the names), it cannot be graded so, or math-verify is missing.
+    """
     if name not in TASKS:
         meant = did_you_mean(name, list(TASKS))
         raise ValueError(f"task.name: there is no task '{name}'.{meant} Tasks: {', '.join(TASKS)}")
-    return importlib.import_module(TASKS[name]).TASK
+    task: Task = importlib.import_module(TASKS[name]).TASK
+    if grading == "task":
+        return task
+    if not task.can_grade_math:
+        raise ValueError(
+            f"task.grading=math compares a column 'answer', and task {name} has a rule of its own; "
+            "it is for the tasks gsm8k and rows"
+        )
+    if importlib.util.find_spec("math_verify") is None:
+        raise ValueError("task.grading=math needs math-verify: pip install 'tinyrl[math]'")
+    return dataclasses.replace(task, grader=MATH_GRADER)
 
 
 def load_split(config: Config, split: str) -> list[Row]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tinyrl.data.readers import Row
 from tinyrl.data.shapes import Prompt, check_prompt
-from tinyrl.tasks.grading import after_last, boxed, completion_text, last_number, normalised_text, parse_number, tagged
+from tinyrl.tasks.grading import completion_text, last_number, marked_answer, normalised_text, parse_number
 from tinyrl.tasks.task import Task
 
 
@@ -47,23 +47,16 @@ def _reference(answer: Any) -> str | None:
     return str(answer) if isinstance(answer, str | int | float) and str(answer).strip() else None
 
 
-def _marked(text: str) -> str | None:
-    for found in (tagged(text, "answer"), after_last(text, "####"), boxed(text)):
-        if found:
-            return found
-    return None
-
-
 def answer(text: str) -> str | None:
     """What a completion says, normalised: equal answers are equal texts. None for an empty one."""
-    marked = _marked(text)
+    marked = marked_answer(text)
     number = parse_number(marked if marked is not None else text)
     return str(number) if number is not None else normalised_text(text if marked is None else marked) or None
 
 
 def _is_right(text: str, reference: str) -> bool:
-    reference = _marked(reference) or reference  # worked solutions that end in "#### 72" are answers too
-    marked = _marked(text)
+    reference = marked_answer(reference) or reference  # worked solutions that end in "#### 72" are answers too
+    marked = marked_answer(text)
     wanted = parse_number(reference)
     if wanted is not None:
         said = marked if marked is not None else text
@@ -92,4 +85,5 @@ TASK = Task(
     check_reference=check_reference,
     columns=("prompt",),
     answer=answer,
+    can_grade_math=True,
 )

@@ -31,6 +31,8 @@ class Task:
     columns: tuple[str, ...]  # columns every row must have
     check_reference: Callable[[Row], None] | None = None  # what `verify` needs of a row, asked where it is the reward
     answer: Callable[[str], Hashable | None] | None = None  # what a completion says (None: nothing), for majority@k
+    can_grade_math: bool = False  # rows have an `answer` that may be compared as mathematics
+    grader: str | None = None  # "module:function" to be used for `verify`, in a process of its own
 
     @staticmethod
     def is_pass(score: float | None) -> bool:

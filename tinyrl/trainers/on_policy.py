@@ -89,7 +89,8 @@ class RolloutCollector:
                 f"(they are in {self.session.run.failed_rewards}). {sentence}"
             )
             self._set_aside(rollout, prompts, step)
-        guard.add(len(rollout), len({f.row for f in rollout.failures}), sentence)
+        rewarded = int((~rollout.rewards.isnan()).sum())
+        guard.add(len(rollout), len({f.row for f in rollout.failures}), sentence, num_rewarded=rewarded)
         self.session.state.controllers.failing_batches = guard.bad_batches
 
     def _set_aside(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:

@@ -30,6 +30,7 @@ from tinyrl.models.batches import trunk_of
 from tinyrl.models.micro_batches import RowSizes, Work
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_room, positions_of
 from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, adapter_tokens, classifier_tokens
+from tinyrl.runs.signals import watched
 from tinyrl.trainers.sft import text_rows
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
@@ -46,14 +47,14 @@ class PairParts(Parts):
     held_out: list[Pair]
     data_fingerprint: str
 
+    def check(self) -> list[str]:
+        """Whether held-out scores can say something."""
+        return few_held_out(self.held_out) if self.config.run.eval_prompts else []
+
     @property
     def text_format(self) -> TextFormat:
         """How prompts are written; kept with the weights, so that scoring writes them the same way."""
         return text_format_of(self.config)
-
-    def check(self) -> list[str]:
-        """Whether held-out scores can say something."""
-        return few_held_out(self.held_out) if self.config.run.eval_prompts else []
 
     def save_models(self, folder: Path) -> None:
         """LoRA: adapter and centred head. Full: a sequence-classification model whose config holds the centre."""
@@ -113,13 +114,12 @@ class PairParts(Parts):
 def train(session: Session, parts: PairParts) -> None:
     """Train the reward model from the session's current step to run.num_steps."""
     config = parts.config.reward_model
+    size = min(config.batch_size, len(parts.train))  # no pair twice in a step
     parts.roles.use_lora_dropout()
     for step in session.steps():
         chosen = [
             parts.train[i]
-            for i in batch_indices(
-                parts.config.run.seed, step, num_prompts=config.batch_size, num_rows=len(parts.train)
-            )
+            for i in batch_indices(parts.config.run.seed, step, num_prompts=size, num_rows=len(parts.train))
         ]
         session.start_update()
 
@@ -160,7 +160,7 @@ def shared_start(chosen: list[int], rejected: list[int]) -> int:
 def sizes_of(parts: Parts, pairs: list[Pair]) -> RowSizes:
     """What a pair costs a forward pass: both sides at the longer one's length, or packed, what they share once."""
     if parts.roles.packs:
-        lengths = [len(a) + len(b) - shared_start(a, b) for a, b in pairs]
+        lengths = [len(a) + len(b) - shared_start(a, b) for a, b in watched(pairs)]
     else:
         lengths = [2 * max(len(a), len(b)) for a, b in pairs]
     return RowSizes.alone(lengths, packed=parts.roles.packs)
@@ -173,8 +173,8 @@ def load(config: Config, *, options: Options) -> PairParts:
     rows, held_out = text_rows(config)
     return PairParts(
         **vars(parts),
-        train=[pair(r, parts) for r in rows],
-        held_out=[pair(r, parts) for r in held_out],
+        train=[pair(r, parts) for r in watched(rows)],
+        held_out=[pair(r, parts) for r in watched(held_out)],
         data_fingerprint=fingerprint(rows),
     )
 

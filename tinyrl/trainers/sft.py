@@ -21,6 +21,7 @@ from tinyrl.data.readers import Row
 from tinyrl.data.rows import batch_indices, few_held_out, fingerprint, hold_out, read_rows
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.micro_batches import RowSizes, Work
+from tinyrl.runs.signals import watched
 from tinyrl.tasks.prompts import render_prompt, token_ids
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
@@ -43,7 +44,7 @@ class TextParts(Parts):
 
 def train(session: Session, parts: TextParts) -> None:
     """Run supervised fine-tuning from the session's current step to run.num_steps."""
-    size = parts.config.sft.batch_size
+    size = min(parts.config.sft.batch_size, len(parts.train))  # no row twice in a step
     parts.roles.use_lora_dropout()
     for step in session.steps():
         chosen = [
@@ -84,8 +85,8 @@ def load(config: Config, *, options: Options) -> TextParts:
     rows, held_out = text_rows(config)
     return TextParts(
         **vars(parts),
-        train=[example(row, parts) for row in rows],
-        held_out=[example(row, parts) for row in held_out],
+        train=[example(row, parts) for row in watched(rows)],
+        held_out=[example(row, parts) for row in watched(held_out)],
         data_fingerprint=fingerprint(rows),
     )
 

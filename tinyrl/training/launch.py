@@ -23,6 +23,7 @@ from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.report import write_report
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.progress import Display
+from tinyrl.runs.reward_output import RewardOutput
 from tinyrl.runs.run_dir import RunDir, create_run, environment
 from tinyrl.runs.settle import absolute_paths, settle
 from tinyrl.runs.summary import summary
@@ -181,6 +182,7 @@ def trainer_of(config: Config) -> Trainer:
 
 
 def _open(run: RunDir, trainer: Trainer, parts: Any) -> Launch:
+    parts.keep_output(RewardOutput(run.path, warn=run.warn).append)
     session = Session(
         parts,
         run,
