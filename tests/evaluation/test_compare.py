@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from tests import running
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -115,10 +117,11 @@ def test_another_tokenizer_is_judged_as_text(folder: Path) -> None:
     assert compare(folder, other)["other"] == alone
 
 
-def test_a_reward_adapter_judges_its_own_vocabulary_only() -> None:
+def test_a_reward_adapter_judges_its_own_vocabulary_only(tmp_path: Path) -> None:
     task = load_task("sort")
+    save_file({"weight": torch.zeros(1, 2)}, tmp_path / "score_head.safetensors")
     rest: dict[str, Any] = {"roles": None, "micro_batches": None}
-    scorer = Scorer(RewardConfig(model="adapter"), task, tokenizer=tiny_tokenizer(), **rest)
+    scorer = Scorer(RewardConfig(model=str(tmp_path)), task, tokenizer=tiny_tokenizer(), **rest)
     same = tiny_tokenizer()
     assert scorer.reading(same).tokenizer is same
     with pytest.raises(ValueError, match="another vocabulary"):

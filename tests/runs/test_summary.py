@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tinyrl.config.schema import Config
-from tinyrl.evaluation.compare import render
+from tinyrl.evaluation.table import render
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.summary import next_command, summary
 
@@ -59,7 +59,7 @@ def test_the_command_that_uses_what_a_run_has_made(values: dict[str, Any], comma
 def test_an_evaluation_shows_small_scores():
     side: dict[str, Any] = {"target": "x", "reward_mean": 0.000321, "num_prompts": 2, "num_samples": 1}
     side |= {"reward_ci": [-0.0001, 0.0007], "greedy": {"reward_mean": 0.04}}
-    difference = {"reward_mean": -0.00012, "reward_ci": [-0.5, 0.00034], "distinguishable": False}
+    difference = {"reward_mean": -0.00012, "reward_ci": [-0.5, 0.00034], "distinguishable": False, "left_out": 0}
     text = render({**side, "other": side, "difference": difference}, as_json=False)
     assert "0.000321 (0.04)" in text
     assert "interval -0.0001 to 0.0007)" in text

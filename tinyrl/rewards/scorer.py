@@ -54,6 +54,7 @@ class Scorer:
         self.has_model = config.model is not None
         self.uses_verifier = config.is_verifier
         self.text_format = _text_format(config.model, model)
+        self._adapter_tokenizer = tokenizer  # of the adapter's base, whoever's completions are judged
         self._adapter_prompts: dict[str, list[int]] = {}  # by the policy's text
         if self.uses_verifier and task.verify is None:
             raise ValueError(
@@ -173,7 +174,7 @@ class Scorer:
         if self.text_format is None:
             return prompt.tokens
         if prompt.text not in self._adapter_prompts:
-            tokens = adapter_prompt(self.tokenizer, prompt.prompt, text_format=self.text_format)
+            tokens = adapter_prompt(self._adapter_tokenizer, prompt.prompt, text_format=self.text_format)
             self._adapter_prompts[prompt.text] = tokens
         return self._adapter_prompts[prompt.text]
 
