@@ -1,4 +1,4 @@
-"""Untrusted text made harmless, short and visible, and the nearest known name for a mistyped one.
+"""Text made harmless, short and visible, and free of secrets; the nearest known name for a mistyped one.
 
 A completion may hold HTML, terminal escapes, bidirectional overrides that reorder what is read, invisible characters,
 lone surrogates that cannot be encoded, or a million characters.
@@ -17,6 +17,18 @@ _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 _SPACES = re.compile(r"\s+")
 SHOWN_CHARACTERS = 80  # of a value that a sentence quotes
 ERROR_CHARACTERS = 300  # of a library's message
+
+HIDDEN = "[redacted]"
+# Names of settings whose values are secret; max_new_tokens and tokenizer are not.
+SECRET = re.compile(
+    r"(?i)token(?!s|iz)|secret|passw(?:or)?d|api_?key|access_?key|private_?key|credential|authorization"
+)
+_SECRET_VALUE = re.compile(
+    r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|gh[pousr]_[A-Za-z0-9]{8,}|github_pat_\w{8,}"
+    r"|glpat-[\w-]{8,}|xox[a-z]-[\w-]{8,}|AKIA[A-Z0-9]{16}|eyJ[\w-]{8,}(?:\.[\w-]+)*|[0-9a-f]{40})(?![A-Za-z0-9])"
+)
+_URL_LOGIN = re.compile(r"(\w+://)[^/\s]*@")
+_NAMED_VALUE = re.compile(r"""([\w.-]+)(["']?\s*[=:]\s*)("[^"]*"|'[^']*'|[^\s,;&()[\]{}"']+)""")
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,12 @@ def first_line(error: BaseException) -> str:
 def last_line(error: BaseException) -> str:
     """The last line of an error: torch's first line on tensors that do not fit only says that there is an error."""
     return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()[:ERROR_CHARACTERS]
+
+
+def redact(text: str) -> str:
+    """Take secrets out: logins in URLs, values that look like access tokens, values of settings named like one."""
+    text = _SECRET_VALUE.sub(HIDDEN, _URL_LOGIN.sub(rf"\1{HIDDEN}@", text))
+    return _NAMED_VALUE.sub(lambda m: f"{m[1]}{m[2]}{HIDDEN}" if SECRET.search(m[1]) else m[0], text)
 
 
 def did_you_mean(word: str, known: list[str]) -> str:

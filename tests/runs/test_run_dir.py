@@ -10,17 +10,9 @@ from typing import Any
 import pytest
 
 from tinyrl.config.schema import Config
-from tinyrl.runs.run_dir import (
-    RunDir,
-    check_new_run,
-    create_run,
-    environment,
-    finite,
-    open_run,
-    redact,
-    redact_command,
-    run_of,
-)
+from tinyrl.runs.environment import environment, redact_command
+from tinyrl.runs.run_dir import RunDir, check_new_run, create_run, finite, open_run, run_of
+from tinyrl.text import redact
 
 CONFIG = Config.model_validate({"method": "grpo", "task": {"name": "sort"}})
 
@@ -80,7 +72,7 @@ def test_overwriting_replaces_a_run_and_an_empty_folder(tmp_path: Path):
     (create(tmp_path, "mine").path / "left over").write_text("x")
     (tmp_path / "empty").mkdir()
     for name in ("mine", "empty", "new"):
-        assert [p.name for p in create(tmp_path, name, overwrite=True).path.iterdir()] == ["config.yaml"]
+        assert {p.name for p in create(tmp_path, name, overwrite=True).path.iterdir()} == {".lock", "config.yaml"}
 
 
 def test_overwriting_leaves_what_is_no_run_alone(tmp_path: Path):

@@ -22,8 +22,9 @@ from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.report import write_report
 from tinyrl.runs import checkpoint as checkpoints
+from tinyrl.runs.environment import environment
 from tinyrl.runs.progress import Display
-from tinyrl.runs.run_dir import RunDir, create_run, environment
+from tinyrl.runs.run_dir import RunDir, create_run
 from tinyrl.runs.summary import summary
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.training.session import Session
@@ -61,7 +62,11 @@ class Launch:
             self.session.display.note(note)
 
     def go(self) -> int:
-        """Train to the last step; the exit code says how it ended."""
+        """Train to the last step and release the run's lock; the exit code says how it ended."""
+        with self.run.lock:
+            return self._train()
+
+    def _train(self) -> int:
         self.session.display.start(done=self.session.state.step)
         try:
             with out_of_memory_stops("while training"):
@@ -103,17 +108,20 @@ def start(
     """Load everything, check it, and make the run's folder. Raises ValueError before anything is written."""
     check_trackers(config.run.trackers)
     trainer = trainer_of(config)
-    with out_of_memory_stops("before the first step"):
-        parts = trainer.load(config, options=options)
-        threads = settle_threads(parts)
-        notes = [threads, *parts.check()]
-    checkpoints.check_room(Path(output_dir), needed=checkpoint_bytes(parts.roles))
-    run = create_run(output_dir, name=name, config=config, overwrite=overwrite)
-    run.write_config(config)
-    _write_environment(run, parts, command)
-    launch = _open(run, trainer, parts)
-    launch.say([f"run {run.path}", *notes])
-    return launch
+    with undone_on_failure() as undo:
+        with out_of_memory_stops("before the first step"):
+            parts = trainer.load(config, options=options)
+            undo.callback(parts.close)
+            threads = settle_threads(parts)
+            notes = [threads, *parts.check()]
+        checkpoints.check_room(Path(output_dir), needed=checkpoint_bytes(parts.roles))
+        run = create_run(output_dir, name=name, config=config, overwrite=overwrite)
+        undo.callback(run.lock.release)
+        run.write_config(config)
+        _write_environment(run, parts, command)
+        launch = _open(run, trainer, parts)
+        launch.say([f"run {run.path}", *notes])
+        return launch
 
 
 def resume(
@@ -128,35 +136,46 @@ def resume(
     `config` (default: the run's config.yaml) may differ from the checkpoint's only with `allow_config_change`; it is
     then the run's from here on. Raises ValueError otherwise.
     """
-    config = config or run.read_config()
-    folder, warnings = checkpoints.newest_sound(run.checkpoints)
-    changes: list[str] = []
-    if folder is not None:
-        changes = check_changes(read_state(folder).config, config, since=folder.name, allowed=allow_config_change)
-    trainer = trainer_of(config)
-    with out_of_memory_stops("before the first step"):
-        parts = trainer.load(config, options=options)
-        notes = [f"warning: {w}; using {folder.name if folder else 'the start'} instead" for w in warnings[:1]]
-        notes += parts.check()
-        if folder is None:
-            notes.append(settle_threads(parts))
-            run.cut({})
-    launch = _open(run, trainer, parts)
-    session = launch.session
-    if folder is not None:
-        session.restore(folder)
-        notes += [f"changed since {folder.name}: {change}" for change in changes]
-        state = session.state
-        if state.phase == "rollout" and state.step >= config.run.num_steps:
-            parts.close()
-            return None
-        notes.append(
-            f"resuming {run.path} at step {state.step} of {config.run.num_steps} ({state.phase}) from {folder.name}"
-        )
-    if allow_config_change:
-        run.write_config(config)
-    launch.say(notes)
-    return launch
+    with undone_on_failure() as undo:
+        undo.enter_context(run.lock)
+        config = config or run.read_config()
+        folder, warnings = checkpoints.newest_sound(run.checkpoints)
+        changes: list[str] = []
+        if folder is not None:
+            changes = check_changes(read_state(folder).config, config, since=folder.name, allowed=allow_config_change)
+        trainer = trainer_of(config)
+        with out_of_memory_stops("before the first step"):
+            parts = trainer.load(config, options=options)
+            undo.callback(parts.close)
+            notes = [f"warning: {w}; using {folder.name if folder else 'the start'} instead" for w in warnings[:1]]
+            notes += parts.check()
+            if folder is None:
+                notes.append(settle_threads(parts))
+                run.cut({})
+        launch = _open(run, trainer, parts)
+        session = launch.session
+        if folder is not None:
+            session.restore(folder)
+            notes += [f"changed since {folder.name}: {change}" for change in changes]
+            state = session.state
+            if state.phase == "rollout" and state.step >= config.run.num_steps:
+                undo.close()
+                return None
+            notes.append(
+                f"resuming {run.path} at step {state.step} of {config.run.num_steps} ({state.phase}) from {folder.name}"
+            )
+        if allow_config_change:
+            run.write_config(config)
+        launch.say(notes)
+        return launch
+
+
+@contextlib.contextmanager
+def undone_on_failure() -> Iterator[contextlib.ExitStack]:
+    """A stack of what is to be undone where the block raises, and kept where it does not."""
+    with contextlib.ExitStack() as undo:
+        yield undo
+        undo.pop_all()
 
 
 @contextlib.contextmanager
