@@ -191,6 +191,42 @@ def test_a_resume_forgets_what_came_after_its_checkpoint(tmp_path: Path):
     assert run.metrics.read_bytes() == b""
 
 
+def test_half_a_line_is_not_joined_to_the_next(tmp_path: Path):
+    """Left by a power cut, or where a checkpoint counts bytes that the disk does not have."""
+    run = RunDir(tmp_path)
+    run.append_metrics(1, {})
+    whole = run.lengths()["metrics.jsonl"]
+    run.append_metrics(2, {"loss": 0.5})
+    run.append_samples([{"completion": "x" * 200_000}])
+    os.truncate(run.metrics, whole + 5)
+    os.truncate(run.samples, 150_000)
+    run.cut({"metrics.jsonl": 10_000, "samples.jsonl": 200_020})
+    run.append_metrics(2, {"loss": 0.25})
+    assert read(run.metrics) == [{"step": 1}, {"step": 2, "loss": 0.25}]
+    assert run.samples.read_bytes() == b""
+
+
+def test_records_are_on_the_disk_before_a_checkpoint_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run, events = RunDir(tmp_path), []
+    run.append_metrics(1, {})
+    run.append_samples([{"a": 1}])
+    plain = Path.stat
+
+    def flushed(number: int) -> None:
+        events.append(os.path.basename(os.readlink(f"/proc/self/fd/{number}")))
+
+    def counted(path: Path, **named: Any) -> os.stat_result:
+        events.append(f"length of {path.name}")
+        return plain(path, **named)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(Path, "stat", counted)
+    run.lengths()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        last = len(events) - 1 - events[::-1].index(f"length of {name}")
+        assert events.index(name) < last
+
+
 def test_a_full_disk_loses_no_line_and_leaves_no_half_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
     run = RunDir(tmp_path, warn=said.append)

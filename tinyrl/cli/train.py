@@ -87,8 +87,9 @@ def resume_run(run: str, words: list[str], *, besides: list[str], allow_config_c
             check_before_loading(config)
             until_the_end.enter_context(opened.lock)
         quiet_libraries()
+        from tinyrl.components import Options
         from tinyrl.runs.signals import StopFlag
-        from tinyrl.training.launch import Options, resume
+        from tinyrl.training.resume import resume
 
         until_the_end.enter_context(StopFlag())
         with sentences(how.debug):

@@ -22,6 +22,7 @@ from tinyrl.config.schema import Config
 from tinyrl.runs.lock import LOCK, RunLock
 from tinyrl.text import did_you_mean
 
+BLOCK = 1 << 16  # bytes read at a time, from the end of a record
 _WRITING = ".writing"  # ends the name of a file that is not whole yet
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -72,21 +73,29 @@ class RunDir:
         self._append(self.failed_rewards, rows)
 
     def lengths(self) -> dict[str, int]:
-        """Bytes of the records, for a checkpoint."""
-        return {file.name: file.stat().st_size if file.exists() else 0 for file in self._records}
+        """Bytes of the records, for a checkpoint, which may count only what is on the disk itself: a power cut takes
+        the rest.
+        """
+        there = [file for file in self._records if file.exists()]
+        for file in there:
+            with file.open("rb") as record:
+                os.fsync(record.fileno())
+        return {file.name: _length(file) for file in self._records}
 
     def cut(self, lengths: dict[str, int]) -> None:
-        """Forget what was recorded after a checkpoint, so that curves hold no step twice."""
+        """Forget what was recorded after a checkpoint, so that curves hold no step twice, and half a line at the end,
+        which would spoil the next.
+        """
         self._unwritten.clear()
         for file in self._records:
             if file.exists():
-                os.truncate(file, min(lengths.get(file.name, 0), file.stat().st_size))
+                os.truncate(file, _whole_lines(file, min(lengths.get(file.name, 0), _length(file))))
 
     def _append(self, file: Path, rows: list[dict[str, Any]]) -> None:
         text = "".join(json.dumps(finite(row), ensure_ascii=True) + "\n" for row in rows)
         told = bool(self._unwritten)
         text = self._unwritten.pop(file, "") + text
-        length = self.lengths()[file.name]
+        length = _length(file)
         try:
             with file.open("a", encoding="utf-8") as out:
                 out.write(text)
@@ -205,6 +214,23 @@ def finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _length(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+def _whole_lines(file: Path, length: int) -> int:
+    """Bytes of the lines that are whole within the first `length` bytes of a file."""
+    with file.open("rb") as record:
+        while length:
+            start = max(0, length - BLOCK)
+            record.seek(start)
+            at = record.read(length - start).rfind(b"\n")
+            if at >= 0:
+                return start + at + 1
+            length = start
+    return 0
 
 
 def _write(path: Path, text: str) -> None:

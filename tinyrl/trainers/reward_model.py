@@ -23,7 +23,7 @@ from tinyrl.algorithms.preference import bradley_terry_loss
 from tinyrl.components import Options, Parts, load_parts
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import batch_indices, fingerprint
+from tinyrl.data.rows import batch_indices, fingerprints
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.batches import trunk_of
 from tinyrl.models.micro_batches import RowSizes, Work
@@ -43,7 +43,7 @@ class PairParts(Parts):
 
     train: list[Pair]
     held_out: list[Pair]
-    data_fingerprint: str
+    row_fingerprints: dict[str, str]
 
     def save_models(self, folder: Path) -> None:
         """LoRA: adapter and centred head. Full: a sequence-classification model whose config holds the centre."""
@@ -169,7 +169,7 @@ def load(config: Config, *, options: Options) -> PairParts:
         **vars(parts),
         train=[pair(r, parts) for r in rows],
         held_out=[pair(r, parts) for r in held_out],
-        data_fingerprint=fingerprint(rows),
+        row_fingerprints=fingerprints(rows, held_out),
     )
 
 
