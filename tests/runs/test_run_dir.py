@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from tinyrl.config.changes import check_changes
 from tinyrl.config.schema import Config
 from tinyrl.runs.environment import environment, redact_command
 from tinyrl.runs.run_dir import RunDir, check_new_run, create_run, finite, open_run, run_of
-from tinyrl.text import redact
+from tinyrl.text import hidden, redact, restored
 
 CONFIG = Config.model_validate({"method": "grpo", "task": {"name": "sort"}})
 
@@ -294,6 +295,64 @@ def test_a_command_is_written_without_its_secrets(command: list[str], shown: str
 
 def test_a_command_can_be_typed_again():
     assert redact_command(["tinyrl", "a b", "x={c: d}"]) == "tinyrl 'a b' 'x={c: d}'"
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("401: {'Authorization': 'Bearer xyz'}", "401: {'Authorization': #}"),
+        ('{"Authorization": b"Bearer xyz", "a": 1}', '{"Authorization": #, "a": 1}'),
+        ("Authorization: Bearer xyz was refused", "Authorization: # was refused"),
+        ("authorization: basic eHl6 was refused", "authorization: # was refused"),
+        ("curl -H Bearer abc123.x/y= failed", "curl -H Bearer # failed"),
+        ("x-api-key: abc; api key = abc", "x-api-key: #; api key = #"),
+        ("Incorrect API key provided: sk-proj-12345678abc", "Incorrect API key provided: #"),
+        ("no pad_token=5, eos_token: '</s>', token_ids=[1]", "no pad_token=5, eos_token: '</s>', token_ids=[1]"),
+    ],
+)
+def test_a_sentence_is_shown_without_its_secrets(said: str, shown: str):
+    assert redact(said).replace("[redacted]", "#") == shown
+
+
+def test_values_of_secret_variables_give_way_to_their_names(monkeypatch: pytest.MonkeyPatch):
+    for name, value in {
+        "JUDGE_KEY": "abcdefgh",
+        "LONGER_TOKEN": "abcdefgh-ijkl",
+        "DB_PASSWORD": "short",
+        "TOKENIZERS_PARALLELISM": "sometimes",
+        "PLAIN": "plain value",
+    }.items():
+        monkeypatch.setenv(name, value)
+    value = {"a": ["xabcdefghx", 1, None], "b": ("abcdefgh-ijkl", "short sometimes plain value"), "abcdefgh": True}
+    assert hidden(value) == {
+        "a": ["x[redacted $JUDGE_KEY]x", 1, None],
+        "b": ["[redacted $LONGER_TOKEN]", "short sometimes plain value"],
+        "abcdefgh": True,
+    }
+    assert restored(hidden(value)) == {**value, "b": list(value["b"])}
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(ValueError, match="environment variable JUDGE_KEY, which is not set here"):
+        restored("[redacted $JUDGE_KEY]")
+    assert redact("LONGER_TOKEN is abcdefgh-ijkl") == "LONGER_TOKEN is [redacted $LONGER_TOKEN]"
+
+
+def test_a_secret_in_a_setting_is_in_no_file_and_a_resume_reads_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JUDGE_KEY", "s3cret-value")
+    config = Config.model_validate(
+        {"method": "grpo", "task": {"name": "sort", "system_prompt": "use s3cret-value: # now"}}
+    )
+    run = create_run(str(tmp_path), name="a", config=config, overwrite=False)
+    run.write_config(config)
+    run.write_environment({"note": "s3cret-value"})
+    run.append_failed_rewards([{"reason": "with s3cret-value", "prompt": "s3cret-value?"}])
+    assert not [file.name for file in run.path.iterdir() if b"s3cret-value" in file.read_bytes()]
+    assert run.read_config() == config
+    assert check_changes(config.model_dump(mode="json"), config, since="x", allowed=False) == []
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(ValueError, match=r"config.yaml: a setting holds the value of the environment variable JUDGE_K"):
+        run.read_config()
 
 
 def test_redacting_twice_changes_nothing():

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from tinyrl.config.schema import Config
+from tinyrl.text import hidden
 
 MOST_SHOWN = 3
 
@@ -19,7 +20,9 @@ def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed
         raise ValueError(
             f"{since} was written by `tinyrl train {before['method']}`; {config.method} cannot go on with it"
         )
-    return refuse("settings have changed", changed_settings(before, config.written()), since=since, allowed=allowed)
+    return refuse(
+        "settings have changed", changed_settings(hidden(before), config.written()), since=since, allowed=allowed
+    )
 
 
 def refuse(what: str, changes: list[str], *, since: str, allowed: bool) -> list[str]:

@@ -16,7 +16,7 @@ from tinyrl.config.errors import check_familiar, explain, fields_of, section_cla
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import Source, dump_plain, parse_plain
-from tinyrl.text import decode_utf8, did_you_mean, shortened
+from tinyrl.text import decode_utf8, did_you_mean, restored, shortened
 
 MAX_RECIPE_BYTES = 100_000
 OWN_MODEL_OR_DATA = ("model", "model.path", "task", "task.name", "task.data")  # overrides that ask for something else
@@ -165,5 +165,12 @@ def dump_config(config: Config) -> str:
 
 
 def load_written_config(path: Path, *, overrides: Sequence[str] = ()) -> Config:
-    """Read a run's config.yaml. Written out in full, it may be larger than the recipe it comes from."""
-    return build_config(apply_overrides(read_recipe(path, max_bytes=20 * MAX_RECIPE_BYTES), list(overrides)))
+    """Read a run's config.yaml. Written out in full, it may be larger than the recipe it comes from; secrets are where
+    they were.
+    """
+    source = read_recipe(path, max_bytes=20 * MAX_RECIPE_BYTES)
+    try:
+        values = restored(source.values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return build_config(apply_overrides(Source(source.name, values, source.places), list(overrides)))

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from tinyrl.config.conflicts import conflicts
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName
 from tinyrl.config.presets import DAPO, PRESETS
+from tinyrl.text import hidden
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -254,5 +255,5 @@ class Config(Section):
         return self.ppo if self.method == "ppo" else self.grpo
 
     def written(self) -> dict[str, Any]:
-        """The sections that the method uses, as JSON values: what config.yaml and checkpoints hold."""
-        return {name: value for name, value in self.model_dump(mode="json").items() if self.uses(name)}
+        """The sections that the method uses, as JSON values without secrets: what config.yaml and checkpoints hold."""
+        return hidden({name: value for name, value in self.model_dump(mode="json").items() if self.uses(name)})

@@ -20,7 +20,7 @@ from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import dump_config, load_written_config
 from tinyrl.config.schema import Config
 from tinyrl.runs.lock import LOCK, RunLock
-from tinyrl.text import did_you_mean
+from tinyrl.text import did_you_mean, hidden
 
 BLOCK = 1 << 16  # bytes read at a time, from the end of a record
 _WRITING = ".writing"  # ends the name of a file that is not whole yet
@@ -58,7 +58,7 @@ class RunDir:
 
     def write_environment(self, facts: dict[str, Any]) -> None:
         """Write env.json: what `environment` gives."""
-        _write(self.path / "env.json", json.dumps(facts, indent=1) + "\n")
+        _write(self.path / "env.json", json.dumps(hidden(facts), indent=1) + "\n")
 
     def append_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         """Add the line of a step to metrics.jsonl."""
@@ -92,7 +92,7 @@ class RunDir:
                 os.truncate(file, _whole_lines(file, min(lengths.get(file.name, 0), _length(file))))
 
     def _append(self, file: Path, rows: list[dict[str, Any]]) -> None:
-        text = "".join(json.dumps(finite(row), ensure_ascii=True) + "\n" for row in rows)
+        text = "".join(json.dumps(row, ensure_ascii=True) + "\n" for row in hidden(finite(rows)))
         told = bool(self._unwritten)
         text = self._unwritten.pop(file, "") + text
         length = _length(file)
