@@ -15,7 +15,8 @@ from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted
 from tinyrl.runs.run_dir import RunDir, open_run
 from tinyrl.runs.signals import StopFlag
-from tinyrl.training.launch import resume, start
+from tinyrl.training.launch import start
+from tinyrl.training.resume import resume
 
 VOLATILE = ("time/", "memory/", "tokens_per_second")
 

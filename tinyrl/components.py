@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.schema import Config
-from tinyrl.data.rows import few_held_out, fingerprint
+from tinyrl.data.rows import few_held_out, fingerprints
 from tinyrl.generation.engine import SamplingEngine
 from tinyrl.generation.select import engine_of
 from tinyrl.models.batches import make_batch
@@ -93,7 +93,7 @@ class SamplingParts(Parts):
     scorer: Scorer
     engine: SamplingEngine
     engine_reason: str  # why it is that one
-    data_fingerprint: str
+    row_fingerprints: dict[str, str]
 
     def check(self) -> list[str]:
         """The reference at step 0, and the reward on a gold answer."""
@@ -207,7 +207,7 @@ def _sampling_parts(config: Config, *, options: Options, judge: Scorer | None) -
         scorer=scorer,
         engine=engine,
         engine_reason=why,
-        data_fingerprint=fingerprint([p.row for p in train_prompts]),
+        row_fingerprints=fingerprints([p.row for p in train_prompts], [p.row for p in eval_prompts]),
     )
 
 

@@ -1,4 +1,4 @@
-"""Untrusted text made harmless, short and visible, and the nearest known name for a mistyped one.
+"""Text made harmless, short and visible, and free of secrets; the nearest known name for a mistyped one.
 
 A completion may hold HTML, terminal escapes, bidirectional overrides that reorder what is read, invisible characters,
 lone surrogates that cannot be encoded, or a million characters.
@@ -6,10 +6,12 @@ Nothing is dropped silently: what cannot be shown is named.
 """
 
 import difflib
+import os
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 # Line break, tab, and the two joiners that Persian, Indic scripts and emoji need and that reorder nothing.
 _KEPT = frozenset("\n\t\u200c\u200d")
@@ -18,6 +20,27 @@ _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 _SPACES = re.compile(r"\s+")
 SHOWN_CHARACTERS = 80  # of a value that a sentence quotes
 ERROR_CHARACTERS = 300  # of a library's message
+
+HIDDEN = "[redacted]"
+# Names of settings whose values are secret; max_new_tokens, tokenizer and eos_token are not.
+SECRET = re.compile(
+    r"(?i)(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!special_)token(?!s|iz|_id)|secret|passw(?:or)?d|api[ _-]?key"
+    r"|access[ _-]?key|private[ _-]?key|credential|authorization"
+)
+_SECRET_VALUE = re.compile(
+    r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|gh[pousr]_[A-Za-z0-9]{8,}|github_pat_\w{8,}"
+    r"|glpat-[\w-]{8,}|xox[a-z]-[\w-]{8,}|AKIA[A-Z0-9]{16}|AIza[\w-]{30,}|eyJ[\w-]{8,}(?:\.[\w-]+)*|[0-9a-f]{40})"
+    r"(?![A-Za-z0-9])"
+)
+_URL_LOGIN = re.compile(r"(\w+://)[^/\s]*@")
+_BEARER = re.compile(r"(\b[Bb]earer\s+)[\w.~+/=-]{6,}")
+_NAMED_VALUE = re.compile(
+    r"""(?i)((?:api|access|private)\ key|[\w.-]+)(["']?\s*[=:]\s*)"""
+    r"""(b?"[^"]*"|b?'[^']*'|(?:(?:bearer|basic|token)\s+)?[^\s,;&()[\]{}"']+)"""
+)
+_SECRET_VARIABLE = re.compile(r"(?i)key|token(?!s|iz)|secret|passw")
+SHORTEST_SECRET = 8  # characters of a variable's value: a shorter one may be any word
+_OF_VARIABLE = re.compile(r"\[redacted \$(\w+)\]")
 
 
 @dataclass(frozen=True)
@@ -99,6 +122,49 @@ def last_line(error: BaseException) -> str:
 def number(value: float, *, decimals: int = 3) -> str:
     """A result in a table: so many decimals, and as many digits that count for what is smaller than 0.1."""
     return f"{value:.{decimals}g}" if 0 < abs(value) < 0.1 else f"{value:.{decimals}f}"
+
+
+def redact(text: str) -> str:
+    """Take secrets out of a sentence: values of secret environment variables, logins in URLs, values that look like
+    access tokens, values of settings named like one.
+    """
+    text = _SECRET_VALUE.sub(HIDDEN, _URL_LOGIN.sub(rf"\1{HIDDEN}@", hidden(text)))
+    text = _NAMED_VALUE.sub(lambda m: f"{m[1]}{m[2]}{HIDDEN}" if SECRET.search(m[1]) else m[0], text)
+    return _BEARER.sub(rf"\1{HIDDEN}", text)
+
+
+def hidden(value: Any) -> Any:
+    """A JSON value in whose texts the values of secret environment variables (KEY, TOKEN, SECRET, PASSWORD in their
+    name) give way to the variable's name. `restored` puts them back.
+    """
+    named = ((name, secret) for name, secret in os.environ.items() if _SECRET_VARIABLE.search(name))
+    secrets = sorted((pair for pair in named if len(pair[1]) >= SHORTEST_SECRET), key=lambda p: (-len(p[1]), p[0]))
+    return _in_texts(value, lambda text: _without(text, secrets)) if secrets else value
+
+
+def restored(value: Any) -> Any:
+    """What `hidden` was given. Raises ValueError for a variable that is not set."""
+    return _in_texts(value, lambda text: _OF_VARIABLE.sub(lambda m: _value_of(m[1]), text))
+
+
+def _in_texts(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _in_texts(inner, change) for key, inner in value.items()}
+    return [_in_texts(inner, change) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _without(text: str, secrets: list[tuple[str, str]]) -> str:
+    for name, secret in secrets:
+        text = text.replace(secret, f"[redacted ${name}]")
+    return text
+
+
+def _value_of(name: str) -> str:
+    if name not in os.environ:
+        raise ValueError(f"a setting holds the value of the environment variable {name}, which is not set here")
+    return os.environ[name]
 
 
 def did_you_mean(word: str, known: list[str]) -> str:

@@ -120,6 +120,19 @@ def test_a_learning_rate_that_overflows_stops_the_run_with_a_sentence(
     assert [problem_with(folder) for folder in list_checkpoints(run.checkpoints)] == [None] * 4
 
 
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_weights_that_a_step_makes_infinite_are_never_saved(
+    method: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A decay of 1e300 makes them so from finite gradients, in the first step that there is."""
+    settings = settings_for(method, model, tmp_path, steps_an_epoch=2, optim={"weight_decay": 1e300})
+    code, run, _ = running.train(settings, tmp_path)
+    assert code == 3
+    assert "that are not finite, so they are not saved" in capsys.readouterr().err
+    assert [p.name for p in list_checkpoints(run.checkpoints)] == ["step-000000"]
+    assert all(tensor.isfinite().all() for tensor in running.weights(run, 0).values())
+
+
 def test_a_batch_without_spread_has_a_gradient_of_exactly_nothing(model: Path, tmp_path: Path) -> None:
     """Every completion scores 3, so GRPO's advantages are 0 and no weight moves."""
     (tmp_path / "rewards.py").write_text("def same(prompts, completions, **columns):\n    return [3.0] * len(prompts)")

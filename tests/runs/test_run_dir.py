@@ -9,18 +9,11 @@ from typing import Any
 
 import pytest
 
+from tinyrl.config.changes import check_changes
 from tinyrl.config.schema import Config
-from tinyrl.runs.run_dir import (
-    RunDir,
-    check_new_run,
-    create_run,
-    environment,
-    finite,
-    open_run,
-    redact,
-    redact_command,
-    run_of,
-)
+from tinyrl.runs.environment import environment, redact_command
+from tinyrl.runs.run_dir import RunDir, check_new_run, create_run, finite, open_run, run_of
+from tinyrl.text import hidden, redact, restored
 
 CONFIG = Config.model_validate({"method": "grpo", "task": {"name": "sort"}})
 
@@ -80,7 +73,7 @@ def test_overwriting_replaces_a_run_and_an_empty_folder(tmp_path: Path):
     (create(tmp_path, "mine").path / "left over").write_text("x")
     (tmp_path / "empty").mkdir()
     for name in ("mine", "empty", "new"):
-        assert [p.name for p in create(tmp_path, name, overwrite=True).path.iterdir()] == ["config.yaml"]
+        assert {p.name for p in create(tmp_path, name, overwrite=True).path.iterdir()} == {".lock", "config.yaml"}
 
 
 def test_overwriting_leaves_what_is_no_run_alone(tmp_path: Path):
@@ -199,6 +192,42 @@ def test_a_resume_forgets_what_came_after_its_checkpoint(tmp_path: Path):
     assert run.metrics.read_bytes() == b""
 
 
+def test_half_a_line_is_not_joined_to_the_next(tmp_path: Path):
+    """Left by a power cut, or where a checkpoint counts bytes that the disk does not have."""
+    run = RunDir(tmp_path)
+    run.append_metrics(1, {})
+    whole = run.lengths()["metrics.jsonl"]
+    run.append_metrics(2, {"loss": 0.5})
+    run.append_samples([{"completion": "x" * 200_000}])
+    os.truncate(run.metrics, whole + 5)
+    os.truncate(run.samples, 150_000)
+    run.cut({"metrics.jsonl": 10_000, "samples.jsonl": 200_020})
+    run.append_metrics(2, {"loss": 0.25})
+    assert read(run.metrics) == [{"step": 1}, {"step": 2, "loss": 0.25}]
+    assert run.samples.read_bytes() == b""
+
+
+def test_records_are_on_the_disk_before_a_checkpoint_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run, events = RunDir(tmp_path), []
+    run.append_metrics(1, {})
+    run.append_samples([{"a": 1}])
+    plain = Path.stat
+
+    def flushed(number: int) -> None:
+        events.append(os.path.basename(os.readlink(f"/proc/self/fd/{number}")))
+
+    def counted(path: Path, **named: Any) -> os.stat_result:
+        events.append(f"length of {path.name}")
+        return plain(path, **named)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(Path, "stat", counted)
+    run.lengths()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        last = len(events) - 1 - events[::-1].index(f"length of {name}")
+        assert events.index(name) < last
+
+
 def test_a_full_disk_loses_no_line_and_leaves_no_half_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
     run = RunDir(tmp_path, warn=said.append)
@@ -266,6 +295,64 @@ def test_a_command_is_written_without_its_secrets(command: list[str], shown: str
 
 def test_a_command_can_be_typed_again():
     assert redact_command(["tinyrl", "a b", "x={c: d}"]) == "tinyrl 'a b' 'x={c: d}'"
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("401: {'Authorization': 'Bearer xyz'}", "401: {'Authorization': #}"),
+        ('{"Authorization": b"Bearer xyz", "a": 1}', '{"Authorization": #, "a": 1}'),
+        ("Authorization: Bearer xyz was refused", "Authorization: # was refused"),
+        ("authorization: basic eHl6 was refused", "authorization: # was refused"),
+        ("curl -H Bearer abc123.x/y= failed", "curl -H Bearer # failed"),
+        ("x-api-key: abc; api key = abc", "x-api-key: #; api key = #"),
+        ("Incorrect API key provided: sk-proj-12345678abc", "Incorrect API key provided: #"),
+        ("no pad_token=5, eos_token: '</s>', token_ids=[1]", "no pad_token=5, eos_token: '</s>', token_ids=[1]"),
+    ],
+)
+def test_a_sentence_is_shown_without_its_secrets(said: str, shown: str):
+    assert redact(said).replace("[redacted]", "#") == shown
+
+
+def test_values_of_secret_variables_give_way_to_their_names(monkeypatch: pytest.MonkeyPatch):
+    for name, value in {
+        "JUDGE_KEY": "abcdefgh",
+        "LONGER_TOKEN": "abcdefgh-ijkl",
+        "DB_PASSWORD": "short",
+        "TOKENIZERS_PARALLELISM": "sometimes",
+        "PLAIN": "plain value",
+    }.items():
+        monkeypatch.setenv(name, value)
+    value = {"a": ["xabcdefghx", 1, None], "b": ("abcdefgh-ijkl", "short sometimes plain value"), "abcdefgh": True}
+    assert hidden(value) == {
+        "a": ["x[redacted $JUDGE_KEY]x", 1, None],
+        "b": ["[redacted $LONGER_TOKEN]", "short sometimes plain value"],
+        "abcdefgh": True,
+    }
+    assert restored(hidden(value)) == {**value, "b": list(value["b"])}
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(ValueError, match="environment variable JUDGE_KEY, which is not set here"):
+        restored("[redacted $JUDGE_KEY]")
+    assert redact("LONGER_TOKEN is abcdefgh-ijkl") == "LONGER_TOKEN is [redacted $LONGER_TOKEN]"
+
+
+def test_a_secret_in_a_setting_is_in_no_file_and_a_resume_reads_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JUDGE_KEY", "s3cret-value")
+    config = Config.model_validate(
+        {"method": "grpo", "task": {"name": "sort", "system_prompt": "use s3cret-value: # now"}}
+    )
+    run = create_run(str(tmp_path), name="a", config=config, overwrite=False)
+    run.write_config(config)
+    run.write_environment({"note": "s3cret-value"})
+    run.append_failed_rewards([{"reason": "with s3cret-value", "prompt": "s3cret-value?"}])
+    assert not [file.name for file in run.path.iterdir() if b"s3cret-value" in file.read_bytes()]
+    assert run.read_config() == config
+    assert check_changes(config.model_dump(mode="json"), config, since="x", allowed=False) == []
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(ValueError, match=r"config.yaml: a setting holds the value of the environment variable JUDGE_K"):
+        run.read_config()
 
 
 def test_redacting_twice_changes_nothing():

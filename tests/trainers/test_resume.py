@@ -89,7 +89,7 @@ def test_changed_data_is_refused(model: Path, tmp_path: Path) -> None:
     task = {"name": "rows", "data": str(data)}
     _, run, _ = running.train(running.config("grpo", model, task=task), tmp_path, stop_at=60)
     data.write_text("".join(lines[:-1]))
-    with pytest.raises(ValueError, match="training data has changed"):
+    with pytest.raises(ValueError, match="training rows: the data has changed"):
         running.go_on(run)
 
 

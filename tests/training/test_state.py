@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tinyrl.runs.rng_state import python_rng
+from tinyrl.training.sources import Sources
 from tinyrl.training.state import STATE, Best, CheckpointState, Controllers, RunState, read_state
 
 
@@ -19,7 +20,7 @@ def written(tmp_path: Path) -> tuple[Path, CheckpointState]:
         phase="update",
         epoch=1,
         minibatch=3,
-        values={"reward/mean": math.nan, "eval/reward_ci": [0.1, 0.2]},
+        values={"reward/mean": math.nan, "completion/tokens": 96},
         sums={"policy/loss": [0.5, 2]},
         controllers=Controllers(kl_coef=0.07, exact_sampling=True, failing_batches=1),
         best=Best(step=5, value=0.5),
@@ -29,19 +30,21 @@ def written(tmp_path: Path) -> tuple[Path, CheckpointState]:
         run=run,
         micro_batch_tokens=768,
         threads=1,
-        data="abc",
+        sources=Sources(rows={"training": "abc"}),
         config={"method": "grpo"},
         records={"metrics.jsonl": 10},
         python_random=python_rng(),
     )
-    state.write(tmp_path)
-    return tmp_path, state
+    folder = tmp_path / "step-000007"
+    folder.mkdir()
+    state.write(folder)
+    return folder, state
 
 
 def test_what_was_written_comes_back(written: tuple[Path, CheckpointState]) -> None:
     folder, state = written
     back = read_state(folder)
-    assert math.isnan(back.run.values.pop("reward/mean"))
+    assert str(back.run.values.pop("reward/mean")) == "nan"
     state.run.values.pop("reward/mean")
     assert back == state
 
@@ -54,6 +57,16 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "sums of three": (lambda s: s["run"]["sums"].update(x=[1, 2, 3]), "run.sums.x: List should have at most 2 items"),
     "no threads": (lambda s: s.update(threads=0), "threads: Input should be greater than or equal to 1"),
     "a missing field": (lambda s: s.pop("records"), "records: Field required"),
+    "another step than the folder's": (lambda s: s["run"].update(step=8), "run.step: 8, in step-000007"),
+    "a step beyond counting": (lambda s: s["run"].update(step=10**30), "run.step: "),
+    "text for a metric": (lambda s: s["run"]["values"].update({"completion/tokens": "many"}), "run.values.completion"),
+    "a negative KL weight": (lambda s: s["run"]["controllers"].update(kl_coef=-1.0), "run.controllers.kl_coef: "),
+    "more threads than a machine has": (lambda s: s.update(threads=10**9), "threads: "),
+    "a generator of two": (lambda s: s.update(python_random=[3, []]), "python_random: "),
+    "a generator of text": (lambda s: s["python_random"][1].__setitem__(0, "a"), "is no state of Python's generator"),
+    "no method": (lambda s: s["config"].clear(), "config: Value error, no method"),
+    "a section that is none": (lambda s: s["config"].update(run=[1]), "config: Value error, run is [1]"),
+    "a file without a hash": (lambda s: s["sources"].update(files={"a": {"bytes": 1}}), "sources.files.a."),
     "a field of another version": (lambda s: s.update(new=1), "new: Extra inputs are not permitted"),
 }
 
@@ -76,3 +89,11 @@ def test_what_is_no_json_object_is_refused(text: str, written: tuple[Path, Check
     (folder / STATE).write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ValueError, match="not what this tinyrl writes"):
         read_state(folder)
+
+
+def test_a_state_of_before_there_were_sources_is_read(written: tuple[Path, CheckpointState]) -> None:
+    folder, state = written
+    values = json.loads((folder / STATE).read_text())
+    del values["sources"]
+    (folder / STATE).write_text(json.dumps({**values, "data": "abc"}))
+    assert read_state(folder).sources == state.sources

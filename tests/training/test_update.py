@@ -84,6 +84,21 @@ def test_non_finite_loss_changes_nothing_and_stops_after_three(updater: Updater)
     assert "policy/loss" in kept[0]
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_one_weight_that_a_step_made_other_than_finite_stops(updater: Updater, bad: float) -> None:
+    optimizer = updater.optimizers["policy"].optimizer
+    last = list(updater.roles.parameters["policy"].values())[-1]
+
+    def spoil(*_: object) -> None:
+        with torch.no_grad():
+            last.view(-1)[-1] = bad
+
+    updater.step(likelihood(updater), train=["policy"])
+    optimizer.register_step_post_hook(spoil)
+    with pytest.raises(GuardStop, match="weights of the policy that are not finite"):
+        updater.step(likelihood(updater), train=["policy"])
+
+
 def test_out_of_memory_takes_what_other_phases_keep_before_it_halves(updater: Updater) -> None:
     tokens, kept, [passed] = updater.micro_batches.tokens, ["a cache"], likelihood(updater)
 

@@ -23,9 +23,9 @@ def sentences(debug: bool) -> Iterator[None]:
     except (ValueError, OSError, Stop) as error:
         if debug:
             raise
-        from tinyrl.text import visible
+        from tinyrl.text import redact, visible
 
-        text = visible(_sentence(error))  # it may quote any file
+        text = visible(redact(_sentence(error)))  # it may quote any file
         print("\n".join(f"tinyrl: {text}".splitlines()[:MOST_LINES]), file=sys.stderr)
         raise typer.Exit(_exit_code(error)) from None
 

@@ -5,6 +5,7 @@ Torch is imported once the settings are known to be right.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -77,21 +78,25 @@ def show_run(method: str | None, settings: list[str], *, how: How) -> None:
 def resume_run(run: str, words: list[str], *, besides: list[str], allow_config_change: bool, how: How) -> None:
     """Go on with a run; of the `words` beside it only overrides make sense, and of options none of `besides`."""
     overrides = [word for word in words if "=" in word]
-    with sentences(how.debug):
-        from tinyrl.cli.preflight import check_before_loading
-        from tinyrl.runs.run_dir import open_run
+    with contextlib.ExitStack() as until_the_end:
+        with sentences(how.debug):
+            from tinyrl.cli.preflight import check_before_loading
+            from tinyrl.runs.run_dir import open_run
 
-        got = " ".join([*(word for word in words if "=" not in word), *besides])
-        if got:
-            raise ValueError(f"--resume needs nothing else: config.yaml of the run says everything (got {got!r} too)")
-        opened = open_run(run)
-        config = opened.read_config(overrides)
-        check_before_loading(config)
-    quiet_libraries()
-    from tinyrl.runs.signals import StopFlag
-    from tinyrl.training.launch import Options, resume
+            got = " ".join([*(word for word in words if "=" not in word), *besides])
+            if got:
+                said = "config.yaml of the run says everything"
+                raise ValueError(f"--resume needs nothing else: {said} (got {got!r} too)")
+            opened = open_run(run)
+            config = opened.read_config(overrides)
+            check_before_loading(config)
+            until_the_end.enter_context(opened.lock)
+        quiet_libraries()
+        from tinyrl.components import Options
+        from tinyrl.runs.signals import StopFlag
+        from tinyrl.training.resume import resume
 
-    with StopFlag():
+        until_the_end.enter_context(StopFlag())
         with sentences(how.debug):
             options = Options(device=how.device, trust_remote_code=how.trust_remote_code)
             launch = resume(opened, options=options, config=config, allow_config_change=allow_config_change)

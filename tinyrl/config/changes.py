@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from tinyrl.config.schema import Config
+from tinyrl.text import hidden
 
 MOST_SHOWN = 3
 
@@ -15,17 +16,31 @@ def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed
 
     Raises ValueError when there are some and `allowed` is false, and always when the method is another one.
     """
-    changes = changed_settings(before, config.written())
     if before["method"] != config.method:
         raise ValueError(
             f"{since} was written by `tinyrl train {before['method']}`; {config.method} cannot go on with it"
         )
+    return refuse(
+        "settings have changed", changed_settings(hidden(before), config.written()), since=since, allowed=allowed
+    )
+
+
+def refuse(what: str, changes: list[str], *, since: str, allowed: bool) -> list[str]:
+    """The changes. Raises ValueError, with the first of them, when there are some and they are not allowed."""
     if not changes or allowed:
         return changes
     more = [f"  and {len(changes) - MOST_SHOWN} more"] if len(changes) > MOST_SHOWN else []
-    lines = [f"settings have changed since {since}, so the run would not go on as it began:"]
+    lines = [f"{what} since {since}, so the run would not go on as it began:"]
     lines += [f"  {change}" for change in changes[:MOST_SHOWN]] + more
     raise ValueError("\n".join([*lines, "Put them back, or go on with the new values: --allow-config-change"]))
+
+
+def keeps_rollout(change: str) -> bool:
+    """Whether an update goes on with the rollout it has after a changed setting (a line of `changed_settings`): one
+    that says how it is learnt from and not what is in it, nor which of its rows make a minibatch.
+    """
+    key = change.partition(":")[0]
+    return key.startswith(("optim.", "run.")) and key != "run.seed"
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any], *, within: str = "") -> list[str]:

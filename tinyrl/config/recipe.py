@@ -17,7 +17,7 @@ from tinyrl.config.errors import check_familiar, explain, fields_of, section_cla
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import Source, dump_plain, parse_plain
-from tinyrl.text import decode_utf8, did_you_mean, shortened
+from tinyrl.text import decode_utf8, did_you_mean, restored, shortened
 
 MAX_RECIPE_BYTES = 100_000
 OWN_MODEL_OR_DATA = ("model", "model.path", "task", "task.name", "task.data")  # overrides that ask for something else
@@ -175,13 +175,18 @@ def dump_config(config: Config) -> str:
 
 
 def load_written_config(path: Path, *, overrides: Sequence[str] = ()) -> Config:
-    """Read a run's config.yaml. Written out in full, it may be larger than the recipe it comes from.
+    """Read a run's config.yaml. Written out in full, it may be larger than the recipe it comes from; secrets are where
+    they were.
 
     One without task.split_seed is of a version in which run.seed chose the held-out rows, so it gets that value:
     the run must not be judged by rows it was trained on.
     """
     source = read_recipe(path, max_bytes=20 * MAX_RECIPE_BYTES)
-    task, run = source.values.get("task"), source.values.get("run")
+    try:
+        values = restored(source.values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    task, run = values.get("task"), values.get("run")
     if isinstance(task, dict) and isinstance(run, dict) and "seed" in run:
         task.setdefault("split_seed", run["seed"])
-    return build_config(apply_overrides(source, list(overrides)))
+    return build_config(apply_overrides(Source(source.name, values, source.places), list(overrides)))

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from tinyrl.config.conflicts import conflicts
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName
 from tinyrl.config.presets import DAPO, KL_ESTIMATOR, PRESETS
+from tinyrl.text import hidden
 
 LARGEST = 1_000_000  # of a coefficient, clip, cap or penalty: more is a slip, and overflows in float32 sooner or later
 
@@ -381,5 +382,5 @@ class Config(Section):
         return self.ppo if self.method == "ppo" else self.grpo
 
     def written(self) -> dict[str, Any]:
-        """The sections that the method uses, as JSON values: what config.yaml and checkpoints hold."""
-        return {name: value for name, value in self.model_dump(mode="json").items() if self.uses(name)}
+        """The sections that the method uses, as JSON values without secrets: what config.yaml and checkpoints hold."""
+        return hidden({name: value for name, value in self.model_dump(mode="json").items() if self.uses(name)})

@@ -68,6 +68,11 @@ def few_held_out(prompts: list[Any]) -> list[str]:
     return [f"warning: {held_out}, so held-out scores say little; give more rows, or task.eval_data"]
 
 
+def fingerprints(train: list[Row], held_out: list[Row]) -> dict[str, str]:
+    """Of both splits, by name."""
+    return {"training": fingerprint(train), "held-out": fingerprint(held_out)}
+
+
 def keyed_order(key: str, count: int) -> list[int]:
     """The numbers 0..count-1 in an order that only `key` decides, on every machine and Python."""
     return sorted(range(count), key=lambda i: hashlib.sha256(f"{key}:{i}".encode()).digest())

@@ -15,8 +15,8 @@ from typing import Any, Literal, Self, TypedDict
 from tinyrl.rewards import worker
 from tinyrl.rewards.loading import parse_use
 from tinyrl.rewards.printed import Printed
-from tinyrl.rewards.process import MAX_SAID_CHARS, CallFailed, LoadFailed, Worker, memory_limit, said
-from tinyrl.text import did_you_mean, one_line
+from tinyrl.rewards.process import CallFailed, LoadFailed, Worker, memory_limit, quoted, said
+from tinyrl.text import did_you_mean
 
 LOAD_TIMEOUT_S = 120.0  # at least; imports do not count as the function's time
 MAX_WORKERS_LOST = 8  # by rows of one batch; each costs a timeout or a start
@@ -202,7 +202,7 @@ def _arguments(
 
 def _reward_call(name: str, reply: dict[str, Any]) -> RewardCall:
     scores = [math.nan if score is None else score for score in reply["scores"]]
-    failures = [(row, one_line(reason, MAX_SAID_CHARS)) for row, reason in reply["failures"]]
+    failures = [(row, quoted(reason)) for row, reason in reply["failures"]]
     return RewardCall(scores, [RewardFailure(row, f"`{name}` {reason}") for row, reason in failures])
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from tinyrl.runs.run_dir import redact
-from tinyrl.text import visible
+from tinyrl.text import redact, visible
 
 CALL_BYTES = 1 << 16
 KEPT_LINES = 200  # while there is nowhere to write them

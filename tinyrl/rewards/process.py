@@ -22,7 +22,7 @@ import psutil
 from tinyrl.rewards import keeper, worker
 from tinyrl.rewards.loading import RewardSource
 from tinyrl.runs.signals import check_stop
-from tinyrl.text import one_line
+from tinyrl.text import one_line, redact
 
 POLL_S = 0.1
 GRACE_S = 1.0  # the worker ends a late call itself and says where it was; after this we do
@@ -188,7 +188,7 @@ class Worker:
         where = self._where()
         lines = self._output.decode("utf-8", errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "")
-        return f"{how}{where}" if where or not last else f"{how}; it last wrote: {one_line(last, MAX_SAID_CHARS)}"
+        return f"{how}{where}" if where or not last else f"{how}; it last wrote: {quoted(last)}"
 
     def _where(self) -> str:
         """' (file.py, line 3)' if the worker could still write down where the function was."""
@@ -219,7 +219,12 @@ def _command(memory_bytes: int) -> list[str]:
 
 def said(reply: dict[str, Any]) -> str:
     """What a worker says that a function raised, as one line, and where."""
-    return f"{one_line(reply['error'], MAX_SAID_CHARS)}{reply['at']}"
+    return f"{quoted(reply['error'])}{reply['at']}"
+
+
+def quoted(text: str) -> str:
+    """What people's code said, as a line that may be kept and shown."""
+    return one_line(redact(text), MAX_SAID_CHARS)
 
 
 def _write(pipe: int, data: memoryview) -> int:

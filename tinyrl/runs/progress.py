@@ -13,7 +13,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from tinyrl.text import visible
+from tinyrl.text import redact, visible
 
 SHOWN = (
     ("reward", "reward/mean"),
@@ -133,7 +133,7 @@ class Display:
             self._bar = None
 
     def _print(self, text: str) -> None:
-        text = visible(text)  # notes quote prompts and people's code
+        text = visible(redact(text))  # notes quote prompts and people's code
         if self._bar is not None:
             self.console.print(text, markup=False, soft_wrap=True)
         else:

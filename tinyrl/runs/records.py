@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinyrl.text import Excerpt, did_you_mean, excerpt, one_line
+from tinyrl.text import Excerpt, did_you_mean, excerpt, hidden, one_line
 
 Points = list[tuple[int, float]]  # (step, value), by step
 
 PROMPT_CHARACTERS = 500
 COMPLETION_CHARACTERS = 900
 LARGEST = 1e100
+MOST_CONFIG_BYTES = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -186,14 +187,17 @@ def _sample(row: dict[str, Any]) -> Sample:
 
 
 def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
-    import yaml
+    from tinyrl.config.yaml_reader import parse_plain  # with yaml, which not every reader of records needs
 
     try:
-        loaded = yaml.safe_load(path.read_text("utf-8", "replace")) if path.is_file() else {}
-    except (yaml.YAMLError, RecursionError):
+        with path.open("rb") as file:
+            loaded, _ = parse_plain(file.read(MOST_CONFIG_BYTES).decode("utf-8", "replace"), lambda line: path.name)
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError):
         notes.append(f"{path.name} could not be read: settings are missing from this report.")
         return {}
-    return loaded if isinstance(loaded, dict) else {}
+    return hidden(loaded) if isinstance(loaded, dict) else {}
 
 
 def _read_env(path: Path, notes: list[str]) -> dict[str, Any]:
@@ -202,7 +206,7 @@ def _read_env(path: Path, notes: list[str]) -> dict[str, Any]:
     except (ValueError, RecursionError):
         notes.append(f"{path.name} could not be read: versions are missing from this report.")
         return {}
-    return loaded if isinstance(loaded, dict) else {}
+    return hidden(loaded) if isinstance(loaded, dict) else {}
 
 
 def _gaps(steps: dict[int, dict[str, Any]]) -> list[str]:

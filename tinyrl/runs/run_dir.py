@@ -9,46 +9,35 @@ import contextlib
 import json
 import math
 import os
-import platform
 import re
-import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import dump_config, load_written_config
 from tinyrl.config.schema import Config
+from tinyrl.runs.lock import LOCK, RunLock
 from tinyrl.starter import starter_path
-from tinyrl.text import did_you_mean
+from tinyrl.text import did_you_mean, hidden
 
-HIDDEN = "[redacted]"
-# Names of settings whose values are secret; max_new_tokens and tokenizer are not.
-SECRET = re.compile(
-    r"(?i)token(?!s|iz)|secret|passw(?:or)?d|api_?key|access_?key|private_?key|credential|authorization"
-)
-_SECRET_VALUE = re.compile(
-    r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|gh[pousr]_[A-Za-z0-9]{8,}|github_pat_\w{8,}"
-    r"|glpat-[\w-]{8,}|xox[a-z]-[\w-]{8,}|AKIA[A-Z0-9]{16}|eyJ[\w-]{8,}(?:\.[\w-]+)*|[0-9a-f]{40})(?![A-Za-z0-9])"
-)
-_URL_LOGIN = re.compile(r"(\w+://)[^/\s]*@")
-_NAMED_VALUE = re.compile(r"""([\w.-]+)(["']?\s*[=:]\s*)("[^"]*"|'[^']*'|[^\s,;&()[\]{}"']+)""")
-PACKAGES = ("tinyrl", "torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
+BLOCK = 1 << 16  # bytes read at a time, from the end of a record
+_WRITING = ".writing"  # ends the name of a file that is not whole yet
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class RunDir:
-    """One run on disk. Lines are appended whole and flushed; a resume cuts the files to where its checkpoint stood.
+    """One run on disk; whoever trains in it holds its lock. Lines are appended whole, and a resume cuts the files to
+    where its checkpoint stood.
 
     When the disk refuses a line (full, gone), the run goes on: `warn` is called once, and the line joins the next.
     """
 
     def __init__(self, path: Path, *, warn: Callable[[str], None] | None = None) -> None:
         self.path = path
+        self.lock = RunLock(path)
         self.checkpoints = path / "checkpoints"
         self.metrics, self.samples = path / "metrics.jsonl", path / "samples.jsonl"
         self.failed_rewards = path / "failed_rewards.jsonl"
@@ -70,7 +59,7 @@ class RunDir:
 
     def write_environment(self, facts: dict[str, Any]) -> None:
         """Write env.json: what `environment` gives."""
-        _write(self.path / "env.json", json.dumps(facts, indent=1) + "\n")
+        _write(self.path / "env.json", json.dumps(hidden(facts), indent=1) + "\n")
 
     def append_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         """Add the line of a step to metrics.jsonl."""
@@ -85,21 +74,29 @@ class RunDir:
         self._append(self.failed_rewards, rows)
 
     def lengths(self) -> dict[str, int]:
-        """Bytes of the records, for a checkpoint."""
-        return {file.name: file.stat().st_size if file.exists() else 0 for file in self._records}
+        """Bytes of the records, for a checkpoint, which may count only what is on the disk itself: a power cut takes
+        the rest.
+        """
+        there = [file for file in self._records if file.exists()]
+        for file in there:
+            with file.open("rb") as record:
+                os.fsync(record.fileno())
+        return {file.name: _length(file) for file in self._records}
 
     def cut(self, lengths: dict[str, int]) -> None:
-        """Forget what was recorded after a checkpoint, so that curves hold no step twice."""
+        """Forget what was recorded after a checkpoint, so that curves hold no step twice, and half a line at the end,
+        which would spoil the next.
+        """
         self._unwritten.clear()
         for file in self._records:
             if file.exists():
-                os.truncate(file, min(lengths.get(file.name, 0), file.stat().st_size))
+                os.truncate(file, _whole_lines(file, min(lengths.get(file.name, 0), _length(file))))
 
     def _append(self, file: Path, rows: list[dict[str, Any]]) -> None:
-        text = "".join(json.dumps(finite(row), ensure_ascii=True) + "\n" for row in rows)
+        text = "".join(json.dumps(row, ensure_ascii=True) + "\n" for row in hidden(finite(rows)))
         told = bool(self._unwritten)
         text = self._unwritten.pop(file, "") + text
-        length = self.lengths()[file.name]
+        length = _length(file)
         try:
             with file.open("a", encoding="utf-8") as out:
                 out.write(text)
@@ -128,12 +125,16 @@ def check_new_run(output_dir: str, *, name: str | None, overwrite: bool) -> None
     path = root / name if name is not None else None
     if path is None or not os.path.lexists(path):
         return
-    is_run = _is_run(path)
+    ours = path.is_dir() and not path.is_symlink() and (_is_run(path) or _is_half_made(path))
     if not overwrite:
-        resume = f"Resume it with `tinyrl train --resume {path}`, choose" if is_run else "Choose"
-        raise ValueError(f"run folder {path} exists. {resume} another --name, or use --overwrite")
-    if path.is_symlink() or not path.is_dir() or (not is_run and any(path.iterdir())):
+        resume = f"Resume it with `tinyrl train --resume {path}`, choose" if _is_run(path) else "Choose"
+        replace = ", or use --overwrite" if ours else ""
+        raise ValueError(f"run folder {path} exists. {resume} another --name{replace}")
+    if not ours:
         raise ValueError(f"--overwrite: {path} is not a tinyrl run (no config.yaml of one), so it is left alone")
+    if (path / LOCK).exists():
+        with RunLock(path):  # raises where somebody trains in it
+            pass
 
 
 def _is_run(path: Path) -> bool:
@@ -145,23 +146,39 @@ def _is_run(path: Path) -> bool:
         return False
 
 
+def _is_half_made(path: Path) -> bool:
+    """Whether the folder is empty, or holds only what a run has before its config.yaml: it was killed there."""
+    return {file.name for file in path.iterdir()} <= {LOCK, f"config.yaml{_WRITING}"}
+
+
 def create_run(output_dir: str, *, name: str | None, config: Config, overwrite: bool) -> RunDir:
-    """Make runs/<name>; without a name <method>-<task>-<n>, counting up. A folder that exists is refused unless
-    told to overwrite. Raises ValueError when it cannot be made.
+    """Make runs/<name>, locked; without a name <method>-<task>-<n>, counting up. A folder that exists is refused
+    unless told to overwrite, and always while somebody trains in it. Raises ValueError when it cannot be made.
     """
     check_new_run(output_dir, name=name, overwrite=overwrite)
     root = Path(output_dir)
     while True:
-        path = root / (name or _next_name(root, f"{config.method}-{config.task.name}"))
+        run = RunDir(root / (name or _next_name(root, f"{config.method}-{config.task.name}")))
         try:
-            if name is not None and path.exists():
-                shutil.rmtree(path)
-            path.mkdir(parents=True)
-            return RunDir(path)
+            if name is not None and run.path.exists():
+                _delete_run(run.path)
+            run.path.mkdir(parents=True)
+            run.lock.take()
+            return run
         except OSError as error:
             if name is None and isinstance(error, FileExistsError):
                 continue  # another run took the number at this moment
-            raise ValueError(f"cannot create run folder {path}: {error.strerror}") from error
+            raise ValueError(f"cannot create run folder {run.path}: {error.strerror}") from error
+
+
+def _delete_run(path: Path) -> None:
+    """Delete a run that nobody trains in, from its name first: whoever waits for its lock then holds no half of it."""
+    going = path.with_name(f".overwritten-{path.name}")
+    if going.exists():  # of a command that was killed here
+        shutil.rmtree(going)
+    with RunLock(path):
+        path.rename(going)
+        shutil.rmtree(going)
 
 
 def _next_name(root: Path, stem: str) -> str:
@@ -199,40 +216,6 @@ def open_run(path: str | Path) -> RunDir:
     return RunDir(folder)
 
 
-def environment(command: list[str], **facts: Any) -> dict[str, Any]:
-    """What identifies a run and repeats it: versions, machine, git revision, command (secrets taken out)."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return {
-        "versions": {"python": platform.python_version(), **versions},
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "git": _git_revision(),
-        "command": redact_command(command),
-        **facts,
-    }
-
-
-def redact_command(command: list[str]) -> str:
-    """A command line as it would be typed again, without its secrets (`--token abc` among them)."""
-    words = []
-    for before, word in zip(["", *command], command, strict=False):
-        named = before.startswith("-") and "=" not in before and SECRET.search(before)
-        name, equals, _ = word.partition("=")
-        words.append(HIDDEN if named else f"{name}={HIDDEN}" if equals and SECRET.search(name) else redact(word))
-    return shlex.join(words)
-
-
-def redact(text: str) -> str:
-    """Take secrets out: logins in URLs, values that look like access tokens, values of settings named like one."""
-    text = _SECRET_VALUE.sub(HIDDEN, _URL_LOGIN.sub(rf"\1{HIDDEN}@", text))
-    return _NAMED_VALUE.sub(lambda m: f"{m[1]}{m[2]}{HIDDEN}" if SECRET.search(m[1]) else m[0], text)
-
-
 def finite(value: Any) -> Any:
     """JSON has no NaN or infinity: they become null, at any depth."""
     if isinstance(value, float):
@@ -242,18 +225,27 @@ def finite(value: Any) -> Any:
     return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
+def _length(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+def _whole_lines(file: Path, length: int) -> int:
+    """Bytes of the lines that are whole within the first `length` bytes of a file."""
+    with file.open("rb") as record:
+        while length:
+            start = max(0, length - BLOCK)
+            record.seek(start)
+            at = record.read(length - start).rfind(b"\n")
+            if at >= 0:
+                return start + at + 1
+            length = start
+    return 0
+
+
 def _write(path: Path, text: str) -> None:
-    temporary = path.with_suffix(path.suffix + ".writing")
+    temporary = path.with_suffix(path.suffix + _WRITING)
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-
-
-def _git_revision() -> str | None:
-    try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None

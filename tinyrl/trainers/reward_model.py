@@ -24,7 +24,7 @@ from tinyrl.algorithms.preference import bradley_terry_loss
 from tinyrl.components import Options, Parts, load_parts
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import batch_indices, few_held_out, fingerprint
+from tinyrl.data.rows import batch_indices, few_held_out, fingerprints
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.batches import trunk_of
 from tinyrl.models.micro_batches import RowSizes, Work
@@ -46,7 +46,7 @@ class PairParts(Parts):
 
     train: list[Pair]
     held_out: list[Pair]
-    data_fingerprint: str
+    row_fingerprints: dict[str, str]
 
     def check(self) -> list[str]:
         """Whether held-out scores can say something."""
@@ -176,7 +176,7 @@ def load(config: Config, *, options: Options) -> PairParts:
         **vars(parts),
         train=[pair(r, parts) for r in watched(rows)],
         held_out=[pair(r, parts) for r in watched(held_out)],
-        data_fingerprint=fingerprint(rows),
+        row_fingerprints=fingerprints(rows, held_out),
     )
 
 

@@ -18,7 +18,7 @@ from tinyrl.algorithms.masking import masked_sum
 from tinyrl.components import Options, Parts, load_parts
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import batch_indices, few_held_out, fingerprint, hold_out, read_rows
+from tinyrl.data.rows import batch_indices, few_held_out, fingerprints, hold_out, read_rows
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.micro_batches import RowSizes, Work
 from tinyrl.runs.signals import watched
@@ -36,7 +36,7 @@ class TextParts(Parts):
 
     train: list[Example]
     held_out: list[Example]
-    data_fingerprint: str
+    row_fingerprints: dict[str, str]
 
     def check(self) -> list[str]:
         """Whether held-out scores can say something."""
@@ -88,7 +88,7 @@ def load(config: Config, *, options: Options) -> TextParts:
         **vars(parts),
         train=[example(row, parts) for row in watched(rows)],
         held_out=[example(row, parts) for row in watched(held_out)],
-        data_fingerprint=fingerprint(rows),
+        row_fingerprints=fingerprints(rows, held_out),
     )
 
 

@@ -1,19 +1,20 @@
-"""Opening and resuming of runs, their hand-over to a trainer, and the exit code at the end."""
+"""Opening of runs, their hand-over to a trainer, and the exit code at the end. training/resume.py opens one again."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
 
 from tinyrl.components import Options, Parts, settle_threads
-from tinyrl.config.changes import check_changes
 from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
@@ -22,15 +23,15 @@ from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.report import write_report
 from tinyrl.runs import checkpoint as checkpoints
+from tinyrl.runs.environment import environment
 from tinyrl.runs.progress import Display, tell
 from tinyrl.runs.reward_output import RewardOutput
-from tinyrl.runs.run_dir import RunDir, create_run, environment
-from tinyrl.runs.settle import absolute_paths, settle
+from tinyrl.runs.run_dir import RunDir, create_run
+from tinyrl.runs.settle import settle
 from tinyrl.runs.summary import summary
 from tinyrl.runs.tracking import check_trackers
-from tinyrl.training.optim import stretched_schedule
 from tinyrl.training.session import Session
-from tinyrl.training.state import read_state
+from tinyrl.training.sources import Sources, read_sources
 
 
 class Trainer(Protocol):
@@ -64,18 +65,19 @@ class Launch:
             self.session.display.note(note)
 
     def go(self) -> int:
-        """Train to the last step; the exit code says how it ended."""
+        """Train to the last step and release the run's lock; the exit code says how it ended."""
+        with self.run.lock:
+            return self._train()
+
+    def _train(self) -> int:
         self.session.display.start(done=self.session.state.step)
         try:
             with out_of_memory_stops("while training"):
                 self.trainer.train(self.session, self.parts)
         except Interrupted as reason:
-            saved = self.session.interrupted(reason)
-            tell(
-                f"stopped; nothing is lost. Go on with:\n  tinyrl train --resume {self.run.path}"
-                if saved
-                else "stopped; no checkpoint could be written"
-            )
+            if self.session.interrupted(reason) is None:
+                return self._unsaved(f"stopped; step {self.session.state.step} is not saved")
+            tell(f"stopped; nothing is lost. Go on with:\n  tinyrl train --resume {self.run.path}")
             return reason.exit_code
         except Stop as stop:
             self.session.display.note(str(stop))
@@ -91,7 +93,16 @@ class Launch:
         except OSError as error:
             warn(f"warning: the report could not be written ({error}); later: tinyrl report {self.run.path}")
         tell(summary(self.run))
-        return 0
+        return 0 if self.session.saved else self._unsaved("done, but the last step is not saved")
+
+    def _unsaved(self, what: str) -> int:
+        """Say what is lost where the last checkpoint could not be written; the exit code that says so."""
+        if self.session.has_checkpoint:
+            tell(f"{what}. When there is room again, go on from the checkpoint before:\n  "
+                  f"tinyrl train --resume {self.run.path}")  # fmt: skip
+        else:
+            tell(f"{what}, nor is any other: the weights are lost. {self.run.checkpoints} could not be written to")
+        return OutOfRoom.exit_code
 
 
 def start(
@@ -107,63 +118,29 @@ def start(
     check_trackers(config.run.trackers)
     config = settle(config)
     trainer = trainer_of(config)
-    with out_of_memory_stops("before the first step"):
-        parts = trainer.load(config, options=options)
-        threads = settle_threads(parts)
-        notes = [threads, *parts.check()]
-    checkpoints.check_room(Path(output_dir), needed=checkpoint_bytes(parts.roles))
-    run = create_run(output_dir, name=name, config=config, overwrite=overwrite)
-    run.write_config(config)
-    _write_environment(run, parts, command)
-    launch = _open(run, trainer, parts)
-    launch.say([f"run {run.path}", *notes])
-    return launch
-
-
-def resume(
-    run: RunDir,
-    *,
-    options: Options,
-    config: Config | None = None,
-    allow_config_change: bool = False,
-) -> Launch | None:
-    """Go on from the newest checkpoint that verifies, or from the beginning. None: the run is finished.
-
-    `config` (default: the run's config.yaml) may differ from the checkpoint's only with `allow_config_change`; it is
-    then the run's from here on. Raises ValueError otherwise.
-    """
-    config = settle(config or run.read_config())
-    folder, warnings = checkpoints.newest_sound(run.checkpoints)
-    changes, before = [], None
-    if folder is not None:
-        was = absolute_paths(read_state(folder).config)
-        changes = check_changes(was, config, since=folder.name, allowed=allow_config_change)
-        before = was["run"]["num_steps"]
-    trainer = trainer_of(config)
-    with out_of_memory_stops("before the first step"):
-        parts = trainer.load(config, options=options)
-        notes = [f"warning: {w}; using {folder.name if folder else 'the start'} instead" for w in warnings[:1]]
-        notes += parts.check()
-        if folder is None:
-            notes.append(settle_threads(parts))
-            run.cut({})
-    launch = _open(run, trainer, parts)
-    session = launch.session
-    if folder is not None:
-        session.restore(folder)
-        notes += [f"changed since {folder.name}: {change}" for change in changes]
-        state, now = session.state, config.run.num_steps
-        notes += filter(None, [stretched_schedule(config.optim, step=state.step, before=before or now, now=now)])
-        if state.phase == "rollout" and state.step >= config.run.num_steps:
-            parts.close()
-            return None
-        notes.append(
-            f"resuming {run.path} at step {state.step} of {config.run.num_steps} ({state.phase}) from {folder.name}"
-        )
-    if allow_config_change:
+    with undone_on_failure() as undo:
+        with out_of_memory_stops("before the first step"):
+            parts = trainer.load(config, options=options)
+            undo.callback(parts.close)
+            threads = settle_threads(parts)
+            notes = [threads, *parts.check()]
+        checkpoints.check_room(Path(output_dir), needed=checkpoint_bytes(parts.roles))
+        run = create_run(output_dir, name=name, config=config, overwrite=overwrite)
+        undo.callback(run.lock.release)
         run.write_config(config)
-    launch.say(notes)
-    return launch
+        _write_environment(run, parts, command)
+        sources = later(partial(read_sources, config, rows=parts.row_fingerprints, known={}))
+        launch = open_session(run, trainer, parts, sources=sources)
+        launch.say([f"run {run.path}", *notes])
+        return launch
+
+
+@contextlib.contextmanager
+def undone_on_failure() -> Iterator[contextlib.ExitStack]:
+    """A stack of what is to be undone where the block raises, and kept where it does not."""
+    with contextlib.ExitStack() as undo:
+        yield undo
+        undo.pop_all()
 
 
 @contextlib.contextmanager
@@ -181,16 +158,25 @@ def trainer_of(config: Config) -> Trainer:
     return cast(Trainer, importlib.import_module(f"tinyrl.trainers.{METHODS[config.method].trainer}"))
 
 
-def _open(run: RunDir, trainer: Trainer, parts: Any) -> Launch:
+def open_session(run: RunDir, trainer: Trainer, parts: Any, *, sources: Callable[[], Sources]) -> Launch:
+    """A launch whose session stands at the beginning of the run."""
     parts.keep_output(RewardOutput(run.path, warn=run.warn).append)
     session = Session(
         parts,
         run,
         evaluate=lambda: trainer.evaluate(parts),
         display=Display(num_steps=parts.config.run.num_steps),
-        fingerprint=parts.data_fingerprint,
+        sources=sources,
     )
     return Launch(run, trainer, parts, session)
+
+
+def later(work: Callable[[], Sources]) -> Callable[[], Sources]:
+    """Begin some work beside the training, and return where its result is to be had: large weights take seconds."""
+    pool = ThreadPoolExecutor(1)
+    result = pool.submit(work)
+    pool.shutdown(wait=False)
+    return result.result
 
 
 def _write_environment(run: RunDir, parts: Parts, command: list[str]) -> None:

@@ -33,7 +33,8 @@ from tinyrl.runs.tracking import Trackers
 from tinyrl.training.metrics import StepMetrics
 from tinyrl.training.optim import load_optimizers, optimizer_tensors, rate_factor, role_optimizers
 from tinyrl.training.pace import Pace
-from tinyrl.training.state import Best, CheckpointState, RunState, read_state
+from tinyrl.training.sources import Sources
+from tinyrl.training.state import Best, CheckpointState, RunState
 from tinyrl.training.update import Updater
 
 OPTIMIZER, ROLLOUT, RANDOM = "optimizer.safetensors", "rollout.safetensors", "random.safetensors"
@@ -49,10 +50,10 @@ class Session:
         *,
         evaluate: Callable[[], Evaluation],
         display: Display,
-        fingerprint: str,
+        sources: Callable[[], Sources],
     ) -> None:
         self.parts, self.config, self.run = parts, parts.config, run
-        self.display, self.fingerprint = display, fingerprint
+        self.display, self._sources = display, sources
         self._evaluate = evaluate
         self.state = RunState()
         self.rollout: Rollout | None = None
@@ -60,6 +61,8 @@ class Session:
         self.trackers = Trackers(self.config.run.trackers, run.path, config=self.config.written(), note=display.note)
         self.last_checkpoint: Path | None = None
         self.resumed_from: Path | None = None
+        self.saved = True  # the last attempt to
+        self.new_config = False  # config.yaml is still that of the run before, until a checkpoint is this one's
         self.optimizers = role_optimizers(self.config.optim, parts.roles.parameters)
         self.updater = Updater(
             parts.accelerator,
@@ -70,6 +73,11 @@ class Session:
             gradient_checkpointing=self.config.model.gradient_checkpointing,
             keep_batch=self._keep_batch,
         )
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step is done."""
+        return self.state.phase == "rollout" and self.state.step >= self.config.run.num_steps
 
     # ---- a step ----
 
@@ -160,24 +168,32 @@ class Session:
     # ---- checkpoints ----
 
     def save(self) -> Path | None:
-        """Write a checkpoint; when the disk refuses, say so and go on: the older ones are intact."""
+        """Write a checkpoint; when the disk refuses, say so and go on: older ones are intact."""
         try:
             checkpoints.check_room(self.run.checkpoints, needed=checkpoint_bytes(self.parts.roles))
             with stop_held():
                 self.last_checkpoint = checkpoints.write_checkpoint(
                     self.run.checkpoints, self.state.step, write=self._write
                 )
+            if self.new_config:
+                self.run.write_config(self.config)
+                self.new_config = False
             protected = [p for p in (self.last_checkpoint, self.resumed_from) if p is not None]
             if self.state.best is not None:
                 protected.append(self.run.checkpoints / checkpoints.checkpoint_name(self.state.best.step))
             checkpoints.prune(self.run.checkpoints, keep=self.config.run.keep_checkpoints, protected=protected)
         except OSError as error:
-            self.display.note(
-                f"warning: could not save step {self.state.step}: {error}. Older checkpoints are intact; training "
-                "goes on."
-            )
+            intact = "Older checkpoints are intact" if self.has_checkpoint else "There is no checkpoint yet"
+            self.display.note(f"warning: could not save step {self.state.step}: {error}. {intact}.")
+            self.saved = False
             return None
+        self.saved = True
         return self.last_checkpoint
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is one to go on from."""
+        return bool(checkpoints.list_checkpoints(self.run.checkpoints))
 
     def _write(self, folder: Path) -> None:
         self.parts.save_models(folder)
@@ -192,26 +208,25 @@ class Session:
             run=self.state.model_copy(update={**inside_update, **skips}),
             micro_batch_tokens=self.parts.micro_batches.tokens,
             threads=torch.get_num_threads(),
-            data=self.fingerprint,
+            sources=self._sources(),
             config=self.config.written(),
             records=self.run.lengths(),
             python_random=python_rng(),
         ).write(folder)
 
-    def restore(self, folder: Path) -> None:
-        """Go on from a verified checkpoint. Raises ValueError when the data is not the data it was trained on."""
-        kept = read_state(folder)
-        if kept.data != self.fingerprint:
-            raise ValueError(
-                f"the training data has changed since {folder.name} was written (its fingerprint "
-                "differs), so this run cannot go on exactly"
-            )
+    def restore(self, folder: Path, kept: CheckpointState) -> None:
+        """Go on from a verified checkpoint, whose state.json is `kept`. The run's records are cut when all else is
+        done.
+        """
         self.parts.load_models(folder)
-        load_optimizers(self.optimizers, load_file(folder / OPTIMIZER))
+        if kept.setting("optim", "optimizer") in (None, self.config.optim.optimizer):
+            load_optimizers(self.optimizers, load_file(folder / OPTIMIZER))
+        else:
+            self.display.note(f"optim.optimizer={self.config.optim.optimizer} begins without the moments of the other")
         self.state = kept.run
         self.metrics = StepMetrics(kept.run.values, kept.run.sums)
         self.updater.skipped, self.updater.skipped_in_a_row = kept.run.skipped, kept.run.skipped_in_a_row
-        if kept.config["run"]["micro_batch_tokens"] == self.config.run.micro_batch_tokens:
+        if kept.setting("run", "micro_batch_tokens") == self.config.run.micro_batch_tokens:
             self.parts.micro_batches.tokens = kept.micro_batch_tokens  # what `auto` came to
         if (folder / ROLLOUT).exists():
             self.rollout = Rollout.from_tensors(load_file(folder / ROLLOUT))
@@ -220,6 +235,17 @@ class Session:
         restore_rng(load_file(folder / RANDOM), kept.python_random)
         self.run.cut(kept.records)
         self.last_checkpoint = self.resumed_from = folder
+
+    def sample_again(self) -> bool:
+        """Let go of what was measured of sampling, and of the rollout of an update in hand (False: there is none),
+        whose step then begins again.
+        """
+        self.state.controllers.exact_sampling = None
+        if self.state.phase != "update":
+            return False
+        self.rollout, self.metrics = None, StepMetrics()
+        self.state.phase, self.state.epoch, self.state.minibatch = "rollout", 0, 0
+        return True
 
     def interrupted(self, reason: Interrupted) -> Path | None:
         """Keep everything done so far. Work inside an optimizer step or a rollout is repeated by the resume; nothing

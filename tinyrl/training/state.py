@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from tinyrl.text import first_line
+from tinyrl.runs.checkpoint import checkpoint_step
+from tinyrl.text import first_line, shortened
+from tinyrl.training.sources import Sources
 
 STATE = "state.json"
 Phase = Literal["evaluation", "rollout", "update"]
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, lt=2**53)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Number = int | float | None
+MOST_THREADS = 4096
 
 
 class _Strict(BaseModel):
@@ -30,7 +35,7 @@ class Best(_Strict):
 class Controllers(_Strict):
     """What methods carry from step to step."""
 
-    kl_coef: Finite | None = None  # PPO's weight of the KL, which may adapt
+    kl_coef: Annotated[Finite, Field(ge=0)] | None = None  # PPO's weight of the KL, which may adapt
     exact_sampling: bool | None = None  # sampling log-probabilities are training's; None: not measured yet
     failing_batches: Count = 0  # in a row, whose rewards failed
     flat_steps: Count = 0  # whose advantages were all 0
@@ -47,7 +52,7 @@ class RunState(_Strict):
     phase: Phase = "evaluation"
     epoch: Count = 0
     minibatch: Count = 0
-    values: dict[str, Any] = Field(default_factory=dict)
+    values: dict[str, Number] = Field(default_factory=dict)
     sums: dict[str, Annotated[list[float], Field(min_length=2, max_length=2)]] = Field(default_factory=dict)
     controllers: Controllers = Field(default_factory=Controllers)
     completions: Count = 0
@@ -66,12 +71,45 @@ class CheckpointState(_Strict):
     """state.json: the run's state, and what it was a function of or depends on for an exact resume."""
 
     run: RunState
-    micro_batch_tokens: Annotated[int, Field(ge=1)]
-    threads: Annotated[int, Field(ge=1)]
-    data: str  # fingerprint of the training rows
+    micro_batch_tokens: Annotated[Count, Field(ge=1)]
+    threads: Annotated[int, Field(ge=1, le=MOST_THREADS)]
+    sources: Sources = Field(default_factory=Sources)
     config: dict[str, Any]
     records: dict[str, Count]  # bytes of metrics.jsonl and the like
     python_random: list[Any]
+
+    @field_validator("python_random")
+    @classmethod
+    def _is_a_state(cls, state: list[Any]) -> list[Any]:
+        try:
+            kind, numbers, gauss = state
+            random.Random().setstate((kind, tuple(numbers), gauss))
+        except (ValueError, TypeError, OverflowError):
+            raise ValueError("is no state of Python's generator") from None
+        return state
+
+    @field_validator("config")
+    @classmethod
+    def _is_a_configuration(cls, config: dict[str, Any]) -> dict[str, Any]:
+        for name, section in config.items():
+            if not isinstance(section, str if name == "method" else dict):
+                raise ValueError(f"{shortened(name)} is {shortened(repr(section))}")
+        if "method" not in config:
+            raise ValueError("no method")
+        return config
+
+    def setting(self, section: str, name: str) -> Any:
+        """A setting of the configuration; None where the version that wrote it had none."""
+        return self.config.get(section, {}).get(name)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _former_fields(cls, state: Any) -> Any:
+        """Earlier versions wrote down the training rows only."""
+        if isinstance(state, dict) and "data" in state and "sources" not in state:
+            rows = {"training": state["data"]}
+            return {name: value for name, value in state.items() if name != "data"} | {"sources": {"rows": rows}}
+        return state
 
     def write(self, folder: Path) -> None:
         """Write state.json into a checkpoint folder."""
@@ -81,7 +119,10 @@ class CheckpointState(_Strict):
 def read_state(folder: Path) -> CheckpointState:
     """state.json of a checkpoint. Raises ValueError, with the first thing that is wrong, for one that is not ours."""
     try:
-        return CheckpointState.model_validate(json.loads((folder / STATE).read_text(encoding="utf-8")))
+        state = CheckpointState.model_validate(json.loads((folder / STATE).read_text(encoding="utf-8")))
+        if state.run.step == checkpoint_step(folder):
+            return state
+        problem = f"run.step: {state.run.step}, in {folder.name}"
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         problem = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"

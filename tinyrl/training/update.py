@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from tinyrl.errors import GuardStop
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
@@ -56,7 +56,8 @@ class Updater:
         """Accumulate the gradient of every pass and step the optimizers named in `train`.
 
         Returns the step's metrics as floats: those of the losses added up, and `optim/grad_norm`, `value/grad_norm`
-        before clipping. Raises GuardStop after three non-finite steps in a row; OutOfRoom if one sequence does not fit.
+        before clipping. Raises GuardStop after three non-finite steps in a row, and after one that made weights so;
+        OutOfRoom if one sequence does not fit.
         """
         metrics = self._accumulate(passes)
         norms = {role: self.optimizers[role].clip(self.max_grad_norm) for role in train}
@@ -68,6 +69,7 @@ class Updater:
             self.skipped_in_a_row = 0
             for role in norms:
                 self.optimizers[role].optimizer.step()
+                self._check_weights(role)
         self._zero_grad()
         names = {"policy": "optim/grad_norm", "critic": "value/grad_norm"}
         return {**metrics, **{names.get(role, f"optim/{role}_grad_norm"): norm for role, norm in norms.items()}}
@@ -97,6 +99,19 @@ class Updater:
     def _zero_grad(self) -> None:
         for role in self.optimizers.values():
             role.optimizer.zero_grad(set_to_none=True)
+
+    def _check_weights(self, role: str) -> None:
+        """A finite gradient can still make weights that are not (a decay or a rate too large); none such is saved.
+
+        A norm is one pass, and what is not finite makes it so; where large numbers do, a look at each says which.
+        """
+        weights = list(self.optimizers[role].parameters.values())
+        norm = float(nn.utils.get_total_norm(weights))
+        if not math.isfinite(norm) and not all(bool(w.isfinite().all()) for w in weights):
+            raise GuardStop(
+                f"an optimizer step made weights of the {role} that are not finite, so they are not saved. The last "
+                "checkpoint is sound. Try a lower optim.learning_rate or optim.weight_decay."
+            )
 
     def _skip(self, rows: list[int], why: str) -> None:
         self.skipped += 1

@@ -1,0 +1,357 @@
+"""Resuming under other files, other settings, without checkpoints: refused or said, and nothing of the run is lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests import running
+from tests.tiny_models import tiny_model
+from tests.trainers.test_resume import assert_same
+from tinyrl.config.recipe import dump_config
+from tinyrl.config.schema import Config
+from tinyrl.errors import Interrupted
+from tinyrl.runs import checkpoint as checkpoints
+from tinyrl.runs.run_dir import RunDir
+from tinyrl.training import sources
+from tinyrl.training.state import STATE
+from tinyrl.training.update import Updater
+
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinyrl.training.launch.write_report", lambda path: [])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+def reads_files(model: Path, folder: Path) -> Config:
+    """A run that reads rows, held-out rows, weights and a reward of its own folder."""
+    shutil.copytree(model, folder / "model", dirs_exist_ok=True)
+    for name, words in (("rows", "abcdefgh"), ("eval", "uvwxyz")):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": f"say {w}:"}) + "\n" for w in words))
+    (folder / "rewards.py").write_text(
+        "def variety(completions, **_):\n    return [len(set(c)) for c in completions]\n"
+    )
+    task = {"name": "rows", "data": str(folder / "rows.jsonl"), "eval_data": str(folder / "eval.jsonl")}
+    rewards = {"functions": [{"use": f"{folder / 'rewards.py'}:variety"}]}
+    run = {"num_steps": STEPS, "save_every": 1, "eval_prompts": 4}
+    return running.config("grpo", folder / "model", task=task, reward=rewards, run=run)
+
+
+def stopped_in_update(settings: Config, folder: Path, *, after: int = 1, name: str = "run") -> RunDir:
+    """A run that was stopped inside the update after the first `after` optimizer steps."""
+    plain, calls = Updater.step, []
+
+    def stop(updater: Updater, passes: Any, *, train: Any) -> dict[str, float]:
+        calls.append(1)
+        if len(calls) > after:
+            raise Interrupted("SIGTERM")
+        return plain(updater, passes, train=train)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Updater, "step", stop)
+        code, run, _ = running.train(settings, folder, name=name)
+    assert code == 75
+    newest = checkpoints.list_checkpoints(run.checkpoints)[-1]
+    assert (newest / "rollout.safetensors").exists()
+    return run
+
+
+def contents(run: RunDir) -> dict[str, bytes]:
+    return {str(p.relative_to(run.path)): p.read_bytes() for p in run.path.rglob("*") if p.is_file()}
+
+
+def other_weights(folder: Path) -> None:
+    file = folder / "model" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"][0] += 1e-3
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def edited(file: Path, old: str, new: str) -> None:
+    file.write_text(file.read_text().replace(old, new))
+
+
+SOURCES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "held-out rows": (lambda f: edited(f / "eval.jsonl", "say z", "say a"), "held-out rows: the data has changed"),
+    "base weights": (other_weights, "model.path: model.safetensors has changed"),
+    "a template": (lambda f: (f / "model" / "tokenizer_config.json").open("a").write(" "), "tokenizer_config.json has"),
+    "the reward": (lambda f: edited(f / "rewards.py", "len(set(c))", "len(c)"), "rewards.py has changed"),
+}
+
+
+@pytest.mark.parametrize("what", SOURCES)
+def test_another_source_is_refused_unless_it_is_allowed(
+    what: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, line = SOURCES[what]
+    run = stopped_in_update(reads_files(model, tmp_path), tmp_path)
+    before = contents(run)
+    change(tmp_path)
+    with pytest.raises(ValueError, match=r"what the run reads has changed since step-000001, .*\n  ") as caught:
+        running.go_on(run)
+    assert line in str(caught.value)
+    assert contents(run) == before
+    assert running.go_on(run, allow_config_change=True) == 0
+    said = capsys.readouterr().err
+    assert f"changed since step-000001: {str(caught.value).splitlines()[1].strip()}" in said
+    assert ("step 2 is sampled again" in said) == (what != "held-out rows")
+    assert [line["step"] for line in running.metrics(run)] == [0, 1, 2, 3]
+    assert running.go_on(run) == 0  # what it reads now is what the newest checkpoint was made with
+
+
+def test_a_file_that_was_only_copied_is_no_change(model: Path, tmp_path: Path) -> None:
+    run = stopped_in_update(reads_files(model, tmp_path), tmp_path)
+    for file in (tmp_path / "model").iterdir():
+        os.utime(file, (1, 1))
+    assert running.go_on(run) == 0
+
+
+def test_weights_are_hashed_again_only_when_their_file_was_touched(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[str] = []
+
+    def digest(path: Path, size: int) -> None:
+        hashed.append(path.name)
+
+    monkeypatch.setattr(sources, "_written_down", digest)
+    settings = reads_files(model, tmp_path)
+    first = sources.read_sources(settings, rows={}, known={})
+    assert {"model.safetensors", "config.json", "tokenizer.json", "rewards.py"} <= set(hashed)
+    hashed.clear()
+    assert sources.read_sources(settings, rows={}, known=first.files) == first
+    assert hashed == []
+    os.utime(tmp_path / "rewards.py", (1, 1))
+    assert sources.changed_sources(first, sources.read_sources(settings, rows={}, known=first.files)) == []
+    assert hashed == ["rewards.py"]
+
+
+def test_hashes_that_a_manifest_or_the_hubs_client_has_are_taken(tmp_path: Path) -> None:
+    for folder, name, target in ((tmp_path / "blobs", "ab" * 32, None), (tmp_path / "snap", "w.safetensors", "blobs")):
+        folder.mkdir()
+        if target:
+            (folder / name).symlink_to(tmp_path / target / ("ab" * 32))
+        else:
+            (folder / name).write_bytes(b"xyz")
+    assert sources._fingerprint(tmp_path / "snap" / "w.safetensors", None).sha256 == "ab" * 32
+
+    def write(folder: Path) -> None:
+        (folder / "a.safetensors").write_text("x")
+
+    saved = checkpoints.write_checkpoint(tmp_path / "c", 3, write=write)
+    manifest = json.loads((saved / checkpoints.MANIFEST).read_text())
+    known = sources._fingerprint(saved / "a.safetensors", None)
+    assert known.sha256 == manifest["files"]["a.safetensors"]["sha256"]
+    (saved / "a.safetensors").write_text("xy")  # edited since
+    assert sources._fingerprint(saved / "a.safetensors", None).sha256 != known.sha256
+
+
+def test_other_versions_are_said_and_the_run_goes_on(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = stopped_in_update(reads_files(model, tmp_path), tmp_path)
+    now = {**sources.versions(), "torch": "9.9.9"}
+    then = sources.versions()["torch"]
+    monkeypatch.setattr(sources, "versions", lambda: now)
+    assert running.go_on(run) == 0
+    assert f"other versions than at step-000001: torch {then}, now 9.9.9" in capsys.readouterr().err
+
+
+# Without checkpoints
+
+
+def test_a_run_whose_checkpoints_are_gone_is_refused_and_its_record_stays(model: Path, tmp_path: Path) -> None:
+    settings = reads_files(model, tmp_path)
+    code, whole, _ = running.train(settings, tmp_path, name="whole")
+    assert code == 0
+    run = stopped_in_update(settings, tmp_path)
+    run.checkpoints.rename(tmp_path / "elsewhere")
+    before = contents(run)
+    for what in ("does not exist", "is empty"):
+        with pytest.raises(ValueError, match=rf"step 1 and has no checkpoint to go on from: .*checkpoints {what}"):
+            running.go_on(run)
+        run.checkpoints.mkdir(exist_ok=True)
+    assert contents(run) == before
+    run.checkpoints.rmdir()
+    (tmp_path / "elsewhere").rename(run.checkpoints)
+    assert running.go_on(run) == 0
+    assert_same(whole, run, STEPS)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(model: Path, tmp_path: Path) -> None:
+    settings = reads_files(model, tmp_path)
+    code, run, _ = running.train(settings, tmp_path)
+    whole = RunDir(shutil.copytree(run.path, tmp_path / "whole"))
+    shutil.rmtree(run.checkpoints)
+    run.metrics.write_text(run.metrics.read_text().splitlines()[0] + "\n")
+    assert (code, running.go_on(run)) == (0, 0)
+    assert_same(whole, run, STEPS)
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_run_none_of_whose_saves_worked_does_not_end_well(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "write_checkpoint", full)
+    code, run, _ = running.train(reads_files(model, tmp_path), tmp_path)
+    said = capsys.readouterr()
+    assert code == 4
+    assert said.err.count("There is no checkpoint yet") == STEPS + 1
+    assert "intact" not in said.err + said.out
+    assert "the last step is not saved, nor is any other" in said.out
+    assert [line["step"] for line in running.metrics(run)] == [0, 1, 2, 3]
+
+
+def test_a_run_whose_last_save_failed_says_how_to_get_the_last_step(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = checkpoints.write_checkpoint
+
+    def full_at_the_end(root: Path, step: int, **named: Any) -> Path:
+        return plain(root, step, **named) if step < STEPS else full()  # pyright: ignore[reportReturnType]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "write_checkpoint", full_at_the_end)
+        code, run, _ = running.train(reads_files(model, tmp_path), tmp_path)
+    said = capsys.readouterr()
+    assert code == 4
+    assert "Older checkpoints are intact" in said.err
+    assert f"go on from the checkpoint before:\n  tinyrl train --resume {run.path}" in said.out
+    assert running.go_on(run) == 0
+
+
+# Under other settings
+
+
+CHANGES: dict[str, tuple[dict[str, Any], list[str], bool]] = {
+    "a KL where there was none": ({}, ["grpo.kl_coef=0.1"], True),
+    "one reward more": ({}, ["reward.model=starter-reward"], True),
+    "larger groups": ({}, ["grpo.group_size=8"], True),
+    "several steps where there was one": ({}, ["grpo.num_epochs=2"], True),
+    "another learning rate": ({}, ["optim.learning_rate=0.5"], False),
+    "another optimizer": ({}, ["optim.optimizer=adamw8bit"], False),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_settings_changed_inside_an_update(
+    name: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the kept rollout cannot serve drops it; the step is counted once."""
+    sections, overrides, sampled = CHANGES[name]
+    settings = running.config("grpo", model, **{**sections, "run": {"save_every": 1, "num_steps": STEPS}})
+    run = stopped_in_update(settings, tmp_path)
+    assert running.go_on(run, config=run.read_config(overrides), allow_config_change=True) == 0
+    said = capsys.readouterr().err
+    assert ("step 2 is sampled again: its rollout was made before these changes" in said) == sampled
+    assert [line["step"] for line in running.metrics(run)] == [0, 1, 2, 3]
+    assert run.read_config() == run.read_config(overrides)
+    if name == "a KL where there was none":
+        assert ["objective/kl" in line for line in running.metrics(run)] == [False, False, True, True]
+
+
+def test_a_resume_under_new_settings_that_fails_leaves_the_run_as_it_was(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in its first step, or killed there: config.yaml changes with the first checkpoint."""
+    settings = running.config("grpo", model, run={"num_steps": STEPS, "save_every": 1})
+    code, whole, _ = running.train(settings, tmp_path, name="whole")
+    assert code == 0
+    run = stopped_in_update(settings, tmp_path)
+    written = (run.path / "config.yaml").read_bytes()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("anything")
+
+    for where, owner in (("restore_rng", "tinyrl.training.session"), ("sample_groups", "tinyrl.trainers.grpo")):
+        before = contents(run)
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{owner}.{where}", fail)
+            with pytest.raises(RuntimeError):
+                running.go_on(run, config=run.read_config(["grpo.kl_coef=0.1"]), allow_config_change=True)
+        assert contents(run) == before
+    assert (run.path / "config.yaml").read_bytes() == written
+    assert running.go_on(run) == 0
+    assert_same(whole, run, STEPS)
+
+
+def test_settings_of_a_run_without_a_checkpoint_are_those_it_was_made_with(model: Path, tmp_path: Path) -> None:
+    settings = running.config("grpo", model, run={"num_steps": 1, "save_every": 1})
+    _, run, _ = running.train(settings, tmp_path)
+    shutil.rmtree(run.checkpoints)
+    run.metrics.unlink()
+    longer = run.read_config(["run.num_steps=2"])
+    with pytest.raises(ValueError, match=r"settings have changed since it was made.*\n  run.num_steps: 1 then, 2 now"):
+        running.go_on(run, config=longer)
+    assert running.go_on(run, config=longer, allow_config_change=True) == 0
+    assert dump_config(longer) == (run.path / "config.yaml").read_text()
+
+
+# An edited checkpoint
+
+
+EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a step that is not the folder's": lambda s: s["run"].update(step=2),
+    "more steps than can be counted": lambda s: s["run"].update(step=10**400),
+    "a generator that is none": lambda s: s.update(python_random=[1, 2]),
+    "a metric of text": lambda s: s["run"]["values"].update({"completion/tokens": "many"}),
+    "no settings": lambda s: s.update(config={}),
+    "a section that is a list": lambda s: s["config"].update(run=[]),
+    "threads without end": lambda s: s.update(threads=10**12),
+    "a weight below nothing": lambda s: s["run"]["controllers"].update(kl_coef=-0.5),
+    "records of half a line": lambda s: s["records"].update({"metrics.jsonl": s["records"]["metrics.jsonl"] - 3}),
+    "minibatches beyond the last": lambda s: s["run"].update(minibatch=10**9, epoch=10**9),
+    "no sections but the method": lambda s: s.update(config={"method": s["config"]["method"]}),
+}
+HARMLESS = ("records of half a line", "minibatches beyond the last", "no sections but the method")
+
+
+@pytest.fixture(scope="module")
+def stopped(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    settings = running.config("grpo", model, run={"num_steps": STEPS, "save_every": 1})
+    return stopped_in_update(settings, tmp_path_factory.mktemp("stopped"))
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_state_that_was_edited_and_sealed_again_is_a_sentence(name: str, stopped: RunDir, tmp_path: Path) -> None:
+    run = RunDir(shutil.copytree(stopped.path, tmp_path / "run"))
+    newest = checkpoints.list_checkpoints(run.checkpoints)[-1]
+    state = json.loads((newest / STATE).read_text())
+    EDITS[name](state)
+    (newest / STATE).write_text(json.dumps(state))
+    (newest / checkpoints.MANIFEST).unlink()
+    checkpoints._seal(newest, 1)
+    assert checkpoints.problem_with(newest) is None
+    if name in HARMLESS:
+        assert running.go_on(run) == 0
+        assert all(line["step"] >= 0 for line in running.metrics(run))
+    else:
+        with pytest.raises(ValueError, match="is not what this tinyrl writes: "):
+            running.go_on(run)
+
+
+def test_weights_of_a_resumed_run_are_those_of_its_checkpoint(stopped: RunDir, tmp_path: Path) -> None:
+    """A run of one more step, stopped at once, has the weights that it was given."""
+    run = RunDir(shutil.copytree(stopped.path, tmp_path / "run"))
+    assert running.go_on(run, stop_at=30) == 75
+    ours, theirs = running.weights(run, 1), running.weights(stopped, 1)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -1,0 +1,98 @@
+"""Resuming of a run: from its newest checkpoint that verifies, under what it began with or is told to change."""
+
+from __future__ import annotations
+
+from tinyrl.components import Options, settle_threads
+from tinyrl.config.changes import check_changes, keeps_rollout, refuse
+from tinyrl.config.schema import Config
+from tinyrl.runs import checkpoint as checkpoints
+from tinyrl.runs.records import read_steps
+from tinyrl.runs.run_dir import RunDir
+from tinyrl.runs.settle import absolute_paths, settle
+from tinyrl.training.launch import Launch, open_session, out_of_memory_stops, trainer_of, undone_on_failure
+from tinyrl.training.optim import stretched_schedule
+from tinyrl.training.session import Session
+from tinyrl.training.sources import HELD_OUT, Sources, changed_sources, changed_versions, read_sources
+from tinyrl.training.state import read_state
+
+
+def resume(
+    run: RunDir,
+    *,
+    options: Options,
+    config: Config | None = None,
+    allow_config_change: bool = False,
+) -> Launch | None:
+    """Go on from the newest checkpoint that verifies, or from the beginning. None: the run is finished.
+
+    `config` (default: the run's config.yaml), and the files that the run reads, may differ from the checkpoint's only
+    with `allow_config_change`. Raises ValueError otherwise. Nothing of the run is changed before all of it is loaded,
+    and config.yaml only when a checkpoint has been written under another configuration.
+    """
+    with undone_on_failure() as undo:
+        undo.enter_context(run.lock)
+        folder, warnings = checkpoints.newest_sound(run.checkpoints)
+        if folder is None and not warnings:
+            _check_beginning(run)
+        kept, since = (read_state(folder), folder.name) if folder else (None, "it was made")
+        config = settle(config or run.read_config())
+        before = absolute_paths(kept.config if kept else run.read_config().written())
+        changes = check_changes(before, config, since=since, allowed=allow_config_change)
+        notes = [f"warning: {w}; using {folder.name if folder else 'the start'} instead" for w in warnings[:1]]
+        trainer = trainer_of(config)
+        with out_of_memory_stops("before the first step"):
+            parts = trainer.load(config, options=options)
+            undo.callback(parts.close)
+            known = kept.sources if kept else Sources()
+            sources = read_sources(config, rows=parts.row_fingerprints, known=known.files)
+            changes += refuse(
+                "what the run reads has changed",
+                changed_sources(known, sources),
+                since=since,
+                allowed=allow_config_change,
+            )
+            notes += parts.check()
+            launch = open_session(run, trainer, parts, sources=lambda: sources)
+            if folder is None or kept is None:
+                notes.append(settle_threads(parts))
+                run.cut({})
+            else:
+                launch.session.restore(folder, kept)
+                notes += [*_versions(known, sources, since=since), *_settle(launch.session, changes, since=since)]
+                state, steps, were = launch.session.state, config.run.num_steps, before["run"]["num_steps"]
+                notes += filter(None, [stretched_schedule(config.optim, step=state.step, before=were, now=steps)])
+                notes.append(f"resuming {run.path} at step {state.step} of {steps} ({state.phase}) from {since}")
+        if launch.session.finished:
+            undo.close()
+            return None
+        launch.session.new_config = bool(changes)
+        launch.say(notes)
+        return launch
+
+
+def _check_beginning(run: RunDir) -> None:
+    """Raise ValueError where the run is not at its beginning and yet has no checkpoint: they were moved, their disk is
+    not mounted, or none could be written. To begin again would delete the record.
+    """
+    last = max(read_steps(run.metrics, []), default=0) if run.metrics.is_file() else 0
+    if last > 0:
+        what = "is empty" if run.checkpoints.is_dir() else "does not exist"
+        raise ValueError(
+            f"{run.path} has come to step {last} and has no checkpoint to go on from: {run.checkpoints} {what}.\n"
+            "Was it moved, or is its disk not mounted? To begin again: `tinyrl train` with --name and --overwrite"
+        )
+
+
+def _settle(session: Session, changes: list[str], *, since: str) -> list[str]:
+    """Let go of what changes make wrong; a line for each of them, and for that."""
+    notes = [f"changed since {since}: {change}" for change in changes]
+    if not all(keeps_rollout(change) or change.startswith(HELD_OUT) for change in changes) and session.sample_again():
+        notes.append(f"step {session.state.step + 1} is sampled again: its rollout was made before these changes")
+    return notes
+
+
+def _versions(before: Sources, now: Sources, *, since: str) -> list[str]:
+    changes = changed_versions(before, now)
+    if not changes:
+        return []
+    return [f"warning: numbers may differ in their last digits, other versions than at {since}: {', '.join(changes)}"]
