@@ -1,4 +1,4 @@
-"""Linear layers merged with a LoRA adapter into one matrix, for sampling.
+"""Layers merged with a LoRA adapter into one matrix, for sampling.
 
 A LoRA branch at every token costs more than its arithmetic. Merging makes private copies and leaves the base alone:
 adding B A in place and subtracting it again rounds the base a little at every update, visibly in bfloat16.
@@ -10,7 +10,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
+
+
+def adapted_parameter(layer: LoraLayer) -> tuple[nn.Module, str]:
+    """The module below an adapter and the name of its parameter that is adapted: `weight` of a linear layer; of
+    experts that stand in one tensor (Qwen3-MoE) PEFT adapts the tensor itself.
+    """
+    return layer.get_base_layer(), layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
+
+
+def is_plain_lora(layer: LoraLayer) -> bool:
+    """Whether W + (alpha / r) B A is all that the layer's adapters compute (DoRA scales columns, a bias adds)."""
+    return not layer.lora_variant and not any(layer.lora_bias.values())
 
 
 def merged_weight(module: nn.Module, adapter: str | None) -> tuple[Tensor, Tensor | None]:
@@ -27,18 +40,18 @@ def merged_weight(module: nn.Module, adapter: str | None) -> tuple[Tensor, Tenso
 @contextmanager
 def merged_layers(layers: Sequence[LoraLayer], adapter: str) -> Iterator[None]:
     """Inside, the layers compute with merged copies in place of base and branch. No gradients."""
-    originals: list[tuple[LoraLayer, nn.Module, Tensor]] = []
+    originals: list[tuple[LoraLayer, nn.Module, str, Tensor]] = []
     try:
         for layer in layers:
             if adapter in layer.lora_A:
-                base = layer.get_base_layer()
-                original: Tensor = base.weight  # pyright: ignore[reportAssignmentType]
-                originals.append((layer, base, original))
-                weight = merged_weight(layer, adapter)[0].to(original.dtype)  # pyright: ignore[reportArgumentType]
-                base.weight = nn.Parameter(weight, requires_grad=False)
+                base, name = adapted_parameter(layer)
+                original: Tensor = getattr(base, name)
+                originals.append((layer, base, name, original))
+                weight = original.float() + layer.get_delta_weight(adapter)  # pyright: ignore
+                setattr(base, name, nn.Parameter(weight.to(original.dtype), requires_grad=False))
                 layer._disable_adapters = True
         yield
     finally:
-        for layer, base, original in originals:
-            base.weight = original  # pyright: ignore[reportAttributeAccessIssue]
+        for layer, base, name, original in originals:
+            setattr(base, name, original)
             layer._disable_adapters = False
