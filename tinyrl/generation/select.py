@@ -1,7 +1,7 @@
 """The choice of a sampling engine for a model, with its reason.
 
 The fused engine where its numbers agree with the model's own forward pass; else the library's modules with merged
-weights; else (a quantised base, or no room for the copy) the library's modules with LoRA branches.
+weights; else (a quantised or bfloat16 base, or no room for the copy) the library's modules with LoRA branches.
 """
 
 from __future__ import annotations
@@ -79,11 +79,12 @@ def select_engine(
         raise ValueError(
             f"generation.dtype={str(dtype).removeprefix('torch.')} needs the fused engine, but {no_fused}; use auto"
         )
-    if no_copy is None:
+    no_merging = no_copy or why_not_merged(roles)
+    if no_merging is None:
         return HfMergedEngine(roles, tokenizer, settings), no_fused
     if wanted == "hf-merged":
-        raise ValueError(f"generation.engine=hf-merged: {no_copy}; use auto")
-    return HfEngine(roles, tokenizer, settings), no_copy
+        raise ValueError(f"generation.engine=hf-merged: {no_merging}; use auto")
+    return HfEngine(roles, tokenizer, settings), no_fused if no_merging in no_fused else f"{no_fused}; {no_merging}"
 
 
 def why_no_copy(roles: Roles, dtype: torch.dtype) -> str | None:
@@ -98,6 +99,14 @@ def why_no_copy(roles: Roles, dtype: torch.dtype) -> str | None:
     if needed > free * COPY_SHARE:
         return f"a merged copy of the weights ({needed / 1e9:.1f} GB) would take most of the free memory"
     return None
+
+
+def why_not_merged(roles: Roles) -> str | None:
+    """Why the library's modules should not compute with merged weights; None where they may."""
+    if roles.peft is None or roles.causal.dtype == torch.float32:
+        return None
+    dtype = str(roles.causal.dtype).removeprefix("torch.")
+    return f"merged into {dtype} weights the first updates of LoRA would be rounded away, so it stays unmerged"
 
 
 def tried(engine: FusedEngine, longest: int) -> tuple[str | None, float]:

@@ -1,7 +1,8 @@
 """Layers merged with a LoRA adapter into one matrix, for sampling.
 
 A LoRA branch at every token costs more than its arithmetic. Merging makes private copies and leaves the base alone:
-adding B A in place and subtracting it again rounds the base a little at every update, visibly in bfloat16.
+adding B A in place and subtracting it again rounds the base a little at every update, visibly in bfloat16. A copy too
+should be float32: a bfloat16 weight is spaced wider than the first updates are large (generation/weights.py).
 """
 
 from __future__ import annotations
@@ -35,6 +36,21 @@ def merged_weight(module: nn.Module, adapter: str | None) -> tuple[Tensor, Tenso
     if adapter is not None and isinstance(module, LoraLayer) and adapter in module.lora_A:
         weight = weight.float() + module.get_delta_weight(adapter)  # pyright: ignore
     return weight, base.bias  # pyright: ignore[reportReturnType]
+
+
+def lora_rank(module: nn.Module) -> int:
+    """The largest rank of the adapters on a layer; 0 where there is none."""
+    return max(module.r.values(), default=0) if isinstance(module, LoraLayer) else 0
+
+
+def lora_matrices(module: nn.Module, adapter: str | None) -> tuple[Tensor, Tensor] | None:
+    """A (r, in) and (alpha / r) B (out, r) of a linear layer, in float32: with them it computes W + B A. None where the
+    adapter does not touch the layer.
+    """
+    if adapter is None or not isinstance(module, LoraLayer) or adapter not in module.lora_A:
+        return None
+    a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+    return a.detach(), b.detach() * module.scaling[adapter]  # pyright: ignore
 
 
 @contextmanager
