@@ -92,6 +92,10 @@ class Roles:
         """The LoRA parameters of one adapter, by their names in the base model."""
         return {n: p for n, p in self.causal.named_parameters() if f".{adapter}." in f".{n}." and "lora_" in n}
 
+    def adapted_layers(self, adapter: str) -> list[LoraLayer]:
+        """The layers of the base that have weights of one adapter."""
+        return [layer for layer in self._layers if adapter in layer.lora_A]
+
     def freeze_reference_adapter(self) -> None:
         """Make the reference a frozen copy of the policy's adapter as it is now (continuing from a LoRA)."""
         assert self.peft is not None
