@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tinyrl.data.readers import Row
 from tinyrl.data.shapes import Prompt, check_prompt
+from tinyrl.models.templates import apply_template
 from tinyrl.tasks import Task
 
 if TYPE_CHECKING:
@@ -119,20 +120,10 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def _templated(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> tuple[str, str]:
     """The rendered text, and its end that belongs to the assistant, where a <think> is the template's own."""
-    from jinja2.exceptions import TemplateError
-
     going_on = messages[-1]["role"] == "assistant"
     before = messages[:-1] if going_on else messages
-    try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not going_on, continue_final_message=going_on
-        )
-        asked = tokenizer.apply_chat_template(before, tokenize=False) if before else ""
-    except TemplateError as error:
-        roles = ", ".join(message["role"] for message in messages)
-        raise ValueError(f"the model's chat template refuses messages with the roles {roles}: {error}") from error
-    assert isinstance(text, str)
-    assert isinstance(asked, str)
+    text = apply_template(tokenizer, messages, add_generation_prompt=not going_on, continue_final_message=going_on)
+    asked = apply_template(tokenizer, before) if before else ""
     shared = next((i for i, (a, b) in enumerate(zip(text, asked, strict=False)) if a != b), min(len(text), len(asked)))
     return text, text[shared:]
 
