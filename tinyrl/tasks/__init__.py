@@ -42,11 +42,13 @@ def load_rows(
     columns: dict[str, str] | None = None,
     max_samples: int | None = None,
     seed: int = 0,
+    revision: str | None = None,
 ) -> list[Row]:
     """The rows of "train" or "eval": the task's own, or those of `data` and `eval_data`, at most `max_samples` a split.
 
     With `data` and no `eval_data` a tenth (1 to 512 rows) is held out for "eval", chosen by `seed`; rows with the same
-    prompt never end up on both sides. `columns` {new: old} renames the columns of `data` and `eval_data`.
+    prompt never end up on both sides. `columns` {new: old} renames the columns of `data` and `eval_data`; `revision` is
+    that of a hub data set.
     """
     assert split in ("train", "eval"), split
     if max_samples is not None and max_samples < 1:
@@ -55,9 +57,9 @@ def load_rows(
         raise ValueError("task.columns renames the columns of task.data, and no task.data is given")
     source = data if split == "train" else eval_data
     if source is not None:
-        rows = _read(task, source, columns=columns)
+        rows = _read(task, source, columns=columns, revision=revision)
     elif data is not None:
-        rows = _read(task, data, columns=columns)
+        rows = _read(task, data, columns=columns, revision=revision)
     else:
         rows = task.rows(split)
     if data is not None and eval_data is None:
@@ -91,8 +93,8 @@ def check_rows(task: Task, rows: list[Row], *, places: list[str]) -> None:
             raise ValueError(f"{place}: {error}") from error
 
 
-def _read(task: Task, source: str, *, columns: dict[str, str] | None) -> list[Row]:
-    placed = placed_rows(source, columns=columns)
+def _read(task: Task, source: str, *, columns: dict[str, str] | None, revision: str | None) -> list[Row]:
+    placed = placed_rows(source, columns=columns, revision=revision)
     rows = [row for _, row in placed]
     check_rows(task, rows, places=[place for place, _ in placed])
     # rewards get every column as a list, so all rows get the same columns
