@@ -35,6 +35,7 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     path: Text = "starter"
+    revision: Text | None = None  # of a hub model: a commit, a tag or a branch; None: what the hub has now
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attention: Literal["sdpa", "eager"] = "sdpa"
     gradient_checkpointing: bool = False
@@ -65,6 +66,7 @@ class TaskConfig(Section):
     name: Text | None = None  # None: "rows" where data is given
     data: Text | None = None
     eval_data: Text | None = None
+    revision: Text | None = None  # of a hub data set in task.data, and of task.eval_data where that is the same one
     columns: dict[str, str] = Field(default_factory=dict)
     system_prompt: str | None = None
     max_samples: Positive | None = None

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from tinyrl.components import Options, SamplingParts, load_sampling_parts, settle_threads
 from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
 from tinyrl.evaluation.evaluate import Evaluation, Role, evaluate, paired_difference
-from tinyrl.models.loading import resolve_model_path
+from tinyrl.models.loading import load_model_config
 from tinyrl.models.weights_io import load_policy
 from tinyrl.runs.checkpoint import checkpoint_of
 from tinyrl.runs.run_dir import finite, open_run
@@ -103,7 +101,7 @@ def _load(target: str, *, task: str | None, options: Options) -> Side:
         raise ValueError(f"{target} is not a run, so say what to evaluate a model on: --task NAME (see `tinyrl tasks`)")
     load_task(task)
     values = {"method": "grpo", "model": {"path": target}, "task": {"name": task}, "reference": {"kind": "none"}}
-    model_config = AutoConfig.from_pretrained(resolve_model_path(target), trust_remote_code=options.trust_remote_code)
+    model_config = load_model_config(target, trust_remote_code=options.trust_remote_code)
     positions = getattr(model_config, "max_position_embeddings", None) or 2 * MAX_NEW_TOKENS
     config = Config.model_validate({**values, "generation": {"max_new_tokens": min(MAX_NEW_TOKENS, positions // 2)}})
     return Side(load_sampling_parts(config, options=options), "base", target)

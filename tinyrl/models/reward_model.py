@@ -11,24 +11,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from tinyrl.models.batches import last_states, make_batch, trunk_of
-from tinyrl.models.loading import (
+from tinyrl.models.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     check_folder_adapter,
     load_adapter_weights,
-    load_tokenizer,
     read_lora_config,
-    resolve_model_path,
 )
+from tinyrl.models.batches import last_states, make_batch, trunk_of
+from tinyrl.models.loading import FULL_REPORT, load_tokenizer, local_folder, resolve_model_path
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
+from tinyrl.models.reading import MODEL_FILES, reading
 from tinyrl.models.roles import Roles
+from tinyrl.models.templates import apply_template
 from tinyrl.models.value_head import ValueHead
-from tinyrl.text import first_line
+from tinyrl.models.vocabulary import check_vocabulary, embedding_rows
+from tinyrl.models.weight_checks import NoHead, check_classifier, check_size, few_tokens
+from tinyrl.models.weights_io import load_head
 
 SCORE_HEAD = "score_head.safetensors"
 SCORE_OFFSET = (
@@ -53,6 +61,7 @@ class SequenceRewardModel:
         self.offset = float(getattr(model.config, SCORE_OFFSET, 0.0))
         positions = int(getattr(model.config, "max_position_embeddings", 0) or 1 << 20)
         self.max_tokens = min(positions, int(tokenizer.model_max_length))
+        self.num_ids = embedding_rows(model)
         tokenizer.truncation_side = "left"  # the end of a text is the completion
 
     @torch.inference_mode()
@@ -71,7 +80,8 @@ class SequenceRewardModel:
 
     def _tokens(self, text: str) -> list[int]:
         ids = self.tokenizer(text, truncation=True, max_length=self.max_tokens)["input_ids"]
-        return list(ids) or [self.tokenizer.eos_token_id or 0]  # pyright: ignore
+        ids = [i for i in ids if i < self.num_ids]  # special tokens that only the tokenizer knows
+        return ids or [self.tokenizer.eos_token_id or 0]  # pyright: ignore
 
     def _score_batch(self, tokens: list[list[int]]) -> Tensor:
         batch = make_batch(tokens, [[] for _ in tokens], device=self.device)
@@ -87,10 +97,8 @@ class SequenceRewardModel:
         """Prompt and completion as this model wants to read them: through its own chat template when it has one."""
         if self.tokenizer.chat_template:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-            text = self.tokenizer.apply_chat_template(
-                [*messages, {"role": "assistant", "content": completion}], tokenize=False
-            )
-            return str(text).removeprefix(self._added_bos())
+            text = apply_template(self.tokenizer, [*messages, {"role": "assistant", "content": completion}])
+            return text.removeprefix(self._added_bos())
         if isinstance(prompt, str):
             return prompt + completion
         return "\n\n".join([*(m["content"] for m in prompt), completion])
@@ -119,20 +127,23 @@ def find_label(config: Any, label: int | str | None) -> int:
 
 
 def load_classifier(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A sequence-classification model from safetensors; ValueError when the folder holds something else."""
+    """A sequence-classification model from safetensors. Raises ValueError when it cannot be read or is not all there,
+    and its subclass NoHead when the folder holds a language model.
+    """
     resolved = resolve_model_path(path)
-    try:
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            resolved, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, output_loading_info=True
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ValueError(f"cannot load a reward model from {path!r}: {first_line(error)}") from error
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ValueError(
-            f"{path!r} is no reward model: its weights have no {missing[-1]}, which would be random noise (is it a "
-            "language model?)"
-        )
+    what = f"cannot load a classification model from {path!r}"
+    with reading(what, folder=resolved, files=MODEL_FILES, otherwise="config.json"):
+        config = AutoConfig.from_pretrained(resolved, trust_remote_code=trust_remote_code)
+        check_size(config, folder=local_folder(resolved))
+        loaded: Any = None
+        if trust_remote_code or type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            loaded = AutoModelForSequenceClassification.from_pretrained(
+                resolved, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, **FULL_REPORT
+            )
+    if loaded is None:
+        raise NoHead(f"{path!r} is no reward model: {type(config).__name__} has no classification model")
+    model, found = loaded
+    check_classifier(model, found, path=path)
     return model
 
 
@@ -142,7 +153,10 @@ def load_reward_model(
     """The classification model at `path` with its own tokenizer."""
     model = load_classifier(path, dtype=dtype, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code, needs_eos=False)
-    return SequenceRewardModel(model, tokenizer, label=label, device=device)
+    check_vocabulary(tokenizer, model, path=path)
+    reward_model = SequenceRewardModel(model, tokenizer, label=label, device=device)
+    few_tokens(reward_model.model, path=path)
+    return reward_model
 
 
 def is_reward_adapter(path: str) -> bool:
@@ -152,7 +166,7 @@ def is_reward_adapter(path: str) -> bool:
 
 def attach_reward_adapter(roles: Roles, path: str) -> None:
     """Put a reward adapter and its head (written by `tinyrl train reward`) on the policy's base, frozen."""
-    config = read_lora_config(path)
+    config = read_lora_config(path, roles.causal)
     head_file = check_folder_adapter(path) / SCORE_HEAD
     if not head_file.is_file():
         raise ValueError(
@@ -162,12 +176,10 @@ def attach_reward_adapter(roles: Roles, path: str) -> None:
         raise ValueError(
             f"reward.model={path} is an adapter: it needs lora.enabled=true, on the base it was trained on"
         )
-    try:
+    with reading(f"reward.model={path}: does not fit this base model", otherwise=ADAPTER_CONFIG):
         roles.add_adapter("reward", config=config)
-    except ValueError as error:
-        raise ValueError(f"reward.model={path}: does not fit this base model: {first_line(error)}") from error
     load_adapter_weights(roles.peft, "reward", check_folder_adapter(path) / ADAPTER_FILE)
     head = ValueHead(roles.hidden_size("policy"))
-    head.load_state_dict(load_file(head_file))
+    load_head(head, head_file)
     roles.score_head = head.to(roles.device).requires_grad_(False)
     roles.keep_trainable()

@@ -28,6 +28,7 @@ from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.batches import trunk_of
 from tinyrl.models.micro_batches import RowSizes, Work
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET
+from tinyrl.models.vocabulary import check_ids
 from tinyrl.tasks.prompts import render_prompt, token_ids
 from tinyrl.trainers.sft import text_rows
 from tinyrl.training.session import Session
@@ -165,12 +166,9 @@ def load(config: Config, *, options: Options) -> PairParts:
     parts = load_parts(config, options=options)
     parts.roles.train_score_head()
     rows, held_out = text_rows(config)
-    return PairParts(
-        **vars(parts),
-        train=[pair(r, parts) for r in rows],
-        held_out=[pair(r, parts) for r in held_out],
-        data_fingerprint=fingerprint(rows),
-    )
+    train, held_out = [pair(r, parts) for r in rows], [pair(r, parts) for r in held_out]
+    check_ids((side for both in train + held_out for side in both), parts.tokenizer, parts.roles.causal)
+    return PairParts(**vars(parts), train=train, held_out=held_out, data_fingerprint=fingerprint(rows))
 
 
 def pair(row: Row, parts: Parts) -> Pair:

@@ -21,6 +21,7 @@ from tinyrl.data.readers import Row
 from tinyrl.data.rows import batch_indices, fingerprint, hold_out, read_rows
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.micro_batches import RowSizes, Work
+from tinyrl.models.vocabulary import check_ids
 from tinyrl.tasks.prompts import render_prompt, token_ids
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
@@ -78,12 +79,9 @@ def load(config: Config, *, options: Options) -> TextParts:
     """Read the model and tokenise the rows of task.data; a tenth is held out unless task.eval_data says otherwise."""
     parts = load_parts(config, options=options)
     rows, held_out = text_rows(config)
-    return TextParts(
-        **vars(parts),
-        train=[example(row, parts) for row in rows],
-        held_out=[example(row, parts) for row in held_out],
-        data_fingerprint=fingerprint(rows),
-    )
+    train, held_out = [example(row, parts) for row in rows], [example(row, parts) for row in held_out]
+    check_ids((prompt + target for prompt, target in train + held_out), parts.tokenizer, parts.roles.causal)
+    return TextParts(**vars(parts), train=train, held_out=held_out, data_fingerprint=fingerprint(rows))
 
 
 def text_rows(config: Config) -> tuple[list[Row], list[Row]]:
@@ -94,9 +92,10 @@ def text_rows(config: Config) -> tuple[list[Row], list[Row]]:
             f"task.data is missing: `tinyrl train {config.method}` needs rows to learn from "
             "(.jsonl, .json, .csv, .parquet or a hub name)"
         )
-    rows = read_rows(where.data, columns=where.columns)
+    rows = read_rows(where.data, columns=where.columns, revision=where.revision)
     if where.eval_data is not None:
-        return rows[: where.max_samples], read_rows(where.eval_data, columns=where.columns)[: where.max_samples]
+        held_out = read_rows(where.eval_data, columns=where.columns, revision=where.revision)
+        return rows[: where.max_samples], held_out[: where.max_samples]
     train_rows, held_out = hold_out(rows, prompt=lambda row: row.get("prompt", row.get("text")), seed=config.run.seed)
     return train_rows[: where.max_samples], held_out[: where.max_samples]
 
