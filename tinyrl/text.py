@@ -88,6 +88,11 @@ def last_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()[:ERROR_CHARACTERS]
 
 
+def number(value: float, *, decimals: int = 3) -> str:
+    """A result in a table: so many decimals, and as many digits that count for what is smaller than 0.1."""
+    return f"{value:.{decimals}g}" if 0 < abs(value) < 0.1 else f"{value:.{decimals}f}"
+
+
 def did_you_mean(word: str, known: list[str]) -> str:
     """The end of a sentence that names the nearest of the known names; empty where none is near."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)

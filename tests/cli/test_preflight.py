@@ -96,6 +96,20 @@ def test_an_adapter_to_start_from():
     check(model={"path": "model", "adapter": "adapter"})
 
 
+def test_a_run_in_place_of_a_model():
+    run = Path("runs/mine")
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text(dump_config(Config.model_validate({"method": "grpo"})))
+    wanted = (("model", "path"), ("model", "adapter"), ("critic", "path"), ("reward", "model"))
+    for section, name in wanted:
+        sections = {section: {name: "runs/mine"}}
+        assert refused("ppo", **sections) == f"{section}.{name}=runs/mine: this run has no checkpoint yet"
+    (run / "checkpoints/step-000010").mkdir()
+    for section, name in wanted:
+        check("ppo", **{section: {name: "runs/mine"}})
+        check("ppo", **{section: {name: "runs/mine/checkpoints/step-000010"}})
+
+
 # Rewards and tasks
 
 

@@ -74,7 +74,8 @@ def sentence(values: dict[str, Any], method: str = "grpo") -> str:
         ),
         (
             {"grpo": {"preset": "dappo"}},
-            "r.yaml: `grpo.preset` is 'dappo'; it must be dapo, grpo, dr_grpo, gspo, cispo, rloo or reinforce++. "
+            "r.yaml: `grpo.preset` is 'dappo'; it must be dapo, grpo, dr_grpo, gspo, cispo, rloo, reinforce++ "
+            "or reinforce++-baseline. "
             "Did you mean `dapo`?",
         ),
         ({1: 2}, "r.yaml: unknown key `1`. Sections: method, model"),

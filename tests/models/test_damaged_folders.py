@@ -31,6 +31,7 @@ from tinyrl.models.roles import Roles
 from tinyrl.models.value_head import ValueHead
 from tinyrl.models.vocabulary import check_vocabulary
 from tinyrl.models.weights_io import save_adapter
+from tinyrl.rewards.model_text import TextFormat, classifier_tokens
 from tinyrl.tasks.prompts import render_prompt
 
 MOST_LINES, MOST_CHARACTERS = 6, 500
@@ -140,8 +141,11 @@ class Sound:
         check_vocabulary(tokenizer, roles.causal, path=config.model.path)
         assert render_prompt(tokenizer, "a question").tokens
         if model is not None:
-            texts = [model.render("a question", "an answer")]
-            assert model.scores(texts, micro_batches=MicroBatches(CPU, 100)) != []
+            text_format, room = TextFormat.of_config(model.model.config), model.max_tokens
+            tokens = classifier_tokens(
+                model.tokenizer, "a question", "an answer", text_format=text_format, max_tokens=room
+            )
+            assert model.scores([tokens], micro_batches=MicroBatches(CPU, 100)) != []
         assert all(torch.isfinite(numbers).all() for numbers in numbers_of(roles))
 
 

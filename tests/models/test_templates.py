@@ -8,7 +8,7 @@ import pytest
 
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.models import templates
-from tinyrl.models.templates import apply_template
+from tinyrl.models.templates import template_text
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -18,7 +18,7 @@ PLAIN = "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ mood }}"
 def render(template: str, **options: object) -> str:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
-    return apply_template(tokenizer, MESSAGES, **options)
+    return template_text(tokenizer, MESSAGES, **options)
 
 
 @pytest.mark.parametrize("template", [PLAIN, LOOP, "{{ 'x' * 10**11 }}", "{{ 9 ** (9 ** 9) }}", "{{ 1 / 0 }}"])

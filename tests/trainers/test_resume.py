@@ -18,6 +18,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo, full": ("grpo", {"lora": {"enabled": False}, "optim": {"learning_rate": 1e-3}}),
     "ppo": ("ppo", {"ppo": {"kl_controller": "adaptive", "kl_horizon": 100}}),
     "ppo, micro-batches": ("ppo", {"run": {"micro_batch_tokens": 40}}),
+    "ppo, truncated responses bootstrapped": ("ppo", {"ppo": {"bootstrap_truncated": True}}),
     "ppo, full": ("ppo", {"lora": {"enabled": False}, "optim": {"learning_rate": 1e-3}}),
     "ppo, schedule": ("ppo", {"optim": {"schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1}}),
 }

@@ -59,6 +59,11 @@ def _numbers(config: Config) -> Iterator[str]:
             f"reward.overlong_tokens={config.reward.overlong_tokens} is more than "
             f"generation.max_new_tokens={generation.max_new_tokens}, so every answer would be penalised"
         )
+    if section is config.grpo and config.grpo.group_size == 1 and config.grpo.advantage != "discounted-return":
+        yield (
+            f"grpo.group_size=1 leaves nothing to compare a response with under "
+            f"grpo.advantage={config.grpo.advantage}; 2 or more, or grpo.preset=reinforce++"
+        )
     if section.minibatch_size and section.batch_size % section.minibatch_size:
         size, total = section.minibatch_size, section.batch_size
         most = min(size, total)
@@ -83,11 +88,10 @@ def _kl(config: Config) -> Iterator[str]:
             f"{method}.kl_estimator=k1 in the loss has zero mean gradient; "
             f"use k3 or k2, or {method}.kl_placement=reward"
         )
+    if section.kl_placement == "reward" and section.kl_estimator != "k1":
+        yield (
+            f"{method}.kl_estimator={section.kl_estimator} in the reward has a gradient that is not KL's, and training "
+            f"ends elsewhere; use k1, or {method}.kl_placement=loss"
+        )
     if config.reference.kind == "none":
         yield f"{method}.kl_coef={section.kl_coef} needs a reference; set it to 0, or reference.kind=auto"
-    grpo = config.grpo
-    if section is grpo and grpo.advantage == "group" and grpo.kl_placement == "reward":
-        yield (
-            "grpo.kl_placement=reward goes with the rloo and reinforce++ advantages; "
-            "group advantages take the KL in the loss"
-        )

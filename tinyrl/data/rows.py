@@ -12,10 +12,12 @@ from functools import lru_cache
 from typing import Any
 
 from tinyrl.data.readers import Placed, Row, read_source
+from tinyrl.runs.signals import watched
 from tinyrl.text import did_you_mean
 
 HELD_OUT_SHARE = 10  # one prompt in this many is held out for evaluation where no evaluation data is given
 HELD_OUT_MOST = 512
+FEW = 30  # prompts; a score of fewer says little
 
 
 def read_rows(source: str, *, columns: dict[str, str] | None = None, revision: str | None = None) -> list[Row]:
@@ -53,6 +55,20 @@ def fingerprint(rows: list[Row]) -> str:
     return digest.hexdigest()
 
 
+def prompt_key(prompt: Any) -> str:
+    """The same for the same prompt (text or messages), whatever else its row holds."""
+    return fingerprint([{"prompt": prompt}])
+
+
+def few_held_out(prompts: list[Any]) -> list[str]:
+    """A warning where there are few different held-out prompts."""
+    count = len({prompt_key(prompt) for prompt in prompts})
+    if count >= FEW:
+        return []
+    held_out = f"only {count} different prompt{'s are' if count > 1 else ' is'} held out"
+    return [f"warning: {held_out}, so held-out scores say little; give more rows, or task.eval_data"]
+
+
 def keyed_order(key: str, count: int) -> list[int]:
     """The numbers 0..count-1 in an order that only `key` decides, on every machine and Python."""
     return sorted(range(count), key=lambda i: hashlib.sha256(f"{key}:{i}".encode()).digest())
@@ -63,7 +79,7 @@ def hold_out(rows: list[Row], *, prompt: Callable[[Row], Any], seed: int) -> tup
 
     Rows with the same prompt fall on the same side; a held-out prompt is kept once. Both keep the order of `rows`.
     """
-    keys = [fingerprint([{"prompt": prompt(row)}]) for row in rows]
+    keys = [prompt_key(prompt(row)) for row in rows]
     distinct = sorted(set(keys))
     count = min(max(len(distinct) // HELD_OUT_SHARE, 1), HELD_OUT_MOST)
     held = {distinct[i] for i in keyed_order(f"hold out {seed}", len(distinct))[:count]}
@@ -81,7 +97,7 @@ def batch_indices(seed: int, step: int, *, num_prompts: int, num_rows: int) -> l
     if num_rows < 1:
         raise ValueError("there are no rows to train on")
     positions = range(step * num_prompts, (step + 1) * num_prompts)
-    return [_epoch_order(seed, at // num_rows, num_rows)[at % num_rows] for at in positions]
+    return [_epoch_order(seed, at // num_rows, num_rows)[at % num_rows] for at in watched(positions)]
 
 
 @lru_cache(maxsize=4)

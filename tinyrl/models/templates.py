@@ -26,7 +26,7 @@ MOST_BYTES = 1 << 30  # of memory that one rendering may add
 STATM = Path("/proc/self/statm")
 
 
-def apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], **options: Any) -> str:
+def template_text(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], **options: Any) -> str:
     """`messages` through the tokenizer's chat template. Raises ValueError where the template refuses them, does not
     end, or renders nothing or more than there is room for.
     """

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tinyrl.data.readers import Row
 from tinyrl.data.shapes import Prompt, check_prompt
-from tinyrl.models.templates import apply_template
+from tinyrl.models.templates import template_text
+from tinyrl.runs.signals import watched
 from tinyrl.tasks import Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+SHORTEST_BOUND = 32
 
 
 @dataclass(frozen=True)
@@ -54,23 +57,43 @@ def prepare_prompts(
     max_prompt_tokens: int,
     long_prompts: Literal["error", "drop"],
 ) -> list[PreparedPrompt]:
-    """Render every row. Prompts over `max_prompt_tokens` are refused, naming the first, or dropped if asked for."""
-    prepared, long = [], []
-    for index, row in enumerate(rows):
+    """Render every row. Prompts over `max_prompt_tokens` are refused, naming the first, or dropped if asked for.
+
+    One with more characters than so many tokens can have is not tokenised, which would take a minute for ten megabytes.
+    """
+    prepared: list[PreparedPrompt] = []
+    long: list[tuple[int, str, int]] = []  # row, text, tokens (at least, where they were not counted)
+    most_chars = max_prompt_tokens * (per_token := most_chars_a_token(tokenizer))
+    uncounted = False
+    for index, row in enumerate(watched(rows)):
         prompt = task.prompt(row)
+        check_prompt(prompt)
+        text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+        if len(text) > most_chars:
+            long.append((index, text, len(text) // per_token))
+            uncounted = True
+            continue
         rendered = render_prompt(tokenizer, prompt, chat=chat, system_prompt=system_prompt)
-        ready = PreparedPrompt(index, row, prompt, rendered.text, rendered.tokens, rendered.opened)
-        (long if len(rendered.tokens) > max_prompt_tokens else prepared).append(ready)
+        if len(rendered.tokens) > max_prompt_tokens:
+            long.append((index, rendered.text, len(rendered.tokens)))
+        else:
+            prepared.append(PreparedPrompt(index, row, prompt, rendered.text, rendered.tokens, rendered.opened))
     if long and (long_prompts == "error" or not prepared):
-        longest = max(len(p.tokens) for p in long)
+        (index, text, tokens), longest = long[0], max(tokens for _, _, tokens in long)
+        or_more = " or more" if uncounted else ""
+        larger = "" if uncounted else f"Set generation.max_prompt_tokens={longest}, or leave"
         raise ValueError(
             f"{len(long)} of {len(rows)} prompts have more than "
             f"generation.max_prompt_tokens={max_prompt_tokens} tokens "
-            f"(first: row {long[0].index + 1} with {len(long[0].tokens)}; longest {longest}): "
-            f"{long[0].text[:60]!r}...\n"
-            f"Set generation.max_prompt_tokens={longest}, or leave them out with task.long_prompts=drop."
+            f"(first: row {index + 1} with {tokens}; longest {longest}{or_more}): {text[:60]!r}...\n"
+            f"{larger or 'Leave'} them out with task.long_prompts=drop."
         )
     return prepared
+
+
+def most_chars_a_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The characters of the longest token, and at least some, for tokens that stand for an unknown word."""
+    return max(SHORTEST_BOUND, *map(len, tokenizer.get_vocab()))
 
 
 def columns_of(prompts: list[PreparedPrompt]) -> dict[str, list[Any]]:
@@ -122,8 +145,8 @@ def _templated(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]
     """The rendered text, and its end that belongs to the assistant, where a <think> is the template's own."""
     going_on = messages[-1]["role"] == "assistant"
     before = messages[:-1] if going_on else messages
-    text = apply_template(tokenizer, messages, add_generation_prompt=not going_on, continue_final_message=going_on)
-    asked = apply_template(tokenizer, before) if before else ""
+    text = template_text(tokenizer, messages, add_generation_prompt=not going_on, continue_final_message=going_on)
+    asked = template_text(tokenizer, before) if before else ""
     shared = next((i for i, (a, b) in enumerate(zip(text, asked, strict=False)) if a != b), min(len(text), len(asked)))
     return text, text[shared:]
 

@@ -18,10 +18,11 @@ from tinyrl.algorithms.masking import masked_sum
 from tinyrl.components import Options, Parts, load_parts
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import batch_indices, fingerprint, hold_out, read_rows
+from tinyrl.data.rows import batch_indices, few_held_out, fingerprint, hold_out, read_rows
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.micro_batches import RowSizes, Work
 from tinyrl.models.vocabulary import check_ids
+from tinyrl.runs.signals import watched
 from tinyrl.tasks.prompts import render_prompt, token_ids
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
@@ -37,10 +38,14 @@ class TextParts(Parts):
     held_out: list[Example]
     data_fingerprint: str
 
+    def check(self) -> list[str]:
+        """Whether held-out scores can say something."""
+        return few_held_out(self.held_out) if self.config.run.eval_prompts else []
+
 
 def train(session: Session, parts: TextParts) -> None:
     """Run supervised fine-tuning from the session's current step to run.num_steps."""
-    size = parts.config.sft.batch_size
+    size = min(parts.config.sft.batch_size, len(parts.train))  # no row twice in a step
     parts.roles.use_lora_dropout()
     for step in session.steps():
         chosen = [
@@ -79,7 +84,7 @@ def load(config: Config, *, options: Options) -> TextParts:
     """Read the model and tokenise the rows of task.data; a tenth is held out unless task.eval_data says otherwise."""
     parts = load_parts(config, options=options)
     rows, held_out = text_rows(config)
-    train, held_out = [example(row, parts) for row in rows], [example(row, parts) for row in held_out]
+    train, held_out = [example(row, parts) for row in watched(rows)], [example(row, parts) for row in watched(held_out)]
     check_ids((prompt + target for prompt, target in train + held_out), parts.tokenizer, parts.roles.causal)
     return TextParts(**vars(parts), train=train, held_out=held_out, data_fingerprint=fingerprint(rows))
 
@@ -96,7 +101,7 @@ def text_rows(config: Config) -> tuple[list[Row], list[Row]]:
     if where.eval_data is not None:
         held_out = read_rows(where.eval_data, columns=where.columns, revision=where.revision)
         return rows[: where.max_samples], held_out[: where.max_samples]
-    train_rows, held_out = hold_out(rows, prompt=lambda row: row.get("prompt", row.get("text")), seed=config.run.seed)
+    train_rows, held_out = hold_out(rows, prompt=lambda row: row.get("prompt", row.get("text")), seed=where.split_seed)
     return train_rows[: where.max_samples], held_out[: where.max_samples]
 
 
@@ -117,12 +122,12 @@ def example(row: Row, parts: Parts) -> Example:
     tokens = render_prompt(tokenizer, prompt, chat=config.task.chat, system_prompt=config.task.system_prompt).tokens
     if config.sft.loss_on == "completion":
         return tokens, target
-    return [start], [t for t in tokens if t != tokenizer.bos_token_id] + target
+    return [start], (tokens[1:] if tokens[0] == start else tokens) + target  # one BOS, the prompt's own or ours
 
 
 def evaluate(parts: TextParts) -> Evaluation:
     """Mean negative log-likelihood of the held-out rows, in nats per token, and perplexity."""
-    rows = parts.held_out[: parts.config.run.eval_prompts or None]
+    rows = parts.held_out[: parts.config.run.eval_prompts]
     sums: list[Tensor] = []
 
     def run(micro: list[int]) -> None:

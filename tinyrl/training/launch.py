@@ -23,9 +23,12 @@ from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.report import write_report
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.progress import Display
+from tinyrl.runs.reward_output import RewardOutput
 from tinyrl.runs.run_dir import RunDir, create_run, environment
+from tinyrl.runs.settle import absolute_paths, settle
 from tinyrl.runs.summary import summary
 from tinyrl.runs.tracking import check_trackers
+from tinyrl.training.optim import stretched_schedule
 from tinyrl.training.session import Session
 from tinyrl.training.state import read_state
 
@@ -102,6 +105,7 @@ def start(
 ) -> Launch:
     """Load everything, check it, and make the run's folder. Raises ValueError before anything is written."""
     check_trackers(config.run.trackers)
+    config = settle(config)
     trainer = trainer_of(config)
     with out_of_memory_stops("before the first step"):
         parts = trainer.load(config, options=options)
@@ -128,11 +132,13 @@ def resume(
     `config` (default: the run's config.yaml) may differ from the checkpoint's only with `allow_config_change`; it is
     then the run's from here on. Raises ValueError otherwise.
     """
-    config = config or run.read_config()
+    config = settle(config or run.read_config())
     folder, warnings = checkpoints.newest_sound(run.checkpoints)
-    changes: list[str] = []
+    changes, before = [], None
     if folder is not None:
-        changes = check_changes(read_state(folder).config, config, since=folder.name, allowed=allow_config_change)
+        was = absolute_paths(read_state(folder).config)
+        changes = check_changes(was, config, since=folder.name, allowed=allow_config_change)
+        before = was["run"]["num_steps"]
     trainer = trainer_of(config)
     with out_of_memory_stops("before the first step"):
         parts = trainer.load(config, options=options)
@@ -146,7 +152,8 @@ def resume(
     if folder is not None:
         session.restore(folder)
         notes += [f"changed since {folder.name}: {change}" for change in changes]
-        state = session.state
+        state, now = session.state, config.run.num_steps
+        notes += filter(None, [stretched_schedule(config.optim, step=state.step, before=before or now, now=now)])
         if state.phase == "rollout" and state.step >= config.run.num_steps:
             parts.close()
             return None
@@ -175,6 +182,7 @@ def trainer_of(config: Config) -> Trainer:
 
 
 def _open(run: RunDir, trainer: Trainer, parts: Any) -> Launch:
+    parts.keep_output(RewardOutput(run.path, warn=run.warn).append)
     session = Session(
         parts,
         run,
