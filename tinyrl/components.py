@@ -21,6 +21,7 @@ from tinyrl.models.loading import load_tokenizer
 from tinyrl.models.memory import bytes_by_role
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.roles import Roles
+from tinyrl.models.vocabulary import check_ids, check_vocabulary
 from tinyrl.models.weights_io import load_roles, save_roles
 from tinyrl.rewards.gold_check import check_gold
 from tinyrl.rewards.scorer import Scorer
@@ -157,8 +158,11 @@ def load_parts(config: Config, *, options: Options) -> Parts:
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
     trust = options.trust_remote_code
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=trust)
+    tokenizer = load_tokenizer(config.model.path, revision=config.model.revision, trust_remote_code=trust)
     roles = build_roles(config, device=accelerator.device, dtype=dtype, trust_remote_code=trust)
+    check_vocabulary(tokenizer, roles.causal, path=config.model.path)
+    if roles.critic_model is not None:  # it reads the policy's tokens
+        check_vocabulary(tokenizer, roles.critic_model, path=config.critic.path or config.model.path)
     micro_batches = MicroBatches(accelerator.device, config.run.micro_batch_tokens)
     return Parts(config, accelerator, tokenizer, roles, micro_batches)
 
@@ -236,7 +240,7 @@ def load_prompts(config: Config, task: Task, split: str, *, parts: Parts) -> lis
         )
     if positions is not None:
         limit = min(limit, positions - generation.max_new_tokens)
-    return prepare_prompts(
+    prepared = prepare_prompts(
         task,
         rows,
         tokenizer=parts.tokenizer,
@@ -246,3 +250,5 @@ def load_prompts(config: Config, task: Task, split: str, *, parts: Parts) -> lis
         max_prompt_tokens=limit,
         long_prompts=where.long_prompts,
     )
+    check_ids((p.tokens for p in prepared), parts.tokenizer, parts.roles.causal)
+    return prepared

@@ -53,6 +53,20 @@ def test_trackers_are_checked(monkeypatch: pytest.MonkeyPatch):
 # Models
 
 
+def test_a_revision_is_for_the_hub():
+    check(model={"path": "owner/name", "revision": "1f0c"})
+    assert "model.revision=1f0c is for a hub model, and model.path=model is a folder" in refused(
+        model={"path": "model", "revision": "1f0c"}
+    )
+    assert "model.revision=v1" in refused(model={"path": "starter", "revision": "v1"})
+    hub = {"data": "a/b:main", "revision": "1f0c"}
+    check(task=hub)
+    check(task={**hub, "eval_data": "a/b@test"})
+    check(task={**hub, "eval_data": "rows.jsonl"})
+    assert "task.data and task.eval_data, and they name 2" in refused(task={**hub, "eval_data": "c/d"})
+    assert "they name none" in refused(task={"data": "rows.jsonl", "revision": "1f0c"})
+
+
 def test_a_model_that_is_not_there():
     assert refused(model={"path": "./modle"}) == (
         "model.path=./modle: there is no such folder, and a hub name is owner/name. Did you mean `model`?"

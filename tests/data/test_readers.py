@@ -138,8 +138,8 @@ def test_a_hub_name_has_a_config_and_a_split(monkeypatch):
     datasets = pytest.importorskip("datasets")
     calls = []
 
-    def load_dataset(name, config, *, split):
-        calls.append((name, config, split))
+    def load_dataset(name, config, *, split, revision):
+        calls.append((name, config, split, revision))
         if name == "no/where":
             raise datasets.exceptions.DatasetNotFoundError("Dataset 'no/where' doesn't exist\nmore")
         if name == "off/line":
@@ -153,11 +153,13 @@ def test_a_hub_name_has_a_config_and_a_split(monkeypatch):
     ]
     assert read_source("openai/gsm8k:main@test") == wanted
     assert [len(read_source(name)) for name in ("a/b", "a/b@dev", "a-1/b.c:d")] == [2, 2, 2]
+    assert len(read_source("a/b", revision="1f0c")) == 2
     assert calls == [
-        ("openai/gsm8k", "main", "test"),
-        ("a/b", None, "train"),
-        ("a/b", None, "dev"),
-        ("a-1/b.c", "d", "train"),
+        ("openai/gsm8k", "main", "test", None),
+        ("a/b", None, "train", None),
+        ("a/b", None, "dev", None),
+        ("a-1/b.c", "d", "train", None),
+        ("a/b", None, "train", "1f0c"),
     ]
     assert "doesn't exist" in refused("no/where")
     assert "task.data=FILE" in refused("off/line")

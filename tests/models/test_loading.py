@@ -6,16 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models.building import lora, lora_roles, stir
 from tests.tiny_models import KINDS, TinyModels
+from tinyrl.models import loading
+from tinyrl.models.adapter_files import check_folder_adapter
 from tinyrl.models.loading import (
-    check_folder_adapter,
     load_causal_lm,
+    load_model_config,
     load_start_adapter,
     load_tokenizer,
+    lora_config,
     resolve_model_path,
     wrap_in_lora,
 )
@@ -203,6 +206,82 @@ def test_broken_adapter_configuration(tiny: TinyModels, tmp_path: Path):
     (folder / "adapter_config.json").write_text("{")
     with pytest.raises(ValueError, match=r"adapter_config\.json is not JSON"):
         check_folder_adapter(str(folder))
+
+
+def with_tensors(source: Path, folder: Path, more: dict[str, torch.Tensor]) -> str:
+    shutil.copytree(source, folder)
+    save_file(load_file(folder / "model.safetensors") | more, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+def test_what_other_heads_left_over_is_not_in_the_way(tiny: TinyModels, tmp_path: Path):
+    """A value head, layers for several tokens at a time, and the masks that old checkpoints of GPT-2 hold."""
+    more = {"v_head.summary.weight": torch.ones(1, 32), "mtp.fc.weight": torch.ones(2, 2)}
+    assert load_causal_lm(with_tensors(tiny("qwen2"), tmp_path / "a", more), dtype=torch.float32)
+    masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8), "transformer.h.0.attn.masked_bias": torch.ones(())}
+    assert load_causal_lm(with_tensors(tiny("gpt2"), tmp_path / "b", masks), dtype=torch.float32)
+
+
+def test_a_bias_that_the_configuration_leaves_out_is_another_model(tiny: TinyModels, tmp_path: Path):
+    path = with_tensors(tiny("llama"), tmp_path / "a", {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)})
+    with pytest.raises(
+        ValueError, match=r"has model\.layers\.0\.self_attn\.q_proj\.bias, which config\.json has no place"
+    ):
+        load_causal_lm(path, dtype=torch.float32)
+
+
+def test_an_embedding_tied_to_the_head_is_missing_once_and_for_both(tiny: TinyModels, tmp_path: Path):
+    """Qwen-2's head is its embedding: the file has one of them, and none is too few."""
+    shutil.copytree(tiny("qwen2"), folder := tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    assert load_causal_lm(str(folder), dtype=torch.float32)
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks .*(embed_tokens|lm_head)\.weight"):
+        load_causal_lm(str(folder), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_classification_model_is_no_policy(tiny: TinyModels, kind: str):
+    """With tied embeddings nothing of the language model is missing, and it would be trained without a word."""
+    with pytest.raises(ValueError, match="ForSequenceClassification, without a language-model head"):
+        load_causal_lm(str(tiny.reward(kind)), dtype=torch.float32)
+
+
+def test_a_rank_above_that_of_every_layer(tiny: TinyModels):
+    model = load_causal_lm(str(tiny("llama")), dtype=torch.float32)
+    config = lora_config(r=10**9, alpha=8, dropout=0.0, target_modules="all-linear")
+    with pytest.raises(
+        ValueError, match=r"lora\.r=1000000000 is more than the rank of any layer of this model, which is 32"
+    ):
+        wrap_in_lora(model, config)
+    assert wrap_in_lora(model, lora_config(r=32, alpha=8, dropout=0.0, target_modules="all-linear"))
+
+
+def test_a_revision_reaches_everything_that_is_read_of_a_model(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[str, str | None]] = []
+
+    def recorded(reader: object, name: str) -> None:
+        real = getattr(reader, name)
+
+        def read(path: str, *arguments: object, revision: str | None, **options: object) -> object:
+            if path == "owner/name":  # a reader may call another one
+                asked.append((path, revision))
+            return real(str(tiny("llama")), *arguments, **options)
+
+        monkeypatch.setattr(reader, name, read)
+
+    for reader in (loading.AutoConfig, loading.AutoModelForCausalLM, loading.PreTrainedTokenizerFast):
+        recorded(reader, "from_pretrained")
+    recorded(loading, "get_tokenizer_config")
+    load_tokenizer("owner/name", revision="1f0c")
+    load_causal_lm("owner/name", dtype=torch.float32, revision="1f0c")
+    load_model_config("owner/name", revision="1f0c")
+    assert asked == [("owner/name", "1f0c")] * 5
+    asked.clear()
+    load_model_config("owner/name")
+    assert asked == [("owner/name", "main")]
 
 
 def test_the_gradient_through_a_four_bit_base_is_that_of_the_weights_it_stands_for(tiny: TinyModels, tmp_path: Path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
+from tinyrl.data.readers import hub_name
 from tinyrl.data.rows import placed_rows
 from tinyrl.rewards.loading import parse_use
 from tinyrl.runs.run_dir import named_run, run_of
@@ -28,6 +29,7 @@ def check_before_loading(config: Config) -> None:
     """Raise ValueError for whatever would stop a run before its first step and needs no model to be found."""
     check_trackers(config.run.trackers)
     _check_model_path("model.path", config.model.path)
+    _check_revisions(config)
     if config.critic.path is not None:
         _check_model_path("critic.path", config.critic.path)
     if config.model.adapter is not None and not _is_run("model.adapter", config.model.adapter):
@@ -79,6 +81,22 @@ def _check_model_path(key: str, path: str) -> None:
     elif path.startswith((".", "/", "~")) or path.count("/") != 1:
         meant = did_you_mean(os.path.basename(folder), [*_names_in(os.path.dirname(folder) or "."), "starter"])
         raise ValueError(f"{key}={path}: there is no such folder, and a hub name is owner/name.{meant}")
+
+
+def _check_revisions(config: Config) -> None:
+    """A pin holds for what comes from the hub and for nothing else, so that it is never ignored."""
+    model, where = config.model, config.task
+    is_here = starter_path(model.path) is not None or os.path.isdir(os.path.expanduser(model.path))
+    if model.revision is not None and is_here:
+        raise ValueError(f"model.revision={model.revision} is for a hub model, and model.path={model.path} is a folder")
+    if where.revision is None:
+        return
+    names = {hub_name(source) for source in (where.data, where.eval_data) if source is not None} - {None}
+    if len(names) != 1:
+        said = f"they name {len(names)}" if names else "they name none"
+        raise ValueError(
+            f"task.revision={where.revision} is for one hub data set in task.data and task.eval_data, and {said}"
+        )
 
 
 def _is_run(key: str, path: str) -> bool:

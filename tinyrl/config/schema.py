@@ -43,6 +43,7 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     path: Text = Field(default="starter", description="folder with safetensors, hub name, or the embedded `starter`")
+    revision: Text | None = Field(default=None, description="commit, tag or branch of a hub model; null: the newest")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="of weights and autocast; auto: bfloat16 on a GPU that has it, else float32"
     )
@@ -87,6 +88,7 @@ class TaskConfig(Section):
         default=None, description="training rows: .jsonl, .json, .csv, .parquet, or owner/name:config@split"
     )
     eval_data: Text | None = Field(default=None, description="held-out rows; null: a tenth of the prompts of task.data")
+    revision: Text | None = Field(default=None, description="commit, tag or branch of a hub data set; null: the newest")
     columns: dict[str, str] = Field(default_factory=dict, description="columns to rename, as {new: old}")
     system_prompt: str | None = Field(default=None, description="put before every prompt; replaces the data's own")
     max_samples: Positive | None = Field(default=None, description="use at most so many rows of each split")

@@ -26,8 +26,8 @@ _SEPARATORS = re.compile(r"[\s,]*")
 _FOREIGN_STARTS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"PK\x03\x04": "zipped", b"\x1f\x8b": "gzipped"}
 
 
-def read_source(source: str) -> Placed:
-    """The rows of a file, or of a hub data set "owner/name:config@split" (split: train when left out)."""
+def read_source(source: str, *, revision: str | None = None) -> Placed:
+    """The rows of a file, or of a hub data set "owner/name:config@split" (split: train when left out) at `revision`."""
     path = Path(source)
     read = FILE_READERS.get(path.suffix.lower())
     kinds = ", ".join(FILE_READERS)
@@ -37,7 +37,7 @@ def read_source(source: str) -> Placed:
         what = "is a folder" if path.is_dir() else f"has the ending '{path.suffix}'"
         raise ValueError(f"{source}: {what}; data is a file ending in {kinds}, or a hub name such as openai/gsm8k:main")
     elif match := _HUB.fullmatch(source):
-        placed = _read_hub(source, **match.groupdict())
+        placed = _read_hub(source, revision=revision, **match.groupdict())
     else:
         raise ValueError(f"'{source}' is neither a file ({kinds}) nor a hub name such as openai/gsm8k:main@train")
     if not placed:
@@ -193,12 +193,19 @@ def _read_parquet(source: str) -> Placed:
     return [(f"{source} row {number}", row) for number, row in enumerate(rows, start=1)]
 
 
-def _read_hub(source: str, *, id: str, config: str | None, split: str | None) -> Placed:
+def hub_name(source: str) -> str | None:
+    """The data set (owner/name) of a hub source; None for a file."""
+    match = _HUB.fullmatch(source)
+    is_file = Path(source).suffix.lower() in FILE_READERS or Path(source).exists()
+    return match["id"] if match and not is_file else None
+
+
+def _read_hub(source: str, *, revision: str | None, id: str, config: str | None, split: str | None) -> Placed:
     import datasets  # seconds
     from datasets.exceptions import DatasetsError
 
     try:
-        rows = datasets.load_dataset(id, config, split=split or "train").to_list()
+        rows = datasets.load_dataset(id, config, split=split or "train", revision=revision).to_list()
     except (DatasetsError, OSError, ValueError) as error:
         raise ValueError(
             f"task data '{source}': there is no such file, and the hub does not give it: {first_line(error)}\n"

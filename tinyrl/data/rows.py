@@ -20,17 +20,19 @@ HELD_OUT_MOST = 512
 FEW = 30  # prompts; a score of fewer says little
 
 
-def read_rows(source: str, *, columns: dict[str, str] | None = None) -> list[Row]:
+def read_rows(source: str, *, columns: dict[str, str] | None = None, revision: str | None = None) -> list[Row]:
     """The rows of a .jsonl, .json, .csv or .parquet file, or of a hub data set "owner/name:config@split".
 
-    `columns` {new: old} renames, replacing a column `new` that was there. Raises ValueError naming the place.
+    `columns` {new: old} renames, replacing a column `new` that was there; `revision` is for the hub. Raises ValueError
+    naming the place.
     """
-    return [row for _, row in placed_rows(source, columns=columns)]
+    return [row for _, row in placed_rows(source, columns=columns, revision=revision)]
 
 
-def placed_rows(source: str, *, columns: dict[str, str] | None = None) -> Placed:
+def placed_rows(source: str, *, columns: dict[str, str] | None = None, revision: str | None = None) -> Placed:
     """`read_rows`, each row with its place ("train.jsonl:12"), for errors found later."""
-    return [(place, _renamed(row, columns, place)) if columns else (place, row) for place, row in read_source(source)]
+    placed = read_source(source, revision=revision)
+    return [(place, _renamed(row, columns, place)) if columns else (place, row) for place, row in placed]
 
 
 def _renamed(row: Row, columns: dict[str, str], place: str) -> Row:

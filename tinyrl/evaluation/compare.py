@@ -10,15 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from tinyrl.components import Options, SamplingParts, load_judged_parts, load_sampling_parts, settle_threads
 from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import prompt_key
 from tinyrl.evaluation.evaluate import Evaluation, Role, evaluate, paired_difference
 from tinyrl.evaluation.table import render
-from tinyrl.models.loading import resolve_model_path
+from tinyrl.models.loading import load_model_config
 from tinyrl.models.weights_io import load_policy
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.runs.checkpoint import checkpoint_of
@@ -176,7 +174,7 @@ def _find(target: str, *, task: str | None, options: Options) -> Target:
         raise ValueError(f"{target} is not a run, so say what to evaluate a model on: --task NAME (see `tinyrl tasks`)")
     load_task(task)
     values = {"method": "grpo", "model": {"path": target}, "task": {"name": task}, "reference": {"kind": "none"}}
-    model_config = AutoConfig.from_pretrained(resolve_model_path(target), trust_remote_code=options.trust_remote_code)
+    model_config = load_model_config(target, trust_remote_code=options.trust_remote_code)
     positions = getattr(model_config, "max_position_embeddings", None) or 2 * MAX_NEW_TOKENS
     most = min(MAX_NEW_TOKENS, positions // 2)
     return Target(target, Config.model_validate({**values, "generation": {"max_new_tokens": most}}), None)

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tinyrl.config.schema import Config
+from tinyrl.models.adapter_files import check_rank
 from tinyrl.models.batches import make_batch
 from tinyrl.models.loading import load_causal_lm, load_start_adapter, lora_config, wrap_in_lora
 from tinyrl.models.reward_model import (
@@ -19,6 +20,7 @@ from tinyrl.models.reward_model import (
     load_reward_model,
 )
 from tinyrl.models.roles import Roles
+from tinyrl.models.weight_checks import NoHead, few_tokens
 
 KL_AT_START = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 
@@ -52,6 +54,7 @@ def _base_of(config: Config, path: str, dtype: torch.dtype, trust_remote_code: b
         attention=config.model.attention,
         quantization=config.model.quantization,
         random_init=config.model.random_init,
+        revision=config.model.revision if path == config.model.path else None,
         trust_remote_code=trust_remote_code,
     )
 
@@ -62,6 +65,7 @@ def _add_critic(roles: Roles, config: Config, dtype: torch.dtype, trust_remote_c
     assert kind is not None, "config/schema.py fills it in"
     peft_config = lora_config(r=lora.r, alpha=lora.alpha, dropout=0.0, target_modules=lora.target_modules)
     if kind != "separate":
+        check_rank(roles.causal, peft_config, what="lora.r")
         roles.add_critic(kind, lora=peft_config)
         return
     head = None
@@ -72,10 +76,11 @@ def _add_critic(roles: Roles, config: Config, dtype: torch.dtype, trust_remote_c
             else _base_of(config, config.model.path, dtype, trust_remote_code)
         )
         head = getattr(model, "score", None)
-    except ValueError:  # a plain language model has no score head: its trunk is the critic's, under a zero head
+    except NoHead:  # a plain language model has no score head: its trunk is the critic's, under a zero head
         model = _base_of(config, path or config.model.path, dtype, trust_remote_code)
     if config.model.adapter is not None and path is None:
         model = load_start_adapter(model, config.model.adapter).merge_and_unload()  # pyright: ignore
+    few_tokens(model, path=path or config.model.path)
     model.requires_grad_(not lora.enabled)
     roles.add_critic(kind, model=wrap_in_lora(model, peft_config) if lora.enabled else model.float())
     if head is not None and head.weight.shape[0] == 1:

@@ -1,22 +1,21 @@
-"""Loading of causal language models, tokenizers and LoRA adapters from safetensors.
+"""Loading of causal language models and tokenizers from safetensors, and LoRA adapters put on them.
 
 Weights are only ever read from safetensors files: `.bin`, `.pt` and `.pkl` are refused, because unpickling runs code.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
-from safetensors.torch import load_file
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -24,11 +23,25 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.pytorch_utils import Conv1D
 
+from tinyrl.models.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    check_folder_adapter,
+    check_rank,
+    linear_layers,
+    load_adapter_weights,
+    read_lora_config,
+)
+from tinyrl.models.reading import MODEL_FILES, TOKENIZER_FILES, reading
+from tinyrl.models.weight_checks import check_language_model, check_size, check_weights
 from tinyrl.starter import starter_path
-from tinyrl.text import did_you_mean, first_line, last_line
+from tinyrl.text import did_you_mean, first_line
 
-ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+OF_A_TOKENIZER = "tokenizer_config.json or tokenizer.json"
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+# The library then says which weights are missing or of another shape, instead of an error that names none of them.
+FULL_REPORT: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+HUB_DEFAULT = "main"
 POLICY_ADAPTER = "default"  # PEFT's own name for a first adapter: the policy's files then load with plain PEFT
 
 
@@ -50,6 +63,12 @@ def resolve_model_path(path: str) -> str:
         siblings = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
         raise ValueError(f"model path {path!r} does not exist.{did_you_mean(folder.name, [*siblings, 'starter'])}")
     return path
+
+
+def local_folder(resolved: str) -> Path | None:
+    """The folder that `resolve_model_path` found; None for a hub name."""
+    folder = Path(resolved)
+    return folder if folder.is_dir() else None
 
 
 def check_folder(folder: Path) -> None:
@@ -74,24 +93,44 @@ def check_folder(folder: Path) -> None:
         )
 
 
-def load_tokenizer(path: str, *, trust_remote_code: bool = False, needs_eos: bool = True) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str, *, revision: str | None = None, trust_remote_code: bool = False, needs_eos: bool = True
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; one without a pad token pads with EOS (masks never look at token ids, so that is
     safe). Raises ValueError when it cannot be read, or has no EOS where one is needed (to end a completion).
     """
     resolved = resolve_model_path(path)
-    try:
+    with reading(
+        f"cannot load a tokenizer from {path!r}", folder=resolved, files=TOKENIZER_FILES, otherwise=OF_A_TOKENIZER
+    ):
         # A folder that names no architecture's tokenizer means its tokenizer.json as it is; beside some architectures
         # (Qwen2) the library would put the vocabulary into that architecture's own tokenizer all the same.
-        named = get_tokenizer_config(resolved).get("tokenizer_class")
+        named = get_tokenizer_config(resolved, revision=revision or HUB_DEFAULT).get("tokenizer_class")
         kind = PreTrainedTokenizerFast if named in PLAIN_TOKENIZERS else AutoTokenizer
-        tokenizer = kind.from_pretrained(resolved, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ValueError(f"cannot load a tokenizer from {path!r}: {first_line(error)}") from error
+        tokenizer = kind.from_pretrained(
+            resolved, revision=revision or HUB_DEFAULT, trust_remote_code=trust_remote_code
+        )
+        if not isinstance(tokenizer.model_max_length, int | float) or tokenizer.model_max_length < 1:
+            raise ValueError(f"model_max_length is {tokenizer.model_max_length!r}; it must be a number of at least 1")
+        if tokenizer.vocab_size < 1:
+            raise ValueError("it has no tokens")
+        tokenizer.decode(tokenizer("a b")["input_ids"])
     if tokenizer.eos_token_id is None and needs_eos:
         raise ValueError(f"the tokenizer of {path!r} has no EOS token, so a completion could never end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def load_model_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
+    """config.json of a model. Raises ValueError when it cannot be read."""
+    resolved = resolve_model_path(path)
+    with reading(
+        f"cannot load a model from {path!r}", folder=resolved, files=("config.json",), otherwise="config.json"
+    ):
+        return AutoConfig.from_pretrained(
+            resolved, revision=revision or HUB_DEFAULT, trust_remote_code=trust_remote_code
+        )
 
 
 def load_causal_lm(
@@ -101,9 +140,10 @@ def load_causal_lm(
     attention: str = "sdpa",
     quantization: str | None = None,
     random_init: bool = False,
+    revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """A causal LM with every dropout off, in `dtype`. Raises ValueError when it cannot be read.
+    """A causal LM with every dropout off, in `dtype`. Raises ValueError when it cannot be read, or is not all there.
 
     attention `sdpa` falls back to eager for the few models that scaled_dot_product_attention cannot compute: those
     with a soft-cap or sinks (Gemma-2, gpt-oss). random_init draws the weights from torch's generator instead of
@@ -117,14 +157,27 @@ def load_causal_lm(
     }
     if quantization == "4bit":
         options["quantization_config"] = four_bit(dtype)
-    try:
+    with reading(
+        f"cannot load a causal language model from {path!r}",
+        folder=resolved,
+        files=MODEL_FILES,
+        otherwise="config.json",
+    ):
+        config = AutoConfig.from_pretrained(
+            resolved, revision=revision or HUB_DEFAULT, trust_remote_code=trust_remote_code
+        )
+        check_size(config, folder=None if random_init else local_folder(resolved))
+        loaded: Any
         if random_init:
-            config = AutoConfig.from_pretrained(resolved, trust_remote_code=trust_remote_code)
-            model = AutoModelForCausalLM.from_config(config, **options)
+            loaded = AutoModelForCausalLM.from_config(config, **options), None
         else:
-            model = AutoModelForCausalLM.from_pretrained(resolved, use_safetensors=True, **options)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ValueError(f"cannot load a causal language model from {path!r}: {first_line(error)}") from error
+            check_language_model(config)
+            loaded = AutoModelForCausalLM.from_pretrained(
+                resolved, revision=revision or HUB_DEFAULT, use_safetensors=True, **options, **FULL_REPORT
+            )
+    model, found = loaded
+    if found is not None:
+        check_weights(model, found, path=path)
     if quantization == "4bit":
         keep_differentiable(model)
     return model.eval()
@@ -165,12 +218,11 @@ def wrap_in_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         config = replace(config, task_type="FEATURE_EXTRACTION", exclude_modules=["score"])
     if any(isinstance(module, Conv1D) for module in model.modules()):  # GPT-2's weights are transposed
         config = replace(config, fan_in_fan_out=True)
+    check_rank(model, config, what="lora.r")
     try:
         return get_peft_model(model, config, adapter_name=POLICY_ADAPTER)  # pyright: ignore[reportReturnType]
     except ValueError as error:
-        linear = sorted(
-            {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear | Conv1D)}
-        )
+        linear = sorted({n.rsplit(".", 1)[-1] for n in linear_layers(model)})
         wanted = (
             config.target_modules if isinstance(config.target_modules, str) else sorted(config.target_modules or ())
         )
@@ -181,60 +233,9 @@ def wrap_in_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
 
 def load_start_adapter(model: PreTrainedModel, path: str) -> PeftModel:
     """Continue from a LoRA adapter that exists (plain PEFT files). Raises ValueError when it does not fit the base."""
-    config = read_lora_config(path)
+    config, file = read_lora_config(path, model), check_folder_adapter(path) / ADAPTER_FILE
     config.base_model_name_or_path = None  # the library warns when the same base stands elsewhere
-    try:
+    with reading(f"model.adapter={path}: does not fit this base model", otherwise=ADAPTER_CONFIG):
         wrapped = get_peft_model(model, config, adapter_name=POLICY_ADAPTER)
-    except ValueError as error:
-        raise ValueError(f"model.adapter={path}: does not fit this base model: {first_line(error)}") from error
-    load_adapter_weights(wrapped, POLICY_ADAPTER, check_folder_adapter(path) / ADAPTER_FILE)  # pyright: ignore[reportArgumentType]
+    load_adapter_weights(wrapped, POLICY_ADAPTER, file)  # pyright: ignore[reportArgumentType]
     return wrapped  # pyright: ignore[reportReturnType]
-
-
-def load_adapter_weights(model: PeftModel, name: str, file: Path) -> None:
-    """Read the weights of adapter `name`, which exists already. Raises ValueError unless the file has every one of them
-    and nothing else: the library only warns, and leaves missing ones at their random start.
-    """
-    try:
-        result = set_peft_model_state_dict(model, load_file(file), adapter_name=name)
-    except RuntimeError as error:
-        raise ValueError(f"{file} does not fit this base model: {last_line(error)}") from error
-    missing = [key for key in result.missing_keys if f".{name}." in key and ".lora_" in key]
-    for what, keys in (("has weights this model has no place for", result.unexpected_keys), ("lacks weights", missing)):
-        if keys:
-            raise ValueError(f"{file} {what}, such as {keys[0]}")
-
-
-def read_lora_config(path: str) -> LoraConfig:
-    """The configuration of the adapter at `path`, ready to be put on a base and to be given its weights."""
-    config = LoraConfig.from_pretrained(str(check_folder_adapter(path)))
-    assert isinstance(config, LoraConfig)
-    config.init_lora_weights = True  # the weights are read next; other ways to draw them need data
-    return config
-
-
-def check_folder_adapter(path: str) -> Path:
-    """The folder of a LoRA adapter. Raises ValueError where files are missing, or where the adapter is more than LoRA
-    matrices: whole modules, token rows, biases and a changed base would stay when adapters are switched off.
-    """
-    folder = Path(path).expanduser()
-    for name in (ADAPTER_CONFIG, ADAPTER_FILE):
-        if not (folder / name).is_file():
-            raise ValueError(
-                f"adapter {path!r}: {name} is missing (an adapter is a folder with {ADAPTER_CONFIG} and {ADAPTER_FILE})"
-            )
-    try:
-        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"adapter {path!r}: {ADAPTER_CONFIG} is not JSON: {first_line(error)}") from error
-    if config.get("peft_type") != "LORA":
-        raise ValueError(f"adapter {path!r} is of type {config.get('peft_type')}; tinyrl knows LORA")
-    for key, harmless in (("modules_to_save", None), ("trainable_token_indices", None), ("bias", "none")):
-        if config.get(key) not in (harmless, None, []):
-            raise ValueError(f"adapter {path!r} has {key}={config[key]}; tinyrl needs one of LoRA matrices only")
-    drawn = config.get("init_lora_weights", True)
-    if isinstance(drawn, str) and drawn not in ("gaussian", "orthogonal", "eva"):
-        raise ValueError(
-            f"adapter {path!r} has init_lora_weights={drawn}, which changes the base; convert it to plain LoRA"
-        )
-    return folder

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from tinyrl.models.weight_checks import few_ids, few_tokens
 
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}  # logits in a chunk: 16 and 128 MB in float32
 
@@ -46,16 +49,14 @@ def head_of(model: nn.Module) -> Head:
     return Head(output.weight, output.bias, scale, getattr(config, "final_logit_softcapping", None))
 
 
-def check_head(model: nn.Module, head: Head, trunk: nn.Module) -> None:
+def check_head(model: PreTrainedModel, head: Head, trunk: nn.Module) -> None:
     """Compare head(states) with the model's own logits on a few tokens; raises ValueError when they differ.
 
     A model that changes its logits in a way unknown here would otherwise silently train on wrong probabilities.
     """
-    device = next(model.parameters()).device
-    ids = torch.arange(1, 9, device=device).unsqueeze(0) % head.weight.shape[0]
+    own = few_tokens(model, path=str(model.config.name_or_path))
     with torch.no_grad():
-        own = model(input_ids=ids).logits[0].float()
-        ours = head.logits(trunk(input_ids=ids).last_hidden_state[0])
+        ours = head.logits(trunk(input_ids=few_ids(model)).last_hidden_state[0])
     tolerance = 1e-4 if head.weight.dtype == torch.float32 else 0.02  # a bfloat16 logit is rounded by up to 0.004
     gap = (own - ours).abs().max().item() / max(1.0, own.abs().max().item())
     if not gap < tolerance:

@@ -12,24 +12,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from tinyrl.models.batches import last_states, make_batch, trunk_of
-from tinyrl.models.loading import (
+from tinyrl.models.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     check_folder_adapter,
     load_adapter_weights,
-    load_tokenizer,
     read_lora_config,
-    resolve_model_path,
 )
+from tinyrl.models.batches import last_states, make_batch, trunk_of
+from tinyrl.models.loading import FULL_REPORT, load_tokenizer, local_folder, resolve_model_path
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
+from tinyrl.models.reading import MODEL_FILES, reading
 from tinyrl.models.roles import Roles
 from tinyrl.models.value_head import ValueHead
-from tinyrl.text import first_line
+from tinyrl.models.vocabulary import check_vocabulary, embedding_rows
+from tinyrl.models.weight_checks import NoHead, check_classifier, check_size, few_tokens
+from tinyrl.models.weights_io import load_head
 
 SCORE_HEAD = "score_head.safetensors"
 SCORE_OFFSET = (
@@ -53,12 +60,14 @@ class SequenceRewardModel:
         self.label = find_label(model.config, label)
         self.offset = float(getattr(model.config, SCORE_OFFSET, 0.0))
         self.max_tokens = classifier_room(model.config, tokenizer)
+        self.num_ids = embedding_rows(model)
 
     @torch.inference_mode()
     def scores(self, tokens: list[list[int]], *, micro_batches: MicroBatches) -> list[float]:
         """The chosen label's logit for each row of tokens; micro-batches are sorted by length, so the order does not
-        matter.
+        matter. Tokens that only the tokenizer knows (an image's, beside a text model) are left out.
         """
+        tokens = [[i for i in row if i < self.num_ids] or [0] for row in tokens]
         scores = [0.0] * len(tokens)
 
         def run(rows: list[int]) -> None:
@@ -108,20 +117,23 @@ def find_label(config: Any, label: int | str | None) -> int:
 
 
 def load_classifier(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A sequence-classification model from safetensors; ValueError when the folder holds something else."""
+    """A sequence-classification model from safetensors. Raises ValueError when it cannot be read or is not all there,
+    and its subclass NoHead when the folder holds a language model.
+    """
     resolved = resolve_model_path(path)
-    try:
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            resolved, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, output_loading_info=True
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ValueError(f"cannot load a reward model from {path!r}: {first_line(error)}") from error
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ValueError(
-            f"{path!r} is no reward model: its weights have no {missing[-1]}, which would be random noise (is it a "
-            "language model?)"
-        )
+    what = f"cannot load a classification model from {path!r}"
+    with reading(what, folder=resolved, files=MODEL_FILES, otherwise="config.json"):
+        config = AutoConfig.from_pretrained(resolved, trust_remote_code=trust_remote_code)
+        check_size(config, folder=local_folder(resolved))
+        loaded: Any = None
+        if trust_remote_code or type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            loaded = AutoModelForSequenceClassification.from_pretrained(
+                resolved, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, **FULL_REPORT
+            )
+    if loaded is None:
+        raise NoHead(f"{path!r} is no reward model: {type(config).__name__} has no classification model")
+    model, found = loaded
+    check_classifier(model, found, path=path)
     return model
 
 
@@ -131,7 +143,10 @@ def load_reward_model(
     """The classification model at `path` with its own tokenizer."""
     model = load_classifier(path, dtype=dtype, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code, needs_eos=False)
-    return SequenceRewardModel(model, tokenizer, label=label, device=device)
+    check_vocabulary(tokenizer, model, path=path)
+    reward_model = SequenceRewardModel(model, tokenizer, label=label, device=device)
+    few_tokens(reward_model.model, path=path)
+    return reward_model
 
 
 def is_reward_adapter(path: str) -> bool:
@@ -141,7 +156,7 @@ def is_reward_adapter(path: str) -> bool:
 
 def attach_reward_adapter(roles: Roles, path: str) -> None:
     """Put a reward adapter and its head (written by `tinyrl train reward`) on the policy's base, frozen."""
-    config = read_lora_config(path)
+    config = read_lora_config(path, roles.causal)
     head_file = check_folder_adapter(path) / SCORE_HEAD
     if not head_file.is_file():
         raise ValueError(
@@ -151,12 +166,10 @@ def attach_reward_adapter(roles: Roles, path: str) -> None:
         raise ValueError(
             f"reward.model={path} is an adapter: it needs lora.enabled=true, on the base it was trained on"
         )
-    try:
+    with reading(f"reward.model={path}: does not fit this base model", otherwise=ADAPTER_CONFIG):
         roles.add_adapter("reward", config=config)
-    except ValueError as error:
-        raise ValueError(f"reward.model={path}: does not fit this base model: {first_line(error)}") from error
     load_adapter_weights(roles.peft, "reward", check_folder_adapter(path) / ADAPTER_FILE)
     head = ValueHead(roles.hidden_size("policy"))
-    head.load_state_dict(load_file(head_file))
+    load_head(head, head_file)
     roles.score_head = head.to(roles.device).requires_grad_(False)
     roles.keep_trainable()

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tinyrl.models.adapter_files import ADAPTER_FILE, load_adapter_weights, read_finite, read_tensors
 from tinyrl.models.batches import trunk_of
-from tinyrl.models.loading import ADAPTER_FILE, POLICY_ADAPTER, load_adapter_weights
+from tinyrl.models.loading import POLICY_ADAPTER
+from tinyrl.models.reading import reading
 from tinyrl.models.roles import Roles
-from tinyrl.text import last_line
+from tinyrl.models.value_head import ValueHead
 
 MODEL, VALUE_HEAD = "model.safetensors", "value_head.safetensors"
 
@@ -55,8 +57,15 @@ def load_roles(roles: Roles, folder: Path) -> None:
     elif roles.critic_model is not None:
         _load_model(trunk_of(roles.critic_model), folder / "critic" / MODEL)
     if roles.value_head is not None:
-        roles.value_head.load_state_dict(load_file(folder / VALUE_HEAD))
+        load_head(roles.value_head, folder / VALUE_HEAD)
     roles.keep_trainable()
+
+
+def load_head(head: ValueHead, file: Path) -> None:
+    """Put back the weights of a value or score head. Raises ValueError where the file has others."""
+    tensors = read_finite(file)
+    with reading(f"{file} does not fit this model"):
+        head.load_state_dict(tensors)
 
 
 def load_policy(roles: Roles, folder: Path) -> None:
@@ -80,10 +89,9 @@ def save_adapter(model: PeftModel, name: str, folder: Path) -> None:
 
 
 def _load_model(model: PreTrainedModel | torch.nn.Module, file: Path) -> None:
-    try:
-        missing, unexpected = model.load_state_dict(load_file(file), strict=False)
-    except RuntimeError as error:  # a tensor of another shape
-        raise ValueError(f"{file} does not fit this model: {last_line(error)}") from error
+    tensors = read_tensors(file)
+    with reading(f"{file} does not fit this model"):  # a tensor of another shape
+        missing, unexpected = model.load_state_dict(tensors, strict=False)
     tied = set(getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ())
     missing = [name for name in missing if name not in tied]
     if missing or unexpected:

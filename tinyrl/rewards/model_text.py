@@ -17,8 +17,10 @@ from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.data.shapes import Prompt
+from tinyrl.models.reading import reading
 from tinyrl.models.reward_model import SCORE_HEAD
-from tinyrl.tasks.prompts import Rendered, render_prompt, template_text, token_ids
+from tinyrl.models.templates import template_text
+from tinyrl.tasks.prompts import Rendered, render_prompt, token_ids
 
 TEXT_FORMAT = "tinyrl_text_format"  # in a classification model's config, and in the metadata of an adapter's score head
 
@@ -45,7 +47,8 @@ class TextFormat:
     def of_adapter(cls, folder: str) -> TextFormat | None:
         """What an adapter's score head says; None for one that says nothing: it read the policy's prompts."""
         file = Path(folder).expanduser() / SCORE_HEAD
-        with safe_open(file, framework="pt") as opened:
+        what = f"cannot read {folder!r}"
+        with reading(what, folder=file.parent, files=(file.name,)), safe_open(file, framework="pt") as opened:
             kept = (opened.metadata() or {}).get(TEXT_FORMAT)
         return None if kept is None else cls._read(_parsed(kept), str(file))
 

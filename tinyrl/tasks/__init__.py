@@ -68,6 +68,7 @@ def load_split(config: Config, split: str) -> list[Row]:
         max_samples=where.max_samples,
         seed=where.split_seed,
         verified=config.reward.is_verifier,
+        revision=where.revision,
     )
 
 
@@ -80,13 +81,14 @@ def load_rows(
     columns: dict[str, str] | None = None,
     max_samples: int | None = None,
     seed: int = 0,
+    revision: str | None = None,
     verified: bool = True,
 ) -> list[Row]:
     """The rows of "train" or "eval": the task's own, or those of `data` and `eval_data`, at most `max_samples` a split.
 
     With `data` and no `eval_data` a tenth (1 to 512 rows) is held out for "eval", chosen by `seed`; rows with the same
     prompt never end up on both sides. `columns` {new: old} renames the columns of `data` and `eval_data`. `verified`:
-    the task's verifier is the reward, so every row must be one that it can judge.
+    the task's verifier is the reward, so every row must be one that it can judge; `revision` is that of a hub data set.
     """
     assert split in ("train", "eval"), split
     if max_samples is not None and max_samples < 1:
@@ -95,9 +97,9 @@ def load_rows(
         raise ValueError("task.columns renames the columns of task.data, and no task.data is given")
     source = data if split == "train" else eval_data
     if source is not None:
-        rows = _read(task, source, columns=columns, verified=verified)
+        rows = _read(task, source, columns=columns, verified=verified, revision=revision)
     elif data is not None:
-        rows = _read(task, data, columns=columns, verified=verified)
+        rows = _read(task, data, columns=columns, verified=verified, revision=revision)
     else:
         rows = task.rows(split)
     if data is not None and eval_data is None:
@@ -133,8 +135,10 @@ def check_rows(task: Task, rows: list[Row], *, places: list[str], verified: bool
             raise ValueError(f"{place}: {error}") from error
 
 
-def _read(task: Task, source: str, *, columns: dict[str, str] | None, verified: bool) -> list[Row]:
-    placed = placed_rows(source, columns=columns)
+def _read(
+    task: Task, source: str, *, columns: dict[str, str] | None, verified: bool, revision: str | None
+) -> list[Row]:
+    placed = placed_rows(source, columns=columns, revision=revision)
     rows = [row for _, row in placed]
     check_rows(task, rows, places=[place for place, _ in placed], verified=verified)
     # rewards get every column as a list, so all rows get the same columns

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinyrl.data.readers import Row
 from tinyrl.data.shapes import Prompt, check_prompt
+from tinyrl.models.templates import template_text
 from tinyrl.runs.signals import watched
 from tinyrl.tasks import Task
-from tinyrl.text import did_you_mean, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -147,25 +146,6 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]  # pyright: ignore
 
 
-def template_text(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, variables: dict[str, Any], **options: Any
-) -> str:
-    """Messages through the tokenizer's chat template. Raises ValueError for roles that it refuses, and for variables
-    that it does not have.
-    """
-    from jinja2.exceptions import TemplateError
-
-    if variables:
-        _check_variables(tokenizer.get_chat_template(), tuple(variables))
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **options, **variables)
-    except TemplateError as error:
-        roles = ", ".join(message["role"] for message in messages)
-        raise ValueError(f"the model's chat template refuses messages with the roles {roles}: {error}") from error
-    assert isinstance(text, str)
-    return text
-
-
 def _templated(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], variables: dict[str, Any]
 ) -> tuple[str, str]:
@@ -177,18 +157,6 @@ def _templated(
     asked = template_text(tokenizer, before, variables=variables) if before else ""
     shared = next((i for i, (a, b) in enumerate(zip(text, asked, strict=False)) if a != b), min(len(text), len(asked)))
     return text, text[shared:]
-
-
-@lru_cache(maxsize=4)
-def _check_variables(template: str, names: tuple[str, ...]) -> None:
-    """ValueError for a variable that the template does not mention: giving it would change nothing."""
-    mentioned = set(re.findall(r"[A-Za-z_]\w*", template))
-    for name in names:
-        if name not in mentioned:
-            raise ValueError(
-                f"task.chat_template: this model's chat template has no variable `{shortened(name)}`."
-                f"{did_you_mean(name, sorted(mentioned))}"
-            )
 
 
 def _plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -29,6 +29,7 @@ from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.batches import trunk_of
 from tinyrl.models.micro_batches import RowSizes, Work
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_room, positions_of
+from tinyrl.models.vocabulary import check_ids
 from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, adapter_tokens, classifier_tokens
 from tinyrl.runs.signals import watched
 from tinyrl.text import listed
@@ -171,13 +172,10 @@ def load(config: Config, *, options: Options) -> PairParts:
     """Read the base, give it a score head, tokenise the pairs of task.data."""
     parts = load_parts(config, options=options)
     parts.roles.train_score_head()
-    rows, held_out = text_rows(config)
-    return PairParts(
-        **vars(parts),
-        train=[pair(r, parts) for r in watched(rows)],
-        held_out=[pair(r, parts) for r in watched(held_out)],
-        row_fingerprints=fingerprints(rows, held_out),
-    )
+    rows, held_out_rows = text_rows(config)
+    train, held_out = [pair(r, parts) for r in watched(rows)], [pair(r, parts) for r in watched(held_out_rows)]
+    check_ids((side for both in train + held_out for side in both), parts.tokenizer, parts.roles.causal)
+    return PairParts(**vars(parts), train=train, held_out=held_out, row_fingerprints=fingerprints(rows, held_out_rows))
 
 
 def pair(row: Row, parts: Parts) -> Pair:

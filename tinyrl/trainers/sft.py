@@ -21,6 +21,7 @@ from tinyrl.data.readers import Row
 from tinyrl.data.rows import batch_indices, few_held_out, fingerprints, hold_out, read_rows
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.micro_batches import RowSizes, Work
+from tinyrl.models.vocabulary import check_ids
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.prompts import render_prompt, token_ids
 from tinyrl.text import listed
@@ -83,13 +84,13 @@ def sizes_of(parts: Parts, examples: list[Example]) -> RowSizes:
 def load(config: Config, *, options: Options) -> TextParts:
     """Read the model and tokenise the rows of task.data; a tenth is held out unless task.eval_data says otherwise."""
     parts = load_parts(config, options=options)
-    rows, held_out = text_rows(config)
-    return TextParts(
-        **vars(parts),
-        train=[example(row, parts) for row in watched(rows)],
-        held_out=[example(row, parts) for row in watched(held_out)],
-        row_fingerprints=fingerprints(rows, held_out),
+    rows, held_out_rows = text_rows(config)
+    train, held_out = (
+        [example(row, parts) for row in watched(rows)],
+        [example(row, parts) for row in watched(held_out_rows)],
     )
+    check_ids((prompt + target for prompt, target in train + held_out), parts.tokenizer, parts.roles.causal)
+    return TextParts(**vars(parts), train=train, held_out=held_out, row_fingerprints=fingerprints(rows, held_out_rows))
 
 
 def text_rows(config: Config) -> tuple[list[Row], list[Row]]:
@@ -100,9 +101,10 @@ def text_rows(config: Config) -> tuple[list[Row], list[Row]]:
             f"task.data is missing: `tinyrl train {config.method}` needs rows to learn from "
             "(.jsonl, .json, .csv, .parquet or a hub name)"
         )
-    rows = read_rows(where.data, columns=where.columns)
+    rows = read_rows(where.data, columns=where.columns, revision=where.revision)
     if where.eval_data is not None:
-        return rows[: where.max_samples], read_rows(where.eval_data, columns=where.columns)[: where.max_samples]
+        held_out = read_rows(where.eval_data, columns=where.columns, revision=where.revision)
+        return rows[: where.max_samples], held_out[: where.max_samples]
     train_rows, held_out = hold_out(rows, prompt=lambda row: row.get("prompt", row.get("text")), seed=where.split_seed)
     return train_rows[: where.max_samples], held_out[: where.max_samples]
 

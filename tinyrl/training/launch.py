@@ -195,11 +195,12 @@ def _write_environment(run: RunDir, parts: Parts, command: list[str]) -> None:
 
 def dry_run(config: Config, *, options: Options) -> str:
     """Everything up to the first step, without a run folder: what `--dry-run` shows besides the configuration."""
-    parts = trainer_of(config).load(config, options=options)
-    try:
-        return parts.preview()
-    finally:
-        parts.close()
+    with out_of_memory_stops("before the first step"):
+        parts = trainer_of(config).load(config, options=options)
+        try:
+            return parts.preview()
+        finally:
+            parts.close()
 
 
 def warn(text: str) -> None:

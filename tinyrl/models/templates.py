@@ -1,0 +1,112 @@
+"""Chat templates, which come with a model and are programs: rendered within limits of time, memory and size.
+
+The library's environment for them is a sandbox (they reach no file and no attribute of Python's own), but one that
+lets them loop and multiply texts for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import resource
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinyrl.models.reading import reading
+from tinyrl.text import did_you_mean, shortened
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SECONDS = 5.0  # for one rendering; an ordinary one takes 0.1 ms
+MOST_CHARACTERS = 1_000_000  # of a template (the longest in use have 20,000), and of what it adds to the messages
+MOST_BYTES = 1 << 30  # of memory that one rendering may add
+STATM = Path("/proc/self/statm")
+
+
+def template_text(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, variables: dict[str, Any], **options: Any
+) -> str:
+    """`messages` through the tokenizer's chat template. Raises ValueError where the template refuses them, does not
+    end, renders nothing or more than there is room for, or has not one of the `variables`.
+    """
+    if variables:
+        _check_variables(tokenizer.get_chat_template(), tuple(variables))
+    template, roles = tokenizer.chat_template, ", ".join(message["role"] for message in messages[:8])
+    longest = sum(len(message["content"]) for message in messages) * 4 + MOST_CHARACTERS
+    owner = repr(tokenizer.name_or_path) if tokenizer.name_or_path else "the model"
+    with reading(f"the chat template of {owner} refuses messages with the roles {roles}"):
+        if isinstance(template, str) and len(template) > MOST_CHARACTERS:
+            raise ValueError(f"it has {len(template):,} characters; at most {MOST_CHARACTERS:,} are read")
+        text = _limited(partial(tokenizer.apply_chat_template, messages, tokenize=False, **options, **variables))
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError("it renders nothing")
+        if len(text) > longest:
+            raise ValueError(f"it makes {len(text):,} characters of them")
+    return text
+
+
+@lru_cache(maxsize=4)
+def _check_variables(template: str, names: tuple[str, ...]) -> None:
+    """ValueError for a variable that the template does not mention: giving it would change nothing."""
+    mentioned = set(re.findall(r"[A-Za-z_]\w*", template))
+    for name in names:
+        if name not in mentioned:
+            raise ValueError(
+                f"task.chat_template: this model's chat template has no variable `{shortened(name)}`."
+                f"{did_you_mean(name, sorted(mentioned))}"
+            )
+
+
+class _OutOfTime(BaseException):
+    """The alarm; not an Exception, since the template engine swallows those while it works out constants."""
+
+
+def _limited(render: Callable[[], object]) -> object:
+    """What `render` gives. Raises ValueError when it uses up the time or the memory for one rendering."""
+    try:  # around the limits: the alarm may ring while an error of `render` leaves them
+        with _memory_limit(), _time_limit():
+            return render()
+    except _OutOfTime:
+        raise ValueError(f"it does not end within {SECONDS:.0f} s") from None
+    except MemoryError:
+        raise ValueError(f"it takes more than {MOST_BYTES / 1e9:.0f} GB of memory") from None
+
+
+@contextlib.contextmanager
+def _time_limit() -> Iterator[None]:
+    """An alarm clock. Signals reach only the main thread; in another one there is no limit of time."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_: object) -> None:
+        raise _OutOfTime
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def _memory_limit() -> Iterator[None]:
+    """A ceiling over the address space as it is, so that one huge text is refused before it is written."""
+    if not STATM.exists():
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(STATM.read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    ceiling = min([used + MOST_BYTES, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)])
+    resource.setrlimit(resource.RLIMIT_AS, (ceiling, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

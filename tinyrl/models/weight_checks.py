@@ -1,0 +1,138 @@
+"""Whether the weights that were read are those of the model in config.json: what is missing, left over, of other shape.
+
+A library fills what is missing with random numbers and goes on, so that noise would be trained.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from tinyrl.models.reading import reading, tensor_shapes
+from tinyrl.models.vocabulary import embedding_rows
+
+MOST_LAYERS = 10_000
+OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
+
+
+class NoHead(ValueError):
+    """The weights of a language model where those of a classification model were asked for: all but the head."""
+
+
+def check_weights(model: PreTrainedModel, found: dict[str, Any], *, path: str) -> None:
+    """Raise ValueError, naming the first weight, unless the file had every weight of `model`, in its shape.
+
+    `found`: the library's loading info, which leaves out what is tied and what a model's class says may be absent.
+    Left-over weights are refused where they say that config.json is of another model: layers beyond its last, biases
+    it has none for. Other heads and towers may be left over.
+    """
+    mismatched = sorted(found["mismatched_keys"])
+    if mismatched:
+        name, in_file, in_model = mismatched[0]
+        raise ValueError(
+            f"{path!r} has {name} in shape {_shape(in_file)}, and config.json asks for {_shape(in_model)}"
+            f"{_and_more(len(mismatched))}"
+        )
+    missing, left_over = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
+    if missing:
+        instead = f"; it has {left_over[0]} instead" if left_over else ""
+        raise ValueError(
+            f"{path!r} lacks {missing[0]}{_and_more(len(missing))}, which config.json asks for and which would be "
+            f"random noise{instead}"
+        )
+    foreign = _of_another_model(left_over, model)
+    if foreign:
+        raise ValueError(f"{path!r} has {foreign[0]}{_and_more(len(foreign))}, which config.json has no place for")
+
+
+def check_classifier(model: PreTrainedModel, found: dict[str, Any], *, path: str) -> None:
+    """`check_weights` for a classification model. Raises NoHead where only the head is missing."""
+    missing = sorted(found["missing_keys"])
+    if missing and not any(name.startswith(f"{model.base_model_prefix}.") for name in missing):
+        raise NoHead(
+            f"{path!r} is no reward model: its weights have no {missing[-1]}, which would be random noise (is it a "
+            "language model?)"
+        )
+    check_weights(model, found, path=path)
+
+
+def check_language_model(config: PretrainedConfig) -> None:
+    """Raise ValueError for a model with another head: with tied embeddings nothing of a language model is missing."""
+    others = [name for name in getattr(config, "architectures", None) or () if str(name).endswith(OTHER_HEADS)]
+    if others:
+        raise ValueError(
+            f"it is a {others[0]}, without a language-model head to sample from (a reward model is named as "
+            "reward.model, or as critic.path)"
+        )
+
+
+def check_size(config: PretrainedConfig, *, folder: Path | None) -> None:
+    """Raise ValueError where config.json describes a model that is larger than the weights in `folder` by far: it
+    would be built, for hours or beyond the memory, before a comparison could show it. Torch builds nothing here.
+    """
+    text: Any = config.get_text_config()
+    files = sorted(folder.glob("*.safetensors")) if folder is not None else []
+    shapes = [shape for file in files for shape in tensor_shapes(file).values()]
+    layers, most = getattr(text, "num_hidden_layers", None), min(MOST_LAYERS, len(shapes) or MOST_LAYERS)
+    if layers is not None and not 1 <= layers <= most:
+        raise ValueError(f"config.json: num_hidden_layers={layers}, and the weights are of 1 to {most:,} layers")
+    if not shapes or getattr(config, "quantization_config", None) is not None or hasattr(text, "embedding_size"):
+        return  # packed or factored weights have other sizes
+    numbers = sum(_product(shape) for shape in shapes)
+    for name in ("vocab_size", "intermediate_size"):
+        needed = text.hidden_size * (getattr(text, name, None) or 0)
+        if needed > numbers:
+            raise ValueError(
+                f"config.json: hidden_size={text.hidden_size} x {name}={getattr(text, name)} is more than the "
+                f"{numbers:,} numbers that all of its weights hold"
+            )
+
+
+def few_ids(model: PreTrainedModel) -> Tensor:
+    """Eight token ids, (1, 8), that any model can read."""
+    return torch.arange(1, 9, device=next(model.parameters()).device).unsqueeze(0) % embedding_rows(model)
+
+
+@torch.no_grad()
+def few_tokens(model: PreTrainedModel, *, path: str) -> Tensor:
+    """What a model makes of eight tokens, in float32: its logits (8, V), a classifier's (labels,), or states (8, H).
+    Raises ValueError where it cannot be computed (settings that only its forward pass reads), or is not finite.
+    """
+    with reading(f"the model of {path!r} cannot be computed"):
+        output = model(input_ids=few_ids(model))
+    numbers = output.logits if hasattr(output, "logits") else output.last_hidden_state
+    if not numbers.isfinite().all():
+        raise ValueError(f"{path!r} gives numbers that are not finite, so some of its weights are damaged")
+    return numbers[0].float()
+
+
+def _of_another_model(left_over: list[str], model: nn.Module) -> list[str]:
+    """Left-over weights of a kind the model has in other layers, and biases of layers that have none."""
+    kinds = {re.sub(r"\d+", "*", name) for name in model.state_dict()}
+    without_bias = {
+        f"{name}.bias"
+        for name, module in model.named_modules()
+        if hasattr(module, "weight") and getattr(module, "bias", ...) is None
+    }
+    return [name for name in left_over if re.sub(r"\d+", "*", name) in kinds or name in without_bias]
+
+
+def _product(shape: Collection[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _shape(shape: Collection[int]) -> str:
+    return " x ".join(map(str, shape)) or "()"
+
+
+def _and_more(count: int) -> str:
+    return f" (and {count - 1} more weights)" if count > 2 else " (and another weight)" if count == 2 else ""
