@@ -121,7 +121,7 @@ def test_checking_a_run_does_not_load_torch():
 
 
 def test_help_does_not_load_torch():
-    for command in (["--help"], ["train", "--help"], ["eval", "--help"], ["tasks"], ["recipes"]):
+    for command in (["--help"], ["train", "--help"], ["eval", "--help"], ["tasks"], ["recipes"], ["settings"]):
         start = f"import sys\nsys.argv = {['tinyrl', *command]!r}\nfrom tinyrl.cli.commands import app\n"
         script = f"{start}app(standalone_mode=False)"
         assert not modules_after(script) & HEAVY, command

@@ -1,14 +1,26 @@
-"""Packaged recipes: each loads with its method, and its header says what running it takes."""
+"""Packaged recipes: each loads with its method, its header says what running it takes, and each one runs."""
 
+import importlib.util
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests import running
+from tests.conftest import shared_data
+from tests.tiny_models import tiny_model, tiny_tokenizer
 from tinyrl.config.errors import FAMILIAR
 from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import dump_config, load_config, load_written_config, packaged_recipes, read_recipe
-from tinyrl.tasks import load_task
+from tinyrl.config.schema import Config
+from tinyrl.data.rows import read_rows
+from tinyrl.models.loading import load_tokenizer
+from tinyrl.starter.build import write_blank_models, write_rows
+from tinyrl.starter.text import language_rows, reward_pairs
+from tinyrl.tasks import gsm8k, load_task
+from tinyrl.tasks.prompts import render_prompt
 
 RECIPES = packaged_recipes()
 named = pytest.mark.parametrize("name", RECIPES)
@@ -69,3 +81,98 @@ def test_the_header_says_what_running_it_takes(name: str):
 def test_uses_the_names_of_this_house(name: str):
     words = set(re.findall(r"[A-Za-z_]+(?=:)", RECIPES[name].read_text(encoding="utf-8")))
     assert not words & (set(FAMILIAR) - {"seed", "temperature", "top_p", "top_k"})
+
+
+@pytest.mark.skipif(shared_data() is None, reason="needs ../shared/data")
+def test_every_problem_of_gsm8k_fits_its_recipes(tmp_path: Path):
+    """Prompts that are too long are refused before step 1: 13 of the 7,473 have more than 256 tokens here."""
+    data = shared_data()
+    assert data is not None
+    (tmp_path / "config.json").write_text("{}")
+    for file in (data / "chat-tokenizer").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tokenizer = load_tokenizer(str(tmp_path))
+    rows = read_rows(str(data / "gsm8k/train.jsonl"))
+    lengths = [len(render_prompt(tokenizer, gsm8k.prompt(row)).tokens) for row in rows]
+    assert (len(lengths), sum(length > 256 for length in lengths), max(lengths)) == (7473, 13, 369)
+    room = [settings_of(name).generation.max_prompt_tokens for name in RECIPES if name.startswith("gsm8k")]
+    assert set(room) == {512}
+
+
+# ---- every recipe runs ----
+
+METHODS_OF = [
+    (name, method)
+    for name, path in RECIPES.items()
+    for written in [read_recipe(path).values]
+    for method in dict.fromkeys([written["method"], *({"grpo", "ppo"} & set(written))])
+]
+FEW = ["run.num_steps=2", "run.eval_prompts=8", "run.threads=1", "run.eval_every=0", "run.save_every=0"]
+WORDS = ("How", "many", "apples", "are", "2", "and", "3", "?", "user", "assistant", "system", "<answer>", "knight")
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} : {{ m.content }} <eos> {% endfor %}"
+    "{% if add_generation_prompt %}assistant : {% endif %}"
+)
+REWARD = "def score(prompts, completions, answer, **columns):\n    return [float(len(c) % 7) for c in completions]\n"
+KNIGHTS = {
+    "prompt": "A very special island is inhabited only by knights and knaves. Ann says: Bob is a knave.",
+    "answer": "(1) Ann is a knight (2) Bob is a knave",
+}
+
+
+def settings_of(name: str, method: str | None = None, *overrides: str) -> Config:
+    """The configuration of a packaged recipe, for its own method or another one it has a section for."""
+    return load_config(method or read_recipe(RECIPES[name]).values["method"], name, overrides=list(overrides))
+
+
+def as_shipped(name: str) -> list[str]:
+    """What a person has beside a recipe that needs files: rows and a reward, or what builds the embedded models."""
+    if name == "my-own-rows":
+        rows: list[dict[str, Any]] = [{"prompt": f"sort: {'cab'[n % 3 :]}", "answer": "abc"} for n in range(40)]
+        write_rows(Path("rows.jsonl"), rows)
+        code = (
+            "def score(prompts, completions, answer, **columns):\n    return [float(len(c) % 7) for c in completions]\n"
+        )
+        Path("rewards.py").write_text(code)
+    elif name in ("starter-sft", "starter-reward"):
+        write_blank_models(Path())
+        write_rows(Path("language.jsonl"), language_rows(200, 0))
+        write_rows(Path("pairs.jsonl"), reward_pairs("train", num_rows=200, seed=0))
+        kind = ("model", "language") if name == "starter-sft" else ("reward_model", "pairs")
+        return [f"model.path={kind[0]}", f"task.data={kind[1]}.jsonl"]
+    return []
+
+
+def with_a_small_model(config: Config) -> list[str]:
+    """A hub recipe on a random model of the family it names, with a template, and on rows of its task's form."""
+    family = "qwen3" if "Qwen3" in config.model.path else "llama"
+    folder = tiny_model(Path("model"), family, vocabulary=WORDS)
+    tokenizer = tiny_tokenizer(vocabulary=WORDS)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    overrides = [f"model.path={folder}", "generation.max_new_tokens=8"]
+    if importlib.util.find_spec("bitsandbytes") is None:
+        overrides.append("model.quantization=null")
+    rows = {
+        "gsm8k": {"question": "How many apples are 2 and 3 ?", "answer": "2 + 3 = 5\n#### 5"},
+        "knights_and_knaves": KNIGHTS,
+    }.get(config.task.name or "")
+    if rows is not None:
+        write_rows(Path("rows.jsonl"), [{**rows, "number": n} for n in range(40)])
+        overrides += ["task.data=rows.jsonl", "task.eval_data=rows.jsonl"]
+    return overrides
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "method"), METHODS_OF, ids=lambda word: word)
+def test_runs_two_steps(name: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As shipped where everything is at hand; recipes for models of the hub with a small one in its place."""
+    monkeypatch.chdir(tmp_path)
+    config = settings_of(name, method)
+    on_hub = "/" in config.model.path
+    overrides = with_a_small_model(config) if on_hub else as_shipped(name)
+    code, run, _ = running.train(settings_of(name, method, *overrides, *FEW), Path("runs"))
+    assert code == 0
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert {"optim/grad_norm", "value/grad_norm"} & {*lines[-1]}  # ppo: the critic alone while it warms up

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinyrl.report.markup import text_html
-from tinyrl.text import Excerpt, did_you_mean, excerpt, first_line, last_line, one_line, shortened
+from tinyrl.text import Excerpt, did_you_mean, excerpt, first_line, last_line, listed, number, one_line, shortened
 
 
 def test_excerpt_keeps_both_ends() -> None:
@@ -60,3 +60,18 @@ def test_an_error_of_a_library_is_one_line_of_it() -> None:
 def test_the_nearest_name_is_meant_or_none() -> None:
     assert did_you_mean("learnin_rate", ["learning_rate", "seed"]) == " Did you mean `learning_rate`?"
     assert did_you_mean("zzz", ["learning_rate", "seed"]) == ""
+
+
+def test_small_numbers_keep_the_digits_that_count():
+    shown = {0.0: "0.000", 0.00012345: "0.000123", -0.0456: "-0.0456", 0.1: "0.100", 2.0: "2.000", -1234.5: "-1234.500"}
+    assert {value: number(value) for value in shown} == shown
+    assert number(0.75, decimals=4) == "0.7500"
+    assert number(0.000123456, decimals=4) == "0.0001235"
+    assert number(float("nan")) == "nan"
+
+
+def test_a_list_of_names_from_a_file_is_cut() -> None:
+    assert listed(["a", "b"]) == "a, b"
+    assert listed(map(str, range(12))) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11"
+    assert listed(map(str, range(2000)), most=3) == "0, 1, 2 and 1,997 more"
+    assert listed(["x" * 500, "\x1b"]) == f"{'x' * 37}..., \\x1b"

@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     CohereConfig,
     Gemma2Config,
@@ -28,6 +29,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from tests.architectures import VISION_LANGUAGE, config_of
+
 KINDS = ("llama", "qwen2", "qwen3", "gpt2", "gemma2", "cohere", "granite")
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 POSITIONS = 512
@@ -37,7 +40,8 @@ HIDDEN = 32
 def tiny_model(
     folder: Path, kind: str, *, seed: int = 0, pad_is_eos: bool = False, vocabulary: Sequence[str] | None = None
 ) -> Path:
-    """Write a causal language model of architecture `kind` (see KINDS) and its tokenizer into `folder`; returns it.
+    """Write a causal language model of a kind (KINDS, or architectures.py's) and its tokenizer into `folder`, which is
+    returned.
 
     The tokenizer reads single bytes, so any text round-trips; with `vocabulary` it reads those words, split at
     spaces, instead (not for qwen2: transformers reads any tokenizer beside that architecture as Qwen's own BPE).
@@ -47,7 +51,8 @@ def tiny_model(
     tokenizer = tiny_tokenizer(pad_is_eos=pad_is_eos, vocabulary=vocabulary)
     config = tiny_config(kind, tokenizer)
     with _seeded(seed):
-        model = AutoModelForCausalLM.from_config(config)
+        auto = AutoModelForImageTextToText if kind in VISION_LANGUAGE else AutoModelForCausalLM
+        model = auto.from_config(config)
         _spread(model)
     return _save(model, tokenizer, folder)
 
@@ -131,7 +136,7 @@ def tiny_config(kind: str, tokenizer: PreTrainedTokenizerFast) -> PretrainedConf
         return CohereConfig(logit_scale=0.25, **shape)
     if kind == "granite":
         return GraniteConfig(logits_scaling=3.0, embedding_multiplier=2.0, residual_multiplier=0.5, **shape)
-    raise ValueError(f"no tiny model of kind {kind!r}; there are {', '.join(KINDS)}")
+    return config_of(kind, shape)
 
 
 @contextlib.contextmanager

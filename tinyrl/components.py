@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.schema import Config
-from tinyrl.data.rows import fingerprints
+from tinyrl.data.rows import few_held_out, fingerprints
 from tinyrl.generation.engine import SamplingEngine
 from tinyrl.generation.select import engine_of
 from tinyrl.models.batches import make_batch
@@ -24,7 +25,7 @@ from tinyrl.models.weights_io import load_roles, save_roles
 from tinyrl.rewards.gold_check import check_gold
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout import Truncation
-from tinyrl.tasks import Task, load_rows, load_task
+from tinyrl.tasks import Task, load_split, load_task
 from tinyrl.tasks.prompts import PreparedPrompt, prepare_prompts
 from tinyrl.text import visible
 
@@ -75,6 +76,9 @@ class Parts:
         """Put back what `save_models` wrote."""
         load_roles(self.roles, folder)
 
+    def keep_output(self, write: Callable[[str], None]) -> None:
+        """Hand what reward functions print to `write`, in whole lines, from now on."""
+
     def close(self) -> None:
         """End helper processes."""
 
@@ -98,6 +102,7 @@ class SamplingParts(Parts):
         first = self.train_prompts[0]
         warning = check_gold(self.scorer, first).warning
         warnings = [f"warning: {warning} (prompt {first.text[:60]!r})"] if warning else []
+        warnings += self._few_held_out()
         return [f"sampling engine {self.engine.name} ({self.engine_reason})", self.describe_memory(), *warnings]
 
     def preview(self) -> str:
@@ -115,7 +120,10 @@ class SamplingParts(Parts):
             *trial.lines(),
             f"prompts: {len(self.train_prompts)} to train on, {len(self.eval_prompts)} held out",
         ]
-        return "\n".join([*lines, *([f"warning: {trial.warning}"] if trial.warning else [])])
+        return "\n".join([*lines, *([f"warning: {trial.warning}"] if trial.warning else []), *self._few_held_out()])
+
+    def _few_held_out(self) -> list[str]:
+        return few_held_out([p.prompt for p in self.eval_prompts]) if self.config.run.eval_prompts else []
 
     def _check_reference(self) -> None:
         prompts, temperature = [p.tokens for p in self.train_prompts[:4]], self.config.generation.temperature
@@ -126,6 +134,10 @@ class SamplingParts(Parts):
         model = self.scorer.model.model if self.scorer.model is not None else None
         roles = bytes_by_role(self.roles, reward_model=model)
         return {**roles, "sampling copy": self.engine.copy_bytes, "optimizers": super().memory()["optimizers"]}
+
+    def keep_output(self, write: Callable[[str], None]) -> None:
+        for function in self.scorer.workers:
+            function.printed.send_to(write)
 
     def close(self) -> None:
         self.scorer.close()
@@ -172,18 +184,19 @@ def settle_threads(parts: Parts) -> str:
 
 def load_sampling_parts(config: Config, *, options: Options) -> SamplingParts:
     """Everything a method that samples needs. Raises ValueError, in a sentence, for what a user can fix."""
+    return _sampling_parts(config, options=options, judge=None)
+
+
+def load_judged_parts(config: Config, *, options: Options, judge: Scorer) -> SamplingParts:
+    """`load_sampling_parts`, with another run's scorer in place of the configuration's own rewards."""
+    return _sampling_parts(config, options=options, judge=judge)
+
+
+def _sampling_parts(config: Config, *, options: Options, judge: Scorer | None) -> SamplingParts:
     parts = load_parts(config, options=options)
-    task = load_task(config.task.name or "rows")
+    task = load_task(config.task.name or "rows", grading=config.task.grading)
     train_prompts, eval_prompts = (load_prompts(config, task, split, parts=parts) for split in ("train", "eval"))
-    dtype = resolve_dtype(config.model.dtype, on_cpu=parts.accelerator.device.type == "cpu")
-    scorer = Scorer(
-        config.reward,
-        task,
-        tokenizer=parts.tokenizer,
-        roles=parts.roles,
-        model=build_reward_model(config, parts.roles, dtype=dtype, trust_remote_code=options.trust_remote_code),
-        micro_batches=parts.micro_batches,
-    )
+    scorer = _scorer(config, task, parts=parts, options=options) if judge is None else judge.reading(parts.tokenizer)
     engine, why = engine_of(config.generation, parts.roles, parts.tokenizer)
     parts.micro_batches.make_room = engine.release
     return SamplingParts(
@@ -198,18 +211,22 @@ def load_sampling_parts(config: Config, *, options: Options) -> SamplingParts:
     )
 
 
+def _scorer(config: Config, task: Task, *, parts: Parts, options: Options) -> Scorer:
+    dtype = resolve_dtype(config.model.dtype, on_cpu=parts.accelerator.device.type == "cpu")
+    return Scorer(
+        config.reward,
+        task,
+        tokenizer=parts.tokenizer,
+        roles=parts.roles,
+        model=build_reward_model(config, parts.roles, dtype=dtype, trust_remote_code=options.trust_remote_code),
+        micro_batches=parts.micro_batches,
+    )
+
+
 def load_prompts(config: Config, task: Task, split: str, *, parts: Parts) -> list[PreparedPrompt]:
     """The prompts of a split, tokenised and checked."""
     where, generation = config.task, config.generation
-    rows = load_rows(
-        task,
-        split,
-        data=where.data,
-        eval_data=where.eval_data,
-        columns=where.columns,
-        max_samples=where.max_samples,
-        seed=config.run.seed,
-    )
+    rows = load_split(config, split)
     limit = generation.max_prompt_tokens
     positions = getattr(parts.roles.causal.config, "max_position_embeddings", None)
     if positions is not None and generation.max_new_tokens >= positions:
@@ -225,6 +242,7 @@ def load_prompts(config: Config, task: Task, split: str, *, parts: Parts) -> lis
         tokenizer=parts.tokenizer,
         chat=where.chat,
         system_prompt=where.system_prompt,
+        variables=where.chat_template,
         max_prompt_tokens=limit,
         long_prompts=where.long_prompts,
     )

@@ -25,6 +25,7 @@ FINISH_REASONS = ("eos", "stop", "length")
 _SAMPLED_PER_TOKEN = ("response_tokens", "response_mask", "sampling_logprobs")
 _SCORED_PER_TOKEN = ("old_logprobs", "ref_logprobs", "values")
 _PER_SAMPLE = ("response_lengths", "scores", "rewards", "finish_reasons", "kept")
+_KEPT = (*_SAMPLED_PER_TOKEN, *_PER_SAMPLE, *_SCORED_PER_TOKEN, "final_values")  # in a checkpoint inside an update
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Rollout:
                         rescoring pass; None where one optimizer step uses the rollout: its own, detached
     ref_logprobs        (B, T) under the reference, or None
     values              (B, T) of the critic before the update, or None
+    final_values        (B,) what follows a truncated response is worth to the critic, 0 for others; or None
     scores              (B, R) of each reward, NaN = does not apply
     rewards              (B,) what training maximises, NaN = there is no reward
     finish_reasons      (B,) index into FINISH_REASONS
@@ -80,6 +82,7 @@ class Rollout:
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
+    final_values: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
     failures: list[RewardFailure] = field(default_factory=list)
@@ -156,6 +159,11 @@ class Rollout:
         policy = self.sampling_logprobs if self.old_logprobs is None else self.old_logprobs
         return torch.where(self.loss_mask, k1(policy, self.ref_logprobs), 0.0)
 
+    def kl_per_response(self) -> float:
+        """Mean over the responses that count of their summed KL, in nats; 0 where none counts."""
+        counted = self.kl().sum(1)[self.kept]
+        return float(counted.mean()) if len(counted) else 0.0
+
     def with_groups(self, other: Rollout, groups: list[int], *, places: list[int], group_size: int) -> Rollout:
         """A copy whose groups at `places` are `groups` of `other`, in the fields that sampling and scoring fill."""
         width = max(self.response_tokens.shape[1], other.response_tokens.shape[1])
@@ -176,7 +184,7 @@ class Rollout:
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Everything as tensors, for safetensors (`prompt_tokens` as one flat list and its lengths)."""
-        names = ("prompt_rows", "prompt_index", *_SAMPLED_PER_TOKEN, *_PER_SAMPLE, *_SCORED_PER_TOKEN)
+        names = ("prompt_rows", "prompt_index", *_KEPT)
         # Copies, since fields may share memory (old_logprobs are often sampling_logprobs), which safetensors refuses.
         present = {name: getattr(self, name).clone() for name in names if getattr(self, name) is not None}
         flat = torch.tensor([token for prompt in self.prompt_tokens for token in prompt])

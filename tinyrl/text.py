@@ -9,7 +9,7 @@ import difflib
 import os
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,13 @@ def shortened(text: str, limit: int = SHOWN_CHARACTERS) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+def listed(names: Iterable[str], *, most: int = 12) -> str:
+    """Names from a file as a sentence can list them: the first ones, each cut, and how many there are besides."""
+    known = list(names)
+    shown = ", ".join(shortened(name, 40) for name in known[:most])
+    return f"{shown} and {len(known) - most:,} more" if len(known) > most else shown
+
+
 def decode_utf8(raw: bytes, source: str) -> str:
     """The text of a file, without a BOM. Raises ValueError naming the line and the byte that is not UTF-8."""
     try:
@@ -110,6 +117,11 @@ def first_line(error: BaseException) -> str:
 def last_line(error: BaseException) -> str:
     """The last line of an error: torch's first line on tensors that do not fit only says that there is an error."""
     return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()[:ERROR_CHARACTERS]
+
+
+def number(value: float, *, decimals: int = 3) -> str:
+    """A result in a table: so many decimals, and as many digits that count for what is smaller than 0.1."""
+    return f"{value:.{decimals}g}" if 0 < abs(value) < 0.1 else f"{value:.{decimals}f}"
 
 
 def redact(text: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinyrl.algorithms.kl import k1, k2, k3, next_kl_coef
+from tinyrl.algorithms.kl import ESTIMATORS, k1, k2, k3, next_kl_coef
 from tinyrl.algorithms.masking import keep_true
 
 LN2 = math.log(2.0)
@@ -87,3 +87,27 @@ def test_controller_refuses_what_would_break_it() -> None:
         next_kl_coef(0.05, observed_kl=math.nan, target_kl=6.0, horizon=1e4, num_samples=1)
     with pytest.raises(ValueError, match="must be positive"):
         next_kl_coef(0.05, observed_kl=1.0, target_kl=0.0, horizon=1e4, num_samples=1)
+
+
+def trained_with_kl_in_the_reward(estimator: str) -> float:
+    """The objective E[r] - KL(policy || reference) after policy-gradient training on r - k, by exact expectations."""
+    rewards = torch.tensor([[0.0, 0.5, 1.0, 2.0]])
+    reference = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    logits = reference.clone().requires_grad_()
+    optimizer = torch.optim.Adam([logits], lr=0.02)
+    for _ in range(3000):
+        logprobs = logits.log_softmax(1)
+        shaped = rewards - ESTIMATORS[estimator](logprobs, reference).detach()
+        optimizer.zero_grad()
+        (-(logprobs.detach().exp() * shaped * logprobs).sum()).backward()
+        optimizer.step()
+    logprobs = logits.detach().log_softmax(1)
+    return (logprobs.exp() * (rewards - (logprobs - reference))).sum().item()
+
+
+def test_in_the_reward_only_k1_trains_to_the_optimum() -> None:
+    """The optimum is log sum_a reference(a) exp(r(a))."""
+    best = math.log(0.4 + 0.3 * math.exp(0.5) + 0.2 * math.exp(1.0) + 0.1 * math.exp(2.0))
+    assert trained_with_kl_in_the_reward("k1") == pytest.approx(best, abs=1e-4)
+    assert trained_with_kl_in_the_reward("k2") < best - 0.05
+    assert trained_with_kl_in_the_reward("k3") < best - 0.05

@@ -19,13 +19,21 @@ from tinyrl.algorithms.losses import (
 NAN, INF = math.nan, math.inf
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
-def test_cispo_is_the_scalar_loop(aggregation) -> None:
+def test_cispo_is_the_scalar_loop(aggregation, weighted: bool) -> None:
     batch = random_batch()
+    weights = batch["token_weights"] if weighted else torch.ones(6, 8)
     logprobs = batch["logprobs"].clone().requires_grad_()
     cap = 1.3
     loss, metrics = cispo_loss(
-        logprobs, batch["old_logprobs"], batch["advantages"], batch["mask"], ratio_cap=cap, aggregation=aggregation
+        logprobs,
+        batch["old_logprobs"],
+        batch["advantages"],
+        batch["mask"],
+        ratio_cap=cap,
+        aggregation=aggregation,
+        token_weights=weights if weighted else None,
     )
     loss.backward()
     assert logprobs.grad is not None
@@ -35,7 +43,10 @@ def test_cispo_is_the_scalar_loop(aggregation) -> None:
     for b in range(6):
         true = [t for t in range(8) if batch["mask"][b, t]]
         ratios = [math.exp(float(batch["logprobs"][b, t]) - float(batch["old_logprobs"][b, t])) for t in true]
-        coefficients = [-min(r, cap) * float(batch["advantages"][b, t]) for r, t in zip(ratios, true, strict=True)]
+        coefficients = [
+            -min(r, cap) * float(batch["advantages"][b, t]) * float(weights[b, t])
+            for r, t in zip(ratios, true, strict=True)
+        ]
         rows.append([c * float(batch["logprobs"][b, t]) for c, t in zip(coefficients, true, strict=True)])
         capped.append([float(r > cap) for r in ratios])
         divisor = int(batch["mask"].sum()) if aggregation == "token" else sequences * max(len(true), 1)

@@ -85,12 +85,14 @@ def test_aggregations_by_hand() -> None:
     assert aggregate(x, mask, aggregation="token", denominator=10).item() == 1.5
     assert aggregate(x, mask, aggregation="sequence").item() == pytest.approx(11.5 / 3)  # the empty row is not counted
     assert aggregate(x, mask, aggregation="sequence", denominator=4).item() == 11.5 / 4
+    assert aggregate(x, mask, aggregation="sequence-sum").item() == 5.0  # 15 / 3 sequences
+    assert aggregate(x, mask, aggregation="sequence-sum", denominator=4).item() == 3.75
     assert aggregate(x, mask, aggregation="constant", denominator=60).item() == 0.25
 
 
 def test_a_step_in_which_nothing_counts_is_zero() -> None:
     nothing = torch.zeros(2, 3, dtype=torch.bool)
-    for aggregation in ("token", "sequence", "constant"):
+    for aggregation in ("token", "sequence", "sequence-sum", "constant"):
         assert aggregate(X[:2], nothing, aggregation=aggregation, denominator=0).item() == 0.0
     assert aggregate(X[:2], nothing, aggregation="sequence").item() == 0.0
 
@@ -98,7 +100,7 @@ def test_a_step_in_which_nothing_counts_is_zero() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="needs a denominator"):
         aggregate(X, MASK, aggregation="constant")
-    with pytest.raises(ValueError, match="'tokens'; it can be 'token', 'sequence' or 'constant'"):
+    with pytest.raises(ValueError, match="'tokens'; it can be 'token', 'sequence', 'sequence-sum' or 'constant'"):
         aggregate(X, MASK, aggregation="tokens")  # pyright: ignore[reportArgumentType]
     with pytest.raises(AssertionError, match="denominator is -1"):
         aggregate(X, MASK, aggregation="token", denominator=-1)

@@ -61,6 +61,16 @@ def test_bradley_terry_by_hand() -> None:
     )
 
 
+def test_a_smoothed_label_is_right_with_probability_one_minus_s() -> None:
+    """What is logged is the loss that is trained."""
+    loss, metrics = bradley_terry_loss(torch.tensor([3.0]), torch.tensor([1.0]), label_smoothing=0.1)
+    want = 0.9 * minus_log_sigmoid(2.0) + 0.1 * minus_log_sigmoid(-2.0)
+    assert loss.item() == pytest.approx(want, rel=1e-6)
+    assert metrics["preference/loss"].item() == pytest.approx(want, rel=1e-6)
+    with pytest.raises(AssertionError, match="label_smoothing"):
+        bradley_terry_loss(torch.zeros(1), torch.zeros(1), label_smoothing=0.5)
+
+
 def test_far_apart_scores_neither_overflow_nor_vanish() -> None:
     scores = torch.tensor([-500.0, 500.0], requires_grad=True)
     loss, _ = bradley_terry_loss(scores, torch.tensor([500.0, -500.0]))

@@ -12,42 +12,62 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from pathlib import Path
+from typing import Any
 
-CODE = """
-import json, sys, time
-sys.argv = ["tinyrl", "train", {method!r}, "--output-dir", {out!r}]
-from tinyrl.cli.commands import main
-from tinyrl.training.launch import Launch
-from tinyrl.training.session import Session
-save, go, saves, whole = Session.save, Launch.go, [], []
-def timed_save(self):
-    start = time.perf_counter()
-    folder = save(self)
-    saves.append((time.perf_counter() - start, sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())))
-    return folder
-def timed_go(self):
-    train = self.trainer.train
-    def timed_train(session, parts):
+from tests.benchmarks.processes import ROOT
+
+MARK = "COST "
+
+
+def clocked(method: str, out: str) -> None:
+    """Run the command in this process with clocks around saving and training; prints them as JSON after MARK."""
+    from tinyrl.cli.commands import main as command
+    from tinyrl.training.launch import Launch
+    from tinyrl.training.session import Session
+
+    save, go = Session.save, Launch.go
+    saves: list[float] = []
+    bytes_saved, whole = 0, 0.0
+
+    def timed_save(self: Session) -> Path | None:
+        nonlocal bytes_saved
         start = time.perf_counter()
-        train(session, parts)
-        whole.append(time.perf_counter() - start)
-    self.trainer.train = timed_train
-    return go(self)
-Session.save, Launch.go = timed_save, timed_go
-try:
-    main()
-except SystemExit as end:
-    assert not end.code, end.code
-print("COST " + json.dumps({{"saves": [s for s, _ in saves], "bytes": saves[-1][1], "whole": whole[0]}}))
-"""
+        folder = save(self)
+        saves.append(time.perf_counter() - start)
+        bytes_saved = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) if folder else bytes_saved
+        return folder
+
+    def timed_go(self: Launch) -> int:
+        train = self.trainer.train
+
+        def timed_train(session: Session, parts: Any) -> None:
+            nonlocal whole
+            start = time.perf_counter()
+            train(session, parts)
+            whole = time.perf_counter() - start
+
+        self.trainer.train = timed_train
+        return go(self)
+
+    Session.save, Launch.go = timed_save, timed_go
+    sys.argv = ["tinyrl", "train", method, "--output-dir", out]
+    try:
+        command()
+    except SystemExit as end:
+        if end.code:
+            raise
+    print(MARK + json.dumps({"saves": saves, "bytes": bytes_saved, "whole": whole}))
 
 
 def measure(method: str) -> dict:
     """Seconds of each save, bytes of the last checkpoint, seconds of training."""
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-c", CODE.format(method=method, out=out)]
-        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return json.loads(next(line for line in said.splitlines() if line.startswith("COST ")).removeprefix("COST "))
+        code = f"from tests.benchmarks.checkpoint_cost import clocked; clocked({method!r}, {out!r})"
+        command = [sys.executable, "-c", code]
+        said = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    return json.loads(next(line for line in said.splitlines() if line.startswith(MARK)).removeprefix(MARK))
 
 
 def main() -> None:

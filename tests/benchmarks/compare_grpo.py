@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import statistics
 from argparse import Namespace
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tests.benchmarks import our_recipe, processes, same_work
-from tests.benchmarks.fixed_work import GROUP_SIZE, NUM_PROMPTS, prepare, shape_of
+from tests.benchmarks.fixed_work import SPEED, Grpo, prepare
 from tests.benchmarks.floor import floor
-from tests.benchmarks.tables import machine, markdown, median_phases, spread
+from tests.benchmarks.results import Result, above_imports, pooled, time_ratios
+from tests.benchmarks.sizes import SIZES
+from tests.benchmarks.tables import machine, markdown, median_phases, spread, versions
 
 MEMORY_MICRO_BATCH = 8  # the peer's micro-batch whose memory counts; the fastest one's time counts
-Result = dict[str, Any]
+COLUMNS = ["seconds a step", "of them", "tokens a step", "peak MB above imports"]
 
 
 @dataclass
@@ -27,22 +28,17 @@ class Sides:
     @property
     def fastest(self) -> int:
         """The micro-batch with the shortest step."""
-        return min(self.peer, key=lambda size: statistics.median(s for r in self.peer[size] for s in r["seconds"]))
-
-    @property
-    def ratios(self) -> list[float]:
-        """Peer over ours, one a pair, with the peer's fastest micro-batch."""
-        pairs = zip(self.peer[self.fastest], self.ours, strict=True)
-        return [statistics.median(p["seconds"]) / statistics.median(o["seconds"]) for p, o in pairs]
+        return min(self.peer, key=lambda size: statistics.median(pooled(self.peer[size], "seconds")))
 
 
-def ours_once(files: Path, *, pair: int, options: Namespace) -> Result:
-    recipe = our_recipe.grpo(files, steps=options.steps, options=options, seed=pair)
+def ours_once(files: Path, *, pair: int, options: Namespace, work: Grpo = SPEED) -> Result:
+    recipe = our_recipe.grpo(files, steps=options.steps, options=options, seed=pair, work=work)
     return processes.run("our_training", {"recipe": recipe, "overrides": options.set}, options=options)
 
 
-def peer_once(files: Path, micro_batch: int, *, pair: int, options: Namespace) -> Result:
-    question = {"files": str(files), "micro_batch": micro_batch, "steps": options.steps, "seed": pair}
+def peer_once(files: Path, micro_batch: int, *, pair: int, options: Namespace, work: Grpo = SPEED) -> Result:
+    question = {"files": str(files), "work": asdict(work), "micro_batch": micro_batch}
+    question |= {"steps": options.steps, "seed": pair}
     return processes.run("peer_grpo", question, options=options, python=options.peer_python)
 
 
@@ -58,51 +54,45 @@ def measure(files: Path, *, options: Namespace) -> Sides:
     return sides
 
 
-def pooled(results: list[Result], key: str) -> list[Any]:
-    return [value for result in results for value in result[key]]
-
-
-def phase_cells(results: list[Result]) -> str:
-    return ", ".join(f"{name} {seconds:.2f}" for name, seconds in median_phases(pooled(results, "phases")).items())
-
-
 def row(name: str, results: list[Result]) -> list[str]:
-    above = [result["peak_mb"] - result["imports_mb"] for result in results]
+    """The cells of COLUMNS, after a name."""
     seconds, tokens = pooled(results, "seconds"), pooled(results, "tokens")
-    return [name, spread(seconds), phase_cells(results), f"{statistics.mean(tokens):.0f}", spread(above, 0)]
+    phases = ", ".join(f"{name} {part:.2f}" for name, part in median_phases(pooled(results, "phases")).items())
+    return [name, spread(seconds), phases, f"{statistics.mean(tokens):.0f}", spread(above_imports(results), 0)]
 
 
 def one_size(size: str, *, options: Namespace) -> None:
-    shape = shape_of(size)
-    files = prepare(shape, options=options)
+    files = prepare(SIZES[size], options=options)
     print(f"\n## GRPO, model {size}\n", flush=True)
     checks = [same_work.same_loss(files, options=options)]
     sides = measure(files, options=options)
-    peer_tokens = pooled(sides.peer[sides.fastest], "tokens")
-    checks.append(same_work.same_tokens(pooled(sides.ours, "tokens"), peer_tokens))
-    print(machine(options, sides.ours[0], sides.peer[sides.fastest][0]))
+    peer = sides.peer[sides.fastest]
+    checks.append(same_work.same_tokens(pooled(sides.ours, "tokens"), pooled(peer, "tokens")))
+    print(machine(options))
     may_compare = same_work.report(checks, options=options)
     rows = [row("tinyrl", sides.ours)]
     rows += [row(f"TRL, micro-batch {n}", results) for n, results in sorted(sides.peer.items())]
-    print("\n" + markdown(["side", "seconds a step", "of them", "tokens a step", "peak MB above imports"], rows) + "\n")
-    completion = statistics.mean(pooled(sides.ours, "tokens")) / (NUM_PROMPTS * GROUP_SIZE)
-    least = floor(shape, completion, options=options)
-    over = statistics.median(pooled(sides.ours, "seconds")) / least["seconds"]
-    print(
-        f"arithmetic floor {least['seconds']:.2f} s (sampling {least['sampling']:.2f} at {least['gflops_decode']:.0f} "
-        f"GFLOP/s, the rest {least['update']:.2f} at {least['gflops_batch']:.0f}); tinyrl is {over:.2f} times that"
-    )
+    print("\n" + markdown([versions([sides.ours[0], peer[0]]), *COLUMNS], rows) + "\n")
+    print_floor(size, sides.ours, options=options)
     if may_compare:
-        print(f"ratio TRL / tinyrl, time: **{spread(sides.ratios)}** (fastest micro-batch, {sides.fastest})")
+        ratios = spread(time_ratios(peer, sides.ours))
+        print(f"ratio TRL / tinyrl, time: **{ratios}** (fastest micro-batch, {sides.fastest})")
         if MEMORY_MICRO_BATCH in sides.peer:
             print_memory(sides)
 
 
-def print_memory(sides: Sides) -> None:
-    peer, ours = (
-        statistics.median(r["peak_mb"] - r["imports_mb"] for r in results)
-        for results in (sides.peer[MEMORY_MICRO_BATCH], sides.ours)
+def print_floor(size: str, ours: list[Result], *, options: Namespace) -> None:
+    completion = statistics.mean(pooled(ours, "tokens")) / (SPEED.num_prompts * SPEED.group_size)
+    least = floor(SIZES[size], completion, options=options)
+    over = statistics.median(pooled(ours, "seconds")) / least["seconds"]
+    print(
+        f"arithmetic floor {least['seconds']:.2f} s (sampling {least['sampling']:.2f} at {least['gflops_decode']:.0f} "
+        f"GFLOP/s, the rest {least['update']:.2f} at {least['gflops_batch']:.0f}); tinyrl is {over:.2f} times that"
     )
+
+
+def print_memory(sides: Sides) -> None:
+    peer, ours = (statistics.median(above_imports(results)) for results in (sides.peer[MEMORY_MICRO_BATCH], sides.ours))
     print(f"ratio TRL / tinyrl, memory above imports: **{peer / ours:.2f}** (micro-batch {MEMORY_MICRO_BATCH})")
 
 

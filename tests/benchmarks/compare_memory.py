@@ -3,61 +3,55 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from pathlib import Path
-from typing import Any
 
 from tests.benchmarks import compare_grpo, compare_ppo
-from tests.benchmarks.fixed_work import prepare, shape_of
-from tests.benchmarks.tables import machine, markdown, spread
+from tests.benchmarks.fixed_work import prepare
+from tests.benchmarks.results import Result, above_imports, alternate
+from tests.benchmarks.sizes import SIZES
+from tests.benchmarks.tables import machine, markdown, spread, versions
 
-Result = dict[str, Any]
-HEADER = ["run", "peak MB above imports", "imports MB", "times ours", "what tinyrl logs, GB"]
-
-
-def above(results: list[Result]) -> list[float]:
-    return [result["peak_mb"] - result["imports_mb"] for result in results]
+COLUMNS = ["peak MB above imports", "imports MB", "times ours", "what tinyrl logs, GB"]
 
 
 def row(name: str, results: list[Result], ours: list[Result]) -> list[str]:
     logged = results[-1].get("memory", {})
-    ratio = [theirs / mine for theirs, mine in zip(above(results), above(ours), strict=True)]
+    ratio = [theirs / mine for theirs, mine in zip(above_imports(results), above_imports(ours), strict=True)]
     parts = ", ".join(f"{key.removeprefix('memory/')} {value:.3f}" for key, value in logged.items())
     imports = spread([result["imports_mb"] for result in results], 0)
-    return [name, spread(above(results), 0), imports, spread(ratio), parts or "-"]
+    return [name, spread(above_imports(results), 0), imports, spread(ratio), parts or "-"]
 
 
-def grpo_rows(size: str, files: Path, *, options: Namespace) -> tuple[list[list[str]], list[Result]]:
-    ours, peer = [], []
-    for pair in range(options.pairs):
-        ours.append(compare_grpo.ours_once(files, pair=pair, options=options))
-        peer.append(compare_grpo.peer_once(files, compare_grpo.MEMORY_MICRO_BATCH, pair=pair, options=options))
-    names = (f"GRPO {size}, tinyrl", f"GRPO {size}, TRL, micro-batch {compare_grpo.MEMORY_MICRO_BATCH}")
-    return [row(names[0], ours, ours), row(names[1], peer, ours)], [ours[0], peer[0]]
+def table(results: dict[str, list[Result]], *, ours: list[Result]) -> str:
+    """Every side's memory, as multiples of one of ours."""
+    header = [versions([of_side[0] for of_side in results.values()]), *COLUMNS]
+    return markdown(header, [row(name, of_side, ours) for name, of_side in results.items()])
 
 
-def ppo_rows(size: str, files: Path, *, options: Namespace) -> list[list[str]]:
+def grpo_table(size: str, *, options: Namespace) -> str:
+    files, micro_batch = prepare(SIZES[size], options=options), compare_grpo.MEMORY_MICRO_BATCH
+    name = f"GRPO {size}, tinyrl"
+    results = alternate(
+        {
+            name: lambda pair: compare_grpo.ours_once(files, pair=pair, options=options),
+            f"GRPO {size}, TRL, micro-batch {micro_batch}": lambda pair: compare_grpo.peer_once(
+                files, micro_batch, pair=pair, options=options
+            ),
+        },
+        options.pairs,
+    )
+    return table(results, ours=results[name])
+
+
+def ppo_table(size: str, *, options: Namespace) -> str:
     """Without a Python for TRL 1.12, ours only. The ratio is to the first kind of critic named."""
-    ours: dict[str, list[Result]] = {critic: [] for critic in options.critics}
-    peer: list[Result] = []
-    for pair in range(options.pairs):
-        for critic, results in ours.items():
-            results.append(compare_ppo.ours_once(files, critic, pair=pair, options=options))
-        if options.ppo_peer_python:
-            python = options.ppo_peer_python
-            peer.append(compare_ppo.peer_once(files, pair=pair, python=python, options=options))
-    yardstick = ours[options.critics[0]]
-    rows = [row(f"PPO {size}, tinyrl, critic {critic}", results, yardstick) for critic, results in ours.items()]
-    name = f"PPO {size}, TRL 1.12, micro-batch {compare_ppo.PEER_MICRO_BATCH}"
-    return [*rows, *([row(name, peer, yardstick)] if peer else [])]
+    files = prepare(SIZES[size], options=options)
+    peer, ours = compare_ppo.results_of(files, python=options.ppo_peer_python, options=options)
+    named = {f"PPO {size}, tinyrl, critic {critic}": results for critic, results in ours.items()}
+    theirs = {f"PPO {size}, TRL, micro-batch {compare_ppo.PEER_MICRO_BATCH}": peer} if peer else {}
+    return table({**named, **theirs}, ours=ours[options.critics[0]])
 
 
 def main(options: Namespace) -> None:
-    rows: list[list[str]] = []
-    sample: list[Result] = []
-    for size in options.sizes:
-        files = prepare(shape_of(size), options=options)
-        more, sample = grpo_rows(size, files, options=options)
-        rows += more
-        print(f"GRPO {size}: done", flush=True)
-    rows += ppo_rows("s", prepare(shape_of("s"), options=options), options=options)
-    print(f"\n## Memory\n\n{machine(options, *sample)}\n\n{markdown(HEADER, rows)}")
+    tables = [grpo_table(size, options=options) for size in options.sizes]
+    tables.append(ppo_table(options.sizes[0], options=options))
+    print(f"\n## Memory\n\n{machine(options)}\n\n" + "\n\n".join(tables))

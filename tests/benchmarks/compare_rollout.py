@@ -6,15 +6,17 @@ import statistics
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from tests.benchmarks import our_recipe, processes, same_work
-from tests.benchmarks.compare_grpo import pooled
-from tests.benchmarks.fixed_work import prepare, shape_of
-from tests.benchmarks.tables import machine, markdown, spread
+from tests.benchmarks.fixed_work import SPEED, prepare
+from tests.benchmarks.results import Result, above_imports, alternate, pooled, time_ratios
+from tests.benchmarks.sizes import SIZES
+from tests.benchmarks.tables import machine, markdown, spread, versions
 from tinyrl.config.schema import GenerationConfig
 
-Result = dict[str, Any]
+COLUMNS = ["seconds", "tokens a second", "tokens", "peak MB above imports", "times faster"]
+PEER = "transformers, as TRL calls it"
 
 
 def engines() -> list[str]:
@@ -37,30 +39,28 @@ def peer_once(files: Path, *, pair: int, options: Namespace) -> Result:
 def row(name: str, results: list[Result], peer: list[Result], *, show_ratio: bool) -> list[str]:
     seconds, tokens = pooled(results, "seconds"), pooled(results, "tokens")
     speeds = [t / s for t, s in zip(tokens, seconds, strict=True)]
-    pairs = zip(peer, results, strict=True)
-    ratios = [statistics.median(p["seconds"]) / statistics.median(o["seconds"]) for p, o in pairs]
-    above = [result["peak_mb"] - result["imports_mb"] for result in results]
-    ratio = f"**{spread(ratios)}**" if show_ratio else "-"
-    return [name, spread(seconds), spread(speeds, 0), f"{statistics.mean(tokens):.0f}", spread(above, 0), ratio]
+    ratio = f"**{spread(time_ratios(peer, results))}**" if show_ratio else "-"
+    mean = f"{statistics.mean(tokens):.0f}"
+    return [name, spread(seconds), spread(speeds, 0), mean, spread(above_imports(results), 0), ratio]
 
 
 def one_size(size: str, *, options: Namespace) -> None:
-    files = prepare(shape_of(size), options=options)
-    print(f"\n## Sampling, model {size}: 8 prompts x 8, at most 128 new tokens\n", flush=True)
-    peer: list[Result] = []
-    ours: dict[str, list[Result]] = {engine: [] for engine in engines()}
-    for pair in range(options.pairs):
-        peer.append(peer_once(files, pair=pair, options=options))
-        for engine, results in ours.items():
-            results.append(ours_once(files, engine, pair=pair, options=options))
-        print(f"pair {pair + 1} of {options.pairs}: done", flush=True)
-    print(machine(options, *(results[0] for results in ours.values()), peer[0]))
-    tokens = pooled(next(iter(ours.values())), "tokens")  # other engines sample with the same random numbers
-    may_compare = same_work.report([same_work.same_tokens(tokens, pooled(peer, "tokens"))], options=options)
-    rows = [row(f"tinyrl, {engine}", results, peer, show_ratio=may_compare) for engine, results in ours.items()]
-    rows.append(row("transformers, as TRL calls it", peer, peer, show_ratio=False))
-    header = ["side", "seconds", "tokens a second", "tokens", "peak MB above imports", "times faster"]
-    print("\n" + markdown(header, rows))
+    files = prepare(SIZES[size], options=options)
+    of = f"{SPEED.num_prompts} prompts x {SPEED.group_size}, at most {SPEED.max_new_tokens} new tokens"
+    print(f"\n## Sampling, model {size}: {of}\n", flush=True)
+    ours = {
+        f"tinyrl, {engine}": lambda pair, engine=engine: ours_once(files, engine, pair=pair, options=options)
+        for engine in engines()
+    }
+    results = alternate({PEER: lambda pair: peer_once(files, pair=pair, options=options), **ours}, options.pairs)
+    print(machine(options))
+    peer = results.pop(PEER)
+    first = next(iter(results.values()))  # other engines sample with the same random numbers
+    check = same_work.same_tokens(pooled(first, "tokens"), pooled(peer, "tokens"))
+    may_compare = same_work.report([check], options=options)
+    rows = [row(name, of_engine, peer, show_ratio=may_compare) for name, of_engine in results.items()]
+    rows.append(row(PEER, peer, peer, show_ratio=False))
+    print("\n" + markdown([versions([first[0], peer[0]]), *COLUMNS], rows))
 
 
 def main(options: Namespace) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-NUM_PROMPTS, GROUP_SIZE, FIRST_WORD = 2, 4, 3  # ids below FIRST_WORD are special
+from tests.benchmarks.sizes import FIRST_WORD, PROMPT_WORDS
+
+NUM_PROMPTS, GROUP_SIZE = 2, 4
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ def fixed_batch(vocabulary: int, *, max_new_tokens: int) -> Batch:
     rows = NUM_PROMPTS * GROUP_SIZE
     lengths = [max_new_tokens, *(rng.randint(2, max_new_tokens) for _ in range(rows - 1))]
     return Batch(
-        prompts=[words(rng.randint(48, 64)) for _ in range(NUM_PROMPTS)],
+        prompts=[words(rng.randint(*PROMPT_WORDS)) for _ in range(NUM_PROMPTS)],
         responses=[words(length) for length in lengths],
         advantages=[rng.uniform(-1.5, 1.5) for _ in range(rows)],
     )

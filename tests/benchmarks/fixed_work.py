@@ -1,47 +1,43 @@
-"""The fixed work of both sides: models s, m and v, prompts, a reward, an adapter, as files that either side reads.
+"""The fixed work of both sides: what a GRPO step does, and folders of files that either side reads.
 
-The models, prompts and reward are those of the file `work.py` (option --work). Run as a script with settings, it
-writes one folder: model/ prompts.jsonl eval.jsonl reward.py adapter/ reward_model/.
+A folder holds model/ prompts.jsonl eval.jsonl; those of the sizes (sizes.py) an adapter/ and a reward_model/ as well.
+Run as a script with settings, it writes the folder of a size. The peer imports it too, so it knows nothing of tinyrl.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import json
 from argparse import Namespace
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 from tests.benchmarks import measuring, processes
+from tests.benchmarks.sizes import Shape, build, prompt_texts
 
-NUM_PROMPTS, GROUP_SIZE, MAX_NEW_TOKENS, KL_COEF, CLIP_EPS, LEARNING_RATE = 8, 8, 128, 0.04, 0.2, 1e-6
-LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
-ROWS = 512  # prompts written
+LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
+ROWS = 512  # prompts to train on; one more is held out
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A model of work.py: `size`, with another vocabulary or without early ends where a measurement needs it."""
+class Grpo:
+    """A GRPO step: one update with all tokens weighing the same; a reward of rewards.py by name."""
 
-    size: str
-    vocabulary: int | None = None
-    early_ends: bool = True
+    num_prompts: int = 8
+    group_size: int = 8
+    max_new_tokens: int = 128
+    kl_coef: float = 0.04
+    clip_eps: float = 0.2
+    learning_rate: float = 1e-6
+    reward: str = "even_words"
 
-    @property
-    def name(self) -> str:
-        words = "" if self.vocabulary is None else f"-{self.vocabulary}"
-        return self.size + words + ("" if self.early_ends else "-full")
 
-
-def shape_of(size: str) -> Shape:
-    """Completions of s and m end by themselves; those of v do not."""
-    return Shape(size, early_ends=size != "v")
+SPEED = Grpo()
+LEARNING = Grpo(num_prompts=64, max_new_tokens=16, kl_coef=0.0, learning_rate=1e-3, reward="sorted_letters")
 
 
 def prepare(shape: Shape, *, options: Namespace) -> Path:
-    """The folder of a shape's files, made where it is not there yet."""
+    """The folder of a size's files, made where it is not there yet."""
     folder = options.out / "work" / shape.name
     if not (folder / "done").is_file():
         print(f"building {shape.name} ...", flush=True)
@@ -49,38 +45,25 @@ def prepare(shape: Shape, *, options: Namespace) -> Path:
     return folder
 
 
-def load_work(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("work", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def registered(work: ModuleType, shape: Shape) -> str:
-    """The shape's name in work.SHAPES, where it is added if it is not one of work.py's own."""
-    work.SHAPES[shape.name] = (*work.SHAPES[shape.size][:-1], shape.vocabulary or work.SHAPES[shape.size][-1])
-    return shape.name
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def read_words_beside_qwen2() -> None:
-    """transformers reads any tokenizer of a Qwen2 model as Qwen's own BPE; the models of work.py have words."""
-    from transformers.models.auto import tokenization_auto
-
-    tokenization_auto.TOKENIZER_MAPPING_NAMES["qwen2"] = "TokenizersBackend"
+def texts(files: Path) -> list[str]:
+    """The prompts to train on."""
+    return [row["prompt"] for row in read_rows(files / "prompts.jsonl")]
 
 
-def write(folder: Path, shape: Shape, work: ModuleType) -> None:
-    name = registered(work, shape)
+def write(folder: Path, shape: Shape) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    training = {} if shape.early_ends else {"hazard": 0.0, "steps": 0}  # steps only teach when to end
-    work.build(name, str(folder / "model"), **training)
-    texts = work.prompts(name, ROWS + 1)
-    for file, rows in (("prompts.jsonl", texts[:ROWS]), ("eval.jsonl", texts[ROWS:])):
-        (folder / file).write_text("".join(json.dumps({"prompt": text}) + "\n" for text in rows))
-    source = inspect.getsource(work.reward)  # a file of its own: work.py would load torch where rewards are computed
-    (folder / "reward.py").write_text(source)
+    build(shape, folder / "model")
+    rows = [{"prompt": text} for text in prompt_texts(shape, ROWS + 1)]
+    write_rows(folder / "prompts.jsonl", rows[:ROWS])
+    write_rows(folder / "eval.jsonl", rows[ROWS:])
     write_adapter(folder / "model", folder / "adapter")
     write_reward_model(folder / "model", folder / "reward_model")
     (folder / "done").touch()
@@ -104,12 +87,11 @@ def write_adapter(model: Path, out: Path) -> None:
 def write_reward_model(model: Path, out: Path) -> None:
     """A classification model of the same shape with one label, and the tokenizer."""
     import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    read_words_beside_qwen2()
     AutoModelForSequenceClassification.from_pretrained(model, num_labels=1).save_pretrained(str(out))
-    AutoTokenizer.from_pretrained(model).save_pretrained(str(out))
+    PreTrainedTokenizerFast.from_pretrained(model).save_pretrained(str(out))
 
 
 def main() -> None:
@@ -117,7 +99,7 @@ def main() -> None:
 
     settings = measuring.job()
     torch.set_num_threads(settings["threads"])
-    write(Path(settings["folder"]), Shape(**settings["shape"]), load_work(settings["work"]))
+    write(Path(settings["folder"]), Shape(**settings["shape"]))
     measuring.answer(settings)
 
 

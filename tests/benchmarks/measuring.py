@@ -14,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+VERSIONS = ("tinyrl", "trl", "torch", "transformers", "peft")  # named in the tables
+
 
 def job() -> dict[str, Any]:
     """The settings this process was started with (see processes.py)."""
@@ -23,7 +25,7 @@ def job() -> dict[str, Any]:
 def answer(settings: dict[str, Any], **result: Any) -> None:
     """Hand the result back to the process that started this one."""
     installed = {found.name.lower(): found.version for found in metadata.distributions()}
-    versions = {name: installed[name] for name in ("torch", "transformers", "peft", "trl") if name in installed}
+    versions = {name: installed[name] for name in VERSIONS if name in installed}
     Path(settings["answer"]).write_text(json.dumps({"versions": versions, **result}))
 
 

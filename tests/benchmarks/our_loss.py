@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.benchmarks import measuring
+from tests.benchmarks import measuring, our_recipe
 from tests.benchmarks.fixed_batch import GROUP_SIZE, Batch, fixed_batch
-from tests.benchmarks.fixed_work import MAX_NEW_TOKENS, read_words_beside_qwen2
+from tests.benchmarks.fixed_work import SPEED
 from tinyrl.components import Options, SamplingParts
 from tinyrl.config.recipe import load_config
 from tinyrl.models.weights_io import load_policy
@@ -44,14 +43,11 @@ def as_rollout(batch: Batch) -> Rollout:
 
 
 def loss_and_gradient(settings: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
-    folder = Path(settings["folder"])
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "recipe.yaml").write_text(json.dumps(settings["recipe"]))
-    config = load_config("grpo", str(folder / "recipe.yaml"), overrides=settings["overrides"])
+    config = load_config("grpo", str(our_recipe.write(settings)), overrides=settings["overrides"])
     launch = start(
         config,
         options=Options(device="cpu"),
-        output_dir=str(folder),
+        output_dir=settings["folder"],
         name="run",
         overwrite=False,
         command=[],
@@ -60,13 +56,13 @@ def loss_and_gradient(settings: dict[str, Any]) -> tuple[float, dict[str, Tensor
     assert isinstance(parts, SamplingParts)
     assert config.grpo is not None
     load_policy(parts.roles, Path(settings["files"]) / "adapter")
-    batch = fixed_batch(parts.roles.causal.config.get_text_config().vocab_size, max_new_tokens=MAX_NEW_TOKENS)
+    batch = fixed_batch(parts.roles.causal.config.get_text_config().vocab_size, max_new_tokens=SPEED.max_new_tokens)
     rollout, rows = as_rollout(batch), list(range(len(batch.responses)))
     collector = RolloutCollector(launch.session, parts, num_prompts=len(batch.prompts), group_size=GROUP_SIZE)
     collector.compute_logprobs(rollout, reference=True, several_steps=False)
     rollout.old_logprobs, rollout.advantages = rollout.ref_logprobs, torch.tensor(batch.advantages)
     loss_settings = collector.loss_settings(config.grpo, kl_coef=config.grpo.kl_coef)
-    loss_of = PolicyLoss(rollout, rows, roles=parts.roles, settings=loss_settings)
+    loss_of = PolicyLoss(rollout, rows, roles=parts.roles, settings=loss_settings, first=True)
     with parts.roles.acting("policy"):
         loss, _ = loss_of(rows)
         loss.backward()
@@ -77,7 +73,6 @@ def loss_and_gradient(settings: dict[str, Any]) -> tuple[float, dict[str, Tensor
 
 def main() -> None:
     settings = measuring.job()
-    read_words_beside_qwen2()
     loss, gradients = loss_and_gradient(settings)
     theirs = load_file(settings["gradients"])
     assert set(theirs) == set(gradients), sorted(set(theirs) ^ set(gradients))[:4]

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.fixed_work import CLIP_EPS, GROUP_SIZE, KL_COEF, LEARNING_RATE, LORA, MAX_NEW_TOKENS, NUM_PROMPTS
+from tests.benchmarks.fixed_work import LORA, SPEED, Grpo
 
+REWARDS = Path(__file__).with_name("rewards.py")
 PPO_PROMPTS, PPO_EPOCHS = 64, 4
 
 
-def common(
-    files: Path, *, steps: int, options: Namespace, seed: int, max_new_tokens: int = MAX_NEW_TOKENS
-) -> dict[str, Any]:
+def common(files: Path, work: Grpo, *, steps: int, options: Namespace, seed: int) -> dict[str, Any]:
     """Sections that GRPO and PPO share. Nothing is saved or evaluated between steps."""
+    rate = work.learning_rate
     return {
         "model": {"path": str(files / "model"), "dtype": "float32"},
         "lora": {"r": LORA["r"], "alpha": LORA["lora_alpha"], "target_modules": LORA["target_modules"]},
         "task": {"data": str(files / "prompts.jsonl"), "eval_data": str(files / "eval.jsonl")},
-        "generation": {"max_new_tokens": max_new_tokens, "temperature": 1.0},
-        "optim": {"learning_rate": LEARNING_RATE, "critic_learning_rate": LEARNING_RATE, "schedule": "constant"},
+        "generation": {"max_new_tokens": work.max_new_tokens, "temperature": 1.0},
+        "optim": {"learning_rate": rate, "critic_learning_rate": rate, "schedule": "constant"},
         "run": {
             "num_steps": steps,
             "seed": seed,
@@ -32,26 +33,18 @@ def common(
     }
 
 
-def grpo(
-    files: Path,
-    *,
-    steps: int,
-    options: Namespace,
-    seed: int = 0,
-    group_size: int = GROUP_SIZE,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-) -> dict[str, Any]:
+def grpo(files: Path, *, steps: int, options: Namespace, seed: int = 0, work: Grpo = SPEED) -> dict[str, Any]:
     """One update a rollout, all tokens of a step weigh the same, KL to the reference by k3."""
     return {
         "method": "grpo",
-        **common(files, steps=steps, options=options, seed=seed, max_new_tokens=max_new_tokens),
-        "reward": {"functions": [{"use": f"{files / 'reward.py'}:reward"}]},
+        **common(files, work, steps=steps, options=options, seed=seed),
+        "reward": {"functions": [{"use": f"{REWARDS}:{work.reward}"}]},
         "grpo": {
-            "num_prompts": NUM_PROMPTS,
-            "group_size": group_size,
-            "clip_eps": CLIP_EPS,
-            "clip_eps_high": CLIP_EPS,
-            "kl_coef": KL_COEF,
+            "num_prompts": work.num_prompts,
+            "group_size": work.group_size,
+            "clip_eps": work.clip_eps,
+            "clip_eps_high": work.clip_eps,
+            "kl_coef": work.kl_coef,
             "kl_estimator": "k3",
         },
     }
@@ -62,8 +55,16 @@ def ppo(files: Path, *, critic: str, steps: int, options: Namespace, seed: int) 
     start = {"path": str(files / "reward_model")} if critic == "separate" else {}
     return {
         "method": "ppo",
-        **common(files, steps=steps, options=options, seed=seed),
+        **common(files, SPEED, steps=steps, options=options, seed=seed),
         "reward": {"model": str(files / "reward_model")},
         "critic": {"kind": critic, "warmup": 0, **start},
         "ppo": {"num_prompts": PPO_PROMPTS, "num_epochs": PPO_EPOCHS, "minibatch_size": PPO_PROMPTS},
     }
+
+
+def write(settings: dict[str, Any]) -> Path:
+    """Write a process's recipe into its folder, which is made; returns the file."""
+    path = Path(settings["folder"]) / "recipe.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(settings["recipe"]))  # JSON is YAML
+    return path

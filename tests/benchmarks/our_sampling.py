@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import peft  # noqa: F401
 import torch
 import transformers  # noqa: F401
 
-from tests.benchmarks import measuring
-from tests.benchmarks.fixed_work import GROUP_SIZE, NUM_PROMPTS, read_words_beside_qwen2
+from tests.benchmarks import measuring, our_recipe
+from tests.benchmarks.fixed_work import SPEED, texts
 from tinyrl.components import Options, load_parts
 from tinyrl.config.recipe import load_config
 from tinyrl.generation.engine import Request
@@ -21,22 +20,18 @@ from tinyrl.models.weights_io import load_policy
 
 def main() -> None:
     imports, settings = measuring.resident_mb(), measuring.job()
-    read_words_beside_qwen2()
-    files, folder = Path(settings["files"]), Path(settings["folder"])
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "recipe.yaml").write_text(json.dumps(settings["recipe"]))
-    config = load_config("grpo", str(folder / "recipe.yaml"), overrides=settings["overrides"])
+    files = Path(settings["files"])
+    config = load_config("grpo", str(our_recipe.write(settings)), overrides=settings["overrides"])
     torch.set_num_threads(settings["threads"])
     base = load_parts(config, options=Options(device="cpu"))
     load_policy(base.roles, files / "adapter")
     engine, _ = engine_of(config.generation, base.roles, base.tokenizer)
-    texts = [json.loads(line)["prompt"] for line in (files / "prompts.jsonl").read_text().splitlines()]
-    ids = [base.tokenizer(text)["input_ids"] for text in texts[:NUM_PROMPTS]]
+    ids = [base.tokenizer(text)["input_ids"] for text in texts(files)[: SPEED.num_prompts]]
     requests = [Request(tokens, prompt_row=i) for i, tokens in enumerate(ids)]  # pyright: ignore
     seconds, tokens = [], []
     for step in range(settings["steps"]):
         start = time.perf_counter()
-        groups = engine.sample(requests, GROUP_SIZE, seed=config.run.seed, step=step)
+        groups = engine.sample(requests, SPEED.group_size, seed=config.run.seed, step=step)
         seconds.append(time.perf_counter() - start)
         tokens.append(sum(len(completion.tokens) for group in groups for completion in group))
     measuring.answer(settings, seconds=seconds[1:], tokens=tokens[1:], imports_mb=imports, peak_mb=measuring.peak_mb())

@@ -14,8 +14,7 @@ import torch  # noqa: F401
 import transformers  # noqa: F401
 
 import tinyrl.training.launch
-from tests.benchmarks import measuring
-from tests.benchmarks.fixed_work import read_words_beside_qwen2
+from tests.benchmarks import measuring, our_recipe
 from tinyrl.cli.commands import app
 from tinyrl.training.session import Session
 
@@ -34,31 +33,31 @@ def watch_steps() -> measuring.Steps:
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl of the measured steps: without the evaluation before training and the first step."""
+    """metrics.jsonl of the steps: without the evaluation before training."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "time/update" in line][1:]
+    return [line for line in lines if "time/update" in line]
 
 
 def main() -> None:
     imports = measuring.resident_mb()
     settings = measuring.job()
-    folder = Path(settings["folder"])
-    folder.mkdir(parents=True, exist_ok=True)
-    read_words_beside_qwen2()
     tinyrl.training.launch.write_report = lambda path: []  # drawing needs memory of its own  # pyright: ignore
-    (folder / "recipe.yaml").write_text(json.dumps(settings["recipe"]))
-    steps = watch_steps()
-    command = ["train", settings["recipe"]["method"], str(folder / "recipe.yaml"), *settings["overrides"]]
-    code = app([*command, "--output-dir", str(folder), "--name", "run", "--device", "cpu"], standalone_mode=False)
+    steps, run = watch_steps(), Path(settings["folder"]) / "run"
+    command = ["train", settings["recipe"]["method"], str(our_recipe.write(settings)), *settings["overrides"]]
+    where = ["--output-dir", str(run.parent), "--name", run.name, "--device", "cpu"]
+    code = app([*command, *where], standalone_mode=False)
     if code:
         raise SystemExit(f"tinyrl ended with exit code {code}")
-    lines = lines_of(folder / "run")
+    lines = lines_of(run)
+    measured = lines[1:]  # the first step is warm-up
     measuring.answer(
         settings,
         seconds=steps.seconds,
-        phases=[{p: line[f"time/{p}"] for p in PHASES if f"time/{p}" in line} for line in lines],
-        tokens=[int(line["completion/tokens"]) for line in lines],
+        phases=[{p: line[f"time/{p}"] for p in PHASES if f"time/{p}" in line} for line in measured],
+        tokens=[int(line["completion/tokens"]) for line in measured],
         memory={key: value for key, value in lines[-1].items() if key.startswith("memory/")},
+        rewards=[line["reward/mean"] for line in lines],
+        adapter=str(max((run / "checkpoints").iterdir())),
         imports_mb=imports,
         peak_mb=measuring.peak_mb(),
     )

@@ -1,80 +1,45 @@
-"""TRL's side of the GRPO benchmark, run with the Python of TRL's own virtual environment.
+"""TRL's side of GRPO, for speed and for learning, run with the Python of TRL's own virtual environment.
 
-float32, no gradient checkpointing (TRL's default is to recompute: less memory, more time), LoRA made by TRL from a
-peft configuration, so that the reference is the base with the adapter off.
+LoRA is made by TRL from a peft configuration, so that the reference is the base with the adapter off.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import peft  # noqa: F401
 import torch
-import transformers
 from datasets import Dataset
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-from tests.benchmarks import measuring
-from tests.benchmarks.fixed_work import (
-    CLIP_EPS,
-    GROUP_SIZE,
-    KL_COEF,
-    LEARNING_RATE,
-    LORA,
-    MAX_NEW_TOKENS,
-    NUM_PROMPTS,
-    load_work,
-    read_words_beside_qwen2,
-)
-
-
-class StepEnds(transformers.TrainerCallback):
-    """Tells a stopwatch when an optimizer step is over."""
-
-    def __init__(self, steps: measuring.Steps) -> None:
-        self.steps = steps
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.steps.end()
+from tests.benchmarks import measuring, rewards
+from tests.benchmarks.fixed_work import LORA, Grpo, read_rows
+from tests.benchmarks.peer import StepEnds, arguments, tokenizer_of
 
 
 def make_trainer(settings: dict[str, Any]) -> Any:
     """GRPOTrainer on the fixed work, `micro_batch` samples at a time."""
-    files, micro_batch = Path(settings["files"]), settings["micro_batch"]
+    files, work = Path(settings["files"]), Grpo(**settings["work"])
     torch.set_num_threads(settings["threads"])
-    read_words_beside_qwen2()
     args = GRPOConfig(
-        output_dir=settings["folder"],
+        **arguments(settings, samples=work.num_prompts * work.group_size, learning_rate=work.learning_rate),
         max_steps=settings["steps"],
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        num_generations=GROUP_SIZE,
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=NUM_PROMPTS * GROUP_SIZE // micro_batch,
-        max_completion_length=MAX_NEW_TOKENS,
-        temperature=1.0,
-        beta=KL_COEF,
+        num_generations=work.group_size,
+        max_completion_length=work.max_new_tokens,
+        beta=work.kl_coef,
         use_bias_correction_kl=False,  # its default weights the KL term by the ratio; ours is kl_ratio_weight, off
-        epsilon=CLIP_EPS,
+        epsilon=work.clip_eps,
         loss_type="dapo",
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        logging_steps=1,
-        save_strategy="no",
-        seed=settings["seed"],
-        report_to=[],
-        disable_tqdm=True,
+        scale_rewards="group",
     )
-    rows = [json.loads(line) for line in (files / "prompts.jsonl").read_text().splitlines()]
     return GRPOTrainer(
         model=str(files / "model"),
-        reward_funcs=load_work(str(files / "reward.py")).reward,
+        processing_class=tokenizer_of(files),
+        reward_funcs=getattr(rewards, work.reward),
         args=args,
-        train_dataset=Dataset.from_list(rows),
+        train_dataset=Dataset.from_list(read_rows(files / "prompts.jsonl")),
         peft_config=LoraConfig(**LORA, task_type="CAUSAL_LM"),
     )
 
@@ -105,7 +70,17 @@ def main() -> None:
     trainer = make_trainer(settings)
     watch(trainer, steps)
     trainer.train()
-    measuring.answer(settings, **steps.result(), imports_mb=imports, peak_mb=measuring.peak_mb())
+    peak = measuring.peak_mb()
+    adapter = Path(settings["folder"]) / "adapter"
+    trainer.save_model(str(adapter))
+    measuring.answer(
+        settings,
+        **steps.result(),
+        rewards=[line["reward"] for line in trainer.state.log_history if "reward" in line],
+        adapter=str(adapter),
+        imports_mb=imports,
+        peak_mb=peak,
+    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.benchmarks import measuring
 from tests.benchmarks.fixed_batch import GROUP_SIZE, fixed_batch
-from tests.benchmarks.fixed_work import MAX_NEW_TOKENS
+from tests.benchmarks.fixed_work import SPEED
 from tests.benchmarks.peer_grpo import make_trainer
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     trainer = make_trainer({**settings, "steps": 1, "micro_batch": 8, "seed": 0})
     model: Any = trainer.model
     set_peft_model_state_dict(model, load_file(Path(settings["files"]) / "adapter" / "adapter_model.safetensors"))
-    batch = fixed_batch(model.config.vocab_size, max_new_tokens=MAX_NEW_TOKENS)
+    batch = fixed_batch(model.config.vocab_size, max_new_tokens=SPEED.max_new_tokens)
     prompts = [prompt for prompt in batch.prompts for _ in range(GROUP_SIZE)]
     (prompt_ids, prompt_mask), (ids, mask) = padded(prompts, left=True), padded(batch.responses, left=False)
     with torch.no_grad(), model.disable_adapter():

@@ -7,30 +7,19 @@ same matrices. stop_token is `eos`, as a user would set it; `generate` then ends
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
-import transformers
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer  # pyright: ignore[reportMissingImports]
 
 from tests.benchmarks import measuring
-from tests.benchmarks.fixed_work import CLIP_EPS, LEARNING_RATE, LORA, MAX_NEW_TOKENS, read_words_beside_qwen2
+from tests.benchmarks.fixed_work import LORA, SPEED, texts
 from tests.benchmarks.our_recipe import PPO_EPOCHS, PPO_PROMPTS
-
-
-class StepEnds(transformers.TrainerCallback):
-    """Tells a stopwatch when a rollout and its epochs are over."""
-
-    def __init__(self, steps: measuring.Steps) -> None:
-        self.steps = steps
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.steps.end()
+from tests.benchmarks.peer import StepEnds, arguments, tokenizer_of, tokens_sampled
 
 
 def value_model(folder: Path) -> Any:
@@ -43,33 +32,19 @@ def value_model(folder: Path) -> Any:
 
 
 def make_trainer(settings: dict[str, Any], steps: measuring.Steps) -> Any:
-    files, micro_batch = Path(settings["files"]), settings["micro_batch"]
-    tokenizer = AutoTokenizer.from_pretrained(files / "model", padding_side="left")
-    texts = [json.loads(line)["prompt"] for line in (files / "prompts.jsonl").read_text().splitlines()]
+    files = Path(settings["files"])
+    tokenizer = tokenizer_of(files)
     args = PPOConfig(
-        output_dir=settings["folder"],
+        **arguments(settings, samples=PPO_PROMPTS, learning_rate=SPEED.learning_rate),
         total_episodes=PPO_PROMPTS * settings["steps"],
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=PPO_PROMPTS // micro_batch,
         num_mini_batches=1,
         num_ppo_epochs=PPO_EPOCHS,
         local_rollout_forward_batch_size=PPO_PROMPTS,
-        response_length=MAX_NEW_TOKENS,
+        response_length=SPEED.max_new_tokens,
         stop_token="eos",
-        temperature=1.0,
         kl_coef=0.05,
-        cliprange=CLIP_EPS,
+        cliprange=SPEED.clip_eps,
         num_sample_generations=0,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        logging_steps=1,
-        save_strategy="no",
-        seed=settings["seed"],
-        report_to=[],
-        disable_tqdm=True,
     )
     return PPOTrainer(
         args=args,
@@ -78,7 +53,7 @@ def make_trainer(settings: dict[str, Any], steps: measuring.Steps) -> Any:
         ref_model=None,
         reward_model=AutoModelForSequenceClassification.from_pretrained(files / "reward_model", num_labels=1),
         value_model=value_model(files / "reward_model"),
-        train_dataset=Dataset.from_list([{"input_ids": tokenizer(text)["input_ids"]} for text in texts]),
+        train_dataset=Dataset.from_list([{"input_ids": tokenizer(text)["input_ids"]} for text in texts(files)]),
         peft_config=peft.LoraConfig(**LORA, task_type="CAUSAL_LM"),
         callbacks=[StepEnds(steps)],
     )
@@ -91,8 +66,7 @@ def watch(trainer: Any, steps: measuring.Steps) -> None:
     def counted(model: Any, queries: torch.Tensor, *args: Any) -> Any:
         with steps.phase("generate"):
             result = generate(model, queries, *args)
-        ended = result[0][:, queries.shape[1] :] == eos
-        steps.sampled(int((ended.cumsum(1) - ended.int() == 0).sum()))
+        steps.sampled(tokens_sampled(result[0], prompt=queries.shape[1], eos=eos))
         return result
 
     ppo_trainer.batch_generation = counted
@@ -104,7 +78,6 @@ def watch(trainer: Any, steps: measuring.Steps) -> None:
 def main() -> None:
     imports, settings, steps = measuring.resident_mb(), measuring.job(), measuring.Steps()
     torch.set_num_threads(settings["threads"])
-    read_words_beside_qwen2()
     trainer = make_trainer(settings, steps)
     watch(trainer, steps)
     trainer.train()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 3600
+TIMEOUT_S = 4 * 3600  # sixty steps of learning take most of an hour on a busy core
 
 
 def run(script: str, settings: dict[str, Any], *, options: Namespace, python: str = sys.executable) -> dict[str, Any]:
@@ -20,8 +20,8 @@ def run(script: str, settings: dict[str, Any], *, options: Namespace, python: st
     folder.mkdir(parents=True, exist_ok=True)
     number = len(list(folder.glob("*.json")))
     question, reply = folder / f"{number:04d}-{script}.json", folder / f"{number:04d}-{script}.answer"
-    common = {"answer": str(reply), "work": str(options.work), "threads": options.threads}
-    question.write_text(json.dumps({**common, "folder": str(question.with_suffix("")), **settings}))
+    common = {"answer": str(reply), "folder": str(question.with_suffix("")), "threads": options.threads}
+    question.write_text(json.dumps({**common, **settings}))
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),

@@ -9,10 +9,11 @@ import math
 import statistics
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.benchmarks import our_recipe, processes
+from tests.benchmarks.fixed_work import SPEED
 
 TOKENS_APART, LOSS_APART = 0.05, 1e-4
 
@@ -47,7 +48,7 @@ def same_tokens(ours: Sequence[float], theirs: Sequence[float]) -> Check:
 def same_loss(files: Path, *, options: Namespace) -> Check:
     """Loss and gradient of the GRPO loss, with the same LoRA weights (B not zero), clip and KL at work."""
     gradients = options.out / "jobs" / f"gradients-{files.name}.safetensors"
-    question = {"files": str(files), "gradients": str(gradients)}
+    question = {"files": str(files), "work": asdict(SPEED), "gradients": str(gradients)}
     theirs = processes.run("peer_loss", question, options=options, python=options.peer_python)
     recipe = our_recipe.grpo(files, steps=1, options=options)
     ours = processes.run("our_loss", {**question, "recipe": recipe, "overrides": options.set}, options=options)

@@ -7,30 +7,40 @@ when the first completion's first token has been drawn.
 """
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
+
+from tests.benchmarks.processes import ROOT
 
 IMPORTS = "import os, torch, transformers, peft; os._exit(0)"  # neither side pays for taking Python down
-FIRST_TOKEN = """
-import os, sys
-sys.argv = ["tinyrl", "train", {method!r}, "--output-dir", {out!r}]
-from tinyrl.generation.slots import Places
-enter = Places.enter
-def first(self, *args, **named):
-    enter(self, *args, **named)
-    os._exit(0 if int(self.count[:self.live].min()) == 1 else 1)
-Places.enter = first
-from tinyrl.cli.commands import main
-main()
-"""
+FIRST_TOKEN = "from tests.benchmarks.start_up import end_at_first_token; end_at_first_token({method!r}, {out!r})"
+
+
+def end_at_first_token(method: str, out: str) -> None:
+    """Run the command in this process, and end it (0) once every row of a first batch has one token."""
+    sys.argv = ["tinyrl", "train", method, "--output-dir", out]
+    from tinyrl.generation.slots import Slots
+
+    enter = Slots.enter
+
+    def first(self: Slots, *args: Any, **named: Any) -> None:
+        enter(self, *args, **named)
+        os._exit(0 if int(self.count[: self.live].min()) == 1 else 1)
+
+    Slots.enter = first
+    from tinyrl.cli.commands import main as command
+
+    command()
 
 
 def seconds(code: str) -> float:
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT)
     return time.perf_counter() - start
 
 

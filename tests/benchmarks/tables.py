@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+NAMES = {"trl": "TRL"}
+
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
     """Median, and the range where there is one."""
@@ -35,10 +37,17 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def machine(options: Namespace, *results: dict[str, Any]) -> str:
-    """Cores, CPU, threads and the versions on each side."""
+def versions(results: Sequence[dict[str, Any]]) -> str:
+    """What ran, for a table's first line: 'tinyrl 0.1, TRL 1.16.0, torch 2.13.0'; several where sides differ."""
+    found: dict[str, list[str]] = {}
+    for result in results:
+        for name, version in result["versions"].items():
+            found.setdefault(name, []).append(version)
+    return ", ".join(f"{NAMES.get(name, name)} {' and '.join(dict.fromkeys(of))}" for name, of in found.items())
+
+
+def machine(options: Namespace) -> str:
+    """Cores, CPU and threads."""
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     cpu = names[0].partition(":")[2].strip() if names else "unknown CPU"
-    versions = [", ".join(f"{name} {version}" for name, version in r["versions"].items()) for r in results]
-    sides = "; ".join(dict.fromkeys(versions))
-    return f"{os.cpu_count()} cores ({cpu}), {options.threads} threads a side, float32. {sides}"
+    return f"{os.cpu_count()} cores ({cpu}), {options.threads} threads a side, float32"

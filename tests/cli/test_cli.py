@@ -319,3 +319,31 @@ def test_the_real_command_with_a_text_no_terminal_can_show():
     done = real("train", "grpo", "task.data=rows.jsonl")
     assert done.returncode == 2
     assert done.stderr.startswith("tinyrl: rows.jsonl:1: half a character (a lone surrogate): '\\ud800'")
+
+
+# Settings, and what the shell completes
+
+
+def test_settings_are_shown_by_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")  # narrower than anything could be read in
+    one = run("settings", "lora").stdout
+    assert one.startswith("lora:")
+    assert "\n  r: 16 " in one
+    every = run("settings").stdout
+    assert one in every
+    assert "\nrun: " in every
+    assert "Did you mean `lora`?" in refused("settings", "lore")
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("tinyrl train g", ["grpo"]),
+        ("tinyrl train ppo starter-p", ["starter-ppo"]),
+        ("tinyrl train ppo ppo.kl_c", ["ppo.kl_coef=", "ppo.kl_controller="]),
+        ("tinyrl settings re", ["reference", "reward", "reward_model"]),
+    ],
+)
+def test_the_shell_completes_methods_recipes_and_settings(typed: str, completed: list[str]) -> None:
+    asked = {"_TINYRL_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    assert CliRunner().invoke(app, [], prog_name="tinyrl", env=asked).stdout.split() == completed

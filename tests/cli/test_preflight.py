@@ -1,5 +1,6 @@
 """Checks before torch is imported: models that do not exist, rows that cannot be used, targets of eval."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,11 @@ def test_what_is_in_order(method: str):
     check(method, model={"path": "starter"})
 
 
+def test_trackers_are_checked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert refused(run={"trackers": ["trackio"]}) == "run.trackers: trackio is not installed: pip install trackio"
+
+
 # Models
 
 
@@ -80,6 +86,20 @@ def test_an_adapter_to_start_from():
         assert refused(model=settings) == f"model.adapter={path}: {missing} is missing there"
     Path("adapter/adapter_model.safetensors").write_text("")
     check(model={"path": "model", "adapter": "adapter"})
+
+
+def test_a_run_in_place_of_a_model():
+    run = Path("runs/mine")
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text(dump_config(Config.model_validate({"method": "grpo"})))
+    wanted = (("model", "path"), ("model", "adapter"), ("critic", "path"), ("reward", "model"))
+    for section, name in wanted:
+        sections = {section: {name: "runs/mine"}}
+        assert refused("ppo", **sections) == f"{section}.{name}=runs/mine: this run has no checkpoint yet"
+    (run / "checkpoints/step-000010").mkdir()
+    for section, name in wanted:
+        check("ppo", **{section: {name: "runs/mine"}})
+        check("ppo", **{section: {name: "runs/mine/checkpoints/step-000010"}})
 
 
 # Rewards and tasks
@@ -197,3 +217,11 @@ def test_targets_of_an_evaluation():
         with pytest.raises(ValueError, match=r"\S") as caught:
             check_evaluation(target, vs=vs, task=task)
         assert str(caught.value).startswith(sentence)
+
+
+def test_a_row_of_two_thousand_columns_makes_no_longer_sentence():
+    wide = {f"column {n}": "" for n in range(2000)}
+    Path("rows.jsonl").write_text((json.dumps(wide) + "\n") * 12)
+    for said in (refused(), refused("sft"), refused(task={"data": "rows.jsonl", "columns": {"prompt": "x" * 900}})):
+        assert len(said) < 600
+        assert "column 11 and 1,988 more" in said

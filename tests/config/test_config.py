@@ -113,8 +113,13 @@ KL_PARTS = ("kl_coef", "kl_estimator", "kl_placement")
         ("dr_grpo", ("group", "none", "clipped", "token", 0.2, 0.2, "constant"), (0.0, "k3", "loss")),
         ("gspo", ("group", "std", "clipped", "sequence", 3e-4, 4e-4, "sequence"), (0.0, "k3", "loss")),
         ("cispo", ("group", "std", "cispo", "token", 0.2, 0.28, "token"), (0.0, "k3", "loss")),
-        ("rloo", ("leave-one-out", "std", "clipped", "token", 0.2, 0.2, "sequence"), (0.05, "k1", "reward")),
+        ("rloo", ("leave-one-out", "std", "clipped", "token", 0.2, 0.2, "sequence-sum"), (0.05, "k1", "reward")),
         ("reinforce++", ("discounted-return", "std", "clipped", "token", 0.2, 0.2, "token"), (0.01, "k1", "reward")),
+        (
+            "reinforce++-baseline",
+            ("baseline-return", "std", "clipped", "token", 0.2, 0.2, "token"),
+            (0.01, "k2", "loss"),
+        ),
     ],
 )
 def test_a_preset_is_plain_fields(preset: str, parts: tuple[Any, ...], kl: tuple[Any, ...]):
@@ -174,7 +179,7 @@ def test_every_preset_trains_as_it_is():
         ("optim", "learning_rate", 0),
         ("optim", "learning_rate", float("nan")),
         ("optim", "learning_rate", float("inf")),
-        ("grpo", "group_size", 1),
+        ("grpo", "group_size", 0),
         ("grpo", "clip_eps", 1.0),
         ("grpo", "dual_clip", 1.0),
         ("grpo", "ratio_cap", float("inf")),
@@ -214,10 +219,18 @@ def test_a_whole_number_is_a_number():
         ("grpo", {"reward": {"overlong_tokens": 257}}, "reward.overlong_tokens=257 is more than"),
         ("grpo", {"grpo": {"minibatch_size": 100}}, "does not divide the 256 sequences of a step; 64 would"),
         ("ppo", {"ppo": {"num_prompts": 32}}, "ppo.minibatch_size=64 does not divide the 32 sequences of a step; 32"),
-        ("ppo", {"ppo": {"kl_placement": "loss"}}, "ppo.kl_estimator=k1 in the loss has zero mean gradient"),
+        (
+            "ppo",
+            {"ppo": {"kl_placement": "loss", "kl_estimator": "k1"}},
+            "ppo.kl_estimator=k1 in the loss has zero mean gradient",
+        ),
+        ("ppo", {"ppo": {"kl_estimator": "k2"}}, "ppo.kl_estimator=k2 in the reward has a gradient that is not KL's"),
+        ("ppo", {"ppo": {"kl_estimator": "k3"}}, "ppo.kl_estimator=k3 in the reward has a gradient that is not KL's"),
+        ("grpo", {"grpo": {"preset": "rloo", "kl_estimator": "k3"}}, "grpo.kl_estimator=k3 in the reward"),
+        ("grpo", {"grpo": {"preset": "reinforce++", "kl_estimator": "k2"}}, "grpo.kl_estimator=k2 in the reward"),
+        ("grpo", {"grpo": {"group_size": 1}}, "grpo.group_size=1 leaves nothing to compare"),
         ("ppo", {"reference": {"kind": "none"}}, "ppo.kl_coef=0.05 needs a reference"),
         ("ppo", {"ppo": {"kl_controller": "adaptive", "kl_coef": 0.0}}, "ppo.kl_coef=0 stays 0"),
-        ("grpo", {"grpo": {"preset": "grpo", "kl_placement": "reward"}}, "goes with the rloo and reinforce++"),
     ],
 )
 def test_what_cannot_go_together(method: str, sections: dict[str, Any], sentence: str):
@@ -233,6 +246,8 @@ def test_what_cannot_go_together(method: str, sections: dict[str, Any], sentence
         ("grpo", {"grpo": {"minibatch_size": 64}}),
         ("ppo", {"ppo": {"num_prompts": 32, "minibatch_size": None}}),
         ("ppo", {"ppo": {"kl_placement": "loss", "kl_estimator": "k3"}}),
+        ("grpo", {"grpo": {"preset": "grpo", "kl_placement": "reward"}}),
+        ("grpo", {"grpo": {"preset": "reinforce++", "group_size": 1}}),
         ("ppo", {"reference": {"kind": "none"}, "ppo": {"kl_coef": 0}}),
         ("ppo", {"critic": {"path": "x"}}),
         ("grpo", {"reference": {"kind": "none"}}),
@@ -243,5 +258,15 @@ def test_what_can_go_together_is_accepted(method: str, sections: dict[str, Any])
 
 
 def test_a_batch_nobody_can_hold_is_answered_at_once():
-    sentence = refused("grpo", grpo={"num_prompts": 10**15 + 37, "minibatch_size": 10**14})
+    sentence = refused("grpo", grpo={"num_prompts": 999_983, "minibatch_size": 10**14})
     assert "does not divide" in sentence
+    assert "less than or equal to 1000000" in refused(
+        "grpo", grpo={"num_prompts": 10**15 + 37, "minibatch_size": 10**14}
+    )
+
+
+@pytest.mark.parametrize(("placement", "estimator"), [("reward", "k1"), ("loss", "k3")])
+def test_the_estimator_follows_where_the_kl_is(placement: str, estimator: str):
+    assert make("ppo", ppo={"kl_placement": placement}).ppo.kl_estimator == estimator
+    assert make("grpo", grpo={"preset": "grpo", "kl_placement": placement}).grpo.kl_estimator == estimator
+    assert make("grpo", grpo={"preset": "rloo", "kl_placement": placement}).grpo.kl_estimator == estimator

@@ -4,9 +4,11 @@ import re
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from tinyrl.config.errors import FAMILIAR, allowed, dotted, fields_of, section_class
-from tinyrl.config.recipe import build_config
+from tinyrl.config.errors import allowed, dotted, fields_of, section_class
+from tinyrl.config.familiar import FAMILIAR
+from tinyrl.config.recipe import build_config, load_config
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import Source
 from tinyrl.text import did_you_mean
@@ -64,17 +66,21 @@ def sentence(values: dict[str, Any], method: str = "grpo") -> str:
         ),
         ({"lora": {"dropout": 2}}, "r.yaml: `lora.dropout` is 2; it must be a number of at least 0 and below 1."),
         ({"grpo": {"clip_eps": "x"}}, "r.yaml: `grpo.clip_eps` is 'x'; it must be a number above 0 and below 1."),
-        ({"optim": {"learning_rate": -1}}, "r.yaml: `optim.learning_rate` is -1; it must be a number above 0 or null."),
+        (
+            {"optim": {"learning_rate": -1}},
+            "r.yaml: `optim.learning_rate` is -1; it must be a number above 0 and",
+        ),
         ({"grpo": 3}, "r.yaml: `grpo` is 3; it must be a section (preset, num_prompts, group_size, num_epochs, ...)."),
         ({"reward": {"functions": "f"}}, "r.yaml: `reward.functions` is 'f'; it must be a list of {use, weight}."),
         ({"reward": {"functions": [{}]}}, "r.yaml: `reward.functions[0].use` is missing; it must be text"),
         (
             {"reward": {"functions": [{"use": "a.py:f", "weight": "abc"}]}},
-            "r.yaml: `reward.functions[0].weight` is 'abc'; it must be a number.",
+            "r.yaml: `reward.functions[0].weight` is 'abc'; it must be a number of at least -1000000 and",
         ),
         (
             {"grpo": {"preset": "dappo"}},
-            "r.yaml: `grpo.preset` is 'dappo'; it must be dapo, grpo, dr_grpo, gspo, cispo, rloo or reinforce++. "
+            "r.yaml: `grpo.preset` is 'dappo'; it must be dapo, grpo, dr_grpo, gspo, cispo, rloo, reinforce++ "
+            "or reinforce++-baseline. "
             "Did you mean `dapo`?",
         ),
         ({1: 2}, "r.yaml: unknown key `1`. Sections: method, model"),
@@ -90,7 +96,7 @@ def test_what_is_wrong_is_said_with_its_place_and_what_is_allowed(values: dict[s
 def test_one_sentence_a_setting_and_three_at_most():
     values = {"run": {"seed": -1, "num_steps": 0, "threads": "x", "micro_batch_tokens": "abc"}, "lora": {"r": 0}}
     assert sentence(values).splitlines() == [
-        "r.yaml: `lora.r` is 0; it must be a whole number of at least 1.",
+        "r.yaml: `lora.r` is 0; it must be a whole number of at least 1 and of at most 16384.",
         "r.yaml: `run.num_steps` is 0; it must be a whole number of at least 1.",
         "r.yaml: `run.seed` is -1; it must be a whole number of at least 0 and below 1000000000000000000.",
         "(and 2 more)",
@@ -107,13 +113,69 @@ def test_a_conflict_is_placed_at_the_setting_it_names():
         build_config(Source("r.yaml", {"method": "grpo", "grpo": {"minibatch_size": 7}}, places))
 
 
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (
+            {"chat_template": {"a": [1]}},
+            "r.yaml: `task.chat_template.a` is [1]; it must be true, false, a whole number, a number, text or null.",
+        ),
+        (
+            {"chat_template": "qwen"},
+            "r.yaml: `task.chat_template` is 'qwen'; it must be a mapping of names to plain values.",
+        ),
+        ({"chat_template": {"tokenize": False}}, "r.yaml: task.chat_template: 'tokenize' is tinyrl's to set; give"),
+        ({"chat_template": {"a b": 1}}, "r.yaml: task.chat_template: 'a b' is no name of a variable; give"),
+        (
+            {"chat_template": {"a": 1}, "chat": False},
+            "r.yaml: task.chat_template={'a': 1} goes to the chat template, which task.chat=false does without",
+        ),
+    ],
+)
+def test_variables_of_a_chat_template_are_plain_and_not_ours(values: dict[str, Any], expected: str):
+    assert sentence({"task": values}).startswith(expected)
+
+
+def test_variables_of_a_chat_template_keep_their_types():
+    values = {"enable_thinking": False, "effort": "low", "budget": 3, "share": 0.5, "none": None}
+    config = build_config(Source("r.yaml", {"method": "grpo", "task": {"chat_template": values}}))
+    kept = config.written()["task"]["chat_template"]
+    assert [(name, type(value), value) for name, value in kept.items()] == [
+        (name, type(value), value) for name, value in values.items()
+    ]
+
+
+def test_no_field_takes_a_number_that_overflows():
+    """1e300 is infinite in float32; so is what a learning rate or a weight decay of it makes of the weights."""
+    taken, tried = [], 0
+    for section in fields_of(Config):
+        for name, kind in fields_of(section_class(section)).items():
+            if "number" not in allowed(kind).replace("whole number", ""):
+                continue
+            tried += 1
+            for value in (1e300, -1e300):
+                try:
+                    section_class(section).model_validate({name: value})
+                except ValidationError:
+                    continue
+                taken.append(f"{section}.{name}={value}")
+    assert tried > 30
+    assert not taken
+    with pytest.raises(ValidationError):
+        section_class("reward").model_validate({"functions": [{"use": "a.py:f", "weight": 1e300}]})
+
+
+def test_a_rank_that_no_model_has_is_refused():
+    assert "`lora.r` is 1000000000; it must be" in sentence({"lora": {"r": 10**9}})
+
+
 # Names from elsewhere
 
 
 def test_every_familiar_name_is_answered_with_a_setting_there_is():
     for name in FAMILIAR.values():
         section, _, key = name.partition(".")
-        assert name == "--output-dir" or key in fields_of(section_class(section)), name
+        assert name in ("--output-dir", "--name") or key in fields_of(section_class(section)), name
 
 
 @pytest.mark.parametrize(
@@ -135,6 +197,35 @@ def test_every_familiar_name_is_answered_with_a_setting_there_is():
 )
 def test_familiar_names_are_answered(values: dict[str, Any], method: str, expected: str):
     assert sentence(values, method).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("override", "method", "expected"),
+    [
+        ("actor_rollout_ref.rollout.n=8", "grpo", "`rollout.n` is `grpo.group_size` here"),
+        ("+actor_rollout_ref.rollout.n=8", "grpo", "`rollout.n` is `grpo.group_size` here"),
+        ("actor_rollout_ref.model.path=x", "ppo", "`actor_rollout_ref.model.path` is `model.path` here"),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "grpo", "`lr` is `optim.learning_rate` here"),
+        ("critic.optim.lr=1e-5", "ppo", "`critic.optim.lr` is `optim.critic_learning_rate` here"),
+        ("algorithm.adv_estimator=gae", "ppo", "it is the method (`tinyrl train ppo` for gae"),
+        ("algorithm.gamma=1.0", "ppo", "`algorithm.gamma` is `ppo.gamma` here"),
+        ("data.train_batch_size=8", "ppo", "`train_batch_size` is `ppo.num_prompts` here"),
+        ("use_vllm=true", "grpo", "no serving engine is used"),
+        ("bf16=true", "grpo", "`bf16` is `model.dtype` here: bfloat16, float32 or auto"),
+        ("enable_thinking=false", "grpo", "`enable_thinking` is `task.chat_template` here: {enable_thinking"),
+        ("run.logging_steps=1", "grpo", "every step is logged"),
+        ("log_completions=true", "grpo", "completions are always kept, in samples.jsonl"),
+        ("max_seq_length=99", "sft", "prompts and completions have limits of their own"),
+        ("packing=true", "sft", "sequences are always packed"),
+        ("generation.stop_sequences=[x]", "grpo", "`stop_sequences` is `generation.stop` here"),
+        ("num_train_epochs=3", "grpo", "`num_train_epochs` is `run.num_steps` here, in steps: one step takes num_pro"),
+    ],
+)
+def test_names_of_trl_and_verl_are_answered_also_with_dots(override: str, method: str, expected: str):
+    name = override.partition("=")[0]
+    with pytest.raises(ValueError, match="is not a setting") as caught:
+        load_config(method, None, overrides=["task.data=rows.jsonl", override])
+    assert str(caught.value).startswith(f"override '{override}': `{name}` is not a setting: {expected}")
 
 
 def test_a_familiar_name_that_is_a_setting_where_it_stands_is_one():

@@ -306,6 +306,17 @@ def test_a_config_yaml_larger_than_a_recipe_is_still_read(tmp_path: Path):
     assert round_trip(config, tmp_path) == config
 
 
+def test_a_config_yaml_from_before_there_was_a_split_seed_keeps_its_held_out_rows(tmp_path: Path):
+    path = tmp_path / "config.yaml"
+    path.write_text("method: sft\ntask: {data: a.jsonl}\nrun: {seed: 31}\n")
+    assert load_written_config(path).task.split_seed == 31
+    assert load_written_config(path, overrides=["run.seed=5"]).task.split_seed == 31
+    path.write_text("method: sft\ntask: {data: a.jsonl, split_seed: 2}\nrun: {seed: 31}\n")
+    assert load_written_config(path).task.split_seed == 2
+    path.write_text("method: sft\ntask: {data: a.jsonl}\n")
+    assert load_written_config(path).task.split_seed == 0
+
+
 def test_a_config_yaml_without_its_method(tmp_path: Path):
     (tmp_path / "config.yaml").write_text("model: {path: starter}\n")
     with pytest.raises(ValueError, match=r"config\.yaml: `method` is missing; it must be grpo, ppo, sft or reward"):
@@ -320,7 +331,7 @@ TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=2
     stop=st.lists(TEXT, max_size=3),
     columns=st.dictionaries(TEXT, TEXT, max_size=3),
     label=st.none() | TEXT | st.integers(-(10**17), 10**17),
-    rate=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    rate=st.floats(min_value=0, max_value=1, exclude_min=True),
     seed=st.integers(0, 10**18 - 1),
 )
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

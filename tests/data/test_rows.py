@@ -4,8 +4,11 @@ from collections import Counter
 
 import pytest
 
+from tests.running import LookedAt
 from tinyrl.data.rows import batch_indices, fingerprint, hold_out, keyed_order, placed_rows, read_rows
 from tinyrl.data.shapes import check_prompt
+from tinyrl.errors import Interrupted
+from tinyrl.runs import signals
 
 
 def test_columns_are_renamed_and_swapped(tmp_path):
@@ -55,6 +58,19 @@ def test_more_prompts_than_rows_go_round_and_no_rows_are_refused():
     assert batch_indices(0, 7, num_prompts=3, num_rows=1) == [0, 0, 0]
     with pytest.raises(ValueError, match="no rows"):
         batch_indices(0, 0, num_prompts=1, num_rows=0)
+
+
+def test_a_huge_batch_is_left_when_a_stop_comes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(signals, "LOOK_EVERY_S", -1.0)
+    looks = []
+
+    def stop_after_a_while() -> None:
+        looks.append(0)
+        if len(looks) > 1000:
+            raise Interrupted("SIGTERM")
+
+    with LookedAt(stop_after_a_while), pytest.raises(Interrupted):
+        batch_indices(0, 0, num_prompts=10**9, num_rows=10)
 
 
 def test_a_tenth_of_the_prompts_is_held_out_with_all_their_rows():

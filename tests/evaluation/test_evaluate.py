@@ -1,5 +1,6 @@
 """Evaluation metrics: pass@k, majority, intervals, paired differences; and one evaluation end to end."""
 
+import json
 import math
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from tinyrl.evaluation.evaluate import (
     Evaluation,
     evaluate,
     majority_passes,
-    mean_interval,
     paired_difference,
     pass_at_k,
 )
@@ -39,23 +39,6 @@ def test_the_most_frequent_answer_decides_and_ties_share() -> None:
     assert majority_passes([None, None], [False, False]) == 0.0
 
 
-def test_interval_covers_the_mean_about_as_often_as_it_says() -> None:
-    import random
-
-    hits = 0
-    for seed in range(200):
-        rng = random.Random(seed)
-        low, high = mean_interval([rng.gauss(3.0, 2.0) for _ in range(60)], resamples=400)
-        hits += low <= 3.0 <= high
-    assert 178 <= hits <= 199  # 95 % of 200 is 190; binomial standard deviation 3.1
-
-
-def test_interval_ignores_missing_prompts_and_needs_two() -> None:
-    low, high = mean_interval([1.0, 1.0, math.nan])
-    assert (low, high) == (1.0, 1.0)
-    assert all(math.isnan(x) for x in mean_interval([1.0]))
-
-
 def test_paired_difference() -> None:
     ours, other = Evaluation({}, [1.0, 2.0, 3.0, math.nan] * 10, []), Evaluation({}, [0.0, 1.0, 2.0, 9.0] * 10, [])
     difference = paired_difference(ours, other)
@@ -63,6 +46,8 @@ def test_paired_difference() -> None:
     same = paired_difference(ours, ours)
     assert same["reward_mean"] == 0.0
     assert same["distinguishable"] is False
+    one = paired_difference(Evaluation({}, [1.0], []), Evaluation({}, [0.0], []))
+    assert one["distinguishable"] is False  # one prompt has no interval
 
 
 def test_evaluation_is_repeatable_and_counts_what_it_says(tmp_path: Path) -> None:
@@ -80,3 +65,46 @@ def test_evaluation_is_repeatable_and_counts_what_it_says(tmp_path: Path) -> Non
     assert metrics["reward_mean"] == pytest.approx(sum(rewards) / 24)
     # reward_ci is over prompts, whose means are these
     assert first.by_prompt == pytest.approx([sum(rewards[i : i + 4]) / 4 for i in range(0, 24, 4)])
+
+
+def own_rows(tmp_path: Path, rows: list[dict], **sections):
+    """Metrics of one evaluation on rows of one's own, judged by two rewards that read the prompt and the text."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(
+        "def size(prompts, completions, **columns):\n    return [float(len(p)) for p in prompts]\n\n\n"
+        "def digit(prompts, completions, **columns):\n"
+        "    return [float(p[1]) if p[0] == 'a' else None for p in prompts]\n"
+    )
+    functions = [{"use": f"{tmp_path}/rewards.py:{name}", "weight": weight} for name, weight in RULES]
+    sections = {"reward": {"functions": functions}, **sections}
+    path = str(tmp_path / "rows.jsonl")
+    task = {"name": "rows", "data": path, "eval_data": path}
+    settings = running.config("grpo", tiny_model(tmp_path / "model", "llama"), task=task, **sections)
+    parts = load_sampling_parts(settings, options=Options(device="cpu"))
+    try:
+        return evaluate(parts, num_prompts=8, samples=2)
+    finally:
+        parts.close()
+
+
+RULES = (("size", 2.0), ("digit", 1.0))
+
+
+def test_each_reward_is_told_apart_over_the_rows_it_applies_to(tmp_path: Path) -> None:
+    evaluation = own_rows(tmp_path, [{"prompt": p} for p in ("a1", "a4", "b12", "b345")])
+    flat = evaluation.flat()
+    assert flat["eval/reward/size"] == flat["eval/greedy/reward/size"] == (2 + 2 + 3 + 4) / 4  # before its weight
+    assert flat["eval/reward/digit"] == (1 + 4) / 2
+    assert flat["eval/reward_mean"] == (4 + 1 + 4 + 4 + 6 + 8) / 4
+
+
+def test_what_only_a_verifier_can_say_is_absent_where_no_row_has_an_answer(tmp_path: Path) -> None:
+    flat = own_rows(tmp_path, [{"prompt": f"a{i}", "answer": ""} for i in range(4)]).flat()
+    assert not [key for key in flat if "pass@" in key or "verifier" in key or "answers" in key or "majority" in key]
+
+
+def test_rows_without_an_answer_do_not_count_as_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinyrl.tasks.rows._is_right", lambda text, reference: reference == "yes")
+    answers = ["yes", "yes", "no", None]
+    flat = own_rows(tmp_path, [{"prompt": f"a{i}", "answer": answer} for i, answer in enumerate(answers)]).flat()
+    assert flat["eval/pass@1"] == flat["eval/pass@2"] == flat["eval/verifier_mean"] == pytest.approx(2 / 3)

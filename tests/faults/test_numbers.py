@@ -110,8 +110,9 @@ def test_a_learning_rate_that_overflows_stops_the_run_with_a_sentence(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first step makes the weights so large that no product of two is finite; no step after it is taken."""
-    optim = {"learning_rate": 1e30}
-    code, run, _ = running.train(settings_for("grpo", model, tmp_path, steps_an_epoch=2, optim=optim), tmp_path)
+    settings = settings_for("grpo", model, tmp_path, steps_an_epoch=2)
+    settings.optim.learning_rate = 1e30  # set past the schema, which takes 1 at most
+    code, run, _ = running.train(settings, tmp_path)
     assert code == 3
     assert "Try a lower optim.learning_rate" in capsys.readouterr().err
     assert changed(run, 1)

@@ -7,6 +7,7 @@ reward that keeps failing stops it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import textwrap
 from dataclasses import dataclass, field
@@ -14,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests import running
 from tests.faults.children import workers_left
+from tests.tiny_models import tiny_reward_model
 from tests.trainers.test_resume import assert_same
 from tinyrl.config.schema import Config
 from tinyrl.runs.run_dir import RunDir
@@ -158,9 +161,50 @@ def breaking_in(batches: str, *, stop_at: int = -1) -> str:
                 if batch in {batches}:
                     scores[::2] = [float("nan")] * {PROMPTS * GROUP // 2}
                 if batch == {stop_at}:
-                    os.kill(os.getppid(), signal.SIGTERM)
+                    os.kill({os.getpid()}, signal.SIGTERM)
             return scores
     """)
+
+
+def test_a_reward_that_never_applies_stops_the_run(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code_of_none = "def score(prompts, completions, **columns):\n    return [None] * len(prompts)"
+    code, run, _ = running.train(settings_for(model, tmp_path, code_of_none, run={"num_steps": 8}), tmp_path)
+    assert code == 3
+    assert len(running.metrics(run)[1:]) == 2
+    assert "No completion got a reward, 3 batches in a row (last: 16 rows)" in capsys.readouterr().err
+
+
+def test_a_reward_model_without_numbers_stops_the_run(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny_reward_model(tmp_path / "reward")
+    weights = load_file(folder / "model.safetensors")
+    weights["score.weight"][:] = math.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    reward = {"functions": [], "model": str(folder)}
+    code, run, _ = running.train(settings_for(model, tmp_path, "", reward=reward, run={"num_steps": 8}), tmp_path)
+    assert code == 3
+    assert "(last: 16 of 16). Prompt 'say" in (said := capsys.readouterr().err)
+    assert "the reward model gave no number to learn from" in said
+    assert len(failed_rows(run)) == 3 * 16
+
+
+def test_what_a_reward_prints_is_in_the_runs_log(model: Path, tmp_path: Path) -> None:
+    talking = "def score(prompts, completions):\n    print('judging', len(prompts))\n    return [1.0] * len(prompts)"
+    settings = settings_for(model, tmp_path, talking, run={"num_steps": 3})
+    _, run, looks = running.train(settings, tmp_path, name="whole")
+    steps = ["score: judging 3", *["score: judging 4"] * 2, *["score: judging 16"] * 3, *["score: judging 4"] * 2]
+    log = run.path / "reward_output.log"
+    assert log.read_text().splitlines() == steps
+    code, stopped, _ = running.train(settings, tmp_path, name="stopped", stop_at=looks * 2 // 3)
+    assert code == 75
+    assert running.go_on(stopped) == 0
+    said = (stopped.path / "reward_output.log").read_text().splitlines()
+    assert said[:4] == steps[:4]
+    assert said[said.index("--- resumed ---") + 1] == "score: judging 3"
+    assert said[-2:] == steps[-2:]
 
 
 def test_three_bad_batches_in_a_row_stop_the_run(

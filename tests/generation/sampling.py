@@ -66,12 +66,12 @@ def tokens_of(groups: list[list[Completion]]) -> list[list[list[int]]]:
     return [[completion.tokens for completion in group] for group in groups]
 
 
-def assert_same(ours: list[list[Completion]], theirs: list[list[Completion]]) -> None:
+def assert_same(ours: list[list[Completion]], theirs: list[list[Completion]], *, tolerance: float = 1e-5) -> None:
     """The same tokens for the same reasons, and log-probabilities equal to rounding."""
     assert tokens_of(ours) == tokens_of(theirs)
     for a, b in zip([c for g in ours for c in g], [c for g in theirs for c in g], strict=True):
         assert a.finish_reason == b.finish_reason
-        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+        assert a.logprobs == pytest.approx(b.logprobs, abs=tolerance)
 
 
 def script(monkeypatch: pytest.MonkeyPatch, texts: list[list[int]]) -> None:

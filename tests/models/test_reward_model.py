@@ -19,6 +19,7 @@ from tinyrl.models.reward_model import (
     SCORE_HEAD,
     SequenceRewardModel,
     attach_reward_adapter,
+    classifier_room,
     find_label,
     is_reward_adapter,
     load_classifier,
@@ -27,12 +28,19 @@ from tinyrl.models.reward_model import (
 from tinyrl.models.roles import Roles
 from tinyrl.models.value_head import ValueHead
 from tinyrl.models.weights_io import save_adapter
+from tinyrl.rewards.model_text import TextFormat, classifier_tokens
 
 TEXTS = ["a", "a longer text than the others", "mid size", "", "the end<eos>", "<eos>"]
 
 
 def load(folder: Path, label: int | str | None = None, dtype: torch.dtype = torch.float32) -> SequenceRewardModel:
     return load_reward_model(str(folder), dtype=dtype, label=label, device=CPU)
+
+
+def scores_of(model: SequenceRewardModel, texts: list[str], budget: int = 100) -> list[float]:
+    """Scores of plain texts."""
+    tokens = [classifier_tokens(model.tokenizer, "", text, text_format=TextFormat(), max_tokens=512) for text in texts]
+    return model.scores(tokens, micro_batches=MicroBatches(CPU, budget))
 
 
 def by_hand(folder: Path, text: str, label: int) -> float:
@@ -49,16 +57,16 @@ def by_hand(folder: Path, text: str, label: int) -> float:
 def test_the_score_is_that_of_the_last_token(tiny: TinyModels, kind: str, pad_is_eos: bool):
     """Texts that end in EOS are scored there, where the library would take EOS for padding when pad == eos."""
     folder = tiny.reward(kind, pad_is_eos=pad_is_eos)
-    scores = load(folder).scores(TEXTS, micro_batches=MicroBatches(CPU, 40))
+    scores = scores_of(load(folder), TEXTS, 40)
     assert scores == pytest.approx([by_hand(folder, text, 0) for text in TEXTS], abs=1e-5)
     assert len({round(score, 4) for score in scores}) == len(TEXTS) - 1  # the empty text is read as EOS
 
 
 def test_scores_do_not_depend_on_order_or_batch(tiny: TinyModels):
     model = load(tiny.reward("llama"))
-    scores = model.scores(TEXTS, micro_batches=MicroBatches(CPU, 10_000))
-    backwards = model.scores(TEXTS[::-1], micro_batches=MicroBatches(CPU, 10_000))
-    alone = [model.scores([text], micro_batches=MicroBatches(CPU, 1))[0] for text in TEXTS]
+    scores = scores_of(model, TEXTS, 10_000)
+    backwards = scores_of(model, TEXTS[::-1], 10_000)
+    alone = [scores_of(model, [text], 1)[0] for text in TEXTS]
     assert backwards[::-1] == pytest.approx(scores, abs=1e-5)
     assert alone == pytest.approx(scores, abs=1e-5)
     assert model.scores([], micro_batches=MicroBatches(CPU, 100)) == []
@@ -67,7 +75,7 @@ def test_scores_do_not_depend_on_order_or_batch(tiny: TinyModels):
 def test_one_label_of_several(tiny: TinyModels):
     folder = tiny.reward("llama", labels=("bad", "good", "best"))
     for label, index in ((1, 1), ("good", 1), ("best", 2), (0, 0)):
-        scores = load(folder, label).scores(["some text"], micro_batches=MicroBatches(CPU, 100))
+        scores = scores_of(load(folder, label), ["some text"])
         assert scores == pytest.approx([by_hand(folder, "some text", index)], abs=1e-5)
     with pytest.raises(ValueError, match=r"choose one with reward.model_label: 0 \(bad\), 1 \(good\), 2 \(best\)"):
         load(folder)
@@ -86,50 +94,28 @@ def test_an_offset_in_the_configuration_is_added(tiny: TinyModels, tmp_path: Pat
     shutil.copytree(tiny.reward("llama"), folder := tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tinyrl_score_offset": 2.5}))
-    plain, shifted = (
-        load(path).scores(["text"], micro_batches=MicroBatches(CPU, 100))[0] for path in (tiny.reward("llama"), folder)
-    )
+    plain, shifted = (scores_of(load(path), ["text"])[0] for path in (tiny.reward("llama"), folder))
     assert shifted == pytest.approx(plain + 2.5, abs=1e-5)
 
 
 def test_scores_of_a_bfloat16_model_are_not_rounded_to_bfloat16(tiny: TinyModels):
-    scores = load(tiny.reward("llama"), dtype=torch.bfloat16).scores(TEXTS[:3], micro_batches=MicroBatches(CPU, 100))
+    scores = scores_of(load(tiny.reward("llama"), dtype=torch.bfloat16), TEXTS[:3])
     assert all(torch.tensor(s).bfloat16().item() != s for s in scores)
 
 
-def test_a_text_that_is_too_long_loses_its_beginning(tiny: TinyModels):
+def test_a_reward_model_reads_as_many_tokens_as_model_and_tokenizer_allow(tiny: TinyModels):
     model = load(tiny.reward("gpt2"))
     assert model.max_tokens == 512
-    long, same_end = "x" * 600, "y" * 600
-    ending = "the same ending" * 40
-    assert model.scores([long + ending], micro_batches=MicroBatches(CPU, 1)) == model.scores(
-        [same_end + ending], micro_batches=MicroBatches(CPU, 1)
-    )
+    model.tokenizer.model_max_length = 300
+    assert classifier_room(model.model.config, model.tokenizer) == 300
+    assert classifier_room({}, model.tokenizer) == 300  # a config that names no positions
 
 
 def test_the_model_reads_with_its_own_tokenizer(tiny: TinyModels):
     words = load(tiny.reward("llama", vocabulary=("good", "bad", "very")))
-    scores = words.scores(["very good", "very bad", "zzz bad", "qqq bad"], micro_batches=MicroBatches(CPU, 100))
+    scores = scores_of(words, ["very good", "very bad", "zzz bad", "qqq bad"])
     assert scores[0] != scores[1] != scores[2]
     assert scores[2] == pytest.approx(scores[3], abs=1e-6)  # both words are unknown to it
-
-
-def test_render_without_a_chat_template(tiny: TinyModels):
-    model = load(tiny.reward("llama"))
-    assert model.render("2+2=", "4") == "2+2=4"
-    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
-    assert model.render(messages, "Hello") == "Be kind.\n\nHi\n\nHello"
-
-
-def test_render_with_a_chat_template(tiny: TinyModels):
-    model = load(tiny.reward("llama"))
-    model.tokenizer.bos_token = "<eos>"
-    model.tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    # this tokenizer puts no BOS before a text, so the template's own stays
-    assert model.render("Hi", "Hello") == "<eos>[user]Hi[assistant]Hello"
-    model._added_bos = lambda: "<eos>"
-    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
-    assert model.render(messages, "Hello") == "[system]Be kind.[user]Hi[assistant]Hello"
 
 
 def test_an_encoder_without_eos_is_a_reward_model_too(tmp_path: Path):
@@ -145,7 +131,7 @@ def test_an_encoder_without_eos_is_a_reward_model_too(tmp_path: Path):
     encoder.save_pretrained(tmp_path)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path)
-    scores = load(tmp_path).scores(["good good bad", "bad"], micro_batches=MicroBatches(CPU, 100))
+    scores = scores_of(load(tmp_path), ["good good bad", "bad"])
     with torch.no_grad():
         expected = [encoder(input_ids=torch.tensor([ids])).logits.item() for ids in ([3, 3, 4], [4])]
     assert scores == pytest.approx(expected, abs=1e-5)

@@ -40,6 +40,13 @@ def test_outcome_does_not_call_what_the_intervals_do_not_carry(tmp_path: Path) -
     assert "stayed at 0.500 in 9 steps" in said(tmp_path / "b", [first, last])
 
 
+def test_outcome_says_where_prompts_are_too_few_for_an_interval(tmp_path: Path) -> None:
+    lines = [{"step": step, "eval/reward_mean": step / 4, "eval/reward_ci": [None, None]} for step in (0, 4)]
+    assert said(tmp_path / "a", lines) == (
+        "Held-out reward went from 0 to 1 in 4 steps (not enough prompts for an interval; higher is better)."
+    )
+
+
 def test_outcome_of_runs_with_less_to_say(tmp_path: Path) -> None:
     once = [{"step": 0, "eval/reward_mean": 0.25}, {"step": 1, "reward/mean": 0.3}]
     assert said(tmp_path / "a", once) == (

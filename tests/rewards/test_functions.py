@@ -4,15 +4,18 @@ import json
 import math
 import os
 import signal
+import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.running import LookedAt
 from tinyrl.errors import Interrupted
-from tinyrl.rewards import functions
+from tinyrl.rewards import functions, process
 from tinyrl.rewards.functions import FunctionReward, RewardCall
 
 MakeReward = Callable[..., FunctionReward]
@@ -243,8 +246,11 @@ def test_a_worker_that_is_killed_while_it_is_asked_is_replaced(make_reward: Make
 
     def kill_instead_of_stopping() -> None:
         if to_kill:
-            os.kill(pid := to_kill.pop(), signal.SIGKILL)
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            keeper = psutil.Process(to_kill[0]).parent()
+            os.kill(to_kill.pop(), signal.SIGKILL)
+            assert keeper is not None
+            while keeper.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.001)
 
     reward = make_reward("import os\ndef score(prompts, completions):\n    return [float(os.getpid())]")
     first = score(reward, ["a"]).scores[0]
@@ -374,6 +380,124 @@ def test_code_that_stops_loading_later_fails_rows_and_not_the_run(make_reward: M
     assert reasons(call) == {0: "`score` could not be loaded: it raised RuntimeError: edited (rewards.py, line 1)"}
 
 
+def test_code_that_hangs_when_loaded_again_costs_the_batch_one_wait(
+    make_reward: MakeReward, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(functions, "LOAD_TIMEOUT_S", 0.5)
+    monkeypatch.chdir(tmp_path)
+    code = "def score(prompts, completions):\n    return [1.0] * len(prompts)"
+    reward = make_reward(code, timeout_s=0.5)
+    reward.start()
+    reward.close()
+    hang = "import time\nwith open('loads', 'a') as log:\n    log.write('x')\ntime.sleep(1000)"
+    (tmp_path / "rewards.py").write_text(f"{hang}\n{code}")
+    call = score(reward, ["a", "b", "c"])
+    why = "`score` could not be loaded: it gave no answer within 0.5 s (rewards.py, line 4)"
+    assert reasons(call) == dict.fromkeys(range(3), why)
+    assert (tmp_path / "loads").read_text() == "x"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_memory_is_limited(make_reward: MakeReward):
+    reward = make_reward(
+        """
+        import subprocess, sys
+        def score(prompts, completions, **columns):
+            if "child" in completions:
+                taken = subprocess.run([sys.executable, "-c", "bytearray(2 << 30)"], stderr=subprocess.DEVNULL)
+                return [float(taken.returncode)] * len(prompts)
+            return [float(len(bytearray(int(text) << 20)) >> 20) for text in completions]
+        """,
+        memory_gb=0.5,
+    )
+    call = score(reward, ["10", "2000"])
+    assert shown(call) == [10.0, None]
+    limit = "a process of a reward may use 0.5 GB: reward.memory_gb"
+    assert reasons(call) == {1: f"`score` raised MemoryError: ({limit}) (rewards.py, line 7)"}
+    assert shown(score(reward, ["child"])) == [1.0]
+
+
+def test_half_of_the_memory_of_machine_or_container_is_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(process, "CGROUP_LIMIT", tmp_path / "memory.max")
+    total = psutil.virtual_memory().total
+    assert process.memory_limit("auto") == total // 2
+    (tmp_path / "memory.max").write_text("max\n")
+    assert process.memory_limit("auto") == total // 2
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert process.memory_limit("auto") == 500_000
+    assert process.memory_limit(1.5) == 1_500_000_000
+
+
+LYING = """
+    class Liar(list):
+        def __len__(self):
+            return 3
+    class Odd(float):
+        def __float__(self):
+            raise KeyError("odd")
+"""
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [
+        ("Liar([1.0])", "returned a list of 1 for a batch of 3"),
+        ("Liar([1.0] * 5)", "returned a list of 5 for a batch of 3"),
+        ("[1.0, Odd(2.0), 1.0]", "raised KeyError: 'odd' (rewards.py, line 7)"),
+    ],
+)
+def test_what_lies_about_itself_costs_rows_and_not_the_run(make_reward: MakeReward, returned: str, reason: str):
+    code = f"{LYING}    def score(prompts, completions):\n        return {returned}\n    score.whole_batch = True"
+    assert reasons(score(make_reward(code), ["a", "b", "c"])) == dict.fromkeys(range(3), f"`score` {reason}")
+
+
+def test_text_sought_in_a_message_is_noticed(make_reward: MakeReward):
+    def hint_of(code: str, completion: object) -> str | None:
+        reward = make_reward(f"def score(prompts, completions, **columns):\n    return [{code} for c in completions]")
+        assert not reward(["p"], [completion], {}).failures
+        return reward.chat_hint
+
+    chat = [{"role": "assistant", "content": "4"}]
+    says = "`score` compares a completion with text, but a completion is a list of messages here, as the prompts are; "
+    for code in ("float('4' in c)", "float(c == '4')", "float('4' != c)", "float(c[-3:] == '4')"):
+        assert hint_of(code, chat) == f'{says}its text is completion[0]["content"]'
+        assert hint_of(code, "4") is None
+    for code in ("float(c[0]['content'] == '4')", "float(c == [1])", "float({} in c)", "len(c) + len(c[0])"):
+        assert hint_of(code, chat) is None
+
+
+def test_a_message_handled_as_text_says_how_to_get_at_the_text(make_reward: MakeReward):
+    chat = [{"role": "assistant", "content": "4"}]
+    for code in ("float(c.strip())", "float(re.search('4', c) is not None)", "float(c)", "float(''.join(completions))"):
+        reward = make_reward(f"import re\ndef score(prompts, completions):\n    return [{code} for c in completions]")
+        [reason] = reasons(reward(["p"], [chat], {})).values()
+        assert 'its text is completion[0]["content"])' in reason
+
+
+def test_what_is_printed_is_kept_in_lines(make_reward: MakeReward):
+    reward = make_reward("""
+        import os, sys
+        print("loading")
+        def score(prompts, completions, **columns):
+            print("judging", *completions)
+            print("at \\x1b[31m once", file=sys.stderr)
+            if completions == ["die"]:
+                print("no line break", end="")
+                sys.stdout.flush()
+                os.abort()
+            return [1.0] * len(prompts)
+    """)
+    lines: list[str] = []
+    score(reward, ["a", "b"])
+    reward.printed.send_to(lines.append)
+    assert "".join(lines).splitlines() == ["score: loading", "score: judging a b", "score: at [ESC][31m once"]
+    lines.clear()
+    score(reward, ["die"])
+    said = "".join(lines).splitlines()
+    assert said[:2] == ["score: judging die", "score: at [ESC][31m once"]
+    assert said[2].startswith("score: no line breakFatal Python error: Aborted")
+
+
 def test_a_stop_ends_the_wait_and_the_next_call_is_not_answered_with_the_last(make_reward: MakeReward):
     answers: list[bool] = []
     code = """
@@ -413,7 +537,7 @@ def test_a_stop_also_ends_a_flood_and_a_row_by_row_search(make_reward: MakeRewar
             while True:
                 print("flood" * 1000)
     """
-    reward = make_reward(code)
+    reward = make_reward(code, timeout_s=1000)
     with LookedAt(stop_after_a_while), pytest.raises(Interrupted):
         score(reward, ["a", "b"])
 

@@ -8,6 +8,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tinyrl.rewards.functions import FunctionReward
@@ -15,7 +16,7 @@ from tinyrl.rewards.functions import FunctionReward
 PATIENCE_S = 20.0  # how long a process may take to be gone before the test says it never will be
 
 REWARDS = """
-    import os, re, subprocess, sys, time
+    import os, re, signal, subprocess, sys, time
 
     def note(*pids):
         with open("pids.new", "w") as file:
@@ -45,6 +46,28 @@ REWARDS = """
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
         note(os.getpid(), child.pid)
         return [1.0] * len(prompts)
+
+    def leave_session(prompts, completions, **columns):
+        # one child in a session of its own, and one whose parent is gone as well
+        own = dict(start_new_session=True, stdout=subprocess.PIPE, text=True)
+        idle = [sys.executable, "-c", "import time; time.sleep(1000)"]
+        child = subprocess.Popen(idle, **own)
+        code = f"import subprocess; print(subprocess.Popen({idle}, start_new_session=True).pid, flush=True)"
+        parent = subprocess.Popen([sys.executable, "-c", code], **own)
+        grandchild = int(parent.stdout.readline())
+        parent.wait()
+        note(os.getpid(), child.pid, grandchild)
+        return [1.0] * len(prompts)
+
+    def leave_session_and_die(prompts, completions, **columns):
+        leave_session(prompts, completions)
+        os._exit(1)
+
+    def kill_its_group(prompts, completions, **columns):
+        leave_session(prompts, completions)
+        os.killpg(0, signal.SIGKILL)
+
+    leave_session_and_die.whole_batch = kill_its_group.whole_batch = True
 
     def fork_and_die(prompts, completions, **columns):
         child = os.fork()
@@ -96,7 +119,14 @@ def noted_pids(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize(
     ("function", "timeout_s"),
-    [("idle", 1000), ("hang", 1000), ("hang_in_child", 1000), ("leave_child", 1000), ("hang_with_lock", 2)],
+    [
+        ("idle", 1000),
+        ("hang", 1000),
+        ("hang_in_child", 1000),
+        ("leave_child", 1000),
+        ("leave_session", 1000),
+        ("hang_with_lock", 1000),
+    ],
 )
 def test_nothing_outlives_a_killed_parent(folder: Path, function: str, timeout_s: float):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -111,11 +141,12 @@ def test_nothing_outlives_a_killed_parent(folder: Path, function: str, timeout_s
     assert wait_until_gone(pids) == []
 
 
-@pytest.mark.parametrize("function", ["idle", "leave_child"])
+@pytest.mark.parametrize("function", ["idle", "leave_child", "leave_session"])
 def test_nothing_outlives_close(folder: Path, function: str):
     with FunctionReward(f"rewards.py:{function}") as reward:
         assert reward(["p"], ["c"], {}).scores == [1.0]
         pids = noted_pids(folder)
+        pids.append(psutil.Process(pids[0]).ppid())
         assert all(runs(pid) for pid in pids)
     assert wait_until_gone(pids) == []
     reward.close()
@@ -126,6 +157,8 @@ def test_nothing_outlives_close(folder: Path, function: str):
     [
         ("hang_in_child", 1, "gave no answer within 1 s (rewards.py, line 24)"),
         ("fork_and_die", 10, "ended its process with exit code 1"),
+        ("leave_session_and_die", 10, "ended its process with exit code 1"),
+        ("kill_its_group", 10, "died of SIGKILL"),
     ],
 )
 def test_nothing_outlives_a_lost_call(folder: Path, function: str, timeout_s: float, reason: str):
@@ -139,7 +172,8 @@ def test_an_idle_worker_that_was_killed_is_replaced(folder: Path):
     with FunctionReward("rewards.py:idle") as reward:
         assert reward(["p"], ["c"], {}).scores == [1.0]
         [pid] = noted_pids(folder)
+        keeper = psutil.Process(pid).ppid()
         os.kill(pid, signal.SIGKILL)
-        assert wait_until_gone([pid]) == []
+        assert wait_until_gone([pid, keeper]) == []
         call = reward(["p"], ["c"], {})
         assert (call.scores, call.failures, call.retried) == ([1.0], [], None)

@@ -105,6 +105,50 @@ def test_messages_are_answered_with_messages(files: Path) -> None:
     }
 
 
+CHAT = """
+import asyncio
+
+def readme(prompts, completions, answer, **columns):
+    return [1.0 if a in c else 0.0 for c, a in zip(completions, answer)]
+
+async def later(prompts, completions, answer, **columns):
+    async def one(completion, answer):
+        await asyncio.sleep(0.01)
+        print("judged", answer)
+        return float(answer in completion[0]["content"])
+    return await asyncio.gather(*[one(c, a) for c, a in zip(completions, answer)])
+"""
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Path:
+    rows = [{"prompt": [{"role": "user", "content": f"say {letter}"}], "answer": letter} for letter in "abcd"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(CHAT)
+    return tmp_path
+
+
+def test_a_function_that_takes_messages_for_text_is_told_of(chat: Path) -> None:
+    assert tried(chat, "readme").warnings()[0] == (
+        "`readme` compares a completion with text, but a completion is a list of messages here, as the prompts are; "
+        'its text is completion[0]["content"]'
+    )
+
+
+def test_an_asynchronous_function_is_tried_like_any_other_and_what_it_prints_is_shown(chat: Path) -> None:
+    trial = tried(chat, "later")
+    assert {batch.what: batch.scores for batch in trial.batches} == {
+        "gold": [1.0] * 4,
+        "nothing": [0.0] * 4,
+        "nonsense": [0.0] * 4,
+    }
+    assert trial.warnings() == []
+    assert render(trial).splitlines()[-13:] == [
+        "printed (the last 12 lines):",
+        *(f"  later: judged {letter}" for letter in "abcd" * 3),
+    ]
+
+
 def test_reward_test_prints_a_table_and_exits_by_the_failures(files: Path) -> None:
     def run(function: str, *more: str):
         words = ["reward", "test", f"{files / 'rewards.py'}:{function}", "--data", str(files / "rows.jsonl"), *more]

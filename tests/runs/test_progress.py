@@ -1,7 +1,10 @@
-"""The progress display: lines in a file, a bar in a terminal, and nothing that could stop a run."""
+"""The progress display: a line a step, a bar below them in a terminal, and nothing that could stop a run."""
 
 import io
 import math
+import os
+import re
+import subprocess
 import sys
 
 import pytest
@@ -31,8 +34,8 @@ def test_one_line_a_step_where_there_is_no_terminal(capsys: pytest.CaptureFixtur
     assert captured.out == ""
     assert captured.err.splitlines() == [
         "step 0/4 · held-out 0.25 · pass@1 0.125 · starting",
-        "step 1/4 · held-out 0.25 · pass@1 0.125 · reward 0.5 · kl 0.0123 · tokens/s 1,234 · 03:00 left",
-        "step 2/4 · held-out nan · pass@1 0.125 · reward 0.75 · kl 0.0123 · tokens/s 1,234 · 02:00 left",
+        "step 1/4 · reward 0.5 · held-out 0.25 · pass@1 0.125 · kl 0.0123 · tokens/s 1,234 · 03:00 left",
+        "step 2/4 · reward 0.75 · held-out nan · pass@1 0.125 · kl 0.0123 · tokens/s 1,234 · 02:00 left",
         "a note",
     ]
 
@@ -64,10 +67,10 @@ class Screen(io.StringIO):
         return True
 
 
-def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Screen:
+def open_terminal(monkeypatch: pytest.MonkeyPatch, *, columns: int = 120) -> Screen:
     """Replace standard error by a terminal. (Not a fixture: pytest sets sys.stderr again before a test.)"""
     screen = Screen()
-    for name, value in {"TERM": "xterm", "COLUMNS": "120"}.items():
+    for name, value in {"TERM": "xterm", "COLUMNS": str(columns)}.items():
         monkeypatch.setenv(name, value)
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
@@ -88,9 +91,36 @@ def test_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch):
     shown.note("after the bar")
     text = terminal.getvalue()
     assert "sampling" in text
-    assert "reward 0.5 · held-out 0.25" in text
-    assert "1/4" in text
+    assert "step 1/4 · reward 0.5 · held-out 0.25\n" in text
+    assert " 1/4 " in ESCAPES.sub("", text)
     assert "50 [bold]% :tada: done[/bold]" in text  # a note is text, not markup
+
+
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@pytest.mark.parametrize(
+    ("columns", "last"),
+    [(80, "kl 0.00369"), (100, "length 7.8"), (120, "tokens/s 15,234")],
+)
+def test_a_line_a_step_stays_above_the_bar_and_fits(columns: int, last: str, monkeypatch: pytest.MonkeyPatch):
+    terminal = open_terminal(monkeypatch, columns=columns)
+    shown = Display(num_steps=60)
+    shown.start()
+    shown.step(0, {"eval/reward_mean": 0.4123, "eval/pass@1": 0.39})
+    shown.phase("evaluation")
+    numbers = {"policy/entropy": 0.77, "completion/mean_length": 7.8, "tokens_per_second": 15234.0}
+    shown.step(1, {"reward/mean": 0.481, "objective/kl": 0.00369, **numbers})
+    shown.close()
+    lines = ESCAPES.sub("", terminal.getvalue()).replace("\r", "\n").splitlines()
+    assert max(map(len, lines)) <= columns
+    [line] = [line for line in lines if line.startswith("step 1/60")]
+    assert line.startswith("step 1/60 · reward 0.481 · held-out 0.412 · pass@1 0.39 · kl 0.00369")
+    assert line.endswith(last)
+    bar = [line for line in lines if line][-1]
+    assert bar.startswith("evaluation ")
+    assert " 1/60 " in bar
+    assert len(re.findall("[━╸╺]", bar)) > columns - 45  # what the others leave
 
 
 @pytest.mark.parametrize("kind", ["terminal", "file"])
@@ -137,3 +167,14 @@ def test_as_many_numbers_as_fit():
     assert fitting(numbers, 19) == "reward 0.5 · kl 1.2"
     assert fitting(numbers, 18) == "reward 0.5"
     assert fitting(numbers, 5) == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("kind", ["full", "closed"])
+def test_a_result_that_nobody_can_read_changes_no_exit_code(kind: str):
+    gone, closed = os.pipe()
+    os.close(gone)
+    code = "from tinyrl.runs.progress import tell\ntell('result')\nprint('more')"
+    with open("/dev/full" if kind == "full" else closed, "w") as out:
+        done = subprocess.run([sys.executable, "-c", code], stdout=out, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -618,14 +618,15 @@ def f(text, code):
         os._exit(code)
     return 5
 """
-    cases = [["3", 0], ["3\n", None], ["3", 1], ['{"passed": true}', 0], ["]", 0]]
+    cases = [["3", 0], ["3\n", None], ["3", 1], ['{"passed": true}', 0], ["]", 0], ["[-1e400]", 0]]
     outcomes = call_function(program, "f", cases)
-    assert [outcome.value for outcome in outcomes] == [3, None, None, {"passed": True}, None]
+    assert [outcome.value for outcome in outcomes] == [3, None, None, {"passed": True}, None, None]
     assert [outcome.reason.partition(":")[0] for outcome in outcomes] == [
         "ok",
         "did not return a value that is JSON",
         "exit code 1",
         "ok",
+        "did not return a value that is JSON",
         "did not return a value that is JSON",
     ]
 

@@ -299,8 +299,9 @@ def test_outputs_are_compared_by_words_in_lines(printed: str, expected: str, sam
         (1, 1, True),
         (1, 1.0, True),
         (0.1 + 0.2, 0.3, True),
-        (1e-12, 0, True),
         (1 + 1e-6, 1, False),
+        (5e-10, 1e-10, False),
+        (6.6e-34, 6.6e-34 * (1 + 1e-10), True),
         (10**300 + 1, 10**300, False),
         (10**400, 1.5, False),
         (10**400, 10**400, True),
@@ -324,6 +325,14 @@ def test_outputs_are_compared_by_words_in_lines(printed: str, expected: str, sam
 def test_values_are_compared_by_kind_and_content(returned: object, expected: object, same: bool):
     assert same_value(returned, expected) is same
     assert same_value(expected, returned) is same
+
+
+def test_a_rounding_error_may_stand_for_zero_and_zero_for_nothing_else():
+    assert same_value(0.1 + 0.2 - 0.3, 0)
+    assert same_value([-1e-12], [0.0])
+    assert not same_value(1e-11, 0.0)
+    assert not same_value(0, 5e-10)
+    assert not same_value(0.0, 6.6e-34)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
-from tinyrl.tasks import TASKS, load_rows, load_task
+from tinyrl.config.schema import Config
+from tinyrl.tasks import TASKS, load_rows, load_split, load_task
 from tinyrl.tasks.task import Task
+from tinyrl.trainers.sft import text_rows
 
 
 def toy_rows(split):
@@ -82,6 +84,21 @@ def test_data_alone_is_split_by_prompt_and_seed(tmp_path):
     assert not {row["q"] for row in held} & {row["q"] for row in train}
     assert load_rows(TOY, "eval", data=source, seed=6) != held
     assert load_rows(TOY, "train", data=source, seed=5, max_samples=4) == train[:4]
+
+
+@pytest.mark.parametrize("method", ["grpo", "sft"])
+def test_the_held_out_rows_are_those_of_split_seed_whatever_the_run_seed(tmp_path, method):
+    source = jsonl(tmp_path / "a.jsonl", [{"prompt": f"{i}", "completion": "x"} for i in range(60)])
+
+    def held(seed, **task):
+        values = {"method": method, "task": {"data": source, **task}, "run": {"seed": seed}}
+        config = Config.model_validate(values)
+        rows = text_rows(config)[1] if method == "sft" else load_split(config, "eval")
+        return [row["prompt"] for row in rows]
+
+    # by hand: prompts sorted by the sha256 of {"prompt":"..."}, then the first 6 places by that of "hold out 0:place"
+    assert held(0) == held(31) == ["4", "8", "10", "32", "43", "50"]
+    assert held(0, split_seed=1) == held(31, split_seed=1) != held(0)
 
 
 def test_rows_get_the_same_columns(tmp_path):

@@ -5,7 +5,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.conftest import shared_data
-from tinyrl.tasks.prompts import render_prompt
+from tests.running import LookedAt
+from tinyrl.errors import Interrupted
+from tinyrl.runs import signals
+from tinyrl.tasks import load_task, prompts
+from tinyrl.tasks.prompts import prepare_prompts, render_prompt
 
 VOCABULARY = {"[UNK]": 0, "<s>": 1, "</s>": 2, "hello": 3, "world": 4, "<think>": 5, "</think>": 6, "user": 7, ":": 8}
 TEMPLATE = (
@@ -112,6 +116,71 @@ def test_a_think_tag_in_the_persons_own_text_opens_nothing():
 def test_what_cannot_be_rendered_is_refused(template, prompt, chat, wanted):
     with pytest.raises(ValueError, match=wanted):
         render_prompt(small_tokenizer(template=template), prompt, chat=chat)
+
+
+def prepared(texts: list, **more):
+    rows = [{"prompt": text} for text in texts]
+    how = {"chat": "auto", "system_prompt": None, "max_prompt_tokens": 4, "long_prompts": "error", **more}
+    return prepare_prompts(load_task("rows"), rows, tokenizer=small_tokenizer(template=None), **how)
+
+
+def test_a_prompt_longer_than_any_tokens_is_refused_without_being_read(monkeypatch: pytest.MonkeyPatch):
+    """The longest token here has 8 characters, so 32 are allowed for each (of an unknown word): 128 for four tokens."""
+    read: list[int] = []
+
+    def render(tokenizer, prompt, **how):
+        read.append(len(prompt))
+        return render_prompt(tokenizer, prompt, **how)
+
+    monkeypatch.setattr(prompts, "render_prompt", render)
+    with pytest.raises(ValueError, match=r"^1 of 2 prompts .* \(first: row 2 with 312500; longest 312500 or more\)"):
+        prepared(["hello", "hello " * 1_666_667])
+    assert [p.index for p in prepared(["x" * 129, "hello world"], long_prompts="drop")] == [1]
+    with pytest.raises(ValueError, match=r"row 1 with 5; longest 5\): .*\nSet generation\.max_prompt_tokens=5, or"):
+        prepared(["hello " * 5])
+    assert [p.index for p in prepared(["x" * 128])] == [0]
+    assert read == [5, 11, 30, 128]
+
+
+def test_messages_are_measured_by_their_content():
+    chat = [{"role": "user", "content": "x" * 70}, {"role": "user", "content": "y" * 70}]
+    with pytest.raises(ValueError, match="row 1 with 4; longest 4 or more"):
+        prepared([chat])
+
+
+def test_a_stop_is_looked_at_between_prompts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(signals, "LOOK_EVERY_S", -1.0)
+    looks = []
+
+    def stop_at_the_third() -> None:
+        looks.append(0)
+        if len(looks) == 3:
+            raise Interrupted("SIGTERM")
+
+    with LookedAt(stop_at_the_third), pytest.raises(Interrupted):
+        prepared(["hello"] * 10)
+
+
+THINKING = TEMPLATE + (
+    "{% if add_generation_prompt %}<think> {% if enable_thinking is defined and not enable_thinking %}</think> "
+    "{% endif %}{% endif %}"
+)
+
+
+def test_variables_reach_the_template():
+    tokenizer = small_tokenizer(template=THINKING)
+    rendered = render_prompt(tokenizer, "hello")
+    assert (rendered.text, rendered.opened) == ("<s> user : hello </s> <s> assistant : <think> ", "<think> ")
+    rendered = render_prompt(tokenizer, "hello", variables={"enable_thinking": False})
+    assert (rendered.text, rendered.opened) == ("<s> user : hello </s> <s> assistant : <think> </think> ", "")
+    assert render_prompt(tokenizer, "hello", variables={"enable_thinking": True}).opened == "<think> "
+
+
+def test_a_variable_the_template_has_not_is_refused():
+    with pytest.raises(ValueError, match=r"no variable `enable_thinkin`. Did you mean `enable_thinking`?"):
+        render_prompt(small_tokenizer(template=THINKING), "hello", variables={"enable_thinkin": False})
+    with pytest.raises(ValueError, match="this model's tokenizer has no chat template"):
+        render_prompt(small_tokenizer(), "hello", variables={"enable_thinking": False})
 
 
 @pytest.mark.skipif(shared_data() is None, reason="needs ../shared/data")

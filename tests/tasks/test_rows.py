@@ -4,6 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinyrl.config.schema import Config
+from tinyrl.tasks import load_split
 from tinyrl.tasks.rows import TASK
 
 
@@ -59,6 +61,8 @@ def test_rows_without_an_answer_have_no_score():
     assert TASK.verify is not None
     assert TASK.verify(["?"] * 2, ["a", "b"], prompt=["?"] * 2) == [None, None]
     assert TASK.verify(["?"] * 3, ["a", "b", "c"], answer=["a", None, "d"]) == [1.0, None, 0.0]
+    assert TASK.verify(["?"] * 3, ["", "a", "a"], answer=["", " \n", ["a"]]) == [None, None, None]
+    assert [TASK.gold({"prompt": "?", "answer": answer}) for answer in ("", " ", ["a"], None)] == [None] * 4
 
 
 @given(
@@ -93,10 +97,21 @@ def test_prompts_stay_as_they_are():
 def test_rows_that_cannot_be_used_are_refused(row, wanted):
     def use():
         TASK.prompt(row)
-        TASK.gold(row)
+        assert TASK.check_reference is not None
+        TASK.check_reference(row)
 
     with pytest.raises(ValueError, match=wanted):
         use()
+
+
+def test_an_answer_that_only_the_own_reward_reads_may_be_anything(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "p", "answer": ""}\n{"prompt": "q", "answer": ["a", "b"]}\n')
+    task = {"data": str(tmp_path / "a.jsonl"), "eval_data": str(tmp_path / "a.jsonl")}
+    own = {"functions": [{"use": "rewards.py:score"}]}
+    rows = load_split(Config.model_validate({"method": "grpo", "task": task, "reward": own}), "train")
+    assert [row["answer"] for row in rows] == ["", ["a", "b"]]
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: 'answer' is empty"):
+        load_split(Config.model_validate({"method": "grpo", "task": task}), "train")
 
 
 def test_there_are_no_rows_without_data():

@@ -95,7 +95,9 @@ def test_micro_batches_do_not_change_training(method: str, models: dict[str, Pat
             torch.testing.assert_close(tensor, ends[1][name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("preset", ["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce++"])
+@pytest.mark.parametrize(
+    "preset", ["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce++", "reinforce++-baseline"]
+)
 def test_every_preset_trains(preset: str, models: dict[str, Path], tmp_path: Path) -> None:
     settings = running.config(
         "grpo",

@@ -9,10 +9,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests import running
 from tests.tiny_models import tiny_model
+from tinyrl.components import Options, load_sampling_parts
+from tinyrl.config.schema import Config
+from tinyrl.trainers import reward_model, sft
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant] <think>\n{% endif %}"
+    "{% if add_generation_prompt %}[assistant] <think>\n{% if effort is defined %}{{ effort }} {% endif %}{% endif %}"
 )
 
 
@@ -23,6 +26,21 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def test_variables_of_the_template_reach_every_prompt_and_are_recorded(chat_model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"say {c}", "completion": c, "chosen": c, "rejected": ""} for c in "abcdefgh"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"name": "rows", "data": str(tmp_path / "rows.jsonl"), "chat_template": {"effort": "low"}}
+    end = "[assistant] <think>\nlow "
+    settings = running.config("grpo", chat_model, task=task)
+    assert settings.written()["task"]["chat_template"] == {"effort": "low"}
+    parts = load_sampling_parts(settings, options=Options(device="cpu"))
+    assert all(prompt.text.endswith(end) for prompt in (*parts.train_prompts, *parts.eval_prompts))
+    for method, trainer in {"sft": sft, "reward": reward_model}.items():
+        settings = Config.model_validate({"method": method, "model": {"path": str(chat_model)}, "task": task})
+        parts = trainer.load(settings, options=Options(device="cpu"))
+        assert all(end in parts.tokenizer.decode(tokens) for tokens, _ in (*parts.train, *parts.held_out))
 
 
 def test_messages_reach_the_reward_as_messages(chat_model: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Stopping anywhere and resuming: to the bit the run that was not stopped (on a CPU)."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo, full": ("grpo", {"lora": {"enabled": False}, "optim": {"learning_rate": 1e-3}}),
     "ppo": ("ppo", {"ppo": {"kl_controller": "adaptive", "kl_horizon": 100}}),
     "ppo, micro-batches": ("ppo", {"run": {"micro_batch_tokens": 40}}),
+    "ppo, truncated responses bootstrapped": ("ppo", {"ppo": {"bootstrap_truncated": True}}),
     "ppo, full": ("ppo", {"lora": {"enabled": False}, "optim": {"learning_rate": 1e-3}}),
     "ppo, schedule": ("ppo", {"optim": {"schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1}}),
 }
@@ -101,3 +103,14 @@ def test_damaged_newest_checkpoint_falls_back_and_ends_equal(model: Path, tmp_pa
     optimizer.write_bytes(content)
     assert running.go_on(damaged) == 0  # from step 4
     assert_same(whole, damaged, 5)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_finished_run_is_finished_though_its_summary_cannot_be_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        code, _, _ = running.train(running.config("grpo", model, run={"num_steps": 1, "eval_every": 0}), tmp_path)
+        stopped, _, _ = running.train(running.config("grpo", model), tmp_path, name="stopped", stop_at=9)
+    assert (code, stopped) == (0, 75)

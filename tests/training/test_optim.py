@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tinyrl.training.optim import RoleOptimizer, rate_factor
+from tinyrl.config.schema import OptimConfig
+from tinyrl.training.optim import RoleOptimizer, rate_factor, stretched_schedule
 
 
 def make(weight_decay: float = 0.0, /, **values: Any) -> RoleOptimizer:
@@ -135,6 +136,17 @@ def test_a_schedule_is_a_function_of_the_step(schedule: str, warmup: int, factor
     """Four steps (0 to 3) and the one after the last."""
     got = [rate_factor(schedule, step, num_steps=4, warmup_steps=warmup) for step in range(5)]
     assert got == pytest.approx(factors, abs=1e-12)
+
+
+def test_a_schedule_that_a_resume_stretches_is_told():
+    """At step 50 of 100 a linear rate is half; of 200, three quarters."""
+    optim = OptimConfig(learning_rate=1e-4, schedule="linear")
+    assert stretched_schedule(optim, step=50, before=100, now=200) == (
+        "optim.schedule=linear is stretched from 100 to 200 steps: the learning rate of step 51 is 7.5e-05 where it "
+        "would have been 5e-05"
+    )
+    assert stretched_schedule(optim, step=50, before=100, now=100) is None
+    assert stretched_schedule(OptimConfig(learning_rate=1e-4), step=50, before=100, now=200) is None
 
 
 def test_no_schedule_turns_around():

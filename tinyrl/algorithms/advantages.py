@@ -2,8 +2,8 @@
 
 What differs from the papers: a response may hold False tokens (tool output, padding). They are skipped, not zeroed:
 the step after a True token is the next True token, however far away; gamma and lambda are not applied to the tokens
-between, and a reward on a False token is ignored. The value after the last True token is 0; to bootstrap a truncated
-response, add gamma * V(what follows) to its last reward.
+between, and a reward on a False token is ignored. The value after the last True token is 0, unless a truncated response
+is bootstrapped.
 Groups may hold NaN scores ("does not apply", "dropped"): they are left out and get 0.
 """
 
@@ -18,21 +18,32 @@ STD_EPS = 1e-4  # added to a group's standard deviation
 
 
 @torch.no_grad()
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    final_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation and the returns to regress the value on.
 
         delta[t] = r[t] + gamma V[t'] - V[t],   A[t] = delta[t] + gamma gae_lambda A[t'],   returns[t] = A[t] + V[t]
 
-    t' is the next True token after t in the row; V[t'] = A[t'] = 0 after the last. That is, over True tokens,
+    t' is the next True token after t in the row; after the last, A[t'] = 0 and V[t'] is the row's final value, the
+    value of what would have followed a response that was cut off (None: 0 for all). That is, over True tokens,
     A[t] = sum_l (gamma gae_lambda)^l delta[t + l]: Schulman et al. (1506.02438) Eq. 16, PPO (1707.06347) Eq. 11, 12.
     V[b, t] is the value before token t is chosen.
-    rewards, values, mask: (B, T) -> two (B, T), [b, t] with b in [0, B), t in [0, T); 0 on False tokens.
-    Raises AssertionError on shapes.
+    rewards, values, mask: (B, T), final_values: (B,) -> two (B, T), [b, t] with b in [0, B), t in [0, T); 0 on False
+    tokens. Raises AssertionError on shapes.
     """
     assert_shapes(mask, rewards=rewards, values=values)
+    assert final_values is None or final_values.shape == mask.shape[:1], "one final value per row, (B,)"
     rewards, values = keep_true(rewards, mask), keep_true(values, mask)
     advantages = torch.zeros_like(values)
-    next_value = next_advantage = values.new_zeros(mask.shape[0])
+    next_advantage = values.new_zeros(mask.shape[0])
+    next_value = next_advantage if final_values is None else final_values.to(values)
     for t in reversed(range(mask.shape[1])):
         chosen = mask[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]

@@ -8,6 +8,7 @@ GRPO, DAPO, Dr. GRPO and GSPO are `clipped_policy_loss` with other arguments:
     DAPO      token        token        0.2, 0.28                True tokens
     Dr. GRPO  token        constant     0.2                      sequences * max_new_tokens
     GSPO      sequence     sequence     3e-4, 4e-4               sequences with a True token
+    RLOO      token        sequence-sum 0.2                      sequences with a True token
 
 mask (B, T): True for the response tokens that the policy chose and that count; T is the longest response.
 
@@ -112,19 +113,24 @@ def cispo_loss(
     ratio_cap: float,
     aggregation: Aggregation = "token",
     denominator: float | None = None,
+    token_weights: Tensor | None = None,
     metric_denominator: float | None = None,
 ) -> tuple[Tensor, Metrics]:
     """REINFORCE with a capped importance weight: aggregate of -stop_gradient(min(r[t], ratio_cap)) A[t] logprobs[t].
 
     CISPO, MiniMax-M1 (2506.13585) Eq. 4 and 5. The cap is on the ratio itself (not on 1 + eps), and there is none
     below, as the paper runs it. No token loses its gradient.
+    token_weights (None: 1) are as in `clipped_policy_loss`: they multiply a token's loss and count in no denominator.
     Metrics: policy/loss, policy/clipfrac (ratios above the cap), policy/approx_kl, policy/ratio (before the cap).
-    logprobs, old_logprobs, mask: (B, T); advantages: (B,) or (B, T); [b, t] with b in [0, B), t in [0, T) -> 0-dim.
+    logprobs, old_logprobs, mask, token_weights: (B, T); advantages: (B,) or (B, T); [b, t] with
+    b in [0, B), t in [0, T) -> 0-dim.
     Raises ValueError as `masking.aggregate` does; AssertionError on shapes and ratio_cap <= 0.
     """
     assert ratio_cap > 0, f"ratio_cap is {ratio_cap}"
     ratio = importance_ratio(logprobs, old_logprobs, mask).detach()
     losses = -ratio.clamp(max=ratio_cap) * _per_token(advantages, mask) * keep_true(logprobs, mask)
+    if token_weights is not None:
+        losses = losses * keep_true(token_weights.detach(), mask)
     loss = aggregate(losses, mask, aggregation=aggregation, denominator=denominator)
     per_token = {
         "policy/clipfrac": ratio > ratio_cap,
@@ -228,7 +234,7 @@ def _metrics(
     metric_denominator: float | None,
 ) -> Metrics:
     """`totals` as they are, and the means of `per_token`, all detached; the module docstring says over what."""
-    if aggregation == "constant":
+    if aggregation in ("constant", "sequence-sum"):
         aggregation, denominator = "token", metric_denominator
     means = {k: aggregate(x, mask, aggregation=aggregation, denominator=denominator) for k, x in per_token.items()}
     return {k: x.detach() for k, x in totals.items()} | means

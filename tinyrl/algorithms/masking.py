@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Aggregation = Literal["token", "sequence", "constant"]
+Aggregation = Literal["token", "sequence", "sequence-sum", "constant"]
 
 
 def assert_shapes(mask: Tensor, **tensors: Tensor) -> None:
@@ -66,9 +66,10 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
 def aggregate(x: Tensor, mask: Tensor, *, aggregation: Aggregation, denominator: float | None = None) -> Tensor:
     """One number from per-token terms, with a named denominator D.
 
-        token      (sum_b sum_t m[b, t] x[b, t]) / D               D: True tokens of the optimizer step
-        sequence   (sum_b mean over True t of x[b, t]) / D         D: sequences of the step with at least one True token
-        constant   (sum_b sum_t m[b, t] x[b, t]) / D               D: any number, the same for every step; required
+        token         (sum_b sum_t m[b, t] x[b, t]) / D          D: True tokens of the optimizer step
+        sequence      (sum_b mean over True t of x[b, t]) / D    D: sequences of the step with at least one True token
+        sequence-sum  (sum_b sum_t m[b, t] x[b, t]) / D          D: the same
+        constant      (sum_b sum_t m[b, t] x[b, t]) / D          D: any number, the same for every step; required
 
     With the same D in every micro-batch of a step, the results of the micro-batches add up to that of the whole batch.
     A sequence without a True token counts neither in the sum nor in the default D. D None: counted in this batch.
@@ -83,8 +84,10 @@ def aggregate(x: Tensor, mask: Tensor, *, aggregation: Aggregation, denominator:
         total, count = masked_sum(x, mask), mask.sum()
     elif aggregation == "sequence":
         total, count = masked_mean(x, mask, dim=1).sum(), mask.any(dim=1).sum()
+    elif aggregation == "sequence-sum":
+        total, count = masked_sum(x, mask), mask.any(dim=1).sum()
     else:
-        raise ValueError(f"aggregation is {aggregation!r}; it can be 'token', 'sequence' or 'constant'")
+        raise ValueError(f"aggregation is {aggregation!r}; it can be 'token', 'sequence', 'sequence-sum' or 'constant'")
     if denominator is not None:
         return total / (denominator or 1)
     if aggregation == "constant":

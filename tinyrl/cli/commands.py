@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,11 +21,33 @@ from tinyrl.config.methods import METHODS, or_list
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help=tinyrl.__doc__,
 )
+
+
+def complete_method(incomplete: str) -> list[str]:
+    """Methods that begin like this."""
+    return [name for name in METHODS if name.startswith(incomplete)]
+
+
+def complete_section(incomplete: str) -> list[str]:
+    """Sections of the configuration that begin like this."""
+    from tinyrl.config.settings import SECTIONS
+
+    return [name for name in SECTIONS if name.startswith(incomplete)]
+
+
+def complete_setting(incomplete: str) -> list[str]:
+    """Packaged recipes and `section.key=` that begin like this."""
+    from tinyrl.config.errors import fields_of, section_class
+    from tinyrl.config.recipe import packaged_recipes
+    from tinyrl.config.settings import SECTIONS
+
+    keys = [f"{section}.{key}=" for section in SECTIONS for key in fields_of(section_class(section))]
+    return [name for name in [*packaged_recipes(), *keys] if name.startswith(incomplete)]
+
 
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="where to run")]
 Debug = Annotated[bool, typer.Option("--debug", help="show a traceback with an error")]
@@ -51,10 +74,14 @@ def version(show: Annotated[bool, typer.Option("--version", help="print the vers
 
 @app.command()
 def train(
-    method: Annotated[str | None, typer.Argument(help=or_list([*METHODS]))] = None,
+    method: Annotated[str | None, typer.Argument(help=or_list([*METHODS]), autocompletion=complete_method)] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RECIPE] [section.key=value]...", help="a recipe (path or packaged name), overrides"),
+        typer.Argument(
+            metavar="[RECIPE] [section.key=value]...",
+            help="a recipe (path or packaged name), overrides",
+            autocompletion=complete_setting,
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="name of the run; default <method>-<task>-<n>")] = None,
     output_dir: OutputDir = "runs",
@@ -88,7 +115,10 @@ def train(
 @app.command("eval")
 def evaluate(
     target: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL")],
-    vs: Annotated[str | None, typer.Option(help="base, start, a run or a checkpoint to compare with")] = None,
+    vs: Annotated[
+        str | None,
+        typer.Option(help="base, start, a run or a checkpoint, judged by the first one's prompts and reward"),
+    ] = None,
     task: Annotated[str | None, typer.Option(help="another task than the run's")] = None,
     split: Annotated[
         Literal["eval", "train"], typer.Option(help="held-out prompts, or those of training (has it memorised?)")
@@ -167,11 +197,25 @@ def reward_test(
 
         parse_use(use)
         chosen = load_task(task)
-        rows = load_rows(chosen, "eval", eval_data=data, max_samples=num_rows)
+        rows = load_rows(chosen, "eval", eval_data=data, max_samples=num_rows, verified=False)
         trial = try_function(use, chosen, rows, timeout_s=timeout)
         print(render(trial))
     if trial.would_stop_a_run:
         raise typer.Exit(3)
+
+
+@app.command("settings")
+def list_settings(
+    section: Annotated[
+        str | None, typer.Argument(help="model, lora, task, ...; default: all", autocompletion=complete_section)
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Every setting of a recipe: name, default, meaning, type."""
+    with sentences(debug):
+        from tinyrl.config.settings import describe_settings
+
+        print(describe_settings(section, width=max(60, min(shutil.get_terminal_size().columns, 120))))
 
 
 @app.command()

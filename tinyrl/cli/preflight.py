@@ -12,10 +12,11 @@ from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import placed_rows
 from tinyrl.rewards.loading import parse_use
-from tinyrl.runs.run_dir import run_of
+from tinyrl.runs.run_dir import named_run, run_of
+from tinyrl.runs.tracking import check_trackers
 from tinyrl.starter import starter_path
-from tinyrl.tasks import load_rows, load_task
-from tinyrl.text import did_you_mean
+from tinyrl.tasks import load_split, load_task
+from tinyrl.text import did_you_mean, listed
 
 TEXT_FILES = (".jsonl", ".json", ".csv")
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -25,10 +26,11 @@ PAIR_COLUMNS = ("prompt", "chosen", "rejected")
 
 def check_before_loading(config: Config) -> None:
     """Raise ValueError for whatever would stop a run before its first step and needs no model to be found."""
+    check_trackers(config.run.trackers)
     _check_model_path("model.path", config.model.path)
     if config.critic.path is not None:
         _check_model_path("critic.path", config.critic.path)
-    if config.model.adapter is not None:
+    if config.model.adapter is not None and not _is_run("model.adapter", config.model.adapter):
         for name in ADAPTER_FILES:
             if not os.path.isfile(os.path.join(config.model.adapter, name)):
                 raise ValueError(f"model.adapter={config.model.adapter}: {name} is missing there")
@@ -59,7 +61,7 @@ def check_evaluation(target: str, *, vs: str | None, task: str | None) -> None:
 
 def _check_model_path(key: str, path: str) -> None:
     """An embedded model, a folder with safetensors, or possibly a hub name; models/loading.py makes the final check."""
-    if starter_path(path) is not None:
+    if starter_path(path) is not None or _is_run(key, path):
         return
     folder = os.path.expanduser(path)
     if os.path.isdir(folder):
@@ -79,6 +81,16 @@ def _check_model_path(key: str, path: str) -> None:
         raise ValueError(f"{key}={path}: there is no such folder, and a hub name is owner/name.{meant}")
 
 
+def _is_run(key: str, path: str) -> bool:
+    """Whether a model's path names a run or a checkpoint of one; which checkpoint it is, is verified later.
+    Raises ValueError for a run that has none.
+    """
+    run = named_run(path)
+    if run is not None and not any((run / "checkpoints").glob("step-*")):
+        raise ValueError(f"{key}={path}: this run has no checkpoint yet")
+    return run is not None
+
+
 def _names_in(folder: str) -> list[str]:
     try:
         return sorted(os.listdir(folder))
@@ -88,7 +100,7 @@ def _names_in(folder: str) -> list[str]:
 
 def _check_prompts(config: Config) -> None:
     where = config.task
-    task = load_task(where.name or "rows")
+    task = load_task(where.name or "rows", grading=where.grading)
     if where.data is None and task.name == "rows":
         raise ValueError(
             "task.data is missing: say where the prompts are (task.data=rows.jsonl) or name a task (see `tinyrl tasks`)"
@@ -96,15 +108,7 @@ def _check_prompts(config: Config) -> None:
     sources = {"train": where.data, "eval": where.eval_data}
     for split, source in sources.items():
         if source is not None and _answers_at_once(source):
-            load_rows(
-                task,
-                split,
-                data=where.data,
-                eval_data=where.eval_data,
-                columns=where.columns,
-                max_samples=where.max_samples,
-                seed=config.run.seed,
-            )
+            load_split(config, split)
 
 
 def _check_examples(config: Config) -> None:
@@ -125,7 +129,7 @@ def _check_examples(config: Config) -> None:
                     meant = did_you_mean(column, list(row))
                     raise ValueError(
                         f"{place}: no column '{column}', which `tinyrl train {config.method}` needs.{meant} "
-                        f"Columns: {', '.join(row)}. Rename one with task.columns.{column}=OLD"
+                        f"Columns: {listed(row)}. Rename one with task.columns.{column}=OLD"
                     )
                 if column != "prompt" and not isinstance(row[column], str):
                     raise ValueError(f"{place}: '{column}' must be text, not {row[column]!r:.60}")

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from tinyrl.config.schema import Config
 
 
+SPINS = "10000"  # some 20 microseconds: longer than threads of one parallel loop are apart on a quiet machine
+
+
 @dataclass(frozen=True)
 class How:
     """Options of every command that loads a model."""
@@ -59,7 +62,9 @@ def start_run(
 def show_run(method: str | None, settings: list[str], *, how: How) -> None:
     """Everything up to the first step, printed: nothing is written."""
     with sentences(how.debug):
-        config = _config_of(method, settings)
+        from tinyrl.runs.settle import settle
+
+        config = settle(_config_of(method, settings))
     quiet_libraries()
     from tinyrl.config.recipe import dump_config
     from tinyrl.runs.signals import StopFlag
@@ -116,7 +121,13 @@ def _config_of(method: str | None, settings: list[str]) -> Config:
 
 
 def quiet_libraries() -> None:
-    """Keep libraries' progress bars and advice from drowning what a run says."""
+    """Keep libraries' progress bars and advice from drowning what a run says, and their threads from spinning.
+
+    Threads of OpenMP that wait for each other spin, by default for milliseconds. Where another process has their core,
+    they then take turns with it at every barrier, and a step takes ten times as long. A person's own setting is kept.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

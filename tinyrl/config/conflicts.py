@@ -7,14 +7,22 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from tinyrl.config.methods import METHODS
+from tinyrl.text import shortened
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config
 
+# What apply_chat_template has as arguments of its own, and what decides how a prompt ends.
+OUR_ARGUMENTS = {
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "self",
+}  # fmt: skip
+
 
 def conflicts(config: Config) -> Iterator[str]:
     """A sentence for each pair of settings that cannot go together, most telling first."""
-    return chain(_models(config), _numbers(config), _kl(config))
+    return chain(_models(config), _prompts(config), _numbers(config), _kl(config))
 
 
 def _models(config: Config) -> Iterator[str]:
@@ -42,6 +50,17 @@ def _models(config: Config) -> Iterator[str]:
         yield f"critic.path={critic.path} is for critic.kind=separate; critic.kind is {critic.kind} here"
 
 
+def _prompts(config: Config) -> Iterator[str]:
+    """Sentences for variables of a chat template that cannot be given."""
+    given = config.task.chat_template
+    for name in given:
+        if name in OUR_ARGUMENTS or not name.isidentifier():
+            what = "tinyrl's to set" if name in OUR_ARGUMENTS else "no name of a variable"
+            yield f"task.chat_template: {shortened(repr(name))} is {what}; give what the model's template asks for"
+    if given and config.task.chat is False:
+        yield f"task.chat_template={given} goes to the chat template, which task.chat=false does without"
+
+
 def _numbers(config: Config) -> Iterator[str]:
     """Sentences for settings of sampling, rewards and batches that cannot go together."""
     if not METHODS[config.method].samples:
@@ -58,6 +77,11 @@ def _numbers(config: Config) -> Iterator[str]:
         yield (
             f"reward.overlong_tokens={config.reward.overlong_tokens} is more than "
             f"generation.max_new_tokens={generation.max_new_tokens}, so every answer would be penalised"
+        )
+    if section is config.grpo and config.grpo.group_size == 1 and config.grpo.advantage != "discounted-return":
+        yield (
+            f"grpo.group_size=1 leaves nothing to compare a response with under "
+            f"grpo.advantage={config.grpo.advantage}; 2 or more, or grpo.preset=reinforce++"
         )
     if section.minibatch_size and section.batch_size % section.minibatch_size:
         size, total = section.minibatch_size, section.batch_size
@@ -83,11 +107,10 @@ def _kl(config: Config) -> Iterator[str]:
             f"{method}.kl_estimator=k1 in the loss has zero mean gradient; "
             f"use k3 or k2, or {method}.kl_placement=reward"
         )
+    if section.kl_placement == "reward" and section.kl_estimator != "k1":
+        yield (
+            f"{method}.kl_estimator={section.kl_estimator} in the reward has a gradient that is not KL's, and training "
+            f"ends elsewhere; use k1, or {method}.kl_placement=loss"
+        )
     if config.reference.kind == "none":
         yield f"{method}.kl_coef={section.kl_coef} needs a reference; set it to 0, or reference.kind=auto"
-    grpo = config.grpo
-    if section is grpo and grpo.advantage == "group" and grpo.kl_placement == "reward":
-        yield (
-            "grpo.kl_placement=reward goes with the rloo and reinforce++ advantages; "
-            "group advantages take the KL in the loss"
-        )

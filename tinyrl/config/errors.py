@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -11,43 +12,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from tinyrl.config.familiar import FAMILIAR, REMARKS, UNNEEDED, known_elsewhere
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import KeyPath, Source
 from tinyrl.text import did_you_mean, shortened
 
 MOST_SENTENCES = 3
-
-# Names people know from TRL, verl and PEFT, and the settings they correspond to here.
-FAMILIAR = {
-    "num_generations": "grpo.group_size", "rollout_n": "grpo.group_size",
-    "n_samples_per_prompt": "grpo.group_size", "beta": "grpo.kl_coef", "kl_loss_coef": "grpo.kl_coef",
-    "init_kl_coef": "ppo.kl_coef", "kl_penalty": "ppo.kl_estimator", "epsilon": "grpo.clip_eps",
-    "epsilon_high": "grpo.clip_eps_high", "clip_ratio": "grpo.clip_eps", "delta": "grpo.dual_clip",
-    "clip_ratio_high": "grpo.clip_eps_high", "cliprange": "ppo.clip_eps",
-    "cliprange_value": "ppo.value_clip_eps", "vf_coef": "ppo.value_coef", "lam": "ppo.gae_lambda",
-    "num_ppo_epochs": "ppo.num_epochs", "ppo_epochs": "ppo.num_epochs",
-    "ppo_mini_batch_size": "ppo.minibatch_size", "target": "ppo.target_kl", "horizon": "ppo.kl_horizon",
-    "num_iterations": "grpo.num_epochs", "loss_type": "grpo.preset",
-    "importance_sampling_level": "grpo.ratio_level", "scale_rewards": "grpo.advantage_scale",
-    "max_completion_length": "generation.max_new_tokens", "response_length": "generation.max_new_tokens",
-    "max_response_length": "generation.max_new_tokens", "max_tokens": "generation.max_new_tokens",
-    "max_prompt_length": "generation.max_prompt_tokens", "stop_strings": "generation.stop",
-    "lr": "optim.learning_rate", "warmup_ratio": "optim.warmup_steps", "lr_scheduler_type": "optim.schedule",
-    "adam_epsilon": "optim.adam_eps", "max_steps": "run.num_steps", "total_episodes": "run.num_steps",
-    "num_train_epochs": "run.num_steps", "save_steps": "run.save_every", "eval_steps": "run.eval_every",
-    "save_total_limit": "run.keep_checkpoints", "report_to": "run.trackers",
-    "per_device_train_batch_size": "run.micro_batch_tokens",
-    "gradient_accumulation_steps": "run.micro_batch_tokens",
-    "ppo_max_token_len_per_gpu": "run.micro_batch_tokens", "lora_alpha": "lora.alpha", "lora_r": "lora.r",
-    "lora_rank": "lora.r", "lora_dropout": "lora.dropout", "lora_target_modules": "lora.target_modules",
-    "model_name_or_path": "model.path", "attn_implementation": "model.attention", "torch_dtype": "model.dtype",
-    "load_in_4bit": "model.quantization", "dataset_name": "task.data", "train_files": "task.data",
-    "val_files": "task.eval_data", "reward_funcs": "reward.functions", "reward_weights": "reward.functions",
-    "reward_model_path": "reward.model", "missing_eos_penalty": "reward.truncated_penalty",
-    "mask_truncated_completions": "reward.truncated", "temperature": "generation.temperature",
-    "top_p": "generation.top_p", "top_k": "generation.top_k", "seed": "run.seed", "output_dir": "--output-dir",
-}  # fmt: skip
 
 
 def dotted(path: KeyPath) -> str:
@@ -69,15 +40,26 @@ def explain(error: ValidationError, source: Source) -> str:
 
 def check_familiar(source: Source) -> None:
     """ValueError for a setting that has another name elsewhere: `beta` is `grpo.kl_coef` here."""
-    values, method = source.values, source.values.get("method")
-    used = {name: section for name, section in values.items() if name not in _unused(method)}
-    inner = [(name, key) for name, section in used.items() if isinstance(section, dict) for key in section]
-    for path in [*((key,) for key in used), *inner]:
-        *section, key = path
-        known = fields_of(_kind_at((*section,)))
-        if known and key not in known and isinstance(key, str) and key in FAMILIAR:
-            name = _for_method(FAMILIAR[key], method)
-            raise ValueError(f"{source.place(path)}: `{dotted(path)}` is not a setting: `{key}` is `{name}` here")
+    method = source.values.get("method")
+    used = {name: section for name, section in source.values.items() if name not in _unused(method)}
+    for path in _leaves(used):
+        walked, kind = _walk(path)
+        name = known_elsewhere(tuple(map(str, path)))
+        if walked == path or not fields_of(_bare(kind)) or not name:
+            continue
+        start = f"{source.place(path)}: `{dotted(path)}` is not a setting: "
+        if name in UNNEEDED:
+            raise ValueError(f"{start}{UNNEEDED[name]}")
+        raise ValueError(f"{start}`{name}` is `{_for_method(FAMILIAR[name], method)}` here{REMARKS.get(name, '')}")
+
+
+def _leaves(values: dict[Any, Any], within: KeyPath = ()) -> Iterator[KeyPath]:
+    """The path of every value that is not a mapping with something in it."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, (*within, key))
+        else:
+            yield (*within, key)
 
 
 def _unused(method: Any) -> set[str]:
@@ -215,7 +197,8 @@ def _words(kind: Any) -> list[str]:
     if get_origin(kind) is Literal:
         return [str(value) for value in get_args(kind)]
     if get_origin(kind) is dict:
-        return ["a mapping of text to text, {new: old}"]
+        plain = get_args(kind)[1] is not str
+        return ["a mapping of names to plain values" if plain else "a mapping of text to text, {new: old}"]
     if get_origin(kind) is list:
         inner = get_args(kind)[0]
         return [f"a list of {{{', '.join(fields_of(inner))}}}" if fields_of(inner) else f"a list of {allowed(inner)}"]

@@ -5,16 +5,18 @@ from typing import Any
 DAPO: dict[str, Any] = {
     "advantage": "group", "advantage_scale": "std", "loss": "clipped", "ratio_level": "token",
     "clip_eps": 0.2, "clip_eps_high": 0.28, "aggregation": "token",
-    "kl_coef": 0.0, "kl_estimator": "k3", "kl_placement": "loss",
+    "kl_coef": 0.0, "kl_placement": "loss",
 }  # fmt: skip
+KL_ESTIMATOR = {"loss": "k3", "reward": "k1"}  # by kl_placement, where nothing else is asked for
 PRESETS: dict[str, dict[str, Any]] = {  # the differences from dapo
     "dapo": {},
     "grpo": {"clip_eps_high": 0.2, "aggregation": "sequence", "kl_coef": 0.04},
     "dr_grpo": {"clip_eps_high": 0.2, "aggregation": "constant", "advantage_scale": "none"},
     "gspo": {"ratio_level": "sequence", "aggregation": "sequence", "clip_eps": 3e-4, "clip_eps_high": 4e-4},
     "cispo": {"loss": "cispo"},
-    "rloo": {"advantage": "leave-one-out", "clip_eps_high": 0.2, "aggregation": "sequence", "kl_coef": 0.05,
-             "kl_estimator": "k1", "kl_placement": "reward"},
-    "reinforce++": {"advantage": "discounted-return", "clip_eps_high": 0.2, "kl_coef": 0.01,
-                    "kl_estimator": "k1", "kl_placement": "reward"},
+    "rloo": {"advantage": "leave-one-out", "clip_eps_high": 0.2, "aggregation": "sequence-sum", "kl_coef": 0.05,
+             "kl_placement": "reward"},
+    "reinforce++": {"advantage": "discounted-return", "clip_eps_high": 0.2, "kl_coef": 0.01, "kl_placement": "reward"},
+    "reinforce++-baseline": {"advantage": "baseline-return", "clip_eps_high": 0.2, "kl_coef": 0.01,
+                             "kl_estimator": "k2"},
 }  # fmt: skip

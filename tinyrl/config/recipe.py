@@ -5,6 +5,7 @@ A recipe is a YAML file, given by path or by its packaged name. Every problem is
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,6 +107,15 @@ def apply_overrides(source: Source, overrides: list[str]) -> Source:
     return Source(source.name, values, places)
 
 
+def as_override(key: str, value: Any) -> str:
+    """`section.key=value` that `apply_overrides` reads back as `value`: text, a number, a flag, a list or a mapping."""
+    try:
+        plain = isinstance(value, str) and parse_plain(value, lambda line: key)[0] == value
+    except ValueError:
+        plain = False
+    return f"{key}={value if plain else json.dumps(value, ensure_ascii=False)}"
+
+
 def _copied(value: Any) -> Any:
     return {key: _copied(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
@@ -167,10 +177,16 @@ def dump_config(config: Config) -> str:
 def load_written_config(path: Path, *, overrides: Sequence[str] = ()) -> Config:
     """Read a run's config.yaml. Written out in full, it may be larger than the recipe it comes from; secrets are where
     they were.
+
+    One without task.split_seed is of a version in which run.seed chose the held-out rows, so it gets that value:
+    the run must not be judged by rows it was trained on.
     """
     source = read_recipe(path, max_bytes=20 * MAX_RECIPE_BYTES)
     try:
         values = restored(source.values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    task, run = values.get("task"), values.get("run")
+    if isinstance(task, dict) and isinstance(run, dict) and "seed" in run:
+        task.setdefault("split_seed", run["seed"])
     return build_config(apply_overrides(Source(source.name, values, source.places), list(overrides)))

@@ -12,10 +12,12 @@ from functools import lru_cache
 from typing import Any
 
 from tinyrl.data.readers import Placed, Row, read_source
-from tinyrl.text import did_you_mean
+from tinyrl.runs.signals import watched
+from tinyrl.text import did_you_mean, listed, shortened
 
 HELD_OUT_SHARE = 10  # one prompt in this many is held out for evaluation where no evaluation data is given
 HELD_OUT_MOST = 512
+FEW = 30  # prompts; a score of fewer says little
 
 
 def read_rows(source: str, *, columns: dict[str, str] | None = None) -> list[Row]:
@@ -36,7 +38,8 @@ def _renamed(row: Row, columns: dict[str, str], place: str) -> Row:
         if old not in row:
             meant = did_you_mean(old, list(row))
             raise ValueError(
-                f"{place}: no column '{old}', which task.columns.{new} asks for.{meant} Columns: {', '.join(row)}"
+                f"{place}: no column '{shortened(old)}', which task.columns.{shortened(new)} asks for.{meant} "
+                f"Columns: {listed(row)}"
             )
     kept = {name: value for name, value in row.items() if name not in columns and name not in columns.values()}
     return {**kept, **{new: row[old] for new, old in columns.items()}}
@@ -49,6 +52,20 @@ def fingerprint(rows: list[Row]) -> str:
         digest.update(json.dumps(row, sort_keys=True, separators=(",", ":"), default=str).encode())
         digest.update(b"\n")
     return digest.hexdigest()
+
+
+def prompt_key(prompt: Any) -> str:
+    """The same for the same prompt (text or messages), whatever else its row holds."""
+    return fingerprint([{"prompt": prompt}])
+
+
+def few_held_out(prompts: list[Any]) -> list[str]:
+    """A warning where there are few different held-out prompts."""
+    count = len({prompt_key(prompt) for prompt in prompts})
+    if count >= FEW:
+        return []
+    held_out = f"only {count} different prompt{'s are' if count > 1 else ' is'} held out"
+    return [f"warning: {held_out}, so held-out scores say little; give more rows, or task.eval_data"]
 
 
 def fingerprints(train: list[Row], held_out: list[Row]) -> dict[str, str]:
@@ -66,7 +83,7 @@ def hold_out(rows: list[Row], *, prompt: Callable[[Row], Any], seed: int) -> tup
 
     Rows with the same prompt fall on the same side; a held-out prompt is kept once. Both keep the order of `rows`.
     """
-    keys = [fingerprint([{"prompt": prompt(row)}]) for row in rows]
+    keys = [prompt_key(prompt(row)) for row in rows]
     distinct = sorted(set(keys))
     count = min(max(len(distinct) // HELD_OUT_SHARE, 1), HELD_OUT_MOST)
     held = {distinct[i] for i in keyed_order(f"hold out {seed}", len(distinct))[:count]}
@@ -84,7 +101,7 @@ def batch_indices(seed: int, step: int, *, num_prompts: int, num_rows: int) -> l
     if num_rows < 1:
         raise ValueError("there are no rows to train on")
     positions = range(step * num_prompts, (step + 1) * num_prompts)
-    return [_epoch_order(seed, at // num_rows, num_rows)[at % num_rows] for at in positions]
+    return [_epoch_order(seed, at // num_rows, num_rows)[at % num_rows] for at in watched(positions)]
 
 
 @lru_cache(maxsize=4)

@@ -8,21 +8,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from tinyrl.components import SamplingParts
+from tinyrl.evaluation.intervals import bootstrap_interval, mean_interval
 from tinyrl.rollout import FINISH_REASONS, forward_pass, sample_and_score
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.tasks.task import Task
 
 EVAL_STEP = 1 << 40  # the step in the key of evaluation samples: no training step reaches it
 Role = Literal["policy", "reference", "base"]
-INTERVAL = 0.95
 
 
 @dataclass
@@ -128,8 +126,9 @@ class _Judged:
             "reward_std": statistics.stdev(valid) if len(valid) > 1 else 0.0,
             "reward_ci": mean_interval(self.by_prompt()),
         }
+        out |= self._each_reward()
         if self.verdicts is not None:
-            out |= _verifier_metrics(self.verdicts, self._answers(), self.samples, parts_task=self.parts.task)
+            out |= _verifier_metrics(self.verdicts, self._answers(), self.samples, is_pass=self.parts.task.is_pass)
         if self.kl is not None:
             out["kl"] = self.kl
         if self.entropy is not None:
@@ -141,6 +140,12 @@ class _Judged:
             "num_prompts": len(self.prompts),
             "num_samples": self.samples,
         }
+
+    def _each_reward(self) -> dict[str, float]:
+        """The mean of each reward before weights, over the completions it applies to; absent where there are none."""
+        columns = zip(self.parts.scorer.names, self.rollout.scores.T.tolist(), strict=True)
+        applying = {f"reward/{name}": [v for v in column if not math.isnan(v)] for name, column in columns}
+        return {name: _mean(values) for name, values in applying.items() if values}
 
     def _answers(self) -> list[Any] | None:
         answer = self.parts.task.answer
@@ -168,19 +173,24 @@ class _Judged:
 
 
 def _verifier_metrics(
-    verdicts: list[float], answers: list[Any] | None, samples: int, *, parts_task: Task
+    verdicts: list[float], answers: list[Any] | None, samples: int, *, is_pass: Callable[[float], bool]
 ) -> dict[str, Any]:
-    """pass@1 (pass@k and majority@k for k samples), the verifier's mean score, the number of distinct answers."""
-    passed = [parts_task.is_pass(v) for v in verdicts]
-    groups = [passed[i : i + samples] for i in range(0, len(passed), samples)]
+    """pass@1 (pass@k and majority@k for k samples), the verifier's mean score, the number of distinct answers.
+
+    Over the prompts with a verdict (NaN: the row has no answer to compare with); nothing where no prompt has one.
+    """
+    starts = [i for i in range(0, len(verdicts), samples) if not all(map(math.isnan, verdicts[i : i + samples]))]
+    if not starts:
+        return {}
+    groups = [[is_pass(v) for v in verdicts[i : i + samples]] for i in starts]
     out: dict[str, Any] = {"pass@1": _mean([pass_at_k(len(g), sum(g), 1) for g in groups])}
-    out["verifier_mean"] = _mean([v for v in verdicts if v is not None and not math.isnan(v)])
+    out["verifier_mean"] = _mean([v for v in verdicts if not math.isnan(v)])
     if samples > 1:
         out[f"pass@{samples}"] = _mean([pass_at_k(len(g), sum(g), samples) for g in groups])
     if answers is not None:
-        out["distinct_answers"] = len({a for a in answers if a is not None})
+        said = [answers[i : i + samples] for i in starts]
+        out["distinct_answers"] = len({a for group in said for a in group if a is not None})
         if samples > 1:
-            said = [answers[i : i + samples] for i in range(0, len(answers), samples)]
             out[f"majority@{samples}"] = _mean([majority_passes(a, g) for a, g in zip(said, groups, strict=True)])
     return out
 
@@ -202,21 +212,11 @@ def majority_passes(answers: Sequence[Any], passed: Sequence[bool]) -> float:
     return _mean([max(ok for a, ok in zip(answers, passed, strict=True) if a == w) for w in winners])
 
 
-def mean_interval(values: Sequence[float], *, resamples: int = 2000) -> list[float]:
-    """A 95 % percentile-bootstrap interval of the mean, over prompts: samples of one prompt are not independent."""
-    kept = np.array([v for v in values if not math.isnan(v)])
-    if len(kept) < 2:
-        return [math.nan, math.nan]
-    means = np.random.default_rng(0).choice(kept, (resamples, len(kept))).mean(1)
-    tail = (1 - INTERVAL) / 2
-    return [float(q) for q in np.quantile(means, [tail, 1 - tail])]
-
-
 def paired_difference(ours: Evaluation, other: Evaluation) -> dict[str, Any]:
-    """Mean reward difference prompt by prompt, with its interval; not distinguishable when the interval holds 0."""
+    """Mean reward difference prompt by prompt, with its interval; distinguishable when that is known and without 0."""
     pairs = [a - b for a, b in zip(ours.by_prompt, other.by_prompt, strict=True) if not math.isnan(a - b)]
-    low, high = mean_interval(pairs)
-    return {"reward_mean": _mean(pairs), "reward_ci": [low, high], "distinguishable": not (low <= 0.0 <= high)}
+    low, high = bootstrap_interval(pairs)
+    return {"reward_mean": _mean(pairs), "reward_ci": [low, high], "distinguishable": low > 0.0 or high < 0.0}
 
 
 def _mean(values: Sequence[float]) -> float:

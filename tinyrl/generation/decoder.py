@@ -1,9 +1,9 @@
-"""The forward pass of Llama-like decoders for sampling: merged weights, joined projections, a static cache.
+"""The forward pass of Llama-like decoders for sampling: joined projections, a static cache.
 
 For Llama, Qwen2, Qwen3 and models built like them. While decoding, the library's modules cost more than their
 arithmetic: LoRA branches at every token, the whole cache copied at every token, a dozen small operations a layer.
-Here the weights are private copies, merged afresh from base and adapter, with one matrix for projections that share
-an input. The base itself is never merged in place, which would round it.
+Here the weights are private copies, made afresh from base and adapter, with one matrix for projections that share an
+input (weights.py). The base itself is never merged in place, which would round it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
+from tinyrl.generation.weights import LayerWeights, layer_weights, renewed, take_over, tensors
 from tinyrl.models.batches import trunk_of
 from tinyrl.models.logprobs import Head, head_of
-from tinyrl.models.lora_merge import merged_weight
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -48,24 +48,6 @@ def _has(module: nn.Module, path: str) -> bool:
             return False
         module = getattr(module, part)
     return True
-
-
-@dataclass
-class LayerWeights:
-    """One decoder layer: q, k and v in one matrix, gate and up in another. (out, in), as torch's linear layers."""
-
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
-    attention_norm: Tensor
-    mlp_norm: Tensor
-    q_norm: Tensor | None  # Qwen3: over each head
-    k_norm: Tensor | None
 
 
 @dataclass
@@ -106,7 +88,7 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the private copy: what merging or another dtype keeps from sharing the model's memory."""
-        own = [t for layer in self.layers for t in vars(layer).values() if t is not None]
+        own = [t for layer in self.layers for t in tensors(layer)]
         shared = {p.data_ptr() for p in self.model.parameters()}
         own += [self.embedding, self.head.weight]
         unique = {t.data_ptr(): t for t in own if t.data_ptr() not in shared}
@@ -114,49 +96,23 @@ class Decoder:
 
     def sync(self, adapter: str | None) -> None:
         """Copy the weights as they are now under `adapter`, into the same memory as before."""
-        self.embedding = _renewed(self.embedding, self.trunk.embed_tokens.weight.to(self.dtype))
-        self.norm = _renewed(self.norm, self.trunk.norm.weight.to(self.dtype))
+        self.embedding = renewed(self.embedding, self.trunk.embed_tokens.weight.to(self.dtype))
+        self.norm = renewed(self.norm, self.trunk.norm.weight.to(self.dtype))
         head = head_of(self.model)
         tied = head.weight.data_ptr() == self.trunk.embed_tokens.weight.data_ptr()
-        weight = self.embedding if tied else _renewed(self.head.weight, head.weight.to(self.dtype))
-        bias = None if head.bias is None else _renewed(self.head.bias, head.bias.to(self.dtype))
+        weight = self.embedding if tied else renewed(self.head.weight, head.weight.to(self.dtype))
+        bias = None if head.bias is None else renewed(self.head.bias, head.bias.to(self.dtype))
         self.head = Head(weight, bias, head.scale, head.softcap)
         for i, layer in enumerate(self.trunk.layers):
-            weights = self._layer(layer, adapter)
+            weights = layer_weights(layer, adapter, dtype=self.dtype)
             if i == len(self.layers):
                 self.layers.append(weights)
-            for name, fresh in vars(weights).items():
-                if fresh is not None:
-                    setattr(self.layers[i], name, _renewed(getattr(self.layers[i], name), fresh))
+            take_over(self.layers[i], weights)
 
     def release(self) -> None:
         """Give the memory of the copy back; `sync` takes it again."""
         self.layers, self.embedding, self.norm = [], torch.empty(0), torch.empty(0)
         self.head = head_of(self.model)
-
-    def _layer(self, layer: Any, adapter: str | None) -> LayerWeights:
-        attention, mlp = layer.self_attn, layer.mlp
-
-        def joined(*modules: nn.Module) -> tuple[Tensor, Tensor | None]:
-            pairs = [merged_weight(module, adapter) for module in modules]
-            weight = torch.cat([w for w, _ in pairs]).to(self.dtype)
-            biases = [b for _, b in pairs if b is not None]
-            assert len(biases) in (0, len(pairs))
-            return weight, torch.cat(biases).to(self.dtype) if biases else None
-
-        def norm(module: nn.Module | None) -> Tensor | None:
-            return None if module is None else module.weight.to(self.dtype)  # pyright: ignore
-
-        return LayerWeights(
-            *joined(attention.q_proj, attention.k_proj, attention.v_proj),
-            *joined(attention.o_proj),
-            *joined(mlp.gate_proj, mlp.up_proj),
-            *joined(mlp.down_proj),
-            attention_norm=layer.input_layernorm.weight.to(self.dtype),
-            mlp_norm=layer.post_attention_layernorm.weight.to(self.dtype),
-            q_norm=norm(getattr(attention, "q_norm", None)),
-            k_norm=norm(getattr(attention, "k_norm", None)),
-        )
 
     def new_cache(self, rows: int, width: int) -> Cache:
         """All zero, as masked entries must be finite (0 x NaN is NaN). A CPU takes memory only where written."""
@@ -220,7 +176,7 @@ class Decoder:
     def _qkv(self, layer: LayerWeights, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries (N, heads, d) and keys, and values (N, kv heads, d), of flat tokens x (N, H)."""
         h = rms_norm(x, (x.shape[-1],), layer.attention_norm, self.eps)
-        qkv = linear(h, layer.qkv, layer.qkv_bias).view(len(x), -1, self.head_dim)
+        qkv = layer.qkv(h).view(len(x), -1, self.head_dim)
         qk, v = qkv[:, : -self.num_kv_heads], qkv[:, -self.num_kv_heads :]
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k, size = qk[:, : self.num_heads], qk[:, self.num_heads :], (self.head_dim,)
@@ -231,19 +187,7 @@ class Decoder:
 
     def _rest(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> Tensor:
         """Attention's output projection and the feed-forward block, each added to its residual."""
-        x = _added(x, attended, layer.out, layer.out_bias)
+        x = layer.out.added(x, attended)
         h = rms_norm(x, (x.shape[-1],), layer.mlp_norm, self.eps)
-        gate, up = linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-        return _added(x, self.activation(gate).mul_(up), layer.down, layer.down_bias)
-
-
-def _added(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x + h W^T + b, in one product."""
-    return torch.addmm(x if bias is None else x + bias, h, weight.t())
-
-
-def _renewed(old: Tensor | None, fresh: Tensor) -> Tensor:
-    """`fresh`, in the memory of `old` if it has any (a CUDA graph holds the address); shared weights as they are."""
-    if old is None or old.shape != fresh.shape or old.data_ptr() == fresh.data_ptr():
-        return fresh
-    return old.copy_(fresh)
+        gate, up = layer.gate_up(h).chunk(2, -1)
+        return layer.down.added(x, self.activation(gate).mul_(up))

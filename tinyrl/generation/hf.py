@@ -31,6 +31,7 @@ from tinyrl.generation.token_sampling import stop_said_at, truncate
 from tinyrl.models.batches import trunk_of
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.logprobs import head_of
+from tinyrl.models.lora_merge import adapted_parameter
 from tinyrl.models.memory import weight_bytes
 from tinyrl.models.roles import Roles
 from tinyrl.runs.signals import check_stop
@@ -101,9 +102,8 @@ class HfMergedEngine(HfEngine):
     @property
     def copy_bytes(self) -> int:
         """Bytes of the merged layers, which exist only while it samples."""
-        policy = self.roles.adapter_parameters(POLICY_ADAPTER)
-        names = {name.partition(".lora_")[0] for name in policy}
-        return weight_bytes(self.roles.causal.get_submodule(name).get_base_layer().weight for name in names)  # pyright: ignore
+        layers = self.roles.adapted_layers(POLICY_ADAPTER)
+        return weight_bytes(getattr(*adapted_parameter(layer)) for layer in layers)
 
     def _acting(self, role: SampledRole) -> AbstractContextManager[PreTrainedModel]:
         return self.roles.acting_merged(role)
@@ -151,7 +151,7 @@ class _Decoding:
                 break
             if going < COMPACT_BELOW * len(rows):
                 keep = alive.nonzero().squeeze(-1)
-                cache.batch_select_indices(keep)
+                _take_rows(cache, keep)
                 rows, mask, token, alive = rows[keep], mask[keep], token[keep], alive[keep]
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
             logits = self._forward(token.unsqueeze(-1), mask, cache)
@@ -168,8 +168,9 @@ class _Decoding:
         ids, mask = ids.to(self.device), mask.to(self.device)
         cache = DynamicCache(config=self.trunk.config)  # pyright: ignore
         logits = self._forward(ids, mask, cache)
-        cache.batch_repeat_interleave(self.group)
-        return logits.repeat_interleave(self.group, 0), cache, mask.repeat_interleave(self.group, 0)
+        source = torch.arange(len(self.requests), device=self.device).repeat_interleave(self.group)
+        _take_rows(cache, source)
+        return logits[source], cache, mask[source]
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
         """Logits (rows, V) after the last position of `ids`, over the temperature."""
@@ -216,3 +217,10 @@ class _Decoding:
         tokens, logprobs, lengths = self.tokens.tolist(), self.logprobs.tolist(), self.lengths.tolist()
         flat = [Completion(tokens[r][:n], logprobs[r][:n], self.reasons[r]) for r, n in enumerate(lengths)]
         return [flat[i : i + self.group] for i in range(0, self.num_rows, self.group)]
+
+
+def _take_rows(cache: DynamicCache, rows: Tensor) -> None:
+    """Keep these rows of the cache, in this order and as often as named. Of all that a cache offers for it, this alone
+    exists for every kind of layer (not only attention: Qwen3.5's have recurrent states).
+    """
+    cache.reorder_cache(rows)  # pyright: ignore[reportArgumentType]

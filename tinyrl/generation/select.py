@@ -1,7 +1,7 @@
 """The choice of a sampling engine for a model, with its reason.
 
 The fused engine where its numbers agree with the model's own forward pass; else the library's modules with merged
-weights; else (a quantised base, or no room for the copy) the library's modules with LoRA branches.
+weights; else (a quantised or bfloat16 base, or no room for the copy) the library's modules with LoRA branches.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from tinyrl.generation.engine import SamplingEngine, SamplingSettings
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.hf import HfEngine, HfMergedEngine
 from tinyrl.models.device import resolve_dtype
+from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.logprobs import head_of
+from tinyrl.models.lora_merge import is_plain_lora
 from tinyrl.models.roles import Roles
+from tinyrl.text import first_line
 
 EngineName = Literal["auto", "fused", "hf-merged", "hf"]
 COPY_SHARE = 0.5  # of the free memory that a private copy of the weights may take
 # The largest difference allowed to a log-probability in float32; bfloat16 rounds every state, so there the mean counts.
 MOST_IN_FLOAT32, MEAN_IN_BFLOAT16 = 1e-4, 0.05
+RAISED_BY_TRIALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def engine_of(
@@ -64,7 +68,7 @@ def select_engine(
     no_copy = why_no_copy(roles, dtype)
     if wanted != "hf-merged" and no_copy is None:
         engine = FusedEngine(roles, tokenizer, settings, dtype=dtype)
-        no_fused, gap = why_not_fused(engine, longest)
+        no_fused, gap = tried(engine, longest)
         if no_fused is None:
             return engine, f"differs from the model's own forward pass by at most {gap:.1g}"
     else:
@@ -75,23 +79,45 @@ def select_engine(
         raise ValueError(
             f"generation.dtype={str(dtype).removeprefix('torch.')} needs the fused engine, but {no_fused}; use auto"
         )
-    if no_copy is None:
+    no_merging = no_copy or why_not_merged(roles)
+    if no_merging is None:
         return HfMergedEngine(roles, tokenizer, settings), no_fused
     if wanted == "hf-merged":
-        raise ValueError(f"generation.engine=hf-merged: {no_copy}; use auto")
-    return HfEngine(roles, tokenizer, settings), no_copy
+        raise ValueError(f"generation.engine=hf-merged: {no_merging}; use auto")
+    return HfEngine(roles, tokenizer, settings), no_fused if no_merging in no_fused else f"{no_fused}; {no_merging}"
 
 
 def why_no_copy(roles: Roles, dtype: torch.dtype) -> str | None:
-    """Why merged copies of the weights cannot be made; None where they can."""
+    """Why copies of the weights with the adapter in them cannot be made; None where they can."""
     if getattr(roles.causal, "is_quantized", False):
         return "the base is quantised, so LoRA stays unmerged"
+    if not all(is_plain_lora(layer) for layer in roles.adapted_layers(POLICY_ADAPTER)):
+        return "the adapter is more than W + B A (DoRA, or with a bias), so it stays unmerged"
     needed = sum(p.numel() for p in roles.causal.parameters()) * dtype.itemsize
     on_cuda = roles.device.type == "cuda"
     free = torch.cuda.mem_get_info(roles.device)[0] if on_cuda else psutil.virtual_memory().available
     if needed > free * COPY_SHARE:
         return f"a merged copy of the weights ({needed / 1e9:.1f} GB) would take most of the free memory"
     return None
+
+
+def why_not_merged(roles: Roles) -> str | None:
+    """Why the library's modules should not compute with merged weights; None where they may."""
+    if roles.peft is None or roles.causal.dtype == torch.float32:
+        return None
+    dtype = str(roles.causal.dtype).removeprefix("torch.")
+    return f"merged into {dtype} weights the first updates of LoRA would be rounded away, so it stays unmerged"
+
+
+def tried(engine: FusedEngine, longest: int) -> tuple[str | None, float]:
+    """As `why_not_fused`; a trial that raises is a reason too, as what a strange model's parts do is not known."""
+    try:
+        return why_not_fused(engine, longest)
+    except torch.OutOfMemoryError:
+        raise
+    except RAISED_BY_TRIALS as error:
+        kind = type(engine.roles.causal).__name__
+        return f"its trial with {kind} ended in {type(error).__name__}: {first_line(error)}", 0.0
 
 
 def why_not_fused(engine: FusedEngine, longest: int) -> tuple[str | None, float]:

@@ -13,7 +13,7 @@ import torch
 
 from tinyrl.errors import out_of_memory
 from tinyrl.models.device import as_out_of_memory
-from tinyrl.runs.signals import check_stop
+from tinyrl.runs.signals import check_stop, watched
 
 _TOKENS = {"cpu": 768}
 _TOKENS_ELSEWHERE = 32768
@@ -78,7 +78,7 @@ class RowSizes:
         parts = [part for group in groups.values() for part in self._split(group, max_tokens)]
         plan: list[list[int]] = []
         costs: list[int] = []
-        for part in sorted(parts, key=lambda part: (-self.cost(part), part[0])):
+        for part in watched(sorted(parts, key=lambda part: (-self.cost(part), part[0]))):
             cost = self.cost(part)
             place = next((i for i, used in enumerate(costs) if used + cost <= max_tokens), None)
             if place is None:

@@ -1,6 +1,7 @@
 """Reward models: a classification model of its own, or an adapter and a head on the shared base.
 
-A classification model has its own tokenizer and template. Decoder models are scored at the last token of each row,
+A classification model has its own tokenizer and template; what it reads of a prompt and a completion is settled in
+rewards/model_text.py, and this file is handed the tokens. Decoder models are scored at the last token of each row,
 whose position is known from lengths: the library looks for the last token that is not padding, which is the wrong one
 when pad == eos. Encoder models (a `classifier` over a pooled state) are called as they are.
 """
@@ -51,14 +52,13 @@ class SequenceRewardModel:
         self.tokenizer, self.device = tokenizer, device
         self.label = find_label(model.config, label)
         self.offset = float(getattr(model.config, SCORE_OFFSET, 0.0))
-        positions = int(getattr(model.config, "max_position_embeddings", 0) or 1 << 20)
-        self.max_tokens = min(positions, int(tokenizer.model_max_length))
-        tokenizer.truncation_side = "left"  # the end of a text is the completion
+        self.max_tokens = classifier_room(model.config, tokenizer)
 
     @torch.inference_mode()
-    def scores(self, texts: list[str], *, micro_batches: MicroBatches) -> list[float]:
-        """The chosen label's logit for each text; micro-batches are sorted by length, so the order does not matter."""
-        tokens = [self._tokens(text) for text in texts]
+    def scores(self, tokens: list[list[int]], *, micro_batches: MicroBatches) -> list[float]:
+        """The chosen label's logit for each row of tokens; micro-batches are sorted by length, so the order does not
+        matter.
+        """
         scores = [0.0] * len(tokens)
 
         def run(rows: list[int]) -> None:
@@ -68,10 +68,6 @@ class SequenceRewardModel:
         sizes = RowSizes.alone([len(row) for row in tokens], packed=False)
         micro_batches.run(Work(sizes, run))
         return scores
-
-    def _tokens(self, text: str) -> list[int]:
-        ids = self.tokenizer(text, truncation=True, max_length=self.max_tokens)["input_ids"]
-        return list(ids) or [self.tokenizer.eos_token_id or 0]  # pyright: ignore
 
     def _score_batch(self, tokens: list[list[int]]) -> Tensor:
         batch = make_batch(tokens, [[] for _ in tokens], device=self.device)
@@ -83,22 +79,15 @@ class SequenceRewardModel:
             logits = self.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
         return logits[:, self.label].float() + self.offset
 
-    def render(self, prompt: str | list[dict[str, str]], completion: str) -> str:
-        """Prompt and completion as this model wants to read them: through its own chat template when it has one."""
-        if self.tokenizer.chat_template:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-            text = self.tokenizer.apply_chat_template(
-                [*messages, {"role": "assistant", "content": completion}], tokenize=False
-            )
-            return str(text).removeprefix(self._added_bos())
-        if isinstance(prompt, str):
-            return prompt + completion
-        return "\n\n".join([*(m["content"] for m in prompt), completion])
 
-    def _added_bos(self) -> str:
-        """The BOS that tokenising puts before a text, so that a template's own is not read twice; "" where none is."""
-        bos, bos_id = self.tokenizer.bos_token, self.tokenizer.bos_token_id
-        return str(bos) if bos is not None and self.tokenizer("a")["input_ids"][0] == bos_id else ""  # pyright: ignore[reportIndexIssue]
+def positions_of(config: Any) -> int:
+    """How many tokens a model has positions for; a number no text reaches where its config does not say."""
+    return int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
+
+
+def classifier_room(config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many tokens of a text a classification model reads."""
+    return min(positions_of(config), int(tokenizer.model_max_length))
 
 
 def find_label(config: Any, label: int | str | None) -> int:

@@ -92,6 +92,10 @@ class Roles:
         """The LoRA parameters of one adapter, by their names in the base model."""
         return {n: p for n, p in self.causal.named_parameters() if f".{adapter}." in f".{n}." and "lora_" in n}
 
+    def adapted_layers(self, adapter: str) -> list[LoraLayer]:
+        """The layers of the base that have weights of one adapter."""
+        return [layer for layer in self._layers if adapter in layer.lora_A]
+
     def freeze_reference_adapter(self) -> None:
         """Make the reference a frozen copy of the policy's adapter as it is now (continuing from a LoRA)."""
         assert self.peft is not None
@@ -253,6 +257,16 @@ class Roles:
         assert self.value_head is not None
         states = response_states(self.trunk("critic"), batch) if states is None else states
         return batch.to_rows(self.value_head(states))
+
+    @property
+    def value_role(self) -> Role:
+        """Whose weights act when values are computed: the critic's own, or the policy's with a head on its states."""
+        return "critic" if self.critic_kind in ("adapter", "separate") else "policy"
+
+    def final_values(self, batch: SequenceBatch) -> Tensor:
+        """Values (b,) of the states after each row's last token; `value_role` must be acting."""
+        assert self.value_head is not None
+        return self.value_head(last_states(self.trunk(self.value_role), batch))
 
     def scores(self, batch: SequenceBatch) -> Tensor:
         """Scores (b,) of a score head on the shared base, read at each row's last token; the reward role must be

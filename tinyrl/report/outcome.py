@@ -95,12 +95,15 @@ def _held_out_reward(run: Run) -> str:
     points = run.finite("eval/reward_mean")
     (first, start), (last, end) = points[0], points[-1]
     before, after = run.interval("eval/reward_ci", first), run.interval("eval/reward_ci", last)
-    aside = (f"95 % interval {show(after[0])} to {show(after[1])}; " if after else "") + "higher is better"
+    few = after is None and isinstance(run.steps[last].get("eval/reward_ci"), list)
+    interval = "not enough prompts for an interval; " if few else ""
+    interval = f"95 % interval {show(after[0])} to {show(after[1])}; " if after else interval
+    aside = f"{interval}higher is better"
     if len(points) == 1:
         return f"Held-out reward is {show(end)} at step {last} ({aside}); it was measured once so far."
     overlap = before is not None and after is not None and before[0] <= after[1] and after[0] <= before[1]
     caution = ", too little to call because the intervals overlap" if overlap and start != end else ""
-    change = _change(start, end, since=first, unsure=overlap)
+    change = _change(start, end, since=first, unsure=overlap or few)
     return f"Held-out reward {change} in {_steps(last - first)} ({aside}){caution}{_kl_paid(run, last)}."
 
 

@@ -163,7 +163,9 @@ def _time(run: Run) -> str:
 
 
 def _held_out_table(run: Run) -> str:
-    names = {key: name for key, name in _MEASURED.items() if run.finite(f"eval/{key}")}
+    each = [key.removeprefix("eval/") for key in run.metric_names() if key.startswith("eval/reward/")]
+    rewards = {key: escape(one_line(key.removeprefix("reward/"), 24)) for key in each} if len(each) > 1 else {}
+    names = {key: name for key, name in (_MEASURED | rewards).items() if run.finite(f"eval/{key}")}
     steps = sorted({step for key in names for step, _ in run.finite(f"eval/{key}")})
     if not steps:
         return ""

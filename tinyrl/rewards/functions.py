@@ -10,17 +10,25 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, TypedDict
 
 from tinyrl.rewards import worker
 from tinyrl.rewards.loading import parse_use
-from tinyrl.rewards.process import CallFailed, Worker, quoted, said
+from tinyrl.rewards.printed import Printed
+from tinyrl.rewards.process import CallFailed, LoadFailed, Worker, memory_limit, quoted, said
 from tinyrl.text import did_you_mean
 
 LOAD_TIMEOUT_S = 120.0  # at least; imports do not count as the function's time
 MAX_WORKERS_LOST = 8  # by rows of one batch; each costs a timeout or a start
 ROWS_TIMEOUTS = 3  # trying the rows of one batch may take this many times timeout_s
 MIN_ROW_TIMEOUT_S = 1.0
+
+
+class Limits(TypedDict):
+    """What a function may use: seconds a call, and memory of each process of it."""
+
+    timeout_s: float
+    memory_gb: Literal["auto"] | float
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,11 @@ class RewardCall:
 
 
 class FunctionReward:
-    """A user's reward function in a worker process, started when first needed. Close it, or use it in a `with`."""
+    """A user's reward function in a worker process, started when first needed. Close it, or use it in a `with`.
+
+    timeout_s: for a call; memory_gb: for each process of it. `printed` is what it prints; `chat_hint` a sentence once
+    it has taken a completion that is a list of messages for text.
+    """
 
     def __init__(
         self,
@@ -49,6 +61,7 @@ class FunctionReward:
         *,
         weight: float = 1.0,
         timeout_s: float = 60.0,
+        memory_gb: Literal["auto"] | float = "auto",
         base_dir: Path | str | None = None,
     ) -> None:
         if not (math.isfinite(timeout_s) and timeout_s > 0):
@@ -56,7 +69,10 @@ class FunctionReward:
         self._source = parse_use(use, base_dir=base_dir)
         self.name = self._source.function
         self.weight = weight
+        self.printed = Printed(self.name)
+        self.chat_hint: str | None = None
         self._timeout_s = timeout_s
+        self._memory_bytes = memory_limit(memory_gb)
         self._worker: Worker | None = None
         self._facts: dict[str, Any] | None = None  # what the function takes, as its worker found it
 
@@ -100,6 +116,8 @@ class FunctionReward:
             arguments = {name: arguments[name] for name in self._facts["parameters"] if name in arguments}
         try:
             return self._ask(arguments, len(prompts), timeout_s=self._timeout_s)
+        except LoadFailed as failure:  # of which no row is guilty
+            return _all_failed(len(prompts), f"`{self.name}` {failure}")
         except CallFailed as failure:
             reason = str(failure)
         self.close()  # whatever state the failure left behind must not reach another row
@@ -134,19 +152,26 @@ class FunctionReward:
 
     def _ask(self, arguments: dict[str, list[Any]], num_rows: int, *, timeout_s: float) -> RewardCall:
         request = f'{{"arguments": {_json(arguments)}, "num_rows": {num_rows}, "timeout_s": {timeout_s!r}}}'
-        reply = self._live_worker().ask(request, timeout_s=timeout_s)
+        try:
+            reply = self._live_worker().ask(request, timeout_s=timeout_s)
+        finally:
+            self.printed.end_call()
+        if reply["read_as_text"]:
+            self.chat_hint = f"`{self.name}` compares a completion with text, but {worker.CHAT_HINT}"
+        if len(reply["scores"]) != num_rows:
+            raise CallFailed(f"had {len(reply['scores'])} scores for {num_rows} rows", worker_lost=False)
         return _reward_call(self.name, reply)
 
     def _live_worker(self) -> Worker:
         if self._worker is None or not self._worker.alive:
             self.close()
-            self._worker = Worker(self._source)
+            self._worker = Worker(self._source, memory_bytes=self._memory_bytes, heard=self.printed.add)
             load_timeout_s = max(self._timeout_s, LOAD_TIMEOUT_S)
             try:
                 self._facts = self._worker.load(timeout_s=load_timeout_s)
             except CallFailed as failure:
                 self.close()
-                raise CallFailed(f"could not be loaded: it {failure}", worker_lost=True) from failure
+                raise LoadFailed(f"could not be loaded: it {failure}", worker_lost=True) from failure
         return self._worker
 
 

@@ -20,12 +20,13 @@ class GoldCheck:
     gold: float | None
     empty: float
     nonsense: float
+    chat_hint: str | None = None  # a function takes completions for text that are messages
 
     @property
     def warning(self) -> str | None:
-        """A sentence when the gold answer does not win, or nothing at all is scored."""
-        if self.gold is None:
-            return None
+        """A sentence when a function misreads completions, the gold answer does not win, or nothing is scored."""
+        if self.chat_hint or self.gold is None:
+            return self.chat_hint
         rivals = [s for s in (self.empty, self.nonsense) if not math.isnan(s)]
         if math.isnan(self.gold):
             return "the gold answer gets no score"
@@ -52,4 +53,5 @@ def check_gold(scorer: Scorer, prompt: PreparedPrompt) -> GoldCheck:
         texts[0] = gold.removeprefix(prompt.opened.rstrip()) if gold.startswith(prompt.opened.rstrip()) else gold
     tokens = [[*token_ids(scorer.tokenizer, text), scorer.tokenizer.eos_token_id] for text in texts]
     rewards = scorer([prompt] * len(tokens), tokens).rewards.tolist()
-    return GoldCheck(prompt, gold, rewards[0] if gold is not None else None, rewards[1], rewards[2])
+    hint = next((function.chat_hint for function in scorer.functions if function.chat_hint), None)
+    return GoldCheck(prompt, gold, rewards[0] if gold is not None else None, rewards[1], rewards[2], hint)

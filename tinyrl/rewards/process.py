@@ -1,4 +1,4 @@
-"""Our end of a reward worker process: start it, ask it, and kill it with all it started.
+"""Our end of a reward worker process: start it with its keeper, ask it, and end it with all it started.
 
 Nothing here waits without a deadline, and nothing waits on a pipe that may be full: request, reply and what the
 function prints move in one loop, which also checks whether the run is to stop.
@@ -13,9 +13,13 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
 
-from tinyrl.rewards import worker
+import psutil
+
+from tinyrl.rewards import keeper, worker
 from tinyrl.rewards.loading import RewardSource
 from tinyrl.runs.signals import check_stop
 from tinyrl.text import one_line, redact
@@ -24,6 +28,9 @@ POLL_S = 0.1
 GRACE_S = 1.0  # the worker ends a late call itself and says where it was; after this we do
 CLOSE_S = 1.0  # for a worker to leave by itself
 EXIT_S = 0.5  # between the end of its pipe and its exit code
+END_S = 2 * keeper.PATIENCE_S  # for its keeper to end all it started
+MEMORY_SHARE = 0.5  # of the machine's memory, which a reward may use where nothing else is said
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 KEPT_OUTPUT_BYTES = 8192
 MAX_SAID_CHARS = 300
 
@@ -36,22 +43,29 @@ class CallFailed(Exception):
         self.worker_lost = worker_lost
 
 
-class Worker:
-    """One worker process with one reward function. It can be used until a call is lost; then start another."""
+class LoadFailed(CallFailed):
+    """The function's file could not be imported, or not in time."""
 
-    def __init__(self, source: RewardSource) -> None:
+
+class Worker:
+    """One worker process with one reward function. It can be used until a call is lost; then start another.
+
+    `memory_bytes` is what each process of it may use. `heard` is given what the function prints, as it comes.
+    """
+
+    def __init__(self, source: RewardSource, *, memory_bytes: int, heard: Callable[[bytes], None]) -> None:
         self._source = source
+        self._heard = heard
         self._killed = False
         self._output = bytearray()
         self._process = subprocess.Popen(
-            # -P keeps the folder of worker.py off sys.path, where our loading.py would hide the user's
-            [sys.executable, "-P", worker.__file__, str(os.getpid())],
+            _command(memory_bytes),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
             env={**os.environ, "PYTHONHASHSEED": "0"},  # a set is in the same order in every run
-            start_new_session=True,  # Ctrl-C is ours to handle, and one kill reaches what the function started
+            start_new_session=True,  # Ctrl-C is ours to handle
         )
         assert self._process.stdin
         assert self._process.stdout
@@ -85,6 +99,7 @@ class Worker:
         lost = True
         try:
             reply = json.loads(self._exchange(request, started + timeout_s + GRACE_S))
+            self._take_output()
             lost = False
         except (EOFError, json.JSONDecodeError) as error:
             late = time.monotonic() - started >= timeout_s
@@ -97,7 +112,7 @@ class Worker:
         return reply
 
     def close(self) -> None:
-        """Let the process leave by itself for a moment, then kill it and whatever it started."""
+        """Let the process leave by itself for a moment, then end it and whatever it started."""
         if not self._killed:
             self._requests.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -109,10 +124,11 @@ class Worker:
         if self._killed:  # its number may be another process's by now
             return
         self._killed = True
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: macOS, all gone
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a process stuck in the kernel must not hold us as well
-            self._process.wait(timeout=CLOSE_S)
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=END_S)
+        except subprocess.TimeoutExpired:  # a process stuck in the kernel must not hold us as well
+            self._process.kill()
         for pipe in (self._requests, self._replies, self._prints):
             pipe.close()
 
@@ -144,10 +160,17 @@ class Worker:
         """Take what the function printed and keep the end of it; False when no more can come."""
         with contextlib.suppress(BlockingIOError):
             printed = os.read(self._prints.fileno(), 1 << 16)
+            self._heard(printed)
             self._output += printed
             del self._output[:-KEPT_OUTPUT_BYTES]
             return bool(printed)
         return False
+
+    def _take_output(self) -> None:
+        """Take what is left in the pipe; bounded, for something the function started may go on printing."""
+        for _ in range(64):
+            if not self._keep_output():
+                break
 
     def _hung(self, timeout_s: float) -> str:
         return f"gave no answer within {timeout_s:g} s{self._where()}"
@@ -169,14 +192,29 @@ class Worker:
 
     def _where(self) -> str:
         """' (file.py, line 3)' if the worker could still write down where the function was."""
-        for _ in range(64):  # what is left in the pipe; bounded, for something the function started may go on printing
-            if not self._keep_output():
-                break
+        self._take_output()
         file = self._source.file
         if file is None:
             return ""
         place = re.search(rf'File "{re.escape(str(file))}", line (\d+)', self._output.decode("utf-8", errors="replace"))
         return f" ({file.name}, line {place[1]})" if place else ""
+
+
+def memory_limit(memory_gb: Literal["auto"] | float) -> int:
+    """Bytes that each process of a reward may use; auto: half of what the machine or its container has."""
+    if memory_gb != "auto":
+        return int(memory_gb * 1e9)
+    total = psutil.virtual_memory().total
+    with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
+        total = min(total, int(CGROUP_LIMIT.read_text()))
+    return int(total * MEMORY_SHARE)
+
+
+def _command(memory_bytes: int) -> list[str]:
+    """The keeper, and what it starts: -P keeps our folder off sys.path, where our loading.py would hide the user's."""
+    run = str(os.getpid())
+    work = [sys.executable, "-P", worker.__file__, run]
+    return [sys.executable, "-I", "-S", keeper.__file__, run, str(memory_bytes), *work]
 
 
 def said(reply: dict[str, Any]) -> str:

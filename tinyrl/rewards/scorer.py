@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, field
 
@@ -13,7 +14,9 @@ from tinyrl.config.schema import RewardConfig
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 from tinyrl.models.reward_model import SequenceRewardModel
 from tinyrl.models.roles import Roles
-from tinyrl.rewards.functions import FunctionReward, RewardFailure, call_in_process
+from tinyrl.rewards.functions import FunctionReward, Limits, RewardFailure, call_in_process
+from tinyrl.rewards.model_text import TextFormat, adapter_prompt, classifier_tokens
+from tinyrl.rewards.worker import MAX_SCORE
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import PreparedPrompt, columns_of
 
@@ -30,7 +33,7 @@ class ScoreSheet:
 
 
 class Scorer:
-    """Scores completions. State: a worker process for each reward function, the reward model."""
+    """Scores completions. State: a worker process for each reward function and the task's grader, the reward model."""
 
     def __init__(
         self,
@@ -44,9 +47,15 @@ class Scorer:
     ) -> None:
         self.task, self.tokenizer, self.roles, self.model = task, tokenizer, roles, model
         self.micro_batches = micro_batches
-        self.functions = [FunctionReward(f.use, weight=f.weight, timeout_s=config.timeout_s) for f in config.functions]
+        limits: Limits = {"timeout_s": config.timeout_s, "memory_gb": config.memory_gb}
+        self.functions = [FunctionReward(f.use, weight=f.weight, **limits) for f in config.functions]
+        self.grader = FunctionReward(task.grader, **limits) if task.grader else None
+        self.workers = [*self.functions, *([self.grader] if self.grader else [])]
         self.has_model = config.model is not None
-        self.uses_verifier = not self.functions and not self.has_model
+        self.uses_verifier = config.is_verifier
+        self.text_format = _text_format(config.model, model)
+        self._adapter_tokenizer = tokenizer  # of the adapter's base, whoever's completions are judged
+        self._adapter_prompts: dict[str, list[int]] = {}  # by the policy's text
         if self.uses_verifier and task.verify is None:
             raise ValueError(
                 f"task {task.name} has no verifier, so a reward is needed: "
@@ -62,13 +71,28 @@ class Scorer:
         self.retried: dict[str, str] = {}  # functions whose batch had to be tried row by row, and why at first
         self.weights = torch.tensor([weight for _, weight in named])
 
+    def reading(self, tokenizer: PreTrainedTokenizerBase) -> Scorer:
+        """The same rewards for completions of another model, with that model's tokenizer; closed with this scorer.
+
+        Raises ValueError for a reward adapter, which reads tokens of its own base, where the vocabularies differ.
+        """
+        reads_tokens = self.has_model and self.model is None
+        if reads_tokens and tokenizer.get_vocab() != self.tokenizer.get_vocab():
+            raise ValueError(
+                "the reward model is an adapter on the first model's base and reads that base's tokens; the other "
+                "model has another vocabulary, so it cannot be judged by it"
+            )
+        other = copy.copy(self)
+        other.tokenizer = tokenizer
+        return other
+
     def start(self) -> None:
         """Start the workers, so that a reward that does not load is found before training."""
-        for function in self.functions:
+        for function in self.workers:
             function.start()
 
     def close(self) -> None:
-        for function in self.functions:
+        for function in self.workers:
             function.close()
 
     def __call__(self, prompts: list[PreparedPrompt], completions: list[list[int]]) -> ScoreSheet:
@@ -85,6 +109,8 @@ class Scorer:
                 self.retried.setdefault(function.name, call.retried)
         if self.has_model:
             columns.append(self._model_scores(prompts, completions, texts))
+            unusable = [row for row, score in enumerate(columns[-1]) if math.isnan(score)]
+            failures += [RewardFailure(row, "the reward model gave no number to learn from") for row in unusable]
         if self.uses_verifier:
             call = self.verify(prompts, completions)
             columns.append(call.scores)
@@ -96,14 +122,14 @@ class Scorer:
     def verify(self, prompts: list[PreparedPrompt], completions: list[list[int]]):
         """The task's own verifier, whatever the training reward is."""
         assert self.task.verify is not None
-        texts = [self.text(tokens) for tokens in completions]
-        return call_in_process(
-            self.task.verify,
-            self.task.name,
-            [p.prompt for p in prompts],
-            self._handed_over(prompts, texts),
-            columns_of(prompts),
-        )
+        given = [p.prompt for p in prompts]
+        answers = self._handed_over(prompts, [self.text(tokens) for tokens in completions])
+        if self.grader is None:
+            return call_in_process(self.task.verify, self.task.name, given, answers, columns_of(prompts))
+        call = self.grader(given, answers, columns_of(prompts))
+        if call.retried:
+            self.retried.setdefault(self.grader.name, call.retried)
+        return call
 
     def text(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -125,12 +151,38 @@ class Scorer:
         self, prompts: list[PreparedPrompt], completions: list[list[int]], texts: list[str]
     ) -> list[float]:
         if self.model is not None:
-            rendered = [self.model.render(p.prompt, p.opened + t) for p, t in zip(prompts, texts, strict=True)]
-            scores = self.model.scores(rendered, micro_batches=self.micro_batches)
+            tokens = [self._classifier_tokens(p, text) for p, text in zip(prompts, texts, strict=True)]
+            scores = self.model.scores(tokens, micro_batches=self.micro_batches)
         else:
-            tokens = [p.tokens for p in prompts]
+            tokens = [self._adapter_prompt(p) for p in prompts]
             scores = adapter_scores(self.roles, tokens, completions, micro_batches=self.micro_batches)
-        return [s if math.isfinite(s) else math.nan for s in scores]
+        return [s if abs(s) <= MAX_SCORE else math.nan for s in scores]
+
+    def _classifier_tokens(self, prompt: PreparedPrompt, text: str) -> list[int]:
+        assert self.model is not None
+        assert self.text_format is not None
+        return classifier_tokens(
+            self.model.tokenizer,
+            prompt.prompt,
+            prompt.opened + text,
+            text_format=self.text_format,
+            max_tokens=self.model.max_tokens,
+        )
+
+    def _adapter_prompt(self, prompt: PreparedPrompt) -> list[int]:
+        """The prompt as the adapter learnt to read it: the policy's own tokens, unless it is written otherwise."""
+        if self.text_format is None:
+            return prompt.tokens
+        if prompt.text not in self._adapter_prompts:
+            tokens = adapter_prompt(self._adapter_tokenizer, prompt.prompt, text_format=self.text_format)
+            self._adapter_prompts[prompt.text] = tokens
+        return self._adapter_prompts[prompt.text]
+
+
+def _text_format(path: str | None, model: SequenceRewardModel | None) -> TextFormat | None:
+    if path is None:
+        return None
+    return TextFormat.of_config(model.model.config) if model is not None else TextFormat.of_adapter(path)
 
 
 @torch.inference_mode()

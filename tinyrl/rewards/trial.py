@@ -16,9 +16,10 @@ from tinyrl.data.shapes import Prompt
 from tinyrl.rewards.functions import FunctionReward, RewardFailure
 from tinyrl.rewards.guard import MAX_FAILED_SHARE
 from tinyrl.tasks.task import Task
-from tinyrl.text import visible
+from tinyrl.text import one_line, visible
 
 NONSENSE = "qzx vvk 7# ~~ jjq"
+SHOWN_LINES, SHOWN_CHARS = 12, 200  # of what a function printed
 RESERVED = ("prompt", "prompts", "completions", "completion")  # not handed over as columns
 
 
@@ -43,6 +44,8 @@ class Trial:
     name: str
     batches: list[Batch] = field(default_factory=list)
     repeatable: bool = True
+    printed: list[str] = field(default_factory=list)  # lines, the last of them where there were many
+    chat_hint: str | None = None  # it takes completions for text that are messages
 
     @property
     def failed_share(self) -> float:
@@ -57,7 +60,7 @@ class Trial:
 
     def warnings(self) -> list[str]:
         """What a user should look at before training on this reward."""
-        found = []
+        found = [self.chat_hint] if self.chat_hint else []
         by_what = {batch.what: batch for batch in self.batches}
         gold, rivals = by_what.get("gold"), [by_what["nothing"], by_what["nonsense"]]
         if gold is not None:
@@ -102,6 +105,7 @@ def try_function(use: str, task: Task, rows: list[Row], *, timeout_s: float) -> 
             begun = time.perf_counter()
             call = function(prompts, completions, columns)
             trial.batches.append(Batch(what, call.scores, call.failures, time.perf_counter() - begun))
+        trial.printed, trial.chat_hint = [*function.printed.kept], function.chat_hint
     again = trial.batches.pop()
     trial.repeatable = str(again.scores) == str(trial.batches[0].scores)  # NaN is the same as NaN here
     return trial
@@ -129,6 +133,9 @@ def render(trial: Trial) -> str:
     ]
     first = next((failure for batch in trial.batches for failure in batch.failures), None)
     rows += [f"first failure: row {first.row + 1}: {visible(first.reason)}"] if first else []
+    if trial.printed:
+        last = [one_line(line, SHOWN_CHARS) for line in trial.printed[-SHOWN_LINES:]]
+        rows += ["", f"printed (the last {len(last)} lines):", *(f"  {line}" for line in last)]
     return "\n".join([*rows, *(f"warning: {warning}" for warning in trial.warnings())])
 
 

@@ -1,20 +1,19 @@
 """The worker process of a user's reward function: a hang or a crash costs one worker and not the run.
 
-Started fresh as a script (`python -P worker.py PARENT`), never forked. Requests and replies are JSON, one a line, over
-the pipes it was started with; those are moved out of the function's sight first, so that what it prints, closes or
-reads cannot disturb them. Only the standard library is imported here: start-up is short, and torch is imported only
-where the user's own code does so.
+Started fresh by its keeper (`python -P worker.py RUN`: the run's process, for whoever lists processes), never forked.
+Requests and replies are JSON, one a line, over the pipes it was started with; those are moved out of the function's
+sight first, so that what it prints, closes or reads cannot disturb them. Only the standard library is imported here:
+start-up is short, and torch is imported only where the user's own code does so.
 
     {"load": {"path", "module", "function", "file", "sys_path"}, "timeout_s"}
         -> {"whole_batch": bool, "parameters": names or null for any, "required": names}
     {"arguments": {name: list}, "num_rows", "timeout_s"}
-        -> {"scores": number or null a row, "failures": [[row, reason], ...]}
+        -> {"scores": number or null a row, "failures": [[row, reason], ...], "read_as_text": bool}
 
 Either is answered with {"error": text, "at": " (file.py, line 3)" or ""} when the function's code raises. Texts are as
 the user's code wrote them: our end of the pipe makes one harmless line of each.
 """
 
-import atexit
 import contextlib
 import faulthandler
 import importlib
@@ -25,17 +24,15 @@ import math
 import numbers
 import os
 import reprlib
-import signal
+import resource
 import sys
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
-LOOK_AT_PARENT_S = 0.3
 MAX_ERROR_CHARS = 2000  # of an exception's message, which is cut to a line where it is shown
 MAX_SHOWN_CHARS = 100  # of a value that is not a score
-MAX_SCORE = 3.4e38  # scores become float32; there, more is infinite
+MAX_SCORE = 1e12  # scores become float32; there, the squares of a batch of larger ones would be infinite
+CHAT_HINT = 'a completion is a list of messages here, as the prompts are; its text is completion[0]["content"]'
 
 
 def main() -> None:
@@ -46,9 +43,9 @@ def main() -> None:
     os.dup2(2, 1)
     os.close(nothing)
     faulthandler.enable(last_words)
-    finished = threading.Event()
-    atexit.register(lambda: _end_with_children() if finished.is_set() else None)  # the first in is the last to run
-    threading.Thread(target=_die_with, args=(int(sys.argv.pop()),), daemon=True).start()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # pyright: ignore  so that a crash loses no line
+    del sys.argv[1:]
     function: Any = None
     file: str | None = None
     for line in requests:
@@ -60,21 +57,67 @@ def main() -> None:
             file = request["load"]["file"]
             function, reply = _load(request["load"])
         else:
-            reply = call(function, request["arguments"], num_rows=request["num_rows"], file=file)
+            reply = _answer(function, request, file)
         faulthandler.cancel_dump_traceback_later()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(
+                AttributeError, OSError, ValueError
+            ):  # the function may have closed or replaced it
+                stream.flush()
         replies.write(json.dumps(reply).encode("ascii") + b"\n")
         replies.flush()
-    finished.set()
+
+
+def _answer(function: Any, request: dict[str, Any], file: str | None) -> dict[str, Any]:
+    arguments = request["arguments"]
+    if "completions" in arguments:
+        arguments["completions"] = [Messages(c) if isinstance(c, list) else c for c in arguments["completions"]]
+    Messages.read_as_text = False
+    reply = call(function, arguments, num_rows=request["num_rows"], file=file)
+    return {**reply, "read_as_text": Messages.read_as_text}
+
+
+class Messages(list[Any]):
+    """A completion of chat data: a list that notices when it is taken for text, which no list is equal to or holds."""
+
+    read_as_text = False
+    __hash__ = None  # pyright: ignore  as for any list
+
+    def __contains__(self, item: object) -> bool:
+        return not _noticed(item) and super().__contains__(item)
+
+    def __eq__(self, other: object) -> bool:
+        return not _noticed(other) and super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return _noticed(other) or super().__ne__(other)
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        return Messages(found) if isinstance(at, slice) else found
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"'{type(self).__name__ if hasattr(str, name) else 'list'}' object has no attribute '{name}'"
+        )
+
+    def __reduce__(self) -> Any:
+        return list, ([*self],)
+
+
+def _noticed(other: object) -> bool:
+    Messages.read_as_text |= isinstance(other, str)
+    return isinstance(other, str)
 
 
 def call(
     function: Callable[..., Any], arguments: dict[str, list[Any]], *, num_rows: int, file: str | None
 ) -> dict[str, Any]:
     """Call a reward function and check what it returns; `file` is its source. The reply is described above."""
-    returned, problem = _attempt(lambda: _awaited(function(**arguments)), file)
+    checked, problem = _attempt(lambda: check_values(_awaited(function(**arguments)), num_rows), file)
     if problem:
         return problem
-    scores, failures = check_values(returned, num_rows)
+    scores, failures = checked
     return {"scores": scores, "failures": failures}
 
 
@@ -85,7 +128,9 @@ def check_values(returned: Any, num_rows: int) -> tuple[list[float | None], list
     the numbers they hold. A list of the wrong length fails every row, as scores cannot be matched to rows.
     """
     values = returned.tolist() if hasattr(returned, "tolist") else returned
-    if not isinstance(values, list | tuple):
+    is_list = isinstance(values, list | tuple)
+    values = [*values] if is_list else values  # a subclass may say that it is longer than it is
+    if not is_list:
         problem = f"returned {_describe(values)}, not a list with one score for each completion"
     elif len(values) != num_rows:
         problem = f"returned a list of {len(values)} for a batch of {num_rows}"
@@ -105,10 +150,10 @@ def _number(value: Any) -> tuple[float | None, str]:
     try:
         number = float(value)
     except OverflowError:
-        return None, "returned a number too large for a float32"
+        return None, f"returned a number beyond {MAX_SCORE:g}"
     if not math.isfinite(number):
         return None, f"returned {number}".replace("nan", "NaN")
-    return (number, "") if abs(number) <= MAX_SCORE else (None, "returned a number too large for a float32")
+    return (number, "") if abs(number) <= MAX_SCORE else (None, f"returned {number:g}, a number beyond {MAX_SCORE:g}")
 
 
 def _describe(value: Any) -> str:
@@ -160,7 +205,16 @@ def _attempt(action: Callable[[], Any], file: str | None) -> tuple[Any, dict[str
                 lines.append(step.tb_lineno)
             step = step.tb_next
         where = f" ({os.path.basename(file)}, line {lines[-1]})" if file and lines else ""
-        return None, {"error": f"raised {type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}", "at": where}
+        text = f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}{_hint(error)}"
+        return None, {"error": f"raised {text}", "at": where}
+
+
+def _hint(error: Exception) -> str:
+    """What a person may not know about an exception: where the limit comes from, or what a completion is."""
+    if isinstance(error, MemoryError):
+        limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+        return f" (a process of a reward may use {limit / 1e9:.3g} GB: reward.memory_gb)" if limit > 0 else ""
+    return f" ({CHAT_HINT})" if Messages.__name__ in str(error) else ""
 
 
 def _awaited(returned: Any) -> Any:
@@ -172,19 +226,6 @@ def _awaited(returned: Any) -> Any:
         return await returned
 
     return asyncio.run(finish())
-
-
-def _die_with(parent: int) -> None:
-    """End with the parent, also in the middle of a call, when nobody reads the pipe and notices its end."""
-    while os.getppid() == parent:
-        time.sleep(LOOK_AT_PARENT_S)
-    _end_with_children()
-
-
-def _end_with_children() -> None:
-    with contextlib.suppress(ProcessLookupError):  # started by hand, it leads no group
-        os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(0)
 
 
 if __name__ == "__main__":

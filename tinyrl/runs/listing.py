@@ -9,7 +9,7 @@ from pathlib import Path
 from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints, problem_with
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.text import one_line, visible
+from tinyrl.text import number, one_line, visible
 
 MOST_PATH, MOST_METRIC = 4096, 40  # characters that are shown
 
@@ -49,7 +49,7 @@ def render(run: RunDir, listed: list[Listed]) -> str:
     known = [one.metric for one in listed if one.metric is not None]
     rows = [f"{'checkpoint':14} {'step':>8} {'size':>10} {metric:>14}  verifies"]
     for one in listed:
-        value = "-" if one.metric is None else f"{one.metric:.4f}"
+        value = "-" if one.metric is None else number(one.metric, decimals=4)
         marks = "yes" if one.problem is None else f"no: {visible(one.problem)}"
         marks += ", best" if one.problem is None and known and one.metric == max(known) else ""
         rows.append(f"{one.name:14} {one.step:>8} {one.size / 1e6:>7.1f} MB {value:>14}  {marks}")

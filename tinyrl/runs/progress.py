@@ -1,10 +1,11 @@
-"""The progress display of a run: a live bar in a terminal, one line a step elsewhere.
+"""The progress display of a run: one line a step, and in a terminal a live bar below them.
 
 A terminal that is gone (a closed window, a broken pipe) never stops a run: metrics.jsonl is the record.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any, TextIO, cast
@@ -49,14 +50,26 @@ class _Forgiving:
         return getattr(self._stream, name)
 
 
-BESIDE_THE_NUMBERS = 68  # columns for the phase, the bar, the count and both times
+def tell(text: str) -> None:
+    """Print the result of a run on standard output. A reader that is gone, or a full disk behind it, changes nothing
+    about how the run ended, so the exit code stays what it is.
+    """
+    try:
+        print(text, flush=True)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # what is still buffered goes there when Python ends
+        os.close(nowhere)
 
 
-def fitting(numbers: list[str], room: int) -> str:
-    """The first of `numbers`, as many as fit into `room` columns."""
+PHASE = "{:10}".format  # as wide as the longest, so that the bar stays where it is
+
+
+def fitting(parts: list[str], room: int) -> str:
+    """The first of `parts` on one line, as many as fit into `room` columns."""
     text = ""
-    for number in numbers:
-        longer = f"{text} · {number}" if text else number
+    for part in parts:
+        longer = f"{text} · {part}" if text else part
         if len(longer) > room:
             break
         text = longer
@@ -78,34 +91,36 @@ class Display:
         if self.console.is_terminal:
             columns = (
                 TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=None),  # what the others leave
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[state]}"),
                 TimeElapsedColumn(),
                 TextColumn("left"),
                 TimeRemainingColumn(),
             )
-            self._bar = Progress(*columns, console=self.console, transient=False)
-            self._task = self._bar.add_task("step", total=self.num_steps, completed=done, state="")
+            self._bar = Progress(*columns, console=self.console, transient=False, expand=True)
+            self._task = self._bar.add_task(PHASE("step"), total=self.num_steps, completed=done)
             self._bar.start()
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
-        """Show a finished step; held-out numbers stay until there are newer ones."""
+        """A line for a finished step, reward first; held-out numbers stay until there are newer ones.
+
+        In a terminal it has the numbers that fit beside each other, and the bar shows the time left.
+        """
         self._latest |= {
             label: float(metrics[key]) for label, key in SHOWN if isinstance(metrics.get(key), int | float)
         }
-        numbers = [f"{label} {_short(value)}" for label, value in self._latest.items()]
+        numbers = [f"{label} {_short(self._latest[label])}" for label, _ in SHOWN if label in self._latest]
+        parts = [f"step {step}/{self.num_steps}", *numbers]
         if self._bar is not None:
-            self._bar.update(
-                self._task, completed=step, state=fitting(numbers, self.console.width - BESIDE_THE_NUMBERS)
-            )
+            self._bar.update(self._task, completed=step)
+            self._print(fitting(parts, self.console.width))
         else:
-            self._print(" · ".join([f"step {step}/{self.num_steps}", *numbers, self._time_left(step)]))
+            self._print(" · ".join([*parts, self._time_left(step)]))
 
     def phase(self, what: str) -> None:
         """Name the current part of a long step (only where there is a bar to show it on)."""
         if self._bar is not None:
-            self._bar.update(self._task, description=what)
+            self._bar.update(self._task, description=PHASE(what))
 
     def note(self, text: str) -> None:
         """A line that stays: a warning, a choice made."""

@@ -20,6 +20,7 @@ from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import dump_config, load_written_config
 from tinyrl.config.schema import Config
 from tinyrl.runs.lock import LOCK, RunLock
+from tinyrl.starter import starter_path
 from tinyrl.text import did_you_mean, hidden
 
 BLOCK = 1 << 16  # bytes read at a time, from the end of a record
@@ -191,6 +192,14 @@ def run_of(path: Path) -> Path | None:
     run = path.parent.parent if len(path.parts) > 2 else above.parent
     folders = [path, run] if above.name == "checkpoints" else [path]
     return next((folder for folder in folders if os.path.isfile(folder / "config.yaml")), None)
+
+
+def named_run(path: str) -> Path | None:
+    """The run that a model's path names, itself or by a checkpoint of it; None for a model's own folder or name."""
+    folder = Path(os.path.expanduser(path))
+    run = None if starter_path(path) else run_of(folder)
+    has_weights = any(os.path.isfile(folder / name) for name in ("config.json", "adapter_config.json"))
+    return None if run == folder and has_weights else run  # config.yaml is a common name
 
 
 def open_run(path: str | Path) -> RunDir:

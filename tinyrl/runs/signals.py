@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeVar
 
 from tinyrl.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 LEFT_BY_CTRL_C = 130
 SHOW_CURSOR = b"\x1b[?25h\n"  # a live bar hides it
+LOOK_EVERY_S = 1.0
 STOPPING = b"\nstopping when the piece of work in hand is done; Ctrl-C again leaves at once\n"
+
+Item = TypeVar("Item")
 
 
 class StopFlag:
@@ -69,6 +74,16 @@ def check_stop() -> None:
     """Raise Interrupted when a signal has come: to be called between chunks of work that can be repeated."""
     if _flags and not _holding:
         _flags[-1].check()
+
+
+def watched(items: Iterable[Item]) -> Iterator[Item]:
+    """The items, one by one; about once a second `check_stop` is called in between."""
+    due = time.monotonic() + LOOK_EVERY_S
+    for item in items:
+        if time.monotonic() > due:
+            check_stop()
+            due = time.monotonic() + LOOK_EVERY_S
+        yield item
 
 
 @contextmanager

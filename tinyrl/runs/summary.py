@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+
+from tinyrl.config.methods import METHODS
+from tinyrl.config.recipe import as_override
+from tinyrl.config.schema import Config
 from tinyrl.runs.checkpoint import list_checkpoints
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir
+from tinyrl.text import number
 
 
 def summary(run: RunDir) -> str:
@@ -30,12 +37,37 @@ def summary(run: RunDir) -> str:
         ]
     newest = list_checkpoints(run.checkpoints)
     text += ["", f"files    {run.path}/  (report.html, report.png, metrics.jsonl, samples.jsonl)"]
+    config = run.read_config()
     if newest:
-        text += [f"adapter  {newest[-1]}/"]
-    if "eval/reward_mean" in lines[-1]:
-        text += [f"next     tinyrl eval {run.path} --vs base"]
-    return "\n".join(text)
+        text += [f"{'adapter' if config.lora.enabled else 'model':8} {newest[-1]}/"]
+    command = next_command(run.path, config)
+    return "\n".join([*text, f"next     {command}"] if command else text)
+
+
+def next_command(path: Path, config: Config) -> str | None:
+    """The command that uses what a run has made: judge a policy, or train one with a reward model on the prompts of its
+    pairs. None for a text model, whose next prompts and reward only its owner knows.
+    """
+    if METHODS[config.method].samples:
+        return shlex.join(["tinyrl", "eval", str(path), "--vs", "base"])
+    if config.method != "reward":
+        return None
+    where, model = config.task, config.model
+    settings = {
+        "model.path": "MODEL" if model.random_init else model.path,
+        "model.quantization": model.quantization,
+        "task.data": where.data,
+        "task.eval_data": where.eval_data,
+        "task.columns": where.columns or None,
+        "task.split_seed": where.split_seed or None,
+        "task.system_prompt": where.system_prompt,
+        "task.chat_template": where.chat_template or None,
+        "task.chat": None if where.chat == "auto" else where.chat,
+        "reward.model": str(path),
+    }
+    overrides = [as_override(key, value) for key, value in settings.items() if value is not None]
+    return shlex.join(["tinyrl", "train", "ppo", *overrides])
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+    return "-" if value is None else number(value)

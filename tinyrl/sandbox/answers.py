@@ -3,7 +3,8 @@
 import math
 from typing import Any
 
-TOLERANCE = 1e-9  # relative, and absolute near zero, between numbers of which one is a float
+TOLERANCE = 1e-9  # between numbers of which one is a float, relative to the larger
+NEAR_ZERO = 1e-12  # where exactly 0 is expected, to which nothing is relatively close
 
 
 def python_block(text: str) -> str | None:
@@ -26,7 +27,7 @@ def same_output(printed: str, expected: str) -> bool:
 
 
 def same_value(returned: Any, expected: Any) -> bool:
-    """Whether two JSON values are the same. True is not 1; 1 is 1.0, and floats may differ by TOLERANCE."""
+    """Whether two JSON values are the same. True is not 1; 1 is 1.0; floats may differ by TOLERANCE."""
     if isinstance(returned, list) and isinstance(expected, list):
         return len(returned) == len(expected) and all(map(same_value, returned, expected))
     if isinstance(returned, dict) and isinstance(expected, dict):
@@ -37,9 +38,9 @@ def same_value(returned: Any, expected: Any) -> bool:
     return len(kinds) == 1 and returned == expected
 
 
-def _close(left: Any, right: Any) -> bool:
+def _close(returned: Any, expected: Any) -> bool:
     try:
-        return math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        return math.isclose(returned, expected, rel_tol=TOLERANCE, abs_tol=0.0 if expected else NEAR_ZERO)
     except OverflowError:  # an int that no float can be near
         return False
 

@@ -30,12 +30,13 @@ can read and harm all that you can.
 """
 
 import json
+import math
 import os
 import signal
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from tinyrl.sandbox.answers import same_output, same_value
 from tinyrl.sandbox.isolation import CannotIsolate, Limits
@@ -201,10 +202,15 @@ def _how_it_ended(run: Run, code: int | None, stderr: str, limits: Limits) -> st
 def _returned(reply: bytearray) -> tuple[str, Any]:
     """ "ok" and the value, or what is wrong with it."""
     try:
-        return "ok", json.loads(reply, parse_constant=_refuse)
+        return "ok", json.loads(reply, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         return NOT_JSON, None
 
 
-def _refuse(constant: str) -> None:
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(text)
+
+
+def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")

@@ -6,12 +6,18 @@ against the task before anything is trained, so a bad row is reported with its f
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Literal
 
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import hold_out, placed_rows
 from tinyrl.tasks.task import Task
-from tinyrl.text import did_you_mean
+from tinyrl.text import did_you_mean, listed
+
+if TYPE_CHECKING:
+    from tinyrl.config.schema import Config
 
 TASKS: dict[str, str] = {
     "sort": "tinyrl.tasks.sort",
@@ -25,12 +31,44 @@ TASKS: dict[str, str] = {
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")  # a reward function gets these from us
 
 
-def load_task(name: str) -> Task:
-    """The task called `name`; ValueError, listing the names, where there is none."""
+Grading = Literal["task", "math"]
+MATH_GRADER = "tinyrl.tasks.math_grading:equal_answers"
+
+
+def load_task(name: str, *, grading: Grading = "task") -> Task:
+    """The task called `name`, with its own verifier or graded as mathematics.
+
+    ValueError where there is none of that name (lists the names), it cannot be graded so, or math-verify is missing.
+    """
     if name not in TASKS:
         meant = did_you_mean(name, list(TASKS))
         raise ValueError(f"task.name: there is no task '{name}'.{meant} Tasks: {', '.join(TASKS)}")
-    return importlib.import_module(TASKS[name]).TASK
+    task: Task = importlib.import_module(TASKS[name]).TASK
+    if grading == "task":
+        return task
+    if not task.can_grade_math:
+        raise ValueError(
+            f"task.grading=math compares a column 'answer', and task {name} has a rule of its own; "
+            "it is for the tasks gsm8k and rows"
+        )
+    if importlib.util.find_spec("math_verify") is None:
+        raise ValueError("task.grading=math needs math-verify: pip install 'tinyrl[math]'")
+    return dataclasses.replace(task, grader=MATH_GRADER)
+
+
+def load_split(config: Config, split: str) -> list[Row]:
+    """The rows of "train" or "eval" that a run has: `load_rows` with the run's settings."""
+    where = config.task
+    return load_rows(
+        load_task(where.name or "rows"),
+        split,
+        data=where.data,
+        eval_data=where.eval_data,
+        columns=where.columns,
+        max_samples=where.max_samples,
+        seed=where.split_seed,
+        verified=config.reward.is_verifier,
+    )
 
 
 def load_rows(
@@ -42,11 +80,13 @@ def load_rows(
     columns: dict[str, str] | None = None,
     max_samples: int | None = None,
     seed: int = 0,
+    verified: bool = True,
 ) -> list[Row]:
     """The rows of "train" or "eval": the task's own, or those of `data` and `eval_data`, at most `max_samples` a split.
 
     With `data` and no `eval_data` a tenth (1 to 512 rows) is held out for "eval", chosen by `seed`; rows with the same
-    prompt never end up on both sides. `columns` {new: old} renames the columns of `data` and `eval_data`.
+    prompt never end up on both sides. `columns` {new: old} renames the columns of `data` and `eval_data`. `verified`:
+    the task's verifier is the reward, so every row must be one that it can judge.
     """
     assert split in ("train", "eval"), split
     if max_samples is not None and max_samples < 1:
@@ -55,9 +95,9 @@ def load_rows(
         raise ValueError("task.columns renames the columns of task.data, and no task.data is given")
     source = data if split == "train" else eval_data
     if source is not None:
-        rows = _read(task, source, columns=columns)
+        rows = _read(task, source, columns=columns, verified=verified)
     elif data is not None:
-        rows = _read(task, data, columns=columns)
+        rows = _read(task, data, columns=columns, verified=verified)
     else:
         rows = task.rows(split)
     if data is not None and eval_data is None:
@@ -68,7 +108,7 @@ def load_rows(
     return rows[:max_samples]
 
 
-def check_rows(task: Task, rows: list[Row], *, places: list[str]) -> None:
+def check_rows(task: Task, rows: list[Row], *, places: list[str], verified: bool) -> None:
     """ValueError for the first row that the task cannot use; `places[i]` ("file:line") says where row i comes from."""
     for row, place in zip(rows, places, strict=True):
         for column in task.columns:
@@ -76,7 +116,7 @@ def check_rows(task: Task, rows: list[Row], *, places: list[str]) -> None:
                 meant = did_you_mean(column, list(row))
                 raise ValueError(
                     f"{place}: no column '{column}', which task '{task.name}' needs.{meant} "
-                    f"Columns: {', '.join(row)}. Rename one with task.columns.{column}=OLD"
+                    f"Columns: {listed(row)}. Rename one with task.columns.{column}=OLD"
                 )
         for column in RESERVED_COLUMNS:
             if column in row:
@@ -87,14 +127,16 @@ def check_rows(task: Task, rows: list[Row], *, places: list[str]) -> None:
         try:
             task.prompt(row)
             task.gold(row)
+            if verified and task.check_reference is not None:
+                task.check_reference(row)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
 
 
-def _read(task: Task, source: str, *, columns: dict[str, str] | None) -> list[Row]:
+def _read(task: Task, source: str, *, columns: dict[str, str] | None, verified: bool) -> list[Row]:
     placed = placed_rows(source, columns=columns)
     rows = [row for _, row in placed]
-    check_rows(task, rows, places=[place for place, _ in placed])
+    check_rows(task, rows, places=[place for place, _ in placed], verified=verified)
     # rewards get every column as a list, so all rows get the same columns
     names = list(dict.fromkeys(name for row in rows for name in row))
     return [{name: row.get(name) for name in names} for row in rows]

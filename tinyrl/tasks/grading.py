@@ -107,6 +107,14 @@ def after_last(text: str, marker: str) -> str | None:
     return rest.strip().partition("\n")[0].rstrip() if found else None
 
 
+def marked_answer(text: str) -> str | None:
+    """What a text marks as its answer: the last <answer>...</answer>, else after "####", else in \\boxed{...}."""
+    for found in (tagged(text, "answer"), after_last(text, "####"), boxed(text)):
+        if found:
+            return found
+    return None
+
+
 def think_answer_format(text: str) -> bool:
     """True for <think>...</think>...<answer>...</answer>: each tag exactly once, in this order (Logic-RL's rule)."""
     tags = ("<think>", "</think>", "<answer>", "</answer>")

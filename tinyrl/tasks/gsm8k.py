@@ -66,4 +66,5 @@ TASK = Task(
     gold=gold,
     columns=("question", "answer"),
     answer=answer,
+    can_grade_math=True,
 )

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinyrl.data.readers import Row
 from tinyrl.data.shapes import Prompt, check_prompt
+from tinyrl.runs.signals import watched
 from tinyrl.tasks import Task
+from tinyrl.text import did_you_mean, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+SHORTEST_BOUND = 32
 
 
 @dataclass(frozen=True)
@@ -50,26 +55,47 @@ def prepare_prompts(
     tokenizer: PreTrainedTokenizerBase,
     chat: Literal["auto"] | bool,
     system_prompt: str | None,
+    variables: dict[str, Any],
     max_prompt_tokens: int,
     long_prompts: Literal["error", "drop"],
 ) -> list[PreparedPrompt]:
-    """Render every row. Prompts over `max_prompt_tokens` are refused, naming the first, or dropped if asked for."""
-    prepared, long = [], []
-    for index, row in enumerate(rows):
+    """Render every row. Prompts over `max_prompt_tokens` are refused, naming the first, or dropped if asked for.
+
+    One with more characters than so many tokens can have is not tokenised, which would take a minute for ten megabytes.
+    """
+    prepared: list[PreparedPrompt] = []
+    long: list[tuple[int, str, int]] = []  # row, text, tokens (at least, where they were not counted)
+    most_chars = max_prompt_tokens * (per_token := most_chars_a_token(tokenizer))
+    uncounted = False
+    for index, row in enumerate(watched(rows)):
         prompt = task.prompt(row)
-        rendered = render_prompt(tokenizer, prompt, chat=chat, system_prompt=system_prompt)
-        ready = PreparedPrompt(index, row, prompt, rendered.text, rendered.tokens, rendered.opened)
-        (long if len(rendered.tokens) > max_prompt_tokens else prepared).append(ready)
+        check_prompt(prompt)
+        text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+        if len(text) > most_chars:
+            long.append((index, text, len(text) // per_token))
+            uncounted = True
+            continue
+        rendered = render_prompt(tokenizer, prompt, chat=chat, system_prompt=system_prompt, variables=variables)
+        if len(rendered.tokens) > max_prompt_tokens:
+            long.append((index, rendered.text, len(rendered.tokens)))
+        else:
+            prepared.append(PreparedPrompt(index, row, prompt, rendered.text, rendered.tokens, rendered.opened))
     if long and (long_prompts == "error" or not prepared):
-        longest = max(len(p.tokens) for p in long)
+        (index, text, tokens), longest = long[0], max(tokens for _, _, tokens in long)
+        or_more = " or more" if uncounted else ""
+        larger = "" if uncounted else f"Set generation.max_prompt_tokens={longest}, or leave"
         raise ValueError(
             f"{len(long)} of {len(rows)} prompts have more than "
             f"generation.max_prompt_tokens={max_prompt_tokens} tokens "
-            f"(first: row {long[0].index + 1} with {len(long[0].tokens)}; longest {longest}): "
-            f"{long[0].text[:60]!r}...\n"
-            f"Set generation.max_prompt_tokens={longest}, or leave them out with task.long_prompts=drop."
+            f"(first: row {index + 1} with {tokens}; longest {longest}{or_more}): {text[:60]!r}...\n"
+            f"{larger or 'Leave'} them out with task.long_prompts=drop."
         )
     return prepared
+
+
+def most_chars_a_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The characters of the longest token, and at least some, for tokens that stand for an unknown word."""
+    return max(SHORTEST_BOUND, *map(len, tokenizer.get_vocab()))
 
 
 def columns_of(prompts: list[PreparedPrompt]) -> dict[str, list[Any]]:
@@ -84,11 +110,13 @@ def render_prompt(
     *,
     chat: Literal["auto"] | bool = "auto",
     system_prompt: str | None = None,
+    variables: dict[str, Any] | None = None,
 ) -> Rendered:
     """The prompt as text and tokens, ready for the model to continue.
 
     With the tokenizer's chat template (`chat` True, or "auto" where it has one) text becomes one user message, the
-    system prompt replaces a system message of the data, and messages that end with the assistant are continued.
+    system prompt replaces a system message of the data, and messages that end with the assistant are continued;
+    `variables` are what the template may ask for besides (enable_thinking).
     Without it the text stays as it is, after the system prompt and an empty line; a BOS that the tokenizer adds stays,
     an EOS it appends does not, since nothing follows an EOS. Raises ValueError where that cannot be done.
     """
@@ -96,6 +124,8 @@ def render_prompt(
     has_template = bool(tokenizer.chat_template)
     if chat is True and not has_template:
         raise ValueError("task.chat=true, but this model's tokenizer has no chat template; use task.chat=auto or false")
+    if variables and not has_template:
+        raise ValueError(f"task.chat_template={variables}, but this model's tokenizer has no chat template")
     if chat is False or not has_template:
         if not isinstance(prompt, str):
             why = "task.chat=false" if has_template else "this model's tokenizer has no chat template"
@@ -106,7 +136,7 @@ def render_prompt(
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system_prompt is not None:
         messages = [{"role": "system", "content": system_prompt}, *(m for m in messages if m["role"] != "system")]
-    text, added = _templated(tokenizer, messages)
+    text, added = _templated(tokenizer, messages, variables or {})
     tokens = token_ids(tokenizer, text)
     start = added.rfind("<think>")
     return Rendered(text, tokens, added[start:] if start >= 0 and "</think>" not in added[start:] else "")
@@ -117,24 +147,48 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]  # pyright: ignore
 
 
-def _templated(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> tuple[str, str]:
-    """The rendered text, and its end that belongs to the assistant, where a <think> is the template's own."""
+def template_text(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, variables: dict[str, Any], **options: Any
+) -> str:
+    """Messages through the tokenizer's chat template. Raises ValueError for roles that it refuses, and for variables
+    that it does not have.
+    """
     from jinja2.exceptions import TemplateError
 
-    going_on = messages[-1]["role"] == "assistant"
-    before = messages[:-1] if going_on else messages
+    if variables:
+        _check_variables(tokenizer.get_chat_template(), tuple(variables))
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not going_on, continue_final_message=going_on
-        )
-        asked = tokenizer.apply_chat_template(before, tokenize=False) if before else ""
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options, **variables)
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(f"the model's chat template refuses messages with the roles {roles}: {error}") from error
     assert isinstance(text, str)
-    assert isinstance(asked, str)
+    return text
+
+
+def _templated(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], variables: dict[str, Any]
+) -> tuple[str, str]:
+    """The rendered text, and its end that belongs to the assistant, where a <think> is the template's own."""
+    going_on = messages[-1]["role"] == "assistant"
+    before = messages[:-1] if going_on else messages
+    turn = {"add_generation_prompt": not going_on, "continue_final_message": going_on}
+    text = template_text(tokenizer, messages, variables=variables, **turn)
+    asked = template_text(tokenizer, before, variables=variables) if before else ""
     shared = next((i for i, (a, b) in enumerate(zip(text, asked, strict=False)) if a != b), min(len(text), len(asked)))
     return text, text[shared:]
+
+
+@lru_cache(maxsize=4)
+def _check_variables(template: str, names: tuple[str, ...]) -> None:
+    """ValueError for a variable that the template does not mention: giving it would change nothing."""
+    mentioned = set(re.findall(r"[A-Za-z_]\w*", template))
+    for name in names:
+        if name not in mentioned:
+            raise ValueError(
+                f"task.chat_template: this model's chat template has no variable `{shortened(name)}`."
+                f"{did_you_mean(name, sorted(mentioned))}"
+            )
 
 
 def _plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

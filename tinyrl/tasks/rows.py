@@ -3,7 +3,7 @@
 A completion's answer is what it marks: the last <answer>...</answer>, else what follows the last "####", else the last
 \\boxed{...}, else the whole completion (for a numeric answer: its last number). It is right when it is the same number
 or the same text, case, spacing and a final full stop aside. Rows without an answer have no score here (None): they
-need a reward function or a reward model.
+need a reward function or a reward model, which may read an `answer` of any kind, an empty one too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from tinyrl.data.readers import Row
 from tinyrl.data.shapes import Prompt, check_prompt
-from tinyrl.tasks.grading import after_last, boxed, completion_text, last_number, normalised_text, parse_number, tagged
+from tinyrl.tasks.grading import completion_text, last_number, marked_answer, normalised_text, parse_number
 from tinyrl.tasks.task import Task
 
 
@@ -28,34 +28,35 @@ def prompt(row: Row) -> Prompt:
 
 
 def gold(row: Row) -> str | None:
-    """The row's answer; None where it has none."""
+    """The row's answer; None where it has none that a completion can be compared with."""
+    return _reference(row.get("answer"))
+
+
+def check_reference(row: Row) -> None:
+    """ValueError for an `answer` that is there and cannot be compared with: empty, or neither text nor a number."""
     reference = row.get("answer")
-    if reference is None:
-        return None
-    if not isinstance(reference, str | int | float):
+    if reference is None or _reference(reference) is not None:
+        return
+    if not isinstance(reference, str):
         raise ValueError(f"'answer' must be text or a number, not {reference!r:.60}")
-    if not str(reference).strip():
-        raise ValueError("'answer' is empty; leave it out (or null) where there is none")
-    return str(reference)
+    raise ValueError("'answer' is empty; leave it out (or null) where there is none")
 
 
-def _marked(text: str) -> str | None:
-    for found in (tagged(text, "answer"), after_last(text, "####"), boxed(text)):
-        if found:
-            return found
-    return None
+def _reference(answer: Any) -> str | None:
+    """What completions are compared with. A reward function of the user's own may read anything else."""
+    return str(answer) if isinstance(answer, str | int | float) and str(answer).strip() else None
 
 
 def answer(text: str) -> str | None:
     """What a completion says, normalised: equal answers are equal texts. None for an empty one."""
-    marked = _marked(text)
+    marked = marked_answer(text)
     number = parse_number(marked if marked is not None else text)
     return str(number) if number is not None else normalised_text(text if marked is None else marked) or None
 
 
 def _is_right(text: str, reference: str) -> bool:
-    reference = _marked(reference) or reference  # worked solutions that end in "#### 72" are answers too
-    marked = _marked(text)
+    reference = marked_answer(reference) or reference  # worked solutions that end in "#### 72" are answers too
+    marked = marked_answer(text)
     wanted = parse_number(reference)
     if wanted is not None:
         said = marked if marked is not None else text
@@ -67,9 +68,9 @@ def verify(
     prompts: list[Any], completions: list[Any], *, answer: list[Any] | None = None, **columns: Any
 ) -> list[float | None]:
     """1.0 where a completion gives the row's `answer`, 0.0 where not, None where the row has none."""
-    references = answer if answer is not None else [None] * len(completions)
+    references = [_reference(given) for given in answer] if answer is not None else [None] * len(completions)
     return [
-        None if reference is None else float(_is_right(completion_text(completion), str(reference)))
+        None if reference is None else float(_is_right(completion_text(completion), reference))
         for completion, reference in zip(completions, references, strict=True)
     ]
 
@@ -81,6 +82,8 @@ TASK = Task(
     prompt=prompt,
     verify=verify,
     gold=gold,
+    check_reference=check_reference,
     columns=("prompt",),
     answer=answer,
+    can_grade_math=True,
 )

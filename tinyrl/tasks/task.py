@@ -18,8 +18,8 @@ FULL_MARKS = 1.0 - 1e-9  # weighted sums of floats miss 1.0 by a rounding error
 class Task:
     """A task; everything here is plain Python and answers without torch.
 
-    `prompt` and `gold` raise ValueError with a sentence about the row when a row is unusable (a wrong type, say);
-    the reader of the rows adds the file and the line.
+    `prompt`, `gold` and `check_reference` raise ValueError with a sentence about the row when it is unusable (a wrong
+    type, say); the reader of the rows adds the file and the line.
     """
 
     name: str
@@ -29,7 +29,10 @@ class Task:
     verify: Callable[..., list[float | None]] | None  # verify(prompts, completions, **columns), the whole batch
     gold: Callable[[Row], str | None]  # an answer that must score full marks; None where there is none
     columns: tuple[str, ...]  # columns every row must have
+    check_reference: Callable[[Row], None] | None = None  # what `verify` needs of a row, asked where it is the reward
     answer: Callable[[str], Hashable | None] | None = None  # what a completion says (None: nothing), for majority@k
+    can_grade_math: bool = False  # rows have an `answer` that may be compared as mathematics
+    grader: str | None = None  # "module:function" to be used for `verify`, in a process of its own
 
     @staticmethod
     def is_pass(score: float | None) -> bool:

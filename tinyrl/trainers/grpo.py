@@ -43,31 +43,35 @@ def train(session: Session, parts: SamplingParts) -> None:
         if rollout is None:
             # 1. A group of responses for each prompt, and their scores.
             with session.timed("rollout"):
-                rollout = sample_groups(collector, config, step)
+                rollout, drawn = sample_groups(collector, config, step)
             # 2. Their log-probabilities under the reference, and before the update.
             with session.timed("reference"):
                 collector.compute_logprobs(rollout, reference=config.kl_coef > 0, several_steps=several_steps)
-            session.start_update(rollout, **collector.metrics(rollout), **spread(rollout, config))
+            session.start_update(rollout, **(collector.metrics(rollout) | drawn))
         # 3. How much better a response is than its group.
         rollout.advantages = advantages_of(rollout, config)
+        flat = not rollout.advantages.any()
         # 4. An optimizer step for each minibatch.
         sizes = rollout.sizes(parts.roles)
         with session.timed("update"):
             for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
-                loss = PolicyLoss(rollout, rows, roles=parts.roles, settings=settings)
-                session.metrics.add(session.updater.step([Pass("policy", loss, rows, sizes)], train=["policy"]))
+                loss = PolicyLoss(rollout, rows, roles=parts.roles, settings=settings, first=session.state.first_update)
+                metrics = session.updater.step([Pass("policy", loss, rows, sizes)], train=["policy"])
+                collector.watch_sampling(metrics)
+                session.metrics.add(metrics)
         collector.record(rollout, rollout.advantages, step)
-        session.end_step()
+        session.end_step(**{"optim/flat_steps": collector.count_flat(flat=flat)})
 
 
-def sample_groups(collector: RolloutCollector, config: GrpoConfig, step: int) -> Rollout:
-    """One rollout; with `grpo.refill_rounds`, fresh prompts replace groups without spread.
-
-    This is DAPO's dynamic sampling, in at most so many rounds.
+def sample_groups(collector: RolloutCollector, config: GrpoConfig, step: int) -> tuple[Rollout, dict[str, float]]:
+    """(rollout, reward metrics of the step's own prompts). With `grpo.refill_rounds`, fresh prompts replace groups
+    without spread: DAPO's dynamic sampling, in at most so many rounds. The metrics are from before, since the groups
+    that are kept are a choice by their rewards.
     """
     prompts = collector.prompts(step)
     rollout = collector.collect(prompts, step)
     drawn = {p.index for p in prompts}
+    metrics = collector.reward_metrics(rollout) | spread(rollout, config)
     for refill_round in range(config.refill_rounds):
         flat = zero_spread(rollout, config.group_size).nonzero().squeeze(-1).tolist()
         fresh = collector.fresh_prompts(step, refill_round, count=len(flat), without=drawn)
@@ -77,22 +81,27 @@ def sample_groups(collector: RolloutCollector, config: GrpoConfig, step: int) ->
         topped_up = collector.collect(fresh, step)
         good = (~zero_spread(topped_up, config.group_size)).nonzero().squeeze(-1).tolist()
         rollout = rollout.with_groups(topped_up, good, places=flat[: len(good)], group_size=config.group_size)
-    return rollout
+    if config.refill_rounds:
+        metrics["reward/zero_spread_kept"] = spread(rollout, config)["reward/zero_spread_groups"]
+    return rollout, metrics
 
 
 def advantages_of(rollout: Rollout, config: GrpoConfig) -> Tensor:
-    """(B,) or (B, T), by `grpo.advantage`; the KL to the reference is subtracted where it is part of the reward."""
-    if config.advantage == "discounted-return":  # REINFORCE++ (2501.03262): whitened returns of KL-shaped token rewards
-        scores = torch.nan_to_num(rollout.rewards)
-        rewards = token_rewards(scores, rollout.kl(), rollout.loss_mask, kl_coef=config.kl_coef)
-        returns = discounted_returns(rewards, rollout.loss_mask, gamma=config.gamma)
-        return masked_whiten(returns, rollout.loss_mask)
-    if config.advantage == "leave-one-out":  # RLOO (2402.14740): the KL of the whole response is part of its score
-        scores = rollout.rewards
-        if rollout.ref_logprobs is not None:
-            scores = scores - config.kl_coef * rollout.kl().sum(1)
-        return rloo_advantages(scores, group_size=config.group_size)
-    return group_advantages(rollout.rewards, group_size=config.group_size, scale=config.advantage_scale)
+    """(B,) or (B, T), by `grpo.advantage`. A KL in the reward is token by token in REINFORCE++ (2501.03262), whose
+    returns are whitened over the step; elsewhere, as in RLOO (2402.14740), that of the whole response is in its score.
+    """
+    scores, mask, group_size = rollout.rewards, rollout.loss_mask, config.group_size
+    kl_coef = config.kl_coef if config.kl_placement == "reward" else 0.0
+    if config.advantage in ("discounted-return", "baseline-return"):
+        if config.advantage == "baseline-return":  # REINFORCE++-baseline: against the group first
+            scores = group_advantages(scores, group_size=group_size, scale="none")
+        rewards = token_rewards(torch.nan_to_num(scores), rollout.kl(), mask, kl_coef=kl_coef)
+        return masked_whiten(discounted_returns(rewards, mask, gamma=config.gamma), mask)
+    if kl_coef:
+        scores = scores - kl_coef * rollout.kl().sum(1)
+    if config.advantage == "leave-one-out":
+        return rloo_advantages(scores, group_size=group_size)
+    return group_advantages(scores, group_size=group_size, scale=config.advantage_scale)
 
 
 def zero_spread(rollout: Rollout, group_size: int) -> Tensor:

@@ -62,6 +62,17 @@ class RolloutCollector:
         self.session.state.tokens += int(rollout.response_mask.sum())
         return rollout
 
+    def count_flat(self, *, flat: bool) -> int:
+        """How many steps so far had nothing to learn from; the first is told."""
+        controllers = self.session.state.controllers
+        if flat and not controllers.flat_steps:
+            self.session.display.note(
+                "warning: in this step all responses to a prompt have the same reward, so there is nothing to learn "
+                "from, while Adam's momentum still moves the weights; optim/flat_steps counts such steps"
+            )
+        controllers.flat_steps += flat
+        return controllers.flat_steps
+
     def _watch(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:
         guard = FailureGuard(self.session.state.controllers.failing_batches)
         for name, why in self.parts.scorer.retried.items():
@@ -78,7 +89,8 @@ class RolloutCollector:
                 f"(they are in {self.session.run.failed_rewards}). {sentence}"
             )
             self._set_aside(rollout, prompts, step)
-        guard.add(len(rollout), len({f.row for f in rollout.failures}), sentence)
+        rewarded = int((~rollout.rewards.isnan()).sum())
+        guard.add(len(rollout), len({f.row for f in rollout.failures}), sentence, num_rewarded=rewarded)
         self.session.state.controllers.failing_batches = guard.bad_batches
 
     def _set_aside(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:
@@ -113,6 +125,11 @@ class RolloutCollector:
         else:
             exact = controllers.exact_sampling
             rollout.old_logprobs = rollout.sampling_logprobs if exact else self._logprobs(rollout, "policy")
+
+    def watch_sampling(self, metrics: dict[str, float]) -> None:
+        """Measure anew, by a rescoring pass, whether sampling is exact when an update's pass says it is not."""
+        if metrics.get("policy/sampling_gap", 0.0) > EXACT_TO and self.session.state.controllers.exact_sampling:
+            self.session.state.controllers.exact_sampling = None
 
     def _logprobs(self, rollout: Rollout, role: Any) -> Tensor:
         roles, generation = self.parts.roles, self.parts.config.generation
@@ -171,23 +188,29 @@ class RolloutCollector:
             )
         self.session.run.append_samples(lines)
 
-    def metrics(self, rollout: Rollout) -> dict[str, float]:
-        """Metrics of a rollout: rewards by name, lengths, truncation, dropped rows, KL in nats per response."""
+    def reward_metrics(self, rollout: Rollout) -> dict[str, float]:
+        """Mean and spread of the rewards, the mean of each by name, rows without one."""
         valid = rollout.rewards[~rollout.rewards.isnan()]
         out = {
             "reward/mean": float(valid.mean()) if len(valid) else 0.0,
             "reward/std": float(valid.std()) if len(valid) > 1 else 0.0,
             "reward/dropped": float(rollout.rewards.isnan().sum()),
-            "completion/mean_length": float(rollout.chosen_tokens.float().mean()),
-            "completion/truncated": float(rollout.truncated.float().mean()),
-            "completion/tokens": float(rollout.response_mask.sum()),
         }
         for name, column in zip(self.parts.scorer.names, rollout.scores.T, strict=True):
             applies = column[~column.isnan()]
             if len(applies):
                 out[f"reward/{name}"] = float(applies.mean())
+        return out
+
+    def metrics(self, rollout: Rollout) -> dict[str, float]:
+        """Metrics of a rollout: its rewards, lengths, truncation, KL in nats per response."""
+        out = self.reward_metrics(rollout) | {
+            "completion/mean_length": float(rollout.chosen_tokens.float().mean()),
+            "completion/truncated": float(rollout.truncated.float().mean()),
+            "completion/tokens": float(rollout.response_mask.sum()),
+        }
         if rollout.ref_logprobs is not None:
-            out["objective/kl"] = float(rollout.kl().sum(1).mean())
+            out["objective/kl"] = rollout.kl_per_response()
         return out
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tinyrl.algorithms.kl import ESTIMATORS
 from tinyrl.algorithms.losses import Metrics, cispo_loss, clipped_policy_loss, entropy_bonus, importance_ratio, kl_loss
-from tinyrl.algorithms.masking import Aggregation, masked_mean
+from tinyrl.algorithms.masking import Aggregation, masked_sum
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.roles import Roles
 from tinyrl.rollout import PolicyBatch, Rollout
@@ -70,14 +70,22 @@ class Counts:
     def denominator(self, settings: LossSettings) -> int:
         """The divisor of the aggregation: tokens, sequences, or Dr. GRPO's constant."""
         constant = self.rows * settings.max_new_tokens
-        return {"token": self.tokens, "sequence": self.sequences, "constant": constant}[settings.aggregation]
+        sequences = self.sequences
+        of = {"token": self.tokens, "sequence": sequences, "sequence-sum": sequences, "constant": constant}
+        return of[settings.aggregation]
 
 
 class PolicyLoss:
-    """The loss of a minibatch, micro-batch by micro-batch: called with rows of the rollout, the policy acting."""
+    """The loss of a minibatch, micro-batch by micro-batch: called with rows of the rollout, the policy acting.
 
-    def __init__(self, rollout: Rollout, minibatch: Sequence[int], *, roles: Roles, settings: LossSettings) -> None:
-        self.rollout, self.roles, self.settings = rollout, roles, settings
+    `first`: no optimizer step has used the rollout yet, so the policy is the one that sampled it, and its
+    log-probabilities here show how far sampling and training differ, at no cost.
+    """
+
+    def __init__(
+        self, rollout: Rollout, minibatch: Sequence[int], *, roles: Roles, settings: LossSettings, first: bool
+    ) -> None:
+        self.rollout, self.roles, self.settings, self.first = rollout, roles, settings, first
         self.counts = Counts.of(rollout.loss_mask[list(minibatch)])
 
     def __call__(self, rows: list[int]) -> tuple[Tensor, Metrics]:
@@ -95,14 +103,15 @@ class PolicyLoss:
             entropy_grad=settings.entropy_coef > 0,
         )
         minibatch = self.rollout.minibatch(rows, batch=batch, logprobs=logprobs, entropy=entropy)
-        return policy_loss(minibatch, self.counts, settings=settings)
+        loss, metrics = policy_loss(minibatch, self.counts, settings=settings)
+        return loss, metrics | sampling_gap(minibatch, self.counts) if self.first else metrics
 
 
 def policy_loss(batch: PolicyBatch, counts: Counts, *, settings: LossSettings) -> tuple[Tensor, Metrics]:
     """(loss, metrics) of a micro-batch; `counts` are those of its minibatch, so both add up over micro-batches.
 
-    Metrics: the surrogate's, policy/entropy, policy/kl_loss where there is a KL, and policy/sampling_gap, the mean
-    |old - sampling| log-probability of a token: the mismatch between sampling and training.
+    Metrics: the surrogate's, policy/entropy, policy/kl_loss where there is a KL, and where weights correct a mismatch
+    between sampling and training policy/capped_weights, the share of tokens whose weight is above its cap.
     """
     loss, metrics = SURROGATES[settings.loss](batch, counts, settings)
     bonus, entropy_metrics = entropy_bonus(batch.entropy, batch.mask, denominator=counts.tokens)
@@ -111,9 +120,16 @@ def policy_loss(batch: PolicyBatch, counts: Counts, *, settings: LossSettings) -
     if settings.kl_coef > 0:
         kl, kl_metrics = kl_to_reference(batch, counts, settings)
         loss, metrics = loss + settings.kl_coef * kl, metrics | kl_metrics
-    gap = masked_mean((batch.old_logprobs - batch.sampling_logprobs).abs(), batch.mask)
-    share = batch.mask.sum() / counts.tokens
-    return loss, {**metrics, **entropy_metrics, "policy/sampling_gap": gap * share}
+    if settings.weigh_mismatch:
+        capped = masked_sum((importance_weights(batch) >= WEIGHT_CAP).float(), batch.mask)
+        metrics["policy/capped_weights"] = capped / counts.tokens
+    return loss, metrics | entropy_metrics
+
+
+def sampling_gap(batch: PolicyBatch, counts: Counts) -> Metrics:
+    """policy/sampling_gap, the mean |training - sampling| log-probability of a token under the policy that sampled."""
+    gap = masked_sum((batch.logprobs.detach() - batch.sampling_logprobs).abs(), batch.mask)
+    return {"policy/sampling_gap": gap / counts.tokens}
 
 
 def clipped(batch: PolicyBatch, counts: Counts, settings: LossSettings) -> tuple[Tensor, Metrics]:
@@ -144,6 +160,7 @@ def cispo(batch: PolicyBatch, counts: Counts, settings: LossSettings) -> tuple[T
         ratio_cap=settings.ratio_cap,
         aggregation=settings.aggregation,
         denominator=counts.denominator(settings),
+        token_weights=importance_weights(batch) if settings.weigh_mismatch else None,
         metric_denominator=counts.tokens,
     )
 

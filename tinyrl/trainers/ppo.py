@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tinyrl.algorithms.advantages import gae
-from tinyrl.algorithms.kl import ESTIMATORS, next_kl_coef
+from tinyrl.algorithms.kl import next_kl_coef
 from tinyrl.algorithms.losses import Metrics, clipped_value_loss
 from tinyrl.algorithms.masking import masked_mean, masked_whiten
 from tinyrl.algorithms.reward_shaping import token_rewards
@@ -33,6 +33,7 @@ from tinyrl.components import SamplingParts
 from tinyrl.components import load_sampling_parts as load
 from tinyrl.config.schema import PpoConfig
 from tinyrl.models.batches import SequenceBatch
+from tinyrl.models.micro_batches import Work
 from tinyrl.models.roles import Roles
 from tinyrl.rollout import Rollout
 from tinyrl.trainers.on_policy import RolloutCollector
@@ -60,12 +61,21 @@ def train(session: Session, parts: SamplingParts) -> None:
                 collector.compute_logprobs(rollout, reference=parts.roles.has_reference, several_steps=True)
             with session.timed("values"):
                 rollout.values = predict_values(rollout, parts.roles, collector)
+                if config.bootstrap_truncated:
+                    rollout.final_values = predict_final_values(rollout, parts)
             session.start_update(rollout, **collector.metrics(rollout), **{"objective/kl_coef": kl_coef})
         # 3. One reward for each token.
         rewards, mask = shaped_rewards(rollout, config, kl_coef=kl_coef), rollout.loss_mask
         # 4. Advantages, and the returns that the critic is to predict.
         assert rollout.values is not None
-        advantages, returns = gae(rewards, rollout.values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
+        advantages, returns = gae(
+            rewards,
+            rollout.values,
+            mask,
+            gamma=config.gamma,
+            gae_lambda=config.gae_lambda,
+            final_values=rollout.final_values,
+        )
         rollout.advantages, rollout.returns = masked_whiten(advantages, mask), returns
         # 5. Minibatches, each an optimizer step of the policy and of the critic.
         with session.timed("update"):
@@ -80,12 +90,28 @@ def train(session: Session, parts: SamplingParts) -> None:
 
 def predict_values(rollout: Rollout, roles: Roles, collector: RolloutCollector) -> Tensor:
     """The critic's values before this rollout's update, (B, T)."""
-    own = roles.critic_kind in ("adapter", "separate")
+
+    own = roles.value_role == "critic"
 
     def compute(batch: SequenceBatch) -> tuple[Tensor, ...]:
         return (roles.values(batch, states=None if own else roles.policy_states(batch)),)
 
-    return collector.forward(rollout, role="critic" if own else "policy", compute=compute)
+    return collector.forward(rollout, role=roles.value_role, compute=compute)
+
+
+def predict_final_values(rollout: Rollout, parts: SamplingParts) -> Tensor:
+    """(B,) the critic's value of what would have followed a truncated response; 0 for one that ended."""
+    roles, out = parts.roles, torch.zeros(len(rollout))
+    cut = (rollout.truncated & rollout.kept).nonzero().squeeze(-1).tolist()
+
+    def run(rows: list[int]) -> None:
+        prompts = [rollout.prompt_tokens[int(rollout.prompt_index[row])] for row in rows]
+        batch = roles.batch(prompts, [rollout.response(row) for row in rows], last_tokens=True)
+        out[rows] = roles.final_values(batch).float().cpu()
+
+    with torch.no_grad(), roles.acting(roles.value_role), parts.accelerator.autocast():
+        parts.micro_batches.run(Work(rollout.sizes(roles), run, cut))
+    return out
 
 
 def shaped_rewards(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> Tensor:
@@ -95,8 +121,7 @@ def shaped_rewards(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> Te
         scores = scores.clamp(-config.clip_rewards, config.clip_rewards)
     kl = torch.zeros_like(rollout.sampling_logprobs)
     if config.kl_placement == "reward" and rollout.ref_logprobs is not None:
-        assert rollout.old_logprobs is not None
-        kl = ESTIMATORS[config.kl_estimator](rollout.old_logprobs, rollout.ref_logprobs)
+        kl = rollout.kl()
     mask = rollout.loss_mask
     rewards = token_rewards(scores, kl, mask, kl_coef=kl_coef)
     if config.whiten_rewards:
@@ -118,7 +143,7 @@ def update(
     settings = collector.loss_settings(config, kl_coef=kl_coef)
     trained, sizes = ["critic"] if warming_up else ["policy", "critic"], rollout.sizes(parts.roles)
     for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
-        policy = PolicyLoss(rollout, rows, roles=parts.roles, settings=settings)
+        policy = PolicyLoss(rollout, rows, roles=parts.roles, settings=settings, first=session.state.first_update)
         value = ValueLoss(rollout, parts.roles, config, tokens=policy.counts.tokens)
         if parts.roles.critic_kind in ("shared", "shared-detached"):
             passes = [Pass("policy", SharedTrunkLoss(policy, value, warming_up=warming_up), rows, sizes)]
@@ -126,6 +151,7 @@ def update(
             passes = [] if warming_up else [Pass("policy", policy, rows, sizes)]
             passes += [Pass("critic", value, rows, sizes)]
         metrics = session.updater.step(passes, train=trained)
+        collector.watch_sampling(metrics)
         session.metrics.add(metrics)
         if config.stop_kl is not None and metrics.get("policy/approx_kl", 0.0) > config.stop_kl:
             return True
@@ -181,11 +207,11 @@ class SharedTrunkLoss:
 
 def adapted_kl_coef(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> float:
     """The weight of the KL after this rollout: Ziegler et al. (1909.08593), section 2.2."""
-    observed = float(rollout.kl().sum(1).mean())
+    observed, num_samples = rollout.kl_per_response(), int(rollout.kept.sum())
     if not math.isfinite(observed):  # such a rollout changed no weight either
         return kl_coef
     target, horizon = config.target_kl, config.kl_horizon
-    return next_kl_coef(kl_coef, observed_kl=observed, target_kl=target, horizon=horizon, num_samples=len(rollout))
+    return next_kl_coef(kl_coef, observed_kl=observed, target_kl=target, horizon=horizon, num_samples=num_samples)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:

@@ -5,13 +5,14 @@ InstructGPT (2203.02155), Eq. 1.
     for each step: a batch of pairs; -log sigmoid(score(chosen) - score(rejected)); an optimizer step
 
 With LoRA the result is an adapter and a head for the shared base (token in, token out, EOS included); fully
-fine-tuned it is a plain sequence-classification model with its own tokenizer. Scores are centred: the mean over
-training pairs is subtracted, so PPO starts near zero.
+fine-tuned it is a plain sequence-classification model with its own tokenizer, which reads a finished turn of its chat
+template. Pairs are tokenised by the functions that score completions later (rewards/model_text.py). Scores are
+centred: the mean over training pairs is subtracted, so PPO starts near zero.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -23,12 +24,14 @@ from tinyrl.algorithms.preference import bradley_terry_loss
 from tinyrl.components import Options, Parts, load_parts
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import batch_indices, fingerprints
+from tinyrl.data.rows import batch_indices, few_held_out, fingerprints
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.batches import trunk_of
 from tinyrl.models.micro_batches import RowSizes, Work
-from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET
-from tinyrl.tasks.prompts import render_prompt, token_ids
+from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_room, positions_of
+from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, adapter_tokens, classifier_tokens
+from tinyrl.runs.signals import watched
+from tinyrl.text import listed
 from tinyrl.trainers.sft import text_rows
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
@@ -45,6 +48,15 @@ class PairParts(Parts):
     held_out: list[Pair]
     row_fingerprints: dict[str, str]
 
+    def check(self) -> list[str]:
+        """Whether held-out scores can say something."""
+        return few_held_out(self.held_out) if self.config.run.eval_prompts else []
+
+    @property
+    def text_format(self) -> TextFormat:
+        """How prompts are written; kept with the weights, so that scoring writes them the same way."""
+        return text_format_of(self.config)
+
     def save_models(self, folder: Path) -> None:
         """LoRA: adapter and centred head. Full: a sequence-classification model whose config holds the centre."""
         center = self.center()
@@ -52,15 +64,15 @@ class PairParts(Parts):
         assert head is not None
         if self.roles.peft is not None:
             super().save_models(folder)
-            save_file(
-                {"weight": head.weight.detach().cpu(), "bias": (head.bias - center).detach().cpu()}, folder / SCORE_HEAD
-            )
+            tensors = {"weight": head.weight.detach().cpu(), "bias": (head.bias - center).detach().cpu()}
+            save_file(tensors, folder / SCORE_HEAD, metadata=self.text_format.metadata())
         else:
             config = self.roles.causal.config.__class__.from_dict(
                 {**self.roles.causal.config.to_dict(), "num_labels": 1}
             )
             setattr(config, SCORE_OFFSET, float(head.bias.detach() - center))
-            classifier = AutoModelForSequenceClassification.from_config(config)
+            setattr(config, TEXT_FORMAT, asdict(self.text_format))
+            classifier = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
             trunk_of(classifier).load_state_dict(trunk_of(self.roles.causal).state_dict())
             with torch.no_grad():
                 classifier.score.weight.copy_(head.weight)
@@ -103,13 +115,12 @@ class PairParts(Parts):
 def train(session: Session, parts: PairParts) -> None:
     """Train the reward model from the session's current step to run.num_steps."""
     config = parts.config.reward_model
+    size = min(config.batch_size, len(parts.train))  # no pair twice in a step
     parts.roles.use_lora_dropout()
     for step in session.steps():
         chosen = [
             parts.train[i]
-            for i in batch_indices(
-                parts.config.run.seed, step, num_prompts=config.batch_size, num_rows=len(parts.train)
-            )
+            for i in batch_indices(parts.config.run.seed, step, num_prompts=size, num_rows=len(parts.train))
         ]
         session.start_update()
 
@@ -129,11 +140,7 @@ def pair_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Bradley-Terry loss of pairs in one batch; with smoothing s a label is right with probability 1 - s."""
     chosen, rejected = pair_scores(parts, pairs)
-    loss, metrics = bradley_terry_loss(chosen, rejected, denominator=denominator)
-    if smoothing > 0:
-        swapped, _ = bradley_terry_loss(rejected, chosen, denominator=denominator)
-        loss = (1 - smoothing) * loss + smoothing * swapped
-    return loss, metrics
+    return bradley_terry_loss(chosen, rejected, label_smoothing=smoothing, denominator=denominator)
 
 
 def pair_scores(parts: Parts, pairs: list[Pair]) -> tuple[Tensor, Tensor]:
@@ -154,7 +161,7 @@ def shared_start(chosen: list[int], rejected: list[int]) -> int:
 def sizes_of(parts: Parts, pairs: list[Pair]) -> RowSizes:
     """What a pair costs a forward pass: both sides at the longer one's length, or packed, what they share once."""
     if parts.roles.packs:
-        lengths = [len(a) + len(b) - shared_start(a, b) for a, b in pairs]
+        lengths = [len(a) + len(b) - shared_start(a, b) for a, b in watched(pairs)]
     else:
         lengths = [2 * max(len(a), len(b)) for a, b in pairs]
     return RowSizes.alone(lengths, packed=parts.roles.packs)
@@ -167,8 +174,8 @@ def load(config: Config, *, options: Options) -> PairParts:
     rows, held_out = text_rows(config)
     return PairParts(
         **vars(parts),
-        train=[pair(r, parts) for r in rows],
-        held_out=[pair(r, parts) for r in held_out],
+        train=[pair(r, parts) for r in watched(rows)],
+        held_out=[pair(r, parts) for r in watched(held_out)],
         row_fingerprints=fingerprints(rows, held_out),
     )
 
@@ -179,22 +186,28 @@ def pair(row: Row, parts: Parts) -> Pair:
     if missing:
         raise ValueError(
             "a reward model needs rows with `prompt`, `chosen` and `rejected`; this row has no "
-            f"{missing[0]} (it has {', '.join(row)})"
+            f"{missing[0]} (it has {listed(row)})"
         )
-    tokenizer, where = parts.tokenizer, parts.config.task
-    rendered = render_prompt(tokenizer, row["prompt"], chat=where.chat, system_prompt=where.system_prompt)
+    tokenizer, text_format, config = parts.tokenizer, text_format_of(parts.config), parts.roles.causal.config
 
     def tokens(completion: str) -> list[int]:
         if parts.roles.peft is not None:
-            return [*rendered.tokens, *token_ids(tokenizer, completion), tokenizer.eos_token_id]  # pyright: ignore
-        return [int(i) for i in tokenizer(rendered.text + completion)["input_ids"]]  # pyright: ignore
+            tokens_of, room = adapter_tokens, positions_of(config)
+        else:
+            tokens_of, room = classifier_tokens, classifier_room(config, tokenizer)
+        return tokens_of(tokenizer, row["prompt"], completion, text_format=text_format, max_tokens=room)
 
     return tokens(row["chosen"]), tokens(row["rejected"])
 
 
+def text_format_of(config: Config) -> TextFormat:
+    """How a run's configuration writes prompts."""
+    return TextFormat(config.task.chat, config.task.system_prompt, config.task.chat_template)
+
+
 def evaluate(parts: PairParts) -> Evaluation:
     """Accuracy (a tie counts half) and loss on held-out pairs."""
-    pairs = parts.held_out[: parts.config.run.eval_prompts or None]
+    pairs = parts.held_out[: parts.config.run.eval_prompts]
     chosen, rejected = parts.scores(pairs)
     loss, metrics = bradley_terry_loss(chosen, rejected)
     return Evaluation(

@@ -18,10 +18,12 @@ from tinyrl.algorithms.masking import masked_sum
 from tinyrl.components import Options, Parts, load_parts
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import batch_indices, fingerprints, hold_out, read_rows
+from tinyrl.data.rows import batch_indices, few_held_out, fingerprints, hold_out, read_rows
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.micro_batches import RowSizes, Work
+from tinyrl.runs.signals import watched
 from tinyrl.tasks.prompts import render_prompt, token_ids
+from tinyrl.text import listed
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
 
@@ -36,10 +38,14 @@ class TextParts(Parts):
     held_out: list[Example]
     row_fingerprints: dict[str, str]
 
+    def check(self) -> list[str]:
+        """Whether held-out scores can say something."""
+        return few_held_out(self.held_out) if self.config.run.eval_prompts else []
+
 
 def train(session: Session, parts: TextParts) -> None:
     """Run supervised fine-tuning from the session's current step to run.num_steps."""
-    size = parts.config.sft.batch_size
+    size = min(parts.config.sft.batch_size, len(parts.train))  # no row twice in a step
     parts.roles.use_lora_dropout()
     for step in session.steps():
         chosen = [
@@ -80,8 +86,8 @@ def load(config: Config, *, options: Options) -> TextParts:
     rows, held_out = text_rows(config)
     return TextParts(
         **vars(parts),
-        train=[example(row, parts) for row in rows],
-        held_out=[example(row, parts) for row in held_out],
+        train=[example(row, parts) for row in watched(rows)],
+        held_out=[example(row, parts) for row in watched(held_out)],
         row_fingerprints=fingerprints(rows, held_out),
     )
 
@@ -97,7 +103,7 @@ def text_rows(config: Config) -> tuple[list[Row], list[Row]]:
     rows = read_rows(where.data, columns=where.columns)
     if where.eval_data is not None:
         return rows[: where.max_samples], read_rows(where.eval_data, columns=where.columns)[: where.max_samples]
-    train_rows, held_out = hold_out(rows, prompt=lambda row: row.get("prompt", row.get("text")), seed=config.run.seed)
+    train_rows, held_out = hold_out(rows, prompt=lambda row: row.get("prompt", row.get("text")), seed=where.split_seed)
     return train_rows[: where.max_samples], held_out[: where.max_samples]
 
 
@@ -109,21 +115,24 @@ def example(row: Row, parts: Parts) -> Example:
     completion: Any = row.get("completion", row.get("text"))
     if not isinstance(completion, str):
         raise ValueError(
-            f"sft needs rows with `text`, or with `prompt` and `completion` as text; this row has {', '.join(row)}"
+            f"sft needs rows with `text`, or with `prompt` and `completion` as text; this row has {listed(row)}"
         )
     target = [*token_ids(tokenizer, completion), tokenizer.eos_token_id]  # pyright: ignore
     prompt = row.get("prompt")
     if prompt is None:
         return [start], target
-    tokens = render_prompt(tokenizer, prompt, chat=config.task.chat, system_prompt=config.task.system_prompt).tokens
+    where = config.task
+    tokens = render_prompt(
+        tokenizer, prompt, chat=where.chat, system_prompt=where.system_prompt, variables=where.chat_template
+    ).tokens
     if config.sft.loss_on == "completion":
         return tokens, target
-    return [start], [t for t in tokens if t != tokenizer.bos_token_id] + target
+    return [start], (tokens[1:] if tokens[0] == start else tokens) + target  # one BOS, the prompt's own or ours
 
 
 def evaluate(parts: TextParts) -> Evaluation:
     """Mean negative log-likelihood of the held-out rows, in nats per token, and perplexity."""
-    rows = parts.held_out[: parts.config.run.eval_prompts or None]
+    rows = parts.held_out[: parts.config.run.eval_prompts]
     sums: list[Tensor] = []
 
     def run(micro: list[int]) -> None:

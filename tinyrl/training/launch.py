@@ -24,8 +24,10 @@ from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.report import write_report
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.environment import environment
-from tinyrl.runs.progress import Display
+from tinyrl.runs.progress import Display, tell
+from tinyrl.runs.reward_output import RewardOutput
 from tinyrl.runs.run_dir import RunDir, create_run
+from tinyrl.runs.settle import settle
 from tinyrl.runs.summary import summary
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.training.session import Session
@@ -75,7 +77,7 @@ class Launch:
         except Interrupted as reason:
             if self.session.interrupted(reason) is None:
                 return self._unsaved(f"stopped; step {self.session.state.step} is not saved")
-            print(f"stopped; nothing is lost. Go on with:\n  tinyrl train --resume {self.run.path}")
+            tell(f"stopped; nothing is lost. Go on with:\n  tinyrl train --resume {self.run.path}")
             return reason.exit_code
         except Stop as stop:
             self.session.display.note(str(stop))
@@ -90,16 +92,16 @@ class Launch:
             write_report(self.run.path)
         except OSError as error:
             warn(f"warning: the report could not be written ({error}); later: tinyrl report {self.run.path}")
-        print(summary(self.run))
+        tell(summary(self.run))
         return 0 if self.session.saved else self._unsaved("done, but the last step is not saved")
 
     def _unsaved(self, what: str) -> int:
         """Say what is lost where the last checkpoint could not be written; the exit code that says so."""
         if self.session.has_checkpoint:
-            print(f"{what}. When there is room again, go on from the checkpoint before:\n  "
+            tell(f"{what}. When there is room again, go on from the checkpoint before:\n  "
                   f"tinyrl train --resume {self.run.path}")  # fmt: skip
         else:
-            print(f"{what}, nor is any other: the weights are lost. {self.run.checkpoints} could not be written to")
+            tell(f"{what}, nor is any other: the weights are lost. {self.run.checkpoints} could not be written to")
         return OutOfRoom.exit_code
 
 
@@ -114,6 +116,7 @@ def start(
 ) -> Launch:
     """Load everything, check it, and make the run's folder. Raises ValueError before anything is written."""
     check_trackers(config.run.trackers)
+    config = settle(config)
     trainer = trainer_of(config)
     with undone_on_failure() as undo:
         with out_of_memory_stops("before the first step"):
@@ -157,6 +160,7 @@ def trainer_of(config: Config) -> Trainer:
 
 def open_session(run: RunDir, trainer: Trainer, parts: Any, *, sources: Callable[[], Sources]) -> Launch:
     """A launch whose session stands at the beginning of the run."""
+    parts.keep_output(RewardOutput(run.path, warn=run.warn).append)
     session = Session(
         parts,
         run,

@@ -125,6 +125,18 @@ def _eight_bit_adamw() -> Callable[..., torch.optim.Optimizer]:
     return AdamW8bit
 
 
+def stretched_schedule(optim: OptimConfig, *, step: int, before: int, now: int) -> str | None:
+    """A sentence where going on at `step` with another run.num_steps makes the learning rate jump."""
+    was, new = (rate_factor(optim.schedule, step, num_steps=n, warmup_steps=optim.warmup_steps) for n in (before, now))
+    if math.isclose(was, new):
+        return None
+    rate = optim.learning_rate or 0.0
+    return (
+        f"optim.schedule={optim.schedule} is stretched from {before} to {now} steps: the learning rate of step "
+        f"{step + 1} is {rate * new:.3g} where it would have been {rate * was:.3g}"
+    )
+
+
 def rate_factor(schedule: str, step: int, *, num_steps: int, warmup_steps: int) -> float:
     """The factor of the learning rate at `step` (0-based): linear warm-up, then constant, or linear or cosine towards
     0, which would be reached one step after the last.

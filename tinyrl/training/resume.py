@@ -8,7 +8,9 @@ from tinyrl.config.schema import Config
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir
+from tinyrl.runs.settle import absolute_paths, settle
 from tinyrl.training.launch import Launch, open_session, out_of_memory_stops, trainer_of, undone_on_failure
+from tinyrl.training.optim import stretched_schedule
 from tinyrl.training.session import Session
 from tinyrl.training.sources import HELD_OUT, Sources, changed_sources, changed_versions, read_sources
 from tinyrl.training.state import read_state
@@ -33,7 +35,8 @@ def resume(
         if folder is None and not warnings:
             _check_beginning(run)
         kept, since = (read_state(folder), folder.name) if folder else (None, "it was made")
-        before, config = (kept.config if kept else run.read_config().written()), config or run.read_config()
+        config = settle(config or run.read_config())
+        before = absolute_paths(kept.config if kept else run.read_config().written())
         changes = check_changes(before, config, since=since, allowed=allow_config_change)
         notes = [f"warning: {w}; using {folder.name if folder else 'the start'} instead" for w in warnings[:1]]
         trainer = trainer_of(config)
@@ -56,7 +59,8 @@ def resume(
             else:
                 launch.session.restore(folder, kept)
                 notes += [*_versions(known, sources, since=since), *_settle(launch.session, changes, since=since)]
-                state, steps = launch.session.state, config.run.num_steps
+                state, steps, were = launch.session.state, config.run.num_steps, before["run"]["num_steps"]
+                notes += filter(None, [stretched_schedule(config.optim, step=state.step, before=were, now=steps)])
                 notes.append(f"resuming {run.path} at step {state.step} of {steps} ({state.phase}) from {since}")
         if launch.session.finished:
             undo.close()

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tinyrl.components import Parts
+from tinyrl.components import Parts, settle_threads
 from tinyrl.data.rows import keyed_order
 from tinyrl.errors import Interrupted
 from tinyrl.evaluation.evaluate import Evaluation
@@ -32,6 +32,7 @@ from tinyrl.runs.signals import stop_held
 from tinyrl.runs.tracking import Trackers
 from tinyrl.training.metrics import StepMetrics
 from tinyrl.training.optim import load_optimizers, optimizer_tensors, rate_factor, role_optimizers
+from tinyrl.training.pace import Pace
 from tinyrl.training.sources import Sources
 from tinyrl.training.state import Best, CheckpointState, RunState
 from tinyrl.training.update import Updater
@@ -56,7 +57,7 @@ class Session:
         self._evaluate = evaluate
         self.state = RunState()
         self.rollout: Rollout | None = None
-        self.metrics = StepMetrics()
+        self.metrics, self.pace = StepMetrics(), Pace()
         self.trackers = Trackers(self.config.run.trackers, run.path, config=self.config.written(), note=display.note)
         self.last_checkpoint: Path | None = None
         self.resumed_from: Path | None = None
@@ -82,6 +83,7 @@ class Session:
 
     def steps(self) -> Iterator[int]:
         """The steps still to do (0-based); the learning rate of each is set before it is handed out."""
+        self.trackers.start(self.state.step + (self.state.phase != "evaluation"))
         if self.state.phase == "evaluation":
             self._finish_step()
         while self.state.step < self.config.run.num_steps:
@@ -130,19 +132,30 @@ class Session:
         settings, step = self.config.run, self.state.step
         last = step >= settings.num_steps
         due = settings.eval_every and step % settings.eval_every == 0
-        if due or step == 0 or last:
+        if settings.eval_prompts and (due or step == 0 or last):
             with self.timed("evaluation"):
                 evaluation = self._evaluate()
             self.metrics.values |= evaluation.flat()
             self.run.append_samples([{"step": step, **line} for line in evaluation.samples])
+            self.trackers.log_completions(evaluation.samples, step)
             self._note_best(evaluation)
         line = self.metrics.line(**{"memory/peak_gb": peak_memory_gb(self.parts.accelerator.device)})
         self.run.append_metrics(step, line)
         self.display.step(step, line)
         self.trackers.log(line, step)
         self.metrics, self.state.phase = StepMetrics(), "rollout"
+        self._keep_pace(line["time/total"])
         if last or (settings.save_every and step % settings.save_every == 0):
             self.save()
+
+    def _keep_pace(self, seconds: float) -> None:
+        """Calibrate the threads again after a step that was far slower than usual: something else computes now."""
+        slower = self.pace.slowed(seconds)
+        chosen_here = self.config.run.threads == "auto" and self.parts.accelerator.device.type == "cpu"
+        if slower and chosen_here and not self.config.run.deterministic:
+            self.display.note(
+                f"step {self.state.step} took {slower:.1f} times as long as usual: {settle_threads(self.parts)}"
+            )
 
     def _rate(self) -> float:
         return self.optimizers["policy"].optimizer.param_groups[0]["lr"] if "policy" in self.optimizers else 0.0

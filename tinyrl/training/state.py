@@ -38,6 +38,7 @@ class Controllers(_Strict):
     kl_coef: Annotated[Finite, Field(ge=0)] | None = None  # PPO's weight of the KL, which may adapt
     exact_sampling: bool | None = None  # sampling log-probabilities are training's; None: not measured yet
     failing_batches: Count = 0  # in a row, whose rewards failed
+    flat_steps: Count = 0  # whose advantages were all 0
 
 
 class RunState(_Strict):
@@ -59,6 +60,11 @@ class RunState(_Strict):
     best: Best | None = None
     skipped: Count = 0
     skipped_in_a_row: Count = 0
+
+    @property
+    def first_update(self) -> bool:
+        """Whether no optimizer step has used the rollout in hand."""
+        return self.epoch == self.minibatch == 0
 
 
 class CheckpointState(_Strict):

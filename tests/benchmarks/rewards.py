@@ -1,0 +1,23 @@
+"""The benchmarks' rewards, with TRL's signature, for both sides: even-numbered words, and letters in the right order.
+
+Each side loads this file by itself, so it needs nothing beyond the standard library.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def even_words(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """The share of words "w<number>" of each completion whose number is even; 0 for an empty one."""
+    return [_share(completion.split()) for completion in completions]
+
+
+def _share(words: list[str]) -> float:
+    even = [word for word in words if word[1:].isdigit() and int(word[1:]) % 2 == 0]
+    return len(even) / len(words) if words else 0.0
+
+
+def sorted_letters(prompts: list[str], completions: list[str], *, answer: list[str], **columns: Any) -> list[float]:
+    """1.0 where a completion's letters, spaces aside, are exactly the answer ("abd"), else 0.0."""
+    return [float("".join(text.split()) == right) for text, right in zip(completions, answer, strict=True)]

@@ -1,0 +1,50 @@
+"""The benchmarks' commands: defaults, what they refuse, and that those without a peer run from the repository alone."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.__main__ import COMMANDS, parse, problem
+from tests.benchmarks.processes import ROOT
+
+
+def test_a_command_has_its_own_defaults_and_the_command_line_wins():
+    learning, grpo = parse(["learning"]), parse(["grpo"])
+    assert (learning.steps, learning.threads, learning.sizes) == (60, 1, [])
+    assert (grpo.steps, grpo.threads, grpo.sizes) == (6, 2, ["s", "m", "v"])
+    set_by_hand = parse(["grpo", "--steps", "3", "--threads", "1", "--sizes", "xs"])
+    assert (set_by_hand.steps, set_by_hand.threads, set_by_hand.sizes) == (3, 1, ["xs"])
+
+
+@pytest.mark.parametrize("what", [name for name, command in COMMANDS.items() if command.needs_a_peer])
+def test_a_comparison_asks_for_the_peer(what: str):
+    assert "--peer-python" in (problem(parse([what])) or "")
+    assert problem(parse([what, "--peer-python", "python"])) is None
+
+
+def test_what_cannot_be_measured_is_refused():
+    assert "warm-up" in (problem(parse(["rollout", "--steps", "1"])) or "")
+    assert "at most 10" in (problem(parse(["learning", "--peer-python", "python", "--pairs", "11"])) or "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "columns", "row"),
+    [
+        (["rollout"], "seconds | tokens a second", "| tinyrl, fused |"),
+        (
+            ["scaling", "--axes", "size"],
+            "| size; tinyrl",
+            "| 18432 |",
+        ),  # 2 layers: 2 x 32 x 32, 2 x 32 x 16, 3 x 32 x 64
+    ],
+)
+def test_a_command_runs_without_a_peer(tmp_path: Path, words: list[str], columns: str, row: str):
+    small = ["--sizes", "xs", "--pairs", "1", "--steps", "2", "--threads", "1", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.benchmarks", *words, *small]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert columns in done.stdout
+    assert row in done.stdout

@@ -1,0 +1,64 @@
+"""Intervals of a mean over prompts: how often they cover the truth, and what they say at the ends."""
+
+import math
+import random
+
+import pytest
+
+from tinyrl.evaluation.intervals import bootstrap_interval, mean_interval, wilson_interval
+
+
+def test_the_bootstrap_covers_the_mean_about_as_often_as_it_says() -> None:
+    hits = 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        low, high = bootstrap_interval([rng.gauss(3.0, 2.0) for _ in range(60)], resamples=400)
+        hits += low <= 3.0 <= high
+    assert 178 <= hits <= 199  # 95 % of 200 is 190; binomial standard deviation 3.1
+
+
+def coverage(n: int, p: float) -> float:
+    """How often the interval of n graded samples holds the true share p, summed over every count of right ones."""
+    covered = 0.0
+    for right in range(n + 1):
+        low, high = mean_interval([1.0] * right + [0.0] * (n - right))
+        covered += math.comb(n, right) * p**right * (1 - p) ** (n - right) * (low <= p <= high)
+    return covered
+
+
+@pytest.mark.parametrize(("n", "p"), [(64, 0.95), (64, 0.05), (64, 0.5), (30, 0.9), (512, 0.93)])
+def test_an_interval_of_graded_samples_covers_the_truth_as_often_as_it_says(n: int, p: float) -> None:
+    assert 0.93 <= coverage(n, p) <= 0.98
+
+
+def test_wilson_against_published_values() -> None:
+    # Newcombe, Statistics in Medicine 17 (1998), Table I, method 3, without continuity correction
+    published = {
+        (81, 263): (0.2553, 0.3662),
+        (15, 148): (0.0624, 0.1605),
+        (0, 20): (0.0, 0.1611),
+        (1, 29): (0.0061, 0.1718),
+    }
+    for (successes, trials), ends in published.items():
+        assert wilson_interval(successes, trials) == pytest.approx(ends, abs=5e-5)
+
+
+def test_all_right_is_not_certain() -> None:
+    low, high = mean_interval([1.0] * 64)
+    assert high == 1.0
+    assert low == pytest.approx(64 / (64 + 1.959964**2))  # 0.943
+    assert mean_interval([0.0] * 64) == pytest.approx([0.0, 1 - low])
+
+
+def test_other_values_than_0_and_1_are_bootstrapped() -> None:
+    graded = [0.0, 1.0] * 20
+    assert mean_interval([*graded, 0.5]) == bootstrap_interval([*graded, 0.5])  # a mean of several samples, say
+    assert mean_interval(graded) != bootstrap_interval(graded)
+    assert bootstrap_interval([0.0] * 9) == [0.0, 0.0]  # a paired difference: no prompt differed
+
+
+def test_an_interval_ignores_missing_prompts_and_needs_two() -> None:
+    assert mean_interval([1.0, 0.0, math.nan]) == mean_interval([1.0, 0.0])
+    assert mean_interval([2.0, 2.0, math.nan]) == [2.0, 2.0]
+    for few in ([], [1.0], [0.5, math.nan]):
+        assert all(math.isnan(end) for end in mean_interval(few))

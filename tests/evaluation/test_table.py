@@ -1,0 +1,61 @@
+"""The table of `tinyrl eval`: what it shows, and what it says instead of a number that is not there."""
+
+import json
+import math
+from typing import Any
+
+from tinyrl.evaluation.table import render
+
+NUMBERS: dict[str, Any] = {
+    "reward_mean": 0.5,
+    "reward_median": 0.5,
+    "reward_std": 0.1,
+    "reward_ci": [0.4, 0.6],
+    "mean_length": 6.0,
+    "num_prompts": 64,
+    "num_samples": 1,
+}
+
+
+def result(**more: Any) -> dict[str, Any]:
+    return {"target": "run/step-000002", **NUMBERS, "greedy": {"reward_mean": 1.0}, **more}
+
+
+def first_words(text: str) -> list[str]:
+    return [line.split()[0] for line in text.splitlines()]
+
+
+def test_a_run_without_a_verifier_has_no_row_for_it() -> None:
+    assert first_words(render(result(), as_json=False))[1:] == [
+        "reward_mean",
+        "reward_median",
+        "reward_std",
+        "mean_length",
+        "(greedy",
+    ]
+
+
+def test_several_rewards_have_a_row_each_and_one_has_none() -> None:
+    several = result(**{"reward/short": 0.25, "reward/right": 0.75})
+    assert "reward/short                         0.250" in render(several, as_json=False)
+    assert "reward/right" in render(several, as_json=False)
+    assert "reward/right" not in render(result(**{"reward/right": 0.5}), as_json=False)
+
+
+def test_few_prompts_are_said_and_nan_is_not() -> None:
+    one = result(num_prompts=1, reward_std=math.nan, reward_ci=[math.nan, math.nan])
+    difference = {"reward_mean": 0.25, "reward_ci": [math.nan] * 2, "distinguishable": False, "left_out": 9}
+    one |= {"other": {**one, "target": "b/step-000002"}, "difference": difference}
+    text = render(one, as_json=False)
+    assert "reward 95 % interval unknown: not enough prompts)" in text
+    assert "difference +0.250 (95 % interval unknown: not enough prompts, paired by prompt): not dist" in text
+    assert "left out: 9 held-out prompts that b/step-000002 was trained on" in text
+    assert "warning: fewer than 30 prompts say little" in text
+    assert "nan" not in text
+    assert json.loads(render(one, as_json=True))["reward_ci"] == [None, None]
+
+
+def test_no_reward_on_either_side_is_said() -> None:
+    difference = {"reward_mean": math.nan, "reward_ci": [math.nan] * 2, "distinguishable": False, "left_out": 0}
+    text = render(result(other=result(), difference=difference), as_json=False)
+    assert text.splitlines()[-1] == "difference unknown: no prompt has a reward on both sides"

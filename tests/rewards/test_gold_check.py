@@ -1,0 +1,54 @@
+"""The check before step 1, with a real scorer: what it says of a reward that cannot be learnt from."""
+
+import textwrap
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from tests.tiny_models import tiny_tokenizer
+from tinyrl.config.schema import RewardConfig
+from tinyrl.models.micro_batches import MicroBatches
+from tinyrl.rewards.gold_check import GoldCheck, check_gold
+from tinyrl.rewards.scorer import Scorer
+from tinyrl.tasks import load_task
+from tinyrl.tasks.prompts import PreparedPrompt
+
+REWARDS = """
+    def in_text(prompts, completions, answer, **columns):
+        return [float(a in c) for c, a in zip(completions, answer)]
+
+    def in_message(prompts, completions, answer, **columns):
+        return [float(a in c[0]["content"]) for c, a in zip(completions, answer)]
+"""
+
+
+def checked(folder: Path, function: str, *, answer: str | None) -> GoldCheck:
+    (folder / "rewards.py").write_text(textwrap.dedent(REWARDS))
+    config = RewardConfig.model_validate({"functions": [{"use": f"{folder / 'rewards.py'}:{function}"}]})
+    scorer = Scorer(
+        config,
+        load_task("rows"),
+        tokenizer=tiny_tokenizer(),
+        roles=cast(Any, None),
+        micro_batches=MicroBatches(torch.device("cpu")),
+    )
+    prompt = [{"role": "user", "content": "say a"}]
+    row = {"prompt": prompt, "answer": answer}
+    try:
+        return check_gold(scorer, PreparedPrompt(0, row, prompt, "say a", [1, 2], ""))
+    finally:
+        scorer.close()
+
+
+def test_a_reward_that_takes_messages_for_text_is_named(tmp_path: Path) -> None:
+    check = checked(tmp_path, "in_text", answer="a")
+    assert check.gold == 0.0
+    assert check.warning is not None
+    assert check.warning.startswith("`in_text` compares a completion with text, but a completion is a list of messages")
+    assert check.warning.endswith('its text is completion[0]["content"]')
+
+
+def test_one_that_reads_the_message_is_not(tmp_path: Path) -> None:
+    check = checked(tmp_path, "in_message", answer="a")
+    assert (check.gold, check.empty, check.nonsense, check.warning) == (1.0, 0.0, 0.0, None)

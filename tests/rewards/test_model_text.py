@@ -1,0 +1,115 @@
+"""What a reward model reads: templates with their closing tokens, one BOS, system prompts, the end of long texts."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.tasks.test_prompts import TEMPLATE, small_tokenizer
+from tinyrl.models.reward_model import SCORE_HEAD
+from tinyrl.rewards.model_text import TextFormat, adapter_prompt, adapter_tokens, classifier_tokens
+
+AUTO, PLAIN, KIND = TextFormat(), TextFormat(chat=False), TextFormat(system_prompt="world")
+THINKS = TEMPLATE.replace("assistant : {% endif %}", "assistant : <think> {% endif %}")
+
+
+def read(tokenizer, prompt, completion, text_format=AUTO, room=100):
+    return classifier_tokens(tokenizer, prompt, completion, text_format=text_format, max_tokens=room)
+
+
+def test_a_template_closes_the_turn_and_brings_its_own_special_tokens():
+    """<s> user : hello </s> <s> assistant : world </s>; the tokenizer's own <s> and </s> would come twice."""
+    turn = [1, 7, 8, 3, 2, 1, 0, 8, 4, 2]
+    for pattern in (None, "<s> $A", "<s> $A </s>"):
+        assert read(small_tokenizer(pattern=pattern, template=TEMPLATE), "hello", "world") == turn
+
+
+def test_a_system_prompt_stands_first_and_replaces_the_data_s():
+    tokenizer = small_tokenizer(template=TEMPLATE)
+    asked = [{"role": "system", "content": "hello"}, {"role": "user", "content": "hello"}]
+    turn = [1, 0, 8, 4, 2, 1, 7, 8, 3, 2, 1, 0, 8, 3, 2]  # <s> system : world </s> <s> user : hello </s> ...
+    assert read(tokenizer, asked, "hello", KIND) == turn
+    assert read(tokenizer, "hello", "hello", KIND) == turn
+    assert read(tokenizer, asked, "hello") == [1, 0, 8, 3, *turn[4:]]
+
+
+def test_a_turn_that_the_prompt_began_is_one_turn():
+    asked = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello "}]
+    assert read(small_tokenizer(template=TEMPLATE), asked, "world") == [1, 7, 8, 3, 2, 1, 0, 8, 3, 4, 2]
+    assert asked[1]["content"] == "hello "
+
+
+def test_without_a_template_the_tokenizer_s_special_tokens_stand_around_the_text_once():
+    for tokenizer, text_format in (
+        (small_tokenizer(pattern="<s> $A </s>"), AUTO),
+        (small_tokenizer(pattern="<s> $A </s>", template=TEMPLATE), PLAIN),
+    ):
+        assert read(tokenizer, "hello ", "world", text_format) == [1, 3, 4, 2]
+        assert read(tokenizer, "<s> hello ", "world", text_format) == [1, 3, 4, 2]
+    messages = [{"role": "system", "content": "world"}, {"role": "user", "content": "hello"}]
+    assert read(small_tokenizer(), messages, "hello") == [4, 3, 3]
+    assert read(small_tokenizer(), "hello ", "hello", KIND) == [4, 3, 3]
+    assert read(small_tokenizer(), "", "") == [2]  # nothing at all is read as EOS
+
+
+@pytest.mark.parametrize(
+    ("room", "plain", "templated"),
+    [
+        (4, [1, 4, 4, 2], [1, 3, 4, 2]),
+        (5, [1, 3, 4, 4, 2], [1, 8, 3, 4, 2]),
+        (6, [1, 3, 3, 4, 4, 2], [1, 0, 8, 3, 4, 2]),
+    ],
+)
+def test_a_text_that_is_too_long_loses_its_beginning_but_not_its_bos(room: int, plain: list[int], templated: list[int]):
+    """The library's own truncation from the left is the second opinion for plain text."""
+    tokenizer = small_tokenizer(pattern="<s> $A </s>")
+    words = "hello world hello hello world world"
+    assert read(tokenizer, words, "", room=room) == plain
+    tokenizer.truncation_side = "left"
+    assert tokenizer(words, truncation=True, max_length=room)["input_ids"] == plain
+    assert read(small_tokenizer(template=TEMPLATE), words, "hello world", room=room) == templated
+
+
+def test_an_adapter_reads_what_the_policy_would_have_sampled():
+    tokenizer = small_tokenizer(template=TEMPLATE)
+    prompt = [1, 7, 8, 3, 2, 1, 0, 8]
+    assert adapter_prompt(tokenizer, "hello", text_format=AUTO) == prompt
+    assert adapter_tokens(tokenizer, "hello", "world", text_format=AUTO, max_tokens=100) == [*prompt, 4, 2]
+    assert adapter_tokens(tokenizer, "hello", "world", text_format=PLAIN, max_tokens=100) == [3, 4, 2]
+    assert adapter_tokens(tokenizer, "hello", "world", text_format=AUTO, max_tokens=4) == [1, 8, 4, 2]
+
+
+def test_a_think_that_the_prompt_opened_is_not_opened_again():
+    tokenizer = small_tokenizer(template=THINKS)
+    read_tokens = adapter_tokens(tokenizer, "hello", "<think> hello </think> world", text_format=AUTO, max_tokens=100)
+    assert read_tokens == [1, 7, 8, 3, 2, 1, 0, 8, 5, 3, 6, 4, 2]
+
+
+def test_a_template_that_refuses_a_role_is_a_sentence():
+    with pytest.raises(ValueError, match="refuses messages with the roles tool, assistant: no tools here"):
+        read(small_tokenizer(template=TEMPLATE), [{"role": "tool", "content": "hello"}], "world")
+    with pytest.raises(ValueError, match="this reward model's tokenizer has no chat template"):
+        read(small_tokenizer(), "hello", "world", TextFormat(chat=True))
+
+
+def test_the_format_is_kept_with_the_weights(tmp_path: Path):
+    tensors = {"weight": torch.zeros(1, 2)}
+    save_file(tensors, tmp_path / SCORE_HEAD)
+    assert TextFormat.of_adapter(str(tmp_path)) is None
+    save_file(tensors, tmp_path / SCORE_HEAD, metadata=TextFormat(False, "Be kind.").metadata())
+    assert TextFormat.of_adapter(str(tmp_path)) == TextFormat(False, "Be kind.")
+    assert TextFormat.of_config(SimpleNamespace()) == TextFormat("auto", None)
+    kept = {"chat": True, "system_prompt": "Be kind."}
+    assert TextFormat.of_config(SimpleNamespace(tinyrl_text_format=kept)) == TextFormat(True, "Be kind.")
+
+
+@pytest.mark.parametrize("kept", [3, [], {}, {"chat": "yes"}, {"chat": "auto", "system_prompt": 3}])
+def test_a_format_that_is_none_is_refused(kept, tmp_path: Path):
+    with pytest.raises(ValueError, match="tinyrl_text_format must hold"):
+        TextFormat.of_config(SimpleNamespace(tinyrl_text_format=kept))
+    save_file({"weight": torch.zeros(1, 2)}, tmp_path / SCORE_HEAD, metadata={"tinyrl_text_format": json.dumps(kept)})
+    with pytest.raises(ValueError, match=r"score_head\.safetensors: tinyrl_text_format must hold"):
+        TextFormat.of_adapter(str(tmp_path))

@@ -1,0 +1,156 @@
+"""What a rollout's metrics describe, and what a step without anything to learn from says."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import running
+from tests.tiny_models import TinyModels
+from tinyrl.components import Options, SamplingParts, load_sampling_parts
+from tinyrl.config.schema import GrpoConfig, PpoConfig
+from tinyrl.rollout import FINISH_REASONS, Rollout
+from tinyrl.trainers.grpo import advantages_of
+from tinyrl.trainers.ppo import adapted_kl_coef, predict_final_values
+
+
+def rollout_of(rewards: list[float], kl: list[list[float]], *, kept: list[bool] | None = None) -> Rollout:
+    """Responses of two tokens to one prompt, whose k1 against the reference is `kl`."""
+    rows = len(rewards)
+    zeros = torch.zeros(rows, 2)
+    return Rollout(
+        prompt_tokens=[[1]],
+        prompt_rows=torch.zeros(1, dtype=torch.long),
+        prompt_index=torch.zeros(rows, dtype=torch.long),
+        response_tokens=torch.ones(rows, 2, dtype=torch.long),
+        response_lengths=torch.full((rows,), 2),
+        response_mask=torch.ones(rows, 2, dtype=torch.bool),
+        sampling_logprobs=zeros,
+        scores=torch.zeros(rows, 1),
+        rewards=torch.tensor(rewards),
+        finish_reasons=torch.zeros(rows, dtype=torch.long),
+        kept=torch.tensor(kept or [True] * rows),
+        ref_logprobs=-torch.tensor(kl),
+    )
+
+
+def test_kl_per_response_is_a_mean_over_the_responses_that_count() -> None:
+    rollout = rollout_of([1.0, 1.0, 1.0], [[1.0, 2.0], [2.0, 3.0], [9.0, 9.0]], kept=[True, True, False])
+    assert rollout.kl_per_response() == 4.0  # (3 + 5) / 2
+    assert dataclasses.replace(rollout, kept=torch.zeros(3, dtype=torch.bool)).kl_per_response() == 0.0
+    config = PpoConfig.model_validate({"kl_controller": "adaptive", "target_kl": 4.0, "kl_horizon": 100})
+    assert adapted_kl_coef(rollout, config, kl_coef=0.5) == 0.5  # on target
+    low = config.model_copy(update={"target_kl": 2.0})
+    assert adapted_kl_coef(rollout, low, kl_coef=0.5) == pytest.approx(0.5 * (1 + 0.2 * 2 / 100))  # two samples
+
+
+def grpo(**settings: object) -> GrpoConfig:
+    return GrpoConfig.model_validate({"group_size": 2, **settings})
+
+
+def test_a_kl_in_the_reward_counts_once_and_only_there() -> None:
+    """Two responses with reward 1 and 3, and a KL of 2 and 6 nats."""
+    rollout = rollout_of([1.0, 3.0], [[1.0, 1.0], [3.0, 3.0]])
+    in_reward = {"kl_placement": "reward", "kl_coef": 0.25}
+    in_loss = {"kl_placement": "loss", "kl_coef": 0.25}
+    # rewards less KL: 0.5 and 1.5
+    assert advantages_of(rollout, grpo(preset="rloo", **in_reward)).tolist() == [-1.0, 1.0]
+    assert advantages_of(rollout, grpo(preset="rloo", **in_loss)).tolist() == [-2.0, 2.0]
+    assert advantages_of(rollout, grpo(advantage_scale="none", **in_reward)).tolist() == [-0.5, 0.5]
+    assert advantages_of(rollout, grpo(advantage_scale="none", **in_loss)).tolist() == [-1.0, 1.0]
+    # REINFORCE++: returns 1 - .25 - .25, 1 - .25 and 3 - .75 - .75, 3 - .75: 0.5, 0.75, 1.5, 2.25; mean 1.25
+    std = math.sqrt((0.75**2 + 0.5**2 + 0.25**2 + 1.0) / 3)
+    assert advantages_of(rollout, grpo(preset="reinforce++", **in_reward)).flatten().tolist() == pytest.approx(
+        [-0.75 / std, -0.5 / std, 0.25 / std, 1.0 / std]
+    )
+    # in the loss the returns are the rewards: 1, 1, 3, 3
+    std = math.sqrt(4 / 3)
+    assert advantages_of(rollout, grpo(preset="reinforce++", **in_loss)).flatten().tolist() == pytest.approx(
+        [-1 / std, -1 / std, 1 / std, 1 / std]
+    )
+
+
+def test_the_baseline_of_reinforce_is_the_groups_mean() -> None:
+    """Two prompts, one easy: against their groups' means all that is left is which response is the better one."""
+    rollout = rollout_of([0.0, 2.0, 10.0, 12.0], [[0.0, 0.0]] * 4)
+    std = math.sqrt(8 / 7)
+    assert advantages_of(rollout, grpo(preset="reinforce++-baseline"))[:, 0].tolist() == pytest.approx(
+        [-1 / std, 1 / std, -1 / std, 1 / std]
+    )
+
+
+def write_reward(folder: Path, body: str) -> dict[str, object]:
+    (folder / "rewards.py").write_text(f"def score(prompts, completions, **columns):\n    return {body}\n")
+    return {"functions": [{"use": f"{folder / 'rewards.py'}:score"}]}
+
+
+def test_steps_without_any_spread_are_counted_and_told(
+    tiny: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = write_reward(tmp_path, "[1.0] * len(completions)")
+    code, run, _ = running.train(running.config("grpo", tiny("llama"), reward=reward), tmp_path)
+    assert code == 0
+    assert [line.get("optim/flat_steps") for line in running.metrics(run)[1:]] == [1, 2, 3]
+    captured = capsys.readouterr()
+    assert (captured.out + captured.err).count("there is nothing to learn from") == 1
+    _, varied, _ = running.train(running.config("grpo", tiny("llama")), tmp_path, name="varied")
+    assert running.metrics(varied)[-1]["optim/flat_steps"] == 0
+
+
+def test_rewards_are_logged_as_they_were_before_groups_were_replaced(tiny: TinyModels, tmp_path: Path) -> None:
+    """Prompts whose first letter is an early one have rewards that vary; the groups of the others are replaced."""
+    varied = "float(len(set(c))) if p[9] < 'm' else 5.0"
+    reward = write_reward(tmp_path, f"[{varied} for p, c in zip(prompts, completions)]")
+    once = {"num_steps": 1, "eval_every": 0}
+    lines = []
+    for rounds in (0, 3):
+        settings = running.config("grpo", tiny("llama"), reward=reward, grpo={"refill_rounds": rounds}, run=once)
+        _, run, _ = running.train(settings, tmp_path, name=f"rounds-{rounds}")
+        lines.append(running.metrics(run)[1])
+    plain, refilled = lines
+    assert 0 < plain["reward/zero_spread_groups"] < 1
+    for name in ("reward/mean", "reward/std", "reward/score", "reward/zero_spread_groups"):
+        assert refilled[name] == plain[name]
+    assert refilled["reward/zero_spread_kept"] < plain["reward/zero_spread_groups"]
+    assert "reward/zero_spread_kept" not in plain
+
+
+def test_ppo_and_grpo_log_how_far_sampling_and_training_differ(tiny: TinyModels, tmp_path: Path) -> None:
+    """Measured by the first minibatch's own pass: rounding, but not 0, and not the drift of later minibatches."""
+    for method, several in (
+        ("ppo", {"num_epochs": 3, "minibatch_size": 4}),
+        ("grpo", {"num_epochs": 3, "minibatch_size": 8}),
+    ):
+        sections = {method: several, "critic": {"warmup": 0}} if method == "ppo" else {method: several}
+        _, run, _ = running.train(running.config(method, tiny("llama"), **sections), tmp_path, name=method)
+        for line in running.metrics(run)[1:]:
+            assert 0.0 < line["policy/sampling_gap"] < 1e-5
+            assert line["policy/approx_kl"] > 1e-4  # the drift
+
+
+@pytest.fixture(scope="module", params=["adapter", "shared", "separate"])
+def ppo_parts(request: pytest.FixtureRequest, tiny: TinyModels):
+    settings = running.config("ppo", tiny("gpt2"), critic={"kind": request.param})
+    loaded = load_sampling_parts(settings, options=Options(device="cpu"))
+    yield loaded
+    loaded.close()
+
+
+def test_a_truncated_response_goes_on_to_the_critics_value_of_its_end(ppo_parts: SamplingParts) -> None:
+    """Against the value of one more token, whatever it is, in an ordinary pass."""
+    roles = ppo_parts.roles
+    assert roles.value_head is not None
+    torch.nn.init.normal_(roles.value_head.weight)
+    rollout = rollout_of([0.0, 0.0, 0.0], [[0.0, 0.0]] * 3)
+    rollout.prompt_tokens = [[5, 6, 7]]
+    rollout.response_tokens = torch.tensor([[8, 9], [10, 11], [12, 13]])
+    rollout.finish_reasons = torch.tensor([FINISH_REASONS.index(r) for r in ("length", "eos", "length")])
+    got = predict_final_values(rollout, ppo_parts)
+    with torch.no_grad(), roles.acting(roles.value_role):
+        batch = roles.batch([[5, 6, 7]] * 3, [[8, 9, 3], [10, 11, 3], [12, 13, 3]])
+        own = roles.value_role == "critic"
+        values = roles.values(batch, states=None if own else roles.policy_states(batch))[:, 2]
+    assert got.tolist() == pytest.approx([values[0].item(), 0.0, values[2].item()], abs=1e-5)
+    assert got[0] != got[2]

@@ -1,0 +1,82 @@
+"""The policy loss as presets configure it: what it divides by, what it corrects, what it says."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tinyrl.config.schema import GrpoConfig
+from tinyrl.rollout import PolicyBatch
+from tinyrl.trainers.policy_loss import Counts, LossSettings, policy_loss, sampling_gap
+
+LENGTHS = 8
+
+
+def settings_of(preset: str, *, weigh_mismatch: bool = False) -> LossSettings:
+    section: Any = GrpoConfig.model_validate({"preset": preset})
+    return LossSettings.of(section, temperature=1.0, max_new_tokens=LENGTHS, kl_coef=0.0, weigh_mismatch=weigh_mismatch)
+
+
+def stopping(theta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A policy that goes on with probability sigmoid(theta) and stops after at most LENGTHS tokens: log-probabilities
+    of the responses of every length (LENGTHS, LENGTHS), and which tokens they have.
+    """
+    go_on, stop = torch.nn.functional.logsigmoid(theta), torch.nn.functional.logsigmoid(-theta)
+    column, length = torch.arange(LENGTHS), torch.arange(1, LENGTHS + 1).unsqueeze(1)
+    logprobs = torch.where(column < length - 1, go_on, stop)
+    logprobs = torch.where((length == LENGTHS) & (column == LENGTHS - 1), torch.zeros(()), logprobs)  # no choice left
+    return logprobs, column < length
+
+
+def test_rloo_has_the_gradient_of_the_expected_reward() -> None:
+    """Every length once, weighted by its probability: the mean over sequences is then an expectation. A mean within
+    each sequence would weigh a token of a long response less, which is another gradient.
+    """
+    theta = torch.tensor(0.4, requires_grad=True)
+    logprobs, mask = stopping(theta)
+    probability = (logprobs * mask).sum(1).exp()
+    rewards = torch.arange(1.0, LENGTHS + 1).sqrt()
+    expected = (probability * rewards).sum()
+    (truth,) = torch.autograd.grad(expected, theta, retain_graph=True)
+    assert probability.sum().item() == pytest.approx(1.0)
+
+    weights = (probability * LENGTHS).detach()
+    batch = PolicyBatch(
+        logprobs=logprobs,
+        old_logprobs=logprobs.detach(),
+        sampling_logprobs=logprobs.detach(),
+        ref_logprobs=None,
+        entropy=torch.zeros_like(logprobs),
+        advantages=(weights * (rewards - expected.detach())).unsqueeze(1).expand_as(mask),
+        mask=mask,
+    )
+    gradients = {}
+    for preset in ("rloo", "grpo"):
+        loss, _ = policy_loss(batch, Counts.of(mask), settings=settings_of(preset))
+        (gradients[preset],) = torch.autograd.grad(-loss, theta, retain_graph=True)
+    assert gradients["rloo"].item() == pytest.approx(truth.item(), rel=1e-5)
+    assert gradients["grpo"].item() < 0.5 * truth.item()
+
+
+@pytest.mark.parametrize("preset", ["dapo", "cispo"])
+def test_every_surrogate_weighs_a_mismatch_between_sampling_and_training(preset: str) -> None:
+    """Old over sampling probability is 2/3, 3/2 and 4, of which the last is capped at 2."""
+    ratios = torch.tensor([[2 / 3, 1.5, 4.0]])
+    old = torch.tensor([[-1.0, -1.0, -1.0]])
+    logprobs = old.clone().requires_grad_()
+    batch = PolicyBatch(
+        logprobs=logprobs,
+        old_logprobs=old,
+        sampling_logprobs=old - ratios.log(),
+        ref_logprobs=None,
+        entropy=torch.zeros(1, 3),
+        advantages=torch.ones(1, 3),
+        mask=torch.ones(1, 3, dtype=torch.bool),
+    )
+    loss, metrics = policy_loss(batch, Counts(3, 1, 1), settings=settings_of(preset, weigh_mismatch=True))
+    loss.backward()
+    assert logprobs.grad is not None
+    assert (-3 * logprobs.grad[0]).tolist() == pytest.approx([2 / 3, 1.5, 2.0])
+    assert metrics["policy/capped_weights"].item() == pytest.approx(1 / 3)
+    gap = sampling_gap(batch, Counts(3, 1, 1))["policy/sampling_gap"]
+    assert gap.item() == pytest.approx(ratios.log().abs().mean().item())

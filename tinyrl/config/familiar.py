@@ -1,0 +1,99 @@
+"""Names of settings in TRL, verl, PEFT and transformers, and what they correspond to here.
+
+A name with dots stands for the end of a dotted one: `rollout.n` is verl's actor_rollout_ref.rollout.n.
+"""
+
+from __future__ import annotations
+
+# A name elsewhere: the setting here. Under ppo a setting of `grpo` is that of `ppo`, where it has one.
+FAMILIAR = {
+    "num_generations": "grpo.group_size", "rollout_n": "grpo.group_size", "rollout.n": "grpo.group_size",
+    "n_samples_per_prompt": "grpo.group_size", "beta": "grpo.kl_coef", "kl_loss_coef": "grpo.kl_coef",
+    "init_kl_coef": "ppo.kl_coef", "kl_ctrl.kl_coef": "ppo.kl_coef", "kl_penalty": "ppo.kl_estimator",
+    "kl_loss_type": "grpo.kl_estimator", "use_kl_loss": "grpo.kl_placement", "use_kl_in_reward": "grpo.kl_placement",
+    "kl_ctrl.type": "ppo.kl_controller", "epsilon": "grpo.clip_eps", "clip_ratio": "grpo.clip_eps",
+    "clip_ratio_low": "grpo.clip_eps", "epsilon_high": "grpo.clip_eps_high", "clip_ratio_high": "grpo.clip_eps_high",
+    "delta": "grpo.dual_clip", "clip_ratio_c": "grpo.dual_clip", "cliprange": "ppo.clip_eps",
+    "cliprange_value": "ppo.value_clip_eps", "vf_coef": "ppo.value_coef", "lam": "ppo.gae_lambda",
+    "algorithm.gamma": "ppo.gamma", "entropy_coeff": "ppo.entropy_coef",
+    "num_ppo_epochs": "ppo.num_epochs", "ppo_epochs": "ppo.num_epochs", "num_iterations": "grpo.num_epochs",
+    "ppo_mini_batch_size": "ppo.minibatch_size", "mini_batch_size": "ppo.minibatch_size",
+    "train_batch_size": "grpo.num_prompts", "target": "ppo.target_kl", "kl_ctrl.target_kl": "ppo.target_kl",
+    "horizon": "ppo.kl_horizon", "loss_type": "grpo.preset", "importance_sampling_level": "grpo.ratio_level",
+    "loss_agg_mode": "grpo.aggregation", "scale_rewards": "grpo.advantage_scale",
+    "norm_adv_by_std_in_grpo": "grpo.advantage_scale", "filter_groups.enable": "grpo.refill_rounds",
+    "max_completion_length": "generation.max_new_tokens", "response_length": "generation.max_new_tokens",
+    "max_response_length": "generation.max_new_tokens", "max_tokens": "generation.max_new_tokens",
+    "max_prompt_length": "generation.max_prompt_tokens", "stop_strings": "generation.stop",
+    "stop_sequences": "generation.stop", "temperature": "generation.temperature", "top_p": "generation.top_p",
+    "top_k": "generation.top_k", "lr": "optim.learning_rate", "warmup_ratio": "optim.warmup_steps",
+    "lr_warmup_steps": "optim.warmup_steps", "lr_scheduler_type": "optim.schedule", "adam_epsilon": "optim.adam_eps",
+    "critic.optim.lr": "optim.critic_learning_rate", "grad_clip": "optim.max_grad_norm",
+    "max_steps": "run.num_steps", "total_training_steps": "run.num_steps", "total_episodes": "run.num_steps",
+    "num_train_epochs": "run.num_steps", "total_epochs": "run.num_steps", "save_steps": "run.save_every",
+    "save_freq": "run.save_every", "eval_steps": "run.eval_every", "test_freq": "run.eval_every",
+    "save_total_limit": "run.keep_checkpoints", "report_to": "run.trackers", "trainer.logger": "run.trackers",
+    "per_device_train_batch_size": "run.micro_batch_tokens", "gradient_accumulation_steps": "run.micro_batch_tokens",
+    "ppo_max_token_len_per_gpu": "run.micro_batch_tokens", "ppo_micro_batch_size_per_gpu": "run.micro_batch_tokens",
+    "metric_for_best_model": "run.best_metric", "seed": "run.seed",
+    "lora_alpha": "lora.alpha", "lora_r": "lora.r", "lora_rank": "lora.r", "lora_dropout": "lora.dropout",
+    "lora_target_modules": "lora.target_modules", "use_peft": "lora.enabled",
+    "model_name_or_path": "model.path", "actor_rollout_ref.model.path": "model.path",
+    "attn_implementation": "model.attention", "torch_dtype": "model.dtype", "bf16": "model.dtype",
+    "fp16": "model.dtype", "load_in_4bit": "model.quantization",
+    "enable_gradient_checkpointing": "model.gradient_checkpointing", "critic.model.path": "critic.path",
+    "critic_warmup": "critic.warmup", "dataset_name": "task.data", "train_files": "task.data",
+    "val_files": "task.eval_data", "prompt_key": "task.columns", "enable_thinking": "task.chat_template",
+    "chat_template_kwargs": "task.chat_template", "reward_funcs": "reward.functions",
+    "custom_reward_function.path": "reward.functions", "reward_weights": "reward.functions",
+    "reward_model_path": "reward.model", "missing_eos_penalty": "reward.truncated_penalty",
+    "mask_truncated_completions": "reward.truncated", "output_dir": "--output-dir",
+    "default_local_dir": "--output-dir", "experiment_name": "--name", "run_name": "--name",
+}  # fmt: skip
+
+# What else to know about one of them, after "... is `run.num_steps` here".
+REMARKS = {
+    **dict.fromkeys(
+        ("num_train_epochs", "total_epochs"), ", in steps: one step takes num_prompts prompts, an epoch all rows once"
+    ),
+    "total_episodes": ", in steps, not in completions",
+    "warmup_ratio": ", in steps, not as a share of the run",
+    **dict.fromkeys(("ppo_mini_batch_size", "mini_batch_size"), ", in sequences"),
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "gradient_accumulation_steps", "ppo_micro_batch_size_per_gpu"),
+        ", in tokens; auto fits the memory, and no size changes the gradient",
+    ),
+    "bf16": ": bfloat16, float32 or auto",
+    "fp16": ": bfloat16, float32 or auto (there is no float16)",
+    "use_kl_loss": ": loss or reward",
+    "use_kl_in_reward": ": loss or reward",
+    "enable_thinking": ": {enable_thinking: true}, or any other variable of the template",
+}
+
+# Names that have no counterpart, and why none is needed.
+UNNEEDED = {
+    **dict.fromkeys(
+        ("use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "rollout.name", "gpu_memory_utilization"),
+        "no serving engine is used; completions are sampled in this process (generation.engine)",
+    ),
+    **dict.fromkeys(("logging_steps", "logging_strategy"), "every step is logged, in metrics.jsonl"),
+    "log_completions": "completions are always kept, in samples.jsonl",
+    "packing": "sequences are always packed, without padding",
+    **dict.fromkeys(
+        ("max_seq_length", "max_length"),
+        "prompts and completions have limits of their own, generation.max_prompt_tokens and generation.max_new_tokens",
+    ),
+    "adv_estimator": "it is the method (`tinyrl train ppo` for gae, `tinyrl train grpo` for grpo); "
+    "grpo.preset has rloo and reinforce++",
+    **dict.fromkeys(
+        ("n_gpus_per_node", "nnodes", "tensor_model_parallel_size", "num_processes"), "a run has one process and device"
+    ),
+    "project_name": "a tracker's project is tinyrl, or what its own variable says (such as WANDB_PROJECT)",
+}
+
+
+def known_elsewhere(path: tuple[str, ...]) -> str:
+    """The longest end of a dotted name that another library has; "" where none has it."""
+    path = (path[0].lstrip("+"), *path[1:])  # verl's launcher adds a setting with +name=value
+    ends = (".".join(path[start:]) for start in range(len(path)))
+    return next((end for end in ends if end in FAMILIAR or end in UNNEEDED), "")

@@ -1,0 +1,49 @@
+"""95 % intervals of a mean over prompts: Wilson's score interval for 0/1 values, the percentile bootstrap elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
+
+import numpy as np
+
+INTERVAL = 0.95
+TAIL = (1 - INTERVAL) / 2
+FEWEST = 2  # values that an interval needs
+
+
+def mean_interval(values: Sequence[float]) -> list[float]:
+    """[low, high] of the mean reward over prompts, one value a prompt: samples of one prompt are not independent.
+
+    Where every value is 0 or 1 (one graded sample a prompt) it is Wilson's: resampling 64 prompts of which 61 are right
+    covers the truth in 83 % of cases, and would call all right certain. NaN values are left out; where fewer than two
+    are left there is no interval, and both ends are NaN.
+    """
+    kept = [v for v in values if not math.isnan(v)]
+    if len(kept) >= FEWEST and all(v in (0.0, 1.0) for v in kept):
+        return wilson_interval(int(sum(kept)), len(kept))
+    return bootstrap_interval(kept)
+
+
+def wilson_interval(successes: int, trials: int) -> list[float]:
+    """Wilson's score interval of a share p = successes / n: (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n).
+
+    Wilson, JASA 22 (1927), p. 209.
+    """
+    assert 0 <= successes <= trials
+    assert trials > 0
+    z, share = NormalDist().inv_cdf(1 - TAIL), successes / trials
+    middle = share + z * z / (2 * trials)
+    half = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    scale = 1 + z * z / trials
+    return [max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)]
+
+
+def bootstrap_interval(values: Sequence[float], *, resamples: int = 2000) -> list[float]:
+    """A percentile-bootstrap interval of the mean of values of any kind, paired differences too. NaN as above."""
+    kept = np.array([v for v in values if not math.isnan(v)])
+    if len(kept) < FEWEST:
+        return [math.nan, math.nan]
+    means = np.random.default_rng(0).choice(kept, (resamples, len(kept))).mean(1)
+    return [float(q) for q in np.quantile(means, [TAIL, 1 - TAIL])]

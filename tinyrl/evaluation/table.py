@@ -1,0 +1,78 @@
+"""An evaluation as one JSON object, or as a table for people."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from tinyrl.data.rows import FEW
+from tinyrl.runs.run_dir import finite
+from tinyrl.text import number
+
+BEFORE_SHARES = ("reward_mean", "reward_median", "reward_std")
+SHARES = ("pass@1",)
+AFTER_SHARES = ("verifier_mean", "kl", "entropy", "mean_length", "truncated", "distinct", "distinct_answers")
+
+
+def render(result: dict[str, Any], *, as_json: bool) -> str:
+    """What `tinyrl eval` prints of a result of `evaluate_target`."""
+    if as_json:
+        return json.dumps(finite(result))
+    sides = [result, result["other"]] if "other" in result else [result]
+    lines = [f"{'':18}" + "".join(f"{_short_name(side['target']):>24}" for side in sides)]
+    for key in _keys(sides):
+        cells = [_cell(side.get(key), side.get("greedy", {}).get(key)) for side in sides]
+        lines.append(f"{key:18}" + "".join(f"{cell:>24}" for cell in cells))
+    lines.append(
+        f"(greedy in brackets; {result['num_prompts']} prompts x {result['num_samples']}; reward 95 "
+        f"% interval {_interval(result['reward_ci'], number)})"
+    )
+    if "difference" in result:
+        lines += _difference(result)
+    if result["num_prompts"] < FEW:
+        lines.append(f"warning: fewer than {FEW} prompts say little")
+    return "\n".join(lines)
+
+
+def _keys(sides: list[dict[str, Any]]) -> list[str]:
+    """The rows of the table: what a side has; each reward on its own where there are several."""
+    there = list(dict.fromkeys(key for side in sides for key in side))
+    rewards = [key for key in there if key.startswith("reward/")]
+    shares = [key for key in there if key.startswith(("pass@", "majority@")) and key not in SHARES]
+    wanted = (*BEFORE_SHARES, *(rewards if len(rewards) > 1 else ()), *SHARES, *shares, *AFTER_SHARES)
+    return [key for key in wanted if key in there]
+
+
+def _difference(result: dict[str, Any]) -> list[str]:
+    difference, other = result["difference"], result["other"]["target"]
+    verdict = "" if difference["distinguishable"] else ": not distinguishable"
+    lines = ["difference unknown: no prompt has a reward on both sides"]
+    if not math.isnan(difference["reward_mean"]):
+        interval = _interval(difference["reward_ci"], _signed)
+        mean = _signed(difference["reward_mean"])
+        lines = [f"difference {mean} (95 % interval {interval}, paired by prompt){verdict}"]
+    if difference["left_out"]:
+        lines.append(f"left out: {difference['left_out']} held-out prompts that {other} was trained on")
+    return lines
+
+
+def _interval(ends: list[float], shown: Callable[[float], str]) -> str:
+    low, high = ends
+    return "unknown: not enough prompts" if math.isnan(low) else f"{shown(low)} to {shown(high)}"
+
+
+def _signed(value: float) -> str:
+    return f"{'' if value < 0 else '+'}{number(value)}"
+
+
+def _short_name(target: str) -> str:
+    return target if len(target) < 24 else f"…{target[-22:]}"  # its end says which checkpoint
+
+
+def _cell(value: float | None, greedy: float | None) -> str:
+    missing = value is None or math.isnan(value)
+    shown = "-" if missing else number(value) if isinstance(value, float) else str(value)
+    inner = "" if greedy is None else f" ({number(greedy)})" if isinstance(greedy, float) else f" ({greedy})"
+    return shown + inner

@@ -1,0 +1,160 @@
+"""Texts of a reward model: prompt and completion rendered and tokenised, the same in training and in scoring.
+
+A reward model reads a finished turn. A classification model reads it through its own chat template, closing tokens
+included, or without a template as plain text; an adapter on the policy's base reads the tokens that the policy saw and
+sampled. How the prompts were written (`TextFormat`) is kept with the weights, so a model that learnt with a system
+prompt is asked with it, whatever the policy's is.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import safe_open
+from transformers import PreTrainedTokenizerBase
+
+from tinyrl.data.shapes import Prompt
+from tinyrl.models.reward_model import SCORE_HEAD
+from tinyrl.tasks.prompts import Rendered, render_prompt, template_text, token_ids
+
+TEXT_FORMAT = "tinyrl_text_format"  # in a classification model's config, and in the metadata of an adapter's score head
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """task.chat, .system_prompt and .chat_template of the run that trained a reward model; the defaults for others."""
+
+    chat: Literal["auto"] | bool = "auto"
+    system_prompt: str | None = None
+    chat_template: dict[str, Any] = field(default_factory=dict)
+
+    def render(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Rendered:
+        """A prompt as this format writes it for a policy."""
+        variables = self.chat_template
+        return render_prompt(tokenizer, prompt, chat=self.chat, system_prompt=self.system_prompt, variables=variables)
+
+    @classmethod
+    def of_config(cls, config: Any) -> TextFormat:
+        """What a classification model's config says."""
+        return cls._read(getattr(config, TEXT_FORMAT, None), "the reward model's config.json")
+
+    @classmethod
+    def of_adapter(cls, folder: str) -> TextFormat | None:
+        """What an adapter's score head says; None for one that says nothing: it read the policy's prompts."""
+        file = Path(folder).expanduser() / SCORE_HEAD
+        with safe_open(file, framework="pt") as opened:
+            kept = (opened.metadata() or {}).get(TEXT_FORMAT)
+        return None if kept is None else cls._read(_parsed(kept), str(file))
+
+    def metadata(self) -> dict[str, str]:
+        """For the score head's safetensors file."""
+        return {TEXT_FORMAT: json.dumps(asdict(self))}
+
+    @classmethod
+    def _read(cls, kept: Any, where: str) -> TextFormat:
+        if kept is None:
+            return cls()
+        if (
+            not isinstance(kept, dict)
+            or kept.get("chat") not in ("auto", True, False)
+            or not isinstance(kept.get("system_prompt"), str | None)
+            or not isinstance(kept.get("chat_template", {}), dict)
+        ):
+            raise ValueError(
+                f"{where}: {TEXT_FORMAT} must hold `chat` (auto, true, false), `system_prompt` (text) and "
+                "`chat_template` (variables)"
+            )
+        return cls(kept["chat"], kept.get("system_prompt"), kept.get("chat_template", {}))
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def classifier_tokens(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: str, *, text_format: TextFormat, max_tokens: int
+) -> list[int]:
+    """What a classification model reads of a prompt and its completion: the last `max_tokens` tokens, at least one.
+
+    A chat template brings its own special tokens; plain text gets those that the tokenizer adds. A BOS stands once,
+    and stays when the beginning of a long text is cut off. Raises ValueError for messages that the template refuses.
+    """
+    if uses_template(tokenizer, text_format):
+        messages = _messages(prompt, text_format)
+        begun = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
+        messages.append({"role": "assistant", "content": begun + completion})
+        text = template_text(tokenizer, messages, variables=text_format.chat_template)
+        tokens = end_of(tokenizer, token_ids(tokenizer, text), max_tokens)
+    else:
+        tokens = _plain_tokens(tokenizer, _plain_text(prompt, text_format) + completion, max_tokens)
+    return tokens or [int(tokenizer.eos_token_id or 0)]  # pyright: ignore[reportArgumentType]
+
+
+def uses_template(tokenizer: PreTrainedTokenizerBase, text_format: TextFormat) -> bool:
+    """Whether texts go through the tokenizer's chat template. Raises ValueError where they should and it has none."""
+    if text_format.chat is True and not tokenizer.chat_template:
+        raise ValueError("task.chat=true, but this reward model's tokenizer has no chat template")
+    return bool(tokenizer.chat_template) and text_format.chat is not False
+
+
+def adapter_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, text_format: TextFormat) -> list[int]:
+    """The prompt's tokens, which an adapter on the policy's base reads before those of the completion."""
+    return text_format.render(tokenizer, prompt).tokens
+
+
+def adapter_tokens(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: str, *, text_format: TextFormat, max_tokens: int
+) -> list[int]:
+    """A prompt and a completion written by others as the policy would have sampled it: EOS at its end, and without a
+    <think> that the prompt has opened already. The last `max_tokens` tokens.
+    """
+    rendered = text_format.render(tokenizer, prompt)
+    sampled = [*token_ids(tokenizer, completion.removeprefix(rendered.opened)), int(tokenizer.eos_token_id)]  # pyright: ignore
+    return end_of(tokenizer, [*rendered.tokens, *sampled], max_tokens)
+
+
+def end_of(tokenizer: PreTrainedTokenizerBase, tokens: list[int], max_tokens: int) -> list[int]:
+    """The end of a text that is too long, behind its BOS where it begins with one: the completion is at the end."""
+    if len(tokens) <= max_tokens:
+        return tokens
+    bos = tokens[:1] if tokens[0] == tokenizer.bos_token_id and max_tokens > 1 else []
+    return bos + tokens[len(tokens) - max_tokens + len(bos) :]
+
+
+def _messages(prompt: Prompt, text_format: TextFormat) -> list[dict[str, str]]:
+    """The prompt as a new list of chat messages; the format's system prompt replaces the data's, as for a policy."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if text_format.system_prompt is None:
+        return messages
+    others = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": text_format.system_prompt}, *others]
+
+
+def _plain_text(prompt: Prompt, text_format: TextFormat) -> str:
+    """What stands before the completion where there is no template."""
+    if isinstance(prompt, str):
+        return f"{text_format.system_prompt}\n\n{prompt}" if text_format.system_prompt else prompt
+    return "".join(f"{message['content']}\n\n" for message in _messages(prompt, text_format))
+
+
+def _plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int) -> list[int]:
+    """Text with the special tokens that the tokenizer adds around it ([CLS] and [SEP], BOS); cut between those."""
+    bos = tokenizer.bos_token_id
+    full = [int(i) for i in tokenizer(text, verbose=False)["input_ids"]]  # pyright: ignore
+    if bos is not None and full[:2] == [bos, bos]:  # the text brings its own
+        full = full[1:]
+    if len(full) <= max_tokens:
+        return full
+    bare = token_ids(tokenizer, text)
+    bare = bare[1:] if bare[:1] == [bos] else bare
+    start = next((at for at in range(len(full) - len(bare) + 1) if full[at : at + len(bare)] == bare), None)
+    if start is None:
+        return end_of(tokenizer, full, max_tokens)
+    before, after = full[:start], full[start + len(bare) :]
+    return before + bare[len(bare) - max(1, max_tokens - len(before) - len(after)) :] + after

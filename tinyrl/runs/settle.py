@@ -1,0 +1,106 @@
+"""Settings that depend on what is on disk: paths made absolute, runs named as models, defaults that fit the model.
+
+A run is written down with absolute paths, so it can be resumed, evaluated and built upon from any folder. Where a
+setting takes a model, it takes a run as `tinyrl eval` does: the newest checkpoint that verifies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tinyrl.config.methods import METHODS
+from tinyrl.config.recipe import build_config
+from tinyrl.config.schema import Config
+from tinyrl.config.yaml_reader import Source
+from tinyrl.runs.checkpoint import checkpoint_of
+from tinyrl.runs.run_dir import named_run, open_run
+from tinyrl.starter import starter_path
+
+MODEL_FIELDS = (("model", "path"), ("model", "adapter"), ("critic", "path"), ("reward", "model"))
+DATA_FIELDS = (("task", "data"), ("task", "eval_data"))
+
+
+def settle(config: Config) -> Config:
+    """The configuration with absolute paths, checkpoints for runs, and max_new_tokens within the model's positions
+    where nobody has set it. Raises ValueError for a run that cannot be what it is named as. Settling twice changes
+    nothing.
+    """
+    values = config.model_dump()
+    for section, name in MODEL_FIELDS:
+        path = values[section][name]
+        values[section][name] = path and (checkpoint_named(path, f"{section}.{name}") or path)
+    values = absolute_paths(values)
+    if METHODS[config.method].samples and "max_new_tokens" not in config.generation.model_fields_set:
+        positions = _positions(values["model"]["path"]) or 2 * config.generation.max_new_tokens
+        values["generation"]["max_new_tokens"] = min(config.generation.max_new_tokens, positions // 2)
+    return build_config(Source("settings", values))
+
+
+def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
+    """Nested settings (of a `Config`, or as a checkpoint keeps them) with absolute paths for what is there; names of
+    embedded models and of the hub stay.
+    """
+    values = {name: dict(section) if isinstance(section, dict) else section for name, section in values.items()}
+    for section, name in (*MODEL_FIELDS, *DATA_FIELDS):
+        path = values.get(section, {}).get(name)
+        if path and starter_path(path) is None and os.path.exists(os.path.expanduser(path)):
+            values[section][name] = os.path.abspath(os.path.expanduser(path))
+    if values.get("reward", {}).get("functions"):
+        functions = [{**function, "use": _absolute_use(function["use"])} for function in values["reward"]["functions"]]
+        values["reward"]["functions"] = functions
+    return values
+
+
+def checkpoint_named(path: str, key: str) -> str | None:
+    """The checkpoint that the setting `key` means with the path of a run or of a checkpoint; None for other paths.
+
+    Raises ValueError for a run without a checkpoint, and for one that is not what `key` takes.
+    """
+    folder = Path(os.path.expanduser(path))
+    run = named_run(path)
+    if run is None:
+        return None
+    config = open_run(run).read_config()
+    problem = _unfit(key, path, config)
+    if problem:
+        raise ValueError(f"{key}={path} {problem}")
+    return str(checkpoint_of(folder))
+
+
+def _unfit(key: str, path: str, config: Config) -> str | None:
+    """What is wrong with naming a run of this configuration as `key`; None where nothing is."""
+    if key == "reward.model":
+        made_elsewhere = f"is a {config.method} run; a reward model is made by `tinyrl train reward`"
+        return None if config.method == "reward" else made_elsewhere
+    if key != "critic.path" and config.method == "reward":
+        return f"is a reward model: reward.model={path}"
+    if key == "model.adapter":
+        return None if config.lora.enabled else f"was fully fine-tuned, so it is a model: model.path={path}"
+    if not config.lora.enabled:
+        return None
+    base = f"its base and it are model.path={config.model.path} model.adapter={path}"
+    return f"holds adapters, not a whole model; {base if key == 'model.path' else 'fine-tune with lora.enabled=false'}"
+
+
+def _absolute_use(use: str) -> str:
+    """'file.py:function' with the file's absolute path; a module's name stays."""
+    place, colon, function = use.rpartition(":")
+    file = os.path.expanduser(place.strip())
+    is_file = place.strip().endswith(".py") or "/" in place
+    return f"{os.path.abspath(file)}{colon}{function}" if is_file and os.path.isfile(file) else use
+
+
+def _positions(path: str) -> int | None:
+    """How many positions the model in a folder has; None where its config.json is not at hand or does not say."""
+    folder = starter_path(path) or Path(path)
+    try:
+        facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # a hub name; what is wrong with a folder is said when it is loaded
+        return None
+    inner = facts.get("text_config", facts) if isinstance(facts, dict) else {}
+    names = ("max_position_embeddings", "n_positions")
+    found = (inner.get(name) for name in names) if isinstance(inner, dict) else ()
+    return next((count for count in found if isinstance(count, int) and count > 1), None)

@@ -1,0 +1,75 @@
+"""Equality of answers as mathematics, by the package math-verify (`task.grading=math`; the extra `math`).
+
+For tasks whose rows have an `answer`. What a completion says is what it marks (as in tasks/rows.py), else the whole of
+a short one, else what math-verify finds in its end. Two answers are equal when they are the same text or number, or
+when math-verify says so: (1,2) and (1, 2), \\frac12 and 0.5, 2\\sqrt{3} and \\sqrt{12}, (x+1)^2 and x^2+2x+1.
+
+Words are compared as text only: to math-verify they are products of letters, and "listen" is "silent". The package
+simplifies what a model wrote, which can take any time and memory, so this runs as a reward function does: in a process
+of its own, within reward.timeout_s. A comparison that takes longer than `PATIENCE_S` is a wrong answer.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+from math_verify import parse, verify  # pyright: ignore[reportMissingImports]  an extra
+
+from tinyrl.tasks.grading import completion_text, marked_answer, normalised_text, numbers_equal
+
+PATIENCE_S = 2  # whole seconds, for each parse and each comparison
+MAX_ANSWER_CHARS = 300  # of what is read as a formula
+SEARCHED_CHARS = 2000  # the end of a completion, where its answer stands
+_IN_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
+_WORD = re.compile(r"[^\W\d_]{3,}")
+
+
+def equal_answers(
+    prompts: list[Any], completions: list[Any], *, answer: list[Any] | None = None, **columns: Any
+) -> list[float | None]:
+    """1.0 where a completion's answer equals the row's `answer`, 0.0 where not, None where the row has none."""
+    references = ["" if reference is None else str(reference) for reference in answer or [None] * len(completions)]
+    return [
+        float(_is_right(completion_text(completion), reference)) if reference.strip() else None
+        for completion, reference in zip(completions, references, strict=True)
+    ]
+
+
+def _is_right(text: str, reference: str) -> bool:
+    wanted = _plain(marked_answer(reference) or reference)
+    marked = marked_answer(text)
+    said = _plain(text if marked is None else marked)
+    if normalised_text(said) == normalised_text(wanted) or numbers_equal(said, wanted):
+        return True
+    if _is_words(wanted):
+        return False
+    answers = _formula(said) if len(said) <= MAX_ANSWER_CHARS else []
+    if marked is None:
+        answers = [*answers, *_found(text[-SEARCHED_CHARS:])]
+    return bool(answers) and verify(_formula(wanted), answers, timeout_seconds=PATIENCE_S)
+
+
+def _plain(text: str) -> str:
+    """An answer without dollar signs around it, and \\text{Paris} as Paris."""
+    return _IN_TEXT.sub(r"\1", text.strip().removesuffix(".").strip("$")).strip()
+
+
+def _is_words(answer: str) -> bool:
+    """Whether an answer is language: letters and what stands between words, with a word of three letters or more."""
+    return re.fullmatch(r"[\w\s'’.,;:!?-]*", answer) is not None and _WORD.search(answer) is not None
+
+
+@lru_cache(maxsize=4096)  # the samples of a group have one reference
+def _formula(answer: str) -> list[Any]:
+    """An answer, all of it, as math-verify reads formulas."""
+    return parse(f"${answer}$" if "$" not in answer else answer, parsing_timeout=PATIENCE_S)
+
+
+def _found(text: str) -> list[Any]:
+    """The answer that math-verify finds in prose."""
+    return parse(text, parsing_timeout=PATIENCE_S)
+
+
+_formula("1")  # the first takes a second, which is not a row's
