@@ -44,7 +44,9 @@ REWARD = """
         filler = DISK + "/filler"
         if batches == FULL_AT and READ_ONLY:
             libc = ctypes.CDLL(None, use_errno=True)
-            assert libc.mount(None, DISK.encode(), None, 32 | 1, None) == 0, ctypes.get_errno()  # remount, read-only
+            disk, bind, remount, read_only = DISK.encode(), 4096, 32, 1
+            assert libc.mount(disk, disk, None, bind, None) == 0, ctypes.get_errno()  # over the one with an open lock
+            assert libc.mount(None, disk, None, bind | remount | read_only, None) == 0, ctypes.get_errno()
         elif batches == FULL_AT:
             with open(filler, "wb", buffering=0) as file:
                 try:
@@ -137,7 +139,8 @@ def test_a_disk_that_stays_full_or_read_only_leaves_the_older_checkpoint_and_tra
 ) -> None:
     """To the last step, without a report; with room again the run resumes from its last checkpoint."""
     settings = settings_for(model, disk, full_at=5, read_only=read_only)
-    _, run, said = on_small_disk(settings, disk, report=True)
+    code, run, said = on_small_disk(settings, disk, report=True)
+    assert code == 4
     assert f"step {STEPS}/{STEPS}" in said, said
     assert "Traceback" not in said
     assert len(warnings(said, f"could not save step {STEPS}: ")) == len(warnings(said, "could not save")) == 1, said

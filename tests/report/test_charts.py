@@ -1,12 +1,13 @@
 """Charts: which panels a run has, how numbers become curves, and the layout."""
 
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from tests.report.runs import ppo_metrics, write_run
-from tinyrl.report.curves import curve_of, smoothed, thinned
+from tinyrl.report.curves import MOST_MARKS, curve_of, picked, smoothed, thinned
 from tinyrl.report.drawing import spread
 from tinyrl.report.outcome import phases, tiles
 from tinyrl.report.panels import cells, panels_of
@@ -102,3 +103,16 @@ def test_the_grid_has_no_hole() -> None:
         assert len(places) == count
         assert len(taken) == len(set(taken))
         assert sorted(taken) == [(row, column) for row in range(max(taken)[0] + 1) for column in range(3)]
+
+
+def test_picked_points_keep_the_ends_and_are_themselves() -> None:
+    few = [(1, 0.5), (2, math.nan)]
+    assert picked(few) == few
+    many = [(step, math.nan if step % 2 else float(step)) for step in range(1001)]
+    some = picked(many)
+    assert len(some) == MOST_MARKS
+    assert (some[0], some[-1]) == ((0, 0.0), (1000, 1000.0))
+    assert set(some) <= {point for point in many if point[0] % 2 == 0}
+    assert {b - a for (a, _), (b, _) in pairwise(some)} == {10, 12}  # of 500 even steps, every fifth or sixth
+    assert picked([(step, math.nan) for step in range(1001)]) == []
+    assert picked([(step, 1.0 if step == 7 else math.nan) for step in range(1001)]) == [(7, 1.0)]

@@ -36,8 +36,19 @@ def write_report(run_dir: Path) -> list[Path]:
     picture = picture_png(run, panels)
     targets = [Path(run_dir) / "report.html", Path(run_dir) / "report.png"]
     for target, content in zip(targets, (html, picture), strict=True):
+        _delete_leftovers(target)
         _replace(target, content)
     return targets
+
+
+def _delete_leftovers(target: Path) -> None:
+    """What reports left that were killed while they wrote: their process is no longer there."""
+    import psutil
+
+    for path in target.parent.glob(f".{target.name}.*.tmp"):
+        number = path.name.split(".")[-2]
+        if number.isdigit() and not psutil.pid_exists(int(number)):
+            path.unlink(missing_ok=True)
 
 
 def _replace(target: Path, content: bytes) -> None:

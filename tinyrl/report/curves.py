@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from tinyrl.runs.records import Points
 
 MOST_POINTS = 500
+MOST_MARKS = 100  # points that are drawn one by one
 FEWEST_TO_SMOOTH = 20
 
 
@@ -70,3 +71,16 @@ def thinned(points: Points) -> Points:
         finite = [value for _, value in bucket if math.isfinite(value)]
         result.append((bucket[-1][0], sum(finite) / len(finite) if finite else math.nan))
     return result
+
+
+def picked(points: Points) -> Points:
+    """At most MOST_MARKS of some measurements, finite where they are too many: the first, the last, and evenly between.
+
+    Each stands for itself, with its interval, so they are left out and not averaged.
+    """
+    if len(points) <= MOST_MARKS:
+        return points
+    finite = [point for point in points if math.isfinite(point[1])]
+    last = len(finite) - 1
+    places = sorted({round(i * last / (MOST_MARKS - 1)) for i in range(MOST_MARKS)}) if last > 0 else [0] * (last + 1)
+    return [finite[place] for place in places]

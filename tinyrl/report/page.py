@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyrl import __version__
+from tinyrl.report.curves import picked
 from tinyrl.report.markup import text_html
 from tinyrl.report.outcome import Tile, outcome, phases, show, show_seconds, subtitle, tiles
 from tinyrl.report.panels import Panel, cells
@@ -169,7 +170,7 @@ def _held_out_table(run: Run) -> str:
     if not steps:
         return ""
     rows = []
-    for step in steps:
+    for step, _ in picked([(step, 0.0) for step in steps]):
         cells = [f'<td class="n">{step}</td>']
         for key in names:
             pair = run.interval("eval/reward_ci", step) if key == "reward_mean" else None
@@ -179,7 +180,8 @@ def _held_out_table(run: Run) -> str:
         rows.append(f"<tr>{''.join(cells)}</tr>\n")
     head = "".join(f'<th scope="col" class="n">{name}</th>' for name in ("Step", *names.values()))
     table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{"".join(rows)}</tbody></table></div>'
-    return f"<details><summary>Held-out measurements in numbers</summary><div>{table}</div></details>"
+    of = f": {len(rows)} of {len(steps)}, the others are in metrics.jsonl" if len(rows) < len(steps) else ""
+    return f"<details><summary>Held-out measurements in numbers{of}</summary><div>{table}</div></details>"
 
 
 def _flat(value: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:

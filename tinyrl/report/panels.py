@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from tinyrl.report.curves import Curve, curve_of
+from tinyrl.report.curves import Curve, curve_of, picked
 from tinyrl.report.outcome import held_out_key, phase_seconds, reward_is_pass, show
 from tinyrl.runs.records import Points, Run
 from tinyrl.text import one_line
@@ -139,8 +139,8 @@ def _other_kind(run: Run, key: str) -> _Kind:
 
 
 def _panel(run: Run, kind: _Kind) -> Panel | None:
-    train, held = run.points(kind.train), run.points(kind.held)
-    greedy = run.points(kind.held.replace("eval/", "eval/greedy/", 1)) if kind.greedy else []
+    train, held = run.points(kind.train), picked(run.points(kind.held))
+    greedy = picked(run.points(kind.held.replace("eval/", "eval/greedy/", 1))) if kind.greedy else []
     lines = [
         Line("training", "train", train),
         Line("held-out", "held", held, _intervals(run, kind.held, held)),

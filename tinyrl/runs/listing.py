@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints, problem_with
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.text import number, visible
+from tinyrl.text import number, one_line, visible
+
+MOST_PATH, MOST_METRIC = 4096, 40  # characters that are shown
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,11 @@ def list_verified(run: RunDir) -> list[Listed]:
 
 
 def render(run: RunDir, listed: list[Listed]) -> str:
-    """A table, and what to do with the newest that verifies."""
+    """A table, and what to do with the newest that verifies. Everything in it may be shown."""
+    path = one_line(shlex.quote(str(run.path)), MOST_PATH)
     if not listed:
-        return f"{run.path} has no checkpoint yet"
-    config = run.read_config()
-    metric = config.run.best_metric.removeprefix("eval/")
+        return f"{path} has no checkpoint yet"
+    metric = one_line(run.read_config().run.best_metric.removeprefix("eval/"), MOST_METRIC)
     sound = [one for one in listed if one.problem is None]
     known = [one.metric for one in listed if one.metric is not None]
     rows = [f"{'checkpoint':14} {'step':>8} {'size':>10} {metric:>14}  verifies"]
@@ -52,8 +55,8 @@ def render(run: RunDir, listed: list[Listed]) -> str:
         rows.append(f"{one.name:14} {one.step:>8} {one.size / 1e6:>7.1f} MB {value:>14}  {marks}")
     if not sound:
         return "\n".join([*rows, "", "none verifies: a resume begins from the start"])
-    newest = run.checkpoints / sound[-1].name
-    return "\n".join([*rows, "", f"resume    tinyrl train --resume {run.path}", f"evaluate  tinyrl eval {newest}"])
+    newest = one_line(shlex.quote(str(run.checkpoints / sound[-1].name)), MOST_PATH)
+    return "\n".join([*rows, "", f"resume    tinyrl train --resume {path}", f"evaluate  tinyrl eval {newest}"])
 
 
 def _bytes(folder: Path) -> int:
