@@ -16,6 +16,7 @@ from tinyrl.errors import Interrupted
 from tinyrl.runs.run_dir import RunDir, open_run
 from tinyrl.runs.signals import StopFlag
 from tinyrl.training.launch import start
+from tinyrl.training.optim import RoleOptimizer, role_optimizers
 from tinyrl.training.resume import resume
 
 VOLATILE = ("time/", "memory/", "tokens_per_second")
@@ -87,6 +88,11 @@ def go_on(run: RunDir, *, stop_at: int | None = None, **options: Any) -> int:
         except Interrupted as stop:  # while loading
             return stop.exit_code
         return 0 if launch is None else launch.go()
+
+
+def optimizers_with(**fields: float) -> Callable[..., dict[str, RoleOptimizer]]:
+    """In place of role_optimizers: those of settings that the schema refuses."""
+    return lambda optim, parameters: role_optimizers(optim.model_copy(update=fields), parameters)
 
 
 def metrics(run: RunDir) -> list[dict[str, Any]]:

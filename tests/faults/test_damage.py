@@ -64,10 +64,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 def settings_for(model: Path, folder: Path) -> Config:
-    """PPO on rows without answers, so that no gold answer can give a warning."""
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"say {a}:"}) + "\n" for a in "abcdefghijkl"))
+    """PPO on rows without answers, so that no gold answer can give a warning, and with enough held-out prompts."""
+    for name, words in (("rows", list("abcdefghijkl")), ("eval", [f"w{i}" for i in range(30)])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": f"say {w}:"}) + "\n" for w in words))
     often = {"num_steps": STEPS, "save_every": 1, "eval_every": 2, "eval_prompts": 4}
-    return running.config("ppo", model, task={"name": "rows", "data": str(folder / "rows.jsonl")}, run=often)
+    task = {"name": "rows", "data": str(folder / "rows.jsonl"), "eval_data": str(folder / "eval.jsonl")}
+    return running.config("ppo", model, task=task, run=often)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
 from tinyrl.runs.checkpoint import list_checkpoints, newest_sound, problem_with
 from tinyrl.runs.run_dir import RunDir
+from tinyrl.training import session
 
 STEPS, BATCH = 6, 16
 DISK = 6_000_000  # bytes; three checkpoints of the tiny model take two
@@ -79,9 +80,10 @@ def settings_for(model: Path, disk: Path, **trouble: Any) -> Config:
     )
 
 
-def train_on_small_disk(settings: Config, disk: Path, copy: Path, report: bool) -> None:
+def train_on_small_disk(settings: Config, disk: Path, copy: Path, report: bool, optim: dict[str, float]) -> None:
     """Train on a small disk, then copy its contents to where they outlive this process."""
     mount_small_disk(disk, DISK)
+    setattr(session, "role_optimizers", running.optimizers_with(**optim))  # noqa: B010
     if report:
         with_report()
     try:
@@ -107,10 +109,12 @@ def disk(tmp_path: Path) -> Path:
     return tmp_path / "disk"
 
 
-def on_small_disk(settings: Config, disk: Path, *, report: bool = False) -> tuple[int, RunDir, str]:
-    """(exit code, a copy of the run, what was said) of a run on a small disk, with or without the report at its end."""
+def on_small_disk(settings: Config, disk: Path, *, report: bool = False, **optim: float) -> tuple[int, RunDir, str]:
+    """(exit code, a copy of the run, what was said) of a run on a small disk, with or without the report at its end;
+    `optim` are settings that the schema refuses.
+    """
     copy = disk.with_name("copy")
-    child = Child(train_on_small_disk, settings, disk, copy, report, output=disk.with_name("said.txt"))
+    child = Child(train_on_small_disk, settings, disk, copy, report, optim, output=disk.with_name("said.txt"))
     return child.end(), RunDir(copy / "run"), child.said
 
 
@@ -153,8 +157,7 @@ def test_a_disk_that_stays_full_or_read_only_leaves_the_older_checkpoint_and_tra
 def test_a_batch_that_cannot_be_kept_on_a_full_disk_is_skipped_all_the_same(model: Path, disk: Path) -> None:
     """Numbers overflow from the second step on, and in the third the disk is full."""
     settings = settings_for(model, disk, full_at=3)
-    settings.optim.learning_rate = 1e30
-    code, run, said = on_small_disk(settings, disk)
+    code, run, said = on_small_disk(settings, disk, learning_rate=1e30)
     assert "Traceback" not in said, said
     assert code == 3
     assert "3 optimizer steps in a row had numbers that are not finite" in said

@@ -107,11 +107,11 @@ def test_three_batches_in_a_row_without_finite_numbers_stop_the_run(
 
 
 def test_a_learning_rate_that_overflows_stops_the_run_with_a_sentence(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first step makes the weights so large that no product of two is finite; no step after it is taken."""
     settings = settings_for("grpo", model, tmp_path, steps_an_epoch=2)
-    settings.optim.learning_rate = 1e30  # set past the schema, which takes 1 at most
+    monkeypatch.setattr("tinyrl.training.session.role_optimizers", running.optimizers_with(learning_rate=1e30))
     code, run, _ = running.train(settings, tmp_path)
     assert code == 3
     assert "Try a lower optim.learning_rate" in capsys.readouterr().err
@@ -122,10 +122,11 @@ def test_a_learning_rate_that_overflows_stops_the_run_with_a_sentence(
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
 def test_weights_that_a_step_makes_infinite_are_never_saved(
-    method: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    method: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decay of 1e300 makes them so from finite gradients, in the first step that there is."""
-    settings = settings_for(method, model, tmp_path, steps_an_epoch=2, optim={"weight_decay": 1e300})
+    settings = settings_for(method, model, tmp_path, steps_an_epoch=2)
+    monkeypatch.setattr("tinyrl.training.session.role_optimizers", running.optimizers_with(weight_decay=1e300))
     code, run, _ = running.train(settings, tmp_path)
     assert code == 3
     assert "that are not finite, so they are not saved" in capsys.readouterr().err

@@ -46,11 +46,11 @@ def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
     values = {name: dict(section) if isinstance(section, dict) else section for name, section in values.items()}
     for section, name in (*MODEL_FIELDS, *DATA_FIELDS):
         path = values.get(section, {}).get(name)
-        if path and starter_path(path) is None and os.path.exists(os.path.expanduser(path)):
+        if isinstance(path, str) and starter_path(path) is None and os.path.exists(os.path.expanduser(path)):
             values[section][name] = os.path.abspath(os.path.expanduser(path))
-    if values.get("reward", {}).get("functions"):
-        functions = [{**function, "use": _absolute_use(function["use"])} for function in values["reward"]["functions"]]
-        values["reward"]["functions"] = functions
+    functions = values.get("reward", {}).get("functions")
+    if isinstance(functions, list):
+        values["reward"]["functions"] = [_absolute_function(function) for function in functions]
     return values
 
 
@@ -83,6 +83,12 @@ def _unfit(key: str, path: str, config: Config) -> str | None:
         return None
     base = f"its base and it are model.path={config.model.path} model.adapter={path}"
     return f"holds adapters, not a whole model; {base if key == 'model.path' else 'fine-tune with lora.enabled=false'}"
+
+
+def _absolute_function(function: Any) -> Any:
+    """A reward function with its file's absolute path; what a checkpoint holds in place of one stays."""
+    use = function.get("use") if isinstance(function, dict) else None
+    return {**function, "use": _absolute_use(use)} if isinstance(use, str) else function
 
 
 def _absolute_use(use: str) -> str:

@@ -59,7 +59,8 @@ def resume(
             else:
                 launch.session.restore(folder, kept)
                 notes += [*_versions(known, sources, since=since), *_settle(launch.session, changes, since=since)]
-                state, steps, were = launch.session.state, config.run.num_steps, before["run"]["num_steps"]
+                state, steps = launch.session.state, config.run.num_steps
+                were = kept.num_steps or steps
                 notes += filter(None, [stretched_schedule(config.optim, step=state.step, before=were, now=steps)])
                 notes.append(f"resuming {run.path} at step {state.step} of {steps} ({state.phase}) from {since}")
         if launch.session.finished:

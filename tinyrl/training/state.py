@@ -102,6 +102,12 @@ class CheckpointState(_Strict):
         """A setting of the configuration; None where the version that wrote it had none."""
         return self.config.get(section, {}).get(name)
 
+    @property
+    def num_steps(self) -> int | None:
+        """How many steps the run was to have; None where that was not written down."""
+        steps = self.setting("run", "num_steps")
+        return steps if isinstance(steps, int) else None
+
     @model_validator(mode="before")
     @classmethod
     def _former_fields(cls, state: Any) -> Any:
