@@ -29,7 +29,14 @@ class Case:
 
 
 def wrong_with(case: Case, *, zygote: Zygote, root: Path) -> str | None:
-    """None, or what a person would complain about. The case's folder is removed where there is nothing."""
+    """None, or what a person would complain about."""
+    answer, changed = ended(case, zygote=zygote, root=root)
+    found = complaint(answer, changed=changed)
+    return found and f"{case.name!a:.300}: {[*case.argv]!a:.600} {found}"
+
+
+def ended(case: Case, *, zygote: Zygote, root: Path) -> tuple[dict[str, Any], list[str]]:
+    """How a case ended, and the names of the files that its command wrote, changed or removed."""
     folder = root / "case"
     shutil.rmtree(folder, ignore_errors=True)
     work = folder / "work"
@@ -37,8 +44,7 @@ def wrong_with(case: Case, *, zygote: Zygote, root: Path) -> str | None:
     case.prepare(work)
     before = contents(work)
     answer = zygote.run([*case.argv], work, cpu_s=CPU_S, wall_s=WALL_S)
-    found = complaint(answer, changed=differing(before, contents(work)))
-    return found and f"{case.name!a:.300}: {[*case.argv]!a:.600} {found}"
+    return answer, differing(before, contents(work))
 
 
 def complaint(answer: dict[str, Any], *, changed: list[str]) -> str | None:

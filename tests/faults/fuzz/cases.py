@@ -33,7 +33,8 @@ def words(sound: Sound, seed: int, count: int) -> Iterator[Case]:
     random = Random(f"words {seed}")
     commands = ("train", "eval", "report", "checkpoints", "reward", "recipes", "tasks", "settings")
     options = (
-        "--resume", "--name", "--output-dir", "--overwrite", DRY, "--allow-config-change", "--device", "--debug=", "--vs", "--task",
+        "--resume", "--name", "--output-dir", "--overwrite", DRY, "--allow-config-change", "--device", "--debug=",
+        "--vs", "--task",
         "--split", "--num-prompts", "--samples", "--json", "--data", "--num-rows", "--timeout", "--version", "--help",
     )  # fmt: skip
     things = [value for value in odd.VALUES if "\0" not in value and value not in ("--debug", "starter")]
@@ -53,7 +54,7 @@ def settings(sound: Sound, seed: int, count: int) -> Iterator[Case]:
     fields = [(section, key) for section in SECTIONS for key in fields_of(section_class(section))]
     random.shuffle(fields)
     for n in range(count):
-        chosen = [fields[n % len(fields)]] + random.sample(fields, random.choice((0, 0, 0, 1)))
+        chosen = [fields[n % len(fields)], *random.sample(fields, random.choice((0, 0, 0, 1)))]
         section = chosen[0][0]
         method = random.choice([m for m in METHODS if reads(m, section)])
         base = [*sound.train(method, model__path=Path("starter")), "task.name=rows"]
@@ -145,7 +146,9 @@ def rows(sound: Sound, seed: int, count: int) -> Iterator[Case]:
                 content = odd.changed(content.decode("utf-8", "replace"), random).encode("utf-8", "surrogatepass")
         file = f"odd.{suffix}"
         argv = [*sound.train(method, model__path=Path("starter")), f"task.data={file}"]
-        argv += random.choice(([DRY], [DRY], [], ["reward.functions=[{use: 'rows.py:score'}]"] if method in ("grpo", "ppo") else []))
+        argv += random.choice(
+            ([DRY], [DRY], [], ["reward.functions=[{use: 'rows.py:score'}]"] if method in ("grpo", "ppo") else [])
+        )
         if random.random() < 0.2:
             argv = ["reward", "test", "rows.py:score", "--data", file]
         yield Case(f"rows {seed}.{n}: {what}", argv, together(write_rows, odd.writing(file, content)))
@@ -213,14 +216,24 @@ def file_changed(file: str, random: Random) -> damages.Damage:
 
 
 def runs(sound: Sound, seed: int, count: int) -> Iterator[Case]:
-    """Runs, finished and stopped inside an update, with a damage to one of their files; every command that reads one."""
+    """Runs, finished and stopped on the way, with a damage to one of their files; every command that reads one."""
     random = Random(f"runs {seed}")
-    dry = ["train", "grpo", f"model.path={sound.model}", "task.data=prompts.jsonl", *("generation.max_new_tokens=4", DRY)]
+    dry = [
+        "train",
+        "grpo",
+        f"model.path={sound.model}",
+        "task.data=prompts.jsonl",
+        *("generation.max_new_tokens=4", DRY),
+    ]
     commands = (
-        ["train", "--resume", "odd"], ["train", "--resume", "odd"], ["train", "--resume", "odd", "--allow-config-change"],
-        ["train", "--resume", "odd", "run.num_steps=3", "--allow-config-change"], ["report", "odd"], ["checkpoints", "odd"],
-        ["checkpoints", "odd", "--json"], ["eval", "odd", "--num-prompts=2"], ["eval", "odd", "--vs=start", "--num-prompts=2"],
-        ["eval", str(sound.finished), "--vs=odd", "--num-prompts=2"], [*dry, "model.adapter=odd"], [*dry, "reward.model=odd"],
+        ["train", "--resume", "odd"], ["train", "--resume", "odd"], ["train", "--resume", "odd",
+        "--allow-config-change"],
+        ["train", "--resume", "odd", "run.num_steps=3", "--allow-config-change"], ["report", "odd"], ["checkpoints",
+        "odd"],
+        ["checkpoints", "odd", "--json"], ["eval", "odd", "--num-prompts=2"], ["eval", "odd", "--vs=start",
+        "--num-prompts=2"],
+        ["eval", str(sound.finished), "--vs=odd", "--num-prompts=2"], [*dry, "model.adapter=odd"], [*dry,
+        "reward.model=odd"],
         [*dry[:2], "model.path=odd", *dry[3:]],
     )  # fmt: skip
     for n in range(count):
@@ -246,4 +259,38 @@ def sealed(checkpoint: Path) -> None:
     checkpoints._seal(checkpoint, checkpoints.checkpoint_step(checkpoint))
 
 
-KINDS = {f.__name__: f for f in (words, settings, numbers, recipes, rows, models, runs)}
+def found(sound: Sound, seed: int, count: int) -> Iterator[Case]:
+    """What the fuzz has found, kept whatever the seeds."""
+    one_prompt = together(
+        write_rows,
+        odd.writing("one.jsonl", b'{"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c"}\n' * 9),
+    )
+    for method in ("sft", "reward"):
+        yield Case(f"{method} on one prompt", [*sound.train(method), "task.data=one.jsonl"], one_prompt)
+    recipes = {"method a list": b"method: [grpo]\n", "method a mapping": b"method: {grpo: 1}\ngrpo: {}\n"}
+    for name, content in recipes.items():
+        yield Case(name, ["train", "grpo", "odd.yaml", DRY], odd.writing("odd.yaml", content))
+
+
+def unharmed(sound: Sound, seed: int, count: int) -> Iterator[Case]:
+    """The commands of the other kinds with nothing odd about them."""
+    for method in METHODS:
+        yield Case(method, sound.train(method), write_rows)
+        yield Case(f"{method} {DRY}", [*sound.train(method, model__path=Path("starter")), DRY], write_rows)
+    for key, folder in {"model.adapter": sound.adapter, "reward.model": sound.reward_model}.items():
+        yield Case(key, [*sound.train("grpo"), f"{key}={folder}", DRY], write_rows)
+    yield Case("critic.path", [*sound.train("ppo"), f"critic.path={sound.model}", DRY], write_rows)
+    yield Case("reward test", ["reward", "test", "rows.py:score", "--data", "prompts.jsonl"], write_rows)
+    run = copied(sound.stopped, "odd")
+    for argv in (
+        ["train", "--resume", "odd"],
+        ["report", "odd"],
+        ["checkpoints", "odd"],
+        ["eval", "odd", "--num-prompts=2"],
+    ):
+        yield Case(" ".join(argv), argv, run)
+    for argv in (["recipes"], ["tasks"], ["settings"]):
+        yield Case(argv[0], argv)
+
+
+KINDS = {f.__name__: f for f in (found, words, settings, numbers, recipes, rows, models, runs)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,24 +15,32 @@ TURNED = "\u202etxet\u2066\u200b"
 
 # As YAML, after `section.key=`.
 VALUES = (
-    "", "null", "~", "nan", ".nan", ".inf", "-.inf", "inf", "1e300", "-1e300", "1e-320", "-1", "-0.0", "0", "1", "2", "3",
+    "", "null", "~", "nan", ".nan", ".inf", "-.inf", "inf", "1e300", "-1e300", "1e-320", "-1", "-0.0", "0", "1",
+    "2", "3",
     "7", "0.5", "1.5", "1000000000", "9223372036854775808", HUGE, "-" + HUGE, "1e999", "0x10", "1_000", "1:2:3",
-    "2026-01-01", "true", "false", "yes", "auto", "none", "abc", "[]", "{}", "[1, [2, [3]]]", "[null]", "[abc, abc]", "{a: {b: 1}}",
+    "2026-01-01", "true", "false", "yes", "auto", "none", "abc", "[]", "{}", "[1, [2, [3]]]", "[null]",
+    "[abc, abc]", "{a: {b: 1}}",
     "{a: 1}", "[{use: nothing}]", "[{use: 'rows.py:missing', weight: 2}]", "'unclosed", "[", "}", "*", "&a [*a]",
-    "&a {b: *a}", "!!python/object:os.system {}", "!!binary aGk=", "? a", "- a", "a: b: c", "a b", "é", "日本語", "\udcff",
-    ESCAPES, TURNED, "\"a\\0b\"", "\"\\ud800\"", "\"\\n\\n\\n\"", "x" * 100_000, "[" * 3000, "{a: " * 500, "/", ".", "..", "/dev/null",
-    "/dev/zero", "/proc/self/mem", "../../etc/passwd", "rows.jsonl", "nobody/nothing", "http://[", "file.py:f", "rows.jsonl:f",
+    "&a {b: *a}", "!!python/object:os.system {}", "!!binary aGk=", "? a", "- a", "a: b: c", "a b", "é", "日本語",
+    "\udcff",
+    ESCAPES, TURNED, "\"a\\0b\"", "\"\\ud800\"", "\"\\n\\n\\n\"", "x" * 100_000, "[" * 3000, "{a: " * 500, "/", ".",
+    "..", "/dev/null",
+    "/dev/zero", "/proc/self/mem", "../../etc/passwd", "rows.jsonl", "nobody/nothing", "http://[", "file.py:f",
+    "rows.jsonl:f",
     "%s%n", "$HOME", "'; rm -rf /'", "(((", "starter",
 )  # fmt: skip
 
 # As JSON values, in rows and in the files of models and runs.
 THINGS: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 3, 0.5, 10**9, -(10**9), 2**63, 10**400, 1e308, float("nan"), float("inf"), "", " ", "abc", "5", "\n",
-    "\0", ESCAPES, TURNED, "\ud800", "é日本", "x" * 30_000, "<eos>", [], {}, [None], [[]], [1, 2], ["a"], {"a": 1}, [{}],
+    None, True, False, 0, 1, -1, 3, 0.5, 10**9, -(10**9), 2**63, 10**400, 1e308, float("nan"), float("inf"), "",
+    " ", "abc", "5", "\n",
+    "\0", ESCAPES, TURNED, "\ud800", "é日本", "x" * 30_000, "<eos>", [], {}, [None], [[]], [1, 2], ["a"], {"a": 1},
+    [{}],
     [{"role": "user", "content": "hi"}], [{"role": "user"}], [{"content": "hi"}], [{"role": 1, "content": "hi"}],
     [{"role": "user", "content": None}], [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
     [{"role": "user", "content": [{"type": "image"}]}], [{"role": "nobody", "content": "hi"}],
-    [{"role": "assistant", "content": "hi"}], [{"role": "user", "content": "hi"}, "bye"], [{"role": ESCAPES, "content": ESCAPES}],
+    [{"role": "assistant", "content": "hi"}], [{"role": "user", "content": "hi"}, "bye"], [{"role": ESCAPES,
+    "content": ESCAPES}],
     {"role": "user", "content": "hi"}, {"prompt": "hi"}, {"a": {"b": {"c": []}}},
 )  # fmt: skip
 
@@ -59,7 +68,7 @@ TEXTS: dict[str, bytes] = {
     "escapes": f'{{"{ESCAPES}": "{TURNED}"}}'.encode(),
     "HTML": b"<html>404 Not Found</html>\n",
     "an alias bomb": b"a: &a [x,x,x,x,x,x,x,x,x]\n"
-    + b"".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n".encode() for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
+    + b"".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n".encode() for a, b in pairwise("abcdefghi")),
     "a loop": b"&a {a: *a}",
     "two documents": b"a: 1\n---\nb: 2\n",
     "keys twice": b"model: {path: a}\nmodel: {path: b}\n",
@@ -68,7 +77,30 @@ TEXTS: dict[str, bytes] = {
     "a huge key": b'{"' + b"k" * 100_000 + b'": 1}',
 }  # fmt: skip
 
-JUNK = ("\0", "\t", "\x1b[2J", "{", "}", "[", "]", ":", ": ", ",", '"', "'", "\n", "\n  ", "#", "&a ", "*a ", "-", "null", "é", "\u202e", "9" * 30)
+JUNK = (
+    "\0",
+    "\t",
+    "\x1b[2J",
+    "{",
+    "}",
+    "[",
+    "]",
+    ":",
+    ": ",
+    ",",
+    '"',
+    "'",
+    "\n",
+    "\n  ",
+    "#",
+    "&a ",
+    "*a ",
+    "-",
+    "null",
+    "é",
+    "\u202e",
+    "9" * 30,
+)
 
 
 def changed(text: str, random: Random) -> str:
@@ -121,7 +153,11 @@ def changed_value(value: Any, random: Random) -> Any:
         return {**value, name: changed_value(value[name], random)}
     if isinstance(value, list) and value and random.random() < 0.7:
         at = random.randrange(len(value))
-        return [*value[:at], *random.choice(([], [changed_value(value[at], random)], [value[at]] * 2)), *value[at + 1 :]]
+        return [
+            *value[:at],
+            *random.choice(([], [changed_value(value[at], random)], [value[at]] * 2)),
+            *value[at + 1 :],
+        ]
     if isinstance(value, int | float) and not isinstance(value, bool) and random.random() < 0.4:
         return random.choice((value + 1, value - 1, -value, value * 10**6, value * 10**15))
     return random.choice(THINGS)

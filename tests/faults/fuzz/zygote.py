@@ -40,7 +40,8 @@ class Zygote:
         )
 
     def run(self, argv: list[str], cwd: Path, *, cpu_s: float, wall_s: float) -> dict[str, Any]:
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         order = {"argv": argv, "cwd": str(cwd), "cpu_s": cpu_s, "wall_s": wall_s}
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
@@ -100,12 +101,11 @@ def _run(order: dict[str, Any], outputs: list[Path]) -> None:
     try:
         tinyrl()
     except SystemExit as ended:
-        assert isinstance(ended.code, int | None)
         threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(ended.code or 0)
+        os._exit(ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1)
 
 
 def _become(order: dict[str, Any], outputs: list[Path]) -> None:
