@@ -16,6 +16,7 @@ from tests.faults.fuzz.zygote import Zygote
 CODES = (0, 2, 3, 4, 75)
 MOST_LINES, MOST_CHARACTERS = 6, 500
 CPU_S, WALL_S = 20.0, 150.0  # of a command; the second is for one that waits: other programs may have the machine
+DRY = "--dry-run"
 Prepare = Callable[[Path], object]
 
 
@@ -26,6 +27,10 @@ class Case:
     name: str
     argv: Sequence[str]
     prepare: Prepare = lambda folder: None
+
+
+def together(*steps: Prepare) -> Prepare:
+    return lambda folder: [step(folder) for step in steps]
 
 
 def wrong_with(case: Case, *, zygote: Zygote, root: Path) -> str | None:
