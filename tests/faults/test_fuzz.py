@@ -73,6 +73,7 @@ REFUSED = {"code": 2, "stderr": "tinyrl: no\n", "stdout": "", "cpu_s": 0.1, "hun
         ({"stderr": "a\n" * 7}, [], "says too much"),
         ({"stderr": "a" * 501}, [], "says too much"),
         ({"stderr": ""}, [], "says nothing"),
+        ({"stderr": "Usage: tinyrl\n" + "a" * 501}, [], None),
         ({"stderr": "\x1b[2J"}, [], "a terminal might obey"),
         ({}, ["runs"], r"changed \['runs'\]"),
         ({"cpu_s": 20.5}, [], "more than 20 s"),

@@ -71,6 +71,8 @@ def complaint(answer: dict[str, Any], *, changed: list[str]) -> str | None:
     lines = said.strip().splitlines()
     if not lines:
         return "ends with 2 and says nothing"
+    if said.startswith("Usage: ") and len(lines) <= MOST_LINES:
+        return None  # the parser of the command line gives back the words that were typed, whatever they are
     if len(lines) > MOST_LINES or max(map(len, lines)) > MOST_CHARACTERS:
         return f"says too much ({len(lines)} lines, the longest of {max(map(len, lines))}): {said[:1500]}"
     if any(not (c.isprintable() or c == "\n") for c in said):
