@@ -282,7 +282,5 @@ def test_rows_of_one_prompt_leave_nothing_to_train_on(method: str, tmp_path: Pat
     row = {"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c"}
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 9)
     config = Config.model_validate({"method": method, "task": {"data": str(tmp_path / "rows.jsonl")}})
-    with pytest.raises(
-        ValueError, match=r"rows\.jsonl: only one prompt, so none can be held out"
-    ):
+    with pytest.raises(ValueError, match=r"rows\.jsonl: only one prompt, so none can be held out"):
         text_rows(config)
