@@ -19,7 +19,7 @@ from tests.faults.fuzz.sound import Sound, write_rows
 from tests.faults.fuzz.zygote import Zygote
 from tests.tiny_models import TinyModels
 
-COUNTS = {"found": 0, "words": 40, "settings": 120, "numbers": 20, "recipes": 60, "rows": 60, "models": 45, "runs": 45}
+COUNTS = {"found": 0, "words": 40, "settings": 100, "numbers": 14, "recipes": 60, "rows": 50, "models": 45, "runs": 45}
 SEED = 0
 
 
