@@ -81,6 +81,7 @@ def refused(method: str, name: str | None, *overrides: str) -> str:
         (SORT + "grpo: {minibatch_size: 7}\n", "r.yaml:3: grpo.minibatch_size=7 does not divide the 256 sequences"),
         (SORT + "grpo.kl_coef: 0\n", "r.yaml:3: unknown key `grpo.kl_coef`. "),
         ("method: gpro\n", "r.yaml:1: `method` is 'gpro'; it must be grpo, ppo, sft or reward. Did you mean `grpo`?"),
+        ("method: [grpo]\n", "r.yaml:1: `method` is ['grpo']; it must be grpo, ppo, sft or reward."),
         ("method: 3\n", "r.yaml:1: `method` is 3; it must be grpo, ppo, sft or reward."),
         ("method: ppo\n", "r.yaml:1: this recipe is for `tinyrl train ppo`, not grpo"),
         ("method: reward\nreward: {timeout_s: 3.0}\n", "r.yaml:1: this recipe is for `tinyrl train reward`, not grpo"),

@@ -275,3 +275,12 @@ def test_loss_on_all_keeps_separators_inside_a_text(model: Path, rows: Path) -> 
     assert start == [eos]
     assert target == [*letters[0], eos, *letters[1], *letters[2], eos]
     parts.close()
+
+
+@pytest.mark.parametrize("method", ["sft", "reward"])
+def test_rows_of_one_prompt_leave_nothing_to_train_on(method: str, tmp_path: Path) -> None:
+    row = {"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c"}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 9)
+    config = Config.model_validate({"method": method, "task": {"data": str(tmp_path / "rows.jsonl")}})
+    with pytest.raises(ValueError, match=r"rows\.jsonl: only one prompt, so none can be held out"):
+        text_rows(config)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from tinyrl.config.familiar import FAMILIAR, REMARKS, UNNEEDED, known_elsewhere
-from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
+from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import KeyPath, Source
 from tinyrl.text import did_you_mean, shortened
@@ -64,7 +64,7 @@ def _leaves(values: dict[Any, Any], within: KeyPath = ()) -> Iterator[KeyPath]:
 
 def _unused(method: Any) -> set[str]:
     """Sections that a method does not look at."""
-    return {*OPTIONAL_SECTIONS} - {*METHODS[method].sections} if method in METHODS else set()
+    return {*OPTIONAL_SECTIONS} - {*METHODS[method].sections} if is_method(method) else set()
 
 
 def _for_method(name: str, method: Any) -> str:

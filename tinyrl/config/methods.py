@@ -44,6 +44,11 @@ METHODS: dict[str, Method] = {
 OPTIONAL_SECTIONS = tuple(dict.fromkeys(name for method in METHODS.values() for name in method.sections))
 
 
+def is_method(name: object) -> bool:
+    """Whether a value, which a file may say in any type, is the name of a method."""
+    return isinstance(name, str) and name in METHODS
+
+
 def or_list(names: list[str]) -> str:
     """Names as a sentence lists them: "grpo, ppo or sft"."""
     return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else "".join(names)

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tinyrl.config.errors import check_familiar, explain, fields_of, section_class
-from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
+from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import Source, dump_plain, parse_plain
 from tinyrl.text import decode_utf8, did_you_mean, restored, shortened
@@ -136,13 +136,13 @@ def load_config(method: str, recipe: str | None, *, overrides: list[str]) -> Con
     source = read_recipe(find_recipe(recipe)) if recipe else Source("overrides", {})
     written = source.values.get("method", method)
     own = METHODS[method].own
-    if written in METHODS and written != method and not isinstance(source.values.get(own), dict):
+    if is_method(written) and written != method and not isinstance(source.values.get(own), dict):
         place = source.place(("method",))
         raise ValueError(f"{place}: this recipe is for `tinyrl train {written}`, not {method}")
     for override in overrides:
         _check_used(override, method)
     source = apply_overrides(source, overrides)
-    if written in METHODS:
+    if is_method(written):
         source.values["method"] = method
     return build_config(source)
 

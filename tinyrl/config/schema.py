@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tinyrl.config.conflicts import conflicts
-from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName
+from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName, is_method
 from tinyrl.config.presets import DAPO, KL_ESTIMATOR, PRESETS
 from tinyrl.text import hidden
 
@@ -355,7 +355,7 @@ class Config(Section):
     @classmethod
     def _sections_of_method(cls, data: Any) -> Any:
         """Drop sections the method does not use; one that is used and left blank (`grpo:`) has its defaults."""
-        if not isinstance(data, dict) or data.get("method") not in METHODS:
+        if not isinstance(data, dict) or not is_method(data.get("method")):
             return data
         unused = {*OPTIONAL_SECTIONS} - {*METHODS[data["method"]].sections}
         return {

@@ -106,6 +106,8 @@ def text_rows(config: Config) -> tuple[list[Row], list[Row]]:
         held_out = read_rows(where.eval_data, columns=where.columns, revision=where.revision)
         return rows[: where.max_samples], held_out[: where.max_samples]
     train_rows, held_out = hold_out(rows, prompt=lambda row: row.get("prompt", row.get("text")), seed=where.split_seed)
+    if not train_rows:
+        raise ValueError(f"{where.data}: only one prompt, so none can be held out; give task.eval_data too")
     return train_rows[: where.max_samples], held_out[: where.max_samples]
 
 
