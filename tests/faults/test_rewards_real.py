@@ -61,7 +61,7 @@ FAULTS = {
     "raises": Fault("raise KeyError('judge')", "`score` raised KeyError: 'judge' (rewards.py, line 13)"),
     "NaN": Fault("scores[row] = float('nan')", "`score` returned NaN"),
     "inf": Fault("scores[row] = float('-inf')", "`score` returned -inf"),
-    "more than a float32 holds": Fault("scores[row] = 1e39", "`score` returned a number too large for a float32"),
+    "more than a float32 holds": Fault("scores[row] = 1e39", "`score` returned 1e+39, a number beyond 1e+12"),
     "a string": Fault("scores[row] = '1'", "`score` returned a str ('1'), not a number"),
     "None": Fault("scores[row] = None", None, failed=False),
     "too few": Fault("return scores[1:]", "`score` returned a list of 15 for a batch of 16", IN_SECOND_BATCH, [0, 16]),
@@ -179,9 +179,10 @@ def test_a_reward_that_never_applies_stops_the_run(
 def test_a_reward_model_without_numbers_stops_the_run(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Only tokens past the few that loading tries have no numbers."""
     folder = tiny_reward_model(tmp_path / "reward")
     weights = load_file(folder / "model.safetensors")
-    weights["score.weight"][:] = math.nan
+    weights["model.embed_tokens.weight"][9:] = math.nan
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     reward = {"functions": [], "model": str(folder)}
     code, run, _ = running.train(settings_for(model, tmp_path, "", reward=reward, run={"num_steps": 8}), tmp_path)

@@ -271,7 +271,7 @@ def test_a_resume_that_has_nothing_to_do_or_is_refused_leaves_the_terminal_as_it
     if refused:
         rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-1]))
     with at_terminal("train", "--resume", str(tmp_path / "run")) as (process, terminal):
-        shown = read_until(terminal, b"training data has changed" if refused else b"nothing left to do")
+        shown = read_until(terminal, b"the data has changed" if refused else b"nothing left to do")
         assert process.wait(PATIENCE_S) == (2 if refused else 0)
         with contextlib.suppress(OSError):  # the other end is closed
             shown += os.read(terminal, 1 << 16)

@@ -10,6 +10,7 @@ import tinyrl.starter
 from tests import running
 from tinyrl.config.recipe import load_config
 from tinyrl.models.reward_model import SCORE_OFFSET
+from tinyrl.rewards.model_text import TEXT_FORMAT
 from tinyrl.starter.build import build
 
 FOLDER = Path(tinyrl.starter.__file__).parent
@@ -34,7 +35,8 @@ def test_rebuilding_gives_the_same_models(tmp_path: Path) -> None:
     for model in MODELS:
         assert (tmp_path / model / "tokenizer.json").read_bytes() == (FOLDER / model / "tokenizer.json").read_bytes()
         configs = [json.loads((folder / model / "config.json").read_text()) for folder in (tmp_path, FOLDER)]
-        assert configs[0] == {**configs[1], **{k: v for k, v in configs[0].items() if k == SCORE_OFFSET}}
+        trained = {k: v for k, v in configs[0].items() if k in (SCORE_OFFSET, TEXT_FORMAT)}
+        assert configs[0] == {**configs[1], **trained}
     assert built["model"]["eval/loss"] == pytest.approx(shipped["model"]["eval/loss"], abs=0.02)
     assert built["reward_model"]["eval/accuracy"] >= 0.9
 

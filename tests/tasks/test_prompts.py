@@ -120,7 +120,14 @@ def test_what_cannot_be_rendered_is_refused(template, prompt, chat, wanted):
 
 def prepared(texts: list, **more):
     rows = [{"prompt": text} for text in texts]
-    how = {"chat": "auto", "system_prompt": None, "max_prompt_tokens": 4, "long_prompts": "error", **more}
+    how = {
+        "chat": "auto",
+        "system_prompt": None,
+        "variables": {},
+        "max_prompt_tokens": 4,
+        "long_prompts": "error",
+        **more,
+    }
     return prepare_prompts(load_task("rows"), rows, tokenizer=small_tokenizer(template=None), **how)
 
 
