@@ -49,7 +49,7 @@ def scalar_policy_loss(
         for t, token_log_ratio in zip(true, log_ratios, strict=True):
             advantages = batch["advantages"]
             advantage = float(advantages[b] if advantages.dim() == 1 else advantages[b, t])
-            log_ratio = sum(log_ratios) / len(log_ratios) if ratio_level == "sequence" else token_log_ratio
+            log_ratio = sum(log_ratios) / len(log_ratios) if ratio_level != "token" else token_log_ratio
             ratio = math.exp(log_ratio)
             objective = min(ratio * advantage, min(max(ratio, 1 - clip_eps), 1 + high) * advantage)
             row["clipfrac"].append(float(objective != ratio * advantage))

@@ -6,7 +6,14 @@ import statistics
 import pytest
 import torch
 
-from tinyrl.algorithms.advantages import discounted_returns, gae, group_advantages, rloo_advantages
+from tinyrl.algorithms.advantages import (
+    decoupled_advantages,
+    discounted_returns,
+    gae,
+    group_advantages,
+    length_adaptive_lambda,
+    rloo_advantages,
+)
 
 NAN = math.nan
 
@@ -59,6 +66,28 @@ def test_gae_is_the_naive_double_sum(gamma: float, gae_lambda: float) -> None:
         assert advantages[b].tolist() == pytest.approx(want, abs=1e-5)
         wanted_returns = [a + v if m else 0.0 for a, v, m in zip(want, row[1], row[2], strict=True)]
         assert returns[b].tolist() == pytest.approx(wanted_returns, abs=1e-5)
+
+
+def test_each_row_may_have_a_lambda_of_its_own() -> None:
+    generator = torch.Generator().manual_seed(5)
+    rewards, values = torch.randn(2, 4, 7, generator=generator).unbind()
+    mask = torch.rand(4, 7, generator=generator) < 0.7
+    lambdas = [0.0, 0.3, 0.95, 1.0]
+    advantages, returns = gae(rewards, values, mask, gamma=0.9, gae_lambda=torch.tensor(lambdas))
+    for b, gae_lambda in enumerate(lambdas):
+        want = naive_gae(rewards[b].tolist(), values[b].tolist(), mask[b].tolist(), 0.9, gae_lambda)
+        assert advantages[b].tolist() == pytest.approx(want, abs=1e-5)
+        alone = gae(rewards[b : b + 1], values[b : b + 1], mask[b : b + 1], gamma=0.9, gae_lambda=gae_lambda)
+        torch.testing.assert_close(returns[b : b + 1], alone[1])
+
+
+def test_lambda_by_length_by_hand() -> None:
+    """alpha 0.5: of 8 tokens 1 - 1 / 4, of 5 with a hole 1 - 1 / 2.5, of 2 exactly 0, of 1 and of none not below it."""
+    mask = torch.zeros(5, 8, dtype=torch.bool)
+    mask[0], mask[1, [0, 1, 2, 5, 6]], mask[2, :2], mask[3, 4] = True, True, True, True
+    assert length_adaptive_lambda(mask, alpha=0.5).tolist() == pytest.approx([0.75, 0.6, 0.0, 0.0, 0.0])
+    long = torch.ones(1, 400, dtype=torch.bool)
+    assert length_adaptive_lambda(long, alpha=0.05).item() == pytest.approx(0.95)  # VAPO's alpha, 1 / 20
 
 
 def test_gae_does_not_see_what_a_tool_span_holds_nor_how_long_it_is() -> None:
@@ -114,7 +143,61 @@ def test_group_advantages_against_the_standard_library() -> None:
         assert got[8 * p : 8 * p + 8] == pytest.approx([(s - mean) / (std + 1e-4) for s in group], abs=1e-5)
 
 
-@pytest.mark.parametrize("scale", ["std", "none"])
+def test_the_deviation_of_a_batch_keeps_how_far_groups_spread() -> None:
+    """Lite PPO: a group that spreads three times as far has three times the advantages; TRL's scale_rewards="batch"."""
+    scores = torch.tensor([1.0, 3.0, 2.0, 2.0, 0.0, 6.0, NAN, 5.0])
+    deviation = statistics.stdev([1.0, 3.0, 2.0, 2.0, 0.0, 6.0, 5.0]) + 1e-4
+    want = [-1 / deviation, 1 / deviation, 0.0, 0.0, -3 / deviation, 3 / deviation, 0.0, 0.0]
+    assert group_advantages(scores, group_size=2, scale="batch").tolist() == pytest.approx(want, rel=1e-6)
+    alone = torch.tensor([NAN, 2.0])
+    assert group_advantages(alone, group_size=2, scale="batch").tolist() == [0.0, 0.0]
+
+
+def test_rewards_that_sum_up_alike_are_told_apart_by_gdpo() -> None:
+    """The paper's example: two rewards of 0 or 1. Right in one of them, or in both: alike to GRPO, not to GDPO."""
+    scores = torch.tensor([[0.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 1.0]])
+    together = group_advantages(scores.sum(1), group_size=2, scale="std").tolist()
+    assert together[:2] == pytest.approx(together[2:], rel=1e-3)
+    got = decoupled_advantages(scores, weights=torch.ones(2), group_size=2).tolist()
+    # in a group -a, a in each reward: sums -a, a, -2a, 2a, whose variance is 10 a^2 / 3
+    assert got == pytest.approx([x / math.sqrt(10 / 3) for x in (-1.0, 1.0, -2.0, 2.0)], rel=1e-3)
+    # 1 + 0 and 0 + 1 are the same sum, yet with weights 3 and 1 the first is the better one
+    crossed = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    assert decoupled_advantages(crossed, weights=torch.tensor([3.0, 1.0]), group_size=2).tolist() == pytest.approx(
+        [1 / math.sqrt(2), -1 / math.sqrt(2)], rel=1e-3
+    )
+
+
+def naive_gdpo(rows: list[list[float]], weights: list[float], group_size: int) -> list[float]:
+    """GDPO as a loop: each reward's group by itself, then the batch, mean and all."""
+    sums = [0.0] * len(rows)
+    for k, weight in enumerate(weights):
+        for first in range(0, len(rows), group_size):
+            group = [i for i in range(first, first + group_size) if not math.isnan(rows[i][k])]
+            scores = [rows[i][k] for i in group]
+            if len(set(scores)) > 1:
+                for i in group:
+                    deviation = statistics.stdev(scores) + 1e-4
+                    sums[i] += weight * (rows[i][k] - statistics.mean(scores)) / deviation
+    valid = [i for i, row in enumerate(rows) if not all(math.isnan(x) for x in row)]
+    mean, deviation = statistics.mean(sums[i] for i in valid), statistics.stdev([sums[i] for i in valid])
+    return [(sums[i] - mean) / (deviation + 1e-4) if i in valid else 0.0 for i in range(len(rows))]
+
+
+def test_gdpo_is_the_scalar_loop() -> None:
+    generator = torch.Generator().manual_seed(8)
+    scores = torch.rand(24, 3, generator=generator) * torch.tensor([1.0, 100.0, 0.01])
+    scores[3, 1] = scores[7, :] = NAN  # does not apply; no reward at all
+    scores[16:, 2] = 0.5  # flat in one reward
+    scores[8:16] = 1.0  # flat in all
+    weights = torch.tensor([1.0, 0.5, -2.0])
+    got = decoupled_advantages(scores, weights=weights, group_size=8).tolist()
+    assert got == pytest.approx(naive_gdpo(scores.tolist(), weights.tolist(), 8), abs=1e-5)
+    assert got[7] == 0.0
+    assert got[8:16] == [0.0] * 8
+
+
+@pytest.mark.parametrize("scale", ["std", "batch", "none"])
 @pytest.mark.parametrize(
     "group", [[0.1, 0.1, 0.1], [0.7, NAN, 0.7], [NAN, NAN, 5.0], [NAN, NAN, NAN], [1e30, 1e30, 1e30]]
 )
@@ -145,8 +228,12 @@ def test_refusals() -> None:
         rloo_advantages(torch.tensor([1.0, math.inf]), group_size=2)
     with pytest.raises(AssertionError, match=r"\(B,\)"):
         rloo_advantages(torch.zeros(2, 2), group_size=2)
-    with pytest.raises(ValueError, match="'mean'; it can be 'std' or 'none'"):
+    with pytest.raises(ValueError, match="'mean'; it can be 'std', 'batch' or 'none'"):
         group_advantages(torch.zeros(2), group_size=2, scale="mean")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(AssertionError, match=r"\(B, R\)"):
+        decoupled_advantages(torch.zeros(2), weights=torch.ones(1), group_size=2)
+    with pytest.raises(AssertionError, match="weights"):
+        decoupled_advantages(torch.zeros(2, 2), weights=torch.ones(3), group_size=2)
     with pytest.raises(AssertionError, match="values"):
         gae(torch.zeros(2, 3), torch.zeros(2, 4), torch.ones(2, 3).bool(), gamma=1.0, gae_lambda=1.0)
     with pytest.raises(AssertionError, match="rewards"):

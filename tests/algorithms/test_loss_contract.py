@@ -52,6 +52,16 @@ LOSSES: dict[str, Loss] = {
         aggregation="sequence",
         denominator=sequences,
     ),
+    "gspo, token": lambda b, _, sequences: clipped_policy_loss(
+        b["x"],
+        b["old"],
+        b["a"],
+        b["mask"],
+        clip_eps=0.02,
+        ratio_level="sequence-token",
+        aggregation="sequence",
+        denominator=sequences,
+    ),
     "cispo": lambda b, tokens, _: cispo_loss(b["x"], b["old"], b["a"], b["mask"], ratio_cap=1.2, denominator=tokens),
     "cispo, constant": lambda b, tokens, _: cispo_loss(
         b["x"],
@@ -65,6 +75,9 @@ LOSSES: dict[str, Loss] = {
     ),
     "value": lambda b, tokens, _: clipped_value_loss(
         b["x"], b["old"], b["a"], b["mask"], value_clip_eps=0.3, denominator=tokens
+    ),
+    "value, no clip": lambda b, tokens, _: clipped_value_loss(
+        b["x"], b["old"], b["a"], b["mask"], value_clip_eps=None, denominator=tokens
     ),
     "kl, k1": lambda b, tokens, _: kl_loss(k1(b["x"], b["old"]), b["mask"], denominator=tokens),
     "kl, k2": lambda b, tokens, _: kl_loss(k2(b["x"], b["old"]), b["mask"], denominator=tokens),

@@ -85,6 +85,19 @@ def test_value_loss_by_hand() -> None:
     assert values.grad[0].tolist() == pytest.approx([0.0, 0.0, -0.25, 0.0, 0.25])
 
 
+def test_value_loss_without_a_clip_is_half_the_square() -> None:
+    values = torch.tensor([[1.0, 1.0, 0.1, NAN, 3.0]], requires_grad=True)
+    old_values = torch.tensor([[0.0, 2.0, 0.0, 7.0, 3.0]])
+    returns = torch.tensor([[2.0, 0.0, 1.1, INF, 2.5]])
+    mask = torch.tensor([[True, True, True, False, True]])
+    loss, metrics = clipped_value_loss(values, old_values, returns, mask, value_clip_eps=None, denominator=8)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.5 * (1.0 + 1.0 + 1.0 + 0.25) / 8)
+    assert set(metrics) == {"value/loss"}
+    assert values.grad is not None
+    assert values.grad[0].tolist() == pytest.approx([-0.125, 0.125, -0.125, 0.0, 0.0625])
+
+
 def test_value_clip_lets_go_of_a_value_that_went_the_wrong_way() -> None:
     values = torch.tensor([[3.0]], requires_grad=True)
     mask = torch.tensor([[True]])

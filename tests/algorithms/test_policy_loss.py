@@ -24,6 +24,7 @@ NAN, INF = math.nan, math.inf
         {"clip_eps": 0.2, "aggregation": "constant", "denominator": 96.0},
         {"clip_eps": 0.03, "clip_eps_high": 0.04, "ratio_level": "sequence", "aggregation": "sequence"},
         {"clip_eps": 0.03, "ratio_level": "sequence", "aggregation": "token", "dual_clip": 1.1},
+        {"clip_eps": 0.03, "clip_eps_high": 0.04, "ratio_level": "sequence-token", "aggregation": "sequence"},
     ],
 )
 def test_policy_loss_is_the_scalar_loop(settings: dict[str, Any], weighted: bool, per_sequence_advantage: bool) -> None:
@@ -119,6 +120,44 @@ def test_gspo_value_and_gradient_by_hand() -> None:
     first, second = 3.0 * math.exp(0.2) / 2 / 2, -2.0 * math.exp(-0.1) / 2
     assert logprobs.grad is not None
     assert logprobs.grad.flatten().tolist() == pytest.approx([first, 0.0, first, second, 0.0, 0.0])
+
+
+def gradient_of(batch: dict[str, torch.Tensor], **settings: Any) -> torch.Tensor:
+    logprobs = batch["logprobs"].clone().requires_grad_()
+    loss, _ = clipped_policy_loss(**{**batch, "logprobs": logprobs}, clip_eps=0.15, aggregation="sequence", **settings)
+    loss.backward()
+    assert logprobs.grad is not None
+    return logprobs.grad
+
+
+def test_gspo_token_moves_each_token_by_its_own_advantage() -> None:
+    # As above; d loss / d logprob[t] = -(1 / sequences) s A[t] / |y|, where the clip does not bind.
+    batch = {
+        "logprobs": torch.tensor([[-0.9, NAN, -0.7], [-1.1, -5.0, INF]]),
+        "old_logprobs": torch.tensor([[-1.0, 0.0, -1.0], [-1.0, -1.0, -1.0]]),
+        "advantages": torch.tensor([[-3.0, NAN, -1.0], [2.0, NAN, NAN]]),
+        "mask": torch.tensor([[True, False, True], [True, False, False]]),
+    }
+    s = [math.exp(0.2), math.exp(-0.1)]
+    want = [3.0 * s[0] / 2 / 2, 0.0, 1.0 * s[0] / 2 / 2, -2.0 * s[1] / 2, 0.0, 0.0]
+    assert gradient_of(batch, ratio_level="sequence-token").flatten().tolist() == pytest.approx(want)
+    mixed = [2.0 * s[0] / 2 / 2, 0.0, 2.0 * s[0] / 2 / 2]  # GSPO moves all tokens of a sequence by the mean
+    assert gradient_of(batch, ratio_level="sequence")[0].tolist() == pytest.approx(mixed)
+    batch["logprobs"][0, 0] = -INF
+    assert torch.isfinite(gradient_of(batch, ratio_level="sequence-token")).all()
+
+
+def test_gspo_token_is_gspo_where_all_tokens_have_one_advantage() -> None:
+    batch = {**random_batch(), "advantages": random_batch()["advantages"][:, 0]}
+    del batch["token_weights"]
+    one, other = (gradient_of(batch, ratio_level=level) for level in ("sequence", "sequence-token"))
+    assert one.abs().sum() > 0
+    torch.testing.assert_close(one, other)
+
+
+def test_an_unknown_ratio_level_is_refused() -> None:
+    with pytest.raises(ValueError, match="'word'; it can be 'token', 'sequence' or 'sequence-token'"):
+        gradient_of(random_batch(), ratio_level="word")
 
 
 def test_aggregations_by_hand() -> None:

@@ -1,11 +1,22 @@
-"""DPO and Bradley-Terry against literals."""
+"""DPO and its kin and Bradley-Terry against literals."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
-from tinyrl.algorithms.preference import bradley_terry_loss, dpo_loss
+from tinyrl.algorithms.preference import (
+    Metrics,
+    bradley_terry_loss,
+    dpo_loss,
+    ipo_loss,
+    kto_loss,
+    mismatched_kl,
+    orpo_loss,
+    simpo_loss,
+)
 
 CHOSEN, REJECTED = torch.tensor([-10.0, -20.0, -3.0]), torch.tensor([-12.0, -15.0, -3.0])
 REF_CHOSEN, REF_REJECTED = torch.tensor([-14.0, -20.0, -5.0]), torch.tensor([-11.0, -16.0, -5.0])
@@ -71,6 +82,94 @@ def test_a_smoothed_label_is_right_with_probability_one_minus_s() -> None:
         bradley_terry_loss(torch.zeros(1), torch.zeros(1), label_smoothing=0.5)
 
 
+def test_conservative_dpo_by_hand() -> None:
+    """(1 - s) of the loss and s of the loss with the sides swapped: margins 2.5, -0.5 and 0."""
+    loss, metrics = dpo_loss(CHOSEN, REJECTED, REF_CHOSEN, REF_REJECTED, beta=0.5, label_smoothing=0.2)
+    right = minus_log_sigmoid(2.5) + minus_log_sigmoid(-0.5) + math.log(2.0)
+    swapped = minus_log_sigmoid(-2.5) + minus_log_sigmoid(0.5) + math.log(2.0)
+    assert loss.item() == pytest.approx((0.8 * right + 0.2 * swapped) / 3, rel=1e-6)
+    assert metrics["rewards/accuracy"].item() == 0.5
+
+
+def test_ipo_by_hand() -> None:
+    """Log-ratios 4, 0, 2 and -1, 1, 2, so h is 5, -1, 0; 1 / (2 beta) is 2, which no pair hits."""
+    tensors = [x.clone().requires_grad_() for x in (CHOSEN, REJECTED, REF_CHOSEN, REF_REJECTED)]
+    loss, metrics = ipo_loss(tensors[0], tensors[1], tensors[2], tensors[3], beta=0.25)
+    assert loss.item() == pytest.approx((3.0**2 + 3.0**2 + 2.0**2) / 3, rel=1e-6)
+    loss.backward()
+    assert tensors[0].grad is not None
+    assert tensors[1].grad is not None
+    assert tensors[0].grad.tolist() == pytest.approx([2 * 3 / 3, -2 * 3 / 3, -2 * 2 / 3], rel=1e-6)
+    assert tensors[1].grad.tolist() == pytest.approx([-2 * 3 / 3, 2 * 3 / 3, 2 * 2 / 3], rel=1e-6)
+    assert tensors[2].grad is tensors[3].grad is None
+    assert metrics["rewards/margin"].item() == pytest.approx(0.25 * (5 - 1 + 0) / 3)
+    done, metrics = ipo_loss(torch.tensor([2.0]), torch.tensor([0.0]), torch.zeros(1), torch.zeros(1), beta=0.25)
+    assert (done.item(), metrics["rewards/margin"].item()) == (0.0, 0.5)
+
+
+def test_kto_by_hand() -> None:
+    """Six examples, three of them desirable, with the reference point at 1 nat; rewards 2, 0, 1 and -0.5, 0.5, 1."""
+    loss, metrics = kto_loss(CHOSEN, REJECTED, REF_CHOSEN, REF_REJECTED, beta=0.5, kl=1.0)
+
+    def sigmoid(x: float) -> float:
+        return 1 / (1 + math.exp(-x))
+
+    desirable = [1 - sigmoid(x) for x in (1.5, -0.5, 0.5)]
+    undesirable = [1 - sigmoid(x) for x in (1.0, 0.0, -0.5)]
+    assert loss.item() == pytest.approx((sum(desirable) + sum(undesirable)) / 6, rel=1e-6)
+    assert metrics["rewards/chosen"].item() == pytest.approx(1.0)
+    assert metrics["rewards/rejected"].item() == pytest.approx(1 / 3)
+
+
+def test_the_reference_point_of_kto_is_at_least_0_and_hides_no_nan() -> None:
+    policy = torch.tensor([[-3.0, -5.0], [-1.0, -2.0]], requires_grad=True)
+    assert mismatched_kl(policy, torch.tensor([[-4.0, -5.0], [-4.0, -4.0]])) == pytest.approx(6 / 4)
+    assert mismatched_kl(policy, torch.zeros(2, 2)) == 0.0
+    assert math.isnan(mismatched_kl(torch.tensor([math.nan, 1.0]), torch.zeros(2)))
+    with pytest.raises(AssertionError, match="against"):
+        mismatched_kl(torch.zeros(2), torch.zeros(2, 1))
+
+
+def test_orpo_by_hand() -> None:
+    """Mean probabilities 1/2 and 1/5, whose odds are 1 and 1/4; then the other way round."""
+    half, fifth = math.log(0.5), math.log(0.2)
+    loss, metrics = orpo_loss(torch.tensor([half, fifth]), torch.tensor([fifth, half]), beta=0.3)
+    nll = -(half + fifth) / 2
+    # -log sigmoid(log 4) = log(1 + 1/4); -log sigmoid(-log 4) = log(1 + 4)
+    want = nll + 0.3 * (math.log(1.25) + math.log(5.0)) / 2
+    assert loss.item() == pytest.approx(want, rel=1e-6)
+    assert {k: v.item() for k, v in metrics.items()} == pytest.approx(
+        {
+            "preference/loss": want,
+            "preference/nll": nll,
+            "rewards/chosen": -math.log(4.0) / 2,
+            "rewards/rejected": -math.log(4.0) / 2,
+            "rewards/margin": 0.0,
+            "rewards/accuracy": 0.5,
+        },
+        rel=1e-6,
+        abs=1e-6,
+    )
+
+
+def test_orpo_of_certain_answers_stays_finite() -> None:
+    certain = torch.tensor([0.0, -1e-9, -200.0], requires_grad=True)
+    loss, _ = orpo_loss(certain, torch.tensor([-200.0, -1.0, 0.0]), beta=0.1)
+    loss.backward()
+    assert loss.isfinite()
+    assert certain.grad is not None
+    assert certain.grad.isfinite().all()
+
+
+def test_simpo_by_hand() -> None:
+    """Rewards 2 x -1, 2 x -0.5 and 2 x -1.5, 2 x -0.25: margins 1 and -0.5 against a target of 0.5."""
+    loss, metrics = simpo_loss(torch.tensor([-1.0, -0.5]), torch.tensor([-1.5, -0.25]), beta=2.0, target_margin=0.5)
+    want = (minus_log_sigmoid(0.5) + minus_log_sigmoid(-1.0)) / 2
+    assert loss.item() == pytest.approx(want, rel=1e-6)
+    assert metrics["rewards/margin"].item() == pytest.approx(0.25)
+    assert metrics["rewards/accuracy"].item() == 0.5
+
+
 def test_far_apart_scores_neither_overflow_nor_vanish() -> None:
     scores = torch.tensor([-500.0, 500.0], requires_grad=True)
     loss, _ = bradley_terry_loss(scores, torch.tensor([500.0, -500.0]))
@@ -80,23 +179,44 @@ def test_far_apart_scores_neither_overflow_nor_vanish() -> None:
     assert scores.grad.tolist() == [-0.5, 0.0]
 
 
-def test_micro_batches_add_up() -> None:
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor, float | None], tuple[Tensor, Metrics]]
+LOSSES: dict[str, Loss] = {
+    "dpo": lambda c, r, p, q, n: dpo_loss(c, r, p, q, beta=0.3, label_smoothing=0.1, denominator=n),
+    "ipo": lambda c, r, p, q, n: ipo_loss(c, r, p, q, beta=0.3, denominator=n),
+    "kto": lambda c, r, p, q, n: kto_loss(c, r, p, q, beta=0.3, kl=0.2, denominator=n),
+    "orpo": lambda c, r, p, q, n: orpo_loss(c, r, beta=0.3, denominator=n),
+    "simpo": lambda c, r, p, q, n: simpo_loss(c, r, beta=0.3, target_margin=0.2, denominator=n),
+    "bradley-terry": lambda c, r, p, q, n: bradley_terry_loss(c, r, denominator=n),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_micro_batches_add_up(name: str) -> None:
     generator = torch.Generator().manual_seed(1)
-    logprobs = list(torch.randn(4, 6, generator=generator).unbind())
-    whole = logprobs[0].clone().requires_grad_()
-    loss, metrics = dpo_loss(whole, logprobs[1], logprobs[2], logprobs[3], beta=0.3)
+    chosen, *others = (-torch.rand(4, 6, generator=generator)).unbind()
+    whole = chosen.clone().requires_grad_()
+    loss, metrics = LOSSES[name](whole, others[0], others[1], others[2], None)
     loss.backward()
-    parts = logprobs[0].clone().requires_grad_()
+    parts = chosen.clone().requires_grad_()
     sums = dict.fromkeys(metrics, 0.0)
     for rows in (slice(0, 1), slice(1, 6)):
-        micro = [x[rows] for x in (parts, *logprobs[1:])]
-        part, part_metrics = dpo_loss(micro[0], micro[1], micro[2], micro[3], beta=0.3, denominator=6)
+        part, part_metrics = LOSSES[name](parts[rows], others[0][rows], others[1][rows], others[2][rows], 6)
         part.backward()
         sums = {k: sums[k] + v.item() for k, v in part_metrics.items()}
     assert whole.grad is not None
     assert parts.grad is not None
-    torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-6, atol=0)
-    assert sums == pytest.approx({k: v.item() for k, v in metrics.items()}, rel=1e-5)
+    torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-5, atol=1e-7)
+    assert sums == pytest.approx({k: v.item() for k, v in metrics.items()}, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_float32_and_metrics_detached(name: str) -> None:
+    half = torch.full((2,), -1.0, dtype=torch.bfloat16, requires_grad=True)
+    loss, metrics = LOSSES[name](half, half.detach() - 1, half.detach(), half.detach(), None)
+    assert (loss.dtype, loss.dim(), loss.requires_grad) == (torch.float32, 0, True)
+    assert all(m.dim() == 0 and not m.requires_grad and m.dtype == torch.float32 for m in metrics.values())
+    with pytest.raises(AssertionError, match="against"):
+        LOSSES[name](torch.zeros(2), torch.zeros(3), torch.zeros(2), torch.zeros(3), None)
 
 
 def test_float32_detached_scalars_and_refusals() -> None:

@@ -1,1 +1,1 @@
-"""Pure tensor functions: masking, KL estimators, reward shaping, advantages, losses. Imports torch and nothing else."""
+"""Pure tensor functions: masking, KL, reward shaping, advantages, losses, flow matching. Imports torch alone."""

@@ -1,4 +1,6 @@
-"""Advantage estimators: GAE, group-relative, leave-one-out, discounted returns. Nothing here carries a gradient.
+"""Advantage estimators: GAE, its lambda by length, group-relative, leave-one-out, decoupled by reward, returns.
+
+Nothing here carries a gradient.
 
 What differs from the papers: a response may hold False tokens (tool output, padding). They are skipped, not zeroed:
 the step after a True token is the next True token, however far away; gamma and lambda are not applied to the tokens
@@ -14,7 +16,8 @@ from torch import Tensor
 
 from tinyrl.algorithms.masking import assert_shapes, keep_true, masked_mean
 
-STD_EPS = 1e-4  # added to a group's standard deviation
+STD_EPS = 1e-4  # added to a group's standard deviation, and to a batch's
+AdvantageScale = Literal["std", "batch", "none"]
 
 
 @torch.no_grad()
@@ -24,7 +27,7 @@ def gae(
     mask: Tensor,
     *,
     gamma: float,
-    gae_lambda: float,
+    gae_lambda: float | Tensor,
     final_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation and the returns to regress the value on.
@@ -34,12 +37,14 @@ def gae(
     t' is the next True token after t in the row; after the last, A[t'] = 0 and V[t'] is the row's final value, the
     value of what would have followed a response that was cut off (None: 0 for all). That is, over True tokens,
     A[t] = sum_l (gamma gae_lambda)^l delta[t + l]: Schulman et al. (1506.02438) Eq. 16, PPO (1707.06347) Eq. 11, 12.
-    V[b, t] is the value before token t is chosen.
-    rewards, values, mask: (B, T), final_values: (B,) -> two (B, T), [b, t] with b in [0, B), t in [0, T); 0 on False
-    tokens. Raises AssertionError on shapes.
+    V[b, t] is the value before token t is chosen. A policy and a critic may each have a lambda of their own (VC-PPO,
+    2503.01491): the advantages of one call, the returns of another.
+    rewards, values, mask: (B, T), final_values: (B,), gae_lambda: a number, or (B,), one for each row -> two (B, T),
+    [b, t] with b in [0, B), t in [0, T); 0 on False tokens. Raises AssertionError on shapes.
     """
     assert_shapes(mask, rewards=rewards, values=values)
     assert final_values is None or final_values.shape == mask.shape[:1], "one final value per row, (B,)"
+    assert isinstance(gae_lambda, float | int) or gae_lambda.shape == mask.shape[:1], "one lambda, or one per row, (B,)"
     rewards, values = keep_true(rewards, mask), keep_true(values, mask)
     advantages = torch.zeros_like(values)
     next_advantage = values.new_zeros(mask.shape[0])
@@ -51,6 +56,19 @@ def gae(
         next_value = torch.where(chosen, values[:, t], next_value)
         advantages[:, t] = torch.where(chosen, next_advantage, 0.0)
     return advantages, advantages + values
+
+
+@torch.no_grad()
+def length_adaptive_lambda(mask: Tensor, *, alpha: float) -> Tensor:
+    """The lambda of a response of n tokens: 1 - 1 / (alpha n), and 0 where that is negative.
+
+    VAPO (2504.05118) section 4.2, alpha 0.05: the weights lambda^l of a long response then sum to alpha n, so that a
+    reward at its end is still seen at its start.
+    mask: (B, T), n the True tokens of a row -> (B,). Raises AssertionError on shapes and alpha <= 0.
+    """
+    assert_shapes(mask)
+    assert alpha > 0, f"alpha is {alpha}"
+    return 1.0 - 1.0 / (alpha * mask.sum(dim=1)).clamp(min=1.0)
 
 
 @torch.no_grad()
@@ -72,12 +90,15 @@ def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor
 
 
 @torch.no_grad()
-def group_advantages(scores: Tensor, *, group_size: int, scale: Literal["std", "none"]) -> Tensor:
+def group_advantages(scores: Tensor, *, group_size: int, scale: AdvantageScale) -> Tensor:
     """The score against its group: A[i] = (s[i] - mean) / (std + 1e-4), or A[i] = s[i] - mean with scale "none".
 
-    GRPO (2402.03300) section 4.1.2, with the unbiased (n - 1) standard deviation; "none" is Dr. GRPO (2503.20783).
-    NaN scores are left out of mean and std and get 0. A group with fewer than two valid scores, or whose valid scores
-    are all equal, gives exactly 0.
+        std     the mean of the group and its deviation                    GRPO (2402.03300) section 4.1.2
+        batch   the mean of the group, the deviation of the whole batch    Lite PPO (2508.08221)
+        none    the mean of the group                                      Dr. GRPO (2503.20783)
+
+    Deviations are unbiased (n - 1). NaN scores are left out of mean and std and get 0. A group with fewer than two
+    valid scores, or whose valid scores are all equal, gives exactly 0.
     scores: (B,), B = P * group_size; the scores of prompt p are [p * group_size, (p + 1) * group_size) -> (B,).
     Raises ValueError for an unknown `scale`; AssertionError on shapes and on infinite scores.
     """
@@ -86,8 +107,10 @@ def group_advantages(scores: Tensor, *, group_size: int, scale: Literal["std", "
     if scale == "std":
         variance = advantages.square().sum(dim=1, keepdim=True) / (valid.sum(dim=1, keepdim=True) - 1).clamp(min=1)
         advantages = advantages / (variance.sqrt() + STD_EPS)
+    elif scale == "batch":
+        advantages = advantages / (_deviation(groups[valid]) + STD_EPS)
     elif scale != "none":
-        raise ValueError(f"scale is {scale!r}; it can be 'std' or 'none'")
+        raise ValueError(f"scale is {scale!r}; it can be 'std', 'batch' or 'none'")
     return torch.where(varied, advantages, 0.0).flatten()
 
 
@@ -102,6 +125,29 @@ def rloo_advantages(scores: Tensor, *, group_size: int) -> Tensor:
     groups, valid, mean, varied = _by_group(scores, group_size)
     count = valid.sum(dim=1, keepdim=True)
     return torch.where(varied, (groups - mean) * count / (count - 1).clamp(min=1), 0.0).flatten()
+
+
+@torch.no_grad()
+def decoupled_advantages(scores: Tensor, *, weights: Tensor, group_size: int, scale: AdvantageScale = "std") -> Tensor:
+    """Each reward against its group on its own, so that none drowns in the spread of another: GDPO (2601.05242).
+
+        A[i] = sum_k w[k] A_k[i],   A_k = group_advantages(s[:, k]);   the result is A[i] / (std(A) + 1e-4)
+
+    std is the deviation over the rows of the batch that have a score. The paper subtracts the batch's mean of A before;
+    it is 0, since the advantages of a group add up to 0, and so is what flat groups get here.
+    scores: (B, R), NaN where reward k does not apply, grouped as in `group_advantages`; weights: (R,) -> (B,).
+    Raises ValueError and AssertionError as `group_advantages` does; AssertionError on shapes.
+    """
+    assert scores.dim() == 2, f"scores must be (B, R), not {tuple(scores.shape)}"
+    assert weights.shape == scores.shape[1:], f"weights is {tuple(weights.shape)}, scores {tuple(scores.shape)}"
+    each = [group_advantages(column, group_size=group_size, scale=scale) for column in scores.T]
+    total = (torch.stack(each, dim=1) * weights).sum(dim=1)
+    return total / (_deviation(total[~scores.isnan().all(dim=1)]) + STD_EPS)
+
+
+def _deviation(x: Tensor) -> Tensor:
+    """Unbiased standard deviation, 0-dim; 0 for fewer than two numbers."""
+    return x.std() if len(x) > 1 else x.new_zeros(())
 
 
 def _by_group(scores: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

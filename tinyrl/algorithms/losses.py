@@ -10,6 +10,8 @@ GRPO, DAPO, Dr. GRPO and GSPO are `clipped_policy_loss` with other arguments:
     GSPO      sequence     sequence     3e-4, 4e-4               sequences with a True token
     RLOO      token        sequence-sum 0.2                      sequences with a True token
 
+GSPO-token is GSPO with ratio_level "sequence-token".
+
 mask (B, T): True for the response tokens that the policy chose and that count; T is the longest response.
 
 What differs from the papers: the log-ratio is clamped to +-20 before exp; the clip may differ above and below for all;
@@ -34,7 +36,7 @@ from tinyrl.algorithms.kl import MAX_LOG_RATIO
 from tinyrl.algorithms.masking import Aggregation, aggregate, assert_shapes, keep_true, masked_mean
 
 Metrics = dict[str, Tensor]
-RatioLevel = Literal["token", "sequence"]
+RatioLevel = Literal["token", "sequence", "sequence-token"]
 
 
 def importance_ratio(
@@ -44,16 +46,22 @@ def importance_ratio(
 
         token      r[t] = exp(logprobs[t] - old_logprobs[t])                                  PPO (1707.06347) section 3
         sequence   s = exp(mean over True t of (logprobs[t] - old_logprobs[t])), for every t  GSPO (2507.18071) Eq. 7
+        sequence-token   sg[s] exp(logprobs[t] - sg[logprobs[t]]), sg = stop gradient         GSPO-token, Eq. 14
 
+    The last has the value of s and a gradient of each token's own, so that an advantage of token t moves token t; with
+    one advantage for all tokens, losses and gradients are those of "sequence".
     Exponents are clamped to +-20 and carry no gradient beyond.
     logprobs, old_logprobs, mask: (B, T) -> (B, T), [b, t] with b in [0, B), t in [0, T).
     Raises ValueError for an unknown `ratio_level`; AssertionError on shapes.
     """
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
-    if ratio_level == "sequence":
-        log_ratio = keep_true(masked_mean(log_ratio, mask, dim=1).unsqueeze(1).expand_as(log_ratio), mask)
+    if ratio_level in ("sequence", "sequence-token"):
+        own, log_ratio = log_ratio, keep_true(masked_mean(log_ratio, mask, dim=1).unsqueeze(1).expand_as(mask), mask)
+        if ratio_level == "sequence-token":
+            own = own.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            log_ratio = log_ratio.detach() + (own - own.detach())
     elif ratio_level != "token":
-        raise ValueError(f"ratio_level is {ratio_level!r}; it can be 'token' or 'sequence'")
+        raise ValueError(f"ratio_level is {ratio_level!r}; it can be 'token', 'sequence' or 'sequence-token'")
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -76,7 +84,7 @@ def clipped_policy_loss(
 
     PPO (1707.06347) Eq. 7; per sequence GRPO (2402.03300) Eq. 3 without its KL; over tokens and with clip_eps_high
     (None: clip_eps) DAPO (2503.14476) Eq. 8; with "constant" Dr. GRPO (2503.20783); with ratio_level "sequence" GSPO
-    (2507.18071) Eq. 5.
+    (2507.18071) Eq. 5, with "sequence-token" GSPO-token, Eq. 13.
     dual_clip c > 1 bounds the loss of a negative advantage by c |A| (Ye et al., 1912.09729).
     token_weights w (None: 1) are importance weights, such as between sampling and training; no denominator has them.
     Metrics: policy/loss, policy/clipfrac (where the clip binds), policy/approx_kl (mean of (r - 1) - log r over token
@@ -146,24 +154,27 @@ def clipped_value_loss(
     returns: Tensor,
     mask: Tensor,
     *,
-    value_clip_eps: float,
+    value_clip_eps: float | None,
     denominator: float | None = None,
 ) -> tuple[Tensor, Metrics]:
     """The value's regression: mean over tokens of 0.5 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2).
 
-    eps is value_clip_eps. From PPO's reference implementation (the paper's Eq. 9 has the unclipped square).
-    Metrics: value/loss, value/clipfrac (where the clipped square is the larger one, which has no gradient).
+    eps is value_clip_eps. From PPO's reference implementation; None is the paper's Eq. 9, the unclipped 0.5 (V - R)^2.
+    Metrics: value/loss, and with a clip value/clipfrac (where the clipped square is the larger one, which has no
+    gradient).
     values, old_values, returns, mask: (B, T), [b, t] with b in [0, B), t in [0, T) -> 0-dim.
     Raises AssertionError on shapes.
     """
     assert_shapes(mask, values=values, old_values=old_values, returns=returns)
-    assert value_clip_eps >= 0, f"value_clip_eps is {value_clip_eps}"
+    assert value_clip_eps is None or value_clip_eps >= 0, f"value_clip_eps is {value_clip_eps}"
     values = keep_true(values, mask)
     old_values, returns = keep_true(old_values.detach(), mask), keep_true(returns.detach(), mask)
-    near = values.clamp(old_values - value_clip_eps, old_values + value_clip_eps)
-    unclipped, clipped = (values - returns).square(), (near - returns).square()
-    loss = aggregate(0.5 * torch.maximum(unclipped, clipped), mask, aggregation="token", denominator=denominator)
-    fractions = {"value/clipfrac": clipped > unclipped}
+    squares, fractions = (values - returns).square(), {}
+    if value_clip_eps is not None:
+        near = values.clamp(old_values - value_clip_eps, old_values + value_clip_eps)
+        unclipped, clipped = squares, (near - returns).square()
+        squares, fractions = torch.maximum(unclipped, clipped), {"value/clipfrac": clipped > unclipped}
+    loss = aggregate(0.5 * squares, mask, aggregation="token", denominator=denominator)
     return loss, _metrics({"value/loss": loss}, fractions, mask, "token", denominator, None)
 
 

@@ -1,8 +1,12 @@
-"""Preference losses on pairs of a chosen and a rejected response: DPO and Bradley-Terry.
+"""Preference losses on pairs of a chosen and a rejected response: DPO, IPO, KTO, ORPO, SimPO, and Bradley-Terry.
 
 What differs from the papers: `denominator` (the pairs of the whole optimizer step; None: of this batch), so that
 micro-batching changes neither gradient nor metrics; with it the metrics of micro-batches add up. A tie counts as half
 in the accuracy, so that a model that knows nothing scores 0.5.
+
+Every loss says what it takes for a response's reward; its metrics are preference/loss, rewards/chosen,
+rewards/rejected, rewards/margin and rewards/accuracy, means over pairs. "Mean log-probability": over the response's
+tokens; else they are summed. log p is the policy's, log q the reference's (no gradient).
 """
 
 import torch
@@ -24,30 +28,137 @@ def dpo_loss(
 ) -> tuple[Tensor, Metrics]:
     """Direct preference optimization: mean of -log sigmoid(beta ((log p - log q)(chosen) - (log p - log q)(rejected))).
 
-    DPO (2305.18290) Eq. 7; p the policy, q the reference (no gradient), each log-probability summed over the response.
-    With label_smoothing s a label is right with probability 1 - s: (1 - s) loss + s (loss with the sides swapped).
-    Metrics: preference/loss, rewards/chosen and rewards/rejected (beta (log p - log q)), rewards/margin,
-    rewards/accuracy.
+    DPO (2305.18290) Eq. 7; each log-probability summed over the response. Reward: beta (log p - log q).
+    With label_smoothing s a label is right with probability 1 - s: (1 - s) loss + s (loss with the sides swapped), the
+    conservative DPO of its author's note. TRL's `sigmoid` does not read label_smoothing; its `robust` is another loss.
     All four: (B,), [b] with b in [0, B) -> 0-dim. Raises AssertionError on shapes and beta <= 0.
     """
+    chosen, rejected = _rewards(
+        chosen_logprobs, rejected_logprobs, ref_chosen_logprobs, ref_rejected_logprobs, beta=beta
+    )
+    return _pairwise_loss(chosen, rejected, label_smoothing, denominator)
+
+
+def ipo_loss(
+    chosen_logprobs: Tensor,
+    rejected_logprobs: Tensor,
+    ref_chosen_logprobs: Tensor,
+    ref_rejected_logprobs: Tensor,
+    *,
+    beta: float,
+    denominator: float | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Identity preference optimization: mean of (h - 1 / (2 beta))^2, h = (log p - log q)(chosen) - (...)(rejected).
+
+    IPO (2310.12036) Eq. 17; beta is its tau. Reward: beta (log p - log q), so a pair is learnt at a margin of 1/2.
+    With summed log-probabilities this is the equation as it stands. With means over the response's tokens it is TRL's
+    `ipo`, by whose account the paper's authors confirmed them: 1 / (2 beta) is then in nats a token.
+    All four: (B,), [b] with b in [0, B) -> 0-dim. Raises AssertionError on shapes and beta <= 0.
+    """
+    chosen, rejected = _rewards(
+        chosen_logprobs, rejected_logprobs, ref_chosen_logprobs, ref_rejected_logprobs, beta=beta
+    )
+    pairs = _count(chosen, denominator)
+    loss = (((chosen - rejected - 0.5) / beta) ** 2).sum() / pairs
+    return loss, _pair_metrics(loss, chosen, rejected, pairs)
+
+
+def kto_loss(
+    chosen_logprobs: Tensor,
+    rejected_logprobs: Tensor,
+    ref_chosen_logprobs: Tensor,
+    ref_rejected_logprobs: Tensor,
+    *,
+    beta: float,
+    kl: float,
+    denominator: float | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Kahneman-Tversky optimization on pairs: mean over both sides of 1 - sigmoid(+-beta (log p - log q - kl)).
+
+    KTO (2402.01306) Sec. 4: a chosen response is desirable (+), a rejected one undesirable (-), each an example of its
+    own with weight 1 (lambda_D = lambda_U), so the sum is divided by twice the pairs. Reward: beta (log p - log q).
+    kl is the reference point z_0 in nats, without gradient: `mismatched_kl` over all pairs of the step.
+    All four: (B,), [b] with b in [0, B) -> 0-dim. Raises AssertionError on shapes, beta <= 0 and kl < 0.
+    """
+    assert not kl < 0, f"kl is {kl}"
+    chosen, rejected = _rewards(
+        chosen_logprobs, rejected_logprobs, ref_chosen_logprobs, ref_rejected_logprobs, beta=beta
+    )
+    pairs = _count(chosen, denominator)
+    loss = (torch.sigmoid(beta * kl - chosen) + torch.sigmoid(rejected - beta * kl)).sum() / (2 * pairs)
+    return loss, _pair_metrics(loss, chosen, rejected, pairs)
+
+
+def mismatched_kl(logprobs: Tensor, ref_logprobs: Tensor) -> float:
+    """KTO's reference point: max(0, mean of log p - log q) over responses that belong to other prompts.
+
+    KTO (2402.01306) Sec. 4: a cheap stand-in for the KL of policy and reference, biased, and not finite where one of
+    them is not. Both of one shape, a number for each response. Raises AssertionError on shapes.
+    """
+    assert logprobs.shape == ref_logprobs.shape, f"{tuple(logprobs.shape)} against {tuple(ref_logprobs.shape)}"
+    return float((logprobs.detach().float() - ref_logprobs.detach().float()).mean().clamp(min=0.0))
+
+
+def orpo_loss(
+    chosen_logprobs: Tensor, rejected_logprobs: Tensor, *, beta: float, denominator: float | None = None
+) -> tuple[Tensor, Metrics]:
+    """Odds ratio preference optimization: mean of -log P(chosen) - beta log sigmoid(margin of the log odds).
+
+    ORPO (2403.07691) Eqs. 6 and 7, beta its lambda, without a reference; log P is the mean log-probability,
+    odds = P / (1 - P). Reward: the log odds. TRL's likelihood term counts the prompt's tokens too and averages over the
+    tokens of the batch; the paper's, taken here, is the response's, averaged over pairs (the metric preference/nll).
+    P is kept below 1 - 1e-6, since the odds of 1 are infinite.
+    Both: (B,) means, [b] with b in [0, B) -> 0-dim. Raises AssertionError on shapes and beta <= 0.
+    """
     assert beta > 0, f"beta is {beta}"
-    _assert_pairs(chosen_logprobs, rejected_logprobs, ref_chosen_logprobs, ref_rejected_logprobs)
-    chosen_rewards = beta * (chosen_logprobs.float() - ref_chosen_logprobs.detach().float())
-    rejected_rewards = beta * (rejected_logprobs.float() - ref_rejected_logprobs.detach().float())
-    return _pairwise_loss(chosen_rewards, rejected_rewards, label_smoothing, denominator)
+    _assert_pairs(chosen_logprobs, rejected_logprobs)
+    chosen, rejected = _log_odds(chosen_logprobs.float()), _log_odds(rejected_logprobs.float())
+    pairs = _count(chosen, denominator)
+    nll = -chosen_logprobs.float().sum() / pairs
+    loss = nll - beta * functional.logsigmoid(chosen - rejected).sum() / pairs
+    return loss, {**_pair_metrics(loss, chosen, rejected, pairs), "preference/nll": nll.detach()}
+
+
+def simpo_loss(
+    chosen_logprobs: Tensor,
+    rejected_logprobs: Tensor,
+    *,
+    beta: float,
+    target_margin: float,
+    denominator: float | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Simple preference optimization: mean of -log sigmoid(beta log P(chosen) - beta log P(rejected) - target_margin).
+
+    SimPO (2405.14734) Eq. 6, target_margin its gamma, without a reference; log P is the mean log-probability.
+    Reward: beta log P.
+    Both: (B,) means, [b] with b in [0, B) -> 0-dim. Raises AssertionError on shapes and beta <= 0.
+    """
+    assert beta > 0, f"beta is {beta}"
+    _assert_pairs(chosen_logprobs, rejected_logprobs)
+    chosen, rejected = beta * chosen_logprobs.float(), beta * rejected_logprobs.float()
+    pairs = _count(chosen, denominator)
+    loss = -functional.logsigmoid(chosen - rejected - target_margin).sum() / pairs
+    return loss, _pair_metrics(loss, chosen, rejected, pairs)
 
 
 def bradley_terry_loss(
-    chosen_scores: Tensor, rejected_scores: Tensor, *, label_smoothing: float = 0.0, denominator: float | None = None
+    chosen_scores: Tensor,
+    rejected_scores: Tensor,
+    *,
+    margin: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    denominator: float | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """A reward model's loss: mean of -log sigmoid(s(chosen) - s(rejected)).
+    """A reward model's loss: mean of -log sigmoid(s(chosen) - s(rejected) - margin).
 
-    Bradley-Terry as in InstructGPT (2203.02155) Eq. 1, with one pair per prompt; label_smoothing as in `dpo_loss`.
-    Metrics: preference/loss, rewards/chosen and rewards/rejected (the scores), rewards/margin, rewards/accuracy.
-    chosen_scores, rejected_scores: (B,), [b] with b in [0, B) -> 0-dim. Raises AssertionError on shapes.
+    Bradley-Terry as in InstructGPT (2203.02155) Eq. 1, with one pair per prompt; margin as in Llama 2 (2307.09288)
+    Eq. 2, None: 0. label_smoothing as in `dpo_loss`; a label that is wrong asks for the margin on the other side.
+    Metrics: preference/loss, rewards/chosen and rewards/rejected (the scores), rewards/margin (their difference, that
+    asked for not subtracted), rewards/accuracy.
+    chosen_scores, rejected_scores, margin: (B,), [b] with b in [0, B) -> 0-dim. Raises AssertionError on shapes.
     """
-    _assert_pairs(chosen_scores, rejected_scores)
-    return _pairwise_loss(chosen_scores.float(), rejected_scores.float(), label_smoothing, denominator)
+    _assert_pairs(chosen_scores, rejected_scores, *([] if margin is None else [margin]))
+    return _pairwise_loss(chosen_scores.float(), rejected_scores.float(), label_smoothing, denominator, asked=margin)
 
 
 def _assert_pairs(first: Tensor, *others: Tensor) -> None:
@@ -56,23 +167,50 @@ def _assert_pairs(first: Tensor, *others: Tensor) -> None:
         assert other.shape == first.shape, f"{tuple(first.shape)} against {tuple(other.shape)}"
 
 
-def _pairwise_loss(
-    chosen: Tensor, rejected: Tensor, label_smoothing: float, denominator: float | None
-) -> tuple[Tensor, Metrics]:
+def _rewards(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float):
+    """beta (log p - log q) of chosen and rejected, (B,) each."""
+    assert beta > 0, f"beta is {beta}"
+    _assert_pairs(chosen, rejected, ref_chosen, ref_rejected)
+    pairs = ((chosen, ref_chosen), (rejected, ref_rejected))
+    return tuple(beta * (logprobs.float() - ref_logprobs.detach().float()) for logprobs, ref_logprobs in pairs)
+
+
+def _log_odds(mean_logprobs: Tensor) -> Tensor:
+    """log(P / (1 - P)) of log P."""
+    log_p = mean_logprobs.clamp(max=-1e-6)
+    return log_p - torch.log(-torch.expm1(log_p))
+
+
+def _count(rewards: Tensor, denominator: float | None) -> float:
     assert denominator is None or denominator > 0, f"denominator is {denominator}"
+    return max(len(rewards), 1) if denominator is None else denominator
+
+
+def _pairwise_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    label_smoothing: float,
+    denominator: float | None,
+    *,
+    asked: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
     assert 0 <= label_smoothing < 0.5, f"label_smoothing is {label_smoothing}"
-    pairs = max(len(chosen), 1) if denominator is None else denominator
-    margin = chosen - rejected
-    loss = -functional.logsigmoid(margin).sum() / pairs
+    pairs = _count(chosen, denominator)
+    margin, least = chosen - rejected, 0.0 if asked is None else asked.float()
+    loss = -functional.logsigmoid(margin - least).sum() / pairs
     if label_smoothing > 0:
-        loss = (1 - label_smoothing) * loss - label_smoothing * functional.logsigmoid(-margin).sum() / pairs
+        loss = (1 - label_smoothing) * loss - label_smoothing * functional.logsigmoid(-margin - least).sum() / pairs
+    return loss, _pair_metrics(loss, chosen, rejected, pairs)
+
+
+def _pair_metrics(loss: Tensor, chosen: Tensor, rejected: Tensor, pairs: float) -> Metrics:
     with torch.no_grad():
+        margin = chosen - rejected
         wins = (margin > 0).float() + 0.5 * (margin == 0).float()
-        metrics = {
+        return {
             "preference/loss": loss.detach(),
             "rewards/chosen": chosen.sum() / pairs,
             "rewards/rejected": rejected.sum() / pairs,
             "rewards/margin": margin.sum() / pairs,
             "rewards/accuracy": wins.sum() / pairs,
         }
-    return loss, metrics

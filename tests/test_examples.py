@@ -1,0 +1,73 @@
+"""The examples: short, and what they say of themselves is so."""
+
+import copy
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+SKLEARN = pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="examples need scikit-learn")
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small matrices, in the order in which one thread adds them up; the generator is left as it was."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.random.fork_rng(devices=[]):
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_is_read_in_one_sitting(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 150
+
+
+@SKLEARN
+def test_a_drawing_is_scored_as_it_was_drawn() -> None:
+    """At the first update the ratio is 1, and the model is its own reference."""
+    flow = load("flow_digits")
+    torch.manual_seed(0)
+    model, digits = flow.Velocity(), torch.arange(10)
+    path, sampled = flow.draw(model, digits, noise_level=flow.NOISE_LEVEL)
+    logprobs, mean, std = flow.score(model, path, digits)
+    assert logprobs.shape == sampled.shape == (10, flow.NUM_STEPS)
+    assert torch.allclose(logprobs, sampled, atol=1e-3)  # a sum of 64 densities
+    assert float(flow.flow_step_kl(mean, flow.score(copy.deepcopy(model), path, digits)[1], std).detach().max()) == 0.0
+
+
+@SKLEARN
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0])  # 1 and 2: tests/benchmarks/RESULTS.md
+def test_flow_grpo_draws_what_is_asked_for_and_without_kl_hacks_its_reward(seed: int) -> None:
+    flow = load("flow_digits")
+    torch.manual_seed(seed)
+    data = flow.load()
+    model = flow.pretrain(data)
+    hacking = copy.deepcopy(model)
+    before = flow.measure(model, data)
+    assert before["reward"] < 0.55
+    flow.finetune(model, data, kl_coef=flow.KL_COEF)
+    after = flow.measure(model, data)
+    print(before, after)
+    assert after["reward"] >= 0.93
+    assert after["judge"] >= 0.93
+    assert after["distance"] <= 1.1 * before["distance"]
+    flow.finetune(hacking, data, kl_coef=0.0)
+    hacked = flow.measure(hacking, data)
+    print(hacked)
+    assert hacked["distance"] >= 2 * before["distance"]
+    assert hacked["judge"] < hacked["reward"]  # only the classifier that gave the reward is convinced
