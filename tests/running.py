@@ -37,7 +37,7 @@ METHODS: dict[str, dict[str, Any]] = {
 def config(method: str, path: Path, **sections: Any) -> Config:
     """A small configuration of `method` on the model at `path`; `sections` are laid over it."""
     values: dict[str, Any] = {"method": method, "model": {"path": str(path)}}
-    for part in (SMALL, METHODS[method], sections):
+    for part in (SMALL, METHODS.get(method, {}), sections):
         for name, fields in part.items():
             values[name] = {**values.get(name, {}), **fields}
     return Config.model_validate(values)

@@ -17,6 +17,7 @@ LEVELS = (
     ("training",),
     ("evaluation",),
     ("components",),
+    ("sampling",),
     ("rollout",),
     ("generation", "rewards"),
     ("tasks",),

@@ -23,12 +23,13 @@ from tinyrl.models.device import calibrate_threads, make_accelerator, resolve_dt
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.models.memory import bytes_by_role
 from tinyrl.models.micro_batches import MicroBatches
+from tinyrl.models.reward_model import positions_of
 from tinyrl.models.roles import Roles
 from tinyrl.models.vocabulary import check_ids, check_vocabulary
 from tinyrl.models.weights_io import load_roles, save_roles
 from tinyrl.rewards.gold_check import check_gold
 from tinyrl.rewards.scorer import Scorer
-from tinyrl.rollout import Truncation
+from tinyrl.sampling import Truncation
 from tinyrl.tasks import Task, load_split, load_task
 from tinyrl.tasks.prompts import PreparedPrompt, prepare_prompts
 from tinyrl.text import visible
@@ -54,6 +55,11 @@ class Parts:
     roles: Roles
     micro_batches: MicroBatches
 
+    @property
+    def positions(self) -> int:
+        """How many tokens the model has positions for."""
+        return positions_of(self.roles.causal.config.get_text_config())
+
     def check(self) -> list[str]:
         """Check what can only be checked now, before step 1; returns lines worth showing."""
         return []
@@ -61,6 +67,10 @@ class Parts:
     def preview(self) -> str:
         """What `--dry-run` shows besides the configuration; whoever loads rows has checked them by now."""
         return "configuration, model and rows are fine"
+
+    def has_prompts(self) -> bool:
+        """Whether another method finds prompts in the rows of task.data."""
+        return True
 
     def memory(self) -> dict[str, int]:
         """Bytes of weights by role, and of the optimizers once they have stepped."""
@@ -79,6 +89,9 @@ class Parts:
     def load_models(self, folder: Path) -> None:
         """Put back what `save_models` wrote."""
         load_roles(self.roles, folder)
+
+    def forget(self) -> None:
+        """Let go of what was computed from rows or frozen models, which are others now."""
 
     def keep_output(self, write: Callable[[str], None]) -> None:
         """Hand what reward functions print to `write`, in whole lines, from now on."""

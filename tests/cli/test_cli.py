@@ -139,8 +139,8 @@ def test_a_name_that_exists():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["gpro"], "unknown method 'gpro'. Did you mean `grpo`? Methods: grpo, ppo, sft, reward"),
-        ([], "which method? `tinyrl train grpo`, ppo, sft or reward; or `tinyrl train --resume RUN`"),
+        (["gpro"], "unknown method 'gpro'. Did you mean `grpo`? Methods: grpo, ppo, sft, reward, dpo"),
+        ([], "which method? `tinyrl train grpo`, ppo, sft, reward or dpo; or `tinyrl train --resume RUN`"),
         (["r.yaml"], "which method? Say it first, as in `tinyrl train grpo r.yaml`"),
         (["grpo", "q.yaml"], "recipe 'q.yaml' is neither a file nor a packaged recipe."),
         (["grpo", "starter-gpro"], "recipe 'starter-gpro' is neither a file nor a packaged recipe. Did you mean"),
@@ -174,6 +174,25 @@ def test_recipes_and_tasks_are_listed():
 
 
 @pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["reward.model=no/such/place"], "reward.model=no/such/place: there is no such folder, and a hub name is"),
+        (["reward.functions=[{use: none.py:f}]"], "reward.functions: use 'none.py:f': there is no file"),
+        (["reward.functoins=[]"], "override 'reward.functoins=[]': unknown key `reward.functoins`. Did you mean"),
+        (["optim.learning_rate=1"], "override 'optim.learning_rate=1': evaluation takes settings of reward, gen"),
+        (["--data", "none.jsonl"], "none.jsonl: no such file"),
+        (["--data", "r.yaml", "--split", "train"], "--data FILE says which rows; --split train chooses among those"),
+        (["--save-samples", "no/s.jsonl"], "--save-samples no/s.jsonl: there is no folder no"),
+    ],
+)
+def test_what_eval_is_given(arguments: list[str], sentence: str):
+    Path("runs/mine/checkpoints").mkdir(parents=True)
+    text = dump_config(Config.model_validate({"method": "grpo", "task": {"name": "sort"}}))
+    Path("runs/mine/config.yaml").write_text(text)
+    assert refused("eval", "runs/mine", *arguments).startswith(sentence)
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         "train --nmae x",
@@ -182,6 +201,7 @@ def test_recipes_and_tasks_are_listed():
         "train grpo --device gpu",
         "eval x --split test",
         "eval x --samples 0",
+        "eval x --best-of 0",
         "eval",
         "tarin",
     ],

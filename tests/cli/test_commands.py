@@ -103,6 +103,16 @@ def test_eval_vs_base_as_json_and_for_people(grpo_run: Path) -> None:
     assert start["other"]["target"] == "start"
 
 
+def test_eval_by_another_reward_and_best_of_n(grpo_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.py").write_text("def short(completions, **columns): return [-len(c) for c in completions]\n")
+    arguments = ("eval", str(grpo_run), "reward.functions=[{use: short.py:short}]", "--vs", "start", "--best-of", "3")
+    arguments = (*arguments, "--num-prompts", "16", "--save-samples", "samples.jsonl", "--json")
+    result = json.loads(tinyrl(*arguments, folder=tmp_path).stdout)
+    assert result["reward_mean"] == result["reward/short"] > result["other"]["reward_mean"]
+    assert result["win_rate"].keys() == {"reward", "verifier"}
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 4 * 16
+
+
 @pytest.mark.slow
 def test_a_run_against_itself_is_not_distinguishable(grpo_run: Path) -> None:
     text = tinyrl("eval", str(grpo_run), "--vs", str(grpo_run), "--num-prompts", "16", folder=grpo_run).stdout

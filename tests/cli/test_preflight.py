@@ -38,7 +38,7 @@ def refused(method: str = "grpo", **sections: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("method", ["grpo", "ppo", "sft", "reward"])
+@pytest.mark.parametrize("method", ["grpo", "ppo", "sft", "reward", "dpo"])
 def test_what_is_in_order(method: str):
     check(method)
     check(method, model={"path": "owner/name"})
@@ -134,7 +134,7 @@ def test_a_task_that_is_not_there():
     assert refused(task={"name": "srot"}).startswith("task.name: there is no task 'srot'. Did you mean `sort`?")
 
 
-@pytest.mark.parametrize("method", ["grpo", "ppo", "sft", "reward"])
+@pytest.mark.parametrize("method", ["grpo", "ppo", "sft", "reward", "dpo"])
 def test_missing_data_is_said_before_a_model_is_loaded(method: str):
     assert refused(method, task={}).startswith("task.data is missing")
 
@@ -159,6 +159,14 @@ def test_missing_data_is_said_before_a_model_is_loaded(method: str):
 def test_a_bad_row_is_named_by_file_and_line(content: bytes, sentence: str, key: str):
     Path("bad.jsonl").write_bytes(content)
     assert refused(task={"data": "rows.jsonl", key: "bad.jsonl"}).startswith(sentence)
+
+
+def test_a_bad_row_of_text_beside_ppo_is_named_too():
+    Path("bad.jsonl").write_text('{"text": "a"}\n{"txt": "b"}\n')
+    check("ppo", ppo={"ptx_coef": 1.0, "ptx_data": "rows.jsonl"})
+    check("ppo", ppo={"ptx_coef": 1.0, "ptx_data": "owner/name"})
+    assert refused("ppo", ppo={"ptx_coef": 1.0, "ptx_data": "bad.jsonl"}).startswith("bad.jsonl:2: no column")
+    assert "nowhere.jsonl" in refused("ppo", ppo={"ptx_coef": 1.0, "ptx_data": "nowhere.jsonl"})
 
 
 def test_rows_with_a_byte_order_mark_are_accepted():
@@ -188,21 +196,64 @@ def test_what_may_be_on_the_hub_is_left_for_later():
         (
             "reward",
             {"prompt": "a", "chosen": "b"},
-            "bad.jsonl:2: no column 'rejected', which `tinyrl train reward` needs.",
+            "bad.jsonl:2: no column 'rejected'. Columns: prompt, chosen. "
+            "Rename one (of task.data: task.columns.rejected=OLD)",
         ),
-        ("reward", {"prompt": "a", "chosen": "b", "rejected": 3}, "bad.jsonl:2: 'rejected' must be text, not 3"),
+        (
+            "reward",
+            {"prompt": "a", "chosen": "b", "rejected": 3},
+            "bad.jsonl:2: 'rejected' must be text or messages, n",
+        ),
         (
             "sft",
             {"prompt": "a", "completon": "b"},
-            "bad.jsonl:2: no column 'completion', which `tinyrl train sft` needs. D",
+            "bad.jsonl:2: no column 'completion', 'messages', 'conversations' or 'text'. Did you mean `completon`? C",
         ),
-        ("sft", {"text": None}, "bad.jsonl:2: 'text' must be text, not None"),
+        ("sft", {"text": None}, "bad.jsonl:2: 'text' is null"),
+        ("sft", {"messages": [{"role": "user"}]}, "bad.jsonl:2: 'messages' has a message without `content`: {'role'"),
+        ("sft", {"conversations": [{"from": "gpt", "value": "a"}]}, "bad.jsonl:2: there is no turn of the assistant w"),
     ],
 )
 def test_rows_to_learn_from(method: str, row: dict[str, Any], sentence: str):
     Path("bad.jsonl").write_text(f"{json.dumps(ROWS[0])}\n{json.dumps(row)}\n")
     assert refused(method, task={"data": "bad.jsonl"}).startswith(sentence)
     assert refused(method, task={"data": "rows.jsonl", "eval_data": "bad.jsonl"}).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("method", "row"),
+    [
+        ("sft", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}),
+        ("sft", {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}),
+        ("sft", {"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}),
+        ("reward", {"chosen": "one two", "rejected": "one three", "margin": 2}),
+        ("reward", {"prompt": "a", "completion": "b", "label": True}),
+        ("reward", {"text": "a", "score": 3.5}),
+    ],
+)
+def test_rows_in_other_shapes(method: str, row: dict[str, Any]):
+    Path("rows.jsonl").write_text((json.dumps(row) + "\n") * 12)
+    check(method)
+
+
+@pytest.mark.parametrize(
+    ("row", "objective", "sentence"),
+    [
+        ({"text": "a", "label": "good"}, "auto", "bad.jsonl:2: 'label' must be true, false or a number of at most 1,0"),
+        (
+            {"text": "a", "label": None},
+            "auto",
+            "bad.jsonl:2: no column 'label' or 'score'|bad.jsonl:2: 'label' is null",
+        ),
+        ({"chosen": "a b", "rejected": "a c"}, "auto", "bad.jsonl:2: no column 'label' or 'score'"),
+        ({"text": "a", "label": 1}, "pairs", "bad.jsonl:1: no column 'chosen'"),
+        ({"text": "a", "score": "high"}, "ratings", "bad.jsonl:2: 'score' must be a number, not 'high'"),
+    ],
+)
+def test_judged_rows_are_all_of_the_first_one_s_kind(row: dict[str, Any], objective: str, sentence: str):
+    Path("bad.jsonl").write_text(f"{json.dumps({'text': 'b', 'label': 1})}\n{json.dumps(row)}\n")
+    said = refused("reward", task={"data": "bad.jsonl"}, reward_model={"objective": objective})
+    assert said.startswith(tuple(sentence.split("|")))
 
 
 # Targets of `tinyrl eval`

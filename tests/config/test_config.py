@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from tinyrl.config.method_sections import GrpoConfig
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.presets import PRESETS
-from tinyrl.config.schema import Config, GrpoConfig
+from tinyrl.config.schema import Config
 
 
 def make(method: str = "grpo", **sections: Any) -> Config:
@@ -48,6 +49,8 @@ def test_starting_numbers():
         ("ppo", False, (1e-6, 1e-5)),
         ("sft", True, (5e-5, None)),
         ("reward", False, (1e-6, None)),
+        ("dpo", True, (5e-5, None)),
+        ("dpo", False, (1e-6, None)),
     ],
 )
 def test_learning_rates_depend_on_lora_and_method(method: str, lora: bool, rates: tuple[float, float | None]):
@@ -73,6 +76,13 @@ def test_learning_rates_that_are_given_stay():
 def test_the_critic_that_fits(lora: bool, critic: dict[str, Any], kind: str):
     config = make("ppo", lora={"enabled": lora}, critic=critic)
     assert config.critic.kind == kind
+
+
+def test_the_beta_that_fits_a_loss():
+    betas = {loss: make("dpo", dpo={"loss": loss}).dpo.beta for loss in ("sigmoid", "ipo", "ipo_sum", "kto", "orpo")}
+    assert set(betas.values()) == {0.1}
+    assert make("dpo", dpo={"loss": "simpo"}).dpo.beta == 2.0
+    assert make("dpo", dpo={"loss": "simpo", "beta": 2.5}).dpo.beta == 2.5
 
 
 # Sections
@@ -112,6 +122,7 @@ KL_PARTS = ("kl_coef", "kl_estimator", "kl_placement")
         ("grpo", ("group", "std", "clipped", "token", 0.2, 0.2, "sequence"), (0.04, "k3", "loss")),
         ("dr_grpo", ("group", "none", "clipped", "token", 0.2, 0.2, "constant"), (0.0, "k3", "loss")),
         ("gspo", ("group", "std", "clipped", "sequence", 3e-4, 4e-4, "sequence"), (0.0, "k3", "loss")),
+        ("gdpo", ("group", "std", "clipped", "token", 0.2, 0.28, "token"), (0.0, "k3", "loss")),
         ("cispo", ("group", "std", "cispo", "token", 0.2, 0.28, "token"), (0.0, "k3", "loss")),
         ("rloo", ("leave-one-out", "std", "clipped", "token", 0.2, 0.2, "sequence-sum"), (0.05, "k1", "reward")),
         ("reinforce++", ("discounted-return", "std", "clipped", "token", 0.2, 0.2, "token"), (0.01, "k1", "reward")),
@@ -128,6 +139,28 @@ def test_a_preset_is_plain_fields(preset: str, parts: tuple[Any, ...], kl: tuple
     assert tuple(getattr(section, name) for name in KL_PARTS) == kl
 
 
+def test_gdpo_alone_normalises_each_reward():
+    each = {preset for preset in PRESETS if make(grpo={"preset": preset}).grpo.normalize_rewards == "each"}
+    assert each == {"gdpo"}
+
+
+PPO_PARTS = ("num_epochs", "minibatch_size", "value_clip_eps", "gae_lambda", "whiten_advantages")
+
+
+@pytest.mark.parametrize(("preset", "parts"), [("ppo", (4, 64, 0.2, 0.95, True)), ("a2c", (1, None, None, 1.0, False))])
+def test_a_preset_of_ppo_is_plain_fields(preset: str, parts: tuple[Any, ...]):
+    section = make("ppo", ppo={"preset": preset}).ppo
+    assert tuple(getattr(section, name) for name in PPO_PARTS) == parts
+    others = {"num_epochs": 3, "minibatch_size": 32, "value_clip_eps": 0.7, "gae_lambda": 0.5}
+    for name, value in {**others, "whiten_advantages": not parts[-1]}.items():
+        changed = make("ppo", ppo={"preset": preset, name: value}).ppo
+        assert changed.model_dump() == {**section.model_dump(), name: value}
+
+
+def test_plain_ppo_is_the_default_preset():
+    assert make("ppo") == make("ppo", ppo={"preset": "ppo"})
+
+
 def test_engines_may_have_their_former_names():
     engines = [make("grpo", generation={"engine": name}).generation.engine for name in ("reference", "slim", "hf")]
     assert engines == ["hf", "hf-merged", "hf"]
@@ -139,7 +172,10 @@ def test_dapo_is_the_default():
 
 OTHERS: dict[str, Any] = {
     "advantage": "leave-one-out",
-    "advantage_scale": "none",
+    "advantage_scale": "batch",
+    "normalize_rewards": "each",
+    "entropy_coef": 0.02,
+    "mismatch": "sequence-mask",
     "loss": "cispo",
     "ratio_level": "sequence",
     "clip_eps": 0.11,
@@ -213,7 +249,6 @@ def test_a_whole_number_is_a_number():
         ("grpo", {"lora": {"enabled": False}, "model": {"quantization": "4bit"}}, "model.quantization=4bit needs lora"),
         ("grpo", {"lora": {"enabled": False}, "model": {"adapter": "a"}}, "model.adapter=a needs lora.enabled=true"),
         ("ppo", {"lora": {"enabled": False}, "critic": {"kind": "adapter"}}, "critic.kind=adapter needs lora"),
-        ("ppo", {"critic": {"kind": "shared", "path": "x"}}, "critic.path=x is for critic.kind=separate"),
         ("grpo", {"generation": {"top_k": 5}}, "generation.top_k=5 cuts the distribution"),
         ("ppo", {"generation": {"top_p": 0.5}}, "generation.top_p=0.5 cuts the distribution"),
         ("grpo", {"reward": {"overlong_tokens": 257}}, "reward.overlong_tokens=257 is more than"),
@@ -231,6 +266,48 @@ def test_a_whole_number_is_a_number():
         ("grpo", {"grpo": {"group_size": 1}}, "grpo.group_size=1 leaves nothing to compare"),
         ("ppo", {"reference": {"kind": "none"}}, "ppo.kl_coef=0.05 needs a reference"),
         ("ppo", {"ppo": {"kl_controller": "adaptive", "kl_coef": 0.0}}, "ppo.kl_coef=0 stays 0"),
+        ("grpo", {"grpo": {"preset": "rloo", "advantage_scale": "batch"}}, "advantage_scale=batch is for grpo.adv"),
+        (
+            "grpo",
+            {"grpo": {"preset": "reinforce++", "normalize_rewards": "each"}},
+            "grpo.normalize_rewards=each is for grpo.advantage=group; it is discounted-return here",
+        ),
+        (
+            "grpo",
+            {"grpo": {"preset": "gdpo", "kl_coef": 0.1, "kl_placement": "reward"}},
+            "grpo.kl_placement=reward is a part of the sum of rewards",
+        ),
+        ("grpo", {"grpo": {"preset": "gdpo"}, "reward": {"overlong_tokens": 9}}, "reward.overlong_tokens=9 is a part"),
+        ("grpo", {"grpo": {"preset": "gdpo"}, "reward": {"truncated": "penalize"}}, "reward.truncated=penalize is a"),
+        ("grpo", {"grpo": {"loss": "cispo", "ratio_level": "sequence-token"}}, "grpo.ratio_level=sequence-token is"),
+        ("grpo", {"grpo": {"mismatch_floor": 0.5}}, "grpo.mismatch_floor=0.5 is for grpo.mismatch=token-mask or seq"),
+        (
+            "grpo",
+            {"grpo": {"mismatch": "token-mask", "mismatch_floor": 0.5, "mismatch_cap": 0.5}},
+            "grpo.mismatch_cap=0.5 must be above grpo.mismatch_floor=0.5",
+        ),
+        (
+            "ppo",
+            {"ppo": {"entropy_target": 1.0, "entropy_coef": 2.0}},
+            "ppo.entropy_coef=2.0 starts above ppo.entropy_coef_max=1.0",
+        ),
+        ("grpo", {"grpo": {"entropy_target": 1.0, "entropy_coef": 2.0}}, "grpo.entropy_coef=2.0 starts above"),
+        ("ppo", {"task": {"skip_solved": 1}}, "task.skip_solved=1 goes by groups that are all right"),
+        ("sft", {"task": {"skip_solved": 1}}, "task.skip_solved=1 goes by groups that are all right"),
+        (
+            "grpo",
+            {"task": {"skip_solved": 2}, "grpo": {"preset": "reinforce++", "group_size": 1}},
+            "task.skip_solved=2 goes by groups that are all right, which only grpo has, with a grpo.group_size of at",
+        ),
+        ("dpo", {"reference": {"kind": "none"}}, "reference.kind=none leaves dpo.loss=sigmoid nothing to measure"),
+        (
+            "dpo",
+            {"dpo": {"loss": "ipo", "label_smoothing": 0.1}},
+            "dpo.label_smoothing=0.1 is for dpo.loss=sigmoid; dpo.loss is ipo here",
+        ),
+        ("dpo", {"dpo": {"loss": "kto", "batch_size": 1}}, "dpo.batch_size=1 leaves dpo.loss=kto no answers of other"),
+        ("ppo", {"ppo": {"ptx_coef": 0.5}}, "ppo.ptx_coef=0.5 needs ppo.ptx_data: rows of text"),
+        ("ppo", {"ppo": {"ptx_data": "t.jsonl"}}, "ppo.ptx_data=t.jsonl is not read under ppo.ptx_coef=0"),
     ],
 )
 def test_what_cannot_go_together(method: str, sections: dict[str, Any], sentence: str):
@@ -241,6 +318,8 @@ def test_what_cannot_go_together(method: str, sections: dict[str, Any], sentence
     ("method", "sections"),
     [
         ("sft", {"lora": {"dropout": 0.1}}),
+        ("dpo", {"lora": {"dropout": 0.1}, "dpo": {"label_smoothing": 0.1}}),
+        ("dpo", {"reference": {"kind": "none"}, "dpo": {"loss": "simpo", "batch_size": 1}}),
         ("grpo", {"generation": {"top_k": 5, "allow_truncated_sampling": True}}),
         ("grpo", {"reward": {"overlong_tokens": 256}}),
         ("grpo", {"grpo": {"minibatch_size": 64}}),
@@ -250,7 +329,13 @@ def test_what_cannot_go_together(method: str, sections: dict[str, Any], sentence
         ("grpo", {"grpo": {"preset": "reinforce++", "group_size": 1}}),
         ("ppo", {"reference": {"kind": "none"}, "ppo": {"kl_coef": 0}}),
         ("ppo", {"critic": {"path": "x"}}),
+        ("ppo", {"critic": {"path": "x", "kind": "shared"}}),  # x may be a run, which runs/settle.py finds out
+        ("ppo", {"ppo": {"ptx_coef": 0.5, "ptx_data": "t.jsonl"}}),
         ("grpo", {"reference": {"kind": "none"}}),
+        ("grpo", {"grpo": {"kl_coef": 0.1, "kl_placement": "reward"}}),
+        ("grpo", {"grpo": {"preset": "gdpo", "kl_coef": 0.1}, "reward": {"truncated": "mask"}}),
+        ("grpo", {"grpo": {"mismatch": "token-mask", "mismatch_floor": 0.5, "mismatch_cap": 5.0}}),
+        ("grpo", {"grpo": {"entropy_coef": 2.0}}),
     ],
 )
 def test_what_can_go_together_is_accepted(method: str, sections: dict[str, Any]):

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from tinyrl.config.errors import allowed, dotted, fields_of, section_class
-from tinyrl.config.familiar import FAMILIAR
+from tinyrl.config.familiar import FAMILIAR, FAMILIAR_UNDER
 from tinyrl.config.recipe import build_config, load_config
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import Source
@@ -38,7 +38,7 @@ def sentence(values: dict[str, Any], method: str = "grpo") -> str:
         (
             {"zzz": 1},
             "r.yaml: unknown key `zzz`. Sections: method, model, lora, reference, critic, task, reward, environment, "
-            "generation, optim, grpo, ppo, sft, reward_model, run",
+            "generation, optim, grpo, ppo, sft, reward_model, dpo, run",
         ),
         (
             {"run": {"micro_batch_tokens": "abc"}},
@@ -79,7 +79,7 @@ def sentence(values: dict[str, Any], method: str = "grpo") -> str:
         ),
         (
             {"grpo": {"preset": "dappo"}},
-            "r.yaml: `grpo.preset` is 'dappo'; it must be dapo, grpo, dr_grpo, gspo, cispo, rloo, reinforce++ "
+            "r.yaml: `grpo.preset` is 'dappo'; it must be dapo, grpo, dr_grpo, gspo, gdpo, cispo, rloo, reinforce++ "
             "or reinforce++-baseline. "
             "Did you mean `dapo`?",
         ),
@@ -173,7 +173,7 @@ def test_a_rank_that_no_model_has_is_refused():
 
 
 def test_every_familiar_name_is_answered_with_a_setting_there_is():
-    for name in FAMILIAR.values():
+    for name in (*FAMILIAR.values(), *(name for names in FAMILIAR_UNDER.values() for name in names.values())):
         section, _, key = name.partition(".")
         assert name in ("--output-dir", "--name") or key in fields_of(section_class(section)), name
 
@@ -209,6 +209,12 @@ def test_familiar_names_are_answered(values: dict[str, Any], method: str, expect
         ("critic.optim.lr=1e-5", "ppo", "`critic.optim.lr` is `optim.critic_learning_rate` here"),
         ("algorithm.adv_estimator=gae", "ppo", "it is the method (`tinyrl train ppo` for gae"),
         ("algorithm.gamma=1.0", "ppo", "`algorithm.gamma` is `ppo.gamma` here"),
+        ("algorithm.lam=0.9", "ppo", "`lam` is `ppo.gae_lambda` here"),
+        ("algorithm.lam_critic=1.0", "ppo", "`lam_critic` is `ppo.critic_gae_lambda` here"),
+        ("critic.cliprange_value=0.5", "ppo", "`cliprange_value` is `ppo.value_clip_eps` here"),
+        ("normalize_advantage=false", "ppo", "`normalize_advantage` is `ppo.whiten_advantages` here"),
+        ("pretrain_data=x", "ppo", "`pretrain_data` is `ppo.ptx_data` here"),
+        ("critic_pretrain=x", "ppo", "`critic_pretrain` is `critic.path` here"),
         ("data.train_batch_size=8", "ppo", "`train_batch_size` is `ppo.num_prompts` here"),
         ("use_vllm=true", "grpo", "no serving engine is used"),
         ("bf16=true", "grpo", "`bf16` is `model.dtype` here: bfloat16, float32 or auto"),
@@ -216,8 +222,32 @@ def test_familiar_names_are_answered(values: dict[str, Any], method: str, expect
         ("run.logging_steps=1", "grpo", "every step is logged"),
         ("log_completions=true", "grpo", "completions are always kept, in samples.jsonl"),
         ("max_seq_length=99", "sft", "prompts and completions have limits of their own"),
+        ("beta=0.1", "dpo", "`beta` is `dpo.beta` here"),
+        ("beta=0.1", "grpo", "`beta` is `grpo.kl_coef` here"),
+        ("loss_type=ipo", "dpo", "`loss_type` is `dpo.loss` here"),
+        ("label_smoothing=0.1", "dpo", "`label_smoothing` is `dpo.label_smoothing` here"),
+        ("max_length=99", "dpo", "`max_length` is `dpo.max_tokens` here"),
+        ("simpo_gamma=0.5", "dpo", "`simpo_gamma` is `dpo.target_margin` here"),
+        ("ref_model=x", "dpo", "`ref_model` is `model.adapter` here: the reference is what training starts from"),
+        ("precompute_ref_log_probs=true", "dpo", "reference log-probabilities are computed where a row is first used"),
         ("packing=true", "sft", "sequences are always packed"),
         ("generation.stop_sequences=[x]", "grpo", "`stop_sequences` is `generation.stop` here"),
+        ("scale_rewards=batch", "grpo", "`scale_rewards` is `grpo.advantage_scale` here: std (its `group`), batch or"),
+        ("importance_sampling_level=sequence", "grpo", "`importance_sampling_level` is `grpo.ratio_level` here"),
+        (
+            "vllm_importance_sampling_mode=sequence_mask",
+            "grpo",
+            "`vllm_importance_sampling_mode` is `grpo.mismatch` here: token, sequence, token-mask, sequence-mask or",
+        ),
+        ("vllm_importance_sampling_clip_max=3", "grpo", "`vllm_importance_sampling_clip_max` is `grpo.mismatch_cap`"),
+        (
+            "multi_objective_aggregation=normalize_then_sum",
+            "grpo",
+            "`multi_objective_aggregation` is `grpo.normalize_rewards` here: sum or each (its `normalize_then_sum`)",
+        ),
+        ("actor_rollout_ref.actor.entropy_coeff=0.01", "grpo", "`entropy_coeff` is `grpo.entropy_coef` here"),
+        ("actor_rollout_ref.actor.tis_imp_ratio_cap=2", "grpo", "`tis_imp_ratio_cap` is `grpo.mismatch_cap` here"),
+        ("use_adaptive_entropy=true", "ppo", "`use_adaptive_entropy` is `ppo.entropy_target` here, in nats"),
         ("num_train_epochs=3", "grpo", "`num_train_epochs` is `run.num_steps` here, in steps: one step takes num_pro"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName, or_list
+from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName, and_list, or_list
 from tinyrl.config.recipe import packaged_recipes
 from tinyrl.config.schema import Config
 from tinyrl.training.launch import Trainer
@@ -47,8 +47,10 @@ def test_sections_that_only_some_methods_have() -> None:
         "ppo",
         "sft",
         "reward_model",
+        "dpo",
     )
 
 
 def test_lists_in_sentences() -> None:
     assert (or_list(["a"]), or_list(["a", "b"]), or_list(["a", "b", "c"])) == ("a", "a or b", "a, b or c")
+    assert (and_list([]), and_list(["a"]), and_list(["a", "b", "c"])) == ("", "a", "a, b and c")

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tinyrl.config.errors import FAMILIAR, fields_of, section_class
+from tinyrl.config.errors import fields_of, section_class
+from tinyrl.config.familiar import FAMILIAR
 from tinyrl.config.methods import METHODS
 from tinyrl.config.presets import PRESETS
 from tinyrl.config.recipe import (
@@ -80,9 +81,12 @@ def refused(method: str, name: str | None, *overrides: str) -> str:
         (SORT + "grpo: {num_generations: 4}\n", "r.yaml:3: `grpo.num_generations` is not a setting: `num_generat"),
         (SORT + "grpo: {minibatch_size: 7}\n", "r.yaml:3: grpo.minibatch_size=7 does not divide the 256 sequences"),
         (SORT + "grpo.kl_coef: 0\n", "r.yaml:3: unknown key `grpo.kl_coef`. "),
-        ("method: gpro\n", "r.yaml:1: `method` is 'gpro'; it must be grpo, ppo, sft or reward. Did you mean `grpo`?"),
-        ("method: [grpo]\n", "r.yaml:1: `method` is ['grpo']; it must be grpo, ppo, sft or reward."),
-        ("method: 3\n", "r.yaml:1: `method` is 3; it must be grpo, ppo, sft or reward."),
+        (
+            "method: gpro\n",
+            "r.yaml:1: `method` is 'gpro'; it must be grpo, ppo, sft, reward or dpo. Did you mean `grpo`?",
+        ),
+        ("method: [grpo]\n", "r.yaml:1: `method` is ['grpo']; it must be grpo, ppo, sft, reward or dpo."),
+        ("method: 3\n", "r.yaml:1: `method` is 3; it must be grpo, ppo, sft, reward or dpo."),
         ("method: ppo\n", "r.yaml:1: this recipe is for `tinyrl train ppo`, not grpo"),
         ("method: reward\nreward: {timeout_s: 3.0}\n", "r.yaml:1: this recipe is for `tinyrl train reward`, not grpo"),
     ],
@@ -235,8 +239,8 @@ def test_an_override_cannot_turn_a_recipe_into_one_for_another_method(recipe: Ca
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
-        ("gpro", "unknown method 'gpro'. Did you mean `grpo`? Methods: grpo, ppo, sft, reward"),
-        ("", "unknown method ''. Methods: grpo, ppo, sft, reward"),
+        ("gpro", "unknown method 'gpro'. Did you mean `grpo`? Methods: grpo, ppo, sft, reward, dpo"),
+        ("", "unknown method ''. Methods: grpo, ppo, sft, reward, dpo"),
         ("starter-grpo", "which method? Say it first, as in `tinyrl train grpo starter-grpo`"),
         ("run.seed=3", "which method? Say it first, as in `tinyrl train grpo run.seed=3`"),
     ],
@@ -320,7 +324,9 @@ def test_a_config_yaml_from_before_there_was_a_split_seed_keeps_its_held_out_row
 
 def test_a_config_yaml_without_its_method(tmp_path: Path):
     (tmp_path / "config.yaml").write_text("model: {path: starter}\n")
-    with pytest.raises(ValueError, match=r"config\.yaml: `method` is missing; it must be grpo, ppo, sft or reward"):
+    with pytest.raises(
+        ValueError, match=r"config\.yaml: `method` is missing; it must be grpo, ppo, sft, reward or dpo"
+    ):
         load_written_config(tmp_path / "config.yaml")
 
 

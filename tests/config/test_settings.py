@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 from pydantic import BaseModel
 
-from tinyrl.config.schema import Config, RewardFunctionConfig
+from tinyrl.config.schema import Config
+from tinyrl.config.sections import RewardFunctionConfig
 from tinyrl.config.settings import SECTIONS, describe_settings
 from tinyrl.config.yaml_reader import parse_plain
 
@@ -28,7 +29,7 @@ def test_every_field_has_a_description_of_one_line() -> None:
 
 def test_the_page_of_a_section() -> None:
     assert describe_settings("reference") == (
-        "reference:    # the policy the KL is measured to (read by grpo and ppo)\n"
+        "reference:    # the policy to stay near to (read by grpo, ppo and dpo)\n"
         "  kind: auto  # auto: the policy that training starts from, frozen\n"
         "              # (auto or none)"
     )
@@ -43,7 +44,7 @@ def test_the_page_is_a_recipe_with_every_default_and_fits_the_terminal(width: in
     assert {name: set(fields) for name, fields in values.items()} == {
         name: set(dict(getattr(Config.model_validate({"method": "grpo"}), name))) for name in SECTIONS
     }
-    for method in ("grpo", "ppo", "sft", "reward"):
+    for method in ("grpo", "ppo", "sft", "reward", "dpo"):
         written = Config.model_validate({"method": method, **values})
         assert written == Config.model_validate({"method": method})
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tests import running
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tinyrl.components import Options
-from tinyrl.config.schema import RewardConfig
+from tinyrl.config.sections import RewardConfig
 from tinyrl.evaluation.compare import evaluate_target
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.tasks import load_rows, load_task

@@ -9,13 +9,8 @@ import pytest
 from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.components import Options, load_sampling_parts
-from tinyrl.evaluation.evaluate import (
-    Evaluation,
-    evaluate,
-    majority_passes,
-    paired_difference,
-    pass_at_k,
-)
+from tinyrl.evaluation.evaluate import best_of_kl, best_rows, evaluate
+from tinyrl.evaluation.verdicts import majority_passes, pass_at_k
 
 
 @pytest.mark.parametrize(
@@ -39,17 +34,6 @@ def test_the_most_frequent_answer_decides_and_ties_share() -> None:
     assert majority_passes([None, None], [False, False]) == 0.0
 
 
-def test_paired_difference() -> None:
-    ours, other = Evaluation({}, [1.0, 2.0, 3.0, math.nan] * 10, []), Evaluation({}, [0.0, 1.0, 2.0, 9.0] * 10, [])
-    difference = paired_difference(ours, other)
-    assert difference == {"reward_mean": 1.0, "reward_ci": [1.0, 1.0], "distinguishable": True}
-    same = paired_difference(ours, ours)
-    assert same["reward_mean"] == 0.0
-    assert same["distinguishable"] is False
-    one = paired_difference(Evaluation({}, [1.0], []), Evaluation({}, [0.0], []))
-    assert one["distinguishable"] is False  # one prompt has no interval
-
-
 def test_evaluation_is_repeatable_and_counts_what_it_says(tmp_path: Path) -> None:
     parts = load_sampling_parts(running.config("grpo", tiny_model(tmp_path, "llama")), options=Options(device="cpu"))
     first, second = (evaluate(parts, num_prompts=6, samples=4) for _ in range(2))
@@ -67,8 +51,49 @@ def test_evaluation_is_repeatable_and_counts_what_it_says(tmp_path: Path) -> Non
     assert first.by_prompt == pytest.approx([sum(rewards[i : i + 4]) / 4 for i in range(0, 24, 4)])
 
 
-def own_rows(tmp_path: Path, rows: list[dict], **sections):
-    """Metrics of one evaluation on rows of one's own, judged by two rewards that read the prompt and the text."""
+def test_of_every_n_samples_the_first_best_is_chosen() -> None:
+    rewards = [0.0, 2.0, 2.0, math.nan, -1.0, -3.0, math.nan, math.nan, math.nan]
+    assert best_rows(rewards, 3) == [1, 4, 6]
+    assert best_rows(rewards, 1) == [*range(9)]
+    assert best_of_kl(1) == 0.0
+    assert best_of_kl(4) == pytest.approx(1.386294 - 0.75, abs=1e-6)
+
+
+def test_best_of_n_is_chosen_from_samples_beyond_those_it_is_compared_with(tmp_path: Path) -> None:
+    """Two samples a prompt, each the best of three: of eight samples a prompt the best of the third to fifth, and of
+    the sixth to eighth. The first two are what another policy, or this one without a choice, is judged by.
+    """
+    parts = load_sampling_parts(running.config("grpo", tiny_model(tmp_path, "llama")), options=Options(device="cpu"))
+    plain, best = evaluate(parts, num_prompts=5, samples=8), evaluate(parts, num_prompts=5, samples=2, best_of=3)
+    parts.close()
+    drawn = [line for line in plain.samples if line["kind"] == "eval"]
+    threes = [drawn[i : i + 3] for first in range(2, 40, 8) for i in (first, first + 3)]
+    chosen = [max(three, key=lambda line: line["reward"]) for three in threes]
+    kept = [line for line in best.samples if line["kind"] == "eval"]
+    assert [line["completion"] for line in kept] == [line["completion"] for line in chosen]
+    assert [line["sample"] for line in kept] == [0, 1] * 5
+    rewards = [line["reward"] for line in chosen]
+    assert best.metrics["reward_mean"] == pytest.approx(sum(rewards) / 10)
+    assert best.metrics["reward_mean"] > plain.metrics["reward_mean"]
+    assert best.values["reward"] == [rewards[i : i + 2] for i in range(0, 10, 2)]
+    assert best.metrics["num_samples"] == 2
+    assert best.metrics["best_of"] == 3
+    assert best.metrics["kl_bound"] == pytest.approx(math.log(3) - 2 / 3)
+    assert not {"kl", "entropy"} & best.metrics.keys()  # of what was chosen, neither is the policy's
+    assert best.metrics["greedy"] == plain.metrics["greedy"]
+
+
+def test_what_each_judge_says_is_kept_by_prompt(tmp_path: Path) -> None:
+    values = own_evaluation(tmp_path, [{"prompt": p, "answer": "yes"} for p in ("a1", "a4", "b12")]).values
+    assert values["reward/size"] == [[2.0, 2.0], [2.0, 2.0], [3.0, 3.0]]
+    assert values["reward/digit"][:2] == [[1.0, 1.0], [4.0, 4.0]]
+    assert all(math.isnan(value) for value in values["reward/digit"][2])
+    assert values["reward"] == [[5.0, 5.0], [8.0, 8.0], [6.0, 6.0]]
+    assert values["verifier"] == [[0.0, 0.0]] * 3  # not the reward here, so a judge of its own
+
+
+def own_evaluation(tmp_path: Path, rows: list[dict], **sections):
+    """One evaluation on rows of one's own, judged by two rewards that read the prompt and the text."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "rewards.py").write_text(
         "def size(prompts, completions, **columns):\n    return [float(len(p)) for p in prompts]\n\n\n"
@@ -91,7 +116,7 @@ RULES = (("size", 2.0), ("digit", 1.0))
 
 
 def test_each_reward_is_told_apart_over_the_rows_it_applies_to(tmp_path: Path) -> None:
-    evaluation = own_rows(tmp_path, [{"prompt": p} for p in ("a1", "a4", "b12", "b345")])
+    evaluation = own_evaluation(tmp_path, [{"prompt": p} for p in ("a1", "a4", "b12", "b345")])
     flat = evaluation.flat()
     assert flat["eval/reward/size"] == flat["eval/greedy/reward/size"] == (2 + 2 + 3 + 4) / 4  # before its weight
     assert flat["eval/reward/digit"] == (1 + 4) / 2
@@ -99,12 +124,12 @@ def test_each_reward_is_told_apart_over_the_rows_it_applies_to(tmp_path: Path) -
 
 
 def test_what_only_a_verifier_can_say_is_absent_where_no_row_has_an_answer(tmp_path: Path) -> None:
-    flat = own_rows(tmp_path, [{"prompt": f"a{i}", "answer": ""} for i in range(4)]).flat()
+    flat = own_evaluation(tmp_path, [{"prompt": f"a{i}", "answer": ""} for i in range(4)]).flat()
     assert not [key for key in flat if "pass@" in key or "verifier" in key or "answers" in key or "majority" in key]
 
 
 def test_rows_without_an_answer_do_not_count_as_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinyrl.tasks.rows._is_right", lambda text, reference: reference == "yes")
     answers = ["yes", "yes", "no", None]
-    flat = own_rows(tmp_path, [{"prompt": f"a{i}", "answer": answer} for i, answer in enumerate(answers)]).flat()
+    flat = own_evaluation(tmp_path, [{"prompt": f"a{i}", "answer": answer} for i, answer in enumerate(answers)]).flat()
     assert flat["eval/pass@1"] == flat["eval/pass@2"] == flat["eval/verifier_mean"] == pytest.approx(2 / 3)

@@ -59,3 +59,31 @@ def test_no_reward_on_either_side_is_said() -> None:
     difference = {"reward_mean": math.nan, "reward_ci": [math.nan] * 2, "distinguishable": False, "left_out": 0}
     text = render(result(other=result(), difference=difference), as_json=False)
     assert text.splitlines()[-1] == "difference unknown: no prompt has a reward on both sides"
+
+
+def test_what_a_trainer_measures_is_shown_beside_the_other_side() -> None:
+    numbers = {"accuracy": 0.75, "reliability": [[0.1, 0.2, 3]], "num_pairs": 40}
+    other = {"target": "b/step-000004", "held_out": {"accuracy": 0.5, "num_pairs": 40}, "trained_on": 7}
+    text = render({"target": "a/step-000004", "held_out": numbers, "other": other}, as_json=False)
+    assert text.splitlines() == [
+        " " * 18 + "           a/step-000004           b/step-000004",
+        "accuracy                             0.750                   0.500",
+        "num_pairs                               40                      40",
+        "warning: b/step-000004 was trained on 7 of the held-out prompts",
+    ]
+
+
+def test_win_rates_best_of_n_and_prompts_that_were_trained_on() -> None:
+    rates = {
+        "reward": {"mean": 0.625, "ci": [0.5, 0.75], "ties": 0.0},
+        "verifier": {"mean": 0.5, "ci": [math.nan] * 2, "ties": 1.0},
+        "reward/size": {"mean": math.nan, "ci": [math.nan] * 2, "ties": math.nan},
+    }
+    lines = render(result(win_rate=rates, best_of=4, kl_bound=0.636, trained_on=3), as_json=False).splitlines()
+    assert lines[-5:] == [
+        "(each the best of 4 by the reward: at most 0.636 nats from one alone)",
+        "win rate by reward 0.625 (95 % interval 0.500 to 0.750)",
+        "win rate by verifier 0.500 (95 % interval unknown: not enough prompts, 100% ties)",
+        "win rate by reward/size unknown: no prompt has a value on both sides",
+        "warning: run/step-000002 was trained on 3 of these prompts",
+    ]

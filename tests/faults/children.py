@@ -36,6 +36,7 @@ IMPORTED = [
     "pytest",
     "tests.faults.children",
     "tests.tiny_models",
+    "tinyrl.trainers.dpo",
     "tinyrl.trainers.grpo",
     "tinyrl.trainers.ppo",
     "transformers.models.llama.modeling_llama",

@@ -5,6 +5,7 @@ What is left can be resumed, and ends, to the bit, as the run that was never kil
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -35,7 +36,14 @@ METHODS: dict[str, dict[str, Any]] = {
         "ppo": {"num_epochs": 3, "minibatch_size": 4, "kl_controller": "adaptive", "kl_horizon": 100},
         "run": {"eval_every": 2},
     },
+    "dpo": {
+        "task": {"name": "rows", "data": "pairs.jsonl"},
+        "lora": {"dropout": 0.1},
+        "dpo": {"loss": "kto", "batch_size": 12},
+        "run": {"eval_every": 1},
+    },
 }
+PAIRS = [{"prompt": f"{n} of", "chosen": f" {n} and more", "rejected": " no"} for n in range(40)]
 
 
 @dataclass
@@ -55,7 +63,10 @@ def wholes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, W
 
 
 def whole_run(method: str, model: Path, folder: Path) -> Whole:
-    sections = METHODS[method]
+    sections = copy.deepcopy(METHODS[method])
+    if "task" in sections:
+        sections["task"]["data"] = str(folder / "pairs.jsonl")
+        (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
     often = {"num_steps": STEPS, "save_every": 1, "eval_prompts": 4}
     settings = running.config(method, model, **{**sections, "run": {**often, **sections["run"]}})
     first = Child(train_counting, settings, folder, folder / "calls.json", output=folder / "first.txt")

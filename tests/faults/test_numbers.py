@@ -106,6 +106,29 @@ def test_three_batches_in_a_row_without_finite_numbers_stop_the_run(
     assert changed(run, 1) == changed(run, 2) == []
 
 
+def test_a_pair_without_finite_numbers_changes_nothing_and_the_run_goes_on(
+    broken_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Reference and policy have none for one pair in eight, which is in one of every two steps."""
+    words = [*WORDS[1:8], BAD_WORD]
+    lines = [{"prompt": "w0", "chosen": f"w1 {word}", "rejected": "w2 w3"} for word in words]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    task = {"name": "rows", "data": str(tmp_path / "rows.jsonl"), "eval_data": str(tmp_path / "rows.jsonl")}
+    often = {"num_steps": 4, "save_every": 1, "eval_prompts": 4, "keep_checkpoints": 10}
+    settings = running.config("dpo", broken_model, task=task, run=often, dpo={"batch_size": 4})
+    code, run, _ = running.train(settings, tmp_path)
+    assert code == 0
+    skipped = [line.get("optim/skipped_steps", 0) for line in running.metrics(run)]
+    bad = [step for step in range(1, 5) if skipped[step] > skipped[step - 1]]
+    assert len(bad) == skipped[-1] == 2
+    weights = {step: [n for n in changed(run, step) if "reference_logprobs" not in n] for step in range(1, 5)}
+    assert {step: bool(names) for step, names in weights.items()} == {step: step not in bad for step in range(1, 5)}
+    for number, step in enumerate(bad, 1):
+        kept = run.path / "nonfinite" / f"step-{step - 1:06d}-{number}.json"
+        assert "not finite" in json.loads(kept.read_text())["why"]
+    assert capsys.readouterr().err.count("no weight was changed") == 2
+
+
 def test_a_learning_rate_that_overflows_stops_the_run_with_a_sentence(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

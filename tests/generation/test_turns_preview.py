@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from tests.tiny_models import tiny_tokenizer
-from tinyrl.config.schema import EnvironmentConfig
+from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.environments import Reply
 from tinyrl.environments.environment import Environment
 from tinyrl.environments.scripted import NONSENSE, asking_turn, tool_call

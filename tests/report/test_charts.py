@@ -57,6 +57,32 @@ def test_reward_model_run_shows_accuracy_first(tmp_path: Path) -> None:
     assert [panel.title for panel in panels] == ["Accuracy", "Loss: bradley terry"]
 
 
+def test_a_run_on_pairs_shows_accuracy_and_loss_first_and_both_sides_together(tmp_path: Path) -> None:
+    """A falling reward of both sides is seen beside the margin, which grows; nothing is drawn twice."""
+    metrics = [
+        {
+            "step": step,
+            "preference/loss": 0.7 - step / 10,
+            "rewards/accuracy": 0.5 + step / 10,
+            "rewards/margin": step / 10,
+            "rewards/chosen": -step / 10,
+            "rewards/rejected": -step / 5,
+            "policy/chosen_logprobs": -10.0 - step,
+            "policy/rejected_logprobs": -10.0 - 2 * step,
+            "eval/loss": 0.7,
+            "eval/accuracy": 0.5,
+            "eval/rewards/chosen": -0.1,
+        }
+        for step in (1, 2)
+    ]
+    panels = panels_of(read_run(write_run(tmp_path / "run", metrics, config={"method": "dpo"})))
+    titles = ["Accuracy", "Loss", "Margin", "Rewards of both sides", "Log-probabilities"]
+    assert [panel.title for panel in panels] == titles
+    lines = {panel.title: [line.label for line in panel.lines] for panel in panels}
+    assert lines["Loss"] == lines["Accuracy"] == ["training", "held-out"]
+    assert lines["Rewards of both sides"] == lines["Log-probabilities"] == ["chosen", "rejected"]
+
+
 def test_kl_and_held_out_keys_may_be_missing(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.6}]))
     assert [panel.title for panel in panels_of(run)] == ["Reward"]

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 
 from tests.tiny_models import tiny_tokenizer
-from tinyrl.config.schema import RewardConfig
+from tinyrl.config.sections import RewardConfig
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.rewards.gold_check import GoldCheck, check_gold
 from tinyrl.rewards.scorer import Scorer

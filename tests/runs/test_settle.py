@@ -117,6 +117,56 @@ def test_a_run_that_is_something_else_is_refused_with_its_place(key: str, path: 
     assert sentence in str(caught.value)
 
 
+PPO = {"method": "ppo", "task": {"data": "rows.jsonl"}, "model": {"path": "starter"}}
+
+
+def test_a_critic_that_starts_from_a_run_is_of_its_kind_unless_somebody_says_otherwise():
+    a_run("adapter", PPO)
+    a_run("shared", {**PPO, "critic": {"kind": "shared-detached"}})
+    a_run("own", {**PPO, "critic": {"kind": "separate"}})
+    a_run("full", {**PPO, "lora": {"enabled": False}})
+    a_run("rm", {**REWARD, "model": {"path": "starter"}})
+    a_run("rm-full", {**REWARD, "lora": {"enabled": False}})
+    kinds = {"adapter": "adapter", "shared": "shared-detached", "own": "separate", "full": "separate", "rm": "adapter"}
+    for run, kind in {**kinds, "rm-full": "separate"}.items():
+        values = settled(critic={"path": f"runs/{run}"})
+        assert values["critic"]["kind"] == kind
+        assert values["critic"]["path"].endswith(f"runs/{run}/checkpoints/step-000004")
+        again = settle(Config.model_validate(values))
+        assert again.model_dump() == values
+    assert settled(critic={"path": "runs/shared", "kind": "shared"})["critic"]["kind"] == "shared"
+    assert settled(critic={"path": "base"})["critic"]["kind"] == "separate"
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"critic": {"path": "base", "kind": "shared"}}, "critic.path=base is a model, for critic.kind=separate"),
+        ({"critic": {"path": "runs/a", "kind": "separate"}}, "critic.path=runs/a is for critic.kind=adapter; critic.k"),
+        ({"critic": {"path": "runs/rm", "kind": "shared"}}, "critic.path=runs/rm is for critic.kind=adapter; critic."),
+        ({"critic": {"path": "runs/own"}, "lora": {"enabled": False}}, "critic.path=runs/own holds a critic of adapte"),
+        ({"critic": {"path": "runs/a"}, "lora": {"enabled": False}}, "critic.kind=adapter needs lora.enabled=true"),
+        ({"critic": {"path": "runs/a"}, "model": {"path": "base"}}, "reads the states of model.path=starter; model.pa"),
+        ({"critic": {"path": "runs/drawn"}}, "critic.path=runs/drawn holds adapters on weights drawn at random"),
+        ({"critic": {"path": "runs/grpo"}}, "critic.path=runs/grpo holds adapters, not a whole model, and no critic:"),
+    ],
+)
+def test_a_critic_that_does_not_fit_is_refused(values: dict[str, Any], sentence: str):
+    a_run("a", PPO)
+    a_run("own", {**PPO, "critic": {"kind": "separate"}})
+    a_run("rm", {**REWARD, "model": {"path": "starter"}})
+    a_run("grpo", {**PPO, "method": "grpo"})
+    a_run("drawn", {**PPO, "model": {"path": "starter", "random_init": True}})
+    with pytest.raises(ValueError, match=r"\S") as caught:
+        settled(**{"model": {"path": "starter"}, **values})
+    assert sentence in str(caught.value)
+
+
+def test_text_rows_have_an_absolute_path_too(folder: Path):
+    ppo = settled(ppo={"ptx_data": "rows.jsonl", "ptx_coef": 1.0})["ppo"]
+    assert ppo["ptx_data"] == str(folder / "rows.jsonl")
+
+
 def test_a_model_beside_a_config_yaml_is_a_model():
     Path("base/config.yaml").write_text("of another tool")
     assert named_run("base") is None

@@ -8,9 +8,9 @@ import pytest
 
 from tinyrl.config.schema import Config
 from tinyrl.data import rows as data_rows
+from tinyrl.data.rows import example_rows
 from tinyrl.tasks import TASKS, load_rows, load_split, load_task
 from tinyrl.tasks.task import Task
-from tinyrl.trainers.sft import text_rows
 
 
 def toy_rows(split):
@@ -94,7 +94,7 @@ def test_the_held_out_rows_are_those_of_split_seed_whatever_the_run_seed(tmp_pat
     def held(seed, **task):
         values = {"method": method, "task": {"data": source, **task}, "run": {"seed": seed}}
         config = Config.model_validate(values)
-        rows = text_rows(config)[1] if method == "sft" else load_split(config, "eval")
+        rows = example_rows(config)[1] if method == "sft" else load_split(config, "eval")
         return [row["prompt"] for row in rows]
 
     # by hand: prompts sorted by the sha256 of {"prompt":"..."}, then the first 6 places by that of "hold out 0:place"
@@ -135,6 +135,22 @@ def test_rows_a_task_cannot_use_are_answered_with_their_line(tmp_path, rows, opt
         load_rows(TOY, "train", data=jsonl(tmp_path / "a.jsonl", rows), **options)
 
 
+def test_conversations_and_pairs_have_the_prompt_that_they_begin_with(tmp_path):
+    asked = {"role": "user", "content": "how many?"}
+    said = [{"role": "assistant", "content": "two"}, {"role": "user", "content": "why?"}]
+    rows = [
+        {"prompt": "how many?", "completion": "two"},
+        {"messages": [asked, *said]},
+        {"chosen": [asked, said[0]], "rejected": [asked, {"role": "assistant", "content": "three"}]},
+        {"chosen": "so many are two", "rejected": "so many are three"},
+    ]
+    read = load_rows(load_task("rows"), "train", data=jsonl(tmp_path / "a.jsonl", rows), eval_data="none")
+    assert [row["prompt"] for row in read] == ["how many?", [asked], [asked], "so many are"]
+    differing = jsonl(tmp_path / "b.jsonl", [{"chosen": "two", "rejected": "three"}])
+    with pytest.raises(ValueError, match=r"b\.jsonl:1: `chosen` and `rejected` have no first word in common"):
+        load_rows(load_task("rows"), "train", data=differing, eval_data="none")
+
+
 def test_columns_without_data_are_refused():
     with pytest.raises(ValueError, match=r"no task\.data is given"):
         load_rows(TOY, "train", columns={"q": "x"})
@@ -162,5 +178,5 @@ def test_a_revision_reaches_the_hub_with_every_source(monkeypatch: pytest.Monkey
     load_rows(TOY, "eval", data="a/b", eval_data="a/b@test", revision="1f0c")
     load_rows(TOY, "eval", data="a/b", revision="1f0c")
     task = {"data": "a/b", "eval_data": "a/b@test", "revision": "1f0c"}
-    text_rows(Config.model_validate({"method": "sft", "task": task}))
+    example_rows(Config.model_validate({"method": "sft", "task": task}))
     assert asked == [(name, "1f0c") for name in ("a/b", "a/b@test", "a/b", "a/b", "a/b@test")]

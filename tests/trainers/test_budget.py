@@ -40,7 +40,7 @@ def test_methods_that_sample(method: str, tiny: TinyModels, budgets: list[int], 
     assert set(budgets) == {BUDGET}
 
 
-@pytest.mark.parametrize("method", ["sft", "reward"])
+@pytest.mark.parametrize("method", ["sft", "reward", "dpo"])
 def test_methods_that_learn_from_text(method: str, tiny: TinyModels, budgets: list[int], tmp_path: Path) -> None:
     row = {"prompt": "a:", "completion": "aaa", "chosen": "yes", "rejected": "no"}
     rows = [{**row, "prompt": f"{letter}:"} for letter in "abcdefghij" * 2]

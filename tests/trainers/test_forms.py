@@ -1,7 +1,9 @@
 """Variants of the same training: chat messages, bfloat16, gradient checkpointing, a reward that sometimes fails."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.components import Options, load_sampling_parts
 from tinyrl.config.schema import Config
-from tinyrl.trainers import reward_model, sft
+from tinyrl.trainers import dpo, reward_model, sft
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
@@ -29,7 +31,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_variables_of_the_template_reach_every_prompt_and_are_recorded(chat_model: Path, tmp_path: Path) -> None:
-    rows = [{"prompt": f"say {c}", "completion": c, "chosen": c, "rejected": ""} for c in "abcdefgh"]
+    rows = [{"prompt": f"say {c}", "completion": c, "chosen": c, "rejected": "no"} for c in "abcdefgh"]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {"name": "rows", "data": str(tmp_path / "rows.jsonl"), "chat_template": {"effort": "low"}}
     end = "[assistant] <think>\nlow "
@@ -37,10 +39,17 @@ def test_variables_of_the_template_reach_every_prompt_and_are_recorded(chat_mode
     assert settings.written()["task"]["chat_template"] == {"effort": "low"}
     parts = load_sampling_parts(settings, options=Options(device="cpu"))
     assert all(prompt.text.endswith(end) for prompt in (*parts.train_prompts, *parts.eval_prompts))
-    for method, trainer in {"sft": sft, "reward": reward_model}.items():
-        settings = Config.model_validate({"method": method, "model": {"path": str(chat_model)}, "task": task})
-        parts = trainer.load(settings, options=Options(device="cpu"))
-        assert all(end in parts.tokenizer.decode(tokens) for tokens, _ in (*parts.train, *parts.held_out))
+    values = {"model": {"path": str(chat_model)}, "task": task}
+    methods: dict[str, tuple[Any, Callable[[Any], list[int]]]] = {
+        "reward": (reward_model, lambda row: row.texts[0]),
+        "dpo": (dpo, lambda row: row.prompt),
+        "sft": (sft, lambda row: row[0].prompt),
+    }
+    for method, (trainer, tokens_of) in methods.items():
+        settings = Config.model_validate({"method": method, **values})
+        loaded = trainer.load(settings, options=Options(device="cpu"))
+        kept = loaded.rows if method == "reward" else loaded
+        assert all(end in loaded.tokenizer.decode(tokens_of(row)) for row in (*kept.train, *kept.held_out))
 
 
 def test_messages_reach_the_reward_as_messages(chat_model: Path, tmp_path: Path) -> None:

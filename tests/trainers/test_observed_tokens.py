@@ -13,11 +13,12 @@ from tests.faults.lookup_runs import lookup
 from tinyrl.algorithms.advantages import gae
 from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.components import Options, SamplingParts, load_sampling_parts
+from tinyrl.config.presets import PRESETS
 from tinyrl.environments.episode import Episode
 from tinyrl.generation.engine import Completion
 from tinyrl.models.batches import SequenceBatch
-from tinyrl.rollout import (
-    Rollout,
+from tinyrl.rollout import Rollout
+from tinyrl.sampling import (
     Truncation,
     _add_episodes,
     _as_tensors,
@@ -30,7 +31,15 @@ from tinyrl.trainers.grpo import advantages_of
 from tinyrl.trainers.policy_loss import Counts, LossSettings, PolicyLoss
 from tinyrl.trainers.ppo import ValueLoss, adapted_kl_coef, explained_variance, shaped_rewards
 
-GRPO = ("dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce++", "reinforce++-baseline")
+GRPO: dict[str, dict[str, Any]] = {
+    **{name: {"preset": name} for name in PRESETS},
+    "gspo-token": {"preset": "gspo", "ratio_level": "sequence-token"},
+    "by sequence": {"mismatch": "sequence", "mismatch_cap": 50.0},
+    "masked by token": {"mismatch": "token-mask", "mismatch_floor": 0.5},
+    "masked by sequence": {"mismatch": "sequence-mask", "mismatch_cap": 50.0},
+    "with an entropy bonus": {"entropy_coef": 0.1},
+    "KL in the group's scores": {"kl_coef": 0.1, "kl_placement": "reward"},
+}
 PER_TOKEN = ("sampling_logprobs", "old_logprobs", "ref_logprobs", "values")
 
 
@@ -102,15 +111,13 @@ def gradient(parts: SamplingParts, role: Any, loss: Any, rows: list[int]) -> Ten
     return torch.cat([p.grad.flatten() for p in parts.roles.parameters[role].values() if p.grad is not None])
 
 
-@pytest.mark.parametrize("preset", GRPO)
-def test_numbers_at_observed_tokens_move_no_gradient_of_grpo(
-    preset: str, parts: SamplingParts, rollout: Rollout
-) -> None:
-    config = lookup(grpo={"preset": preset, "group_size": 4}).grpo
+@pytest.mark.parametrize("name", GRPO)
+def test_numbers_at_observed_tokens_move_no_gradient_of_grpo(name: str, parts: SamplingParts, rollout: Rollout) -> None:
+    config = lookup(grpo={**GRPO[name], "group_size": 4}).grpo
     rows = list(range(len(rollout)))
     found = []
     for one in (rollout, with_junk(rollout, *PER_TOKEN)):
-        one.advantages = advantages_of(one, config)
+        one.advantages = advantages_of(one, config, weights=parts.scorer.weights)
         loss = PolicyLoss(
             one, rows, roles=parts.roles, settings=settings_of(config, kl_coef=max(config.kl_coef, 0.05)), first=True
         )

@@ -10,9 +10,9 @@ import torch
 from tests import running
 from tests.tiny_models import TinyModels
 from tinyrl.components import Options, SamplingParts, load_sampling_parts
-from tinyrl.config.schema import GrpoConfig, PpoConfig
+from tinyrl.config.method_sections import GrpoConfig, PpoConfig
 from tinyrl.rollout import FINISH_REASONS, Rollout
-from tinyrl.trainers.grpo import advantages_of
+from tinyrl.trainers.grpo import advantages_of, zero_spread
 from tinyrl.trainers.ppo import adapted_kl_coef, predict_final_values
 
 
@@ -72,6 +72,78 @@ def test_a_kl_in_the_reward_counts_once_and_only_there() -> None:
     )
 
 
+def test_a_kl_in_the_reward_keeps_its_weight_where_rewards_are_scaled() -> None:
+    """Rewards 1 and 3 deviate by 2 / sqrt 2; the KL of 2 and 6 nats is centred and weighed, in a flat group too. A
+    response without a reward is compared in nothing.
+    """
+    in_reward = {"kl_placement": "reward", "kl_coef": 0.25}
+    rollout = rollout_of([1.0, 3.0], [[1.0, 1.0], [3.0, 3.0]])
+    scaled = 1 / (math.sqrt(2) + 1e-4)
+    assert advantages_of(rollout, grpo(**in_reward)).tolist() == pytest.approx([0.5 - scaled, scaled - 0.5])
+    flat = rollout_of([1.0, 1.0], [[1.0, 1.0], [3.0, 3.0]])
+    assert advantages_of(flat, grpo(**in_reward)).tolist() == pytest.approx([0.5, -0.5])
+    lost = rollout_of([1.0, math.nan, 3.0], [[1.0, 1.0], [9.0, 9.0], [3.0, 3.0]])
+    found = advantages_of(lost, grpo(**{**in_reward, "group_size": 3})).tolist()
+    assert found == pytest.approx([0.5 - scaled, 0.0, scaled - 0.5])
+
+
+def test_a_truncated_response_that_is_left_out_still_counts_in_its_group_with_its_kl() -> None:
+    """Rewards 1, 3 and 8 with a KL of 2, 6 and 12 nats, the last left out of the loss: 0.5, 1.5 and 5 are compared."""
+    rollout = rollout_of([1.0, 3.0, 8.0], [[1.0, 1.0], [3.0, 3.0], [6.0, 6.0]], kept=[True, True, False])
+    in_reward = {"kl_placement": "reward", "kl_coef": 0.25, "group_size": 3}
+    mean = (0.5 + 1.5 + 5.0) / 3
+    want = [0.5 - mean, 1.5 - mean, 5.0 - mean]
+    assert advantages_of(rollout, grpo(advantage_scale="none", **in_reward)).tolist() == pytest.approx(want)
+    rloo = advantages_of(rollout, grpo(preset="rloo", **in_reward)).tolist()
+    assert rloo == pytest.approx([x * 3 / 2 for x in want])
+    assert rollout.kl_per_response() == 4.0  # what is logged is of those that count
+
+
+def test_the_kl_of_a_score_is_computed_also_for_responses_left_out(
+    tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Rollout] = []
+
+    def spy(rollout: Rollout, config: GrpoConfig, **weights: torch.Tensor) -> torch.Tensor:
+        seen.append(rollout)
+        return advantages_of(rollout, config, **weights)
+
+    monkeypatch.setattr("tinyrl.trainers.grpo.advantages_of", spy)
+    settings = running.config(
+        "grpo",
+        tiny("llama"),
+        grpo={"kl_coef": 0.1, "kl_placement": "reward", "num_epochs": 2},
+        generation={"stop": [*"abcdefghijklm"]},
+        reward={"truncated": "mask"},
+        run={"num_steps": 2, "eval_every": 0},
+    )
+    assert running.train(settings, tmp_path)[0] == 0
+    for rollout in seen:
+        left_out = ~rollout.kept
+        assert 0 < left_out.sum() < len(rollout)
+        assert rollout.ref_logprobs is not None
+        assert rollout.old_logprobs is not None
+        chosen = rollout.response_mask[left_out]
+        assert (rollout.ref_logprobs[left_out][chosen] < 0).all()
+        assert (rollout.old_logprobs[left_out][chosen] < 0).all()
+    assert seen[0].kl(seen[0].scored_mask).abs().max() < 1e-4  # nothing is learnt yet
+    assert seen[1].kl(seen[1].scored_mask)[~seen[1].kept].abs().max() > 1e-3
+
+
+def test_each_reward_is_compared_on_its_own() -> None:
+    """Two prompts whose sums are flat: right in one way or in the other, which GDPO tells apart, and right in none."""
+    rollout = rollout_of([1.0, 1.0, 0.0, 0.0, math.nan, 1.0], [[0.0, 0.0]] * 6)
+    rollout.scores = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
+    weights = torch.tensor([3.0, 1.0])
+    together, each = grpo(), grpo(preset="gdpo")
+    assert zero_spread(rollout, together).tolist() == [True, True, True]
+    assert zero_spread(rollout, each).tolist() == [False, True, True]  # the last has one valid row
+    assert not advantages_of(rollout, together).any()
+    got = advantages_of(rollout, each, weights=weights).tolist()
+    # 3 a - a and a - 3 a with a = 0.7070; five rows have a score: a variance of 2 (2 a)^2 / 4
+    assert got == pytest.approx([math.sqrt(2), -math.sqrt(2), 0.0, 0.0, 0.0, 0.0], rel=1e-3)
+
+
 def test_the_baseline_of_reinforce_is_the_groups_mean() -> None:
     """Two prompts, one easy: against their groups' means all that is left is which response is the better one."""
     rollout = rollout_of([0.0, 2.0, 10.0, 12.0], [[0.0, 0.0]] * 4)
@@ -128,6 +200,31 @@ def test_ppo_and_grpo_log_how_far_sampling_and_training_differ(tiny: TinyModels,
         for line in running.metrics(run)[1:]:
             assert 0.0 < line["policy/sampling_gap"] < 1e-5
             assert line["policy/approx_kl"] > 1e-4  # the drift
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_an_entropy_coefficient_follows_the_entropy_from_the_second_step_on(
+    method: str, tiny: TinyModels, tmp_path: Path
+) -> None:
+    """The bonus is off in the first step, in which the entropy is first seen, and where it is above its target."""
+    once = {"critic": {"warmup": 0}} if method == "ppo" else {}
+    for name, target, used in (("low", 20.0, [0.0, 0.25, 0.375]), ("high", 0.01, [0.0, 0.0, 0.0])):
+        steered = {"entropy_coef": 0.125, "entropy_target": target, "entropy_coef_step": 0.125}
+        settings = running.config(method, tiny("llama"), **{method: steered}, **once, run={"eval_every": 0})
+        _, run, _ = running.train(settings, tmp_path, name=f"{method}-{name}")
+        assert [line["policy/entropy_coef"] for line in running.metrics(run)[1:]] == used
+    _, plain, _ = running.train(running.config(method, tiny("llama")), tmp_path, name=f"{method}-plain")
+    assert "policy/entropy_coef" not in running.metrics(plain)[-1]
+
+
+def test_an_entropy_bonus_keeps_more_entropy(tiny: TinyModels, tmp_path: Path) -> None:
+    entropies = []
+    for coef in (0.0, 1.0):
+        settings = running.config("grpo", tiny("llama"), grpo={"entropy_coef": coef}, run={"eval_every": 0})
+        _, run, _ = running.train(settings, tmp_path, name=f"coef-{coef}")
+        entropies.append([line["policy/entropy"] for line in running.metrics(run)[1:]])
+    assert entropies[0][0] == entropies[1][0]
+    assert entropies[1][-1] > entropies[0][-1]
 
 
 @pytest.fixture(scope="module", params=["adapter", "shared", "separate"])

@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from tinyrl.config.schema import GrpoConfig
+from tinyrl.config.method_sections import GrpoConfig
 from tinyrl.rollout import PolicyBatch
 from tinyrl.trainers.policy_loss import Counts, LossSettings, policy_loss, sampling_gap
 
 LENGTHS = 8
 
 
-def settings_of(preset: str, *, weigh_mismatch: bool = False) -> LossSettings:
-    section: Any = GrpoConfig.model_validate({"preset": preset})
+def settings_of(preset: str, *, weigh_mismatch: bool = False, **fields: Any) -> LossSettings:
+    section: Any = GrpoConfig.model_validate({"preset": preset, **fields})
     return LossSettings.of(section, temperature=1.0, max_new_tokens=LENGTHS, kl_coef=0.0, weigh_mismatch=weigh_mismatch)
 
 
@@ -80,3 +80,53 @@ def test_every_surrogate_weighs_a_mismatch_between_sampling_and_training(preset:
     assert metrics["policy/capped_weights"].item() == pytest.approx(1 / 3)
     gap = sampling_gap(batch, Counts(3, 1, 1))["policy/sampling_gap"]
     assert gap.item() == pytest.approx(ratios.log().abs().mean().item())
+
+
+@pytest.mark.parametrize("preset", ["dapo", "cispo"])
+@pytest.mark.parametrize(
+    ("fields", "weights", "capped"),
+    [
+        ({"mismatch": "none"}, [1.0, 1.0, 1.0], None),
+        ({"mismatch": "token", "mismatch_cap": 3.0}, [2 / 3, 1.5, 3.0], 1 / 3),
+        ({"mismatch": "token-mask"}, [2 / 3, 1.5, 0.0], 1 / 3),
+        ({"mismatch": "token-mask", "mismatch_floor": 0.7}, [0.0, 1.5, 0.0], 2 / 3),
+        ({"mismatch": "sequence"}, [2.0, 2.0, 2.0], 1.0),
+        ({"mismatch": "sequence", "mismatch_cap": 8.0}, [4.0, 4.0, 4.0], 0.0),
+        ({"mismatch": "sequence-mask"}, [0.0, 0.0, 0.0], 1.0),
+    ],
+)
+def test_the_mismatch_is_corrected_as_configured(
+    preset: str, fields: dict[str, Any], weights: list[float], capped: float | None
+) -> None:
+    """Old over sampling probability is 2/3, 3/2 and 4, of the sequence 4: the factor of each token's gradient."""
+    old = torch.tensor([[-1.0, -1.0, -1.0]])
+    logprobs = old.clone().requires_grad_()
+    batch = PolicyBatch(
+        logprobs=logprobs,
+        old_logprobs=old,
+        sampling_logprobs=old - torch.tensor([[2 / 3, 1.5, 4.0]]).log(),
+        ref_logprobs=None,
+        entropy=torch.zeros(1, 3),
+        advantages=torch.ones(1, 3),
+        mask=torch.ones(1, 3, dtype=torch.bool),
+    )
+    loss, metrics = policy_loss(
+        batch, Counts(3, 1, 1), settings=settings_of(preset, weigh_mismatch=True, aggregation="token", **fields)
+    )
+    loss.backward()
+    assert logprobs.grad is not None
+    assert (-3 * logprobs.grad[0]).tolist() == pytest.approx(weights)
+    assert metrics.get("policy/capped_weights") == (None if capped is None else pytest.approx(capped))
+
+
+@pytest.mark.parametrize("preset", ["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo"])
+def test_an_entropy_bonus_is_a_mean_over_tokens_whatever_the_aggregation(preset: str) -> None:
+    """d loss / d entropy = -entropy_coef / tokens for each of the tokens of the step that count."""
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    entropy = torch.rand(2, 3, requires_grad=True)
+    zeros = torch.zeros(2, 3)
+    batch = PolicyBatch(zeros, zeros, zeros, None, entropy, zeros, mask)
+    loss, _ = policy_loss(batch, Counts(12, 5, 6), settings=settings_of(preset, entropy_coef=0.3))
+    loss.backward()
+    assert entropy.grad is not None
+    torch.testing.assert_close(entropy.grad, torch.where(mask, -0.3 / 12, 0.0))

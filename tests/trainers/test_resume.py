@@ -16,14 +16,35 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo with reference": ("grpo", {"grpo": {"preset": "grpo"}}),
     "grpo, refilled groups": ("grpo", {"grpo": {"refill_rounds": 2}}),
     "grpo, across an epoch of the data": ("grpo", {"task": {"max_samples": 6}}),
+    "grpo, entropy steered": (
+        "grpo",
+        {"grpo": {"entropy_target": 20.0, "entropy_coef_step": 0.02, "num_epochs": 2, "minibatch_size": 8}},
+    ),
+    "grpo, solved prompts left out": (
+        "grpo",
+        {
+            "task": {"max_samples": 7, "skip_solved": 1},
+            "reward": {"functions": [{"use": f"{Path(running.__file__).parent / 'varied_reward.py'}:partly_solved"}]},
+            "grpo": {"refill_rounds": 1},
+        },
+    ),
+    "grpo, KL in the reward": ("grpo", {"grpo": {"kl_coef": 0.1, "kl_placement": "reward", "num_epochs": 2}}),
+    "gdpo": ("grpo", {"grpo": {"preset": "gdpo"}}),
     "grpo, full": ("grpo", {"lora": {"enabled": False}, "optim": {"learning_rate": 1e-3}}),
     "ppo": ("ppo", {"ppo": {"kl_controller": "adaptive", "kl_horizon": 100}}),
     "ppo, micro-batches": ("ppo", {"run": {"micro_batch_tokens": 40}}),
+    "ppo, entropy steered": ("ppo", {"ppo": {"entropy_target": 20.0, "entropy_coef_step": 0.02}}),
     "ppo, truncated responses bootstrapped": ("ppo", {"ppo": {"bootstrap_truncated": True}}),
     "ppo, full": ("ppo", {"lora": {"enabled": False}, "optim": {"learning_rate": 1e-3}}),
     "ppo, schedule": ("ppo", {"optim": {"schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1}}),
 }
-FAST = ("grpo, epochs and minibatches", "ppo")
+FAST = ("grpo, epochs and minibatches", "grpo, solved prompts left out", "ppo, entropy steered", "ppo")
+TEXT = {"ptx_coef": 0.5, "ptx_data": str(Path(__file__).parents[1] / "text_rows.jsonl"), "ptx_batch_size": 3}
+VARIANTS |= {
+    "ppo, text": ("ppo", {"ppo": TEXT, "critic": {"warmup": 0}}),
+    "ppo, a critic that pretrains": ("ppo", {"critic": {"pretrain_steps": 2}, "ppo": {"critic_gae_lambda": 1.0}}),
+    "a2c": ("ppo", {"ppo": {"preset": "a2c", "num_epochs": 1, "minibatch_size": None, "value_clip_eps": None}}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +77,17 @@ def test_stopped_and_resumed_is_bit_equal(name: str, model: Path, tmp_path: Path
         assert_same(whole, stopped, settings.run.num_steps)
 
 
-def test_stopped_twice_inside_an_update(model: Path, tmp_path: Path) -> None:
+INSIDE: dict[str, dict[str, Any]] = {
+    "ppo": {"ppo": {"num_epochs": 3}},
+    "text": {"ppo": {"num_epochs": 3, **TEXT}, "critic": {"warmup": 0}},
+    "pretraining": {"ppo": {"num_epochs": 3}, "critic": {"pretrain_steps": 3}},
+}
+
+
+@pytest.mark.parametrize("sections", INSIDE.values(), ids=INSIDE.keys())
+def test_stopped_twice_inside_an_update(sections: dict[str, Any], model: Path, tmp_path: Path) -> None:
     """A stop inside an update keeps the rollout: the resumed run samples nothing for that step again."""
-    settings = running.config("ppo", model, ppo={"num_epochs": 3})
+    settings = running.config("ppo", model, **sections)
     _, whole, _ = running.train(settings, tmp_path, name="whole")
     phases = []
     for stop_at in range(24, 400, 3):

@@ -14,8 +14,11 @@ from transformers import AutoModelForSequenceClassification
 from tests import running
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tinyrl.components import Options, load_sampling_parts
+from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import load_config
-from tinyrl.config.schema import Config, RewardConfig
+from tinyrl.config.schema import Config
+from tinyrl.config.sections import RewardConfig
+from tinyrl.data.rows import example_rows
 from tinyrl.models import reward_model as reward_models
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.reward_model import load_reward_model
@@ -23,7 +26,8 @@ from tinyrl.models.roles import Roles
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import prepare_prompts, token_ids
 from tinyrl.trainers import reward_model
-from tinyrl.trainers.sft import example, load, text_rows
+from tinyrl.trainers.examples import turns_of
+from tinyrl.trainers.sft import load
 
 RUN = {"num_steps": 30, "eval_every": 10, "save_every": 10, "threads": 1}
 
@@ -63,25 +67,28 @@ def test_sft_learns(lora: bool, loss_on: str, model: Path, rows: Path, tmp_path:
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-@pytest.mark.parametrize("method", ["sft", "reward"])
+@pytest.mark.parametrize("method", ["sft", "reward", "dpo"])
 def test_text_training_resumes_exactly(method: str, lora: bool, model: Path, rows: Path, tmp_path: Path) -> None:
-    """With LoRA's dropout on: its generator is part of the checkpoint."""
+    """With LoRA's dropout on: its generator is part of the checkpoint. A step that is stopped between two micro-batches
+    is done again with the dropout that it began with.
+    """
     chosen = settings(method, model, rows, lora=lora)
     chosen.lora.dropout = 0.1 if lora else 0.0
-    chosen.run.num_steps = 6
+    chosen.run.num_steps, chosen.run.micro_batch_tokens = 6, 300
     _, whole, looks = running.train(chosen, tmp_path, name="whole")
-    code, stopped, _ = running.train(chosen, tmp_path, name="stopped", stop_at=looks // 2)
-    assert code == 75
-    assert running.go_on(stopped) == 0
-    assert running.lasting(whole) == running.lasting(stopped)
-    ours, theirs = running.weights(whole, 6), running.weights(stopped, 6)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for stop_at in range(looks // 2, looks // 2 + 3):
+        code, stopped, _ = running.train(chosen, tmp_path, name=f"stopped-{stop_at}", stop_at=stop_at)
+        assert code == 75
+        assert running.go_on(stopped) == 0
+        assert running.lasting(whole) == running.lasting(stopped)
+        ours, theirs = running.weights(whole, 6), running.weights(stopped, 6)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("method", ["sft", "reward"])
+@pytest.mark.parametrize("method", ["sft", "reward", "dpo"])
 def test_a_batch_is_at_most_all_rows(method: str, model: Path, rows: Path, tmp_path: Path) -> None:
     """Of 104 rows 94 are trained on: a larger batch is these, each once, and not a billion of them."""
-    section = {"sft": "sft", "reward": "reward_model"}[method]
+    section = METHODS[method].own
     runs = []
     for size in (94, 10**9):
         chosen = settings(method, model, rows, lora=True, **{section: {"batch_size": size}})
@@ -191,10 +198,10 @@ def test_the_accuracy_reported_is_the_one_ppo_reads(
         completions = [[*token_ids(parts.tokenizer, line[side]), eos] for line in lines]
         return parts.scorer(prompts, completions).scores[:, 0].tolist(), sorted(read)
 
-    train, held_out = text_rows(config)
+    train, held_out = example_rows(config)
     for index, side in enumerate(("chosen", "rejected")):
-        assert scored(train, side)[1] == sorted(pair[index] for pair in trained.train)
-        assert scored(held_out, side)[1] == sorted(pair[index] for pair in trained.held_out)
+        assert scored(train, side)[1] == sorted(one.texts[index] for one in trained.rows.train)
+        assert scored(held_out, side)[1] == sorted(one.texts[index] for one in trained.rows.held_out)
     chosen, rejected = scored(held_out, "chosen")[0], scored(held_out, "rejected")[0]
     accuracy = sum((a > b) + (a == b) / 2 for a, b in zip(chosen, rejected, strict=True)) / len(chosen)
     line = running.metrics(made)[-1]
@@ -270,17 +277,17 @@ def test_loss_on_all_keeps_separators_inside_a_text(model: Path, rows: Path) -> 
     eos = tokenizer.eos_token_id
     tokenizer.bos_token = tokenizer.eos_token
     row = {"prompt": f"{tokenizer.eos_token}ab{tokenizer.eos_token}cd", "completion": "ef"}
-    start, target = example(row, parts)
+    [(start, target, _)] = turns_of(row, parts, system_prompt=None)
     letters = [tokenizer(c, add_special_tokens=False)["input_ids"] for c in ("ab", "cd", "ef")]
     assert start == [eos]
     assert target == [*letters[0], eos, *letters[1], *letters[2], eos]
     parts.close()
 
 
-@pytest.mark.parametrize("method", ["sft", "reward"])
+@pytest.mark.parametrize("method", ["sft", "reward", "dpo"])
 def test_rows_of_one_prompt_leave_nothing_to_train_on(method: str, tmp_path: Path) -> None:
     row = {"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c"}
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 9)
     config = Config.model_validate({"method": method, "task": {"data": str(tmp_path / "rows.jsonl")}})
     with pytest.raises(ValueError, match=r"rows\.jsonl: only one prompt, so none can be held out"):
-        text_rows(config)
+        example_rows(config)

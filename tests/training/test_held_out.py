@@ -32,7 +32,7 @@ def settings(method: str, model: Path, rows: Path, **run: int) -> Config:
     return Config.model_validate(values)
 
 
-@pytest.mark.parametrize("method", ["grpo", "ppo", "sft", "reward"])
+@pytest.mark.parametrize("method", ["grpo", "ppo", "sft", "reward", "dpo"])
 def test_no_held_out_prompts_asked_for_is_no_evaluation(
     method: str, model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -46,7 +46,7 @@ def test_no_held_out_prompts_asked_for_is_no_evaluation(
     assert "held out" not in shown.err
 
 
-@pytest.mark.parametrize("method", ["grpo", "sft", "reward"])
+@pytest.mark.parametrize("method", ["grpo", "sft", "reward", "dpo"])
 def test_few_held_out_prompts_are_said_before_the_first_step(
     method: str, model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

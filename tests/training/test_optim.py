@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tinyrl.config.schema import OptimConfig
+from tinyrl.config.sections import OptimConfig
 from tinyrl.training.optim import RoleOptimizer, rate_factor, stretched_schedule
 
 

@@ -22,7 +22,9 @@ def written(tmp_path: Path) -> tuple[Path, CheckpointState]:
         minibatch=3,
         values={"reward/mean": math.nan, "completion/tokens": 96},
         sums={"policy/loss": [0.5, 2]},
-        controllers=Controllers(kl_coef=0.07, exact_sampling=True, failing_batches=1),
+        controllers=Controllers(
+            kl_coef=0.07, exact_sampling=True, failing_batches=1, entropy_coef=0.1, entropy=1 / 3, solved={"ab": 2}
+        ),
         best=Best(step=5, value=0.5),
         skipped=1,
     )
@@ -61,6 +63,8 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a step beyond counting": (lambda s: s["run"].update(step=10**30), "run.step: "),
     "text for a metric": (lambda s: s["run"]["values"].update({"completion/tokens": "many"}), "run.values.completion"),
     "a negative KL weight": (lambda s: s["run"]["controllers"].update(kl_coef=-1.0), "run.controllers.kl_coef: "),
+    "a negative entropy weight": (lambda s: s["run"]["controllers"].update(entropy_coef=-1.0), "entropy_coef: "),
+    "a row solved in no epoch": (lambda s: s["run"]["controllers"]["solved"].update(ab="x"), "controllers.solved.ab: "),
     "more threads than a machine has": (lambda s: s.update(threads=10**9), "threads: "),
     "a generator of two": (lambda s: s.update(python_random=[3, []]), "python_random: "),
     "a generator of text": (lambda s: s["python_random"][1].__setitem__(0, "a"), "is no state of Python's generator"),

@@ -17,9 +17,10 @@ from typing import Annotated, Literal
 import typer
 
 import tinyrl
-from tinyrl.cli import trials
+from tinyrl.cli import judging, trials
 from tinyrl.cli.errors import sentences
-from tinyrl.cli.train import How, quiet_libraries, resume_run, show_run, start_run
+from tinyrl.cli.options import Debug, Device, TrustRemoteCode, complete_setting
+from tinyrl.cli.train import How, resume_run, show_run, start_run
 from tinyrl.config.methods import METHODS, or_list
 
 app = typer.Typer(
@@ -42,21 +43,6 @@ def complete_section(incomplete: str) -> list[str]:
     return [name for name in SECTIONS if name.startswith(incomplete)]
 
 
-def complete_setting(incomplete: str) -> list[str]:
-    """Packaged recipes and `section.key=` that begin like this."""
-    from tinyrl.config.errors import fields_of, section_class
-    from tinyrl.config.recipe import packaged_recipes
-    from tinyrl.config.settings import SECTIONS
-
-    keys = [f"{section}.{key}=" for section in SECTIONS for key in fields_of(section_class(section))]
-    return [name for name in [*packaged_recipes(), *keys] if name.startswith(incomplete)]
-
-
-Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="where to run")]
-Debug = Annotated[bool, typer.Option("--debug", help="show a traceback with an error")]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="run Python code that comes with a hub model")
-]
 OutputDir = Annotated[str, typer.Option(help="where run folders are made")]
 
 
@@ -115,42 +101,8 @@ def train(
         start_run(method, settings or [], name=name, output_dir=output_dir, overwrite=overwrite, how=how)
 
 
-@app.command("eval")
-def evaluate(
-    target: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL")],
-    vs: Annotated[
-        str | None,
-        typer.Option(help="base, start, a run or a checkpoint, judged by the first one's prompts and reward"),
-    ] = None,
-    task: Annotated[str | None, typer.Option(help="another task than the run's")] = None,
-    split: Annotated[
-        Literal["eval", "train"], typer.Option(help="held-out prompts, or those of training (has it memorised?)")
-    ] = "eval",
-    num_prompts: Annotated[int, typer.Option(min=1, help="how many prompts")] = 512,
-    samples: Annotated[int, typer.Option(min=1, help="samples a prompt")] = 1,
-    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
-    device: Device = "auto",
-    trust_remote_code: TrustRemoteCode = False,
-    debug: Debug = False,
-) -> None:
-    """Evaluate a run, a checkpoint or a model on held-out prompts."""
-    quiet_libraries()
-    with sentences(debug):
-        from tinyrl.cli.preflight import check_evaluation
-
-        check_evaluation(target, vs=vs, task=task)
-        from tinyrl.evaluation.compare import Options, evaluate_target, render
-
-        result = evaluate_target(
-            target,
-            vs=vs,
-            task=task,
-            split=split,
-            num_prompts=num_prompts,
-            samples=samples,
-            options=Options(device=device, trust_remote_code=trust_remote_code),
-        )
-        print(render(result, as_json=json_output))
+app.command("eval")(judging.evaluate)
+app.command()(judging.compare)
 
 
 @app.command()

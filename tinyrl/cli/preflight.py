@@ -6,23 +6,27 @@ They take under a second, and torch stays unimported.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
-from tinyrl.data.readers import hub_name
+from tinyrl.data.judged import judged, objective_of
+from tinyrl.data.readers import Row, hub_name
 from tinyrl.data.rows import placed_rows
+from tinyrl.data.shapes import READINGS, text_examples
+from tinyrl.evaluation.targets import Asked, check_asked, find
 from tinyrl.runs.run_dir import named_run, run_of
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.starter import EMBEDDED, starter_path
 from tinyrl.tasks import load_split, load_task
-from tinyrl.text import did_you_mean, listed
+from tinyrl.text import did_you_mean
 from tinyrl.workers.loading import parse_use
 
 TEXT_FILES = (".jsonl", ".json", ".csv")
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-PAIR_COLUMNS = ("prompt", "chosen", "rejected")
 
 
 def check_before_loading(config: Config) -> None:
@@ -36,31 +40,63 @@ def check_before_loading(config: Config) -> None:
         for name in ADAPTER_FILES:
             if not os.path.isfile(os.path.join(config.model.adapter, name)):
                 raise ValueError(f"model.adapter={config.model.adapter}: {name} is missing there")
+    _check_rewards(config)
+    for setting, use in config.environment.functions:
+        parse_use(use, setting=setting, classes=True)
+    _check_rows(config)
+
+
+def _check_rewards(config: Config) -> None:
     if config.reward.model is not None:
         _check_model_path("reward.model", config.reward.model)
     for function in config.reward.functions:
         parse_use(function.use)
-    for setting, use in config.environment.functions:
-        parse_use(use, setting=setting, classes=True)
+
+
+def _check_rows(config: Config) -> None:
     if METHODS[config.method].samples:
         _check_prompts(config)
+        if config.ppo.ptx_data is not None:
+            _check_readings(config.ppo.ptx_data, lambda row, _: text_examples(row), columns={})
     else:
         _check_examples(config)
 
 
-def check_evaluation(target: str, *, vs: str | None, task: str | None) -> None:
-    """Raise ValueError for a target, --vs or --task of `tinyrl eval` that cannot exist."""
+def check_evaluation(
+    target: str,
+    *,
+    vs: str | None,
+    task: str | None,
+    data: str | None = None,
+    settings: list[str] | None = None,
+    split: str = "eval",
+    best_of: int = 1,
+    save_samples: str | None = None,
+) -> None:
+    """Raise ValueError for what `tinyrl eval` cannot use: a target or --vs that cannot exist, a task, rows, settings,
+    options that nothing reads.
+    """
     if task is not None:
         load_task(task)
     for name in (target, *([vs] if vs not in (None, "base", "start") else [])):
         if run_of(Path(name)) is not None:
             continue
-        if task is None:
+        if task is None and data is None:
             meant = did_you_mean(name, [str(p.parent) for p in Path(name).parent.glob("*/config.yaml")])
             raise ValueError(
-                f"{name} is not a run.{meant} To evaluate a model, say what on: --task NAME (see `tinyrl tasks`)"
+                f"{name} is not a run.{meant} To evaluate a model, say what on: --task NAME (see `tinyrl tasks`) or "
+                "--data FILE"
             )
         _check_model_path("model", name)
+    asked = Asked(task, data, tuple(settings or ()))
+    found = find(target, asked)
+    check_asked(found, asked, split=split, best_of=best_of, save_samples=save_samples)
+    if asked.nothing:
+        return
+    for config in (found.sampled, found.measured):
+        if config is not None:
+            _check_rewards(config)
+            _check_rows(config)
 
 
 def _check_model_path(key: str, path: str) -> None:
@@ -138,27 +174,35 @@ def _check_prompts(config: Config) -> None:
 
 
 def _check_examples(config: Config) -> None:
-    """Rows of sft and reward have their columns, and the texts in them are text."""
+    """Rows of methods that learn from examples can be read as what the method learns from."""
     where = config.task
     if where.data is None:
         raise ValueError(
             f"task.data is missing: `tinyrl train {config.method}` needs rows to learn from (task.data=FILE)"
         )
     for source in (where.data, where.eval_data):
-        if source is None or not _answers_at_once(source):
-            continue
-        for place, row in placed_rows(source, columns=where.columns):
-            text = ("text",) if "text" in row else ("prompt", "completion")
-            needed = PAIR_COLUMNS if METHODS[config.method].rows == "pairs" else text
-            for column in needed:
-                if column not in row:
-                    meant = did_you_mean(column, list(row))
-                    raise ValueError(
-                        f"{place}: no column '{column}', which `tinyrl train {config.method}` needs.{meant} "
-                        f"Columns: {listed(row)}. Rename one with task.columns.{column}=OLD"
-                    )
-                if column != "prompt" and not isinstance(row[column], str):
-                    raise ValueError(f"{place}: '{column}' must be text, not {row[column]!r:.60}")
+        if source is not None:
+            _check_readings(source, partial(_read_example, config), columns=where.columns)
+
+
+def _check_readings(source: str, read: Callable[[Row, Row], object], *, columns: dict[str, str]) -> None:
+    """Every row of a source that is read in a moment can be read as what it is for; `read` gets the first row too."""
+    placed = placed_rows(source, columns=columns) if _answers_at_once(source) else []
+    for place, row in placed:
+        try:
+            read(row, placed[0][1])
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+
+
+def _read_example(config: Config, row: Row, first: Row) -> None:
+    """Raise ValueError for a row that is not of the kind that the method learns from, or not of the first row's."""
+    kind = METHODS[config.method].rows
+    assert kind != "prompts"
+    if kind == "judged":
+        judged(row, objective_of(first, config.reward_model.objective))
+    else:
+        READINGS[kind](row)
 
 
 def _answers_at_once(source: str) -> bool:

@@ -56,7 +56,7 @@ def environment_test(
 ) -> None:
     """Answer scripted turns (gold answers, calls, nothing, nonsense): replies, time per call, failures, repeatable."""
     with sentences(debug):
-        from tinyrl.config.schema import BUILT_IN_ENVIRONMENTS, EnvironmentConfig
+        from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS, EnvironmentConfig
         from tinyrl.environments.environment import Environment
         from tinyrl.environments.trial import CHARS_A_TOKEN, render, try_environment
         from tinyrl.tasks import load_rows, load_task

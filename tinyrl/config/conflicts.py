@@ -22,7 +22,10 @@ OUR_ARGUMENTS = {
 
 def conflicts(config: Config) -> Iterator[str]:
     """A sentence for each pair of settings that cannot go together, most telling first."""
-    return chain(_models(config), _prompts(config), _environment(config), _numbers(config), _kl(config))
+    return chain(
+        _models(config), _prompts(config), _environment(config), _numbers(config), _kl(config), _groups(config),
+        _entropy(config), _pairs(config), _text(config),
+    )  # fmt: skip
 
 
 def _models(config: Config) -> Iterator[str]:
@@ -46,8 +49,6 @@ def _models(config: Config) -> Iterator[str]:
         yield (
             "critic.kind=adapter needs lora.enabled=true; with full fine-tuning use separate, shared or shared-detached"
         )
-    if critic.path and critic.kind != "separate":
-        yield f"critic.path={critic.path} is for critic.kind=separate; critic.kind is {critic.kind} here"
 
 
 def _prompts(config: Config) -> Iterator[str]:
@@ -104,6 +105,15 @@ def _numbers(config: Config) -> Iterator[str]:
         )
 
 
+def _text(config: Config) -> Iterator[str]:
+    """Sentences for PPO's loss on text, which needs both a weight and rows."""
+    ppo = config.ppo
+    if config.method == "ppo" and ppo.ptx_coef > 0 and ppo.ptx_data is None:
+        yield f"ppo.ptx_coef={ppo.ptx_coef} needs ppo.ptx_data: rows of text, as `tinyrl train sft` reads them"
+    if config.method == "ppo" and ppo.ptx_coef == 0 and ppo.ptx_data is not None:
+        yield f"ppo.ptx_data={ppo.ptx_data} is not read under ppo.ptx_coef=0; give it a weight, or leave it out"
+
+
 def _kl(config: Config) -> Iterator[str]:
     """Sentences for KL settings that cannot go together."""
     if not METHODS[config.method].samples:
@@ -125,3 +135,64 @@ def _kl(config: Config) -> Iterator[str]:
         )
     if config.reference.kind == "none":
         yield f"{method}.kl_coef={section.kl_coef} needs a reference; set it to 0, or reference.kind=auto"
+
+
+def _groups(config: Config) -> Iterator[str]:
+    """Sentences for settings of GRPO's groups, ratios and weights that cannot go together."""
+    grpo, task, reward = config.grpo, config.task, config.reward
+    if task.skip_solved and (config.method != "grpo" or grpo.group_size == 1):
+        yield (
+            f"task.skip_solved={task.skip_solved} goes by groups that are all right, which only grpo has, with a "
+            "grpo.group_size of at least 2"
+        )
+    if config.method != "grpo":
+        return
+    if grpo.advantage != "group":
+        for name, value in (("advantage_scale", "batch"), ("normalize_rewards", "each")):
+            if getattr(grpo, name) == value:
+                yield f"grpo.{name}={value} is for grpo.advantage=group; it is {grpo.advantage} here"
+    if grpo.normalize_rewards == "each":
+        in_sum = [f"reward.truncated={reward.truncated}"] if reward.truncated == "penalize" else []
+        in_sum += [f"reward.overlong_tokens={reward.overlong_tokens}"] if reward.overlong_tokens else []
+        in_sum += ["grpo.kl_placement=reward"] if grpo.kl_coef and grpo.kl_placement == "reward" else []
+        for setting in in_sum:
+            yield f"{setting} is a part of the sum of rewards, which grpo.normalize_rewards=each does without"
+    if grpo.loss == "cispo" and grpo.ratio_level != "token":
+        yield f"grpo.ratio_level={grpo.ratio_level} is for grpo.loss=clipped; cispo weighs tokens"
+    if grpo.mismatch_floor and not grpo.mismatch.endswith("mask"):
+        yield (
+            f"grpo.mismatch_floor={grpo.mismatch_floor} is for grpo.mismatch=token-mask or sequence-mask; "
+            f"it is {grpo.mismatch} here"
+        )
+    if grpo.mismatch_cap <= grpo.mismatch_floor:
+        yield f"grpo.mismatch_cap={grpo.mismatch_cap} must be above grpo.mismatch_floor={grpo.mismatch_floor}"
+
+
+def _entropy(config: Config) -> Iterator[str]:
+    """Sentences for settings of the entropy bonus that cannot go together."""
+    if not METHODS[config.method].samples:
+        return
+    section, method = config.on_policy, config.method
+    if section.entropy_target is not None and section.entropy_coef > section.entropy_coef_max:
+        yield (
+            f"{method}.entropy_coef={section.entropy_coef} starts above "
+            f"{method}.entropy_coef_max={section.entropy_coef_max}"
+        )
+
+
+def _pairs(config: Config) -> Iterator[str]:
+    """Sentences for settings of dpo that cannot go together."""
+    if config.method != "dpo":
+        return
+    dpo = config.dpo
+    if dpo.needs_reference and config.reference.kind == "none":
+        yield (
+            f"reference.kind=none leaves dpo.loss={dpo.loss} nothing to measure against; "
+            "use reference.kind=auto, or dpo.loss=orpo or simpo, which need no reference"
+        )
+    if dpo.label_smoothing and dpo.loss != "sigmoid":
+        yield f"dpo.label_smoothing={dpo.label_smoothing} is for dpo.loss=sigmoid; dpo.loss is {dpo.loss} here"
+    if dpo.loss == "kto" and dpo.batch_size == 1:
+        yield (
+            "dpo.batch_size=1 leaves dpo.loss=kto no answers of other prompts to estimate the KL from; take 2 or more"
+        )

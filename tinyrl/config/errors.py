@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from tinyrl.config.familiar import FAMILIAR, REMARKS, UNNEEDED, known_elsewhere
+from tinyrl.config.familiar import REMARKS, UNNEEDED, familiar, known_elsewhere
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import KeyPath, Source
@@ -44,13 +44,14 @@ def check_familiar(source: Source) -> None:
     used = {name: section for name, section in source.values.items() if name not in _unused(method)}
     for path in _leaves(used):
         walked, kind = _walk(path)
-        name = known_elsewhere(tuple(map(str, path)))
+        name = known_elsewhere(tuple(map(str, path)), method=method)
         if walked == path or not fields_of(_bare(kind)) or not name:
             continue
         start = f"{source.place(path)}: `{dotted(path)}` is not a setting: "
-        if name in UNNEEDED:
+        setting = familiar(name, method=method)
+        if setting is None:
             raise ValueError(f"{start}{UNNEEDED[name]}")
-        raise ValueError(f"{start}`{name}` is `{_for_method(FAMILIAR[name], method)}` here{REMARKS.get(name, '')}")
+        raise ValueError(f"{start}`{name}` is `{_for_method(setting, method)}` here{REMARKS.get(name, '')}")
 
 
 def _leaves(values: dict[Any, Any], within: KeyPath = ()) -> Iterator[KeyPath]:

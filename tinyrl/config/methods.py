@@ -8,14 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-MethodName = Literal["grpo", "ppo", "sft", "reward"]
-Rows = Literal["prompts", "text", "pairs"]
+MethodName = Literal["grpo", "ppo", "sft", "reward", "dpo"]
+Rows = Literal["prompts", "text", "pairs", "judged"]
 
 
 @dataclass(frozen=True)
 class Method:
     """own: the section only this method has; others: optional sections it reads too; trainer: its file in
-    tinyrl/trainers; rows: what a row is; recipe: the one used when none is given.
+    tinyrl/trainers; rows: what a row is; recipe: the one used when none is given; policy: whether what it makes can be
+    sampled from.
     """
 
     own: str
@@ -23,6 +24,7 @@ class Method:
     trainer: str
     rows: Rows
     recipe: str | None = None
+    policy: bool = True
 
     @property
     def sections(self) -> tuple[str, ...]:
@@ -41,7 +43,8 @@ METHODS: dict[str, Method] = {
         "ppo", ("reference", "critic", "reward", "environment", "generation"), "ppo", "prompts", "starter-ppo"
     ),
     "sft": Method("sft", (), "sft", "text"),
-    "reward": Method("reward_model", (), "reward_model", "pairs"),
+    "reward": Method("reward_model", (), "reward_model", "judged", policy=False),
+    "dpo": Method("dpo", ("reference",), "dpo", "pairs"),
 }
 OPTIONAL_SECTIONS = tuple(dict.fromkeys(name for method in METHODS.values() for name in method.sections))
 
@@ -53,4 +56,13 @@ def is_method(name: object) -> bool:
 
 def or_list(names: list[str]) -> str:
     """Names as a sentence lists them: "grpo, ppo or sft"."""
-    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else "".join(names)
+    return _in_a_row(names, "or")
+
+
+def and_list(names: list[str]) -> str:
+    """Names as a sentence lists them: "grpo, ppo and sft"."""
+    return _in_a_row(names, "and")
+
+
+def _in_a_row(names: list[str], word: str) -> str:
+    return f"{', '.join(names[:-1])} {word} {names[-1]}" if len(names) > 1 else "".join(names)

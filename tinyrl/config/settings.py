@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from tinyrl.config.errors import allowed, fields_of, section_class
-from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
+from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, and_list
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import dump_plain
 from tinyrl.text import did_you_mean, shortened
@@ -26,7 +26,7 @@ def describe_settings(section: str | None = None, *, width: int = WIDTH) -> str:
     """
     if section is not None and section not in SECTIONS:
         homes = [name for name in SECTIONS if section in fields_of(section_class(name))]
-        near = f" `{section}` is in {' and '.join(homes)}." if homes else did_you_mean(section, [*SECTIONS])
+        near = f" `{section}` is in {and_list(homes)}." if homes else did_you_mean(section, [*SECTIONS])
         raise ValueError(f"there is no section '{shortened(section)}'.{near} Sections: {', '.join(SECTIONS)}")
     pages = [_page(name, width) for name in ([section] if section else SECTIONS)]
     return "\n\n".join("\n".join(lines) for lines in pages)
@@ -34,7 +34,7 @@ def describe_settings(section: str | None = None, *, width: int = WIDTH) -> str:
 
 def _page(section: str, width: int) -> list[str]:
     users = [name for name, method in METHODS.items() if section in method.sections]
-    read_by = f"read by {' and '.join(users)}" if section in OPTIONAL_SECTIONS else ""
+    read_by = f"read by {and_list(users)}" if section in OPTIONAL_SECTIONS else ""
     heading = (f"{section}:", f"{Config.model_fields[section].description}", read_by)
     entries = list(
         _entries(section_class(section), Config.model_fields[section].get_default(call_default_factory=True))

@@ -1,1 +1,1 @@
-"""Data rows: readers, columns, order."""
+"""Data rows: readers, columns, shapes, split, order."""

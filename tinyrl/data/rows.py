@@ -9,11 +9,16 @@ import hashlib
 import json
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tinyrl.data.judged import objective_of
 from tinyrl.data.readers import Placed, Row, read_source
+from tinyrl.data.shapes import shared_prompt
 from tinyrl.runs.signals import watched
 from tinyrl.text import did_you_mean, listed, shortened
+
+if TYPE_CHECKING:
+    from tinyrl.config.schema import Config
 
 HELD_OUT_SHARE = 10  # one prompt in this many is held out for evaluation where no evaluation data is given
 HELD_OUT_MOST = 512
@@ -80,18 +85,54 @@ def keyed_order(key: str, count: int) -> list[int]:
     return sorted(range(count), key=lambda i: hashlib.sha256(f"{key}:{i}".encode()).digest())
 
 
-def hold_out(rows: list[Row], *, prompt: Callable[[Row], Any], seed: int) -> tuple[list[Row], list[Row]]:
+def hold_out(
+    rows: list[Row], *, prompt: Callable[[Row], Any], seed: int, repeat: Callable[[Row], bool] = lambda row: False
+) -> tuple[list[Row], list[Row]]:
     """(train, held-out) rows: a tenth of the different prompts (1 to 512) is held out, chosen by `seed`.
 
-    Rows with the same prompt fall on the same side; a held-out prompt is kept once. Both keep the order of `rows`.
+    Rows with the same prompt fall on the same side; a held-out prompt is kept once, but for rows that may `repeat` it.
+    Both keep the order of `rows`.
     """
     keys = [prompt_key(prompt(row)) for row in rows]
     distinct = sorted(set(keys))
     count = min(max(len(distinct) // HELD_OUT_SHARE, 1), HELD_OUT_MOST)
     held = {distinct[i] for i in keyed_order(f"hold out {seed}", len(distinct))[:count]}
     train = [row for key, row in zip(keys, rows, strict=True) if key not in held]
-    held_out = {key: row for key, row in zip(keys, rows, strict=True) if key in held}
+    placed = enumerate(zip(keys, rows, strict=True))
+    held_out = {(key, at if repeat(row) else None): row for at, (key, row) in placed if key in held}
     return train, list(held_out.values())
+
+
+def example_rows(config: Config) -> tuple[list[Row], list[Row]]:
+    """(training rows, held-out rows) of a method that learns from rows, by task.data and task.eval_data.
+
+    Labels and ratings keep all answers of a held-out prompt, and are shuffled, keyed by task.split_seed, before any are
+    taken: such files often stand in the order of their labels. Raises ValueError where there are no rows, or none but
+    of one prompt.
+    """
+    where = config.task
+    if where.data is None:
+        raise ValueError(
+            f"task.data is missing: `tinyrl train {config.method}` needs rows to learn from "
+            "(.jsonl, .json, .csv, .parquet or a hub name)"
+        )
+
+    def graded(row: Row) -> bool:
+        return config.method == "reward" and objective_of(row, config.reward_model.objective) != "pairs"
+
+    def read(source: str) -> list[Row]:
+        rows = read_rows(source, columns=where.columns, revision=where.revision)
+        if not (rows and graded(rows[0])):
+            return rows
+        return [rows[i] for i in keyed_order(f"graded {where.split_seed}", len(rows))]
+
+    rows = read(where.data)
+    if where.eval_data is not None:
+        return rows[: where.max_samples], read(where.eval_data)[: where.max_samples]
+    train_rows, held_out = hold_out(rows, prompt=shared_prompt, seed=where.split_seed, repeat=graded)
+    if not train_rows:
+        raise ValueError(f"{where.data}: only one prompt, so none can be held out; give task.eval_data too")
+    return train_rows[: where.max_samples], held_out[: where.max_samples]
 
 
 def batch_indices(seed: int, step: int, *, num_prompts: int, num_rows: int) -> list[int]:
@@ -104,6 +145,17 @@ def batch_indices(seed: int, step: int, *, num_prompts: int, num_rows: int) -> l
         raise ValueError("there are no rows to train on")
     positions = range(step * num_prompts, (step + 1) * num_prompts)
     return [_epoch_order(seed, at // num_rows, num_rows)[at % num_rows] for at in watched(positions)]
+
+
+def replaced_indices(indices: list[int], *, skipped: set[int], key: str, num_rows: int) -> list[int]:
+    """The rows of a step with others in place of those in `skipped`, which `key` alone chooses from the rows that are
+    neither skipped nor in the step. Where there are too few, skipped rows stay.
+    """
+    if skipped.isdisjoint(indices):
+        return indices
+    out = skipped.union(indices)
+    others = (i for i in keyed_order(key, num_rows) if i not in out)
+    return [next(others, i) if i in skipped else i for i in indices]
 
 
 @lru_cache(maxsize=4)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinyrl.config.schema import BUILT_IN_ENVIRONMENTS, EnvironmentConfig
+from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS, EnvironmentConfig
 from tinyrl.environments import Reply, Transcript, host
 from tinyrl.environments.corpus import Corpus
 from tinyrl.environments.python import check_available

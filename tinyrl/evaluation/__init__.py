@@ -1,1 +1,1 @@
-"""Held-out evaluation of one policy, and comparison of two."""
+"""Held-out evaluation of policies and reward models, and comparison of several."""

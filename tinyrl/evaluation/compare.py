@@ -1,11 +1,13 @@
 """`tinyrl eval`: evaluation of a run, a checkpoint or a model, and comparison with --vs, paired by prompt.
 
 Both sides of a comparison are judged by the first one: its held-out rows, uniforms, sampling settings, and its reward
-through its scorer. Only the model, its tokenizer and its reference are the other's own.
+through its scorer. Only the model, its tokenizer and its reference are the other's own. Where a trainer measures the
+first one on rows (sft, dpo, reward), it measures the other side's model on the same rows.
 """
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,15 +17,27 @@ from tinyrl.components import Options, SamplingParts, load_judged_parts, load_sa
 from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import prompt_key
-from tinyrl.evaluation.evaluate import Evaluation, Role, evaluate, paired_difference
+from tinyrl.evaluation.evaluate import Evaluation, Role, evaluate
+from tinyrl.evaluation.held_out import measure
+from tinyrl.evaluation.pairing import paired_difference, win_rates
 from tinyrl.evaluation.table import render
+from tinyrl.evaluation.targets import (
+    Asked,
+    Target,
+    check_asked,
+    find,
+    find_other,
+    judged_by,
+    locate,
+    measured_by,
+    prompt_keys,
+    trained_on,
+)
 from tinyrl.models.weights_io import load_policy
 from tinyrl.rewards.scorer import Scorer
-from tinyrl.runs.checkpoint import checkpoint_of
-from tinyrl.runs.run_dir import open_run
-from tinyrl.runs.settle import settle
-from tinyrl.tasks import load_split, load_task
+from tinyrl.runs.run_dir import finite, run_of
 from tinyrl.tasks.prompts import PreparedPrompt
+from tinyrl.text import hidden
 
 FEWEST_LEFT = 10  # prompts, after those that the other side was trained on are left out
 OWN_SAMPLING = ("engine", "dtype", "max_rows")  # generation settings that say how a model is run, not what is sampled
@@ -32,12 +46,13 @@ __all__ = ["Options", "evaluate_target", "render"]
 
 
 @dataclass(frozen=True)
-class Target:
-    """What is to be evaluated: a run's configuration with the checkpoint to load, or one made for a bare model."""
+class How:
+    """How much of which rows: split (eval or train), prompts, samples a prompt, and of how many each is the best."""
 
-    name: str
-    config: Config
-    checkpoint: Path | None
+    split: str
+    num_prompts: int
+    samples: int
+    best_of: int
 
 
 @dataclass(frozen=True)
@@ -62,37 +77,83 @@ def evaluate_target(
     num_prompts: int,
     samples: int,
     options: Options,
+    data: str | None = None,
+    settings: list[str] | None = None,
+    best_of: int = 1,
+    save_samples: str | None = None,
 ) -> dict[str, Any]:
-    """Metrics of `target` on prompts of `split` (eval or train); with `vs` also "other" and "difference".
+    """Metrics of `target` on prompts of `split` (eval or train); with `vs` also "other", "difference" and "win_rate".
 
+    `data`: rows in place of the held-out ones; `settings`: of reward, generation and task, in place of the run's;
+    `best_of`: each sample of the target is the best of so many by the reward; `save_samples`: a file for the samples.
+    "held_out" is what a trainer measures (of sft, dpo and reward runs).
     Held-out prompts that `vs` was trained on are left out and counted ("left_out"); ValueError where too few remain.
     With split "train" none is left out: neither side need be new to them.
     """
     if split not in ("eval", "train"):
         raise ValueError(f"--split {split!r}: allowed are eval and train")
+    how = How(split, num_prompts, samples, best_of)
+    asked = Asked(task, data, tuple(settings or ()))
+    first = locate(find(target, asked))
+    check_asked(first, asked, split=split, best_of=best_of, save_samples=save_samples)
+    result: dict[str, Any] = {"target": first.name}
+    if first.sampled is not None:
+        result |= _sampled(first, vs, asked, how, options=options, save_samples=save_samples)
+    if first.measured is not None:
+        result["held_out"] = _measured(first.measured, first.checkpoint, how, options=options)
+        if vs is not None:
+            other = _other_measured(first.measured, vs, how, options=options)
+            result["other"] = {**other, **result.get("other", {})}
+    return result
+
+
+# ---- sampled and judged ----
+
+
+def _sampled(
+    first: Target, vs: str | None, asked: Asked, how: How, *, options: Options, save_samples: str | None
+) -> dict[str, Any]:
     with ExitStack() as opened:
-        ours = _load(_find(target, task=task, options=options), options=options)
+        ours = load_side(first, options=options)
         opened.callback(ours.parts.close)
+        result: dict[str, Any] = {}
         if vs is None:
-            result = _evaluate(ours, ours.prompts(split)[:num_prompts], samples)
-            return {"target": ours.name, **result.metrics}
-        theirs = _other(vs, ours, task=task, options=options)
-        opened.callback(theirs.parts.close)
-        prompts, left_out = _shared_prompts(ours, theirs, split=split, num_prompts=num_prompts)
-        by_index = {p.index: p for p in theirs.prompts(split)}
-        result = _evaluate(ours, prompts, samples)
-        other = _evaluate(theirs, [by_index[p.index] for p in prompts], samples)
-    return {
-        "target": ours.name,
-        **result.metrics,
-        "other": {"target": theirs.name, **other.metrics},
-        "difference": {**paired_difference(result, other), "left_out": left_out},
-    }
+            prompts = ours.prompts(how.split)[: how.num_prompts]
+            done = [(ours, evaluate_side(ours, prompts, how))]
+        else:
+            theirs = _other(vs, ours, asked=asked, options=options)
+            opened.callback(theirs.parts.close)
+            prompts, left_out = _shared_prompts(ours, theirs, split=how.split, num_prompts=how.num_prompts)
+            by_index = {p.index: p for p in theirs.prompts(how.split)}
+            mine = evaluate_side(ours, prompts, how)
+            other = evaluate_side(theirs, [by_index[p.index] for p in prompts], replace(how, best_of=1))
+            done = [(ours, mine), (theirs, other)]
+            result = {
+                "other": {"target": theirs.name, **other.metrics},
+                "difference": {**paired_difference(mine, other), "left_out": left_out},
+                "win_rate": win_rates(mine, other),
+            }
+        if asked.data is not None:  # the run's own split would have held them out
+            seen = trained_on(first.path)
+            result["trained_on"] = sum(prompt_key(p.prompt) in seen for p in prompts)
+    if save_samples is not None:
+        _save(save_samples, done)
+    return {**done[0][1].metrics, **result}
 
 
-def _evaluate(side: Side, prompts: list[PreparedPrompt], samples: int) -> Evaluation:
+def _save(file: str, done: list[tuple[Side, Evaluation]]) -> None:
+    """Write the samples of all sides, a line each, as samples.jsonl has them, with the side's name."""
+    lines = [{"target": side.name, **line} for side, evaluation in done for line in evaluation.samples]
+    with open(file, "w", encoding="utf-8") as out:
+        out.writelines(json.dumps(line, ensure_ascii=True) + "\n" for line in hidden(finite(lines)))
+
+
+def evaluate_side(side: Side, prompts: list[PreparedPrompt], how: How) -> Evaluation:
+    """Samples of one side, judged."""
     settle_threads(side.parts)
-    return evaluate(side.parts, num_prompts=len(prompts), samples=samples, role=side.role, prompts=prompts)
+    return evaluate(
+        side.parts, num_prompts=len(prompts), samples=how.samples, role=side.role, prompts=prompts, best_of=how.best_of
+    )
 
 
 def _shared_prompts(ours: Side, theirs: Side, *, split: str, num_prompts: int) -> tuple[list[PreparedPrompt], int]:
@@ -115,7 +176,7 @@ def _shared_prompts(ours: Side, theirs: Side, *, split: str, num_prompts: int) -
     return kept[:num_prompts], left_out
 
 
-def _other(vs: str, ours: Side, *, task: str | None, options: Options) -> Side:
+def _other(vs: str, ours: Side, *, asked: Asked, options: Options) -> Side:
     if vs == "base" and ours.parts.roles.peft is None:
         if ours.parts.roles.reference_model is None:
             raise ValueError(
@@ -128,74 +189,46 @@ def _other(vs: str, ours: Side, *, task: str | None, options: Options) -> Side:
         if not ours.parts.roles.has_reference:
             raise ValueError("--vs start: this run has no reference (reference.kind=none)")
         return Side(ours.parts, "reference", "start")
-    target = _find(vs, task=task, options=options)
-    first = ours.parts.config
-    side = _load(replace(target, config=_judged_by(first, target.config)), options=options, judge=ours.parts.scorer)
+    target, first = locate(find_other(vs, asked)), ours.parts.config
+    assert target.sampled is not None
+    config = judged_by(first, target.sampled, own=OWN_SAMPLING)
+    side = load_side(replace(target, sampled=config), options=options, judge=ours.parts.scorer)
     run = side.parts.config.run.model_copy(update={"seed": first.run.seed})  # whose uniforms the samples are drawn by
     parts = replace(side.parts, config=side.parts.config.model_copy(update={"run": run}))
-    return replace(side, parts=parts, trained_on=_trained_on(vs))
+    return replace(side, parts=parts, trained_on=trained_on(vs))
 
 
-def _judged_by(first: Config, config: Config) -> Config:
-    """The other side's configuration with the first one's rows, reward and sampling."""
-    generation = {**first.generation.model_dump(), **config.generation.model_dump(include={*OWN_SAMPLING})}
-    given = {"task": first.task.model_dump(), "reward": first.reward.model_dump(), "generation": generation}
-    given["environment"] = first.environment.model_dump()
-    return Config.model_validate({**config.model_dump(), **given})
-
-
-def _trained_on(target: str) -> frozenset[str]:
-    """Keys of the prompts in the training split of a run (or a checkpoint's); none for a model, which says nothing."""
-    run = _run_folder(target)
-    if run is None:
-        return frozenset()
-    config = open_run(run).read_config()
-    prompt = load_task(config.task.name or "rows").prompt
-    return frozenset(prompt_key(prompt(row)) for row in load_split(config, "train"))
-
-
-def _run_folder(target: str) -> Path | None:
-    """The folder of a run or of a checkpoint's run, which has a config.yaml; everything else is a model."""
-    path = Path(target)
-    return next((folder for folder in (path, path.parent.parent) if (folder / "config.yaml").is_file()), None)
-
-
-def _find(target: str, *, task: str | None, options: Options) -> Target:
-    run = _run_folder(target)
-    if run is not None:
-        config = open_run(run).read_config()
-        if not METHODS[config.method].samples:
-            raise ValueError(
-                f"{target} is a {config.method} run; its held-out numbers are in "
-                f"{run}/metrics.jsonl. `tinyrl eval` samples from policies"
-            )
-        folder = checkpoint_of(Path(target))
-        return Target(f"{run.name}/{folder.name}", _for_task(config, task), folder)
-    if task is None:
-        raise ValueError(f"{target} is not a run, so say what to evaluate a model on: --task NAME (see `tinyrl tasks`)")
-    load_task(task)
-    values = {"method": "grpo", "model": {"path": target}, "task": {"name": task}, "reference": {"kind": "none"}}
-    return Target(target, settle(Config.model_validate(values)), None)
-
-
-def _load(target: Target, *, options: Options, judge: Scorer | None = None) -> Side:
+def load_side(target: Target, *, options: Options, judge: Scorer | None = None) -> Side:
+    assert target.sampled is not None
     if judge is None:
-        parts = load_sampling_parts(target.config, options=options)
+        parts = load_sampling_parts(target.sampled, options=options)
     else:
-        parts = load_judged_parts(target.config, options=options, judge=judge)
+        parts = load_judged_parts(target.sampled, options=options, judge=judge)
     if target.checkpoint is None:
         return Side(parts, "base", target.name)
     load_policy(parts.roles, target.checkpoint)
     return Side(parts, "policy", target.name)
 
 
-def _for_task(config: Config, task: str | None) -> Config:
-    """The run's configuration, on another task's own rows and verifier when one is named."""
-    if task is None or task == config.task.name:
-        return config
-    load_task(task)
-    values = config.model_dump()
-    kept = ("chat", "system_prompt", "chat_template")
-    values["task"] = {"name": task, **{name: getattr(config.task, name) for name in kept}}
-    values["reward"] = {}
-    return Config.model_validate(values)
+# ---- measured by a trainer ----
+
+
+def _other_measured(config: Config, vs: str, how: How, *, options: Options) -> dict[str, Any]:
+    """The other side's numbers on the rows of the first one, whose configuration `config` is."""
+    if vs in ("base", "start"):
+        if not METHODS[config.method].policy:
+            raise ValueError(
+                f"--vs {vs}: a reward model starts from nothing; name another run of `tinyrl train reward`"
+            )
+        model = config.model.model_copy(update={"adapter": None} if vs == "base" else {})
+        begin = config.model_copy(update={"model": model})
+        return {"target": vs, "held_out": _measured(begin, None, how, options=options)}
+    other = locate(find(vs, Asked(task=None if run_of(Path(vs)) else "rows")))
+    result: dict[str, Any] = {"target": other.name}
+    result["held_out"] = _measured(measured_by(config, other), other.checkpoint, how, options=options)
+    seen = len(prompt_keys(config, "eval") & trained_on(vs)) if how.split == "eval" else 0
+    return result | ({"trained_on": seen} if seen else {})
+
+
+def _measured(config: Config, checkpoint: Path | None, how: How, *, options: Options) -> dict[str, Any]:
+    return measure(config, checkpoint, split=how.split, most=how.num_prompts, options=options)

@@ -1,23 +1,24 @@
 """Held-out evaluation: rewards with intervals, pass@k, majority@k, KL, entropy; sampled, and greedy beside it.
 
 Every evaluation of a run and both sides of `--vs` use the same uniforms, so differences between policies are paired.
+Best-of-n is a policy too: of every n samples the one that the reward ranks first.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
 from tinyrl.components import SamplingParts
 from tinyrl.environments.episode import policy_text
-from tinyrl.evaluation.intervals import bootstrap_interval, mean_interval
-from tinyrl.rollout import FINISH_REASONS, forward_pass, sample_and_score
+from tinyrl.evaluation.intervals import mean, mean_interval
+from tinyrl.evaluation.verdicts import verdict_metrics
+from tinyrl.rollout import FINISH_REASONS
+from tinyrl.sampling import forward_pass, sample_and_score
 from tinyrl.tasks.prompts import PreparedPrompt
 
 EVAL_STEP = 1 << 40  # the step in the key of evaluation samples: no training step reaches it
@@ -27,12 +28,14 @@ Role = Literal["policy", "reference", "base"]
 @dataclass
 class Evaluation:
     """metrics: what `tinyrl eval --json` prints; by_prompt: mean reward of each prompt, for paired differences;
-    samples: lines for samples.jsonl.
+    samples: lines for samples.jsonl; values: by judge (the reward, each reward of several, the verifier where it is
+    not the reward), for each prompt what it gives each sample.
     """
 
     metrics: dict[str, Any]
     by_prompt: list[float]
     samples: list[dict[str, Any]]
+    values: dict[str, list[list[float]]] = field(default_factory=dict)
 
     def flat(self) -> dict[str, Any]:
         """The metrics as `eval/...` keys of metrics.jsonl."""
@@ -48,36 +51,50 @@ def evaluate(
     samples: int = 1,
     role: Role = "policy",
     prompts: list[PreparedPrompt] | None = None,
+    best_of: int = 1,
 ) -> Evaluation:
-    """Sample `samples` completions for the first `num_prompts` held-out prompts, and one greedily, and judge both."""
+    """Sample `samples` completions for the first `num_prompts` held-out prompts, each the best of `best_of` by the
+    reward, and one greedily, and judge both.
+    """
     chosen = (parts.eval_prompts if prompts is None else prompts)[:num_prompts]
-    sampled = _Judged(parts, chosen, samples, role=role, greedy=False)
+    sampled = _Judged(parts, chosen, samples, role=role, greedy=False, best_of=best_of)
     greedy = _Judged(parts, chosen, 1, role=role, greedy=True)
     metrics = {
         **sampled.metrics(),
         "greedy": {k: v for k, v in greedy.metrics().items() if k not in ("num_prompts", "num_samples")},
     }
-    return Evaluation(metrics, sampled.by_prompt(), sampled.lines() + greedy.lines())
+    return Evaluation(metrics, sampled.by_prompt(), sampled.lines() + greedy.lines(), sampled.values())
 
 
 class _Judged:
     """Completions of one kind (sampled or greedy) with their rewards and verdicts."""
 
     def __init__(
-        self, parts: SamplingParts, prompts: list[PreparedPrompt], samples: int, *, role: Role, greedy: bool
+        self,
+        parts: SamplingParts,
+        prompts: list[PreparedPrompt],
+        samples: int,
+        *,
+        role: Role,
+        greedy: bool,
+        best_of: int = 1,
     ) -> None:
         self.parts, self.prompts, self.samples, self.greedy = parts, prompts, samples, greedy
+        self.best_of = best_of
         self.rollout = sample_and_score(
             prompts,
             parts.engine,
             parts.scorer,
-            group_size=samples,
+            group_size=samples * best_of,
             seed=parts.config.run.seed,
             step=EVAL_STEP,
             greedy=greedy,
             role=role,
             game=parts.game,
+            first_sample=samples if best_of > 1 else 0,  # other samples than those it may be compared with
         )
+        if best_of > 1:
+            self.rollout = self.rollout.select(best_rows(self.rollout.rewards.tolist(), best_of))
         self.repeated = [p for p in prompts for _ in range(samples)]
         tokens = [self.rollout.response(row) for row in range(len(self.rollout))]
         transcripts = self.rollout.transcripts
@@ -85,7 +102,8 @@ class _Judged:
         self.texts = texts or [parts.scorer.text(t) for t in tokens]
         self.rewards: list[float] = self.rollout.rewards.tolist()
         self.verdicts = self._verdicts(tokens)
-        self.kl, self.entropy = self._passes(role) if not greedy else (None, None)
+        # What is chosen among several is no sample of the policy: its log-probabilities give neither KL nor entropy.
+        self.kl, self.entropy = self._passes(role) if not greedy and best_of == 1 else (None, None)
 
     def _verdicts(self, tokens: list[list[int]]) -> list[float] | None:
         if self.parts.task.verify is None:
@@ -119,31 +137,46 @@ class _Judged:
         return float((logprobs - ref_logprobs).sum(1).mean()), mean_entropy
 
     def by_prompt(self) -> list[float]:
-        groups = [self.rewards[i : i + self.samples] for i in range(0, len(self.rewards), self.samples)]
-        return [_mean([r for r in group if not math.isnan(r)]) for group in groups]
+        return [mean([r for r in group if not math.isnan(r)]) for group in self._grouped(self.rewards)]
+
+    def _grouped(self, values: list[float]) -> list[list[float]]:
+        """One value a sample, as a list for each prompt."""
+        return [values[i : i + self.samples] for i in range(0, len(values), self.samples)]
+
+    def values(self) -> dict[str, list[list[float]]]:
+        """What each judge gives each sample, by prompt; nothing of one that applies to none."""
+        names = self.parts.scorer.names
+        judges = {"reward": self.rewards}
+        if len(names) > 1:
+            judges |= {f"reward/{n}": column for n, column in zip(names, self.rollout.scores.T.tolist(), strict=True)}
+        if self.verdicts is not None and not self.parts.scorer.uses_verifier:
+            judges["verifier"] = self.verdicts
+        return {judge: self._grouped(column) for judge, column in judges.items() if not all(map(math.isnan, column))}
 
     def metrics(self) -> dict[str, Any]:
         """What `evaluate` says of completions of one kind."""
         valid = [r for r in self.rewards if not math.isnan(r)]
         out: dict[str, Any] = {
-            "reward_mean": _mean(valid),
+            "reward_mean": mean(valid),
             "reward_median": statistics.median(valid) if valid else math.nan,
             "reward_std": statistics.stdev(valid) if len(valid) > 1 else 0.0,
             "reward_ci": mean_interval(self.by_prompt()),
         }
         out |= self._each_reward()
         if self.verdicts is not None:
-            out |= _verifier_metrics(self.verdicts, self._answers(), self.samples, is_pass=self.parts.task.is_pass)
+            out |= verdict_metrics(self.verdicts, self._answers(), self.samples, is_pass=self.parts.task.is_pass)
         if self.kl is not None:
             out["kl"] = self.kl
         if self.entropy is not None:
             out["entropy"] = self.entropy
+        if self.best_of > 1:
+            out |= {"best_of": self.best_of, "kl_bound": best_of_kl(self.best_of)}
         return (
             out
             | self.rollout.environment_metrics()
             | {
-                "mean_length": _mean(self.rollout.chosen_tokens.tolist()),
-                "truncated": _mean(self.rollout.truncated.tolist()),
+                "mean_length": mean(self.rollout.chosen_tokens.tolist()),
+                "truncated": mean(self.rollout.truncated.tolist()),
                 "distinct": len(set(self.texts)) / max(1, len(self.texts)),
                 "num_prompts": len(self.prompts),
                 "num_samples": self.samples,
@@ -154,7 +187,7 @@ class _Judged:
         """The mean of each reward before weights, over the completions it applies to; absent where there are none."""
         columns = zip(self.parts.scorer.names, self.rollout.scores.T.tolist(), strict=True)
         applying = {f"reward/{name}": [v for v in column if not math.isnan(v)] for name, column in columns}
-        return {name: _mean(values) for name, values in applying.items() if values}
+        return {name: mean(values) for name, values in applying.items() if values}
 
     def _answers(self) -> list[Any] | None:
         answer = self.parts.task.answer
@@ -182,52 +215,16 @@ class _Judged:
         ]
 
 
-def _verifier_metrics(
-    verdicts: list[float], answers: list[Any] | None, samples: int, *, is_pass: Callable[[float], bool]
-) -> dict[str, Any]:
-    """pass@1 (pass@k and majority@k for k samples), the verifier's mean score, the number of distinct answers.
+def best_rows(rewards: list[float], best_of: int) -> list[int]:
+    """Of every `best_of` samples the row of the first with the highest reward; NaN is below every number."""
+    starts = range(0, len(rewards), best_of)
+    rank = [-math.inf if math.isnan(reward) else reward for reward in rewards]
+    return [max(range(start, start + best_of), key=rank.__getitem__) for start in starts]
 
-    Over the prompts with a verdict (NaN: the row has no answer to compare with); nothing where no prompt has one.
+
+def best_of_kl(n: int) -> float:
+    """log n - (n - 1) / n: the KL of best-of-n to the policy that is sampled from is at most that, in nats.
+
+    Beirami et al. (2401.01879); it is nearly reached where no completion is likely and none ties with another.
     """
-    starts = [i for i in range(0, len(verdicts), samples) if not all(map(math.isnan, verdicts[i : i + samples]))]
-    if not starts:
-        return {}
-    groups = [[is_pass(v) for v in verdicts[i : i + samples]] for i in starts]
-    out: dict[str, Any] = {"pass@1": _mean([pass_at_k(len(g), sum(g), 1) for g in groups])}
-    out["verifier_mean"] = _mean([v for v in verdicts if not math.isnan(v)])
-    if samples > 1:
-        out[f"pass@{samples}"] = _mean([pass_at_k(len(g), sum(g), samples) for g in groups])
-    if answers is not None:
-        said = [answers[i : i + samples] for i in starts]
-        out["distinct_answers"] = len({a for group in said for a in group if a is not None})
-        if samples > 1:
-            out[f"majority@{samples}"] = _mean([majority_passes(a, g) for a, g in zip(said, groups, strict=True)])
-    return out
-
-
-def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased pass@k from n samples of which c passed: 1 - C(n - c, k) / C(n, k). Chen et al. (2107.03374) Eq. 1."""
-    if not 1 <= k <= n:
-        raise ValueError(f"pass@{k} needs at least {k} samples, there are {n}")
-    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
-
-
-def majority_passes(answers: Sequence[Any], passed: Sequence[bool]) -> float:
-    """Whether the most frequent answer is right (ties share the verdict). Completions without an answer do not vote."""
-    votes = Counter(a for a in answers if a is not None)
-    if not votes:
-        return 0.0
-    most = max(votes.values())
-    winners = [a for a, n in votes.items() if n == most]
-    return _mean([max(ok for a, ok in zip(answers, passed, strict=True) if a == w) for w in winners])
-
-
-def paired_difference(ours: Evaluation, other: Evaluation) -> dict[str, Any]:
-    """Mean reward difference prompt by prompt, with its interval; distinguishable when that is known and without 0."""
-    pairs = [a - b for a, b in zip(ours.by_prompt, other.by_prompt, strict=True) if not math.isnan(a - b)]
-    low, high = bootstrap_interval(pairs)
-    return {"reward_mean": _mean(pairs), "reward_ci": [low, high], "distinguishable": low > 0.0 or high < 0.0}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(sum(values) / len(values)) if values else math.nan
+    return math.log(n) - (n - 1) / n

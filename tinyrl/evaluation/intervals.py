@@ -1,4 +1,4 @@
-"""95 % intervals of a mean over prompts: Wilson's score interval for 0/1 values, the percentile bootstrap elsewhere."""
+"""Means over prompts, and 95 % intervals: Wilson's for 0/1 values, the percentile bootstrap elsewhere."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ import numpy as np
 INTERVAL = 0.95
 TAIL = (1 - INTERVAL) / 2
 FEWEST = 2  # values that an interval needs
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; NaN of no values."""
+    return float(sum(values) / len(values)) if values else math.nan
 
 
 def mean_interval(values: Sequence[float]) -> list[float]:

@@ -26,15 +26,51 @@ def render(result: dict[str, Any], *, as_json: bool) -> str:
     for key in _keys(sides):
         cells = [_cell(side.get(key), side.get("greedy", {}).get(key)) for side in sides]
         lines.append(f"{key.removeprefix(EPISODES):18}" + "".join(f"{cell:>24}" for cell in cells))
-    lines.append(
-        f"(greedy in brackets; {result['num_prompts']} prompts x {result['num_samples']}; reward 95 "
-        f"% interval {_interval(result['reward_ci'], number)})"
-    )
+    lines += _held_out(sides)
+    if "reward_ci" in result:
+        lines += _how_sampled(result)
     if "difference" in result:
         lines += _difference(result)
-    if result["num_prompts"] < FEW:
+    lines += [_win_rate(judge, **rate) for judge, rate in result.get("win_rate", {}).items()]
+    return "\n".join(lines + _warnings(result))
+
+
+def _held_out(sides: list[dict[str, Any]]) -> list[str]:
+    """What a trainer measures on held-out rows, number by number."""
+    measured = [side.get("held_out", {}) for side in sides]
+    plain = {key for numbers in measured for key, value in numbers.items() if isinstance(value, int | float)}
+    keys = [key for key in dict.fromkeys(key for numbers in measured for key in numbers) if key in plain]
+    return [f"{key:18}" + "".join(f"{_cell(numbers.get(key), None):>24}" for numbers in measured) for key in keys]
+
+
+def _how_sampled(result: dict[str, Any]) -> list[str]:
+    lines = [
+        f"(greedy in brackets; {result['num_prompts']} prompts x {result['num_samples']}; reward 95 "
+        f"% interval {_interval(result['reward_ci'], number)})"
+    ]
+    if "best_of" in result:
+        bound = number(result["kl_bound"])
+        lines.append(f"(each the best of {result['best_of']} by the reward: at most {bound} nats from one alone)")
+    return lines
+
+
+def _win_rate(judge: str, *, mean: float, ci: list[float], ties: float) -> str:
+    if math.isnan(mean):
+        return f"win rate by {judge} unknown: no prompt has a value on both sides"
+    tied = f", {ties:.0%} ties" if ties else ""
+    return f"win rate by {judge} {number(mean)} (95 % interval {_interval(ci, number)}{tied})"
+
+
+def _warnings(result: dict[str, Any]) -> list[str]:
+    lines = []
+    if result.get("trained_on"):
+        lines.append(f"warning: {result['target']} was trained on {result['trained_on']} of these prompts")
+    if result.get("other", {}).get("trained_on"):
+        other = result["other"]
+        lines.append(f"warning: {other['target']} was trained on {other['trained_on']} of the held-out prompts")
+    if result.get("num_prompts", FEW) < FEW:
         lines.append(f"warning: fewer than {FEW} prompts say little")
-    return "\n".join(lines)
+    return lines
 
 
 def _keys(sides: list[dict[str, Any]]) -> list[str]:

@@ -12,7 +12,7 @@ import psutil
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tinyrl.config.schema import GenerationConfig
+from tinyrl.config.sections import GenerationConfig
 from tinyrl.generation.decoder import Decoder, reads_like_llama
 from tinyrl.generation.engine import SamplingEngine, SamplingSettings
 from tinyrl.generation.fused import FusedEngine

@@ -6,28 +6,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from tinyrl.config.schema import Config
-from tinyrl.models.adapter_files import check_rank
 from tinyrl.models.batches import make_batch
-from tinyrl.models.loading import load_causal_lm, load_start_adapter, lora_config, wrap_in_lora
+from tinyrl.models.critic import add_critic, load_base
+from tinyrl.models.loading import load_start_adapter, lora_config, wrap_in_lora
 from tinyrl.models.reward_model import (
     SequenceRewardModel,
     attach_reward_adapter,
     is_reward_adapter,
-    load_classifier,
     load_reward_model,
 )
 from tinyrl.models.roles import Roles
-from tinyrl.models.weight_checks import NoHead, few_tokens
 
 KL_AT_START = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 
 
 def build_roles(config: Config, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False) -> Roles:
     """Read the base and put policy, reference and critic on it. LoRA's A is drawn from torch's generator."""
-    model, lora = _base_of(config, config.model.path, dtype, trust_remote_code), config.lora
+    model = load_base(config, config.model.path, dtype=dtype, trust_remote_code=trust_remote_code)
+    lora = config.lora
     if config.model.adapter is not None:
         wrapped = load_start_adapter(model, config.model.adapter)
     elif lora.enabled:
@@ -36,56 +34,14 @@ def build_roles(config: Config, *, device: torch.device, dtype: torch.dtype, tru
         )
     else:
         wrapped = model
-    needs_reference = config.uses("reference") and config.reference.kind == "auto"
-    roles = Roles(wrapped, device=device, reference=needs_reference)
-    if config.model.adapter is not None and needs_reference:
+    roles = Roles(wrapped, device=device, reference=config.has_reference)
+    if config.model.adapter is not None and config.has_reference:
         roles.freeze_reference_adapter()
     if config.uses("critic"):
-        _add_critic(roles, config, dtype, trust_remote_code)
+        add_critic(roles, config, dtype=dtype, trust_remote_code=trust_remote_code)
     if config.model.gradient_checkpointing:
         roles.check_gradient_checkpointing()
     return roles
-
-
-def _base_of(config: Config, path: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    return load_causal_lm(
-        path,
-        dtype=dtype,
-        attention=config.model.attention,
-        quantization=config.model.quantization,
-        random_init=config.model.random_init,
-        revision=config.model.revision if path == config.model.path else None,
-        trust_remote_code=trust_remote_code,
-    )
-
-
-def _add_critic(roles: Roles, config: Config, dtype: torch.dtype, trust_remote_code: bool) -> None:
-    """Add the critic of `critic.kind`; a separate one starts from critic.path, with its score head if there is one."""
-    kind, path, lora = config.critic.kind, config.critic.path, config.lora
-    assert kind is not None, "config/schema.py fills it in"
-    peft_config = lora_config(r=lora.r, alpha=lora.alpha, dropout=0.0, target_modules=lora.target_modules)
-    if kind != "separate":
-        check_rank(roles.causal, peft_config, what="lora.r")
-        roles.add_critic(kind, lora=peft_config)
-        return
-    head = None
-    try:
-        model = (
-            load_classifier(path, dtype=dtype)
-            if path
-            else _base_of(config, config.model.path, dtype, trust_remote_code)
-        )
-        head = getattr(model, "score", None)
-    except NoHead:  # a plain language model has no score head: its trunk is the critic's, under a zero head
-        model = _base_of(config, path or config.model.path, dtype, trust_remote_code)
-    if config.model.adapter is not None and path is None:
-        model = load_start_adapter(model, config.model.adapter).merge_and_unload()  # pyright: ignore
-    few_tokens(model, path=path or config.model.path)
-    model.requires_grad_(not lora.enabled)
-    roles.add_critic(kind, model=wrap_in_lora(model, peft_config) if lora.enabled else model.float())
-    if head is not None and head.weight.shape[0] == 1:
-        assert roles.value_head is not None
-        roles.value_head.copy_from(head.weight.float(), head.bias)
 
 
 def build_reward_model(
@@ -116,9 +72,14 @@ def check_reference(
             logprobs.append(roles.logprobs(role, batch, temperature=temperature)[0])
     gap = float((logprobs[0] - logprobs[1]).abs().max())
     if not gap <= KL_AT_START.get(roles.causal.dtype, 1e-5):
-        kind = f"adapter `{roles.reference_adapter}`" if roles.reference_adapter else "the base without adapters"
-        kind = "a frozen copy of the model" if roles.reference_model is not None else kind
         raise ValueError(
             f"policy and reference differ before the first step (log-probabilities by {gap:.2g}); "
-            f"the reference is {kind}"
+            f"the reference is {reference_of(roles)}"
         )
+
+
+def reference_of(roles: Roles) -> str:
+    """Which model the reference is, in words."""
+    if roles.reference_model is not None:
+        return "a frozen copy of the model"
+    return f"adapter `{roles.reference_adapter}`" if roles.reference_adapter else "the base without adapters"

@@ -29,7 +29,7 @@ STATM = Path("/proc/self/statm")
 
 
 def template_text(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, variables: dict[str, Any], **options: Any
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], *, variables: dict[str, Any], **options: Any
 ) -> str:
     """`messages` through the tokenizer's chat template. Raises ValueError where the template refuses them, does not
     end, renders nothing or more than there is room for, or has not one of the `variables`.
@@ -37,7 +37,7 @@ def template_text(
     if variables:
         _check_variables(tokenizer.get_chat_template(), tuple(variables))
     template, roles = tokenizer.chat_template, ", ".join(message["role"] for message in messages[:8])
-    longest = sum(len(message["content"]) for message in messages) * 4 + MOST_CHARACTERS
+    longest = sum(len(str(message.get("content") or "")) for message in messages) * 4 + MOST_CHARACTERS
     owner = repr(tokenizer.name_or_path) if tokenizer.name_or_path else "the model"
     with reading(f"the chat template of {owner} refuses messages with the roles {roles}"):
         if isinstance(template, str) and len(template) > MOST_CHARACTERS:

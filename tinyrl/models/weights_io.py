@@ -50,15 +50,25 @@ def load_roles(roles: Roles, folder: Path) -> None:
     load_policy(roles, folder)
     if roles.peft is not None and roles.reference_adapter is not None:
         load_adapter_weights(roles.peft, roles.reference_adapter, folder / "reference" / ADAPTER_FILE)
+    load_critic(roles, folder)
+    roles.keep_trainable()
+
+
+def load_critic(roles: Roles, folder: Path) -> None:
+    """Only the critic of a checkpoint: its own weights, where it has some, and the value head."""
     if roles.peft is not None and roles.critic_kind == "adapter":
         load_adapter_weights(roles.peft, "critic", folder / "critic" / ADAPTER_FILE)
     if isinstance(roles.critic_model, PeftModel):
         load_adapter_weights(roles.critic_model, POLICY_ADAPTER, folder / "critic" / ADAPTER_FILE)
     elif roles.critic_model is not None:
-        _load_model(trunk_of(roles.critic_model), folder / "critic" / MODEL)
+        load_trunk(roles.critic_model, folder / "critic" / MODEL)
     if roles.value_head is not None:
         load_head(roles.value_head, folder / VALUE_HEAD)
-    roles.keep_trainable()
+
+
+def load_trunk(model: PreTrainedModel, file: Path) -> None:
+    """Put back the decoder of a fully fine-tuned critic. Raises ValueError where the file is of another model."""
+    _load_model(trunk_of(model), file)
 
 
 def load_head(head: ValueHead, file: Path) -> None:

@@ -8,6 +8,7 @@ stopped half-way. torch is never imported; matplotlib is, inside the functions t
     curves.py        numbers to curves: gaps, thinning, smoothing
     drawing.py       one chart with matplotlib
     pictures.py      all of them: inline SVG for the page, one PNG
+    reliability.py   predictions of a reward model beside what turned out
     page.py          the HTML around them (page.css is its style sheet)
 """
 

@@ -153,6 +153,7 @@ def tiles(run: Run) -> list[Tile]:
         _tile(run, "Reward, greedy", "eval/greedy/reward_mean", ""),
         None if reward_is_pass(run) else _tile(run, "pass@1", "eval/pass@1", "", share=True),
         _tile(run, "Accuracy", held_out_key(run, "rewards/accuracy"), "rewards/accuracy", share=True),
+        _tile(run, "Calibration error", "eval/ece", "", unit="mean distance of predictions from what turned out"),
         _tile(run, "KL", "eval/kl", "objective/kl", unit="nats per response"),
         _tile(run, "Entropy", "eval/entropy", "policy/entropy", unit="nats per token"),
         _tile(run, "Length", "eval/mean_length", "completion/mean_length", unit="tokens"),

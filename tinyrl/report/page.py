@@ -17,6 +17,7 @@ from tinyrl.report.curves import picked
 from tinyrl.report.markup import text_html
 from tinyrl.report.outcome import Tile, outcome, phases, show, show_seconds, subtitle, tiles
 from tinyrl.report.panels import Panel, cells
+from tinyrl.report.reliability import reliability_html
 from tinyrl.runs.records import Run, Sample, number
 from tinyrl.text import Excerpt, excerpt, one_line
 
@@ -71,6 +72,7 @@ def page_html(run: Run, panels: list[Panel], svgs: list[list[str]]) -> str:
 <dl class="tiles">{"".join(_tile(tile) for tile in tiles(run))}</dl>
 {_charts(panels, svgs)}
 {_samples(run)}
+{reliability_html(run)}
 {_time(run)}
 {_held_out_table(run)}
 {_details("Settings", run.config)}

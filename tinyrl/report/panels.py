@@ -112,6 +112,8 @@ _KINDS = (
     _Kind("Out of turns", "share of episodes", "environment/out_of_turns", "eval/environment/out_of_turns",
           share=True, from_zero=True, skip_zero=True),
     _Kind("pass@1", "held-out, full marks", "", "eval/pass@1", share=True, from_zero=True, greedy=True),
+    _Kind("Likelihood loss", "ORPO's, nats per token", "preference/nll", from_zero=True),
+    _Kind("KL estimate", "KTO's, nats an answer", "preference/kl", from_zero=True, skip_zero=True),
     _Kind("Value loss", "lower is better", "value/loss", from_zero=True, any_scale=True),
     _Kind("Explained variance", "1 is best", "value/explained_variance", floor=-1),
     _Kind("Groups without spread", "they teach nothing", "reward/zero_spread_groups",
@@ -119,6 +121,7 @@ _KINDS = (
     _Kind("Rewards dropped", "completions without a valid one", "reward/dropped", from_zero=True, skip_zero=True),
     _Kind("Gradient norm", "policy, before clipping", "optim/grad_norm", from_zero=True, any_scale=True),
 )  # fmt: skip
+_BOTH_SIDES = {"rewards/chosen", "rewards/rejected"}  # in a panel of their own
 _REWARD_NAMES = {"reward/mean", "reward/std", "reward/zero_spread_groups", "reward/dropped"}
 
 
@@ -128,8 +131,9 @@ def panels_of(run: Run) -> list[Panel]:
     panels = [panel for panel in panels if not (panel.title == "pass@1" and reward_is_pass(run))]
     panels += _reward_functions(run)
     known = {name for kind in _KINDS for name in (kind.train, kind.held)}
-    others = [key for key in run.metric_names() if key.startswith(("loss", "rewards/")) and key not in known]
-    extra = [panel for key in others if (panel := _panel(run, _other_kind(run, key)))]
+    others = [key for key in run.metric_names() if key.startswith(("loss", "rewards/", "preference/"))]
+    others = [key for key in others if key not in known and key not in _BOTH_SIDES]
+    extra = [panel for key in others if (panel := _panel(run, _other_kind(run, key)))] + _sides(run)
     if run.finite("reward/mean") or run.finite("eval/reward_mean"):
         panels += extra
     else:  # sft, reward, dpo: their loss and accuracy are the headline
@@ -141,9 +145,24 @@ def panels_of(run: Run) -> list[Panel]:
 def _other_kind(run: Run, key: str) -> _Kind:
     group, _, name = key.partition("/")
     title = one_line(name or key, 24).replace("_", " ").capitalize()
-    title = title if group == "rewards" or not name else f"Loss: {title.lower()}"
-    better = "higher is better" if key == "rewards/accuracy" else "lower is better" if group == "loss" else ""
-    return _Kind(title, better, key, held_out_key(run, key), share=key == "rewards/accuracy", any_scale=group == "loss")
+    title = title if group in ("rewards", "preference") or not name else f"Loss: {title.lower()}"
+    is_loss = group == "loss" or key == "preference/loss"
+    better = "higher is better" if key == "rewards/accuracy" else "lower is better" if is_loss else ""
+    return _Kind(title, better, key, held_out_key(run, key), share=key == "rewards/accuracy", any_scale=is_loss)
+
+
+def _sides(run: Run) -> list[Panel]:
+    """Both sides of the pairs in one panel: the difference is what is learnt, and both may fall while it grows."""
+    panels = []
+    for key, title, unit in (
+        ("rewards/{}", "Rewards of both sides", "training"),
+        ("policy/{}_logprobs", "Log-probabilities", "training, nats an answer"),
+    ):
+        points = {side: run.points(key.format(side)) for side in ("chosen", "rejected")}
+        lines = [Line(side, str(i + 1), found) for i, (side, found) in enumerate(points.items())]
+        if all(run.finite(key.format(side)) for side in points):
+            panels.append(Panel(key.format("sides"), title, unit, lines))
+    return panels
 
 
 def _panel(run: Run, kind: _Kind) -> Panel | None:

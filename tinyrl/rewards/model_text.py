@@ -16,11 +16,12 @@ from typing import Any, Literal
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
-from tinyrl.data.shapes import Prompt
+from tinyrl.data.messages import Message, Prompt, as_messages
+from tinyrl.data.shapes import Side
 from tinyrl.models.reading import reading
 from tinyrl.models.reward_model import SCORE_HEAD
 from tinyrl.models.templates import template_text
-from tinyrl.tasks.prompts import Rendered, render_prompt, token_ids
+from tinyrl.tasks.prompts import Rendered, asked_messages, render_prompt, token_ids
 
 TEXT_FORMAT = "tinyrl_text_format"  # in a classification model's config, and in the metadata of an adapter's score head
 
@@ -89,7 +90,7 @@ def classifier_tokens(
     and stays when the beginning of a long text is cut off. Raises ValueError for messages that the template refuses.
     """
     if uses_template(tokenizer, text_format):
-        messages = _messages(prompt, text_format)
+        messages = asked_messages(prompt, text_format.system_prompt)
         begun = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
         messages.append({"role": "assistant", "content": begun + completion})
         text = template_text(tokenizer, messages, variables=text_format.chat_template)
@@ -122,6 +123,52 @@ def adapter_tokens(
     return end_of(tokenizer, [*rendered.tokens, *sampled], max_tokens)
 
 
+def judged_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt | None,
+    answer: Side,
+    *,
+    text_format: TextFormat,
+    max_tokens: int,
+    adapter: bool,
+) -> list[int]:
+    """An answer to learn from, behind its prompt (None: the answer is a text alone), as it is read once it is a
+    policy's completion: of messages the last one's text, behind a prompt that the others have joined.
+
+    Raises ValueError for an answer that no completion is.
+    """
+    if prompt is None:
+        assert isinstance(answer, str)
+        if uses_template(tokenizer, text_format):
+            raise ValueError(
+                "the rows hold texts without a prompt, and the model's chat template writes prompts and answers; "
+                "task.chat=false reads the texts as they are, or give `prompt` and `completion`"
+            )
+        prompt, completion = answer, ""
+    elif isinstance(answer, str):
+        completion = answer
+    else:
+        prompt, completion = _continued(prompt, answer[:-1]), _written(answer[-1])
+    tokens_of = adapter_tokens if adapter else classifier_tokens
+    return tokens_of(tokenizer, prompt, completion, text_format=text_format, max_tokens=max_tokens)
+
+
+def _continued(prompt: Prompt, messages: list[Message]) -> Prompt:
+    return [*as_messages(prompt), *messages] if messages else prompt
+
+
+def _written(message: Message) -> str:
+    """The text of an answer's last message. Raises ValueError where the template would write more than that text."""
+    more = [key for key in ("tool_calls", "reasoning_content", "thinking") if message.get(key)]
+    if message["role"] != "assistant" or more:
+        what = f"has `{more[0]}`" if more else f"is from the role {message['role']!r:.40}"
+        raise ValueError(
+            f"the last message of an answer {what}; a reward model reads what a policy writes: a message of the "
+            "assistant with all of it in `content`"
+        )
+    return message["content"]
+
+
 def end_of(tokenizer: PreTrainedTokenizerBase, tokens: list[int], max_tokens: int) -> list[int]:
     """The end of a text that is too long, behind its BOS where it begins with one: the completion is at the end."""
     if len(tokens) <= max_tokens:
@@ -130,20 +177,11 @@ def end_of(tokenizer: PreTrainedTokenizerBase, tokens: list[int], max_tokens: in
     return bos + tokens[len(tokens) - max_tokens + len(bos) :]
 
 
-def _messages(prompt: Prompt, text_format: TextFormat) -> list[dict[str, str]]:
-    """The prompt as a new list of chat messages; the format's system prompt replaces the data's, as for a policy."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if text_format.system_prompt is None:
-        return messages
-    others = [message for message in messages if message["role"] != "system"]
-    return [{"role": "system", "content": text_format.system_prompt}, *others]
-
-
 def _plain_text(prompt: Prompt, text_format: TextFormat) -> str:
     """What stands before the completion where there is no template."""
     if isinstance(prompt, str):
         return f"{text_format.system_prompt}\n\n{prompt}" if text_format.system_prompt else prompt
-    return "".join(f"{message['content']}\n\n" for message in _messages(prompt, text_format))
+    return "".join(f"{message['content']}\n\n" for message in asked_messages(prompt, text_format.system_prompt))
 
 
 def _plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int) -> list[int]:

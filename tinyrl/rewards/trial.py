@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
-from tinyrl.data.shapes import Prompt
 from tinyrl.environments.scripted import NONSENSE
 from tinyrl.rewards.functions import FunctionReward
 from tinyrl.tasks.task import Task

@@ -19,8 +19,6 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 
-from safetensors import SafetensorError
-
 MANIFEST = "MANIFEST.json"
 SCHEMA = 1
 _ASIDE, _WRITING, _DELETING = ".aside-", ".writing-", ".deleting-"
@@ -45,6 +43,8 @@ def write_checkpoint(root: Path, step: int, *, write: Callable[[Path], None]) ->
 
     Raises OSError (disk full, read-only) with everything that was there before intact.
     """
+    from safetensors import SafetensorError  # only writing needs it, and `tinyrl eval` reads before anything heavy
+
     name = checkpoint_name(step)
     final, aside, temporary = root / name, root / f"{_ASIDE}{name}", root / f"{_WRITING}{name}"
     if not root.is_dir():

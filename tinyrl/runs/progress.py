@@ -22,6 +22,7 @@ SHOWN = (
     ("pass@1", "eval/pass@1"),
     ("kl", "objective/kl"),
     ("accuracy", "rewards/accuracy"),
+    ("margin", "rewards/margin"),
     ("entropy", "policy/entropy"),
     ("length", "completion/mean_length"),
     ("tokens/s", "tokens_per_second"),

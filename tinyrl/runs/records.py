@@ -102,6 +102,16 @@ def number(value: Any) -> float:
     return result if abs(result) < LARGEST else math.nan
 
 
+def reliability_of(line: dict[str, Any]) -> list[tuple[float, float, int]]:
+    """A reward model's (mean prediction, mean of what turned out, rows) by tenths of held-out rows, as one line of
+    metrics.jsonl has them; empty where it has none, or something else.
+    """
+    rows = line.get("eval/reliability")
+    bins = [one for one in rows if isinstance(one, list) and len(one) == 3] if isinstance(rows, list) else []
+    found = [[number(value) for value in one] for one in bins]
+    return [(a, b, int(n)) for a, b, n in found if all(map(math.isfinite, (a, b, n)))]
+
+
 def read_run(run_dir: Path) -> Run:
     """Read a run directory. ValueError, with what to do instead, when it is not one or has no metrics yet."""
     metrics = run_dir / "metrics.jsonl"

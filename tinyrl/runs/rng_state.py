@@ -19,24 +19,34 @@ def python_rng() -> list[Any]:
     return [kind, list(numbers), gauss]
 
 
+def torch_rng() -> dict[str, Tensor]:
+    """The states of torch's generators, which dropout draws from."""
+    return {"torch": torch.get_rng_state()} | (
+        {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    )
+
+
+def restore_torch_rng(tensors: dict[str, Tensor]) -> None:
+    """Put back what `torch_rng` gave."""
+    torch.set_rng_state(tensors["torch"])
+    if "cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["cuda"])
+
+
 def rng_tensors() -> dict[str, Tensor]:
     """The states of NumPy's and torch's generators. MT19937's is 624 words, a position and a cached Gaussian."""
     _, words, position, has_gauss, cached = np.random.get_state()
-    out = {
-        "torch": torch.get_rng_state(),
+    return torch_rng() | {
         "numpy_words": torch.from_numpy(np.asarray(words).astype(np.int64)),
         "numpy_rest": torch.tensor([float(position), float(has_gauss), float(cached)], dtype=torch.float64),
     }
-    return out | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
 def restore_rng(tensors: dict[str, Tensor], python_state: list[Any]) -> None:
     """Put back what `rng_tensors` and `python_rng` gave."""
     kind, numbers, gauss = python_state
     random.setstate((kind, tuple(numbers), gauss))
-    torch.set_rng_state(tensors["torch"])
+    restore_torch_rng(tensors)
     position, has_gauss, cached = tensors["numpy_rest"].tolist()
     words = tensors["numpy_words"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", words, int(position), int(has_gauss), cached))
-    if "cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["cuda"])

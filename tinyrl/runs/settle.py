@@ -20,7 +20,7 @@ from tinyrl.runs.run_dir import named_run, open_run
 from tinyrl.starter import starter_path
 
 MODEL_FIELDS = (("model", "path"), ("model", "adapter"), ("critic", "path"), ("reward", "model"))
-DATA_FIELDS = (("task", "data"), ("task", "eval_data"), ("environment", "corpus"))
+DATA_FIELDS = (("task", "data"), ("task", "eval_data"), ("environment", "corpus"), ("ppo", "ptx_data"))
 
 
 def settle(config: Config) -> Config:
@@ -33,6 +33,7 @@ def settle(config: Config) -> Config:
         path = values[section][name]
         values[section][name] = path and (checkpoint_named(path, f"{section}.{name}") or path)
     values = absolute_paths(values)
+    values["critic"]["kind"] = _critic_kind(config, bases=(values["model"]["path"], values["critic"]["path"]))
     positions = _positions(values["model"]["path"]) if METHODS[config.method].samples else None
     if positions is not None:
         generation, environment = config.generation, config.environment
@@ -80,6 +81,61 @@ def checkpoint_named(path: str, key: str) -> str | None:
     return str(checkpoint_of(folder))
 
 
+def critic_run(config: Config) -> Config | None:
+    """The configuration of the run whose critic, or reward model of adapters, the critic of `config` starts from. None:
+    critic.path is not given, or is a whole model, which a fully fine-tuned run is too.
+    """
+    found = _run_at(config.critic.path)
+    if found is None or found.method == "ppo":
+        return found if found and _trunk_of(found.critic.kind) == _trunk_of(config.critic.kind) else None
+    return found if found.lora.enabled else None
+
+
+def _critic_kind(config: Config, *, bases: tuple[str, str | None]) -> str | None:
+    """critic.kind; that of the run which critic.path names where nobody has set one. `bases`: model.path and
+    critic.path as settled. Raises ValueError where what is named is for another kind, or another base.
+    """
+    path, kind, found = config.critic.path, config.critic.kind, _run_at(config.critic.path)
+    if path is None or not config.uses("critic"):
+        return kind
+    if found is None and kind != "separate":
+        raise ValueError(f"critic.path={path} is a model, for critic.kind=separate; critic.kind is {kind} here")
+    if found is None:
+        return kind
+    theirs = _kind_of(found)
+    kind = kind if "kind" in config.critic.model_fields_set else theirs
+    if _trunk_of(kind) != _trunk_of(theirs) and (found.lora.enabled or kind != "separate"):
+        raise ValueError(f"critic.path={path} is for critic.kind={theirs}; critic.kind is {kind} here")
+    if kind == "separate" and found.lora.enabled and not config.lora.enabled:
+        raise ValueError(f"critic.path={path} holds a critic of adapters, and lora.enabled is false here")
+    if found.lora.enabled and found.model.random_init:
+        raise ValueError(f"critic.path={path} holds adapters on weights drawn at random, which are in no file")
+    base, checkpoint = bases
+    if kind != "separate" and base not in (found.model.path, checkpoint):
+        raise ValueError(
+            f"critic.path={path} reads the states of model.path={found.model.path}; model.path is {base} here"
+        )
+    return kind
+
+
+def _run_at(path: str | None) -> Config | None:
+    """The configuration of the run that a setting names, itself or by a checkpoint; None for everything else."""
+    run = None if path is None else named_run(path)
+    return None if run is None else open_run(run).read_config()
+
+
+def _kind_of(run: Config) -> str | None:
+    """The kind of critic that starts from a run: its own; an adapter from a reward model's; else a whole model."""
+    if run.method == "ppo":
+        return run.critic.kind
+    return "adapter" if run.lora.enabled else "separate"
+
+
+def _trunk_of(kind: str | None) -> str | None:
+    """Kinds whose heads are on the same states are the same here."""
+    return "shared" if kind == "shared-detached" else kind
+
+
 def _unfit(key: str, path: str, config: Config) -> str | None:
     """What is wrong with naming a run of this configuration as `key`; None where nothing is."""
     if key == "reward.model":
@@ -89,10 +145,11 @@ def _unfit(key: str, path: str, config: Config) -> str | None:
         return f"is a reward model: reward.model={path}"
     if key == "model.adapter":
         return None if config.lora.enabled else f"was fully fine-tuned, so it is a model: model.path={path}"
-    if not config.lora.enabled:
+    if not config.lora.enabled or (key == "critic.path" and config.method in ("ppo", "reward")):
         return None
     base = f"its base and it are model.path={config.model.path} model.adapter={path}"
-    return f"holds adapters, not a whole model; {base if key == 'model.path' else 'fine-tune with lora.enabled=false'}"
+    critic = "and no critic: that of a ppo run, a reward run, or a run with lora.enabled=false can be named"
+    return f"holds adapters, not a whole model{f'; {base}' if key == 'model.path' else f', {critic}'}"
 
 
 def _absolute_function(function: Any) -> Any:

@@ -11,8 +11,10 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Literal
 
+from tinyrl.data.messages import CONVERSATIONS
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import hold_out, placed_rows
+from tinyrl.data.shapes import shared_prompt
 from tinyrl.tasks.task import Task
 from tinyrl.text import did_you_mean, listed
 
@@ -141,8 +143,19 @@ def _read(
     task: Task, source: str, *, columns: dict[str, str] | None, verified: bool, revision: str | None
 ) -> list[Row]:
     placed = placed_rows(source, columns=columns, revision=revision)
-    rows = [row for _, row in placed]
+    rows = [_with_prompt(row, place) if "prompt" in task.columns else row for place, row in placed]
     check_rows(task, rows, places=[place for place, _ in placed], verified=verified)
     # rewards get every column as a list, so all rows get the same columns
     names = list(dict.fromkeys(name for row in rows for name in row))
     return [{name: row.get(name) for name in names} for row in rows]
+
+
+def _with_prompt(row: Row, place: str) -> Row:
+    """A conversation or a preference pair without a `prompt` of its own, with the prompt that it begins with."""
+    has = {name for name, value in row.items() if value is not None}
+    if "prompt" in has or not (has & {*CONVERSATIONS} or has >= {"chosen", "rejected"}):
+        return row
+    try:
+        return {**row, "prompt": shared_prompt(row)}
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error

@@ -8,8 +8,8 @@ before training: that searching pays is found out from the reward of the answer 
 
 from typing import Any
 
+from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
-from tinyrl.data.shapes import Prompt
 from tinyrl.environments import Reply, Transcript, last_turn
 from tinyrl.starter.lookup import answer_text, fact, found_text, lookup_rows, search_text
 from tinyrl.tasks.grading import completion_text

@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from tinyrl.data.messages import Message, Prompt, as_messages, check_prompt
 from tinyrl.data.readers import Row
-from tinyrl.data.shapes import Prompt, check_prompt
 from tinyrl.models.templates import template_text
 from tinyrl.runs.signals import watched
 from tinyrl.tasks import Task
@@ -146,13 +146,18 @@ def render_prompt(
         text = f"{system_prompt}\n\n{prompt}" if system_prompt else prompt
         opened = re.search(r"<think>\s*\Z", text[-200:])
         return Rendered(text, _plain_tokens(tokenizer, text), opened.group() if opened else "")
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if system_prompt is not None:
-        messages = [{"role": "system", "content": system_prompt}, *(m for m in messages if m["role"] != "system")]
-    text, added = _templated(tokenizer, messages, variables or {})
+    text, added = _templated(tokenizer, asked_messages(prompt, system_prompt), variables or {})
     tokens = token_ids(tokenizer, text)
     start = added.rfind("<think>")
     return Rendered(text, tokens, added[start:] if start >= 0 and "</think>" not in added[start:] else "")
+
+
+def asked_messages(prompt: Prompt, system_prompt: str | None) -> list[Message]:
+    """The messages of a prompt as a new list, with a system prompt in place of the data's."""
+    messages = as_messages(prompt)
+    if system_prompt is None:
+        return list(messages)
+    return [{"role": "system", "content": system_prompt}, *(m for m in messages if m["role"] != "system")]
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -161,7 +166,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _templated(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], variables: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], variables: dict[str, Any]
 ) -> tuple[str, str]:
     """The rendered text, and its end that belongs to the assistant, where a <think> is the template's own."""
     going_on = messages[-1]["role"] == "assistant"

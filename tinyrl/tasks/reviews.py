@@ -6,8 +6,8 @@ the independent judge: the grammar's own count of positive and negative clauses,
 
 from typing import Any
 
+from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
-from tinyrl.data.shapes import Prompt
 from tinyrl.starter.grammar import clause_moods, unparsable_share
 from tinyrl.starter.reviews import openings
 from tinyrl.tasks.grading import completion_text

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tinyrl.data.messages import Prompt, check_prompt
 from tinyrl.data.readers import Row
-from tinyrl.data.shapes import Prompt, check_prompt
 from tinyrl.tasks.grading import completion_text, last_number, marked_answer, normalised_text, parse_number
 from tinyrl.tasks.task import Task
 

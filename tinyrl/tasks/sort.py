@@ -5,8 +5,8 @@ The embedded default's own task: its language model makes the mistakes of its pr
 
 from typing import Any
 
+from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
-from tinyrl.data.shapes import Prompt
 from tinyrl.starter.sorting import sort_completion, sort_rows
 from tinyrl.tasks.grading import completion_text
 from tinyrl.tasks.task import Task

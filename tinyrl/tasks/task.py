@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
-from tinyrl.data.shapes import Prompt
 from tinyrl.environments import Reply
 
 FULL_MARKS = 1.0 - 1e-9  # weighted sums of floats miss 1.0 by a rounding error

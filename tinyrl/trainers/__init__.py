@@ -1,1 +1,4 @@
-"""Trainers, one file for each method: a complete loop, read from top to bottom."""
+"""Trainers, one file for each method (grpo, ppo, sft, reward_model, dpo): a complete loop, read from top to bottom.
+
+The other files are what loops are made of.
+"""

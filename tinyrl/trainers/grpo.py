@@ -1,10 +1,10 @@
-"""GRPO and its family (DAPO, Dr. GRPO, GSPO, CISPO, RLOO, REINFORCE++): DeepSeekMath (2402.03300), Algorithm 1.
+"""GRPO and its family (DAPO, Dr. GRPO, GSPO, GDPO, CISPO, RLOO, REINFORCE++): DeepSeekMath (2402.03300), Algorithm 1.
 
     for each step:
         1. sample a group of responses for each prompt, score them
         2. log-probabilities under the reference, and of the policy before its update
         3. advantage of a response: its score against its group
-        4. for each minibatch: clipped policy loss (+ KL to the reference), optimizer step
+        4. for each minibatch: clipped policy loss (+ KL to the reference, - entropy bonus), optimizer step
 
 What differs from the paper: the default preset is DAPO's (2503.14476): no KL, clip 0.2 / 0.28, all tokens of a step
 weigh the same; the reference is frozen for the whole run; a rollout feeds one optimizer step unless grpo.num_epochs
@@ -16,13 +16,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tinyrl.algorithms.advantages import discounted_returns, group_advantages, rloo_advantages
+from tinyrl.algorithms.advantages import (
+    decoupled_advantages,
+    discounted_returns,
+    group_advantages,
+    rloo_advantages,
+)
 from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.algorithms.reward_shaping import token_rewards
 from tinyrl.components import SamplingParts
 from tinyrl.components import load_sampling_parts as load
-from tinyrl.config.schema import GrpoConfig
+from tinyrl.config.method_sections import GrpoConfig
 from tinyrl.rollout import Rollout
+from tinyrl.trainers.entropy_control import steer_entropy
 from tinyrl.trainers.on_policy import RolloutCollector
 from tinyrl.trainers.on_policy import evaluate_heldout as evaluate
 from tinyrl.trainers.policy_loss import PolicyLoss
@@ -37,19 +43,23 @@ def train(session: Session, parts: SamplingParts) -> None:
     config = parts.config.grpo
     collector = RolloutCollector(session, parts, num_prompts=config.num_prompts, group_size=config.group_size)
     several_steps = config.num_epochs > 1 or (config.minibatch_size or config.batch_size) < config.batch_size
-    settings = collector.loss_settings(config, kl_coef=config.kl_coef)
     for step in session.steps():
-        rollout = session.rollout
+        settings, rollout = collector.loss_settings(config, kl_coef=config.kl_coef), session.rollout
         if rollout is None:
             # 1. A group of responses for each prompt, and their scores.
             with session.timed("rollout"):
                 rollout, rewards = sample_groups(collector, config, step)
             # 2. Their log-probabilities under the reference, and before the update.
             with session.timed("reference"):
-                collector.compute_logprobs(rollout, reference=config.kl_coef > 0, several_steps=several_steps)
-            session.start_update(rollout, **rewards, **collector.metrics(rollout))
+                collector.compute_logprobs(
+                    rollout,
+                    reference=config.kl_coef > 0,
+                    several_steps=several_steps,
+                    scored=kl_in_score(config),
+                )
+            session.start_update(rollout, **rewards, **collector.metrics(rollout), **collector.solved.keep(step))
         # 3. How much better a response is than its group.
-        rollout.advantages = advantages_of(rollout, config)
+        rollout.advantages = advantages_of(rollout, config, weights=parts.scorer.weights)
         flat = not rollout.advantages.any()
         # 4. An optimizer step for each minibatch.
         sizes = rollout.sizes(parts.roles)
@@ -60,7 +70,8 @@ def train(session: Session, parts: SamplingParts) -> None:
                 collector.watch_sampling(metrics)
                 session.metrics.add(metrics)
         collector.record(rollout, rollout.advantages, step)
-        session.end_step(**{"optim/flat_steps": collector.count_flat(flat=flat)})
+        flat_steps = collector.count_flat(flat=flat)
+        session.end_step(**{"optim/flat_steps": flat_steps}, **steer_entropy(config, session))
 
 
 def sample_groups(collector: RolloutCollector, config: GrpoConfig, step: int) -> tuple[Rollout, dict[str, float]]:
@@ -71,7 +82,7 @@ def sample_groups(collector: RolloutCollector, config: GrpoConfig, step: int) ->
     prompts = collector.prompts(step)
     rollout = collector.collect(prompts, step)
     drawn = {p.index for p in prompts}
-    without_spread = zero_spread(rollout, config.group_size)
+    without_spread = zero_spread(rollout, config)
     metrics = {**collector.reward_metrics(rollout), "reward/zero_spread_groups": float(without_spread.float().mean())}
     for refill_round in range(config.refill_rounds):
         flat = without_spread.nonzero().squeeze(-1).tolist()
@@ -80,21 +91,31 @@ def sample_groups(collector: RolloutCollector, config: GrpoConfig, step: int) ->
             break
         drawn |= {p.index for p in fresh}
         topped_up = collector.collect(fresh, step)
-        good = (~zero_spread(topped_up, config.group_size)).nonzero().squeeze(-1).tolist()
+        good = (~zero_spread(topped_up, config)).nonzero().squeeze(-1).tolist()
         rollout = rollout.with_groups(topped_up, good, places=flat[: len(good)], group_size=config.group_size)
-        without_spread = zero_spread(rollout, config.group_size)
+        without_spread = zero_spread(rollout, config)
     if config.refill_rounds:
         metrics["reward/zero_spread_kept"] = float(without_spread.float().mean())
     return rollout, metrics
 
 
-def advantages_of(rollout: Rollout, config: GrpoConfig) -> Tensor:
-    """(B,) or (B, T), by `grpo.advantage`. A KL in the reward is token by token in REINFORCE++ (2501.03262), whose
-    returns are whitened over the step; elsewhere, as in RLOO (2402.14740), that of the whole response is in its score.
+def kl_in_score(config: GrpoConfig) -> bool:
+    """Whether the KL of a response is a part of its score, which is compared with its group: as in RLOO (2402.14740),
+    unlike REINFORCE++ (2501.03262), whose KL is token by token.
+    """
+    return config.kl_placement == "reward" and config.kl_coef > 0 and config.advantage in ("group", "leave-one-out")
+
+
+def advantages_of(rollout: Rollout, config: GrpoConfig, *, weights: Tensor | None = None) -> Tensor:
+    """(B,) or (B, T), by `grpo.advantage`. The returns of REINFORCE++ are whitened over the step; others compare
+    score - kl_coef * summed k1 with the group, or each reward on its own, by its one of the `weights`.
+
+    Under advantage=group only the rewards are divided by their deviation, and the KL keeps its weight: divided too, as
+    in verl, it would decide alone, whatever kl_coef is, in a group whose rewards are all the same.
     """
     scores, mask, group_size = rollout.rewards, rollout.loss_mask, config.group_size
-    kl_coef = config.kl_coef if config.kl_placement == "reward" else 0.0
     if config.advantage in ("discounted-return", "baseline-return"):
+        kl_coef = config.kl_coef if config.kl_placement == "reward" else 0.0
         if config.advantage == "baseline-return":  # REINFORCE++-baseline: against the group first
             scores = group_advantages(scores, group_size=group_size, scale="none")
             rewards = token_rewards(torch.nan_to_num(scores), rollout.kl(), mask, kl_coef=kl_coef)
@@ -102,16 +123,31 @@ def advantages_of(rollout: Rollout, config: GrpoConfig) -> Tensor:
             scores = torch.nan_to_num(rollout.final_scores)
             rewards = rollout.with_turn_rewards(token_rewards(scores, rollout.kl(), mask, kl_coef=kl_coef))
         return masked_whiten(discounted_returns(rewards, mask, gamma=config.gamma), mask)
-    if kl_coef:
-        scores = scores - kl_coef * rollout.kl().sum(1)
+    penalties = torch.zeros_like(scores)
+    if kl_in_score(config):
+        penalties = config.kl_coef * rollout.kl(rollout.scored_mask).sum(1)
+        penalties = torch.where(scores.isnan(), torch.nan, penalties)
     if config.advantage == "leave-one-out":
-        return rloo_advantages(scores, group_size=group_size)
-    return group_advantages(scores, group_size=group_size, scale=config.advantage_scale)
+        return rloo_advantages(scores - penalties, group_size=group_size)
+    if config.normalize_rewards == "each":
+        assert weights is not None, "several rewards are weighed after each is normalised"
+        each = compared(rollout, config)
+        return decoupled_advantages(each, weights=weights, group_size=group_size, scale=config.advantage_scale)
+    advantages = group_advantages(scores, group_size=group_size, scale=config.advantage_scale)
+    return advantages - group_advantages(penalties, group_size=group_size, scale="none")
 
 
-def zero_spread(rollout: Rollout, group_size: int) -> Tensor:
+def compared(rollout: Rollout, config: GrpoConfig) -> Tensor:
+    """(B, 1) or (B, R) what the responses of a group are compared by: the sum of their rewards, or each; NaN: none."""
+    if config.normalize_rewards == "sum":
+        return rollout.rewards.unsqueeze(1)
+    return torch.where(rollout.rewards.isnan().unsqueeze(1), torch.nan, rollout.scores)
+
+
+def zero_spread(rollout: Rollout, config: GrpoConfig) -> Tensor:
     """(P,) bool: groups whose valid scores are all the same, so that they teach nothing."""
-    groups = rollout.rewards.reshape(-1, group_size)
+    scores = compared(rollout, config)
+    groups = scores.reshape(-1, config.group_size, scores.shape[1])
     highest = torch.where(groups.isnan(), -torch.inf, groups).amax(1)
     lowest = torch.where(groups.isnan(), torch.inf, groups).amin(1)
-    return ~(highest > lowest)
+    return ~(highest > lowest).any(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,15 +10,18 @@ from torch import Tensor
 
 from tinyrl.algorithms.masking import masked_mean
 from tinyrl.components import SamplingParts
-from tinyrl.config.schema import GrpoConfig, PpoConfig
+from tinyrl.config.method_sections import GrpoConfig, PpoConfig
 from tinyrl.data.rows import batch_indices, keyed_order
 from tinyrl.environments.episode import policy_text
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.rewards.guard import FailureGuard, describe_failure
-from tinyrl.rollout import FINISH_REASONS, Rollout, forward_pass, sample_and_score, settle_truncated
+from tinyrl.rollout import FINISH_REASONS, Rollout
+from tinyrl.sampling import forward_pass, sample_and_score, settle_truncated
 from tinyrl.tasks.prompts import PreparedPrompt
+from tinyrl.trainers.entropy_control import entropy_coef
 from tinyrl.trainers.policy_loss import LossSettings
+from tinyrl.trainers.solved_prompts import SolvedPrompts
 from tinyrl.training.session import Session
 
 EXACT_TO = 1e-5  # sampling log-probabilities this close to a training pass's are used as old_logprobs
@@ -31,20 +35,25 @@ class RolloutCollector:
         self.session, self.parts = session, parts
         self.num_prompts, self.group_size = num_prompts, group_size
         self._told: set[str] = set()
+        self.solved = SolvedPrompts(
+            parts.config.task,
+            parts.train_prompts,
+            num_prompts=num_prompts,
+            seed=parts.config.run.seed,
+            record=session.state.controllers.solved,
+        )
 
     def prompts(self, step: int) -> list[PreparedPrompt]:
-        """The prompts of a step: a function of (seed, step)."""
-        rows = self.parts.train_prompts
-        return [
-            rows[i]
-            for i in batch_indices(self.parts.config.run.seed, step, num_prompts=self.num_prompts, num_rows=len(rows))
-        ]
+        """The prompts of a step: a function of (seed, step), and under task.skip_solved of what was solved so far."""
+        rows, seed = self.parts.train_prompts, self.parts.config.run.seed
+        places = batch_indices(seed, step, num_prompts=self.num_prompts, num_rows=len(rows))
+        return [rows[i] for i in self.solved.replace(places, step)]
 
     def fresh_prompts(self, step: int, refill_round: int, *, count: int, without: set[int]) -> list[PreparedPrompt]:
         """Prompts to top up a step's batch: a function of (seed, step, round) and of what was drawn before."""
-        rows = self.parts.train_prompts
+        rows, skipped = self.parts.train_prompts, self.solved.skipped(step)
         order = keyed_order(f"refill {self.parts.config.run.seed} {step} {refill_round}", len(rows))
-        return [rows[i] for i in order if rows[i].index not in without][:count]
+        return [rows[i] for i in order if rows[i].index not in without and i not in skipped][:count]
 
     def collect(self, prompts: list[PreparedPrompt], step: int) -> Rollout:
         """Sample and score a group for each prompt; failing rewards are counted, shown, and eventually stop the run."""
@@ -59,6 +68,7 @@ class RolloutCollector:
             game=self.parts.game,
         )
         settle_truncated(rollout, self.parts.truncation)
+        self.solved.look(prompts, rollout)
         self._watch(rollout, prompts, step)
         self.session.state.completions += len(rollout)
         self.session.state.tokens += int(rollout.response_mask.sum())
@@ -120,21 +130,25 @@ class RolloutCollector:
             return policy_text(rollout.transcripts[row])
         return self.parts.scorer.text(rollout.response(row))
 
-    def compute_logprobs(self, rollout: Rollout, *, reference: bool, several_steps: bool) -> None:
-        """Fill in ref_logprobs where a KL needs them, old_logprobs where several optimizer steps use the rollout."""
+    def compute_logprobs(self, rollout: Rollout, *, reference: bool, several_steps: bool, scored: bool = False) -> None:
+        """Fill in ref_logprobs where a KL needs them, old_logprobs where several optimizer steps use the rollout.
+
+        `scored`: of every row with a reward, those that are left out of the loss among them.
+        """
+        read = replace(rollout, kept=~rollout.rewards.isnan()) if scored else rollout
         if reference:
-            rollout.ref_logprobs = self._logprobs(rollout, "reference")
+            rollout.ref_logprobs = self._logprobs(read, "reference")
         if not several_steps:
             return  # the training pass's own values, detached: the ratio is exactly 1
         controllers = self.session.state.controllers
         if controllers.exact_sampling is None:
-            rescored = self._logprobs(rollout, "policy")
+            rescored = self._logprobs(read, "policy")
             gap = float(torch.where(rollout.loss_mask, rescored - rollout.sampling_logprobs, 0.0).abs().max())
             exact = controllers.exact_sampling = self.parts.engine.exact and gap < EXACT_TO
             rollout.old_logprobs = rollout.sampling_logprobs if exact else rescored
         else:
             exact = controllers.exact_sampling
-            rollout.old_logprobs = rollout.sampling_logprobs if exact else self._logprobs(rollout, "policy")
+            rollout.old_logprobs = rollout.sampling_logprobs if exact else self._logprobs(read, "policy")
 
     def watch_sampling(self, metrics: dict[str, float]) -> None:
         """Measure anew, by a rescoring pass, whether sampling is exact when an update's pass says it is not."""
@@ -170,6 +184,7 @@ class RolloutCollector:
             temperature=generation.temperature,
             max_new_tokens=generation.max_new_tokens,
             kl_coef=kl_coef if in_loss else 0.0,
+            entropy_coef=entropy_coef(section, self.session),
             weigh_mismatch=not (self.parts.engine.exact and self.parts.accelerator.mixed_precision == "no"),
         )
 

@@ -9,27 +9,34 @@ To add a surrogate, write a function from a PolicyBatch to (loss, metrics) and a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from torch import Tensor
 
 from tinyrl.algorithms.kl import ESTIMATORS
-from tinyrl.algorithms.losses import Metrics, cispo_loss, clipped_policy_loss, entropy_bonus, importance_ratio, kl_loss
+from tinyrl.algorithms.losses import (
+    Metrics,
+    RatioLevel,
+    cispo_loss,
+    clipped_policy_loss,
+    entropy_bonus,
+    importance_ratio,
+    kl_loss,
+)
 from tinyrl.algorithms.masking import Aggregation, masked_sum
+from tinyrl.algorithms.mismatch import Mismatch, mismatch_weights
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.roles import Roles
 from tinyrl.rollout import PolicyBatch, Rollout
-
-WEIGHT_CAP = 2.0  # of the truncated importance weight between sampling and training (Yao et al. 2025)
 
 
 @dataclass(frozen=True)
 class LossSettings:
     """Settings of the loss: the fields of `grpo` or `ppo` by these names; the defaults are PPO's, for what `ppo` lacks.
 
-    kl_coef is the weight of a KL in the loss (0: there is none); weigh_mismatch corrects for tokens that were sampled
-    with other numerics than training uses (bfloat16, other kernels).
+    kl_coef is the weight of a KL in the loss (0: there is none); weigh_mismatch: tokens are sampled with other numerics
+    than training uses (bfloat16, other kernels), which `mismatch` corrects for in one way or another.
     """
 
     temperature: float
@@ -40,12 +47,15 @@ class LossSettings:
     loss: Literal["clipped", "cispo"] = "clipped"
     clip_eps_high: float | None = None
     dual_clip: float | None = None
-    ratio_level: Literal["token", "sequence"] = "token"
+    ratio_level: RatioLevel = "token"
     ratio_cap: float = 5.0
     aggregation: Aggregation = "token"
     entropy_coef: float = 0.0
     kl_estimator: str = "k3"
     kl_ratio_weight: bool = False
+    mismatch: Mismatch | Literal["none"] = "token"
+    mismatch_cap: float = 2.0  # Yao et al. 2025
+    mismatch_floor: float = 0.0
 
     @classmethod
     def of(cls, section: Any, **others: Any) -> LossSettings:
@@ -111,8 +121,20 @@ def policy_loss(batch: PolicyBatch, counts: Counts, *, settings: LossSettings) -
     """(loss, metrics) of a micro-batch; `counts` are those of its minibatch, so both add up over micro-batches.
 
     Metrics: the surrogate's, policy/entropy, policy/kl_loss where there is a KL, and where weights correct a mismatch
-    between sampling and training policy/capped_weights, the share of tokens whose weight is above its cap.
+    between sampling and training policy/capped_weights, the share of tokens whose weight is above its cap (or, where
+    such are left out, below its floor).
     """
+    bounded = None
+    if settings.weigh_mismatch and settings.mismatch != "none":
+        weights, bounded = mismatch_weights(
+            batch.old_logprobs,
+            batch.sampling_logprobs,
+            batch.mask,
+            mode=settings.mismatch,
+            cap=settings.mismatch_cap,
+            floor=settings.mismatch_floor,
+        )
+        batch = replace(batch, token_weights=weights)
     loss, metrics = SURROGATES[settings.loss](batch, counts, settings)
     bonus, entropy_metrics = entropy_bonus(batch.entropy, batch.mask, denominator=counts.tokens)
     if settings.entropy_coef > 0:
@@ -120,9 +142,8 @@ def policy_loss(batch: PolicyBatch, counts: Counts, *, settings: LossSettings) -
     if settings.kl_coef > 0:
         kl, kl_metrics = kl_to_reference(batch, counts, settings)
         loss, metrics = loss + settings.kl_coef * kl, metrics | kl_metrics
-    if settings.weigh_mismatch:
-        capped = masked_sum((importance_weights(batch) >= WEIGHT_CAP).float(), batch.mask)
-        metrics["policy/capped_weights"] = capped / counts.tokens
+    if bounded is not None:
+        metrics["policy/capped_weights"] = masked_sum(bounded.float(), batch.mask) / counts.tokens
     return loss, metrics | entropy_metrics
 
 
@@ -145,7 +166,7 @@ def clipped(batch: PolicyBatch, counts: Counts, settings: LossSettings) -> tuple
         ratio_level=settings.ratio_level,
         aggregation=settings.aggregation,
         denominator=counts.denominator(settings),
-        token_weights=importance_weights(batch) if settings.weigh_mismatch else None,
+        token_weights=batch.token_weights,
         metric_denominator=counts.tokens,
     )
 
@@ -160,7 +181,7 @@ def cispo(batch: PolicyBatch, counts: Counts, settings: LossSettings) -> tuple[T
         ratio_cap=settings.ratio_cap,
         aggregation=settings.aggregation,
         denominator=counts.denominator(settings),
-        token_weights=importance_weights(batch) if settings.weigh_mismatch else None,
+        token_weights=batch.token_weights,
         metric_denominator=counts.tokens,
     )
 
@@ -178,8 +199,3 @@ def kl_to_reference(batch: PolicyBatch, counts: Counts, settings: LossSettings) 
     ratio = importance_ratio(batch.logprobs, batch.old_logprobs, batch.mask) if settings.kl_ratio_weight else None
     denominator = counts.denominator(settings)
     return kl_loss(kl, batch.mask, aggregation=settings.aggregation, denominator=denominator, ratio=ratio)
-
-
-def importance_weights(batch: PolicyBatch) -> Tensor:
-    """(b, T) truncated weights min(pi_old / pi_sampling, 2) for the mismatch between sampling and training."""
-    return (batch.old_logprobs - batch.sampling_logprobs).exp().clamp(max=WEIGHT_CAP).detach()

@@ -1,13 +1,15 @@
-"""Reward model training on pairs of a chosen and a rejected completion, by the Bradley-Terry loss.
+"""Reward model training: one score for an answer, from pairs (Bradley-Terry), labels (classification) or ratings
+(regression).
 
-InstructGPT (2203.02155), Eq. 1.
+InstructGPT (2203.02155) Eq. 1, with the margin of Llama 2 (2307.09288) Eq. 2 where rows ask for one; binary
+cross-entropy on labels, so that a score is log-odds (less the centre, once it is saved); squared error on ratings, in
+deviations from their mean.
 
-    for each step: a batch of pairs; -log sigmoid(score(chosen) - score(rejected)); an optimizer step
+    for each step: a batch of rows; their scores; the loss of the objective; an optimizer step
 
 With LoRA the result is an adapter and a head for the shared base (token in, token out, EOS included); fully
 fine-tuned it is a plain sequence-classification model with its own tokenizer, which reads a finished turn of its chat
-template. Pairs are tokenised by the functions that score completions later (rewards/model_text.py). Scores are
-centred: the mean over training pairs is subtracted, so PPO starts near zero.
+template. Scores are centred when they are saved: the mean over training rows is subtracted, so PPO starts near zero.
 """
 
 from __future__ import annotations
@@ -21,37 +23,46 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from tinyrl.algorithms.preference import bradley_terry_loss
+from tinyrl.algorithms.score_losses import label_loss, rating_loss
 from tinyrl.components import Options, Parts, load_parts
 from tinyrl.config.schema import Config
-from tinyrl.data.readers import Row
-from tinyrl.data.rows import batch_indices, few_held_out, fingerprints
+from tinyrl.data.rows import batch_indices
 from tinyrl.evaluation.evaluate import Evaluation
+from tinyrl.evaluation.reward_models import label_metrics, pair_metrics, rating_metrics
 from tinyrl.models.batches import trunk_of
 from tinyrl.models.micro_batches import RowSizes, Work
-from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_room, positions_of
-from tinyrl.models.vocabulary import check_ids
-from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, adapter_tokens, classifier_tokens
+from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET
+from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat
 from tinyrl.runs.signals import watched
-from tinyrl.text import listed
-from tinyrl.trainers.sft import text_rows
+from tinyrl.trainers.reward_rows import JudgedRows, JudgedTokens, read_judged_rows, text_format_of
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
 
-Pair = tuple[list[int], list[int]]  # tokens of prompt + chosen, prompt + rejected
-CENTERED_ON = 512  # training pairs the centre is measured on
+CENTERED_ON = 512  # rows to train on that the centre is measured on
 
 
 @dataclass
-class PairParts(Parts):
-    """What a reward model learns from: tokenised pairs. `center` is the mean score that is subtracted."""
+class RewardParts(Parts):
+    """What a reward model learns from: tokenised rows."""
 
-    train: list[Pair]
-    held_out: list[Pair]
-    row_fingerprints: dict[str, str]
+    rows: JudgedRows
+
+    @property
+    def row_fingerprints(self) -> dict[str, str]:
+        """Of both splits."""
+        return self.rows.fingerprints
 
     def check(self) -> list[str]:
-        """Whether held-out scores can say something."""
-        return few_held_out(self.held_out) if self.config.run.eval_prompts else []
+        """What rows are taken for, and whether held-out scores can say something."""
+        return self.rows.notes
+
+    def preview(self) -> str:
+        """The same, for `--dry-run`."""
+        return "\n".join([*self.rows.notes, super().preview()])
+
+    def has_prompts(self) -> bool:
+        """Whether PPO finds prompts in task.data."""
+        return self.rows.prompts
 
     @property
     def text_format(self) -> TextFormat:
@@ -96,39 +107,34 @@ class PairParts(Parts):
         head.load_state_dict({"weight": weight, **load_file(folder / "score_bias.safetensors")})
 
     def center(self) -> float:
-        """Mean score over some training pairs, both sides; 0 when reward_model.center is off."""
+        """Mean score over some training rows, both sides of pairs; 0 when reward_model.center is off."""
         if not self.config.reward_model.center:
             return 0.0
-        return float(torch.cat(self.scores(self.train[:CENTERED_ON])).mean())
+        return float(torch.cat(self.scores(self.rows.train[:CENTERED_ON])).mean())
 
-    def scores(self, pairs: list[Pair]) -> tuple[Tensor, Tensor]:
-        """Scores of the chosen and of the rejected sides, without gradient."""
-        out = torch.zeros(len(pairs), 2)
+    def scores(self, examples: list[JudgedTokens]) -> tuple[Tensor, ...]:
+        """Scores (n,) of the chosen and of the rejected sides, or of single answers, without gradient."""
+        out = torch.zeros(len(examples), 2 if self.rows.objective == "pairs" else 1)
 
         def run(rows: list[int]) -> None:
-            out[rows] = torch.stack(pair_scores(self, [pairs[i] for i in rows]), 1).float().cpu()
+            out[rows] = torch.stack(answer_scores(self, [examples[i] for i in rows]), 1).float().cpu()
 
         with torch.no_grad(), self.roles.acting("policy"), self.accelerator.autocast():
-            self.micro_batches.run(Work(sizes_of(self, pairs), run))
-        return out[:, 0], out[:, 1]
+            self.micro_batches.run(Work(sizes_of(self, examples), run))
+        return out.unbind(1)
 
 
-def train(session: Session, parts: PairParts) -> None:
+def train(session: Session, parts: RewardParts) -> None:
     """Train the reward model from the session's current step to run.num_steps."""
-    config = parts.config.reward_model
-    size = min(config.batch_size, len(parts.train))  # no pair twice in a step
+    seed, examples = parts.config.run.seed, parts.rows.train
+    size = min(parts.config.reward_model.batch_size, len(examples))  # no row twice in a step
     parts.roles.use_lora_dropout()
     for step in session.steps():
-        chosen = [
-            parts.train[i]
-            for i in batch_indices(parts.config.run.seed, step, num_prompts=size, num_rows=len(parts.train))
-        ]
+        chosen = [examples[i] for i in batch_indices(seed, step, num_prompts=size, num_rows=len(examples))]
         session.start_update()
 
-        def loss_of(rows: list[int], chosen: list[Pair] = chosen) -> tuple[Tensor, dict[str, Tensor]]:
-            return pair_loss(
-                parts, [chosen[i] for i in rows], smoothing=config.label_smoothing, denominator=len(chosen)
-            )
+        def loss_of(rows: list[int], chosen: list[JudgedTokens] = chosen) -> tuple[Tensor, dict[str, Tensor]]:
+            return score_loss(parts, [chosen[i] for i in rows], denominator=len(chosen))
 
         one_pass = Pass("policy", loss_of, range(len(chosen)), sizes_of(parts, chosen))
         with session.timed("update"):
@@ -136,85 +142,65 @@ def train(session: Session, parts: PairParts) -> None:
         session.end_step()
 
 
-def pair_loss(
-    parts: PairParts, pairs: list[Pair], *, smoothing: float, denominator: float
+def score_loss(
+    parts: RewardParts, examples: list[JudgedTokens], *, denominator: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Bradley-Terry loss of pairs in one batch; with smoothing s a label is right with probability 1 - s."""
-    chosen, rejected = pair_scores(parts, pairs)
-    return bradley_terry_loss(chosen, rejected, label_smoothing=smoothing, denominator=denominator)
+    """The loss of the rows' objective on some of a step's `denominator` rows."""
+    smoothing, scores = parts.config.reward_model.label_smoothing, answer_scores(parts, examples)
+    targets = torch.tensor([one.target for one in examples], device=scores[0].device)
+    if parts.rows.objective == "pairs":
+        chosen, rejected = scores
+        return bradley_terry_loss(chosen, rejected, margin=targets, label_smoothing=smoothing, denominator=denominator)
+    if parts.rows.objective == "labels":
+        return label_loss(scores[0], targets, label_smoothing=smoothing, denominator=denominator)
+    return rating_loss(scores[0], targets, denominator=denominator)
 
 
-def pair_scores(parts: Parts, pairs: list[Pair]) -> tuple[Tensor, Tensor]:
-    """Scores of the chosen and rejected sides. Their common start is the prompt, which a packed batch reads once."""
-    starts = [max(1, shared_start(a, b)) for a, b in pairs]
-    sides = [*zip(starts, (a for a, _ in pairs), strict=True), *zip(starts, (b for _, b in pairs), strict=True)]
-    batch = parts.roles.batch([side[:n] for n, side in sides], [side[n:] for n, side in sides], last_tokens=True)
-    scores = parts.roles.scores(batch)
-    return scores[: len(pairs)], scores[len(pairs) :]
+def answer_scores(parts: Parts, examples: list[JudgedTokens]) -> tuple[Tensor, ...]:
+    """Scores of the answers, one (n,) for each side. What two sides begin with is the prompt, which a packed batch
+    reads once.
+    """
+    starts = [max(1, shared_start(one.texts)) for one in examples]
+    sides = zip(*(one.texts for one in examples), strict=True)
+    cut = [(text[:n], text[n:]) for side in sides for n, text in zip(starts, side, strict=True)]
+    batch = parts.roles.batch([prompt for prompt, _ in cut], [answer for _, answer in cut], last_tokens=True)
+    return parts.roles.scores(batch).split(len(examples))
 
 
-def shared_start(chosen: list[int], rejected: list[int]) -> int:
-    """How many tokens both sides of a pair begin with."""
-    both = zip(chosen, rejected, strict=False)
-    return next((i for i, (a, b) in enumerate(both) if a != b), min(len(chosen), len(rejected)))
+def shared_start(texts: tuple[list[int], ...]) -> int:
+    """How many tokens one or two texts begin with alike: all of a single one."""
+    alike = enumerate(zip(*texts, strict=False))
+    return next((i for i, tokens in alike if tokens[0] != tokens[-1]), min(map(len, texts)))
 
 
-def sizes_of(parts: Parts, pairs: list[Pair]) -> RowSizes:
-    """What a pair costs a forward pass: both sides at the longer one's length, or packed, what they share once."""
-    if parts.roles.packs:
-        lengths = [len(a) + len(b) - shared_start(a, b) for a, b in watched(pairs)]
-    else:
-        lengths = [2 * max(len(a), len(b)) for a, b in pairs]
+def sizes_of(parts: Parts, examples: list[JudgedTokens]) -> RowSizes:
+    """What a row costs a forward pass: its sides at the longest one's length, or packed, what they share once."""
+    lengths = []
+    for one in watched(examples):
+        each = [len(text) for text in one.texts]
+        shared = (len(each) - 1) * shared_start(one.texts)
+        lengths.append(sum(each) - shared if parts.roles.packs else len(each) * max(each))
     return RowSizes.alone(lengths, packed=parts.roles.packs)
 
 
-def load(config: Config, *, options: Options) -> PairParts:
-    """Read the base, give it a score head, tokenise the pairs of task.data."""
+def load(config: Config, *, options: Options) -> RewardParts:
+    """Read the base, give it a score head, tokenise the rows of task.data."""
     parts = load_parts(config, options=options)
     parts.roles.train_score_head()
-    rows, held_out_rows = text_rows(config)
-    train, held_out = [pair(r, parts) for r in watched(rows)], [pair(r, parts) for r in watched(held_out_rows)]
-    check_ids((side for both in train + held_out for side in both), parts.tokenizer, parts.roles.causal)
-    return PairParts(**vars(parts), train=train, held_out=held_out, row_fingerprints=fingerprints(rows, held_out_rows))
+    return RewardParts(**vars(parts), rows=read_judged_rows(config, parts))
 
 
-def pair(row: Row, parts: Parts) -> Pair:
-    """Tokens of prompt + chosen and prompt + rejected, as the finished reward model will read them."""
-    missing = [name for name in ("prompt", "chosen", "rejected") if name not in row]
-    if missing:
-        raise ValueError(
-            "a reward model needs rows with `prompt`, `chosen` and `rejected`; this row has no "
-            f"{missing[0]} (it has {listed(row)})"
-        )
-    tokenizer, text_format, config = parts.tokenizer, text_format_of(parts.config), parts.roles.causal.config
-
-    def tokens(completion: str) -> list[int]:
-        if parts.roles.peft is not None:
-            tokens_of, room = adapter_tokens, positions_of(config)
-        else:
-            tokens_of, room = classifier_tokens, classifier_room(config, tokenizer)
-        return tokens_of(tokenizer, row["prompt"], completion, text_format=text_format, max_tokens=room)
-
-    return tokens(row["chosen"]), tokens(row["rejected"])
-
-
-def text_format_of(config: Config) -> TextFormat:
-    """How a run's configuration writes prompts."""
-    return TextFormat(config.task.chat, config.task.system_prompt, config.task.chat_template)
-
-
-def evaluate(parts: PairParts) -> Evaluation:
-    """Accuracy (a tie counts half) and loss on held-out pairs."""
-    pairs = parts.held_out[: parts.config.run.eval_prompts]
-    chosen, rejected = parts.scores(pairs)
-    loss, metrics = bradley_terry_loss(chosen, rejected)
-    return Evaluation(
-        {
-            "accuracy": float(metrics["rewards/accuracy"]),
-            "margin": float(metrics["rewards/margin"]),
-            "loss": float(loss),
-            "num_pairs": len(pairs),
-        },
-        [],
-        [],
-    )
+def evaluate(parts: RewardParts) -> Evaluation:
+    """How held-out rows are told apart, and how far predictions can be trusted."""
+    rows = parts.rows
+    examples = rows.held_out[: parts.config.run.eval_prompts]
+    scores, targets = parts.scores(examples), torch.tensor([one.target for one in examples], dtype=torch.float64)
+    if rows.objective == "pairs":
+        chosen, rejected = scores
+        metrics = pair_metrics(chosen, rejected, targets)
+    elif rows.objective == "labels":
+        metrics = label_metrics(scores[0], targets)
+    else:
+        ratings = rows.mean + rows.deviation * targets
+        metrics = rating_metrics(scores[0], ratings, mean=rows.mean, deviation=rows.deviation)
+    return Evaluation(metrics, [], [])

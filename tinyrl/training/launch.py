@@ -92,7 +92,7 @@ class Launch:
             write_report(self.run.path)
         except OSError as error:
             warn(f"warning: the report could not be written ({error}); later: tinyrl report {self.run.path}")
-        tell(summary(self.run))
+        tell(summary(self.run, prompts=self.parts.has_prompts()))
         return 0 if self.session.saved else self._unsaved("done, but the last step is not saved")
 
     def _unsaved(self, what: str) -> int:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tinyrl.config.schema import OptimConfig
+from tinyrl.config.sections import OptimConfig
 
 Parameters = dict[str, nn.Parameter]
 OptimizerKind = Literal["adamw", "adamw8bit"]

@@ -87,6 +87,8 @@ def _check_beginning(run: RunDir) -> None:
 def _settle(session: Session, changes: list[str], *, since: str) -> list[str]:
     """Let go of what changes make wrong; a line for each of them, and for that."""
     notes = [f"changed since {since}: {change}" for change in changes]
+    if not all(keeps_rollout(change) for change in changes):
+        session.parts.forget()
     if not all(keeps_rollout(change) or change.startswith(HELD_OUT) for change in changes) and session.sample_again():
         notes.append(f"step {session.state.step + 1} is sampled again: its rollout was made before these changes")
     return notes

@@ -24,7 +24,11 @@ from tinyrl.starter import starter_path
 from tinyrl.workers.loading import parse_use
 
 OF_A_MODEL = (".safetensors", ".json", ".jinja", ".model", ".txt")  # files of a folder that numbers depend on
-OF_A_RUN = (MANIFEST, "state.json", "optimizer.safetensors", "rollout.safetensors", "random.safetensors")  # no weights
+OF_A_RUN = (  # no weights
+    MANIFEST,
+    "state.json",
+    *(f"{name}.safetensors" for name in ("optimizer", "rollout", "random", "reference_logprobs")),
+)
 HELD_OUT = "held-out rows"
 Whole = Annotated[int, Field(ge=0)]
 
@@ -88,6 +92,9 @@ def _files(config: Config) -> Iterator[tuple[str, Path]]:
         revision = config.model.revision if setting == "model.path" else None
         for file in [] if path is None else _model_files(path, revision=revision):
             yield f"{setting}: {file.name}", file
+    own = Path(config.critic.path or "") / "critic"  # what a run's critic has beside its policy
+    if config.uses("critic") and config.critic.path is not None and own.is_dir():
+        yield from ((f"critic.path: critic/{file.name}", file) for file in _model_files(str(own), revision=None))
     uses = [("reward.functions", function.use) for function in config.reward.functions if config.uses("reward")]
     if config.uses("environment"):
         uses += config.environment.functions

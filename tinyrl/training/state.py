@@ -37,6 +37,9 @@ class Controllers(_Strict):
 
     kl_coef: Annotated[Finite, Field(ge=0)] | None = None  # PPO's weight of the KL, which may adapt
     exact_sampling: bool | None = None  # sampling log-probabilities are training's; None: not measured yet
+    entropy_coef: Annotated[Finite, Field(ge=0)] | None = None  # weight of the entropy bonus, where it is steered
+    entropy: Finite | None = None  # of a token in the step before; None: not measured yet
+    solved: dict[str, Count] = Field(default_factory=dict)  # rows by fingerprint, and the epoch they were solved in
     failing_batches: Count = 0  # in a row, whose rewards failed
     flat_steps: Count = 0  # whose advantages were all 0
 

@@ -17,9 +17,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from tinyrl.errors import GuardStop
+from tinyrl.errors import GuardStop, Interrupted
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 from tinyrl.models.roles import Role, Roles
+from tinyrl.runs.rng_state import restore_torch_rng, torch_rng
 from tinyrl.training.optim import RoleOptimizer
 
 LossFn = Callable[[list[int]], tuple[Tensor, dict[str, Tensor]]]  # rows of a micro-batch -> (loss, metrics that add up)
@@ -76,8 +77,10 @@ class Updater:
 
     def _accumulate(self, passes: Sequence[Pass]) -> dict[str, float]:
         totals: dict[str, Tensor] = {}
+        dropout = torch_rng()
 
         def restart() -> None:
+            restore_torch_rng(dropout)
             totals.clear()
             self._zero_grad()
 
@@ -90,7 +93,11 @@ class Updater:
             for key, value in metrics.items():
                 totals[key] = totals.get(key, torch.zeros_like(value)) + value
 
-        self.micro_batches.run(*(Work(one.sizes, partial(run, one), one.rows) for one in passes), restart=restart)
+        try:
+            self.micro_batches.run(*(Work(one.sizes, partial(run, one), one.rows) for one in passes), restart=restart)
+        except Interrupted:
+            restore_torch_rng(dropout)  # a resume does this step again from its beginning
+            raise
         return {key: float(value) for key, value in totals.items()}
 
     def _recompute(self) -> contextlib.AbstractContextManager[None]:

@@ -152,7 +152,7 @@ def found(sound: Sound, seed: int, count: int) -> Iterator[Case]:
         write_rows,
         odd.writing("one.jsonl", b'{"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c"}\n' * 9),
     )
-    for method in ("sft", "reward"):
+    for method in ("sft", "reward", "dpo"):
         yield Case(f"{method} on one prompt", [*sound.train(method), "task.data=one.jsonl"], one_prompt)
     recipes = {"method a list": b"method: [grpo]\n", "method a mapping": b"method: {grpo: 1}\ngrpo: {}\n"}
     for name, content in recipes.items():

@@ -1,0 +1,202 @@
+"""`tinyrl eval` of runs trained on text or pairs: measured by their trainer, sampled where something judges."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import running
+from tests.tiny_models import tiny_model
+from tinyrl.components import Options, load_sampling_parts
+from tinyrl.config.schema import Config
+from tinyrl.data.rows import prompt_key
+from tinyrl.evaluation.compare import evaluate_target
+from tinyrl.evaluation.evaluate import evaluate
+from tinyrl.evaluation.targets import trained_on
+from tinyrl.runs.run_dir import open_run
+
+OPTIONS = Options(device="cpu")
+LETTERS = "abcdefghij"
+ROWS = [
+    {"prompt": f"{a}{b}:", "completion": a * 3, "chosen": "yes yes" + a, "rejected": "no no no" + a}
+    for a in LETTERS
+    for b in LETTERS
+]
+REWARD = "def yes(completions, **columns): return [float(c.count('e')) + len(set(c)) for c in completions]\n"
+STEPS = {"num_steps": 4, "eval_every": 2, "save_every": 2, "threads": 1, "eval_prompts": 100}
+SHORT = "generation.max_new_tokens=5"
+
+
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """100 rows, of which 10 are held out; a base; and runs: sft, sft of every weight, dpo, two reward models."""
+    folder = tmp_path_factory.mktemp("text-runs")
+    write_rows(folder / "rows.jsonl", ROWS)
+    (folder / "rewards.py").write_text(REWARD)
+    tiny_model(folder / "base", "llama", pad_is_eos=True)
+    for name, method, lora, rate in (
+        ("sft", "sft", True, 1e-2),
+        ("full", "sft", False, 3e-3),
+        ("dpo", "dpo", True, 1e-2),
+        ("judge", "reward", True, 1e-2),
+        ("other-judge", "reward", True, 1e-3),
+    ):
+        values = {"method": method, "model": {"path": str(folder / "base")}, "lora": {"enabled": lora}, "run": STEPS}
+        values |= {"task": {"data": str(folder / "rows.jsonl")}, "optim": {"learning_rate": rate}}
+        assert running.train(Config.model_validate(values), folder, name=name)[0] == 0
+    return folder
+
+
+def ask(folder: Path, target: str, **given: Any) -> dict[str, Any]:
+    given = {"vs": None, "task": None, "split": "eval", "num_prompts": 512, "samples": 1, **given}
+    return evaluate_target(str(folder / target), options=OPTIONS, **given)
+
+
+def recorded(folder: Path, run: str, step: int) -> dict[str, float]:
+    """What the run itself wrote of its held-out rows at a step."""
+    line = next(line for line in running.metrics(open_run(folder / run)) if line["step"] == step)
+    return numbers({key.removeprefix("eval/"): value for key, value in line.items() if key.startswith("eval/")})
+
+
+def numbers(found: dict[str, Any]) -> dict[str, float]:
+    """Without the bins of a reliability diagram."""
+    return {key: value for key, value in found.items() if not isinstance(value, list)}
+
+
+@pytest.mark.parametrize("run", ["sft", "full", "dpo", "judge"])
+def test_a_run_is_measured_as_it_measured_itself(folder: Path, run: str) -> None:
+    result = ask(folder, run)
+    assert result.keys() == {"target", "held_out"}
+    assert result["target"] == f"{run}/step-000004"
+    assert numbers(result["held_out"]) == pytest.approx(recorded(folder, run, 4), rel=1e-5)
+    earlier = ask(folder, f"{run}/checkpoints/step-000002")
+    assert numbers(earlier["held_out"]) == pytest.approx(recorded(folder, run, 2), rel=1e-5)
+    assert earlier["held_out"]["loss"] != pytest.approx(result["held_out"]["loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("run", ["sft", "full"])
+@pytest.mark.parametrize("vs", ["base", "start"])
+def test_the_other_side_of_a_text_run_is_where_it_started(folder: Path, run: str, vs: str) -> None:
+    result = ask(folder, run, vs=vs)
+    assert result["other"]["target"] == vs
+    assert result["other"]["held_out"] == pytest.approx(recorded(folder, run, 0), rel=1e-5)
+
+
+def test_a_run_of_dpo_is_measured_on_pairs_and_sampled(folder: Path) -> None:
+    """Another policy is measured on the same pairs, against where it started itself."""
+    settings = [f"reward.functions=[{{use: {folder}/rewards.py:yes}}]", SHORT]
+    result = ask(folder, "dpo", settings=settings, vs="start")
+    assert result["held_out"] == ask(folder, "dpo")["held_out"]
+    assert result["held_out"]["accuracy"] > 0.9
+    assert result["other"]["held_out"]["accuracy"] == 0.5  # a policy against itself: all ties
+    assert result["other"]["held_out"]["loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert result["reward_mean"] > result["other"]["reward_mean"]
+    assert result["kl"] > 0.01
+    other = ask(folder, "dpo", vs=str(folder / "sft"))["other"]
+    assert other["target"] == "sft/step-000004"
+    assert other["held_out"]["num_pairs"] == 10
+    assert other["held_out"]["loss"] != pytest.approx(0.693147, abs=1e-3)
+    assert ask(folder, "dpo", split="train")["held_out"]["num_pairs"] == 90
+
+
+def test_two_reward_models_are_measured_on_the_same_pairs(folder: Path) -> None:
+    result = ask(folder, "judge", vs=str(folder / "other-judge"))
+    assert result["other"] == ask(folder, "other-judge")
+    with pytest.raises(ValueError, match="--vs base: a reward model starts from nothing"):
+        ask(folder, "judge", vs="base")
+
+
+def test_any_policy_can_be_measured_on_the_text_of_a_run(folder: Path) -> None:
+    """One fully fine-tuned, and a model that is no run."""
+    result = ask(folder, "sft", vs=str(folder / "full"))
+    assert result["other"]["held_out"] == pytest.approx(ask(folder, "full")["held_out"], rel=1e-5)
+    model = ask(folder, "sft", vs=str(folder / "base"))["other"]
+    assert model["held_out"] == pytest.approx(recorded(folder, "sft", 0), rel=1e-5)
+
+
+def test_a_run_is_measured_on_rows_that_are_named(folder: Path, tmp_path: Path) -> None:
+    shown = ask(folder, "sft", split="train")["held_out"]
+    assert shown["num_rows"] == 90
+    assert ask(folder, "judge", split="train")["held_out"]["num_pairs"] == 90
+    assert ask(folder, "sft", num_prompts=3)["held_out"]["num_rows"] == 3
+    rows = write_rows(tmp_path / "more.jsonl", [{"prompt": "zz:", "completion": "@@@"}] * 4)
+    strange = ask(folder, "sft", data=str(rows))["held_out"]
+    assert strange["num_rows"] == 4
+    assert strange["loss"] > shown["loss"] + 0.5
+
+
+def test_a_text_run_is_sampled_where_a_reward_is_named(folder: Path) -> None:
+    """Its prompts are its held-out rows. Another way to this policy is a run of grpo that starts from its adapter."""
+    reward = f"reward.functions=[{{use: {folder}/rewards.py:yes}}]"
+    result = ask(folder, "sft", settings=[reward, SHORT], samples=2, vs="start")
+    assert result["held_out"] == ask(folder, "sft")["held_out"]
+    assert result["num_prompts"] == 10
+    parts = load_sampling_parts(
+        running.config(
+            "grpo",
+            folder / "base",
+            model={"path": str(folder / "base"), "adapter": str(folder / "sft" / "checkpoints" / "step-000004")},
+            task={"name": "rows", "data": str(folder / "rows.jsonl"), "max_samples": None},
+            reward={"functions": [{"use": f"{folder}/rewards.py:yes"}]},
+            generation={"max_new_tokens": 5},
+        ),
+        options=OPTIONS,
+    )
+    expected = evaluate(parts, num_prompts=512, samples=2)
+    parts.close()
+    for key in ("reward_mean", "reward_ci", "mean_length", "entropy"):
+        assert result[key] == pytest.approx(expected.metrics[key], rel=1e-5)
+    assert result["greedy"]["reward_mean"] == expected.metrics["greedy"]["reward_mean"]
+    assert result["kl"] > 0.01  # to the base, which sft started from
+    assert result["other"]["kl"] == pytest.approx(0.0, abs=1e-5)
+    assert result["other"]["held_out"] == pytest.approx(recorded(folder, "sft", 0), rel=1e-5)
+    assert 0 <= result["win_rate"]["reward"]["mean"] <= 1
+
+
+def test_a_reward_model_of_a_run_judges_a_text_run(folder: Path, tmp_path: Path) -> None:
+    """Best of four by the judge is better by the judge; samples of both sides are kept."""
+    file = tmp_path / "samples.jsonl"
+    settings = [f"reward.model={folder / 'judge'}", SHORT]
+    result = ask(folder, "sft", settings=settings, vs="base", best_of=4, save_samples=str(file))
+    assert result["reward_mean"] > result["other"]["reward_mean"]
+    assert result["win_rate"]["reward"]["mean"] > 0.6
+    assert result["win_rate"].keys() == {"reward"}
+    assert result["best_of"] == 4
+    assert "best_of" not in result["other"]
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["target"] for line in lines] == ["sft/step-000004"] * 20 + ["base"] * 20
+    assert [line["kind"] for line in lines[:20]] == ["eval"] * 10 + ["eval-greedy"] * 10
+    assert result["reward_mean"] == pytest.approx(sum(line["rewards"]["model"] for line in lines[:10]) / 10)
+
+
+def test_a_run_of_another_method_is_judged_beside_a_text_run(folder: Path) -> None:
+    """The same rows are held out in both, so nothing is left out; full and LoRA are the other's own."""
+    settings = [f"reward.functions=[{{use: {folder}/rewards.py:yes}}]", SHORT]
+    result = ask(folder, "sft", settings=settings, vs=str(folder / "full"))
+    assert result["difference"]["left_out"] == 0
+    alone = ask(folder, "full", settings=settings)
+    assert {k: v for k, v in result["other"].items() if k != "trained_on"} == alone
+    with pytest.raises(ValueError, match="is a reward model, which writes nothing"):
+        ask(folder, "sft", settings=settings, vs=str(folder / "judge"))
+
+
+def test_prompts_of_a_file_that_the_run_has_learnt_from_are_counted(folder: Path, tmp_path: Path) -> None:
+    seen = trained_on(str(folder / "sft"))
+    learnt = [row["prompt"] for row in ROWS if prompt_key(row["prompt"]) in seen][:3]
+    fresh = [row["prompt"] for row in ROWS if prompt_key(row["prompt"]) not in seen][:1]
+    rows = write_rows(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in [*learnt, *fresh, "zz:"]])
+    settings = [f"reward.functions=[{{use: {folder}/rewards.py:yes}}]", SHORT]
+    result = ask(folder, "sft", settings=settings, data=str(rows))
+    assert (result["num_prompts"], result["trained_on"]) == (5, 3)
+
+
+def test_a_model_is_evaluated_on_a_file_without_a_task(folder: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "ab:", "answer": "x"}, {"prompt": "cd:", "answer": "y"}])
+    result = ask(folder, "base", data=str(rows), settings=[SHORT])
+    assert (result["num_prompts"], result["trained_on"], result["pass@1"]) == (2, 0, 0.0)

@@ -1,0 +1,235 @@
+"""render_answer: the turn that is learnt as the difference of two renderings, for small templates and a real one."""
+
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.conftest import shared_data
+from tests.tasks.test_prompts import small_tokenizer
+from tests.tiny_models import tiny_tokenizer
+from tinyrl.data.shapes import text_examples
+from tinyrl.tasks.answers import render_answer
+from tinyrl.tasks.prompts import render_prompt
+
+USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+HEAD = "{% for m in messages %}[{{ m.role }}]"
+TAIL = "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+PLAIN = HEAD + "{{ m.content }}" + TAIL
+# As Qwen3: the thinking of a turn is left out once the user has spoken again.
+STRIPS = (
+    HEAD
+    + "{% set last = messages | selectattr('role', 'equalto', 'user') | list | last %}"
+    + "{% if m.role == 'assistant' and loop.index0 < messages.index(last) %}{{ m.content.split('</think>')[-1] }}"
+    + "{% else %}{{ m.content }}{% endif %}"
+    + TAIL
+)
+# As some reasoning models: the prompt opens a <think> that the finished turn does not have.
+OPENS = PLAIN.replace("[assistant]", "[assistant]<think>")
+TOOLS = (
+    "{% if tools %}({% for t in tools %}{{ t.function.name }}{% endfor %}){% endif %}"
+    + HEAD
+    + "{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}({{ c.function.arguments | tojson }})"
+    + "{% endfor %}"
+    + TAIL
+)
+
+
+def tokenizer_with(template: str | None):
+    """Reads bytes, so that tokens are as easy to read as text."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def parts_of(tokenizer: Any, prompt: Any, answer: Any, **more: Any) -> tuple[str, str]:
+    """(prompt, target) as text."""
+    how = {"chat": "auto", "system_prompt": None, "variables": {}, **more}
+    tokens, target = render_answer(tokenizer, prompt, answer, **how)
+    return str(tokenizer.decode(tokens)), str(tokenizer.decode(target))
+
+
+def turns_of(tokenizer: Any, row: dict[str, Any], **more: Any) -> list[tuple[str, str]]:
+    return [parts_of(tokenizer, e.prompt, e.answer, tools=e.tools, **more) for e in text_examples(row)]
+
+
+# ---- text ----
+
+
+def test_text_behind_a_prompt_is_tokenised_as_it_stands_and_ends_in_eos():
+    tokenizer = small_tokenizer(pattern="<s> $A </s>")
+    how: Any = {"chat": "auto", "system_prompt": None, "variables": {}}
+    assert render_answer(tokenizer, "hello", "world", **how) == ([1, 3], [4, 2])
+    assert render_answer(tokenizer, None, "world", **how) == ([1], [4, 2])
+    assert render_answer(tokenizer, "hello", "", **how) == ([1, 3], [2])
+    tokenizer.bos_token = None
+    assert render_answer(tokenizer, None, "world", **how) == ([2], [4, 2])
+
+
+def test_text_behind_a_prompt_of_the_template():
+    assert parts_of(tokenizer_with(PLAIN), [USER], "4") == ("[user]2+2?<eos>\n[assistant]", "4<eos>")
+    assert parts_of(tokenizer_with(PLAIN), "2+2?", "4", system_prompt="add") == (
+        "[system]add<eos>\n[user]2+2?<eos>\n[assistant]", "4<eos>"
+    )  # fmt: skip
+
+
+# ---- messages ----
+
+
+def test_a_turn_is_what_the_template_adds_to_its_prompt_through_the_end_of_turn():
+    """The line break behind the end of the turn is the template's, and comes with the next turn."""
+    tokenizer = tokenizer_with(PLAIN)
+    assert parts_of(tokenizer, [USER], [ANSWER]) == ("[user]2+2?<eos>\n[assistant]", "4<eos>")
+    assert parts_of(tokenizer, "2+2?", [ANSWER]) == ("[user]2+2?<eos>\n[assistant]", "4<eos>")
+
+
+def test_the_prompt_is_the_one_that_is_sampled_from():
+    tokenizer = tokenizer_with(PLAIN)
+    messages = [{"role": "system", "content": "old"}, USER]
+    for system_prompt in (None, "new"):
+        how: Any = {"chat": "auto", "system_prompt": system_prompt, "variables": {}}
+        tokens, _ = render_answer(tokenizer, messages, [ANSWER], **how)
+        assert tokens == render_prompt(tokenizer, messages, **how).tokens
+
+
+def test_another_turn_of_the_assistant_is_a_new_one():
+    """A prompt of a task that ends with the assistant is continued; a message of its own is not its continuation."""
+    rendered = parts_of(tokenizer_with(PLAIN), [USER, ANSWER], [{"role": "assistant", "content": "sure"}])
+    assert rendered == ("[user]2+2?<eos>\n[assistant]4<eos>\n[assistant]", "sure<eos>")
+
+
+def test_each_turn_of_a_template_that_strips_earlier_thinking_is_exact():
+    first, second = "<think>easy</think>4", "<think>hm</think>6"
+    row = {"messages": [USER, {"role": "assistant", "content": first}, {"role": "user", "content": "3+3?"},
+                        {"role": "assistant", "content": second}]}  # fmt: skip
+    assert turns_of(tokenizer_with(STRIPS), row) == [
+        ("[user]2+2?<eos>\n[assistant]", "<think>easy</think>4<eos>"),
+        ("[user]2+2?<eos>\n[assistant]4<eos>\n[user]3+3?<eos>\n[assistant]", "<think>hm</think>6<eos>"),
+    ]
+
+
+def test_a_template_that_does_not_continue_its_prompt_is_refused_with_its_own_words():
+    with pytest.raises(ValueError, match="does not continue its own prompt") as caught:
+        parts_of(tokenizer_with(OPENS), [USER], [ANSWER])
+    before, with_the_turn = "[assistant]<think>", "[assistant]4<eos>\\n"
+    assert f"before the turn it writes '[user]2+2?<eos>\\n{before}'" in str(caught.value)
+    assert f"and with the turn '[user]2+2?<eos>\\n{with_the_turn}'" in str(caught.value)
+    thinking = {"role": "assistant", "content": "<think>easy</think>4"}
+    assert parts_of(tokenizer_with(OPENS), [USER], [thinking])[1] == "easy</think>4<eos>"
+
+
+def test_tool_turns_are_context_and_definitions_are_shown():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    row = {
+        "tools": [{"type": "function", "function": {"name": "add"}}],
+        "messages": [
+            USER,
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "4"},
+            {"role": "assistant", "content": "four"},
+        ],
+    }
+    start = "(add)[user]2+2?<eos>\n[assistant]"
+    called = '<call>add({"a": 2})<eos>'
+    assert turns_of(tokenizer_with(TOOLS), row) == [
+        (start, called),
+        (f"{start}{called}\n[tool]4<eos>\n[assistant]", "four<eos>"),
+    ]
+
+
+def test_where_the_template_writes_no_end_of_turn_there_is_an_eos():
+    template = PLAIN.replace("{{ eos_token }}", "")
+    assert parts_of(tokenizer_with(template), [USER], [ANSWER]) == ("[user]2+2?\n[assistant]", "4\n<eos>")
+
+
+def test_the_end_of_turn_may_be_another_token_than_eos():
+    tokenizer = tokenizer_with(PLAIN.replace("{{ eos_token }}", "<end>"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    assert parts_of(tokenizer, [USER], [ANSWER]) == ("[user]2+2?<end>\n[assistant]", "4<end>")
+
+
+def test_a_special_token_inside_a_turn_does_not_end_it():
+    tokenizer = tokenizer_with(PLAIN)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    assert parts_of(tokenizer, [USER], [{"role": "assistant", "content": "4<end> or 5"}])[1] == "4<end> or 5<eos>"
+
+
+def test_a_turn_without_a_token_is_refused():
+    silent = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    with pytest.raises(ValueError, match=r"writes nothing for the assistant's turn: '2\+2\?'"):
+        parts_of(tokenizer_with(silent), [USER], [ANSWER])
+
+
+def test_a_token_across_the_border_leaves_the_prompt_as_it_is_sampled_from():
+    """Words at spaces: the turn would grow the prompt's last word, which the policy never sees."""
+    turn = "{% if m.role == 'assistant' %}{{ m.content }}{% endif %}"
+    tokenizer = small_tokenizer(template=f"hello{{% for m in messages %}}{turn}{{% endfor %}}")
+    how: Any = {"chat": "auto", "system_prompt": None, "variables": {}}
+    answer = [{"role": "assistant", "content": "world </s>"}]
+    assert render_answer(tokenizer, [USER], answer, **how) == ([3], [4, 2])  # not [UNK] for "helloworld"
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "answer", "wanted"),
+    [
+        (None, "auto", [ANSWER], "the rows are chat messages, but this model's tokenizer has no chat template; give"),
+        (PLAIN, False, [ANSWER], "the rows are chat messages, but task.chat=false; give"),
+        (PLAIN, "auto", [ANSWER, USER], "an answer is one message of the assistant, not 2 (assistant, user)"),
+        (PLAIN, "auto", [USER], "an answer is one message of the assistant, not 1 (user)"),
+    ],
+)
+def test_what_cannot_be_a_turn_is_refused(template: str | None, chat: Any, answer: Any, wanted: str):
+    with pytest.raises(ValueError, match=r"\S") as caught:
+        parts_of(tokenizer_with(template), [USER], answer, chat=chat)
+    assert str(caught.value).startswith(wanted)
+
+
+# ---- a real chat model's template ----
+
+needs_data = pytest.mark.skipif(shared_data() is None, reason="needs the folder of real data")
+REAL = [USER, {"role": "assistant", "content": "<think>\neasy\n</think>\n\n4"}, {"role": "user", "content": "3+3?"},
+        {"role": "assistant", "content": "6"}]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def real():
+    data = shared_data()
+    assert data is not None
+    return AutoTokenizer.from_pretrained(data / "chat-tokenizer")
+
+
+@needs_data
+def test_turns_of_a_real_template(real: Any):
+    """It opens a <think> as the variable says, and keeps that of earlier turns."""
+    question = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    (first, second) = turns_of(real, {"messages": REAL}, variables={"open_thinking": True})
+    assert first == (question, "easy\n</think>\n\n4<|im_end|>")
+    after = "<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    assert second == (f"{question}easy\n</think>\n\n4<|im_end|>\n{after}", "\n</think>\n\n6<|im_end|>")
+
+
+@needs_data
+def test_thoughts_behind_a_closed_think_block_are_refused(real: Any):
+    with pytest.raises(ValueError, match="does not continue its own prompt") as caught:
+        turns_of(real, {"messages": REAL})
+    assert r"assistant\n<think>\n\n</think>\n\n'" in str(caught.value)
+    assert r"assistant\n<think>\neasy\n</think>\n\n4" in str(caught.value)
+    assert "task.chat_template={NAME: VALUE}" in str(caught.value)
+
+
+@needs_data
+def test_tools_of_a_real_template(real: Any):
+    row = {
+        "tools": [{"type": "function", "function": {"name": "add", "parameters": {}}}],
+        "conversations": [
+            {"from": "human", "value": "2+2?"},
+            {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
+            {"from": "observation", "value": "4"},
+            {"from": "gpt", "value": "four"},
+        ],
+    }
+    (call, answer) = turns_of(real, row)
+    assert '"name": "add", "parameters"' in call[0]
+    assert call[1] == '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
+    assert "<tool_response>\n4\n</tool_response>" in answer[0]
+    assert answer[1] == "four<|im_end|>"

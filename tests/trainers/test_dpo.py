@@ -1,0 +1,556 @@
+"""Preference optimization: the losses are those of TRL and of plain loops, pairs are learnt, resumes are exact."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests import running
+from tests.models.building import stir
+from tests.tiny_models import POSITIONS, tiny_model
+from tinyrl.components import Options
+from tinyrl.config.schema import Config
+from tinyrl.config.sections import OptimConfig
+from tinyrl.models.micro_batches import MicroBatches
+from tinyrl.models.roles import Roles
+from tinyrl.trainers import dpo
+from tinyrl.trainers.preference_pairs import Pair, logprobs_of, pair_logprobs, sizes_of
+from tinyrl.training.optim import role_optimizers
+from tinyrl.training.update import Pass, Updater
+
+RUN = {"num_steps": 30, "eval_every": 10, "save_every": 10, "threads": 1}
+LOSSES: dict[str, dict[str, Any]] = {
+    "sigmoid": {},
+    "sigmoid, smoothed": {"label_smoothing": 0.1},
+    "ipo": {"loss": "ipo", "beta": 0.5},
+    "ipo_sum": {"loss": "ipo_sum", "beta": 0.25},
+    "kto": {"loss": "kto"},
+    "orpo": {"loss": "orpo"},
+    "simpo": {"loss": "simpo"},
+}
+SIX = [
+    {"prompt": "one:", "chosen": " yes", "rejected": " no"},
+    {"prompt": "two:", "chosen": " yes yes", "rejected": " n"},
+    {"prompt": "a longer prompt:", "chosen": " y", "rejected": " not at all"},
+    {"prompt": "four", "chosen": "", "rejected": " five"},
+    {"prompt": "two:", "chosen": " yes!", "rejected": " yes."},
+    {"prompt": "6", "chosen": " the same beginning, a", "rejected": " the same beginning, b and more"},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """104 prompts; the chosen answer says yes and the rejected one no, at other lengths."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    lines = [
+        {"prompt": f"{a}{b}:", "chosen": "yes yes" + a, "rejected": "no no no" + b}
+        for a in letters
+        for b in letters[:4]
+    ]
+    return write(tmp_path_factory.mktemp("rows") / "rows.jsonl", lines)
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def settings(model: Path, rows: Path, *, lora: bool = True, dropout: float = 0.0, **sections: Any) -> Config:
+    values: dict[str, Any] = {
+        "method": "dpo",
+        "model": {"path": str(model)},
+        "lora": {"enabled": lora, "dropout": dropout if lora else 0.0},
+        "task": {"data": str(rows)},
+        "optim": {"learning_rate": 1e-2 if lora else 3e-3},
+        "run": {**RUN, **sections.pop("run", {})},
+    }
+    return Config.model_validate({**values, **sections})
+
+
+def loaded(config: Config) -> dpo.DpoParts:
+    return dpo.load(config, options=Options(device="cpu"))
+
+
+def six(model: Path, folder: Path, **sections: Any) -> Config:
+    """All six pairs in each step, full fine-tuning; the held-out ones are the same."""
+    data = str(write(folder / "six.jsonl", SIX))
+    return settings(model, Path(data), lora=False, task={"data": data, "eval_data": data}, **sections)
+
+
+# ---- the numbers ----
+
+# TRL 1.16 on the same model folder and rows: DPOTrainer(model, ref_model=<a second copy>, processing_class=tokenizer)
+# with DPOConfig(per_device_train_batch_size=6, max_steps=4, learning_rate=3e-3, lr_scheduler_type="constant",
+# max_grad_norm=1.0, loss_type=[...], beta=..., max_length=None, bf16=False, gradient_checkpointing=False);
+# loss, grad_norm, rewards/chosen, rewards/rejected of its four steps.
+TRL: dict[str, tuple[float, list[tuple[float, float, float, float]]]] = {
+    "sigmoid": (
+        0.1,
+        [
+            (0.6931471825, 2.0732481480, 0.0, 0.0),
+            (0.3795639277, 0.9084066153, 0.3874598444, -0.4385293722),
+            (0.2540959716, 0.5095360279, 0.6270841956, -0.7329798341),
+            (0.1857332587, 0.3653185070, 0.7917630672, -0.9626495242),
+        ],
+    ),
+    "ipo": (
+        0.5,
+        [
+            (1.0, 14.0038318634, 0.0, 0.0),
+            (0.5441353321, 8.3232955933, 2.1569745541, -0.9246204495),
+            (0.0981734991, 2.3369326591, 2.4962298870, -0.1850460321),
+            (0.1758527160, 3.8993821144, 2.8404989243, 0.4576150477),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", TRL)
+def test_losses_and_gradients_are_those_of_trl(loss: str, model: Path, tmp_path: Path) -> None:
+    """Four optimizer steps of the whole batch: losses, norms of gradients and rewards. For `ipo` TRL logs rewards of
+    summed log-probabilities, which here are means as in the loss.
+    """
+    beta, theirs = TRL[loss]
+    section = {"loss": loss, "beta": beta, "batch_size": 6}
+    code, run, _ = running.train(six(model, tmp_path, dpo=section, run={"num_steps": 4}), tmp_path)
+    assert code == 0
+    ours = running.metrics(run)[1:]
+    assert [line["preference/loss"] for line in ours] == pytest.approx([t[0] for t in theirs], rel=1e-4)
+    assert [line["optim/grad_norm"] for line in ours] == pytest.approx([t[1] for t in theirs], rel=1e-4)
+    if loss == "sigmoid":
+        for side, at in (("rewards/chosen", 2), ("rewards/rejected", 3)):
+            assert [line[side] for line in ours] == pytest.approx([t[at] for t in theirs], rel=1e-3, abs=1e-5)
+
+
+def plain_logprobs(model: Any, pair: Pair, answer: list[int]) -> Tensor:
+    """Log-probability of an answer by the library's own logits."""
+    tokens = torch.tensor([pair.prompt + answer])
+    log_p = model(tokens).logits[0].log_softmax(-1)
+    start = len(pair.prompt)
+    return sum((log_p[start + i - 1, token] for i, token in enumerate(answer)), start=torch.tensor(0.0))
+
+
+def plain_loss(name: str, model: Any, reference: Any, pairs: list[Pair]) -> Tensor:
+    """The losses as their papers write them, pair by pair."""
+    total = torch.tensor(0.0)
+    shifted = [Pair(a.prompt, b.chosen, b.rejected) for a, b in zip(pairs, pairs[1:] + pairs[:1], strict=True)]
+    with torch.no_grad():
+        drifts = [
+            float(plain_logprobs(model, p, answer) - plain_logprobs(reference, p, answer))
+            for p in shifted
+            for answer in (p.chosen, p.rejected)
+        ]
+    z = max(0.0, sum(drifts) / len(drifts))
+    for pair in pairs:
+        w, v = (plain_logprobs(model, pair, answer) for answer in (pair.chosen, pair.rejected))
+        with torch.no_grad():
+            rw, rl = (plain_logprobs(reference, pair, answer) for answer in (pair.chosen, pair.rejected))
+        n, m = len(pair.chosen), len(pair.rejected)
+        h = (w - rw) - (v - rl)
+        if name == "sigmoid":
+            total = total - torch.log(torch.sigmoid(0.1 * h))
+        elif name == "sigmoid, smoothed":
+            total = total - 0.9 * torch.log(torch.sigmoid(0.1 * h)) - 0.1 * torch.log(torch.sigmoid(-0.1 * h))
+        elif name == "ipo":
+            total = total + ((w - rw) / n - (v - rl) / m - 1 / (2 * 0.5)) ** 2
+        elif name == "ipo_sum":
+            total = total + (h - 1 / (2 * 0.25)) ** 2
+        elif name == "kto":
+            gain, loss = torch.sigmoid(0.1 * (w - rw - z)), torch.sigmoid(0.1 * (z - (v - rl)))
+            total = total + (1 - gain) / 2 + (1 - loss) / 2
+        elif name == "orpo":
+            p, q = torch.exp(w / n), torch.exp(v / m)
+            ratio = (p / (1 - p)) / (q / (1 - q))
+            total = total - w / n - 0.1 * torch.log(torch.sigmoid(torch.log(ratio)))
+        else:
+            total = total - torch.log(torch.sigmoid(2.0 * w / n - 2.0 * v / m - 1.0))
+    return total / len(pairs)
+
+
+AWAY = 6  # a seed that makes answers behind others' prompts likelier, so that KTO's reference point is not 0
+
+
+def apart(config: Config, model: Path) -> tuple[dpo.DpoParts, Any, Any]:
+    """The parts, a plain policy and a plain reference of the same weights, all moved from where training starts."""
+    parts = loaded(config)
+    plain, reference = (AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2))
+    stir(parts.roles.parameters["policy"], seed=AWAY)
+    stir(dict(plain.named_parameters()), seed=AWAY)
+    return parts, plain, reference
+
+
+def gradients(parts: dpo.DpoParts, *, tokens: int) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Metrics and gradient of a step on all pairs, in micro-batches of so many tokens."""
+    pairs, rows = parts.train, range(len(parts.train))
+    reference, kl = parts.reference_logprobs("training", rows), dpo.reference_point(parts, pairs)
+    updater = Updater(
+        parts.accelerator,
+        parts.roles,
+        role_optimizers(parts.config.optim, parts.roles.parameters),
+        MicroBatches(torch.device("cpu"), tokens),
+        max_grad_norm=1e9,
+    )
+
+    def loss_of(micro: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+        said = None if reference is None else reference[micro]
+        return dpo.pair_loss(parts, [pairs[i] for i in micro], said, kl=kl, denominator=len(pairs))
+
+    metrics = updater._accumulate([Pass("policy", loss_of, rows, sizes_of(parts, pairs))])
+    found = {name: p.grad.clone() for name, p in parts.roles.parameters["policy"].items() if p.grad is not None}
+    updater._zero_grad()
+    return metrics, found
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_gradients_are_those_of_a_plain_loop(name: str, model: Path, tmp_path: Path) -> None:
+    """The library's own logits, one answer at a time, and the formula of the paper; away from the start."""
+    parts, plain, reference = apart(six(model, tmp_path, dpo=LOSSES[name]), model)
+    assert name != "kto" or dpo.reference_point(parts, parts.train) > 0.1
+    metrics, ours = gradients(parts, tokens=10_000)
+    loss = plain_loss(name, plain, reference, parts.train)
+    loss.backward()
+    assert metrics["preference/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    wanted = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    assert ours.keys() == wanted.keys()
+    largest = max(float(grad.abs().max()) for grad in wanted.values())
+    for parameter, grad in wanted.items():
+        torch.testing.assert_close(ours[parameter], grad, rtol=1e-3, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("packs", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_micro_batches_change_neither_metrics_nor_gradient(name: str, packs: bool, model: Path, tmp_path: Path) -> None:
+    parts, _, _ = apart(six(model, tmp_path, dpo=LOSSES[name]), model)
+    parts.roles.packs = packs
+    (metrics, ours), (same, theirs) = (gradients(parts, tokens=tokens) for tokens in (10_000, 1))
+    assert metrics == pytest.approx(same, rel=1e-5, abs=1e-6)
+    for parameter in ours:
+        scale = float(ours[parameter].abs().max())
+        torch.testing.assert_close(theirs[parameter], ours[parameter], rtol=1e-4, atol=1e-5 * scale)
+
+
+def test_a_prompt_is_read_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both answers, and those of another pair with the same prompt, stand behind one copy of it."""
+    parts = loaded(six(model, tmp_path))
+    read: list[int] = []
+    batch_of = Roles.batch
+
+    def noted(roles: Roles, *rest: Any, **options: Any) -> Any:
+        batch = batch_of(roles, *rest, **options)
+        read.append(batch.input_ids.numel())
+        return batch
+
+    monkeypatch.setattr(Roles, "batch", noted)
+    logprobs_of(parts, "policy", parts.train)
+    prompts = {tuple(pair.prompt) for pair in parts.train}
+    answers = sum(len(pair.chosen) + len(pair.rejected) - 2 for pair in parts.train)  # the last token predicts nothing
+    assert sum(read) == sum(map(len, prompts)) + answers
+
+
+# ---- the reference ----
+
+START = {"sigmoid": math.log(2), "sigmoid, smoothed": math.log(2), "ipo": 1.0, "ipo_sum": 4.0, "kto": 0.5}
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("name", START)
+def test_the_loss_at_the_start_is_known(
+    name: str, lora: bool, model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """log 2 of DPO, for held-out pairs and in the first step of training, with LoRA's dropout off."""
+    config = settings(model, rows, lora=lora, dpo=LOSSES[name], run={"num_steps": 1})
+    code, run, _ = running.train(config, tmp_path)
+    assert code == 0
+    start, first = running.metrics(run)
+    assert start["eval/loss"] == pytest.approx(START[name], rel=1e-5, abs=1e-5)
+    assert first["preference/loss"] == pytest.approx(START[name], rel=1e-5, abs=1e-5)
+    assert start["eval/accuracy"] == pytest.approx(0.5, abs=0.5)
+    which = "the base without adapters" if lora else "a frozen copy of the model"
+    assert f"the reference is {which}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", START)
+@pytest.mark.parametrize(
+    ("kind", "which"),
+    [
+        ("lora", "the base without adapters"),
+        ("adapter", "adapter `reference`"),
+        ("full", "a frozen copy of the model"),
+    ],
+)
+def test_a_reference_that_is_another_model_stops_the_run_and_is_named(
+    name: str, kind: str, which: str, model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(model, rows, lora=kind != "full", dpo=LOSSES[name])
+    if kind == "adapter":
+        config.model.adapter = str(start_adapter(model, rows, tmp_path))
+    parts = loaded(config)
+    assert parts.check()
+    stir(parts.roles.parameters["policy"])
+    monkeypatch.setattr(dpo, "load", lambda config, *, options: parts)
+    with pytest.raises(ValueError, match="policy and reference differ before the first step: the loss is") as caught:
+        running.train(config, tmp_path)
+    assert str(caught.value).endswith(f"the reference is {which}")
+    assert not (tmp_path / "run").exists()
+
+
+def start_adapter(model: Path, rows: Path, folder: Path) -> Path:
+    """An adapter that one step has made."""
+    _, run, _ = running.train(settings(model, rows, run={"num_steps": 1}), folder, name="before")
+    return run.checkpoints / "step-000001"
+
+
+def test_a_start_adapter_is_the_reference(model: Path, rows: Path, tmp_path: Path) -> None:
+    """And not the base: the loss is log 2 with it, and another one with the adapters off."""
+    config = settings(model, rows)
+    config.model.adapter = str(start_adapter(model, rows, tmp_path))
+    parts = loaded(config)
+    pairs = parts.train[:8]
+    policy, reference = logprobs_of(parts, "policy", pairs), logprobs_of(parts, "reference", pairs)
+    assert torch.equal(policy, reference)
+    with torch.no_grad(), parts.roles.acting("base"):
+        base = pair_logprobs(parts, "policy", pairs)
+    assert float((base - policy).abs().max()) > 1e-2
+    config.run.num_steps = 3
+    code, run, _ = running.train(config, tmp_path)
+    assert code == 0
+    assert running.metrics(run)[1]["preference/loss"] == pytest.approx(math.log(2), abs=1e-5)
+    before, after = (load_file(run.checkpoints / s / "reference/adapter_model.safetensors") for s in STEPS_0_AND_3)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+STEPS_0_AND_3 = ("step-000000", "step-000003")
+
+
+@pytest.mark.parametrize("loss", ["orpo", "simpo"])
+@pytest.mark.parametrize("kind", ["lora", "adapter", "full"])
+def test_losses_without_a_reference_hold_none(loss: str, kind: str, model: Path, rows: Path, tmp_path: Path) -> None:
+    config = settings(model, rows, lora=kind != "full", dpo={"loss": loss}, run={"num_steps": 1})
+    if kind == "adapter":
+        config.model.adapter = str(start_adapter(model, rows, tmp_path))
+    parts = loaded(config)
+    assert not parts.roles.has_reference
+    assert parts.roles.reference_model is None
+    assert parts.roles.reference_adapter is None
+    code, run, _ = running.train(config, tmp_path)
+    assert code == 0
+    assert not list(run.path.rglob("*reference*"))
+    assert "time/reference" not in running.metrics(run)[1]
+    same = settings(model, rows, lora=kind != "full", dpo={"loss": loss}, reference={"kind": "none"})
+    assert not same.has_reference
+
+
+def test_the_reference_reads_a_row_at_its_first_use_and_never_again(
+    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """94 pairs by 40 and ten held out: what steps and evaluations ask for, each once, over two epochs and a resume."""
+    asked: list[tuple[str, int]] = []
+    plain = dpo.logprobs_of
+
+    def noted(parts: Any, role: Any, pairs: list[Pair]) -> Tensor:
+        asked.append((role, len(pairs)))
+        return plain(parts, role, pairs)
+
+    config = settings(model, rows, dpo={"batch_size": 40}, run={"num_steps": 5, "eval_every": 1, "save_every": 1})
+    monkeypatch.setattr(dpo, "check_start", lambda parts: [])
+    monkeypatch.setattr(dpo, "logprobs_of", noted)
+    code, run, _ = running.train(config, tmp_path)
+    assert code == 0
+    assert [count for role, count in asked if role == "reference"] == [10, 40, 40, 14]  # 14 that are left of 94
+    for step, known in enumerate([0, 40, 80, 94, 94, 94]):
+        path = run.checkpoints / f"step-{step:06d}" / dpo.REFERENCE_LOGPROBS
+        if path.exists():  # three are kept
+            kept = load_file(path)
+            assert (int(kept["training"][:, 2].sum()), int(kept["held-out"][:, 2].sum())) == (known, 10)
+    asked.clear()
+    longer = run.read_config(["run.num_steps=7"])
+    assert running.go_on(run, config=longer, allow_config_change=True) == 0
+    assert not [count for role, count in asked if role == "reference"]
+
+
+@pytest.mark.parametrize("what", ["rows", "model.dtype"])
+def test_what_is_known_of_a_reference_is_let_go_when_rows_or_models_change(
+    what: str, model: Path, rows: Path, tmp_path: Path
+) -> None:
+    """The numbers of a row are found by its place, where another one stands now."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text(rows.read_text())
+    config = settings(model, data, run={"num_steps": 3, "save_every": 1})
+    code, run, _ = running.train(config, tmp_path)
+    assert code == 0
+    overrides = ["run.num_steps=4"]
+    if what == "rows":
+        data.write_text("".join(reversed(rows.read_text().splitlines(keepends=True))))
+    else:
+        overrides.append("model.dtype=bfloat16")
+    changed = run.read_config(overrides)
+    assert running.go_on(run, config=changed, allow_config_change=True) == 0
+    kept = load_file(run.checkpoints / "step-000004" / dpo.REFERENCE_LOGPROBS)
+    parts = loaded(changed)
+    known = kept["training"][:, 2].bool()
+    assert 0 < int(known.sum()) <= 32
+    wanted = logprobs_of(parts, "reference", parts.train)
+    torch.testing.assert_close(
+        kept["training"][known, :2], wanted[known], rtol=1e-2 if what != "rows" else 1e-4, atol=0.1
+    )
+
+
+# ---- runs ----
+
+
+@pytest.mark.parametrize("lora", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["lora", "full"])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "sigmoid")) for n in LOSSES])
+def test_pairs_are_learnt(name: str, lora: bool, model: Path, rows: Path, tmp_path: Path) -> None:
+    config = settings(model, rows, lora=lora, dpo=LOSSES[name])
+    if name == "ipo_sum":  # a square of sums, which large steps overshoot
+        config.optim = OptimConfig(learning_rate=2e-3 if lora else 5e-4)
+    code, run, _ = running.train(config, tmp_path)
+    assert code == 0
+    held_out = [line for line in running.metrics(run) if "eval/loss" in line]
+    assert held_out[-1]["eval/accuracy"] > 0.9
+    assert held_out[-1]["eval/margin"] > held_out[0]["eval/margin"]
+    assert held_out[-1]["eval/loss"] < 0.9 * held_out[0]["eval/loss"]
+    line = running.metrics(run)[-1]
+    assert line["rewards/margin"] == pytest.approx(line["rewards/chosen"] - line["rewards/rejected"], abs=1e-4)
+    assert line["eval/margin"] == pytest.approx(line["eval/rewards/chosen"] - line["eval/rewards/rejected"], abs=1e-4)
+    assert {"policy/chosen_logprobs", "policy/rejected_logprobs", "tokens_per_second"} <= line.keys()
+    assert ("preference/kl" in line) == (name == "kto")
+
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "sigmoid": {"dpo": {"batch_size": 40}},
+    "full": {"lora": False, "dpo": {"loss": "ipo", "beta": 0.5}},
+    "adapter": {"dpo": {"loss": "ipo_sum"}},
+    "kto": {"dpo": {"loss": "kto", "batch_size": 40}},
+    "orpo": {"dpo": {"loss": "orpo"}},
+    "micro-batches": {"dpo": {"batch_size": 40}, "run": {"micro_batch_tokens": 100}},
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "sigmoid")) for n in RESUMED])
+def test_stopped_anywhere_and_resumed_is_bit_equal(name: str, model: Path, rows: Path, tmp_path: Path) -> None:
+    """With LoRA's dropout, across an epoch of the data: in the reference's pass, the update, evaluations."""
+    sections = {**RESUMED[name]}
+    run = {"num_steps": 5, "eval_every": 2, "save_every": 2, **sections.pop("run", {})}
+    config = settings(model, rows, run=run, dropout=0.1, **sections)
+    if name == "adapter":
+        config.model.adapter = str(start_adapter(model, rows, tmp_path))
+    flag = running.SignalAt(None)
+    with flag:
+        loaded(config).check()
+    begun = flag.looks  # a stop before this is one before there is a run
+    code, whole, looks = running.train(config, tmp_path, name="whole")
+    assert code == 0
+    for number, share in enumerate((0.03, 0.2, 0.4, 0.6, 0.75, 0.9)):
+        stop_at = begun + max(1, int((looks - begun) * share))
+        code, stopped, _ = running.train(config, tmp_path, name=f"stopped-{number}", stop_at=stop_at)
+        assert code == 75
+        assert running.go_on(stopped) == 0
+        assert running.lasting(whole) == running.lasting(stopped)
+        ours, theirs = running.weights(whole, 5), running.weights(stopped, 5)
+        assert ours.keys() == theirs.keys()
+        assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+def test_dropout_changes_what_is_learnt_and_not_what_is_said(model: Path, rows: Path, tmp_path: Path) -> None:
+    lines = []
+    for dropout in (0.0, 0.3):
+        config = settings(model, rows, dropout=dropout, run={"num_steps": 2, "eval_every": 1})
+        _, run, _ = running.train(config, tmp_path, name=f"{dropout}")
+        lines.append(running.metrics(run))
+    assert lines[0][0]["eval/loss"] == lines[1][0]["eval/loss"]
+    assert lines[0][2]["eval/loss"] != lines[1][2]["eval/loss"]
+
+
+# ---- rows ----
+
+
+def refused(model: Path, folder: Path, lines: list[dict[str, Any]], **sections: Any) -> str:
+    path = write(folder / "rows.jsonl", lines)
+    task = {"data": str(path), "eval_data": str(path), **sections.pop("task", {})}
+    with pytest.raises(ValueError, match=r"\S") as caught:
+        loaded(settings(model, path, task=task, **sections))
+    assert type(caught.value) is ValueError
+    return str(caught.value)
+
+
+def test_pairs_with_the_same_answer_twice_are_left_out_and_said(model: Path, tmp_path: Path) -> None:
+    same = {"prompt": "x", "chosen": "a", "rejected": "a"}
+    data = str(write(tmp_path / "rows.jsonl", [*SIX, same, same]))
+    parts = loaded(settings(model, Path(data), task={"data": data, "eval_data": data}))
+    assert (len(parts.train), len(parts.held_out)) == (6, 6)
+    assert "warning: 2 of 8 pairs are left out: 2 with the same answer twice" in parts.notes
+    assert refused(model, tmp_path, [same]) == ("of 1 pairs none can be learnt from: 1 with the same answer twice")
+
+
+def test_pairs_that_are_too_long_are_refused_or_left_out(model: Path, tmp_path: Path) -> None:
+    long = {"prompt": "a longer", "chosen": "x" * POSITIONS, "rejected": "y"}
+    said = refused(model, tmp_path, [*SIX, long])
+    assert said == (
+        f"1 of 7 pairs have more tokens, prompt and answer, than the model's {POSITIONS} positions (the longest "
+        f"{POSITIONS + 9}; the first begins 'a longer'). Leave them out with task.long_prompts=drop"
+    )
+    assert "than dpo.max_tokens=20 (the longest 33; the first" in refused(model, tmp_path, SIX, dpo={"max_tokens": 20})
+    data = str(write(tmp_path / "rows.jsonl", [*SIX, long]))
+    task = {"data": data, "eval_data": data, "long_prompts": "drop"}
+    parts = loaded(settings(model, Path(data), task=task, dpo={"max_tokens": 30}))
+    assert len(parts.train) == 5
+    assert "warning: 2 of 7 pairs are left out: 2 that are too long" in parts.notes
+
+
+def test_rows_that_are_no_pairs_are_refused(model: Path, tmp_path: Path) -> None:
+    """Rows with one labelled answer too, which KTO could learn from in principle."""
+    labelled = {"prompt": "a", "completion": "b", "label": True}
+    for loss in ("sigmoid", "kto"):
+        said = refused(model, tmp_path, [labelled] * 3, dpo={"loss": loss})
+        assert said.startswith("no column 'chosen'.")
+    assert refused(model, tmp_path, [*SIX, {"prompt": "a", "chosen": "b"}]).startswith("no column 'rejected'.")
+    asked, answers = {"role": "user", "content": "?"}, ({"role": "assistant", "content": word} for word in ("y", "n"))
+    chat: dict[str, Any] = dict(zip(("chosen", "rejected"), ([asked, answer] for answer in answers), strict=True))
+    said = refused(model, tmp_path, [chat])
+    assert said.startswith("the rows are chat messages, but this model's tokenizer has no chat template")
+    assert "in the row {'chosen': [{'role'" in said
+    assert "only one prompt, so none can be held out" in one_file_only(model, tmp_path, SIX[:1] * 9)
+
+
+def one_file_only(model: Path, folder: Path, lines: list[dict[str, Any]]) -> str:
+    with pytest.raises(ValueError, match=r"\S") as caught:
+        loaded(settings(model, write(folder / "rows.jsonl", lines)))
+    return str(caught.value)
+
+
+def test_kto_asks_for_answers_to_other_prompts(model: Path, tmp_path: Path) -> None:
+    assert "needs 2 pairs or more" in refused(model, tmp_path, SIX[:1], dpo={"loss": "kto"})
+
+
+def test_a_pair_in_one_of_its_other_shapes_is_the_same_pair(model: Path, tmp_path: Path) -> None:
+    """The prompt inside both sides."""
+    inside = [{side: f"say {n}: {word}" for side, word in (("chosen", "yes"), ("rejected", "no"))} for n in range(4)]
+    given = [{"prompt": f"say {n}:", "chosen": " yes", "rejected": " no"} for n in range(4)]
+    found = []
+    for name, lines in (("inside", inside), ("given", given)):
+        data = str(write(tmp_path / f"{name}.jsonl", lines))
+        parts = loaded(settings(model, Path(data), task={"data": data, "eval_data": data}))
+        found.append(parts.train)
+        assert parts.notes[0].startswith("rows: 4 of `chosen` and `rejected` (text)")
+        assert "say 0:" in parts.notes[1]
+    assert found[0] == found[1]
+
+
+def test_a_dry_run_shows_a_pair(model: Path, rows: Path) -> None:
+    shown = loaded(settings(model, rows)).preview().splitlines()
+    assert shown[0] == "prompt (3 tokens): aa:"
+    assert shown[1] == "chosen (9 tokens): yes yesa<eos>"
+    assert "pairs: 94 to train on, 10 held out" in shown
+    assert any(line.startswith("loss before the first step: 0.693, log 2") for line in shown)

@@ -1,0 +1,206 @@
+"""PPO-ptx: whose rows a step takes, what its loss adds to the gradient, and what is wrong with a text."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import running
+from tests.tiny_models import POSITIONS, TinyModels
+from tinyrl.components import Options
+from tinyrl.models.roles import Roles
+from tinyrl.trainers.examples import Example
+from tinyrl.trainers.ppo import load
+from tinyrl.trainers.ptx import PpoParts, ptx_pass
+from tinyrl.training.state import RunState
+from tinyrl.training.update import Pass, Updater
+
+TEXT = Path(__file__).parents[1] / "text_rows.jsonl"  # ten rows, of `text` and of `prompt` and `completion`
+
+
+def with_text(coef: float = 0.5, **fields: Any) -> dict[str, Any]:
+    return {"ppo": {"ptx_coef": coef, "ptx_data": str(TEXT), **fields}}
+
+
+@pytest.fixture(scope="module")
+def parts(tiny: TinyModels):
+    """Eight prompts in two minibatches, two epochs; three rows of text in each optimizer step."""
+    loaded = load(running.config("ppo", tiny("llama"), **with_text(ptx_batch_size=3)), options=Options(device="cpu"))
+    yield loaded
+    loaded.close()
+
+
+def drawn(parts: PpoParts, monkeypatch: pytest.MonkeyPatch, *, step: int, epoch: int, minibatch: int) -> list[int]:
+    """The rows of one optimizer step, read off the loss of its pass."""
+    seen: list[int] = []
+
+    def noted(parts: PpoParts, examples: Sequence[Any]) -> Tensor:
+        seen.extend(parts.text.index([one]) for one in examples)
+        return torch.zeros(())
+
+    monkeypatch.setattr("tinyrl.trainers.ptx.negative_log_likelihood", noted)
+    one = ptx_pass(parts, RunState(phase="update", step=step, epoch=epoch, minibatch=minibatch))
+    one.loss(list(one.rows))
+    return seen
+
+
+def test_rows_are_a_stream_of_shuffled_epochs_keyed_by_where_the_update_stands(
+    parts: PpoParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps of two epochs of two minibatches of three rows are 24 rows: all ten, all ten, and four."""
+    at = [(step, epoch, minibatch) for step in (0, 1) for epoch in (0, 1) for minibatch in (0, 1)]
+    rows = [row for s, e, m in at for row in drawn(parts, monkeypatch, step=s, epoch=e, minibatch=m)]
+    assert len(rows) == 24
+    assert sorted(rows[:10]) == sorted(rows[10:20]) == list(range(10))
+    assert len(set(rows[20:])) == 4
+    assert rows[:10] != rows[10:20]
+    assert drawn(parts, monkeypatch, step=1, epoch=0, minibatch=1) == rows[15:18]  # again, and nothing else before
+
+
+def test_what_is_learnt_of_a_row_is_what_sft_learns(parts: PpoParts) -> None:
+    tokenizer = parts.tokenizer
+    eos = tokenizer.eos_token_id
+    lines = [json.loads(line) for line in TEXT.read_text().splitlines()]
+    assert len(parts.text) == len(lines)
+    for line, [(prompt, target, _)] in zip(lines, parts.text, strict=True):
+        assert target[-1] == eos
+        assert tokenizer.decode(target[:-1]) == line.get("text", line.get("completion"))
+        assert prompt == [eos] if "text" in line else tokenizer.decode(prompt) == line["prompt"]
+
+
+def plain_nll(roles: Roles, text: Sequence[Example]) -> Tensor:
+    """Mean over target tokens of -log p, row by row through the model's own forward pass."""
+    total, count = torch.zeros(()), 0
+    for prompt, target, _ in text:
+        logits = roles.causal(input_ids=torch.tensor([prompt + target])).logits[0]
+        for t, token in enumerate(target):
+            total = total - logits[len(prompt) - 1 + t].log_softmax(-1)[token]
+            count += 1
+    return total / count
+
+
+@pytest.mark.parametrize("kind", ["adapter", "shared"])
+@pytest.mark.parametrize("micro_batch_tokens", [10_000, 40])
+def test_it_adds_its_gradient_to_that_of_ppo_and_no_other(
+    kind: str, micro_batch_tokens: int, tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every optimizer step of a run, accumulated with and without the text (all ten rows): the policy's gradients
+    differ by the coefficient times that of the plain mean, the critic's not at all.
+    """
+    parts: list[PpoParts] = []
+    accumulate, seen = Updater._accumulate, []
+
+    def noted(self: Updater, passes: Sequence[Pass]) -> dict[str, float]:
+        said = accumulate(self, passes[:-1])
+        without = {r: [p.grad.clone() for p in ps.values() if p.grad is not None] for r, ps in parameters(self)}
+        said_with = accumulate(self, passes)
+        policy = list(self.roles.parameters["policy"].values())
+        with self.roles.acting("policy"):
+            loss = plain_nll(self.roles, [one for row in parts[0].text for one in row])
+            wanted = torch.autograd.grad(loss, policy)
+        for parameter, before, text in zip(policy, without["policy"], wanted, strict=True):
+            assert parameter.grad is not None
+            torch.testing.assert_close(parameter.grad - before, 0.5 * text, rtol=1e-3, atol=2e-6)
+        for parameter, before in zip(self.roles.parameters["critic"].values(), without["critic"], strict=True):
+            assert torch.equal(parameter.grad, before)  # pyright: ignore[reportArgumentType]
+        assert said_with.pop("policy/ptx_loss") == pytest.approx(float(loss.detach()), rel=1e-5)
+        assert said_with == said
+        seen.append(float(loss.detach()))
+        return {**said_with, "policy/ptx_loss": seen[-1]}
+
+    def parameters(updater: Updater):
+        return updater.roles.parameters.items()
+
+    monkeypatch.setattr(Updater, "_accumulate", noted)
+    monkeypatch.setattr("tinyrl.trainers.ppo.load", lambda *a, **k: parts.append(load(*a, **k)) or parts[0])
+    settings = running.config(
+        "ppo",
+        tiny("llama"),
+        **with_text(ptx_batch_size=99, num_epochs=1),
+        critic={"kind": kind, "warmup": 0},
+        run={"num_steps": 2, "micro_batch_tokens": micro_batch_tokens, "eval_prompts": 0},
+    )
+    code, run, _ = running.train(settings, tmp_path)
+    assert code == 0
+    assert len(seen) == 4
+    assert [line["policy/ptx_loss"] for line in running.metrics(run)[1:]] == pytest.approx(
+        [(seen[0] + seen[1]) / 2, (seen[2] + seen[3]) / 2]
+    )
+
+
+def test_while_only_the_critic_trains_there_is_no_text(tiny: TinyModels, tmp_path: Path) -> None:
+    settings = running.config("ppo", tiny("llama"), **with_text(), critic={"warmup": 2})
+    _, run, _ = running.train(settings, tmp_path)
+    assert ["policy/ptx_loss" in line for line in running.metrics(run)[1:]] == [False, False, True]
+
+
+def test_a_run_without_text_reads_and_says_nothing_of_it(tiny: TinyModels, tmp_path: Path) -> None:
+    loaded = load(running.config("ppo", tiny("llama")), options=Options(device="cpu"))
+    assert (loaded.text, loaded.text_notes) == ([], [])
+    assert set(loaded.row_fingerprints) == {"training", "held-out"}
+    loaded.close()
+
+
+def test_what_the_text_is_taken_for_is_said(parts: PpoParts) -> None:
+    shown = parts.preview()
+    assert "ppo.ptx_data, rows: 6 of `text`; 4 of `prompt` and `completion`" in shown
+    assert "the cat sat on the mat" in shown
+    assert parts.check()[-2:] == parts.text_notes
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ([], "the file is empty"),
+        ([{"text": "a"}, {"txt": "b"}], "ppo.ptx_data, {file}:2: no column 'completion', 'messages'"),
+        (
+            [{"text": "a" * POSITIONS}],
+            f"ppo.ptx_data, {{file}}:1: {POSITIONS + 2} tokens, and the model has {POSITIONS}",
+        ),
+        ([{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}], "no chat template"),
+    ],
+)
+def test_a_text_that_cannot_be_learnt_is_refused_with_its_place(
+    rows: list[dict[str, Any]], sentence: str, tiny: TinyModels, tmp_path: Path
+) -> None:
+    file = tmp_path / "text.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = running.config("ppo", tiny("llama"), ppo={"ptx_coef": 1.0, "ptx_data": str(file)})
+    with pytest.raises(ValueError, match=r"\S") as caught:
+        load(settings, options=Options(device="cpu"))
+    assert sentence.format(file=file) in str(caught.value)
+
+
+def test_another_text_is_not_gone_on_with(tiny: TinyModels, tmp_path: Path) -> None:
+    file = tmp_path / "text.jsonl"
+    file.write_text('{"text": "a"}\n{"text": "b"}\n')
+    settings = running.config("ppo", tiny("llama"), ppo={"ptx_coef": 1.0, "ptx_data": str(file)})
+    _, run, _ = running.train(settings, tmp_path, stop_at=60)
+    file.write_text('{"text": "a"}\n{"text": "c"}\n')
+    with pytest.raises(ValueError, match=r"ppo\.ptx_data rows: the data has changed"):
+        running.go_on(run)
+
+
+@pytest.mark.slow
+def test_a_policy_keeps_its_text_beside_a_reward(tiny: TinyModels, tmp_path: Path) -> None:
+    """The same run with and without the text, which is at first as likely under both: one forgets it, one learns it."""
+    ends = []
+    for coef in (1e-9, 1.0):
+        settings = running.config(
+            "ppo",
+            tiny("llama"),
+            **with_text(coef, ptx_batch_size=10, num_prompts=64, minibatch_size=16, kl_coef=0.0),
+            critic={"warmup": 0},
+            run={"num_steps": 10, "eval_prompts": 0, "save_every": 0},
+        )
+        code, run, _ = running.train(settings, tmp_path, name=f"{coef}")
+        assert code == 0
+        lines = running.metrics(run)[1:]
+        assert lines[-1]["reward/mean"] > lines[0]["reward/mean"]
+        ends.append([lines[0]["policy/ptx_loss"], lines[-1]["policy/ptx_loss"]])
+    (start, forgot), (_, kept) = ends
+    assert kept < 0.9 * start < start < forgot

@@ -1,0 +1,417 @@
+"""Reward models from pairs with a margin, labels and ratings: they learn, resume exactly, and are read by PPO as they
+learnt; what their rows cannot teach is said before the first step.
+"""
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import processors
+
+from tests import running
+from tests.tiny_models import tiny_model, tiny_tokenizer
+from tinyrl.components import Options, load_sampling_parts
+from tinyrl.config.recipe import load_config
+from tinyrl.config.schema import Config
+from tinyrl.config.sections import RewardConfig
+from tinyrl.evaluation.reward_models import concordance
+from tinyrl.models import reward_model as reward_models
+from tinyrl.models.roles import Roles
+from tinyrl.tasks.prompts import prepare_prompts, token_ids
+from tinyrl.trainers.reward_model import load
+
+Row = dict[str, Any]
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+PROMPTS = [f"{a}{b}:" for a in LETTERS for b in LETTERS[:3]]
+ADAPTER_AND_MODEL = pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+
+
+def rows_of(kind: str) -> list[Row]:
+    """Rows in which y is good and n is bad."""
+    if kind == "margin":
+        return [{"prompt": p, "chosen": "yy" + p, "rejected": "nn" + p, "margin": i % 3} for i, p in enumerate(PROMPTS)]
+    if kind == "labels":
+        said = (("yy", True), ("nn", False))
+        return [{"prompt": p, "completion": text + p, "label": good} for p in PROMPTS for text, good in said]
+    counts = [(p, (3 * i + 1) % 4) for i, p in enumerate(PROMPTS * 2)]
+    return [{"prompt": p, "completion": "y" * n + "n" * (3 - n) + p, "score": 10 + 5 * n} for p, n in counts]
+
+
+def write(path: Path, rows: list[Row]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def settings(model: Path, data: Path, *, lora: bool = True, **sections: Any) -> Config:
+    values: dict[str, Any] = {
+        "method": "reward",
+        "model": {"path": str(model)},
+        "lora": {"enabled": lora},
+        "task": {"data": str(data)},
+        "optim": {"learning_rate": 1e-2 if lora else 3e-3},
+        "run": {"num_steps": 30, "eval_every": 10, "save_every": 10, "threads": 1},
+    }
+    for name, fields in sections.items():
+        values[name] = {**values.get(name, {}), **fields}
+    return Config.model_validate(values)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), "llama", pad_is_eos=True)
+
+
+@ADAPTER_AND_MODEL
+@pytest.mark.parametrize("kind", ["labels", "ratings"])
+def test_labels_and_ratings_are_learnt(kind: str, lora: bool, model: Path, tmp_path: Path) -> None:
+    """Unseen prompts: a score of 0 tells labels apart, in rating units the error is far below the spread of 5.6."""
+    config = settings(model, write(tmp_path / "rows.jsonl", rows_of(kind)), lora=lora)
+    code, run, _ = running.train(config, tmp_path)
+    assert code == 0
+    first, last = running.metrics(run)[0], running.metrics(run)[-1]
+    assert first["eval/accuracy"] == pytest.approx(0.5)
+    assert last["eval/accuracy"] > 0.9
+    assert last["eval/loss"] < 0.5 * first["eval/loss"]
+    assert last["eval/ece"] < (0.3 if kind == "labels" else 2.5)
+    assert sum(rows for *_, rows in last["eval/reliability"]) == last["eval/num_rows"]
+    assert last["eval/auc" if kind == "labels" else "eval/correlation"] > 0.9
+
+
+@ADAPTER_AND_MODEL
+@pytest.mark.parametrize("kind", ["margin", "labels", "ratings"])
+def test_stopped_and_resumed_is_bit_equal(kind: str, lora: bool, model: Path, tmp_path: Path) -> None:
+    """With LoRA's dropout on, and micro-batches smaller than a step."""
+    config = settings(model, write(tmp_path / "rows.jsonl", rows_of(kind)), lora=lora, run={"micro_batch_tokens": 100})
+    config.lora.dropout = 0.1 if lora else 0.0
+    config.run.num_steps, config.run.eval_every, config.run.save_every = 4, 2, 3
+    _, whole, looks = running.train(config, tmp_path, name="whole")
+    for number, share in enumerate((0.3, 0.6, 0.9)):
+        code, stopped, _ = running.train(config, tmp_path, name=f"stopped-{number}", stop_at=int(looks * share))
+        assert code == 75
+        assert running.go_on(stopped) == 0
+        assert running.lasting(whole) == running.lasting(stopped)
+        ours, theirs = running.weights(whole, 4), running.weights(stopped, 4)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_margin_changes_what_is_learnt(model: Path, tmp_path: Path) -> None:
+    """The same pairs with a margin of 0 are those without one, to the bit; with 2 they end further apart."""
+    plain = [{name: value for name, value in row.items() if name != "margin"} for row in rows_of("margin")]
+    runs = {}
+    for name, margin in (("none", None), ("zero", 0.0), ("two", 2.0)):
+        data = write(tmp_path / f"{name}.jsonl", [row | {"margin": margin} for row in plain])
+        _, runs[name], _ = running.train(settings(model, data, run={"num_steps": 10}), tmp_path, name=name)
+    assert running.lasting(runs["none"]) == running.lasting(runs["zero"])
+    last = {name: running.metrics(run)[-1] for name, run in runs.items()}
+    assert last["two"]["eval/margin"] > last["zero"]["eval/margin"] + 0.2
+
+
+def test_a_held_out_prompt_keeps_all_its_answers(model: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "rows.jsonl", rows_of("labels"))
+    parts = load(settings(model, data), options=Options(device="cpu"))
+    assert sorted(one.target for one in parts.rows.held_out) == [0.0] * 7 + [1.0] * 7  # of 78 prompts
+    assert len(parts.rows.train) == 2 * 71
+    pairs = write(tmp_path / "pairs.jsonl", rows_of("margin") * 2)
+    parts = load(settings(model, pairs), options=Options(device="cpu"))
+    assert len(parts.rows.held_out) == 7
+
+
+@pytest.mark.parametrize("eval_data", [True, False])
+def test_rows_in_the_order_of_their_labels_are_shuffled(eval_data: bool, model: Path, tmp_path: Path) -> None:
+    """All bad ones first, as IMDB's reviews stand: what is evaluated, centred on and kept by max_samples is mixed."""
+    rows = sorted(rows_of("labels"), key=lambda row: row["label"])
+    task = {"data": str(write(tmp_path / "rows.jsonl", rows)), "max_samples": 60, "split_seed": 3}
+    task |= {"eval_data": task["data"]} if eval_data else {}
+    first, again = (load(settings(model, tmp_path, task=task), options=Options(device="cpu")).rows for _ in range(2))
+    assert first == again
+    assert len(first.train) == 60
+    for part in (first.train[:20], first.train, first.held_out[:20]):
+        assert 0.2 < sum(one.target for one in part) / len(part) < 0.8
+
+
+# ---- what is learnt is what PPO reads ----
+
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a template that writes a BOS, which its tokenizer adds to plain text too."""
+    folder = tiny_model(tmp_path_factory.mktemp("chat"), "llama")
+    tokenizer = tiny_tokenizer()
+    tokenizer.bos_token, tokenizer.chat_template = "<pad>", CHAT
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<pad> $A", special_tokens=[("<pad>", tokenizer.pad_token_id)]
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def user(text: str) -> Row:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> Row:
+    return {"role": "assistant", "content": text}
+
+
+# A row about prompt p with the answers y and n, and the (prompt, completion) of a policy that it judges.
+Form = Callable[[str], tuple[Row, list[tuple[Any, str]]]]
+FORMS: dict[str, Form] = {
+    "messages": lambda p: (
+        {"prompt": [user(p)], "chosen": [assistant("y" + p)], "rejected": [assistant("n" + p)]},
+        [([user(p)], "y" + p), ([user(p)], "n" + p)],
+    ),
+    "text before messages": lambda p: (
+        {"prompt": p, "chosen": [assistant("y" + p)], "rejected": [assistant("n" + p)]},
+        [(p, "y" + p), (p, "n" + p)],
+    ),
+    "inside both, several turns": lambda p: (
+        {
+            "chosen": [user("hi"), assistant("ho"), user(p), assistant("y" + p)],
+            "rejected": [user("hi"), assistant("ho"), user(p), assistant("n" + p)],
+        },
+        [([user("hi"), assistant("ho"), user(p)], answer + p) for answer in "yn"],
+    ),
+    "apart before the last turn": lambda p: (
+        {
+            "prompt": [user(p)],
+            "chosen": [assistant("one"), user("go on"), assistant("y" + p)],
+            "rejected": [assistant("two"), user("go on"), assistant("n" + p)],
+        },
+        [
+            ([user(p), assistant("one"), user("go on")], "y" + p),
+            ([user(p), assistant("two"), user("go on")], "n" + p),
+        ],
+    ),
+    "texts with the prompt inside": lambda p: (
+        {"chosen": f"{p} yes{p}", "rejected": f"{p} no{p}"},
+        [(p, f" yes{p}"), (p, f" no{p}")],
+    ),
+    "labelled messages": lambda p: (
+        {"messages": [user(p), assistant("y" + p)], "label": p < "n"},
+        [([user(p)], "y" + p)],
+    ),
+    "rated completions": lambda p: (
+        {"prompt": p, "completion": "y" + p, "score": ord(p[0])},
+        [(p, "y" + p)],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@ADAPTER_AND_MODEL
+def test_what_is_learnt_is_what_ppo_reads(
+    lora: bool, form: str, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens, and so held-out numbers that scoring gives again."""
+    made = [FORMS[form](p) for p in PROMPTS]
+    data = write(tmp_path / "rows.jsonl", [row for row, _ in made])
+    config = settings(chat_model, data, lora=lora, run={"num_steps": 2, "eval_every": 0})
+    code, run, _ = running.train(config, tmp_path, name="reward")
+    assert code == 0
+    trained = load(config, options=Options(device="cpu"))
+    read, scored = scorer_of(chat_model, data, run.checkpoints / "step-000002", tmp_path, monkeypatch)
+
+    judged = [one for _, each in made for one in each]
+    scores = scored(judged)
+    learnt = [text for one in trained.rows.train + trained.rows.held_out for text in one.texts]
+    assert sorted(read) == sorted(learnt)
+
+    by_tokens = {
+        tuple(tokens): score for tokens, score in zip(read_in_order(scored, judged, read), scores, strict=True)
+    }
+    held_out = [[by_tokens[tuple(text)] for text in one.texts] for one in trained.rows.held_out]
+    line = running.metrics(run)[-1]
+    if len(held_out[0]) == 2:
+        won = [(chosen > rejected) + (chosen == rejected) / 2 for chosen, rejected in held_out]
+        assert sum(won) / len(won) == pytest.approx(line["eval/accuracy"])
+        assert sum(c - r for c, r in held_out) / len(held_out) == pytest.approx(line["eval/margin"], abs=1e-5)
+    else:
+        order = concordance([score for (score,) in held_out], [one.target for one in trained.rows.held_out])
+        assert order == pytest.approx(line["eval/auc" if form.startswith("labelled") else "eval/accuracy"])
+    both = [by_tokens[tuple(text)] for one in trained.rows.train for text in one.texts]
+    assert sum(both) / len(both) == pytest.approx(0, abs=1e-5)
+
+
+def scorer_of(model: Path, data: Path, reward: Path, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """(tokens read since the last call, the scores that a PPO run with this reward model gives to completions)."""
+    prompts = write(folder / "prompts.jsonl", [{"prompt": p} for p in PROMPTS])
+    ppo = running.config("ppo", model, task={"name": "rows", "data": str(prompts), "max_samples": None})
+    ppo.reward = RewardConfig(model=str(reward))
+    parts = load_sampling_parts(ppo, options=Options(device="cpu"))
+    read: list[list[int]] = []
+    batch_of, make = Roles.batch, reward_models.make_batch
+
+    def noted(prompts: list[list[int]], responses: list[list[int]], **options: Any):
+        read.extend(p + r for p, r in zip(prompts, responses, strict=True))
+        return make(prompts, responses, **options)
+
+    def noted_batch(roles: Roles, prompts: list[list[int]], responses: list[list[int]], *rest: Any, **options: Any):
+        read.extend(p + r for p, r in zip(prompts, responses, strict=True))
+        return batch_of(roles, prompts, responses, *rest, **options)
+
+    monkeypatch.setattr(reward_models, "make_batch", noted)
+    monkeypatch.setattr(Roles, "batch", noted_batch)
+
+    def scored(pairs: list[tuple[Any, str]]) -> list[float]:
+        read.clear()
+        prompts = prepare_prompts(
+            parts.task, [{"prompt": prompt} for prompt, _ in pairs], tokenizer=parts.tokenizer, chat="auto",
+            system_prompt=None, variables={}, max_prompt_tokens=500, long_prompts="error",
+        )  # fmt: skip
+        eos = parts.tokenizer.eos_token_id
+        completions = [[*token_ids(parts.tokenizer, text), eos] for _, text in pairs]
+        return parts.scorer(prompts, completions).scores[:, 0].tolist()  # pyright: ignore[reportArgumentType]
+
+    return read, scored
+
+
+def read_in_order(
+    scored: Callable[[list[tuple[Any, str]]], list[float]], judged: list[tuple[Any, str]], read: list[list[int]]
+) -> list[list[int]]:
+    """The tokens of each completion: micro-batches are sorted by length, so they are scored one by one."""
+    tokens = []
+    for one in judged:
+        scored([one])
+        tokens += read
+    return tokens
+
+
+# ---- what rows cannot teach ----
+
+
+def pairs(*more: Row, count: int = 20) -> list[Row]:
+    return [*({"prompt": f"p{i}", "chosen": "a", "rejected": "b"} for i in range(count)), *more]
+
+
+def labels(values: list[Any], column: str = "label") -> list[Row]:
+    return [{"prompt": f"p{i}", "completion": "a", column: value} for i, value in enumerate(values)]
+
+
+BAD: dict[str, tuple[list[Row], Row, str]] = {
+    "one class": (labels([1] * 20), {}, "every row to train on has the label 1: there is nothing to tell apart"),
+    "three classes": (labels([0, 1, 2] * 7), {}, r"3 different labels \(0, 1, 2\), .*reward_model\.objective=ratings"),
+    "labels that are text": (labels(["good", "bad"] * 10), {}, "'label' must be true, false or a number"),
+    "equal ratings": (labels([3.5] * 20, "score"), {}, r"every row to train on has the rating 3\.500"),
+    "equal sides": (
+        [{"prompt": f"p{i}", "chosen": "a", "rejected": "a"} for i in range(20)],
+        {},
+        r"18 of 18 rows \(18 with two equal answers\) teach nothing: none is left to learn from",
+    ),
+    "empty sides": (
+        [{"prompt": f"p{i}", "chosen": "a", "rejected": " "} for i in range(20)],
+        {},
+        r"18 of 18 rows \(18 with an empty answer\) teach nothing",
+    ),
+    "rows that say nothing": (
+        [{"prompt": f"p{i}", "completion": "a"} for i in range(20)],
+        {},
+        r"from pairs \(`chosen`, `rejected`\), from labels \(`label`\) or from ratings \(`score`\)",
+    ),
+    "pairs and labels": (pairs({"prompt": "q", "completion": "a", "label": 1}), {}, "no column 'chosen'"),
+    "smoothed ratings": (
+        labels([1, 2] * 10, "score"),
+        {"reward_model": {"label_smoothing": 0.1}},
+        r"label_smoothing=0\.1 is for pairs and labels; these rows are ratings",
+    ),
+    "a call in place of an answer": (
+        [
+            {
+                "prompt": [user(f"p{i}")],
+                "chosen": [{**assistant("a"), "tool_calls": [{}]}],
+                "rejected": [assistant("b")],
+            }
+            for i in range(20)
+        ],
+        {},
+        r"the last message of an answer has `tool_calls`; .*\n  in the row \{'prompt': \[\{'role': 'user'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_rows_are_refused_before_training(name: str, chat_model: Path, tmp_path: Path) -> None:
+    rows, sections, sentence = BAD[name]
+    config = settings(chat_model, write(tmp_path / "rows.jsonl", rows), **sections)
+    with pytest.raises(ValueError, match=sentence):
+        running.train(config, tmp_path, name="refused")
+    assert not (tmp_path / "refused").exists()
+
+
+def test_texts_without_a_prompt_need_a_model_without_a_template(chat_model: Path, tmp_path: Path) -> None:
+    rows = [{"text": ("yy" if i % 2 else "nn") + str(i), "label": i % 2} for i in range(40)]
+    data = write(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(ValueError, match=r"texts without a prompt, .*; task\.chat=false reads the texts as they are"):
+        running.train(settings(chat_model, data), tmp_path, name="refused")
+    for lora in (True, False):
+        config = settings(chat_model, data, lora=lora, task={"chat": False})
+        parts = load(config, options=Options(device="cpu"))
+        bos, eos = parts.tokenizer.bos_token_id, parts.tokenizer.eos_token_id
+        inside = token_ids(parts.tokenizer, rows[0]["text"])
+        texts = [text for one in parts.rows.train + parts.rows.held_out for text in one.texts]
+        assert [bos, *inside, *([eos] if lora else [])] in texts
+
+
+def test_rows_that_teach_nothing_and_long_ones_are_said(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = pairs(
+        {"prompt": "same", "chosen": "a", "rejected": "a"},
+        {"prompt": "none", "chosen": "", "rejected": "a"},
+        {"prompt": "long " * 200, "chosen": "a", "rejected": "b"},
+    )
+    task = {"eval_data": str(write(tmp_path / "eval.jsonl", pairs()))}
+    config = settings(model, write(tmp_path / "rows.jsonl", rows), run={"num_steps": 1}, task=task)
+    code, run, _ = running.train(config, tmp_path)
+    said = capsys.readouterr().err
+    assert code == 0
+    left_out = "warning: 2 of 23 rows (1 with two equal answers, 1 with an empty answer) teach nothing and are left out"
+    assert f"{left_out}, the first is {{'prompt': 'same'" in said
+    assert "warning: 2 of 82 texts have more than the 512 tokens that the model reads; their beginnings" in said
+    assert running.metrics(run)[-1]["eval/num_pairs"] == 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("margin", "`chosen` and `rejected` (text) behind `prompt`, with `margin`"),
+        ("labels", "labels: 1 is the good one (71 of 142 rows), 0 the other"),
+        ("ratings", "ratings: 10 to 25, mean 17.394; a score of 1 is one standard deviation (5.589) above it"),
+    ],
+)
+def test_what_rows_are_taken_for_is_said_and_what_to_type_next_can_be_typed(
+    kind: str, said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write(tmp_path / "rows.jsonl", rows_of(kind))
+    running.train(settings(model, data, run={"num_steps": 1}), tmp_path, name="reward")
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert "for example: '" in shown.err
+    program, train, method, *overrides = shlex.split(
+        next(line for line in shown.out.splitlines() if line.startswith("next"))[9:]
+    )
+    assert (program, train, method) == ("tinyrl", "train", "ppo")
+    ppo = load_config(method, None, overrides=[*overrides, "ppo.num_prompts=4", "ppo.minibatch_size=4"])
+    ppo.generation.max_new_tokens, ppo.run.num_steps, ppo.run.eval_prompts, ppo.run.threads = 4, 1, 4, 1
+    code, run, _ = running.train(ppo, tmp_path, name="ppo")
+    assert code == 0
+    assert running.metrics(run)[1]["reward/std"] > 0
+
+
+def test_rows_without_prompts_leave_the_prompts_to_the_reader(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"text": ("yy" if i % 2 else "nn") + str(i), "label": i % 2} for i in range(40)]
+    config = settings(model, write(tmp_path / "rows.jsonl", rows), run={"num_steps": 1})
+    running.train(config, tmp_path, name="reward")
+    command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("next"))
+    assert f"tinyrl train ppo model.path={model} task.data=PROMPTS reward.model={tmp_path / 'reward'}" in command

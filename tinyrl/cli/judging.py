@@ -1,0 +1,118 @@
+"""`tinyrl eval` and `tinyrl compare`: policies and reward models on held-out rows."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from tinyrl.cli.errors import sentences
+from tinyrl.cli.options import Debug, Device, TrustRemoteCode, complete_setting
+from tinyrl.cli.train import quiet_libraries
+
+
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[section.key=value]...",
+            help="of reward, generation and task, in place of the run's: reward.model=PATH",
+            autocompletion=complete_setting,
+        ),
+    ] = None,
+    vs: Annotated[
+        str | None,
+        typer.Option(help="base, start, a run or a checkpoint, judged by the first one's prompts and reward"),
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="another task than the run's")] = None,
+    data: Annotated[str | None, typer.Option(metavar="FILE", help="rows in place of the held-out ones")] = None,
+    split: Annotated[
+        Literal["eval", "train"], typer.Option(help="held-out prompts, or those of training (has it memorised?)")
+    ] = "eval",
+    num_prompts: Annotated[int, typer.Option(min=1, help="how many prompts")] = 512,
+    samples: Annotated[int, typer.Option(min=1, help="samples a prompt")] = 1,
+    best_of: Annotated[
+        int, typer.Option(min=1, max=1000, metavar="N", help="each sample of the target is the best of N by the reward")
+    ] = 1,
+    save_samples: Annotated[
+        str | None, typer.Option(metavar="FILE.jsonl", help="write the samples of all sides, a line each")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    debug: Debug = False,
+) -> None:
+    """Evaluate a run, a checkpoint or a model: a policy on held-out prompts, a reward model on held-out rows."""
+    quiet_libraries()
+    with sentences(debug):
+        from tinyrl.cli.preflight import check_evaluation
+
+        words = settings or []
+        check_evaluation(
+            target, vs=vs, task=task, data=data, settings=words, split=split, best_of=best_of, save_samples=save_samples
+        )
+        from tinyrl.evaluation.compare import Options, evaluate_target, render
+
+        result = evaluate_target(
+            target,
+            vs=vs,
+            task=task,
+            data=data,
+            settings=words,
+            split=split,
+            num_prompts=num_prompts,
+            samples=samples,
+            best_of=best_of,
+            save_samples=save_samples,
+            options=Options(device=device, trust_remote_code=trust_remote_code),
+        )
+        print(render(result, as_json=json_output))
+
+
+def compare(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="POLICY... [section.key=value]...",
+            help="runs, checkpoints or models; settings of reward, generation and task for all of them",
+            autocompletion=complete_setting,
+        ),
+    ],
+    vs: Annotated[str, typer.Option(help="the policy that the others are compared with: a run, a checkpoint, a model")],
+    task: Annotated[str | None, typer.Option(help="the task that all are judged on; default the runs' own")] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="how many prompts")] = 512,
+    samples: Annotated[int, typer.Option(min=1, help="samples a prompt")] = 1,
+    best_of: Annotated[
+        int,
+        typer.Option(min=1, max=1000, metavar="N", help="a row too for the best of N samples of --vs by the reward"),
+    ] = 1,
+    json_output: Annotated[bool, typer.Option("--json", help="print one JSON list")] = False,
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    debug: Debug = False,
+) -> None:
+    """Judge several policies alike and print one table: reward, KL, length, win rates against --vs."""
+    quiet_libraries()
+    with sentences(debug):
+        from tinyrl.cli.preflight import check_evaluation
+
+        settings = [word for word in words if "=" in word]
+        targets = [word for word in words if "=" not in word]
+        if not targets:
+            raise ValueError("which policies? tinyrl compare RUN... --vs RUN")
+        for target in (*targets, vs):
+            check_evaluation(target, vs=vs, task=task, settings=settings)
+        from tinyrl.evaluation.standings import Options, compare_policies, render_standings
+
+        rows = compare_policies(
+            targets,
+            vs=vs,
+            task=task,
+            settings=settings,
+            num_prompts=num_prompts,
+            samples=samples,
+            best_of=best_of,
+            options=Options(device=device, trust_remote_code=trust_remote_code),
+        )
+        print(render_standings(rows, as_json=json_output))

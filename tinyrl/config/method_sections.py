@@ -1,0 +1,225 @@
+"""The section of each training method: grpo, ppo, sft, reward_model, dpo. Those that sample come first."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from tinyrl.config.fields import (
+    AboveOne,
+    AtLeastOne,
+    NonNegative,
+    NonNegativeFloat,
+    NumPrompts,
+    Positive,
+    PositiveFloat,
+    Rate,
+    Section,
+    Share,
+    Text,
+)
+from tinyrl.config.presets import DAPO, KL_ESTIMATOR, PPO, PPO_PRESETS, PRESETS
+
+
+class GrpoConfig(Section):
+    preset: Literal[
+        "dapo", "grpo", "dr_grpo", "gspo", "gdpo", "cispo", "rloo", "reinforce++", "reinforce++-baseline"
+    ] = Field(default="dapo", description="gives the fields below their defaults")
+    num_prompts: NumPrompts = Field(default=32, description="prompts per step")
+    group_size: Annotated[int, Field(ge=1, le=100_000)] = Field(default=8, description="completions per prompt")
+    num_epochs: Positive = Field(default=1, description="passes over one rollout")
+    minibatch_size: Positive | None = Field(
+        default=None, description="sequences per optimizer step; null: the whole rollout"
+    )
+    advantage: Literal["group", "leave-one-out", "discounted-return", "baseline-return"] = Field(
+        description="a score against its group, the others of it, the batch, or group and batch"
+    )
+    advantage_scale: Literal["std", "batch", "none"] = Field(
+        description="what advantages are divided by: the group's deviation, the batch's, or nothing"
+    )
+    normalize_rewards: Literal["sum", "each"] = Field(
+        default="sum", description="several rewards against the group: their sum, or each on its own (GDPO)"
+    )
+    loss: Literal["clipped", "cispo"] = Field(description="PPO's clipped surrogate, or CISPO's capped weights")
+    ratio_level: Literal["token", "sequence", "sequence-token"] = Field(
+        description="new to old probability of a token, or of the sequence (GSPO, GSPO-token)"
+    )
+    clip_eps: Rate = Field(description="the ratio is clipped below at 1 - clip_eps")
+    clip_eps_high: PositiveFloat = Field(description="the ratio is clipped above at 1 + clip_eps_high")
+    dual_clip: AboveOne | None = Field(
+        default=None, description="bound of the ratio where advantages are negative; null: none"
+    )
+    ratio_cap: AtLeastOne = Field(default=5.0, description="cap of the importance weight under loss=cispo")
+    aggregation: Literal["token", "sequence", "sequence-sum", "constant"] = Field(
+        description="mean over tokens, mean of means or of sums, or sum by max_new_tokens"
+    )
+    kl_coef: NonNegativeFloat = Field(description="weight of the KL to the reference; 0: no reference pass")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        description="(Schulman 2020): k1 in the reward, k3 or k2 in the loss"
+    )
+    kl_placement: Literal["loss", "reward"] = Field(description="a term of the loss, or of the reward")
+    kl_ratio_weight: bool = Field(
+        default=False, description="weight the KL in the loss by the ratio: unbiased off-policy"
+    )
+    entropy_coef: NonNegativeFloat = Field(
+        default=0.0, description="weight of the entropy bonus; with entropy_target: where it starts"
+    )
+    entropy_target: PositiveFloat | None = Field(
+        default=None,
+        description="entropy, nats per token, to keep by steering entropy_coef (Skywork-OR1); null: not steered",
+    )
+    entropy_coef_step: PositiveFloat = Field(default=0.005, description="how far a step moves a steered entropy_coef")
+    entropy_coef_max: PositiveFloat = Field(default=1.0, description="most that a steered entropy_coef comes to")
+    mismatch: Literal["token", "sequence", "token-mask", "sequence-mask", "none"] = Field(
+        default="token", description="where sampling is not exact: weights, capped, or zero beyond the cap; or none"
+    )
+    mismatch_cap: PositiveFloat = Field(default=2.0, description="cap of those weights")
+    mismatch_floor: Share = Field(default=0.0, description="of the masks: weights below it are zero, too (IcePop)")
+    gamma: Share = Field(default=1.0, description="discount of the discounted-return advantage")
+    refill_rounds: NonNegative = Field(default=0, description="most rounds of fresh prompts for groups without spread")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_preset(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        preset = data.get("preset", "dapo")
+        return _with_estimator({**DAPO, **(PRESETS.get(preset, {}) if isinstance(preset, str) else {}), **data})
+
+    @property
+    def batch_size(self) -> int:
+        return self.num_prompts * self.group_size
+
+
+class PpoConfig(Section):
+    preset: Literal["ppo", "a2c"] = Field(
+        default="ppo", description="gives epochs, minibatches, value clip, lambda and whitening their defaults"
+    )
+    num_prompts: NumPrompts = Field(default=128, description="prompts per step, one completion each")
+    num_epochs: Positive = Field(description="passes over one rollout")
+    minibatch_size: Positive | None = Field(description="sequences per optimizer step; null: the whole rollout")
+    clip_eps: Rate = Field(default=0.2, description="the ratio is clipped to 1 - clip_eps ... 1 + clip_eps")
+    dual_clip: AboveOne | None = Field(
+        default=None, description="bound of the ratio where advantages are negative; null: none"
+    )
+    value_clip_eps: PositiveFloat | None = Field(
+        description="the loss does not reward values for moving further than this; null: the plain square"
+    )
+    gamma: Share = Field(default=1.0, description="discount of rewards")
+    gae_lambda: Share = Field(description="lambda of generalised advantage estimation")
+    critic_gae_lambda: Share | None = Field(
+        default=None, description="lambda of the returns the critic learns (VC-PPO: 1); null: as the advantages'"
+    )
+    gae_lambda_alpha: PositiveFloat | None = Field(
+        default=None,
+        description="advantages' lambda is 1 - 1 / (alpha * tokens), 0 at least (VAPO: 0.05); null: gae_lambda",
+    )
+    whiten_advantages: bool = Field(description="centre advantages and scale them to unit variance, once per rollout")
+    bootstrap_truncated: bool = Field(
+        default=False, description="a response cut off goes on to the critic's value of its end"
+    )
+    kl_coef: NonNegativeFloat = Field(
+        default=0.05, description="weight of the KL to the reference; adaptive: where it starts"
+    )
+    kl_placement: Literal["reward", "loss"] = Field(
+        default="reward", description="a term of the reward, or of the loss"
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        description="(Schulman 2020): k1 in the reward, k3 or k2 in the loss"
+    )
+    kl_controller: Literal["fixed", "adaptive"] = Field(
+        default="fixed", description="keep kl_coef, or steer it towards target_kl (Ziegler 2019)"
+    )
+    target_kl: PositiveFloat = Field(default=6.0, description="of the adaptive controller, in nats per response")
+    kl_horizon: AtLeastOne = Field(default=10_000, description="of the adaptive controller, in completions")
+    stop_kl: PositiveFloat | None = Field(
+        default=None, description="KL per token that ends a rollout's epochs early; null: none"
+    )
+    value_coef: NonNegativeFloat = Field(default=0.1, description="weight of the value loss")
+    entropy_coef: NonNegativeFloat = Field(
+        default=0.0, description="weight of the entropy bonus; with entropy_target: where it starts"
+    )
+    entropy_target: PositiveFloat | None = Field(
+        default=None,
+        description="entropy, nats per token, to keep by steering entropy_coef (Skywork-OR1); null: not steered",
+    )
+    entropy_coef_step: PositiveFloat = Field(default=0.005, description="how far a step moves a steered entropy_coef")
+    entropy_coef_max: PositiveFloat = Field(default=1.0, description="most that a steered entropy_coef comes to")
+    whiten_rewards: bool = Field(default=False, description="scale token rewards to unit variance, and keep their mean")
+    clip_rewards: PositiveFloat | None = Field(
+        default=None, description="scores are clipped to plus or minus this; null: not at all"
+    )
+    ptx_coef: NonNegativeFloat = Field(
+        default=0.0, description="weight of the next-token loss on ppo.ptx_data in every update (InstructGPT); 0: none"
+    )
+    ptx_data: Text | None = Field(
+        default=None, description="rows of text as sft reads them: .jsonl, .json, .csv, .parquet, or a hub name"
+    )
+    ptx_batch_size: Positive = Field(default=16, description="rows of it per optimizer step, at most all there are")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_preset(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        preset = data.get("preset", "ppo")
+        fields = {**PPO, **(PPO_PRESETS.get(preset, {}) if isinstance(preset, str) else {})}
+        return _with_estimator({"kl_placement": "reward", **fields, **data})
+
+    @property
+    def batch_size(self) -> int:
+        return self.num_prompts
+
+
+def _with_estimator(data: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a method, with the KL estimator that its placement asks for unless they name one."""
+    placement = data["kl_placement"]
+    default = KL_ESTIMATOR.get(placement, "k1") if isinstance(placement, str) else "k1"
+    return {"kl_estimator": default, **data}
+
+
+class SftConfig(Section):
+    batch_size: Positive = Field(default=16, description="rows per optimizer step, at most all there are")
+    loss_on: Literal["completion", "all"] = Field(
+        default="completion", description="which tokens count: the answer's, or all"
+    )
+
+
+class RewardModelConfig(Section):
+    objective: Literal["auto", "pairs", "labels", "ratings"] = Field(
+        default="auto",
+        description="chosen over rejected, label true or false, a rated answer; auto: as the columns say",
+    )
+    batch_size: Positive = Field(default=32, description="rows per optimizer step, at most all there are")
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        default=0.0, description="share of pairs or labels taken to be wrong"
+    )
+    center: bool = Field(default=True, description="subtract the training rows' mean score: PPO starts near 0")
+
+
+class DpoConfig(Section):
+    loss: Literal["sigmoid", "ipo", "ipo_sum", "kto", "orpo", "simpo"] = Field(
+        default="sigmoid", description="DPO's; IPO by tokens (as TRL) or summed (the paper's); KTO; ORPO; SimPO"
+    )
+    beta: PositiveFloat = Field(
+        description="how near the policy stays to the reference; IPO's tau, ORPO's lambda; 0.1, for simpo 2"
+    )
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        default=0.0, description="of sigmoid: share of pairs taken to be labelled wrongly (conservative DPO)"
+    )
+    target_margin: NonNegativeFloat = Field(default=1.0, description="of simpo: the margin to win by, its gamma")
+    batch_size: Positive = Field(default=32, description="pairs per optimizer step, at most all there are")
+    max_tokens: Positive | None = Field(
+        default=None, description="longest prompt with an answer; null: the positions that the model has"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_beta(cls, data: Any) -> Any:
+        return {"beta": 2.0 if data.get("loss") == "simpo" else 0.1, **data} if isinstance(data, dict) else data
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss measures against a reference."""
+        return self.loss not in ("orpo", "simpo")

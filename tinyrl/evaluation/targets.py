@@ -1,0 +1,227 @@
+"""What `tinyrl eval` evaluates: a run, a checkpoint or a model, and the configurations that it is loaded with.
+
+A run of grpo or ppo is sampled on its held-out prompts and judged by its reward. A run of sft or dpo has held-out rows,
+on which its trainer measures it, and is a policy too, which is sampled where a task or a reward is named. A reward
+model is measured on its held-out rows alone. A task, rows and settings of the command line take the place of the run's
+own. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tinyrl.config.methods import METHODS, and_list
+from tinyrl.config.recipe import apply_overrides, build_config
+from tinyrl.config.schema import Config
+from tinyrl.config.yaml_reader import Source
+from tinyrl.data.rows import example_rows, prompt_key
+from tinyrl.data.shapes import shared_prompt
+from tinyrl.runs.checkpoint import checkpoint_of
+from tinyrl.runs.run_dir import open_run, run_of
+from tinyrl.runs.settle import settle
+from tinyrl.tasks import load_split, load_task
+from tinyrl.text import shortened
+
+SECTIONS = ("reward", "generation", "task")  # whose settings the command line may give
+OPTIONS = {"task.name": "--task NAME", "task.data": "--data FILE", "task.eval_data": "--data FILE"}
+JUDGES = ("reward", "reward.functions", "reward.model")  # settings that replace the run's own reward
+A_JUDGE = "a task (--task NAME) or a reward (reward.model=PATH, 'reward.functions=[{use: FILE.py:FUNCTION}]')"
+RENDERING = ("chat", "system_prompt", "chat_template")  # task settings that belong to the model, whatever the task
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says besides the target: another task, rows in place of the held-out ones, settings."""
+
+    task: str | None = None
+    data: str | None = None
+    settings: tuple[str, ...] = ()
+
+    @property
+    def judge(self) -> bool:
+        """Whether it says what completions are judged by."""
+        return self.task is not None or any(_key(setting) in JUDGES for setting in self.settings)
+
+    @property
+    def nothing(self) -> bool:
+        """Whether it says nothing, so that a run is evaluated as it is."""
+        return self == Asked()
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is evaluated. sampled: the configuration that it is sampled with (None: it is not); measured: the run's own,
+    where its trainer measures it on rows (None: it does not); checkpoint: whose weights, once `locate` has found it.
+    """
+
+    path: str
+    run: Path | None
+    sampled: Config | None
+    measured: Config | None
+    checkpoint: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """How it is called in what is printed."""
+        return self.path if self.run is None or self.checkpoint is None else f"{self.run.name}/{self.checkpoint.name}"
+
+    @property
+    def is_policy(self) -> bool:
+        """Whether it can be sampled from, and not only measured."""
+        return self.measured is None or METHODS[self.measured.method].policy
+
+
+def find(path: str, asked: Asked) -> Target:
+    """The target at `path`. Raises ValueError for one that there is not, and for what cannot be asked of it."""
+    _check_settings(asked)
+    run = run_of(Path(path))
+    if run is None:
+        return Target(path, None, _model(path, asked), None)
+    config = open_run(run).read_config()
+    method = METHODS[config.method]
+    if method.samples:
+        return Target(path, run, config if asked.nothing else _as_asked(config.model_dump(), asked), None)
+    if not method.policy and (asked.judge or asked.settings):
+        raise ValueError(
+            f"{path} is a reward model, which writes nothing that could be judged; a policy is judged by it with "
+            f"tinyrl eval POLICY reward.model={path}"
+        )
+    if asked.settings and not asked.judge:
+        raise ValueError(
+            f"{path} is a run of {config.method}, which is sampled where something judges it: beside "
+            f"{shortened(asked.settings[0])} name {A_JUDGE}"
+        )
+    sampled = _as_asked(_policy_of(config), asked) if asked.judge else None
+    rows = None if sampled is not None else asked.data
+    return Target(path, run, sampled, config if rows is None else _measured_on(config, rows))
+
+
+def find_other(vs: str, asked: Asked) -> Target:
+    """The other side, to be judged by the first one: it needs a configuration to be sampled with, whatever it says."""
+    return find(vs, replace(asked, task=asked.task or "rows", settings=()))
+
+
+def check_asked(first: Target, asked: Asked, *, split: str, best_of: int, save_samples: str | None) -> None:
+    """ValueError for options that the target has no use for."""
+    if asked.data is not None and split == "train":
+        raise ValueError("--data FILE says which rows; --split train chooses among those of a run")
+    if first.sampled is None:
+        for option in ["--best-of"] * (best_of > 1) + ["--save-samples"] * (save_samples is not None):
+            why = f"name {A_JUDGE}" if first.is_policy else "a reward model writes nothing"
+            raise ValueError(f"{option}: nothing is sampled from {first.path}; {why}")
+    if save_samples is not None and not Path(save_samples).absolute().parent.is_dir():
+        raise ValueError(f"--save-samples {save_samples}: there is no folder {Path(save_samples).parent}")
+
+
+def locate(target: Target) -> Target:
+    """The target with its checkpoint, which is verified. Raises ValueError for a run without one."""
+    return target if target.run is None else replace(target, checkpoint=checkpoint_of(Path(target.path)))
+
+
+def trained_on(path: str) -> frozenset[str]:
+    """Keys of the prompts in the training split of a run (or a checkpoint's); none for a model, which says nothing."""
+    run = run_of(Path(path))
+    return frozenset() if run is None else prompt_keys(open_run(run).read_config(), "train")
+
+
+def prompt_keys(config: Config, split: str) -> frozenset[str]:
+    """Keys of the prompts in a split of a run's rows, whatever its method makes of them."""
+    if METHODS[config.method].samples:
+        prompt, rows = load_task(config.task.name or "rows").prompt, load_split(config, split)
+        return frozenset(prompt_key(prompt(row)) for row in rows)
+    train, held_out = example_rows(config)
+    return frozenset(prompt_key(shared_prompt(row)) for row in (train if split == "train" else held_out))
+
+
+def judged_by(first: Config, config: Config, *, own: tuple[str, ...]) -> Config:
+    """The other side's configuration with the first one's rows, reward, environment and sampling; `own` are the
+    settings of `generation` that say how a model is run, not what is sampled.
+    """
+    generation = {**first.generation.model_dump(), **config.generation.model_dump(include={*own})}
+    given = {"task": first.task.model_dump(), "reward": first.reward.model_dump(), "generation": generation}
+    given["environment"] = first.environment.model_dump()
+    return Config.model_validate({**config.model_dump(), **given})
+
+
+def measured_by(first: Config, other: Target) -> Config:
+    """The first one's configuration, whose trainer measures the other side's model on the first one's rows.
+
+    A reward model reads prompts as it has learnt to. Raises ValueError where one side is a reward model alone.
+    """
+    theirs = other.measured or other.sampled
+    assert theirs is not None
+    if METHODS[first.method].policy is not other.is_policy:
+        kinds = ("a reward model", "a policy")
+        raise ValueError(
+            f"{other.path} is {kinds[other.is_policy]} and the first one is {kinds[not other.is_policy]}: they have no "
+            "number in common"
+        )
+    values = first.model_dump() | {"model": theirs.model.model_dump(), "lora": theirs.lora.model_dump()}
+    if not other.is_policy:
+        values["task"] |= {name: getattr(theirs.task, name) for name in RENDERING}
+    return build_config(Source("settings", values))
+
+
+def _key(setting: str) -> str:
+    return setting.partition("=")[0]
+
+
+def _check_settings(asked: Asked) -> None:
+    if asked.task is not None:
+        load_task(asked.task)
+    for setting in asked.settings:
+        key = _key(setting)
+        if key.partition(".")[0] not in SECTIONS:
+            raise ValueError(
+                f"override '{shortened(setting)}': evaluation takes settings of {and_list([*SECTIONS])}; the "
+                "others are the run's own"
+            )
+        if key in OPTIONS:
+            raise ValueError(f"override '{shortened(setting)}': say it as {OPTIONS[key]}")
+
+
+def _model(path: str, asked: Asked) -> Config:
+    """The configuration of a model that is no run."""
+    task = asked.task or ("rows" if asked.data is not None else None)
+    if task is None:
+        where = "--task NAME (see `tinyrl tasks`) or --data FILE"
+        raise ValueError(f"{path} is not a run, so say what to evaluate a model on: {where}")
+    values = {"method": "grpo", "model": {"path": path}, "task": {"name": task}, "reference": {"kind": "none"}}
+    return _as_asked(values, asked)
+
+
+def _policy_of(config: Config) -> dict[str, Any]:
+    """The policy that sft or dpo has trained, as grpo's configuration would have it: to be sampled and scored."""
+    values = {name: getattr(config, name).model_dump() for name in ("model", "task", "run")}
+    values["run"] |= {"trackers": []}
+    values["lora"] = config.lora.model_dump() | {"dropout": 0.0}
+    values["reference"] = {"kind": "none" if config.model.random_init else config.reference.kind}
+    return {"method": "grpo", **values}
+
+
+def _as_asked(values: dict[str, Any], asked: Asked) -> Config:
+    """A configuration with the task, the rows and the settings that are asked for. Another task brings its own rows and
+    verifier; a reward that is named takes the place of the run's.
+    """
+    if asked.task not in (None, values["task"]["name"]):
+        kept = {name: value for name, value in values["task"].items() if name in RENDERING}
+        values |= {"task": {"name": asked.task, **kept}, "reward": {}}
+    if asked.data is not None:
+        values["task"] = _with_rows(values["task"], asked.data)
+    if any(_key(setting) in JUDGES for setting in asked.settings):
+        of_run = values.get("reward", {})
+        values["reward"] = {name: of_run[name] for name in ("timeout_s", "memory_gb") if name in of_run}
+    return settle(build_config(apply_overrides(Source("settings", values), list(asked.settings))))
+
+
+def _with_rows(task: dict[str, Any], data: str) -> dict[str, Any]:
+    """The `task` section with all rows of a file held out."""
+    return {**task, "data": data, "eval_data": data, "max_samples": None, "revision": None}
+
+
+def _measured_on(config: Config, data: str) -> Config:
+    """A run's own configuration with a file's rows held out; it is read as the run's rows are."""
+    values = config.model_dump()
+    return settle(build_config(Source("settings", {**values, "task": {**values["task"], "eval_data": data}})))

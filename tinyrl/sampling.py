@@ -1,0 +1,151 @@
+"""Sampling and scoring of a rollout, what becomes of truncated responses, and passes over it without gradient.
+
+Training and evaluation sample alike; what comes back is in rollout.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tinyrl.environments.episode import Episode
+from tinyrl.generation.engine import Completion, Request, SampledRole, SamplingEngine
+from tinyrl.generation.game import Game
+from tinyrl.generation.turns import play
+from tinyrl.models.batches import SequenceBatch
+from tinyrl.models.micro_batches import MicroBatches, Work
+from tinyrl.models.roles import Role, Roles
+from tinyrl.rewards.scorer import Scorer
+from tinyrl.rollout import FINISH_REASONS, Rollout
+from tinyrl.tasks.prompts import PreparedPrompt
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """How truncated responses are treated: keep, mask (leave out of the loss) or penalize; and DAPO's soft penalty."""
+
+    mode: str = "keep"
+    penalty: float = 1.0
+    overlong_tokens: int = 0
+    max_new_tokens: int = 0
+
+    def penalties(self, lengths: Tensor, truncated: Tensor) -> Tensor:
+        """(B,) to subtract from the rewards. Soft overlong punishment (DAPO, 2503.14476, Eq. 13): its reward is 0 up to
+        max - buffer tokens, then falls to -1 at max.
+        """
+        penalty = torch.where(truncated, self.penalty, 0.0) if self.mode == "penalize" else torch.zeros(len(lengths))
+        if self.overlong_tokens:
+            start = self.max_new_tokens - self.overlong_tokens
+            penalty = penalty + ((lengths - start) / self.overlong_tokens).clamp(0.0, 1.0)
+        return penalty
+
+
+def sample_and_score(
+    prompts: list[PreparedPrompt],
+    engine: SamplingEngine,
+    scorer: Scorer,
+    *,
+    group_size: int,
+    seed: int,
+    step: int,
+    greedy: bool = False,
+    role: SampledRole = "policy",
+    game: Game | None = None,
+    first_sample: int = 0,
+) -> Rollout:
+    """Sample `group_size` responses for each prompt and score them: the first step of training and of evaluation.
+
+    With a `game` a response is an episode of turns. A prompt that is in the batch twice gets further samples, not the
+    same ones again; `first_sample` is the number of its first, by which it is drawn. Rows without a reward are not
+    kept: it failed, or none applies.
+    """
+    seen: dict[int, int] = {}
+    requests = []
+    for prompt in prompts:
+        first = seen.get(prompt.index, first_sample)
+        seen[prompt.index] = first + group_size
+        requests.append(Request(prompt.tokens, prompt_row=prompt.index, first_sample=first))
+    options: dict[str, Any] = {"seed": seed, "step": step, "greedy": greedy, "role": role}
+    if game is None:
+        groups = engine.sample(requests, group_size, **options)
+        completions, episodes = [completion for group in groups for completion in group], None
+    else:
+        completions, episodes = play(prompts, requests, group_size, engine=engine, game=game, **options)
+    rollout = _as_tensors(prompts, completions, group_size)
+    if episodes is not None:
+        _add_episodes(rollout, episodes)
+    sheet = scorer([p for p in prompts for _ in range(group_size)], [c.tokens for c in completions], episodes=episodes)
+    rollout.scores, rollout.rewards, rollout.failures = sheet.scores, sheet.rewards, sheet.failures
+    rollout.kept = ~rollout.rewards.isnan()
+    return rollout
+
+
+def settle_truncated(rollout: Rollout, truncation: Truncation) -> None:
+    """Penalise truncated responses, or leave them out of the loss; they still count in their group's mean and std."""
+    rollout.rewards = rollout.rewards - truncation.penalties(rollout.chosen_tokens, rollout.truncated)
+    if truncation.mode == "mask":
+        rollout.kept = rollout.kept & ~rollout.truncated
+
+
+def _as_tensors(prompts: list[PreparedPrompt], completions: list[Completion], group_size: int) -> Rollout:
+    lengths = torch.tensor([len(c.tokens) for c in completions])
+    rows, width = len(completions), int(lengths.max())
+    tokens, logprobs = torch.zeros(rows, width, dtype=torch.long), torch.zeros(rows, width)
+    chosen = torch.arange(width) < lengths.unsqueeze(1)
+    for row, completion in enumerate(completions):
+        tokens[row, : len(completion.tokens)] = torch.tensor(completion.tokens)
+        logprobs[row, : len(completion.tokens)] = torch.tensor(completion.logprobs)
+        if completion.chosen is not None:
+            chosen[row, : len(completion.tokens)] = torch.tensor(completion.chosen)
+    return Rollout(
+        prompt_tokens=[p.tokens for p in prompts],
+        prompt_rows=torch.tensor([p.index for p in prompts]),
+        prompt_index=torch.arange(len(prompts)).repeat_interleave(group_size),
+        response_tokens=tokens,
+        response_lengths=lengths,
+        response_mask=chosen,
+        sampling_logprobs=logprobs,
+        scores=torch.empty(rows, 0),
+        rewards=torch.zeros(rows),
+        finish_reasons=torch.tensor([FINISH_REASONS.index(c.finish_reason) for c in completions]),
+        kept=torch.ones(rows, dtype=torch.bool),
+    )
+
+
+def _add_episodes(rollout: Rollout, episodes: list[Episode]) -> None:
+    rewards = torch.zeros_like(rollout.sampling_logprobs)
+    for row, episode in enumerate(episodes):
+        rewards[row, episode.turn_ends] = torch.tensor(episode.turn_rewards)
+    rollout.turn_rewards = rewards
+    rollout.turns = torch.tensor([len(episode.turn_ends) for episode in episodes])
+    rollout.invalid_turns = torch.tensor([episode.invalid for episode in episodes])
+    rollout.transcripts = [episode.transcript for episode in episodes]
+
+
+def forward_pass(
+    rollout: Rollout,
+    roles: Roles,
+    *,
+    role: Role,
+    compute: Callable[[SequenceBatch], tuple[Tensor, ...]],
+    micro_batches: MicroBatches,
+    autocast: Callable,
+) -> tuple[Tensor, ...]:
+    """Run `compute` (batch -> tensors (b, T')) over the rollout without gradient; returns (B, T) tensors on the CPU."""
+    outputs: list[Tensor] = []
+
+    def run(rows: list[int]) -> None:
+        batch = rollout.batch(rows, roles)
+        results = compute(batch)
+        if not outputs:
+            outputs.extend(torch.zeros(rollout.response_tokens.shape) for _ in results)
+        for output, result in zip(outputs, results, strict=True):
+            output[torch.as_tensor(rows), : batch.num_columns] = result.float().cpu()
+
+    with torch.no_grad(), roles.acting(role), autocast():
+        micro_batches.run(Work(rollout.sizes(roles), run))
+    return tuple(outputs)
