@@ -11,7 +11,7 @@ import pytest
 from tests import running
 from tests.conftest import shared_data
 from tests.tiny_models import tiny_model, tiny_tokenizer
-from tinyrl.config.errors import FAMILIAR
+from tinyrl.config.familiar import FAMILIAR
 from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import dump_config, load_config, load_written_config, packaged_recipes, read_recipe
 from tinyrl.config.schema import Config
@@ -80,7 +80,7 @@ def test_the_header_says_what_running_it_takes(name: str):
 @named
 def test_uses_the_names_of_this_house(name: str):
     words = set(re.findall(r"[A-Za-z_]+(?=:)", RECIPES[name].read_text(encoding="utf-8")))
-    assert not words & (set(FAMILIAR) - {"seed", "temperature", "top_p", "top_k"})
+    assert not words & (set(FAMILIAR) - {"seed", "temperature", "top_p", "top_k", "beta"})
 
 
 @pytest.mark.skipif(shared_data() is None, reason="needs ../shared/data")
@@ -106,6 +106,7 @@ METHODS_OF = [
     for name, path in RECIPES.items()
     for written in [read_recipe(path).values]
     for method in dict.fromkeys([written["method"], *({"grpo", "ppo"} & set(written))])
+    if not name.startswith("sentiment")  # tests/test_chain.py runs these
 ]
 FEW = ["run.num_steps=2", "run.eval_prompts=8", "run.threads=1", "run.eval_every=0", "run.save_every=0"]
 WORDS = ("How", "many", "apples", "are", "2", "and", "3", "?", "user", "assistant", "system", "<answer>", "knight")
@@ -115,6 +116,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant : {% endif %}"
 )
 REWARD = "def score(prompts, completions, answer, **columns):\n    return [float(len(c) % 7) for c in completions]\n"
+JUDGED = (("chosen", "2 and 3"), ("rejected", "?"))
 KNIGHTS = {
     "prompt": "A very special island is inhabited only by knights and knaves. Ann says: Bob is a knave.",
     "answer": "(1) Ann is a knight (2) Bob is a knave",
@@ -124,6 +126,17 @@ KNIGHTS = {
 def settings_of(name: str, method: str | None = None, *overrides: str) -> Config:
     """The configuration of a packaged recipe, for its own method or another one it has a section for."""
     return load_config(method or read_recipe(RECIPES[name]).values["method"], name, overrides=list(overrides))
+
+
+def before(name: str) -> None:
+    """The runs that a recipe starts from, `runs/...` in it, two steps long."""
+    for earlier in dict.fromkeys(re.findall(r"runs/([a-z]+-(?:sft|reward))\b", RECIPES[name].read_text("utf-8"))):
+        if earlier == name or name.startswith(f"{earlier}-"):
+            continue  # the header speaks of its own run
+        recipe = next(one for one in RECIPES if one == earlier or one.startswith(f"{earlier}-"))
+        overrides = with_a_small_model(settings_of(recipe))
+        code, _, _ = running.train(settings_of(recipe, None, *overrides, *FEW), Path("runs"), name=earlier)
+        assert code == 0
 
 
 def as_shipped(name: str) -> list[str]:
@@ -152,10 +165,22 @@ def with_a_small_model(config: Config) -> list[str]:
     tokenizer = tiny_tokenizer(vocabulary=WORDS)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    overrides = [f"model.path={folder}", "generation.max_new_tokens=8", "environment.max_observation_tokens=16"]
+    overrides = [f"model.path={folder}"]
+    if METHODS[config.method].samples:
+        overrides += ["generation.max_new_tokens=8", "environment.max_observation_tokens=16"]
     if importlib.util.find_spec("bitsandbytes") is None:
         overrides.append("model.quantization=null")
+    asked = [{"role": "user", "content": "How many apples ?"}]
+    of_method = {
+        "ppo": {"prompt": "How many apples are" if config.task.chat is False else asked},
+        "sft": {"messages": [*asked, {"role": "assistant", "content": "2"}]},
+        "dpo": {side: [*asked, {"role": "assistant", "content": word}] for side, word in JUDGED},
+        "reward": {side: [*asked, {"role": "assistant", "content": word}] for side, word in JUDGED},
+    }
+    if config.task.chat is False:
+        of_method["sft"] = of_method["reward"] = {"text": "2 and 3 apples", "label": 1}
     rows = {
+        "rows": of_method.get(config.method),
         "gsm8k": {"question": "How many apples are 2 and 3 ?", "answer": "2 + 3 = 5\n#### 5"},
         "knights_and_knaves": KNIGHTS,
         "search_qa": {"question": "How many apples ?", "golden_answers": ["2"]},
@@ -164,7 +189,8 @@ def with_a_small_model(config: Config) -> list[str]:
         write_rows(Path("corpus.jsonl"), [{"id": "0", "contents": '"Apples"\nThere are 2 apples.'}])
         overrides += ["environment.corpus=corpus.jsonl"]
     if rows is not None:
-        write_rows(Path("rows.jsonl"), [{**rows, "number": n} for n in range(40)])
+        labels = [{"label": n % 2} if "label" in rows else {} for n in range(40)]
+        write_rows(Path("rows.jsonl"), [{**rows, "number": n, **label} for n, label in enumerate(labels)])
         overrides += ["task.data=rows.jsonl", "task.eval_data=rows.jsonl"]
     return overrides
 
@@ -176,6 +202,7 @@ def test_runs_two_steps(name: str, method: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     config = settings_of(name, method)
     on_hub = "/" in config.model.path
+    before(name)
     overrides = with_a_small_model(config) if on_hub else as_shipped(name)
     code, run, _ = running.train(settings_of(name, method, *overrides, *FEW), Path("runs"))
     assert code == 0

@@ -1,13 +1,16 @@
 """The corpora of the embedded default: what they contain, and what they must not."""
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 
 from tinyrl.starter.grammar import polarity, unparsable_share
 from tinyrl.starter.reviews import HELD_OUT_NOUNS, NOUNS, write_review
+from tinyrl.starter.sentiment import write
 from tinyrl.starter.splits import split_of
-from tinyrl.starter.text import broken, language_rows, reward_pairs
+from tinyrl.starter.text import broken, labelled_reviews, language_rows, reward_pairs
 
 
 def test_a_longer_corpus_begins_with_the_shorter_one() -> None:
@@ -45,8 +48,37 @@ def test_reward_pairs_hold_out_nouns_and_openings() -> None:
         assert not words & set(absent)
 
 
+def test_labels_say_what_the_grammar_says_and_broken_text_is_never_praised() -> None:
+    for split, absent in (("train", HELD_OUT_NOUNS), ("eval", NOUNS)):
+        rows = labelled_reviews(split, num_rows=500)
+        broken_rows = [row for row in rows if unparsable_share(str(row["completion"])) > 0]
+        assert 60 < len(broken_rows) < 140  # a fifth
+        assert not any(row["label"] for row in broken_rows)
+        for row in rows:
+            if row not in broken_rows:
+                assert (polarity(str(row["completion"])) > 0) == bool(row["label"])
+        words = {word.strip(".,") for row in rows for word in str(row["completion"]).split()}
+        assert not words & set(absent)
+
+
+def test_the_sentiment_experiment_writes_its_rows_with_held_out_twins(tmp_path: Path) -> None:
+    paths = write(tmp_path / "data")
+    columns = {"reviews": {"prompt", "completion"}, "labelled": {"prompt", "completion", "label"}}
+    columns["pairs"] = {"prompt", "chosen", "rejected"}
+    for name, wanted in columns.items():
+        train, held_out = (
+            [json.loads(line) for line in path.read_text().splitlines()] for path in paths if path.name.startswith(name)
+        )
+        assert (len(train), len(held_out)) == (6400, 512)
+        assert {*train[0]} == {*held_out[0]} == wanted
+        if name == "pairs":
+            assert all(polarity(row["chosen"]) > 0 == unparsable_share(row["chosen"]) for row in train)
+            assert all(polarity(row["rejected"]) < 0 or unparsable_share(row["rejected"]) for row in train)
+        assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
+
+
 def test_an_unknown_split_of_pairs_is_refused() -> None:
-    with pytest.raises(ValueError, match="'dev' has no reward pairs; there are train and eval"):
+    with pytest.raises(ValueError, match="'dev' has no judged reviews; there are train and eval"):
         reward_pairs("dev", num_rows=1)
 
 

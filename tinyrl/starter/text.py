@@ -1,4 +1,5 @@
-"""The corpora of the embedded default, as rows: what its language models and its reward model are trained on.
+"""The corpora of the embedded default, as rows: what its language models and its reward model are trained on, and what
+the sentiment experiment learns from (sentiment.py).
 
 Row i is a function of (seed, i) alone, so a longer corpus begins with the shorter one.
 """
@@ -29,15 +30,50 @@ def reward_pairs(split: str, *, num_rows: int, seed: int = 0) -> list[dict[str, 
     the pair is about: "clear" (neither review contradicts itself), "contradicting", or "broken" (the rejected text
     is the chosen one shuffled, looped, cut off or with words missing).
     """
-    if split not in ("train", "eval"):
-        raise ValueError(f"split {split!r} has no reward pairs; there are train and eval")
-    lexicon, prompts = (TRAINING, openings("pretrain")) if split == "train" else (HELD_OUT, openings("eval"))
+    lexicon, prompts = _writer(split)
     return [_reward_pair(random.Random(f"reward {split} {seed} {i}"), lexicon, prompts) for i in range(num_rows)]
+
+
+def review_rows(split: str, *, num_rows: int, seed: int = 0) -> list[dict[str, str]]:
+    """Reviews of every mood to imitate: rows {"prompt", "completion"}; the splits differ in their openings only."""
+    _, prompts = _writer(split)
+    draws = (random.Random(f"review {split} {seed} {i}") for i in range(num_rows))
+    return [{"prompt": rng.choice(prompts), "completion": write_review(rng).text} for rng in draws]
+
+
+def labelled_reviews(split: str, *, num_rows: int, seed: int = 0) -> list[dict[str, str | int]]:
+    """Reviews with a verdict: rows {"prompt", "completion", "label"}, splits as `reward_pairs` has them.
+
+    label 1: more positive than negative clauses; 0: more negative ones, or broken text of any mood.
+    """
+    lexicon, prompts = _writer(split)
+    return [_labelled_review(random.Random(f"label {split} {seed} {i}"), lexicon, prompts) for i in range(num_rows)]
+
+
+def label_pairs(split: str, *, num_rows: int, seed: int = 0) -> list[dict[str, str]]:
+    """The same text as pairs {"prompt", "chosen", "rejected"}: a review of label 1 against one of label 0."""
+    lexicon, prompts = _writer(split)
+    pairs = []
+    for i in range(num_rows):
+        rng = random.Random(f"pair {split} {seed} {i}")
+        sides: dict[int, str] = {}
+        while len(sides) < 2:
+            row = _labelled_review(rng, lexicon, prompts)
+            sides[int(row["label"])] = str(row["completion"])
+        pairs.append({"prompt": rng.choice(prompts), "chosen": sides[1], "rejected": sides[0]})
+    return pairs
 
 
 def episode_rows(num_rows: int, seed: int = 0) -> list[dict[str, str]]:
     """Pre-training text of the lookup model, each row in a world of its own: rows {"prompt", "completion"}."""
     return [_episode_row(f"pretrain {seed} {i}", random.Random(f"episodes {seed} {i}")) for i in range(num_rows)]
+
+
+def _writer(split: str) -> tuple[Lexicon, list[str]]:
+    """What the judged reviews of a split are written with: nouns and templates, and openings."""
+    if split not in ("train", "eval"):
+        raise ValueError(f"split {split!r} has no judged reviews; there are train and eval")
+    return (TRAINING, openings("pretrain")) if split == "train" else (HELD_OUT, openings("eval"))
 
 
 def _language_row(rng: random.Random, pretraining_openings: list[str]) -> dict[str, str]:
@@ -56,6 +92,15 @@ def _episode_row(world: str, rng: random.Random) -> dict[str, str]:
         question = draw_question(rng)
         if split_of(question.prompt) == "pretrain":
             return {"prompt": question.prompt, "completion": written_episode(world, question, rng)}
+
+
+def _labelled_review(rng: random.Random, lexicon: Lexicon, prompts: list[str]) -> dict[str, str | int]:
+    prompt, review = rng.choice(prompts), write_review(rng, lexicon)
+    while review.polarity == 0:
+        review = write_review(rng, lexicon)
+    if rng.random() < BROKEN_SHARE:
+        return {"prompt": prompt, "completion": broken(review, rng), "label": 0}
+    return {"prompt": prompt, "completion": review.text, "label": int(review.polarity > 0)}
 
 
 def _reward_pair(rng: random.Random, lexicon: Lexicon, prompts: list[str]) -> dict[str, str]:

@@ -1,0 +1,45 @@
+"""docs/chain.md: its commands run as they stand there, each training two steps long, and end in one table."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tinyrl.cli.commands import app
+from tinyrl.starter import sentiment
+
+PAGE = Path(__file__).parents[1] / "docs" / "chain.md"
+SHORT = ["run.num_steps=2", "run.eval_prompts=8", "run.threads=1"]
+
+
+def commands() -> list[list[str]]:
+    """The page's commands, as words."""
+    lines = [line.strip() for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("    ")]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith(("tinyrl ", "python -m tinyrl."))]
+
+
+@pytest.mark.slow
+def test_the_chain_runs_from_text_to_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sentiment, "ROWS", {"train": 64, "eval": 16})
+    first, *others = commands()
+    assert first == ["python", "-m", "tinyrl.starter.sentiment", "data"]
+    sentiment.write(Path("data"))
+    *training, compare = [words[1:] for words in others]
+    assert [words[:2] for words in training] == [
+        ["train", method] for method in ("sft", "reward", "dpo", "ppo", "ppo", "grpo", "grpo")
+    ]
+    for words in training:
+        assert app([*words, *SHORT, "--device", "cpu"], standalone_mode=False) in (0, None), words
+    capsys.readouterr()
+    app([*compare, "--num-prompts", "6", "--json", "--device", "cpu"], standalone_mode=False)
+    rows = json.loads(capsys.readouterr().out)
+    names = [row["policy"].split("/")[0] for row in rows]
+    assert names == [f"sentiment-{name}" for name in ("sft", "sft", "dpo", "ppo", "a2c", "grpo", "rloo")]
+    assert rows[1]["best_of"] == 8
+    assert rows[1]["reward_mean"] > rows[0]["reward_mean"]
+    assert all({"reward", "verifier"} == row["win_rate"].keys() for row in rows[1:])
+    assert all(row["num_prompts"] == 6 for row in rows)
