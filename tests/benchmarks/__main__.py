@@ -4,6 +4,7 @@
     python -m tests.benchmarks ppo      --peer-python TRL_1_12_VENV/bin/python [--sizes s]
     python -m tests.benchmarks rollout  [--peer-python TRL_VENV/bin/python] [--sizes s m]
     python -m tests.benchmarks turns    [--peer-python TRL_VENV/bin/python] [--sizes s m] [--pairs 5] [--steps 4]
+    python -m tests.benchmarks text     --peer-python TRL_VENV/bin/python [--sizes s] [--micro-batches 16]
     python -m tests.benchmarks memory   --peer-python TRL_VENV/bin/python [--ppo-peer-python TRL_1_12_VENV/bin/python]
     python -m tests.benchmarks scaling  [--axes group length vocabulary size]
     python -m tests.benchmarks learning --peer-python TRL_VENV/bin/python [--pairs 5] [--steps 60]
@@ -11,7 +12,8 @@
 TRL_VENV: `pip install torch==2.13.0 trl==1.16.0 peft` in an environment of its own; TRL_1_12_VENV has trl==1.12.0, the
 last release with PPO. Both sides run in processes of their own, in alternation, with the same number of threads; the
 first step of each process is warm-up. `--sizes xs --pairs 1 --steps 2` tries a command out in about a minute.
-Of tinyrl alone, each with --help: tests.benchmarks.start_up, .checkpoint_cost, .stopping, .starter_claims
+Of tinyrl alone, each with --help: tests.benchmarks.start_up, .checkpoint_cost, .stopping, .starter_claims,
+.forgetting
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from tests.benchmarks import (
     compare_memory,
     compare_ppo,
     compare_rollout,
+    compare_text,
     compare_turns,
     our_scaling,
 )
@@ -51,6 +54,7 @@ COMMANDS = {
     "ppo": Command(compare_ppo.main, ("s",)),
     "rollout": Command(compare_rollout.main, ("s", "m"), needs_a_peer=False),
     "turns": Command(compare_turns.main, ("s", "m"), needs_a_peer=False, steps=4),
+    "text": Command(compare_text.main, ("s",)),
     "memory": Command(compare_memory.main, ("s", "m", "v")),
     "scaling": Command(our_scaling.main, ("s", "m"), needs_a_peer=False),
     "learning": Command(compare_learning.main, steps=60, threads=1),
@@ -68,7 +72,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=5, help="processes of each side; learning: seeds, at most 10")
     parser.add_argument("--steps", type=int, help="steps (or rollouts) of a process (6; turns 4; learning 60)")
     parser.add_argument("--threads", type=int, help="of each side (2; learning 1)")
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16], help="grpo: the peer's")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16], help="grpo, text: the peer's")
     parser.add_argument("--critics", nargs="+", default=["separate", "adapter", "shared"], help="ppo, memory: ours")
     parser.add_argument("--axes", nargs="+", default=list(our_scaling.AXES), choices=list(our_scaling.AXES))
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="overrides for tinyrl")

@@ -13,7 +13,7 @@ from tests.benchmarks.fixed_work import SPEED, prepare
 from tests.benchmarks.results import Result, above_imports, alternate, pooled, time_ratios
 from tests.benchmarks.sizes import SIZES
 from tests.benchmarks.tables import machine, markdown, spread, versions
-from tinyrl.config.schema import GenerationConfig
+from tinyrl.config.sections import GenerationConfig
 
 COLUMNS = ["seconds", "tokens a second", "tokens", "peak MB above imports", "times faster"]
 PEER = "transformers, as TRL calls it"
