@@ -24,7 +24,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.benchmarks.judge import ROWS_AT_ONCE, answer_probabilities
+from tests.benchmarks.judge import answer_logprobs, answer_probabilities
 from tests.benchmarks.starter_claims import metrics, tinyrl
 from tinyrl.starter import starter_path
 from tinyrl.starter.sorting import sort_completion, sort_rows
@@ -40,22 +40,12 @@ def sorting_text(count: int, seed: int) -> list[dict[str, str]]:
     return found[:count]
 
 
-@torch.no_grad()
 def nats_per_token(model: Any, prompts: Tokens, answers: Tokens) -> float:
     """Mean of -log p over the answers' tokens."""
     total, count = 0.0, 0
-    for start in range(0, len(prompts), ROWS_AT_ONCE):
-        rows = list(zip(prompts[start : start + ROWS_AT_ONCE], answers[start : start + ROWS_AT_ONCE], strict=True))
-        width = max(len(prompt) + len(answer) for prompt, answer in rows)
-        ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
-        for i, (prompt, answer) in enumerate(rows):
-            ids[i, : len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
-            mask[i, : len(prompt) + len(answer)] = 1
-        logprobs = model(input_ids=ids, attention_mask=mask).logits.double().log_softmax(-1)
-        for i, (prompt, answer) in enumerate(rows):
-            said = logprobs[i, len(prompt) - 1 : len(prompt) + len(answer) - 1]
-            total -= float(said.gather(1, torch.tensor(answer).unsqueeze(1)).sum())
-            count += len(answer)
+    for said, targets in answer_logprobs(model, prompts, answers):
+        total -= float(said.gather(1, targets.unsqueeze(1)).sum())
+        count += len(targets)
     return total / count
 
 

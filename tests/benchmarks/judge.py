@@ -7,7 +7,7 @@ alone load and run the model, whichever side trained it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,17 @@ def answer_probabilities(
     what greedy decoding gives. An answer's tokens end with EOS.
     """
     probabilities, greedy = [], []
+    for said, targets in answer_logprobs(model, prompts, answers):
+        probabilities.append(said.gather(1, targets.unsqueeze(1)).sum().exp())
+        greedy.append((said.argmax(1) == targets).all())
+    return torch.stack(probabilities), torch.stack(greedy)
+
+
+@torch.no_grad()
+def answer_logprobs(
+    model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each answer of n tokens after its prompt: log-probabilities (n, V) in float64, and its tokens (n,)."""
     for start in range(0, len(prompts), ROWS_AT_ONCE):
         rows = list(zip(prompts[start : start + ROWS_AT_ONCE], answers[start : start + ROWS_AT_ONCE], strict=True))
         width = max(len(prompt) + len(answer) for prompt, answer in rows)
@@ -41,10 +52,7 @@ def answer_probabilities(
         logprobs = model(input_ids=ids, attention_mask=mask).logits.double().log_softmax(-1)
         for i, (prompt, answer) in enumerate(rows):
             said = logprobs[i, len(prompt) - 1 : len(prompt) + len(answer) - 1]  # position t predicts token t + 1
-            targets = torch.tensor(answer)
-            probabilities.append(said.gather(1, targets.unsqueeze(1)).sum().exp())
-            greedy.append((said.argmax(1) == targets).all())
-    return torch.stack(probabilities), torch.stack(greedy)
+            yield said, torch.tensor(answer)
 
 
 def held_out(files: Path, adapter: str | None) -> dict[str, float]:

@@ -1,128 +1,110 @@
-"""Comparison of two runs: the same policy under other settings differs by nothing, whatever those settings are."""
+"""`tinyrl compare`: one table of policies that are judged alike, and refusal where they would not be."""
 
 import json
-import shutil
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import yaml
-from safetensors.torch import save_file
 
-from tests import running
-from tests.tiny_models import tiny_model, tiny_tokenizer
 from tinyrl.components import Options
-from tinyrl.config.sections import RewardConfig
-from tinyrl.evaluation.compare import evaluate_target
-from tinyrl.rewards.scorer import Scorer
-from tinyrl.tasks import load_rows, load_task
-
-REWARDS = """
-def number(prompts, completions, **columns):
-    return [float(p.split()[0]) + len(set(c)) for p, c in zip(prompts, completions)]
-
-def vowels(prompts, completions, completion_ids, **columns):
-    return [100.0 * len(ids) - sum(c.count(v) for v in "aeiou") for c, ids in zip(completions, completion_ids)]
-"""
+from tinyrl.config.recipe import dump_config
+from tinyrl.config.schema import Config
+from tinyrl.evaluation import compare
+from tinyrl.evaluation.compare import alike, compare_policies, render_comparison
+from tinyrl.evaluation.evaluate import Evaluation
+from tinyrl.evaluation.targets import Asked, Target
+from tinyrl.evaluation.versus import How
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows (400, so 40 are held out), rewards, and two models whose tokenizers number the same bytes differently."""
-    folder = tmp_path_factory.mktemp("compare")
-    rows = [{"prompt": f"{i} is"} for i in range(400)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "rewards.py").write_text(REWARDS)
-    tiny_model(folder / "model", "llama")
-    tiny_model(folder / "other-model", "llama", seed=1, pad_is_eos=True)
-    for name, model in (("first", "model"), ("other-tokenizer", "other-model")):
-        use = {"functions": [{"use": f"{folder}/rewards.py:number"}]}
-        task = {"name": "rows", "data": str(folder / "rows.jsonl"), "max_samples": None}
-        few = {"num_steps": 1, "eval_prompts": 0}
-        running.train(running.config("grpo", folder / model, task=task, reward=use, run=few), folder, name=name)
-    return folder
+@pytest.fixture(autouse=True)
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three runs of grpo, of which one samples differently and one trains differently, one of sft, a reward model."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    for name, values in {
+        "short": {"method": "grpo", "task": {"name": "sort"}, "generation": {"max_new_tokens": 5}},
+        "long": {"method": "grpo", "task": {"name": "sort"}, "generation": {"max_new_tokens": 9, "engine": "hf"}},
+        "skips": {
+            "method": "grpo",
+            "task": {"name": "sort", "skip_solved": 2},
+            "generation": {"max_new_tokens": 5},
+            "reward": {"truncated": "mask", "timeout_s": 3.0},
+        },
+        "judge": {"method": "reward", "task": {"data": "rows.jsonl"}},
+        "text": {"method": "sft", "task": {"data": "rows.jsonl"}, "run": {"seed": 3}},
+    }.items():
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "config.yaml").write_text(dump_config(Config.model_validate(values)))
 
 
-def variant(folder: Path, name: str, **sections: dict[str, Any]) -> str:
-    """The first run under another name, with other settings in its config.yaml: the very same policy."""
-    shutil.copytree(folder / "first", folder / name)
-    path = folder / name / "config.yaml"
-    values = yaml.safe_load(path.read_text())
-    for section, fields in sections.items():
-        values[section] |= fields
-    path.write_text(yaml.safe_dump(values, sort_keys=False))
-    return str(folder / name)
+def test_policies_that_would_be_judged_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which engine samples is a policy's own."""
+    monkeypatch.setattr(compare, "locate", lambda target: target)
+    with pytest.raises(ValueError, match=r"differ in generation.max_new_tokens \(5 and 9\).*=\.\.\.$"):
+        alike(["runs/short", "runs/long"], Asked())
+    assert len(alike(["runs/short", "runs/long"], Asked(settings=("generation.max_new_tokens=7",)))) == 2
+    with pytest.raises(ValueError, match=r"^runs/text: nothing says what its samples are judged by"):
+        alike(["runs/short", "runs/text"], Asked())
+    with pytest.raises(ValueError, match=r"^runs/judge is a reward model"):
+        alike(["runs/short", "runs/judge"], Asked())
 
 
-def compare(folder: Path, other: str, *, split: str = "eval", num_prompts: int = 512) -> dict[str, Any]:
-    first = str(folder / "first")
-    options = Options(device="cpu")
-    return evaluate_target(first, vs=other, task=None, split=split, num_prompts=num_prompts, samples=2, options=options)
+def test_settings_of_training_alone_keep_no_policy_from_being_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "locate", lambda target: target)
+    assert len(alike(["runs/short", "runs/skips"], Asked())) == 2
 
 
-SAME = {"reward_mean": 0.0, "reward_ci": [0.0, 0.0], "distinguishable": False}
+def judged(reward: float, wins: list[float], **more: Any) -> Evaluation:
+    """An evaluation whose prompts have these rewards, one sample each."""
+    metrics = {
+        "reward_mean": reward,
+        "reward_ci": [reward - 0.5, reward + 0.5],
+        "reward_median": reward + 0.25,
+        "mean_length": 7.0,
+        "num_prompts": 40,
+        "num_samples": 2,
+        **more,
+    }
+    return Evaluation(metrics, wins, [], {"reward": [[value] for value in wins]})
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"run": {"seed": 7}},
-        {"reward": {"functions": [{"use": "REWARDS:vowels", "weight": 3.0}]}},
-        {"generation": {"temperature": 0.5, "max_new_tokens": 2}},
-        {"task": {"max_samples": 20}},  # fewer held-out rows than the first run has
-        {"task": {"name": "sort", "data": None}},
-    ],
-    ids=lambda sections: next(iter(sections)),
-)
-def test_the_same_policy_differs_by_nothing(folder: Path, tmp_path: Path, sections: dict[str, dict[str, Any]]) -> None:
-    sections = json.loads(json.dumps(sections).replace("REWARDS", f"{folder}/rewards.py"))
-    result = compare(folder, variant(folder, tmp_path.name, **sections))
-    assert result["difference"] == {**SAME, "left_out": 0}
-    assert result["num_prompts"] == result["other"]["num_prompts"] == 40
-    assert (
-        result["reward/number"] == result["other"]["reward/number"] > 100
-    )  # the prompts' numbers, about 200 on average
-    assert result["greedy"]["reward_mean"] == result["other"]["greedy"]["reward_mean"]
+def test_the_table_has_a_row_for_the_baseline_its_best_and_each_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """short wins three of four prompts and ties in none; long ties everywhere."""
+    given = {
+        ("runs/text", 1): judged(1.0, [1.0, 1.0, 1.0, 1.0], kl=0.0),
+        ("runs/text", 4): judged(2.0, [2.0, 2.0, 2.0, 2.0], kl_bound=math.log(4) - 0.75),
+        ("runs/short", 1): judged(3.0, [5.0, 5.0, 5.0, 0.0], kl=2.5),
+        ("runs/long", 1): judged(1.0, [1.0, 1.0, 1.0, 1.0], kl=0.125),
+    }
+    monkeypatch.setattr(compare, "locate", lambda target: target)
+    monkeypatch.setattr(compare, "trained_on", lambda path: frozenset([path]))
 
+    places = {"runs/long": [7, 8]}
 
-def test_prompts_that_the_other_run_was_trained_on_are_left_out_and_counted(folder: Path, tmp_path: Path) -> None:
-    other = variant(folder, tmp_path.name, task={"split_seed": 1, "max_samples": 100})
-    rows = str(folder / "rows.jsonl")
-    held = load_rows(load_task("rows"), "eval", data=rows, seed=0)
-    trained = load_rows(load_task("rows"), "train", data=rows, seed=1)[:100]
-    seen = {row["prompt"] for row in held} & {row["prompt"] for row in trained}
-    assert 0 < len(seen) < 30
-    result = compare(folder, other)
-    assert result["difference"] == {**SAME, "left_out": len(seen)}
-    assert result["num_prompts"] == result["other"]["num_prompts"] == 40 - len(seen)
-    assert compare(folder, other, num_prompts=10)["num_prompts"] == 10
+    def evaluated(
+        target: Target, how: How, *, seen: frozenset[str], seed: int, options: Options
+    ) -> tuple[list[int], Evaluation]:
+        assert seen == {"runs/text", "runs/short", "runs/long"}
+        assert seed == 3  # the baseline's
+        assert (how.num_prompts, how.samples) == (40, 2)
+        return places.get(target.path, [7, 9]), given[target.path, how.best_of]
 
-
-def test_a_comparison_on_what_the_other_run_was_trained_on_is_refused(folder: Path, tmp_path: Path) -> None:
-    other = variant(folder, tmp_path.name, task={"split_seed": 1})
-    with pytest.raises(ValueError, match=r"was trained on 3\d of the 40 held-out prompts of first/.*--split train"):
-        compare(folder, other)
-    result = compare(folder, other, split="train", num_prompts=12)
-    assert result["difference"] == {**SAME, "left_out": 0}
-    assert result["num_prompts"] == 12
-
-
-def test_another_tokenizer_is_judged_as_text(folder: Path) -> None:
-    """Under the same settings, what --vs says of a run is what its own evaluation says."""
-    other = str(folder / "other-tokenizer")
-    alone = evaluate_target(
-        other, vs=None, task=None, split="eval", num_prompts=512, samples=2, options=Options(device="cpu")
-    )
-    assert compare(folder, other)["other"] == alone
-
-
-def test_a_reward_adapter_judges_its_own_vocabulary_only(tmp_path: Path) -> None:
-    task = load_task("sort")
-    save_file({"weight": torch.zeros(1, 2)}, tmp_path / "score_head.safetensors")
-    rest: dict[str, Any] = {"roles": None, "micro_batches": None}
-    scorer = Scorer(RewardConfig(model=str(tmp_path)), task, tokenizer=tiny_tokenizer(), **rest)
-    same = tiny_tokenizer()
-    assert scorer.reading(same).tokenizer is same
-    with pytest.raises(ValueError, match="another vocabulary"):
-        scorer.reading(tiny_tokenizer(pad_is_eos=True))
+    monkeypatch.setattr(compare, "_evaluated", evaluated)
+    how: dict[str, Any] = {"task": "sort", "num_prompts": 40, "samples": 2, "best_of": 4}
+    how |= {"settings": ["generation.max_new_tokens=7", "task.max_samples=null"], "options": Options(device="cpu")}
+    with pytest.raises(ValueError, match=r"runs/text and runs/long have room for different prompts"):
+        compare_policies(["runs/short", "runs/long"], vs="runs/text", **how)
+    places.clear()
+    rows = compare_policies(["runs/short", "runs/long"], vs="runs/text", **how)
+    header, *lines, note = render_comparison(rows, as_json=False).splitlines()
+    assert header.split() == ["policy", "reward", "median", "KL", "length", "wins", "by", "reward"]
+    names = [line.split("  ")[0] for line in lines]
+    assert names == ["runs/text", "runs/text, best of 4", "runs/short", "runs/long"]
+    assert lines[0].split() == ["runs/text", "1.000", "(0.500", "to", "1.500)", "1.250", "0.000", "7.0", "-"]
+    assert "<= 0.636" in lines[1]
+    assert [row["win_rate"]["reward"]["mean"] for row in rows[1:]] == [1.0, 0.75, 0.5]
+    assert lines[2].split()[1:8] == ["3.000", "(2.500", "to", "3.500)", "3.250", "2.500", "7.0"]
+    assert len({len(line) for line in (header, *lines)}) == 1
+    assert "40 prompts x 2" in note
+    assert json.loads(render_comparison(rows, as_json=True))[0]["policy"] == "runs/text"

@@ -11,9 +11,9 @@ from tests.tiny_models import tiny_model
 from tinyrl.components import Options, load_sampling_parts
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import prompt_key
-from tinyrl.evaluation.compare import evaluate_target
 from tinyrl.evaluation.evaluate import evaluate
 from tinyrl.evaluation.targets import trained_on
+from tinyrl.evaluation.versus import evaluate_target
 from tinyrl.runs.run_dir import open_run
 
 OPTIONS = Options(device="cpu")

@@ -9,7 +9,7 @@ from tests.architectures import MORE_KINDS
 from tests.tiny_models import TinyModels
 from tests.trainers.test_resume import assert_same
 from tinyrl.components import Options
-from tinyrl.evaluation.compare import evaluate_target
+from tinyrl.evaluation.versus import evaluate_target
 
 TRAINED = ("llama", "qwen2", "qwen3", "gemma2", "gpt2", *MORE_KINDS)
 

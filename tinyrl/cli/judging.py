@@ -10,6 +10,9 @@ from tinyrl.cli.errors import sentences
 from tinyrl.cli.options import Debug, Device, TrustRemoteCode, complete_setting
 from tinyrl.cli.train import quiet_libraries
 
+NumPrompts = Annotated[int, typer.Option(min=1, help="how many prompts")]
+Samples = Annotated[int, typer.Option(min=1, help="samples a prompt")]
+
 
 def evaluate(
     target: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL")],
@@ -30,8 +33,8 @@ def evaluate(
     split: Annotated[
         Literal["eval", "train"], typer.Option(help="held-out prompts, or those of training (has it memorised?)")
     ] = "eval",
-    num_prompts: Annotated[int, typer.Option(min=1, help="how many prompts")] = 512,
-    samples: Annotated[int, typer.Option(min=1, help="samples a prompt")] = 1,
+    num_prompts: NumPrompts = 512,
+    samples: Samples = 1,
     best_of: Annotated[
         int, typer.Option(min=1, max=1000, metavar="N", help="each sample of the target is the best of N by the reward")
     ] = 1,
@@ -52,7 +55,7 @@ def evaluate(
         check_evaluation(
             target, vs=vs, task=task, data=data, settings=words, split=split, best_of=best_of, save_samples=save_samples
         )
-        from tinyrl.evaluation.compare import Options, evaluate_target, render
+        from tinyrl.evaluation.versus import Options, evaluate_target, render
 
         result = evaluate_target(
             target,
@@ -81,8 +84,8 @@ def compare(
     ],
     vs: Annotated[str, typer.Option(help="the policy that the others are compared with: a run, a checkpoint, a model")],
     task: Annotated[str | None, typer.Option(help="the task that all are judged on; default the runs' own")] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="how many prompts")] = 512,
-    samples: Annotated[int, typer.Option(min=1, help="samples a prompt")] = 1,
+    num_prompts: NumPrompts = 512,
+    samples: Samples = 1,
     best_of: Annotated[
         int,
         typer.Option(min=1, max=1000, metavar="N", help="a row too for the best of N samples of --vs by the reward"),
@@ -103,7 +106,7 @@ def compare(
             raise ValueError("which policies? tinyrl compare RUN... --vs RUN")
         for target in (*targets, vs):
             check_evaluation(target, vs=vs, task=task, settings=settings)
-        from tinyrl.evaluation.standings import Options, compare_policies, render_standings
+        from tinyrl.evaluation.compare import Options, compare_policies, render_comparison
 
         rows = compare_policies(
             targets,
@@ -115,4 +118,4 @@ def compare(
             best_of=best_of,
             options=Options(device=device, trust_remote_code=trust_remote_code),
         )
-        print(render_standings(rows, as_json=json_output))
+        print(render_comparison(rows, as_json=json_output))

@@ -1,234 +1,155 @@
-"""`tinyrl eval`: evaluation of a run, a checkpoint or a model, and comparison with --vs, paired by prompt.
+"""`tinyrl compare`: several policies beside one, all judged alike, in one table.
 
-Both sides of a comparison are judged by the first one: its held-out rows, uniforms, sampling settings, and its reward
-through its scorer. Only the model, its tokenizer and its reference are the other's own. Where a trainer measures the
-first one on rows (sft, dpo, reward), it measures the other side's model on the same rows.
+A row a policy: reward (mean with interval, median), the verifier's mean, KL to what the policy started from, length,
+and how often it is preferred to the baseline on the same prompt, by the reward and by the verifier.
 """
 
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from pathlib import Path
+import math
+from dataclasses import replace
 from typing import Any
 
-from tinyrl.components import Options, SamplingParts, load_judged_parts, load_sampling_parts, settle_threads
-from tinyrl.config.methods import METHODS
-from tinyrl.config.schema import Config
-from tinyrl.data.rows import prompt_key
-from tinyrl.evaluation.evaluate import Evaluation, Role, evaluate
-from tinyrl.evaluation.held_out import measure
-from tinyrl.evaluation.pairing import paired_difference, win_rates
-from tinyrl.evaluation.table import render
-from tinyrl.evaluation.targets import (
-    Asked,
-    Target,
-    check_asked,
-    find,
-    find_other,
-    judged_by,
-    locate,
-    measured_by,
-    prompt_keys,
-    trained_on,
-)
-from tinyrl.models.weights_io import load_policy
-from tinyrl.rewards.scorer import Scorer
-from tinyrl.runs.run_dir import finite, run_of
-from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.text import hidden
+from tinyrl.components import Options
+from tinyrl.data.rows import FEW, prompt_key
+from tinyrl.evaluation.evaluate import Evaluation
+from tinyrl.evaluation.pairing import win_rates
+from tinyrl.evaluation.targets import Asked, Target, find, locate, trained_on
+from tinyrl.evaluation.versus import OWN_SAMPLING, How, evaluate_side, load_side
+from tinyrl.runs.run_dir import finite
+from tinyrl.text import number
 
-FEWEST_LEFT = 10  # prompts, after those that the other side was trained on are left out
-OWN_SAMPLING = ("engine", "dtype", "max_rows")  # generation settings that say how a model is run, not what is sampled
-
-__all__ = ["Options", "evaluate_target", "render"]
+JUDGED_BY = {  # the sections that say how samples are judged, and which of their settings do not
+    "task": ("skip_solved", "solved_reward"),
+    "reward": ("timeout_s", "memory_gb", "truncated", "truncated_penalty", "overlong_tokens"),
+    "generation": OWN_SAMPLING,
+}
+Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class How:
-    """How much of which rows: split (eval or train), prompts, samples a prompt, and of how many each is the best."""
-
-    split: str
-    num_prompts: int
-    samples: int
-    best_of: int
-
-
-@dataclass(frozen=True)
-class Side:
-    """One side of a comparison: its parts, the role it samples as, its name, and keys of the prompts it learnt from."""
-
-    parts: SamplingParts
-    role: Role
-    name: str
-    trained_on: frozenset[str] = frozenset()
-
-    def prompts(self, split: str) -> list[PreparedPrompt]:
-        return self.parts.eval_prompts if split == "eval" else self.parts.train_prompts
-
-
-def evaluate_target(
-    target: str,
+def compare_policies(
+    targets: list[str],
     *,
-    vs: str | None,
+    vs: str,
     task: str | None,
-    split: str,
+    settings: list[str],
     num_prompts: int,
     samples: int,
+    best_of: int,
     options: Options,
-    data: str | None = None,
-    settings: list[str] | None = None,
-    best_of: int = 1,
-    save_samples: str | None = None,
-) -> dict[str, Any]:
-    """Metrics of `target` on prompts of `split` (eval or train); with `vs` also "other", "difference" and "win_rate".
+) -> list[Row]:
+    """A row for the baseline `vs`, with `best_of` above 1 one for the best of so many of its samples, one a target.
 
-    `data`: rows in place of the held-out ones; `settings`: of reward, generation and task, in place of the run's;
-    `best_of`: each sample of the target is the best of so many by the reward; `save_samples`: a file for the samples.
-    "held_out" is what a trainer measures (of sft, dpo and reward runs).
-    Held-out prompts that `vs` was trained on are left out and counted ("left_out"); ValueError where too few remain.
-    With split "train" none is left out: neither side need be new to them.
+    A row has `policy`, what `evaluate` says of it, and `win_rate` against the baseline. All are sampled on the same
+    prompts, which none of them was trained on, with the same uniforms. Raises ValueError where they would not be judged
+    alike or on other prompts, and where no prompt is left.
     """
-    if split not in ("eval", "train"):
-        raise ValueError(f"--split {split!r}: allowed are eval and train")
-    how = How(split, num_prompts, samples, best_of)
-    asked = Asked(task, data, tuple(settings or ()))
-    first = locate(find(target, asked))
-    check_asked(first, asked, split=split, best_of=best_of, save_samples=save_samples)
-    result: dict[str, Any] = {"target": first.name}
-    if first.sampled is not None:
-        result |= _sampled(first, vs, asked, how, options=options, save_samples=save_samples)
-    if first.measured is not None:
-        result["held_out"] = _measured(first.measured, first.checkpoint, how, options=options)
-        if vs is not None:
-            other = _other_measured(first.measured, vs, how, options=options)
-            result["other"] = {**other, **result.get("other", {})}
-    return result
+    found = alike([vs, *targets], Asked(task, None, tuple(settings)))
+    seen = frozenset().union(*(trained_on(target.path) for target in found))
+    how = How("eval", num_prompts, samples, 1)
+
+    def evaluated(target: Target, best_of: int = 1) -> tuple[list[int], Evaluation]:
+        return _evaluated(target, replace(how, best_of=best_of), seen=seen, seed=_seed(found[0]), options=options)
+
+    prompts, baseline = evaluated(found[0])
+    rows = [{"policy": found[0].name, **baseline.metrics}]
+    against = [(f"{found[0].name}, best of {best_of}", found[0], best_of)] if best_of > 1 else []
+    for name, target, best in [*against, *((target.name, target, 1) for target in found[1:])]:
+        asked, evaluation = evaluated(target, best)
+        if asked != prompts:
+            raise ValueError(
+                f"{vs} and {target.path} have room for different prompts, so they cannot be compared: "
+                "task.long_prompts=drop leaves some out; give a generation.max_prompt_tokens that both have room for"
+            )
+        rows.append({"policy": name, **evaluation.metrics, "win_rate": win_rates(evaluation, baseline)})
+    return rows
 
 
-# ---- sampled and judged ----
+def alike(paths: list[str], asked: Asked) -> list[Target]:
+    """The targets at these paths. Raises ValueError naming the first setting of task, reward or generation in which one
+    differs from the first.
+    """
+    found = [locate(find(path, asked)) for path in paths]
+    for target in found:
+        if not target.is_policy:
+            raise ValueError(f"{target.path} is a reward model, which writes nothing that could be judged")
+        if target.sampled is None:
+            raise ValueError(
+                f"{target.path}: nothing says what its samples are judged by; give --task NAME or reward.model=PATH"
+            )
+        for section, besides in JUDGED_BY.items():
+            left, right = (getattr(one.sampled, section).model_dump() for one in (found[0], target))
+            for name in left:
+                if name not in besides and left[name] != right[name]:
+                    raise ValueError(
+                        f"{found[0].path} and {target.path} differ in {section}.{name} ({left[name]} and "
+                        f"{right[name]}), so they would not be judged alike; give it for all: {section}.{name}=..."
+                    )
+    return found
 
 
-def _sampled(
-    first: Target, vs: str | None, asked: Asked, how: How, *, options: Options, save_samples: str | None
-) -> dict[str, Any]:
-    with ExitStack() as opened:
-        ours = load_side(first, options=options)
-        opened.callback(ours.parts.close)
-        result: dict[str, Any] = {}
-        if vs is None:
-            prompts = ours.prompts(how.split)[: how.num_prompts]
-            done = [(ours, evaluate_side(ours, prompts, how))]
-        else:
-            theirs = _other(vs, ours, asked=asked, options=options)
-            opened.callback(theirs.parts.close)
-            prompts, left_out = _shared_prompts(ours, theirs, split=how.split, num_prompts=how.num_prompts)
-            by_index = {p.index: p for p in theirs.prompts(how.split)}
-            mine = evaluate_side(ours, prompts, how)
-            other = evaluate_side(theirs, [by_index[p.index] for p in prompts], replace(how, best_of=1))
-            done = [(ours, mine), (theirs, other)]
-            result = {
-                "other": {"target": theirs.name, **other.metrics},
-                "difference": {**paired_difference(mine, other), "left_out": left_out},
-                "win_rate": win_rates(mine, other),
-            }
-        if asked.data is not None:  # the run's own split would have held them out
-            seen = trained_on(first.path)
-            result["trained_on"] = sum(prompt_key(p.prompt) in seen for p in prompts)
-    if save_samples is not None:
-        _save(save_samples, done)
-    return {**done[0][1].metrics, **result}
+def _seed(target: Target) -> int:
+    assert target.sampled is not None
+    return target.sampled.run.seed
 
 
-def _save(file: str, done: list[tuple[Side, Evaluation]]) -> None:
-    """Write the samples of all sides, a line each, as samples.jsonl has them, with the side's name."""
-    lines = [{"target": side.name, **line} for side, evaluation in done for line in evaluation.samples]
-    with open(file, "w", encoding="utf-8") as out:
-        out.writelines(json.dumps(line, ensure_ascii=True) + "\n" for line in hidden(finite(lines)))
+def _evaluated(
+    target: Target, how: How, *, seen: frozenset[str], seed: int, options: Options
+) -> tuple[list[int], Evaluation]:
+    """One policy on the prompts that nobody was trained on (their numbers too), with the uniforms of `seed`."""
+    assert target.sampled is not None
+    run = target.sampled.run.model_copy(update={"seed": seed})
+    side = load_side(replace(target, sampled=target.sampled.model_copy(update={"run": run})), options=options)
+    try:
+        prompts = [p for p in side.prompts(how.split) if prompt_key(p.prompt) not in seen][: how.num_prompts]
+        if not prompts:
+            raise ValueError("no held-out prompt is left that none of the policies was trained on; give --task")
+        return [p.index for p in prompts], evaluate_side(side, prompts, how)
+    finally:
+        side.parts.close()
 
 
-def evaluate_side(side: Side, prompts: list[PreparedPrompt], how: How) -> Evaluation:
-    """Samples of one side, judged."""
-    settle_threads(side.parts)
-    return evaluate(
-        side.parts, num_prompts=len(prompts), samples=how.samples, role=side.role, prompts=prompts, best_of=how.best_of
+def render_comparison(rows: list[Row], *, as_json: bool) -> str:
+    """The table for people, or a JSON list of the rows."""
+    if as_json:
+        return json.dumps(finite(rows))
+    judges = list(dict.fromkeys(judge for row in rows for judge in row.get("win_rate", {})))
+    verified = "verifier_mean" in rows[0]
+    header = ["policy", "reward", "median", *(["verifier"] if verified else [])]
+    header += ["KL", "length", *(f"wins by {judge}" for judge in judges)]
+    table = [header, *(_cells(row, judges, verified=verified) for row in rows)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(header))]
+    lines = [
+        line[0].ljust(widths[0])
+        + "".join(f"  {cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))
+        for line in table
+    ]
+    note = (
+        f"({rows[0]['num_prompts']} prompts x {rows[0]['num_samples']}; 95 % intervals; KL in nats per response to "
+        f"where each started, of best-of-n to {rows[0]['policy']}; wins against that, ties half)"
     )
+    few = [f"warning: fewer than {FEW} prompts say little"] if rows[0]["num_prompts"] < FEW else []
+    return "\n".join([*lines, note, *few])
 
 
-def _shared_prompts(ours: Side, theirs: Side, *, split: str, num_prompts: int) -> tuple[list[PreparedPrompt], int]:
-    """The first `num_prompts` of our prompts that are new to the other side and that its model has room for; and how
-    many are left out because it was trained on them.
-    """
-    asked, readable = ours.prompts(split), {p.index for p in theirs.prompts(split)}
-    seen = theirs.trained_on if split == "eval" else frozenset()
-    fresh = [p for p in asked if prompt_key(p.prompt) not in seen]
-    left_out = len(asked) - len(fresh)
-    if left_out and len(fresh) < min(FEWEST_LEFT, num_prompts):
-        raise ValueError(
-            f"{theirs.name} was trained on {left_out} of the {len(asked)} held-out prompts of {ours.name}; the "
-            f"{len(fresh)} others are too few to compare on. Hold out the same rows in both runs (task.eval_data, or "
-            "one task.split_seed), or compare on training prompts: --split train"
-        )
-    kept = [p for p in fresh if p.index in readable]
-    if not kept:
-        raise ValueError(f"{theirs.name} has no room for any prompt of {ours.name}: all are too long for it")
-    return kept[:num_prompts], left_out
+def _cells(row: Row, judges: list[str], *, verified: bool) -> list[str]:
+    kl = f"<= {number(row['kl_bound'])}" if "kl_bound" in row else _shown(row.get("kl"))
+    rates = [row.get("win_rate", {}).get(judge) for judge in judges]
+    return [
+        row["policy"],
+        f"{_shown(row['reward_mean'])} {_interval(row['reward_ci'])}",
+        _shown(row["reward_median"]),
+        *([_shown(row.get("verifier_mean"))] if verified else []),
+        kl,
+        f"{row['mean_length']:.1f}",
+        *("-" if rate is None else f"{_shown(rate['mean'])} {_interval(rate['ci'])}" for rate in rates),
+    ]
 
 
-def _other(vs: str, ours: Side, *, asked: Asked, options: Options) -> Side:
-    if vs == "base" and ours.parts.roles.peft is None:
-        if ours.parts.roles.reference_model is None:
-            raise ValueError(
-                "--vs base: this model was fully fine-tuned without a reference, so its base is not at hand"
-            )
-        return Side(ours.parts, "reference", "base")
-    if vs == "base":
-        return Side(ours.parts, "base", "base")
-    if vs == "start":
-        if not ours.parts.roles.has_reference:
-            raise ValueError("--vs start: this run has no reference (reference.kind=none)")
-        return Side(ours.parts, "reference", "start")
-    target, first = locate(find_other(vs, asked)), ours.parts.config
-    assert target.sampled is not None
-    config = judged_by(first, target.sampled, own=OWN_SAMPLING)
-    side = load_side(replace(target, sampled=config), options=options, judge=ours.parts.scorer)
-    run = side.parts.config.run.model_copy(update={"seed": first.run.seed})  # whose uniforms the samples are drawn by
-    parts = replace(side.parts, config=side.parts.config.model_copy(update={"run": run}))
-    return replace(side, parts=parts, trained_on=trained_on(vs))
+def _shown(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else number(value)
 
 
-def load_side(target: Target, *, options: Options, judge: Scorer | None = None) -> Side:
-    assert target.sampled is not None
-    if judge is None:
-        parts = load_sampling_parts(target.sampled, options=options)
-    else:
-        parts = load_judged_parts(target.sampled, options=options, judge=judge)
-    if target.checkpoint is None:
-        return Side(parts, "base", target.name)
-    load_policy(parts.roles, target.checkpoint)
-    return Side(parts, "policy", target.name)
-
-
-# ---- measured by a trainer ----
-
-
-def _other_measured(config: Config, vs: str, how: How, *, options: Options) -> dict[str, Any]:
-    """The other side's numbers on the rows of the first one, whose configuration `config` is."""
-    if vs in ("base", "start"):
-        if not METHODS[config.method].policy:
-            raise ValueError(
-                f"--vs {vs}: a reward model starts from nothing; name another run of `tinyrl train reward`"
-            )
-        model = config.model.model_copy(update={"adapter": None} if vs == "base" else {})
-        begin = config.model_copy(update={"model": model})
-        return {"target": vs, "held_out": _measured(begin, None, how, options=options)}
-    other = locate(find(vs, Asked(task=None if run_of(Path(vs)) else "rows")))
-    result: dict[str, Any] = {"target": other.name}
-    result["held_out"] = _measured(measured_by(config, other), other.checkpoint, how, options=options)
-    seen = len(prompt_keys(config, "eval") & trained_on(vs)) if how.split == "eval" else 0
-    return result | ({"trained_on": seen} if seen else {})
-
-
-def _measured(config: Config, checkpoint: Path | None, how: How, *, options: Options) -> dict[str, Any]:
-    return measure(config, checkpoint, split=how.split, most=how.num_prompts, options=options)
+def _interval(ends: list[float]) -> str:
+    return "" if math.isnan(ends[0]) else f"({number(ends[0])} to {number(ends[1])})"

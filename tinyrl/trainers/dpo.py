@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -86,6 +86,10 @@ class DpoParts(Parts):
         counts = f"pairs: {len(self.train)} to train on, {len(self.held_out)} held out"
         return "\n".join([*shown, counts, *self.check()])
 
+    def on_training_rows(self) -> DpoParts:
+        """The same with the rows that are trained on in place of the held-out ones."""
+        return replace(self, held_out=self.train)
+
     def save_models(self, folder: Path) -> None:
         """With what is known of the reference."""
         super().save_models(folder)
@@ -117,7 +121,7 @@ class DpoParts(Parts):
 def train(session: Session, parts: DpoParts) -> None:
     """Run preference optimization from the session's current step to run.num_steps."""
     config = parts.config.dpo
-    size = min(config.batch_size, len(parts.train))  # no pair twice in a step
+    size = min(config.batch_size, len(parts.train))  # at most all there are
     parts.roles.use_lora_dropout()
     for step in session.steps():
         # 1. The pairs of this step.

@@ -14,7 +14,7 @@ template. Scores are centred when they are saved: the mean over training rows is
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -68,6 +68,10 @@ class RewardParts(Parts):
     def text_format(self) -> TextFormat:
         """How prompts are written; kept with the weights, so that scoring writes them the same way."""
         return text_format_of(self.config)
+
+    def on_training_rows(self) -> RewardParts:
+        """The same with the rows that are trained on in place of the held-out ones."""
+        return replace(self, rows=replace(self.rows, held_out=self.rows.train))
 
     def save_models(self, folder: Path) -> None:
         """LoRA: adapter and centred head. Full: a sequence-classification model whose config holds the centre."""
@@ -127,7 +131,7 @@ class RewardParts(Parts):
 def train(session: Session, parts: RewardParts) -> None:
     """Train the reward model from the session's current step to run.num_steps."""
     seed, examples = parts.config.run.seed, parts.rows.train
-    size = min(parts.config.reward_model.batch_size, len(examples))  # no row twice in a step
+    size = min(parts.config.reward_model.batch_size, len(examples))  # at most all there are
     parts.roles.use_lora_dropout()
     for step in session.steps():
         chosen = [examples[i] for i in batch_indices(seed, step, num_prompts=size, num_rows=len(examples))]

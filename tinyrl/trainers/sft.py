@@ -11,7 +11,7 @@ changes no number. With model.random_init this pre-trains a small model from scr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,10 +47,14 @@ class TextParts(Parts):
         count = f"rows: {len(self.train)} to train on, {len(self.held_out)} held out"
         return "\n".join([super().preview(), *self.check(), *shown(self.train[0][0], self.tokenizer), count])
 
+    def on_training_rows(self) -> TextParts:
+        """The same with the rows that are trained on in place of the held-out ones."""
+        return replace(self, held_out=self.train)
+
 
 def train(session: Session, parts: TextParts) -> None:
     """Run supervised fine-tuning from the session's current step to run.num_steps."""
-    size = min(parts.config.sft.batch_size, len(parts.train))  # no row twice in a step
+    size = min(parts.config.sft.batch_size, len(parts.train))  # at most all there are
     parts.roles.use_lora_dropout()
     for step in session.steps():
         rows = batch_indices(parts.config.run.seed, step, num_prompts=size, num_rows=len(parts.train))

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 
 from tinyrl.components import Options, Parts, settle_threads
-from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
-from tinyrl.evaluation.evaluate import Evaluation
+from tinyrl.evaluation.held_out import Trainer, trainer_of
 from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.report import write_report
@@ -32,22 +30,6 @@ from tinyrl.runs.summary import summary
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.training.session import Session
 from tinyrl.training.sources import Sources, read_sources
-
-
-class Trainer(Protocol):
-    """The protocol of the files in tinyrl/trainers: load what a method needs, train, and evaluate during training."""
-
-    def load(self, config: Config, *, options: Options) -> Any:
-        """The parts that `train` and `evaluate` take. Raises ValueError for what a user can fix."""
-        ...
-
-    def train(self, session: Session, parts: Any) -> None:
-        """Go on from the session's current step to the last."""
-        ...
-
-    def evaluate(self, parts: Any) -> Evaluation:
-        """Held-out numbers."""
-        ...
 
 
 @dataclass
@@ -151,11 +133,6 @@ def out_of_memory_stops(when: str) -> Iterator[None]:
             yield
     except torch.OutOfMemoryError as error:
         raise out_of_memory(when, error) from error
-
-
-def trainer_of(config: Config) -> Trainer:
-    """The trainer of a run's method; imported now, since others may need libraries that this one does not."""
-    return cast(Trainer, importlib.import_module(f"tinyrl.trainers.{METHODS[config.method].trainer}"))
 
 
 def open_session(run: RunDir, trainer: Trainer, parts: Any, *, sources: Callable[[], Sources]) -> Launch:

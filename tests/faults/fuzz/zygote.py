@@ -76,7 +76,7 @@ def _import_everything() -> None:
     quiet_libraries()
     import peft  # noqa: F401
 
-    import tinyrl.evaluation.compare
+    import tinyrl.evaluation.versus
     import tinyrl.report.page
     import tinyrl.rewards.trial
     import tinyrl.trainers.grpo

@@ -1,0 +1,128 @@
+"""Comparison of two runs: the same policy under other settings differs by nothing, whatever those settings are."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from tests import running
+from tests.tiny_models import tiny_model, tiny_tokenizer
+from tinyrl.components import Options
+from tinyrl.config.sections import RewardConfig
+from tinyrl.evaluation.versus import evaluate_target
+from tinyrl.rewards.scorer import Scorer
+from tinyrl.tasks import load_rows, load_task
+
+REWARDS = """
+def number(prompts, completions, **columns):
+    return [float(p.split()[0]) + len(set(c)) for p, c in zip(prompts, completions)]
+
+def vowels(prompts, completions, completion_ids, **columns):
+    return [100.0 * len(ids) - sum(c.count(v) for v in "aeiou") for c, ids in zip(completions, completion_ids)]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows (400, so 40 are held out), rewards, and two models whose tokenizers number the same bytes differently."""
+    folder = tmp_path_factory.mktemp("compare")
+    rows = [{"prompt": f"{i} is"} for i in range(400)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(REWARDS)
+    tiny_model(folder / "model", "llama")
+    tiny_model(folder / "other-model", "llama", seed=1, pad_is_eos=True)
+    for name, model in (("first", "model"), ("other-tokenizer", "other-model")):
+        use = {"functions": [{"use": f"{folder}/rewards.py:number"}]}
+        task = {"name": "rows", "data": str(folder / "rows.jsonl"), "max_samples": None}
+        few = {"num_steps": 1, "eval_prompts": 0}
+        running.train(running.config("grpo", folder / model, task=task, reward=use, run=few), folder, name=name)
+    return folder
+
+
+def variant(folder: Path, name: str, **sections: dict[str, Any]) -> str:
+    """The first run under another name, with other settings in its config.yaml: the very same policy."""
+    shutil.copytree(folder / "first", folder / name)
+    path = folder / name / "config.yaml"
+    values = yaml.safe_load(path.read_text())
+    for section, fields in sections.items():
+        values[section] |= fields
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    return str(folder / name)
+
+
+def compare(folder: Path, other: str, *, split: str = "eval", num_prompts: int = 512) -> dict[str, Any]:
+    first = str(folder / "first")
+    options = Options(device="cpu")
+    return evaluate_target(first, vs=other, task=None, split=split, num_prompts=num_prompts, samples=2, options=options)
+
+
+SAME = {"reward_mean": 0.0, "reward_ci": [0.0, 0.0], "distinguishable": False}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"run": {"seed": 7}},
+        {"reward": {"functions": [{"use": "REWARDS:vowels", "weight": 3.0}]}},
+        {"generation": {"temperature": 0.5, "max_new_tokens": 2}},
+        {"task": {"max_samples": 20}},  # fewer held-out rows than the first run has
+        {"task": {"name": "sort", "data": None}},
+    ],
+    ids=lambda sections: next(iter(sections)),
+)
+def test_the_same_policy_differs_by_nothing(folder: Path, tmp_path: Path, sections: dict[str, dict[str, Any]]) -> None:
+    sections = json.loads(json.dumps(sections).replace("REWARDS", f"{folder}/rewards.py"))
+    result = compare(folder, variant(folder, tmp_path.name, **sections))
+    assert result["difference"] == {**SAME, "left_out": 0}
+    assert result["num_prompts"] == result["other"]["num_prompts"] == 40
+    assert (
+        result["reward/number"] == result["other"]["reward/number"] > 100
+    )  # the prompts' numbers, about 200 on average
+    assert result["greedy"]["reward_mean"] == result["other"]["greedy"]["reward_mean"]
+
+
+def test_prompts_that_the_other_run_was_trained_on_are_left_out_and_counted(folder: Path, tmp_path: Path) -> None:
+    other = variant(folder, tmp_path.name, task={"split_seed": 1, "max_samples": 100})
+    rows = str(folder / "rows.jsonl")
+    held = load_rows(load_task("rows"), "eval", data=rows, seed=0)
+    trained = load_rows(load_task("rows"), "train", data=rows, seed=1)[:100]
+    seen = {row["prompt"] for row in held} & {row["prompt"] for row in trained}
+    assert 0 < len(seen) < 30
+    result = compare(folder, other)
+    assert result["difference"] == {**SAME, "left_out": len(seen)}
+    assert result["num_prompts"] == result["other"]["num_prompts"] == 40 - len(seen)
+    assert compare(folder, other, num_prompts=10)["num_prompts"] == 10
+
+
+def test_a_comparison_on_what_the_other_run_was_trained_on_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = variant(folder, tmp_path.name, task={"split_seed": 1})
+    with pytest.raises(ValueError, match=r"was trained on 3\d of the 40 held-out prompts of first/.*--split train"):
+        compare(folder, other)
+    result = compare(folder, other, split="train", num_prompts=12)
+    assert result["difference"] == {**SAME, "left_out": 0}
+    assert result["num_prompts"] == 12
+
+
+def test_another_tokenizer_is_judged_as_text(folder: Path) -> None:
+    """Under the same settings, what --vs says of a run is what its own evaluation says."""
+    other = str(folder / "other-tokenizer")
+    alone = evaluate_target(
+        other, vs=None, task=None, split="eval", num_prompts=512, samples=2, options=Options(device="cpu")
+    )
+    assert compare(folder, other)["other"] == alone
+
+
+def test_a_reward_adapter_judges_its_own_vocabulary_only(tmp_path: Path) -> None:
+    task = load_task("sort")
+    save_file({"weight": torch.zeros(1, 2)}, tmp_path / "score_head.safetensors")
+    rest: dict[str, Any] = {"roles": None, "micro_batches": None}
+    scorer = Scorer(RewardConfig(model=str(tmp_path)), task, tokenizer=tiny_tokenizer(), **rest)
+    same = tiny_tokenizer()
+    assert scorer.reading(same).tokenizer is same
+    with pytest.raises(ValueError, match="another vocabulary"):
+        scorer.reading(tiny_tokenizer(pad_is_eos=True))
