@@ -169,6 +169,7 @@ def test_resuming_a_run_whose_config_was_changed_by_hand():
 
 def test_recipes_and_tasks_are_listed():
     assert refused("report", "runs/none").startswith("There is no run at runs/none")
+    assert refused("report", "runs/none", "--output", "here").startswith("--output is for a report of several runs")
     assert refused("eval", "runs/none").startswith("runs/none is not a run.")
     assert refused("eval", "starter", "--task", "srot").startswith("task.name: there is no task 'srot'")
 
@@ -367,3 +368,19 @@ def test_settings_are_shown_by_section(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_shell_completes_methods_recipes_and_settings(typed: str, completed: list[str]) -> None:
     asked = {"_TINYRL_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
     assert CliRunner().invoke(app, [], prog_name="tinyrl", env=asked).stdout.split() == completed
+
+
+def test_a_report_of_several_runs_is_beside_them_or_where_one_says(folder: Path) -> None:
+    for name in ("a", "b"):
+        (folder / "runs" / name).mkdir(parents=True)
+        (folder / "runs" / name / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    (folder / "here").mkdir()
+    assert refused("report", "runs/a", "runs/b", "--output", "none").startswith("none is no folder")
+    done = run("report", "runs/a", "runs/b")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert [Path(line) for line in done.stdout.splitlines()] == [
+        folder.resolve() / "runs" / name for name in ("report.html", "report.png")
+    ]
+    done = run("report", "runs/a", "runs/b", "--output", "here")
+    assert done.stdout.splitlines() == ["here/report.html", "here/report.png"]
+    assert "2 runs" in Path("here/report.html").read_text("utf-8")

@@ -1,6 +1,7 @@
 """Charts: which panels a run has, how numbers become curves, and the layout."""
 
 import math
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 from tests.report.runs import ppo_metrics, write_run
 from tinyrl.report.curves import MOST_MARKS, curve_of, picked, smoothed, thinned
 from tinyrl.report.drawing import spread
+from tinyrl.report.hover import hover_svg, values_by_step
+from tinyrl.report.meanings import meaning_of
 from tinyrl.report.outcome import phases, tiles
-from tinyrl.report.panels import cells, panels_of
+from tinyrl.report.panels import KINDS, Line, Panel, cells, panels_of
 from tinyrl.runs.records import read_run
 
 
@@ -43,11 +46,11 @@ def test_evaluation_is_in_the_totals_but_not_in_the_chart(tmp_path: Path) -> Non
 def test_reward_functions_are_told_from_reward_statistics(tmp_path: Path) -> None:
     line = {"step": 1, "reward/mean": 1.0, "reward/std": 0.1, "reward/dropped": 0.0, "reward/zero_spread_groups": 0.0}
     one = panels_of(read_run(write_run(tmp_path / "a", [{**line, "reward/sorting": 1.0}])))
-    assert [panel.title for panel in one] == ["Reward"]
+    assert [panel.title for panel in one] == ["Reward", "Spread of rewards"]
     two = panels_of(
         read_run(write_run(tmp_path / "b", [{**line, "reward/a": 1.0, "reward/b": 2, "reward/dropped": 3}]))
     )
-    assert [panel.title for panel in two] == ["Reward", "Rewards dropped", "Reward by function"]
+    assert [panel.title for panel in two] == ["Reward", "Spread of rewards", "Rewards dropped", "Reward by function"]
     assert [line.label for line in two[-1].lines] == ["a", "b"]
 
 
@@ -142,3 +145,66 @@ def test_picked_points_keep_the_ends_and_are_themselves() -> None:
     assert {b - a for (a, _), (b, _) in pairwise(some)} == {10, 12}  # of 500 even steps, every fifth or sixth
     assert picked([(step, math.nan) for step in range(1001)]) == []
     assert picked([(step, 1.0 if step == 7 else math.nan) for step in range(1001)]) == [(7, 1.0)]
+
+
+def test_held_out_rewards_by_function_stand_beside_the_verifier(tmp_path: Path) -> None:
+    """The same function has the same colour in training and held out; the verifier only where it is something else."""
+    line = {"reward/mean": 0.5, "reward/b": 0.5, "reward/c": 0.25, "eval/reward/a": 1.0, "eval/reward/b": 0.5}
+    metrics = [{"step": 1, **line, "eval/reward_mean": 0.75, "eval/verifier_mean": 0.25}]
+    panels = {panel.key: panel for panel in panels_of(read_run(write_run(tmp_path / "a", metrics)))}
+    held, train = panels["eval/functions"], panels["reward/functions"]
+    assert [(line.label, line.role, line.points) for line in held.lines] == [
+        ("a", "1", [(1, 1.0)]), ("b", "2", [(1, 0.5)]), ("verifier", "other", [(1, 0.25)]),
+    ]  # fmt: skip
+    assert [(line.label, line.role) for line in train.lines] == [("b", "2"), ("c", "3")]
+    assert all(line.marked for line in held.lines)
+    assert not any(line.marked for line in train.lines)
+    metrics = [{"step": 1, "eval/reward_mean": 0.5, "eval/verifier_mean": 0.5, "eval/reward/a": 0.5}]
+    assert [panel.key for panel in panels_of(read_run(write_run(tmp_path / "b", metrics)))] == ["reward/mean"]
+
+
+def test_the_settings_of_the_optimizer_and_the_clipping_have_panels(tmp_path: Path) -> None:
+    line = {"policy/clipfrac": 0.02, "optim/learning_rate": 5e-5, "optim/grad_norm": 1.0, "value/grad_norm": 2.0}
+    panels = panels_of(read_run(write_run(tmp_path / "run", [{"step": 1, "reward/std": 0.25, **line}])))
+    assert [panel.alt() for panel in panels] == [
+        "Spread of rewards: training 0.250 at step 1.",
+        "Clip fraction: training 2 % at step 1.",
+        "Gradient norm: training 1 at step 1.",
+        "Critic's gradient norm: training 2 at step 1.",
+        "Learning rate: training 5e\u22125 at step 1.",
+    ]
+
+
+def test_every_chart_has_a_line_of_meaning() -> None:
+    for kind in KINDS:
+        meaning = meaning_of(kind.train or kind.held)
+        assert "ealthy" in meaning or "asks for" in meaning, kind.title
+        assert len(meaning) < 160
+        assert meaning_of(kind.held or kind.train)
+    assert meaning_of("loss/nll") == meaning_of("preference/loss") != ""
+    assert meaning_of("reward/of somebody") == ""
+
+
+def test_values_on_hovering_are_those_of_all_lines() -> None:
+    held = Line("held-out", "held", [(0, 0.25), (4, 0.5)], {4: (0.4, 0.6)})
+    panel = Panel("k", "T", "u", [Line("training", "train", [(1, 0.3), (2, math.nan), (4, 0.31234)]), held])
+    assert values_by_step(panel) == {
+        0: "step 0\nheld-out 0.250",
+        1: "step 1\ntraining 0.300",
+        4: "step 4\ntraining 0.312\nheld-out 0.500 (0.400 to 0.600)",
+    }
+    svg = hover_svg(panel, x=40, y=10, width=100, height=60, span=(0, 4))
+    # places 40, 65, 140: edges half-way between them
+    assert re.findall(r'<rect x="([^"]*)" y="10" width="([^"]*)" height="60">', svg) == [
+        ("40.0", "12.5"), ("52.5", "50.0"), ("102.5", "37.5"),
+    ]  # fmt: skip
+
+
+def test_many_steps_have_few_bars_and_held_out_ones_first() -> None:
+    held = Line("held-out", "held", [(step, 1.0) for step in range(0, 1001, 50)])
+    panel = Panel("k", "T", "u", [Line("training", "train", [(step, 0.0) for step in range(1, 1001)]), held])
+    told = values_by_step(panel)
+    assert len(told) == 60
+    assert set(range(0, 1001, 50)) <= told.keys()
+    assert list(told) == sorted(told)
+    assert hover_svg(Panel("k", "T", "u", []), x=0, y=0, width=1, height=1, span=(0, 1)) == ""

@@ -107,11 +107,16 @@ def test_where_the_time_went_adds_up(tmp_path: Path) -> None:
         (-1.284, "\u22121.28"),
         (99.96, "100"),
         (4215.4, "4,215"),
-        (0.00071, "7.1e\u221204"),
-        (2.5e12, "2.5e+12"),
+        (0.00071, "0.00071"),
+        (0.0001, "0.00010"),
+        (-0.004147, "\u22120.004"),
+        (5e-5, "5e\u22125"),
+        (3.33e-7, "3.3e\u22127"),
+        (-4.4e-17, "0"),
+        (2.5e12, "2.5e12"),
         (math.nan, "–"),
         (math.inf, "–"),
     ],
 )
-def test_show_has_three_digits(value: float, text: str) -> None:
+def test_numbers_are_rounded_as_people_read_them(value: float, text: str) -> None:
     assert show(value) == text

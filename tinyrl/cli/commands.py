@@ -106,12 +106,25 @@ app.command()(judging.compare)
 
 
 @app.command()
-def report(run: Annotated[str, typer.Argument(metavar="RUN")], debug: Debug = False) -> None:
-    """Write report.html and report.png of a run, finished or going on."""
+def report(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="one run, or several that are laid over each other")
+    ],
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="of several runs: where to write; default the folder of the first run's"),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write report.html and report.png of a run, finished or going on, or of several runs together."""
     with sentences(debug):
-        from tinyrl.report import write_report
+        from tinyrl.report import write_overlay, write_report
 
-        for path in write_report(Path(run)):
+        folders = [Path(run) for run in runs]
+        if output is not None and len(folders) == 1:
+            raise ValueError("--output is for a report of several runs; that of one run is in its folder")
+        parent = Path(output) if output is not None else folders[0].resolve().parent
+        for path in write_report(folders[0]) if len(folders) == 1 else write_overlay(folders, parent):
             print(path)
 
 

@@ -4,22 +4,29 @@ It reads a run directory and nothing else, so it works on a run in progress, on 
 stopped half-way. torch is never imported; matplotlib is, inside the functions that draw.
 
     outcome.py       the one sentence and the key numbers
-    panels.py        which charts there are, as plain data
+    panels.py        which charts there are, as plain data; meanings.py: a line under each
     curves.py        numbers to curves: gaps, thinning, smoothing
-    drawing.py       one chart with matplotlib
+    drawing.py       one chart with matplotlib; hover.py: its values on hovering
     pictures.py      all of them: inline SVG for the page, one PNG
     reliability.py   predictions of a reward model beside what turned out
-    page.py          the HTML around them (page.css is its style sheet)
+    samples.py       held-out completions: the same prompts at every step, and the extremes
+    tokens.py        completions token by token
+    document.py      the HTML around everything (page.css is its style sheet)
+    page.py          the page of one run
+    overlay.py       several runs: their charts; overlay_page.py: their page
 """
 
 import os
 from pathlib import Path
 
+from tinyrl.report.outcome import outcome, subtitle
+from tinyrl.report.overlay import named, overlaid
+from tinyrl.report.overlay_page import outcomes_of, overlay_html, title_of
 from tinyrl.report.page import page_html
 from tinyrl.report.panels import panels_of
 from tinyrl.runs.records import read_run
 
-__all__ = ["write_report"]
+__all__ = ["write_overlay", "write_report"]
 
 
 def write_report(run_dir: Path) -> list[Path]:
@@ -33,10 +40,32 @@ def write_report(run_dir: Path) -> list[Path]:
 
     run = read_run(Path(run_dir))
     panels = panels_of(run)
-    html = page_html(run, panels, panel_svgs(panels)).encode("utf-8")
-    picture = picture_png(run, panels)
-    targets = [Path(run_dir) / "report.html", Path(run_dir) / "report.png"]
-    for target, content in zip(targets, (html, picture), strict=True):
+    html = page_html(run, panels, panel_svgs(panels))
+    picture = picture_png(panels, title=run.name, about=subtitle(run), outcome=outcome(run))
+    return _write(Path(run_dir), html, picture)
+
+
+def write_overlay(run_dirs: list[Path], folder: Path) -> list[Path]:
+    """Write report.html and report.png of several runs into `folder`, which must exist, and return their paths.
+
+    Raises as write_report does, for each run; and ValueError for too many runs, or one twice.
+    """
+    from tinyrl.report.pictures import panel_svgs, picture_png
+
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; a report of several runs is written into one that exists.")
+    if (folder / "metrics.jsonl").exists():
+        raise ValueError(f"{folder} is a run's folder, whose own report would be lost; name another with --output.")
+    runs = named([read_run(Path(run_dir)) for run_dir in run_dirs])
+    panels = overlaid(runs)
+    html = overlay_html(runs, panels, panel_svgs(panels))
+    picture = picture_png(panels, title=title_of(runs), about="", outcome=outcomes_of(runs))
+    return _write(folder, html, picture)
+
+
+def _write(folder: Path, html: str, picture: bytes) -> list[Path]:
+    targets = [folder / "report.html", folder / "report.png"]
+    for target, content in zip(targets, (html.encode("utf-8"), picture), strict=True):
         _delete_leftovers(target)
         _replace(target, content)
     return targets

@@ -7,7 +7,7 @@ tell them apart (Okabe and Ito's set, a little darker). Text is never in a pale 
 import math
 from typing import TYPE_CHECKING, Any
 
-from tinyrl.report.outcome import show
+from tinyrl.report.outcome import short_power, show
 from tinyrl.report.panels import Line, Panel
 
 if TYPE_CHECKING:
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 COLOURS = {
     "ink": "#1c2733", "muted": "#5d6976", "grid": "#e4e8ec", "paper": "#ffffff",
     "train": "#1f6fb4", "held": "#c9510c", "greedy": "#0a8667",
-    "1": "#5aa9dd", "2": "#b5679b", "3": "#d9a514", "4": "#4d8f5c", "5": "#8a6fc0", "other": "#a9b2bb",
+    "1": "#5aa9dd", "2": "#b5679b", "3": "#d9a514", "4": "#4d8f5c", "5": "#8a6fc0",
+    "6": "#c4524e", "7": "#2f7f93", "8": "#7d6b52", "other": "#a9b2bb",
 }  # fmt: skip
 TEXT_COLOURS = ("train", "held", "greedy")
 LETTER = 6.6  # pixels, a letter's mean width at 11 pixels
@@ -54,11 +55,11 @@ def _labels(panel: Panel, *, named: bool) -> list[str]:
 
 def _draw_line(axes: "Axes", line: Line, scale: float) -> float:
     colour, drawn = COLOURS[line.role], line.curve
-    if line.role in ("held", "greedy"):
+    if line.marked:
         steps, values = zip(*[point for point in line.points if math.isfinite(point[1])], strict=True)
         for step, (low, high) in line.intervals.items():
             axes.plot([step, step], [low, high], color=colour, linewidth=1.4 * scale, alpha=0.65, solid_capstyle="butt")
-        marker, size = ("o", 5.5) if line.role == "held" else ("D", 4.3)
+        marker, size = ("D", 4.3) if line.role == "greedy" else ("o", 5.5)
         axes.plot(steps, values, color=colour, linewidth=1.4 * scale, marker=marker, markersize=size * scale,
                   markeredgecolor=COLOURS["paper"], markeredgewidth=0.9 * scale, zorder=4)  # fmt: skip
         return drawn.end
@@ -121,6 +122,8 @@ def _ticks(axes: "Axes", panel: Panel) -> None:
         axes.yaxis.set_major_locator(MaxNLocator(4, min_n_ticks=3, steps=[1, 2, 2.5, 5, 10]))
         if panel.share:
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:g} %"))
+        elif max(map(abs, axes.get_ylim())) < 0.01:  # not a factor of 1e-5 over the axis
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_power(f"{value:.3g}")))
 
 
 def _label_ends(axes: "Axes", panel: Panel, ends: list[float], *, scale: float, named: bool) -> None:

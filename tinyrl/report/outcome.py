@@ -7,6 +7,7 @@ from statistics import fmean, median
 from tinyrl.runs.records import Run
 from tinyrl.text import one_line
 
+ROUNDING_ERROR = 1e-12
 MOST_PHASES = 5  # more colours cannot be told apart
 TITLES = {"grpo": "GRPO", "ppo": "PPO", "sft": "SFT", "reward": "Reward model", "dpo": "DPO"}
 
@@ -31,21 +32,33 @@ class Phase:
 
 
 def show(value: float, *, share: bool = False) -> str:
-    """A number for people: three digits, a real minus sign, a dash for NaN. `share`: as per cent, one decimal."""
+    """A number for people: three digits (two below 0.001), a real minus sign, 0 for what rounding errors leave, a dash
+    for NaN. `share`: as per cent, one decimal.
+    """
     if not math.isfinite(value):
         return "–"
     if share:
         return "< 0.1 %" if 0 < value < 0.0005 else f"{value * 100:.1f}".removesuffix(".0") + " %"
     size = abs(value)
-    if value == int(value) and size < 100_000:
+    if size < ROUNDING_ERROR:
+        text = "0"
+    elif value == int(value) and size < 100_000:
         text = f"{int(value):,}"
-    elif size < 0.001 or size >= 1e9:
-        text = f"{value:.1e}"
+    elif size < 0.0001 or size >= 1e9:
+        text = short_power(f"{value:.1e}")
+    elif size < 0.001:
+        text = f"{value:.5f}"
     elif size >= 99.95:
         text = f"{value:,.0f}"
     else:
         text = f"{value:.{3 if size < 0.9995 else 2 if size < 9.995 else 1}f}"
     return text.replace("-", "\u2212")
+
+
+def short_power(text: str) -> str:
+    """5.0e-05 as people write it: 5e-5."""
+    digits, _, power = text.partition("e")
+    return f"{digits.removesuffix('.0')}e{int(power)}" if power else text
 
 
 def show_seconds(seconds: float) -> str:

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tinyrl.report.curves import Curve, curve_of, picked
+from tinyrl.report.meanings import meaning_of
 from tinyrl.report.outcome import held_out_key, phase_seconds, reward_is_pass, show
 from tinyrl.runs.records import Points, Run
 from tinyrl.text import one_line
 
 COLUMNS = 3
+MOST_FUNCTIONS = 5
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,17 @@ class Line:
     role: str
     points: Points
     intervals: dict[int, tuple[float, float]] = field(default_factory=dict)
+    measured: bool = False
+
+    @property
+    def marked(self) -> bool:
+        """Whether points are drawn one by one: held-out ones are few and have intervals."""
+        return self.measured or self.role in ("held", "greedy")
 
     @cached_property
     def curve(self) -> Curve:
-        """What is drawn. Held-out points are few and have intervals: they are never smoothed."""
-        return curve_of(self.points, smooth=self.role not in ("held", "greedy"))
+        """What is drawn; marked points are never smoothed."""
+        return curve_of(self.points, smooth=not self.marked)
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,11 @@ class Panel:
     any_scale: bool = False  # a logarithmic axis is fine where values differ a hundredfold
     stacked: bool = False
     span: tuple[int, int] = (0, 1)  # first and last step, the same in every panel
+
+    @property
+    def meaning(self) -> str:
+        """One line: what the chart means and what is healthy; empty for a metric of unknown meaning."""
+        return meaning_of(self.key)
 
     def alt(self) -> str:
         """What the chart shows, in words, for people who cannot see it."""
@@ -81,7 +94,7 @@ def cells(count: int) -> list[Cell]:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class Kind:
     """A metric that tinyrl is known to write, in training, held out, or both."""
 
     title: str
@@ -96,30 +109,34 @@ class _Kind:
     skip_zero: bool = False  # a panel that is zero throughout says nothing
 
 
-_KINDS = (
-    _Kind("Reward", "higher is better", "reward/mean", "eval/reward_mean", greedy=True),
-    _Kind("KL from the reference", "nats per response", "objective/kl", "eval/kl", from_zero=True),
-    _Kind("Entropy", "nats per token", "policy/entropy", "eval/entropy", from_zero=True),
-    _Kind("Completion length", "tokens", "completion/mean_length", "eval/mean_length", from_zero=True),
-    _Kind("Cut at the length limit", "share of completions", "completion/truncated", "eval/truncated",
+KINDS = (
+    Kind("Reward", "higher is better", "reward/mean", "eval/reward_mean", greedy=True),
+    Kind("KL from the reference", "nats per response", "objective/kl", "eval/kl", from_zero=True),
+    Kind("Entropy", "nats per token", "policy/entropy", "eval/entropy", from_zero=True),
+    Kind("Completion length", "tokens", "completion/mean_length", "eval/mean_length", from_zero=True),
+    Kind("Cut at the length limit", "share of completions", "completion/truncated", "eval/truncated",
           share=True, from_zero=True, skip_zero=True),
-    _Kind("Turns", "the policy's in an episode", "environment/turns", "eval/environment/turns",
+    Kind("Turns", "the policy's in an episode", "environment/turns", "eval/environment/turns",
           from_zero=True, greedy=True),
-    _Kind("Invalid calls", "turns an episode", "environment/invalid_calls", "eval/environment/invalid_calls",
+    Kind("Invalid calls", "turns an episode", "environment/invalid_calls", "eval/environment/invalid_calls",
           from_zero=True, skip_zero=True),
-    _Kind("Tokens read", "the environment's, an episode", "environment/observation_tokens",
+    Kind("Tokens read", "the environment's, an episode", "environment/observation_tokens",
           "eval/environment/observation_tokens", from_zero=True),
-    _Kind("Out of turns", "share of episodes", "environment/out_of_turns", "eval/environment/out_of_turns",
+    Kind("Out of turns", "share of episodes", "environment/out_of_turns", "eval/environment/out_of_turns",
           share=True, from_zero=True, skip_zero=True),
-    _Kind("pass@1", "held-out, full marks", "", "eval/pass@1", share=True, from_zero=True, greedy=True),
-    _Kind("Likelihood loss", "ORPO's, nats per token", "preference/nll", from_zero=True),
-    _Kind("KL estimate", "KTO's, nats an answer", "preference/kl", from_zero=True, skip_zero=True),
-    _Kind("Value loss", "lower is better", "value/loss", from_zero=True, any_scale=True),
-    _Kind("Explained variance", "1 is best", "value/explained_variance", floor=-1),
-    _Kind("Groups without spread", "they teach nothing", "reward/zero_spread_groups",
+    Kind("pass@1", "held-out, full marks", "", "eval/pass@1", share=True, from_zero=True, greedy=True),
+    Kind("Likelihood loss", "ORPO's, nats per token", "preference/nll", from_zero=True),
+    Kind("KL estimate", "KTO's, nats an answer", "preference/kl", from_zero=True, skip_zero=True),
+    Kind("Value loss", "lower is better", "value/loss", from_zero=True, any_scale=True),
+    Kind("Explained variance", "1 is best", "value/explained_variance", floor=-1),
+    Kind("Spread of rewards", "standard deviation", "reward/std", "eval/reward_std", from_zero=True),
+    Kind("Groups without spread", "they teach nothing", "reward/zero_spread_groups",
           share=True, from_zero=True, skip_zero=True),
-    _Kind("Rewards dropped", "completions without a valid one", "reward/dropped", from_zero=True, skip_zero=True),
-    _Kind("Gradient norm", "policy, before clipping", "optim/grad_norm", from_zero=True, any_scale=True),
+    Kind("Rewards dropped", "completions without a valid one", "reward/dropped", from_zero=True, skip_zero=True),
+    Kind("Clip fraction", "share of tokens", "policy/clipfrac", share=True, from_zero=True, skip_zero=True),
+    Kind("Gradient norm", "policy, before clipping", "optim/grad_norm", from_zero=True, any_scale=True),
+    Kind("Critic's gradient norm", "before clipping", "value/grad_norm", from_zero=True, any_scale=True),
+    Kind("Learning rate", "policy", "optim/learning_rate", from_zero=True),
 )  # fmt: skip
 _BOTH_SIDES = {"rewards/chosen", "rewards/rejected"}  # in a panel of their own
 _REWARD_NAMES = {"reward/mean", "reward/std", "reward/zero_spread_groups", "reward/dropped"}
@@ -127,13 +144,10 @@ _REWARD_NAMES = {"reward/mean", "reward/std", "reward/zero_spread_groups", "rewa
 
 def panels_of(run: Run) -> list[Panel]:
     """The panels of a run; the first is its headline, the last the time by phase."""
-    panels = [panel for kind in _KINDS if (panel := _panel(run, kind))]
+    panels = [panel for kind in KINDS if (panel := _panel(run, kind))]
     panels = [panel for panel in panels if not (panel.title == "pass@1" and reward_is_pass(run))]
     panels += _reward_functions(run)
-    known = {name for kind in _KINDS for name in (kind.train, kind.held)}
-    others = [key for key in run.metric_names() if key.startswith(("loss", "rewards/", "preference/"))]
-    others = [key for key in others if key not in known and key not in _BOTH_SIDES]
-    extra = [panel for key in others if (panel := _panel(run, _other_kind(run, key)))] + _sides(run)
+    extra = [panel for kind in other_kinds(run) if (panel := _panel(run, kind))] + _sides(run)
     if run.finite("reward/mean") or run.finite("eval/reward_mean"):
         panels += extra
     else:  # sft, reward, dpo: their loss and accuracy are the headline
@@ -142,13 +156,20 @@ def panels_of(run: Run) -> list[Panel]:
     return [replace(panel, span=span) for panel in panels + _time(run)]
 
 
-def _other_kind(run: Run, key: str) -> _Kind:
+def other_kinds(run: Run) -> list[Kind]:
+    """Losses and other figures of the methods that learn from examples, under whatever names the run has them."""
+    known = {name for kind in KINDS for name in (kind.train, kind.held)} | _BOTH_SIDES
+    keys = [key for key in run.metric_names() if key.startswith(("loss", "rewards/", "preference/"))]
+    return [_other_kind(run, key) for key in keys if key not in known]
+
+
+def _other_kind(run: Run, key: str) -> Kind:
     group, _, name = key.partition("/")
     title = one_line(name or key, 24).replace("_", " ").capitalize()
     title = title if group in ("rewards", "preference") or not name else f"Loss: {title.lower()}"
     is_loss = group == "loss" or key == "preference/loss"
     better = "higher is better" if key == "rewards/accuracy" else "lower is better" if is_loss else ""
-    return _Kind(title, better, key, held_out_key(run, key), share=key == "rewards/accuracy", any_scale=is_loss)
+    return Kind(title, better, key, held_out_key(run, key), share=key == "rewards/accuracy", any_scale=is_loss)
 
 
 def _sides(run: Run) -> list[Panel]:
@@ -165,13 +186,13 @@ def _sides(run: Run) -> list[Panel]:
     return panels
 
 
-def _panel(run: Run, kind: _Kind) -> Panel | None:
+def _panel(run: Run, kind: Kind) -> Panel | None:
     train, held = run.points(kind.train), picked(run.points(kind.held))
     greedy = picked(run.points(kind.held.replace("eval/", "eval/greedy/", 1))) if kind.greedy else []
     lines = [
         Line("training", "train", train),
-        Line("held-out", "held", held, _intervals(run, kind.held, held)),
-        Line("greedy", "greedy", greedy, _intervals(run, kind.held.replace("eval/", "eval/greedy/", 1), greedy)),
+        Line("held-out", "held", held, intervals_of(run, kind.held, held)),
+        Line("greedy", "greedy", greedy, intervals_of(run, kind.held.replace("eval/", "eval/greedy/", 1), greedy)),
     ]
     lines = [line for line in lines if line.points]
     values = [value for line in lines for _, value in line.points if math.isfinite(value)]
@@ -184,7 +205,8 @@ def _panel(run: Run, kind: _Kind) -> Panel | None:
     return Panel(kind.train or kind.held, kind.title, unit, lines, share, kind.from_zero, kind.floor, kind.any_scale)
 
 
-def _intervals(run: Run, held: str, points: Points) -> dict[int, tuple[float, float]]:
+def intervals_of(run: Run, held: str, points: Points) -> dict[int, tuple[float, float]]:
+    """The intervals of a held-out mean reward, by step; none of other metrics."""
     if not held.endswith("reward_mean"):
         return {}
     key = held.removesuffix("reward_mean") + "reward_ci"
@@ -192,13 +214,27 @@ def _intervals(run: Run, held: str, points: Points) -> dict[int, tuple[float, fl
 
 
 def _reward_functions(run: Run) -> list[Panel]:
-    keys = [key for key in run.metric_names() if key.startswith("reward/") and key not in _REWARD_NAMES]
-    if len(keys) < 2:
-        return []
-    lines = [
-        Line(one_line(key.removeprefix("reward/"), 16), str(i + 1), run.points(key)) for i, key in enumerate(keys[:5])
+    """Each reward function in training and held out, in the same colours; held out beside the task's verifier, where
+    the reward is something else.
+    """
+    train = {key.removeprefix("reward/"): key for key in run.metric_names() if key.startswith("reward/")}
+    train = {name: key for name, key in train.items() if key not in _REWARD_NAMES}
+    held = {key.removeprefix("eval/reward/"): key for key in run.metric_names() if key.startswith("eval/reward/")}
+    names = sorted(train.keys() | held.keys())[:MOST_FUNCTIONS]
+    roles = {name: str(i + 1) for i, name in enumerate(names)}
+    of = f", the first {MOST_FUNCTIONS}" if len(train.keys() | held.keys()) > MOST_FUNCTIONS else ""
+    lines = {name: Line(one_line(name, 16), roles[name], run.points(train[name])) for name in names if name in train}
+    measured = [
+        Line(one_line(name, 16), roles[name], picked(run.points(held[name])), measured=True)
+        for name in names
+        if name in held
     ]
-    return [Panel("reward/functions", "Reward by function", "training, before weights", lines)]
+    if run.points("eval/verifier_mean") != run.points("eval/reward_mean") and measured:
+        measured.append(Line("verifier", "other", picked(run.points("eval/verifier_mean")), measured=True))
+    measured = [line for line in measured if line.points]
+    panels = [Panel("eval/functions", "Held-out reward by function", f"before weights{of}", measured)]
+    panels.append(Panel("reward/functions", "Reward by function", f"training, before weights{of}", [*lines.values()]))
+    return [panel for panel in panels if len(panel.lines) > 1]
 
 
 def _time(run: Run) -> list[Panel]:

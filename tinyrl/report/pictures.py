@@ -14,9 +14,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from tinyrl.report.drawing import COLOURS, draw, label_width
-from tinyrl.report.outcome import outcome, subtitle
+from tinyrl.report.hover import hover_svg
 from tinyrl.report.panels import COLUMNS, Panel, cells
-from tinyrl.runs.records import Run
 from tinyrl.text import one_line
 
 if TYPE_CHECKING:
@@ -69,11 +68,14 @@ def _svg(panel: Panel, prefix: str, size: tuple[int, int], *, named: bool) -> st
         axes = figure.add_axes((40 / width, 26 / height, 1 - (40 + right) / width, 1 - 36 / height))
         draw(axes, panel, scale=1.0, named=named)
         figure.savefig(buffer, format="svg", transparent=True)
-    return _inline(buffer.getvalue(), prefix, panel.alt())
+        hover = hover_svg(panel, x=40, y=10, width=width - 40 - right, height=height - 36, span=axes.get_xlim())
+    return _inline(buffer.getvalue(), prefix, panel.alt(), hover)
 
 
-def _inline(svg: str, prefix: str, alt: str) -> str:
-    """matplotlib's SVG made ready for inlining: no prologue, unique ids, the page's colours and font, a title."""
+def _inline(svg: str, prefix: str, alt: str, hover: str) -> str:
+    """matplotlib's SVG made ready for inlining: no prologue, unique ids, the page's colours and font, a title, and
+    values on hovering.
+    """
     svg = re.sub(
         r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL
     )
@@ -86,6 +88,7 @@ def _inline(svg: str, prefix: str, alt: str) -> str:
         body = body.replace(colour, f"var(--{'p' + name if name.isdigit() else name})")
     body = re.sub(r"\n\s*", "\n", body)
     title = f'<title id="{prefix}t">{escape(alt)}</title>'
+    body = body.replace("</svg>", hover + "</svg>")
     return f'<svg viewBox="{view_box[1]}" role="img" aria-labelledby="{prefix}t">{title}{body}'
 
 
@@ -95,11 +98,11 @@ def _own_size(font: re.Match[str]) -> str:
     return f"font-size: {size[0]}" if size else "font-style: normal"
 
 
-def picture_png(run: Run, panels: list[Panel]) -> bytes:
-    """All panels in one picture, 1,200 pixels wide, with the run's name and outcome above them."""
+def picture_png(panels: list[Panel], *, title: str, about: str, outcome: str) -> bytes:
+    """All panels in one picture, 1,200 pixels wide, with a title, what it is about and the outcome above them."""
     from matplotlib.figure import Figure
 
-    lines = textwrap.wrap(outcome(run), 126)
+    lines = [line for paragraph in outcome.splitlines() for line in textwrap.wrap(paragraph, 126)]
     margin, row_height, gap = 28, 200, 62
     column = (PIXELS - margin - 12) / COLUMNS
     top = 66 + 22 * len(lines)
@@ -107,9 +110,9 @@ def picture_png(run: Run, panels: list[Panel]) -> bytes:
     pixels = top + max((cell.row + cell.height for cell in grid), default=0) * (row_height + gap) - 14
     with _settings(7.4):
         figure = Figure(figsize=(PIXELS / DPI, pixels / DPI), dpi=DPI)
-        name = one_line(run.name, 48)
+        name = one_line(title, 48)
         figure.text(margin / PIXELS, 1 - 28 / pixels, name, size=11, weight="bold", va="center")
-        about = one_line(subtitle(run), int((PIXELS - 2 * margin - 40 - 13.5 * len(name)) / 8))
+        about = one_line(about, int((PIXELS - 2 * margin - 40 - 13.5 * len(name)) / 8))
         figure.text(1 - margin / PIXELS, 1 - 28 / pixels, about, va="center", ha="right", color=COLOURS["muted"])
         for i, line in enumerate(lines):
             figure.text(margin / PIXELS, 1 - (58 + 22 * i) / pixels, line, size=8.4, va="center")

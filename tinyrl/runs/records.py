@@ -1,54 +1,35 @@
 """A lenient reader of a run's records: the run may still be going on, may have been killed, or may lack files.
 
-A last line without its line break is being written, so it is left out when it does not parse; any other line that does
-not parse is counted and reported. Numbers that are null, NaN or infinite become NaN: a gap in a chart, never a zero.
+Lines that cannot be read are counted and reported (lines.py). Numbers that are null, NaN or infinite become NaN: a gap
+in a chart, never a zero.
 """
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinyrl.text import Excerpt, did_you_mean, excerpt, hidden, one_line
+from tinyrl.runs.held_out import HeldOut, read_held_out
+from tinyrl.runs.lines import json_lines, messages_of, number
+from tinyrl.text import did_you_mean, hidden, one_line
+
+__all__ = ["Points", "Run", "json_lines", "messages_of", "number", "read_run", "read_steps", "reliability_of"]
 
 Points = list[tuple[int, float]]  # (step, value), by step
 
-PROMPT_CHARACTERS = 500
-CHARACTERS = {"policy": 900, "environment": 500}
-MOST_MESSAGES = 16  # of an episode, an even number
-SPEAKERS = {"assistant": "policy"}  # all else that an episode holds was read
-LARGEST = 1e100
 MOST_CONFIG_BYTES = 2_000_000
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One held-out completion, with its texts already cut to what the page shows.
-
-    messages: who said what, "policy" or "environment", by turns; `omitted` of them are left out in the middle.
-    """
-
-    prompt: Excerpt
-    messages: tuple[tuple[str, Excerpt], ...]
-    omitted: int
-    reward: float
-    finish_reason: str
-    sample: int
-
-
-@dataclass(frozen=True)
 class Run:
-    """A run directory as data. `steps`: step to metrics; `before` and `after`: prompt_index to held-out sample."""
+    """A run directory as data. `steps`: step to metrics."""
 
     path: Path
     steps: dict[int, dict[str, Any]]
     config: dict[str, Any] = field(default_factory=dict)
     env: dict[str, Any] = field(default_factory=dict)
-    before: dict[int, Sample] = field(default_factory=dict)
-    after: dict[int, Sample] = field(default_factory=dict)
-    sample_steps: tuple[int, int] | None = None
+    held_out: HeldOut = field(default_factory=HeldOut)
     checkpoints: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -91,17 +72,6 @@ class Run:
         return value
 
 
-def number(value: Any) -> float:
-    """A JSON value as a float; NaN for what is not a finite number, or so large that an axis cannot hold it."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return math.nan
-    try:
-        result = float(value)
-    except OverflowError:  # an integer of more than 308 digits
-        return math.nan
-    return result if abs(result) < LARGEST else math.nan
-
-
 def reliability_of(line: dict[str, Any]) -> list[tuple[float, float, int]]:
     """A reward model's (mean prediction, mean of what turned out, rows) by tenths of held-out rows, as one line of
     metrics.jsonl has them; empty where it has none, or something else.
@@ -121,10 +91,10 @@ def read_run(run_dir: Path) -> Run:
     steps = read_steps(metrics, notes)
     if not steps:
         raise ValueError(f"{metrics} holds no complete line yet. A report needs at least one step; try again after it.")
-    before, after, sample_steps = _read_samples(run_dir / "samples.jsonl", notes)
+    held_out = read_held_out(run_dir / "samples.jsonl", notes)
     folders = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*") if path.is_dir())
     config, env = _read_config(run_dir / "config.yaml", notes), _read_env(run_dir / "env.json", notes)
-    return Run(run_dir, steps, config, env, before, after, sample_steps, tuple(folders), (*notes, *_gaps(steps)))
+    return Run(run_dir, steps, config, env, held_out, tuple(folders), (*notes, *_gaps(steps)))
 
 
 def _not_a_run(run_dir: Path) -> str:
@@ -140,82 +110,12 @@ def _not_a_run(run_dir: Path) -> str:
     return f"There is no run at {run_dir}.{hint}"
 
 
-def json_lines(path: Path, notes: list[str], *, containing: bytes = b"") -> Iterator[dict[str, Any]]:
-    """The lines of a record that hold a step. Others are left out and, but for a cut-off last one, noted at the end."""
-    broken = 0
-    with path.open("rb") as file:
-        for line in file:
-            if containing not in line or not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8", "replace"))
-            except (ValueError, RecursionError):
-                broken += line.endswith(b"\n")
-                continue
-            step = row.get("step") if isinstance(row, dict) else None
-            if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53:
-                yield row
-            else:
-                broken += 1
-    if broken:
-        notes.append(f"{path.name}: {broken} line{'s' * (broken > 1)} could not be read and are left out.")
-
-
 def read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
     """The lines of metrics.jsonl by step. Unreadable ones are left out, and noted unless it is a cut-off last line."""
     steps: dict[int, dict[str, Any]] = {}
     for row in json_lines(path, notes):
         steps.setdefault(row["step"], {}).update(row)
     return dict(sorted(steps.items()))
-
-
-def _read_samples(path: Path, notes: list[str]) -> tuple[dict[int, Sample], dict[int, Sample], tuple[int, int] | None]:
-    """The held-out samples of the first and of the last step that has any, one for each prompt."""
-    by_step: dict[int, dict[int, Sample]] = {}
-    rows = json_lines(path, notes, containing=b'"eval"') if path.is_file() else iter(())
-    for row in rows:
-        step, index = row["step"], row.get("prompt_index")
-        if row.get("kind") != "eval" or not isinstance(index, int):
-            continue
-        if step not in by_step and len(by_step) == 2:  # only the first and the last are shown: keep no more
-            first, last = min(by_step), max(by_step)
-            if first < step < last:
-                continue
-            del by_step[last if step > last else first]
-        sample = _sample(row)
-        kept = by_step.setdefault(step, {}).get(index)
-        if kept is None or sample.sample < kept.sample:
-            by_step[step][index] = sample
-    if not by_step:
-        return {}, {}, None
-    first, last = min(by_step), max(by_step)
-    return by_step[first], by_step[last], (first, last)
-
-
-def _sample(row: dict[str, Any]) -> Sample:
-    sample, said = row.get("sample"), messages_of(row)
-    omitted = max(0, len(said) - MOST_MESSAGES)
-    if omitted:
-        said = [*said[: MOST_MESSAGES // 2], *said[-MOST_MESSAGES // 2 :]]
-    return Sample(
-        prompt=excerpt(str(row.get("prompt", "")), PROMPT_CHARACTERS),
-        messages=tuple((who, excerpt(text, CHARACTERS[who])) for who, text in said),
-        omitted=omitted,
-        reward=number(row.get("reward")),
-        finish_reason=str(row.get("finish_reason", "")),
-        sample=sample if isinstance(sample, int) else 0,
-    )
-
-
-def messages_of(row: dict[str, Any]) -> list[tuple[str, str]]:
-    """What a line of samples.jsonl holds after the prompt, by turns: who said it, and the text. Without an environment
-    that is the completion.
-    """
-    episode = row.get("episode")
-    if not isinstance(episode, list):
-        return [("policy", str(row.get("completion", "")))]
-    found = [message for message in episode if isinstance(message, dict)]
-    return [(SPEAKERS.get(str(m.get("role")), "environment"), str(m.get("content", ""))) for m in found]
 
 
 def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
