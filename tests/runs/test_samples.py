@@ -1,7 +1,9 @@
 """`tinyrl samples`: which lines of samples.jsonl are shown, and how: by role, nothing hidden, what was read in grey."""
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +11,15 @@ from typer.testing import CliRunner, Result
 
 from tests.report.runs import sample, write_run
 from tinyrl.cli.commands import app
-from tinyrl.runs.samples import read_samples, render
+from tinyrl.cli.looking import samples
+from tinyrl.runs.samples import (
+    most_changed_samples,
+    read_samples,
+    render,
+    samples_over_time,
+    unsolved_samples,
+    worst_samples,
+)
 
 EPISODE = [
     {"role": "assistant", "content": "search Ada ;"},
@@ -18,8 +28,8 @@ EPISODE = [
 ]
 
 
-def run(folder: Path, samples: list[dict[str, Any]], *, tail: str = "") -> Path:
-    made = write_run(folder / "run", [{"step": 0}], samples=samples)
+def run(folder: Path, samples: list[dict[str, Any]], *, tail: str = "", config: dict[str, Any] | None = None) -> Path:
+    made = write_run(folder / "run", [{"step": 0}], samples=samples, config=config)
     with (made / "samples.jsonl").open("a", encoding="utf-8") as file:
         file.write(tail)
     return made
@@ -117,3 +127,116 @@ def test_a_run_without_samples_and_what_is_no_run_are_refused(tmp_path: Path) ->
 def test_the_lines_of_a_real_record_are_whole_texts(tmp_path: Path) -> None:
     made = run(tmp_path, [sample(0, 0, "P", "x" * 5000, 1.0)])
     assert json.loads((made / "samples.jsonl").read_text())["completion"] in shown(str(made)).stdout
+
+
+# Which are shown
+
+
+def rewards_of(rows: list[dict[str, Any]]) -> list[tuple[int, Any]]:
+    return [(row["prompt_index"], row["reward"]) for row in rows]
+
+
+ASKED: dict[str, Any] = {"kind": None, "step": None, "num": 9}
+
+
+def test_the_worst_come_first_and_what_has_no_reward_last(tmp_path: Path) -> None:
+    rewards = [0.5, None, -1.0, 0.5, 0.25]
+    lines = [sample(3, i, "P", "c", reward) for i, reward in enumerate(rewards)]
+    path = run(tmp_path, [*lines, sample(1, 9, "P", "c", -9.0)]) / "samples.jsonl"
+    expected = [(2, -1.0), (4, 0.25), (0, 0.5), (3, 0.5), (1, None)]
+    assert rewards_of(worst_samples(path, **ASKED, notes=[])) == expected
+    assert rewards_of(worst_samples(path, **{**ASKED, "num": 2}, notes=[])) == expected[:2]
+    assert rewards_of(worst_samples(path, **{**ASKED, "step": 1}, notes=[])) == [(9, -9.0)]
+
+
+def test_a_prompt_is_unsolved_when_none_of_its_samples_is_right(tmp_path: Path) -> None:
+    lines = [sample(3, i, "P", "c", reward) for i, reward in ((0, 0.0), (1, 1.0), (0, 0.5), (1, 0.0), (2, None))]
+    path = run(tmp_path, [*lines, sample(3, 1, "P", "c", 0.1, kind="train")]) / "samples.jsonl"
+    found = unsolved_samples(path, **ASKED, notes=[], solved_reward=1.0)
+    assert rewards_of(found) == [(0, 0.0), (0, 0.5), (2, None), (1, 0.1)]
+    assert rewards_of(unsolved_samples(path, **{**ASKED, "kind": "eval"}, notes=[], solved_reward=0.5)) == [(2, None)]
+
+
+def test_the_most_changed_stand_beside_what_they_were(tmp_path: Path) -> None:
+    """Prompt 1 changes its reward by 1, 0 by 0.5, 3 and 2 their texts only, 3 from the start and 2 at the end."""
+    texts = {0: ("a", "b", 0.5), 1: ("a", "b", 1.0), 2: ("abcd", "abce", 0.0), 3: ("abcd", "xbcd", 0.0)}
+    lines = [sample(0, i, "P", before, 0.0) for i, (before, _, _) in texts.items()]
+    lines += [sample(2, i, "P", "between", 9.0) for i in texts]
+    lines += [sample(4, i, "P", after, reward) for i, (_, after, reward) in texts.items()]
+    path = run(tmp_path, [*lines, sample(4, 7, "P", "new", 9.0)]) / "samples.jsonl"
+    found = most_changed_samples(path, **ASKED, notes=[])
+    assert [(row["step"], row["prompt_index"]) for row in found] == [(s, i) for i in (1, 0, 3, 2) for s in (0, 4)]
+    assert found[:2] == most_changed_samples(path, **{**ASKED, "num": 1}, notes=[])
+    earlier = most_changed_samples(path, **{**ASKED, "num": 1, "step": 2}, notes=[])
+    assert [row["step"] for row in earlier] == [0, 2]
+    greedy = [sample(step, 5, "P", "c", 0.0, kind="eval-greedy") for step in (0, 4)]
+    other = run(tmp_path / "greedy", [*lines, *greedy]) / "samples.jsonl"
+    assert {row["kind"] for row in most_changed_samples(other, **ASKED, notes=[])} == {"eval-greedy"}
+
+
+def test_what_never_came_twice_has_not_changed(tmp_path: Path) -> None:
+    path = run(tmp_path, [sample(0, 1, "P", "c", 0.0), sample(4, 2, "P", "c", 0.0)]) / "samples.jsonl"
+    with pytest.raises(ValueError, match=r"no two steps have a sample of the same prompt \(eval-greedy or eval\)"):
+        most_changed_samples(path, **ASKED, notes=[])
+
+
+def test_one_prompt_is_followed_over_the_steps(tmp_path: Path) -> None:
+    lines = [sample(step, i, "P", "c", 0.0, sample=n) for step in (0, 2, 4, 6, 8) for i in (1, 2) for n in (0, 1)]
+    lines += [sample(3, 2, "P", "c", 0.0, kind="train"), sample(5, 6, "P", "c", 0.0, kind="train")]
+    path = run(tmp_path, lines) / "samples.jsonl"
+
+    def steps(prompt: int, num: int, kind: Any = None) -> list[tuple[int, str, int]]:
+        found = samples_over_time(path, kind=kind, prompt=prompt, num=num, notes=[])
+        return [(row["step"], row["kind"], row["sample"]) for row in found]
+
+    assert steps(2, 9) == [(step, "eval", 0) for step in (0, 2, 4, 6, 8)]
+    assert steps(2, 3) == [(step, "eval", 0) for step in (0, 4, 8)]
+    assert steps(2, 1) == [(8, "eval", 0)]
+    assert steps(2, 4, kind="train") == [(3, "train", 0)]
+    assert steps(6, 4) == [(5, "train", 0)]
+    with pytest.raises(ValueError, match="no samples of kind eval of prompt 6"):
+        steps(6, 4, kind="eval")
+
+
+def test_options_of_the_command(tmp_path: Path) -> None:
+    lines = [sample(step, i, f"prompt {i}", f"text {step}", (step + i) / 10) for step in (0, 4) for i in (0, 1)]
+    made = str(run(tmp_path, lines, config={"method": "grpo", "task": {"name": "sort", "solved_reward": 0.45}}))
+    assert shown(made, "--worst", "--num", "1").stdout.startswith("step 4 | eval | prompt 0, sample 0 | reward 0.4 |")
+    assert shown(made, "--unsolved").stdout.count("step 4 | eval | prompt 0") == 1
+    assert "prompt 1" not in shown(made, "--unsolved").stdout
+    assert shown(made, "--most-changed").stdout.count("\nprompt\n") == 4
+    assert [line.split(" |")[0] for line in shown(made, "--prompt", "1").stdout.splitlines() if " | " in line] == [
+        "step 0",
+        "step 4",
+    ]
+    assert shown(made, "--prompt", "1", "--step", "0").stdout.count(" | eval | ") == 1
+    refused = shown(made, "--worst", "--prompt", "1")
+    assert refused.exit_code == 2
+    assert "--worst and --prompt: one of them at a time" in refused.stderr
+
+
+def test_a_step_without_unsolved_prompts_says_so(tmp_path: Path) -> None:
+    made = run(tmp_path, [sample(0, 0, "P", "c", 1.0)], config={"method": "grpo", "task": {"name": "sort"}})
+    assert shown(str(made), "--unsolved").stdout == "every prompt of that step has a sample that is right\n"
+
+
+def test_a_megabyte_of_text_is_cut_in_the_middle(tmp_path: Path) -> None:
+    made = run(tmp_path, [sample(0, 0, "P", "start" + "x" * 1_000_000 + "end", 1.0)])
+    done = shown(str(made)).stdout
+    assert len(done) < 25_000
+    assert "\n  start" in done
+    assert done.endswith("end\n")
+    assert "\n  [980,0" in done
+    assert shown(str(run(tmp_path / "lines", [sample(0, 0, "P", "y\n" * 500_000, 1.0)]))).stdout.count("\n") < 1010
+
+
+def test_what_does_not_fit_the_terminal_goes_to_the_pager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paged: list[str] = []
+    monkeypatch.setattr("click.echo_via_pager", paged.append)
+    monkeypatch.setattr("tinyrl.cli.looking.shutil.get_terminal_size", lambda: os.terminal_size((80, 24)))
+    monkeypatch.setattr("tinyrl.cli.looking.sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True)))
+    monkeypatch.setattr("tinyrl.cli.looking.print", lambda text: paged.append("printed"), raising=False)
+    samples(str(run(tmp_path, [sample(0, 0, "P", "short", 1.0)])))
+    samples(str(run(tmp_path / "wide", [sample(0, 0, "P", "z" * 1900, 1.0)])))
+    assert paged[0] == "printed"
+    assert paged[1].endswith("z" * 1900)

@@ -55,9 +55,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def assert_same(one: running.RunDir, other: running.RunDir, step: int) -> None:
     assert running.lasting(one) == running.lasting(other)
     assert one.samples.read_bytes() == other.samples.read_bytes()
-    ours, theirs = running.weights(one, step), running.weights(other, step)
-    assert ours.keys() == theirs.keys()
-    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    for ours, theirs in ((one.tokens, other.tokens), (one.prompts, other.prompts)):
+        assert ours.exists() == theirs.exists()
+        assert not ours.exists() or ours.read_bytes() == theirs.read_bytes()
+    mine, its = running.weights(one, step), running.weights(other, step)
+    assert mine.keys() == its.keys()
+    different = [name for name in mine if not torch.equal(mine[name], its[name])]
     assert not different
 
 

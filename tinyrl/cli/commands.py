@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import shutil
-import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 import tinyrl
-from tinyrl.cli import judging, trials
+from tinyrl.cli import judging, looking, trials
 from tinyrl.cli.errors import sentences
 from tinyrl.cli.options import Debug, Device, TrustRemoteCode, complete_setting
 from tinyrl.cli.train import How, resume_run, show_run, start_run
@@ -144,30 +142,8 @@ def checkpoints(
         print(json.dumps([vars(one) for one in listed]) if json_output else render(opened, listed))
 
 
-@app.command()
-def samples(
-    run: Annotated[str, typer.Argument(metavar="RUN")],
-    step: Annotated[int | None, typer.Option(min=0, help="of which step; default the last that has any")] = None,
-    num: Annotated[int, typer.Option(min=1, help="how many")] = 4,
-    kind: Annotated[
-        Literal["train", "eval", "eval-greedy"] | None,
-        typer.Option(help="of training, or held out, sampled or greedy; default whatever comes first"),
-    ] = None,
-    debug: Debug = False,
-) -> None:
-    """Print samples of a run: prompt, what was written and what was read between turns, reward, why it ended."""
-    notes: list[str] = []
-    with sentences(debug):
-        from tinyrl.runs.run_dir import open_run
-        from tinyrl.runs.samples import read_samples, render
-
-        rows = read_samples(open_run(run).samples, kind=kind, step=step, num=num, notes=notes)
-    in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    print(render(rows, grey=lambda text: typer.style(text, dim=True) if in_colour else text))
-    for note in notes:
-        print(f"tinyrl: {note}", file=sys.stderr)
-
-
+app.command()(looking.samples)
+app.command()(looking.prompts)
 app.add_typer(trials.rewards, name="reward")
 app.add_typer(trials.environments, name="env")
 

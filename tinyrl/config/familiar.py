@@ -47,6 +47,7 @@ FAMILIAR = {
     "critic.optim.lr": "optim.critic_learning_rate", "grad_clip": "optim.max_grad_norm", "max_steps": "run.num_steps",
     "total_training_steps": "run.num_steps", "total_episodes": "run.num_steps", "num_train_epochs": "run.num_steps",
     "total_epochs": "run.num_steps", "save_steps": "run.save_every", "save_freq": "run.save_every",
+    "num_completions_to_print": "run.keep_samples",
     "eval_steps": "run.eval_every", "test_freq": "run.eval_every", "save_total_limit": "run.keep_checkpoints",
     "report_to": "run.trackers", "trainer.logger": "run.trackers",
     "per_device_train_batch_size": "run.micro_batch_tokens", "gradient_accumulation_steps": "run.micro_batch_tokens",

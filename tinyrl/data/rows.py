@@ -61,6 +61,11 @@ def fingerprint(rows: list[Row]) -> str:
     return digest.hexdigest()
 
 
+def row_key(row: Row) -> str:
+    """A short name of a row, the same wherever it stands in the data."""
+    return fingerprint([row])[:16]
+
+
 def prompt_key(prompt: Any) -> str:
     """The same for the same prompt (text or messages), whatever else its row holds."""
     return fingerprint([{"prompt": prompt}])

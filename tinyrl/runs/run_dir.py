@@ -1,6 +1,7 @@
-"""The run directory: config.yaml, env.json, metrics.jsonl, samples.jsonl, failed_rewards.jsonl, checkpoints/.
+"""The run directory: config.yaml, env.json, checkpoints/, and records, a line a step or a completion.
 
-metrics.jsonl is the record of a run.
+metrics.jsonl is the record of a run; samples.jsonl has texts, tokens.jsonl some of them token by token, prompts.jsonl
+which training prompts were tried and solved, failed_rewards.jsonl completions without a reward.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,9 @@ class RunDir:
         self.lock = RunLock(path)
         self.checkpoints = path / "checkpoints"
         self.metrics, self.samples = path / "metrics.jsonl", path / "samples.jsonl"
+        self.tokens, self.prompts = path / "tokens.jsonl", path / "prompts.jsonl"
         self.failed_rewards = path / "failed_rewards.jsonl"
-        self._records = (self.metrics, self.samples, self.failed_rewards)
+        self._records = (self.metrics, self.samples, self.tokens, self.prompts, self.failed_rewards)
         self.warn = warn or (lambda text: print(text, file=sys.stderr))
         self._unwritten: dict[Path, str] = {}
 
@@ -69,6 +71,22 @@ class RunDir:
         """Add lines to samples.jsonl."""
         self._append(self.samples, samples)
 
+    def append_tokens(self, lines: Iterable[dict[str, Any]], *, most_bytes: float) -> None:
+        """Add lines to tokens.jsonl, up to the first that would make it larger than `most_bytes`."""
+        size = _length(self.tokens) + len(self._unwritten.get(self.tokens, ""))
+        fitting = []
+        for line in lines:
+            size += len(_as_line(line))
+            if size > most_bytes:
+                break
+            fitting.append(line)
+        if fitting:
+            self._append(self.tokens, fitting)
+
+    def append_prompts(self, step: int, prompts: list[list[Any]]) -> None:
+        """Add the line of a step to prompts.jsonl: of each prompt its index, its key, how often tried and solved."""
+        self._append(self.prompts, [{"step": step, "prompts": prompts}])
+
     def append_failed_rewards(self, rows: list[dict[str, Any]]) -> None:
         """Add lines to failed_rewards.jsonl: the completions without a reward, and why."""
         self._append(self.failed_rewards, rows)
@@ -93,7 +111,7 @@ class RunDir:
                 os.truncate(file, _whole_lines(file, min(lengths.get(file.name, 0), _length(file))))
 
     def _append(self, file: Path, rows: list[dict[str, Any]]) -> None:
-        text = "".join(json.dumps(row, ensure_ascii=True) + "\n" for row in hidden(finite(rows)))
+        text = "".join(_as_line(row) for row in hidden(rows))
         told = bool(self._unwritten)
         text = self._unwritten.pop(file, "") + text
         length = _length(file)
@@ -223,6 +241,10 @@ def finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _as_line(row: dict[str, Any]) -> str:
+    return json.dumps(finite(row), ensure_ascii=True) + "\n"
 
 
 def _length(file: Path) -> int:

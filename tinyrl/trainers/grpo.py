@@ -57,7 +57,7 @@ def train(session: Session, parts: SamplingParts) -> None:
                     several_steps=several_steps,
                     scored=kl_in_score(config),
                 )
-            session.start_update(rollout, **rewards, **collector.metrics(rollout), **collector.solved.keep(step))
+            session.start_update(rollout, **rewards, **collector.metrics(rollout), **collector.end_sampling(step))
         # 3. How much better a response is than its group.
         rollout.advantages = advantages_of(rollout, config, weights=parts.scorer.weights)
         flat = not rollout.advantages.any()

@@ -8,24 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyrl.algorithms.masking import masked_mean
 from tinyrl.components import SamplingParts
 from tinyrl.config.method_sections import GrpoConfig, PpoConfig
 from tinyrl.data.rows import batch_indices, keyed_order
-from tinyrl.environments.episode import policy_text
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.rewards.guard import FailureGuard, describe_failure
-from tinyrl.rollout import FINISH_REASONS, Rollout
+from tinyrl.rollout import Rollout
+from tinyrl.runs.signals import stop_held
 from tinyrl.sampling import forward_pass, sample_and_score, settle_truncated
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.trainers.entropy_control import entropy_coef
 from tinyrl.trainers.policy_loss import LossSettings
 from tinyrl.trainers.solved_prompts import SolvedPrompts
+from tinyrl.trainers.step_records import Tried, allowed_bytes, sample_lines, shown_rows, token_lines, written
 from tinyrl.training.session import Session
 
 EXACT_TO = 1e-5  # sampling log-probabilities this close to a training pass's are used as old_logprobs
-KEPT_SAMPLES = 16  # lines a step in samples.jsonl
 
 
 class RolloutCollector:
@@ -35,6 +34,8 @@ class RolloutCollector:
         self.session, self.parts = session, parts
         self.num_prompts, self.group_size = num_prompts, group_size
         self._told: set[str] = set()
+        self._texts = {prompt.index: prompt.text for prompt in parts.train_prompts}
+        self.tried = Tried(parts.config.task.solved_reward)
         self.solved = SolvedPrompts(
             parts.config.task,
             parts.train_prompts,
@@ -69,6 +70,7 @@ class RolloutCollector:
         )
         settle_truncated(rollout, self.parts.truncation)
         self.solved.look(prompts, rollout)
+        self.tried.look(prompts, rollout)
         self._watch(rollout, prompts, step)
         self.session.state.completions += len(rollout)
         self.session.state.tokens += int(rollout.response_mask.sum())
@@ -117,18 +119,12 @@ class RolloutCollector:
                     "prompt_index": prompt.index,
                     "sample": failure.row % self.group_size,
                     "prompt": prompt.text,
-                    "completion": self._text(rollout, failure.row),
+                    "completion": written(rollout, failure.row, self.parts),
                     **rollout.episode_of(failure.row),
                     "reason": failure.reason,
                 }
             )
         self.session.run.append_failed_rewards(lines)
-
-    def _text(self, rollout: Rollout, row: int) -> str:
-        """What the policy wrote."""
-        if rollout.transcripts is not None:
-            return policy_text(rollout.transcripts[row])
-        return self.parts.scorer.text(rollout.response(row))
 
     def compute_logprobs(self, rollout: Rollout, *, reference: bool, several_steps: bool, scored: bool = False) -> None:
         """Fill in ref_logprobs where a KL needs them, old_logprobs where several optimizer steps use the rollout.
@@ -188,31 +184,26 @@ class RolloutCollector:
             weigh_mismatch=not (self.parts.engine.exact and self.parts.accelerator.mixed_precision == "no"),
         )
 
-    def record(self, rollout: Rollout, advantages: Tensor, step: int) -> None:
-        """Append some of the rollout, whole groups first, to samples.jsonl, with each row's mean advantage (before any
-        whitening, so that it reads as a reward).
+    def end_sampling(self, step: int) -> dict[str, float]:
+        """Put on record which prompts of a step were solved; its metrics."""
+        self.session.run.append_prompts(step + 1, self.tried.take())
+        return self.solved.keep(step)
+
+    def record(self, rollout: Rollout, advantages: Tensor, step: int, *, rewards: Tensor | None = None) -> None:
+        """Append some of the rollout to samples.jsonl, with each row's mean advantage (before any whitening, so that it
+        reads as a reward), and in a step that is evaluated to tokens.jsonl, with `rewards` (B, T) where tokens have
+        them. No signal stops it: what comes before and after it in a step is not to be done twice.
         """
-        by_index = {p.index: p for p in self.parts.train_prompts}
-        per_row = advantages if advantages.dim() == 1 else masked_mean(advantages, rollout.loss_mask, dim=1)
-        lines = []
-        for row in range(min(KEPT_SAMPLES, len(rollout))):
-            prompt = by_index[int(rollout.prompt_rows[rollout.prompt_index[row]])]
-            lines.append(
-                {
-                    "step": step + 1,
-                    "kind": "train",
-                    "prompt_index": prompt.index,
-                    "sample": row % self.group_size,
-                    "prompt": prompt.text,
-                    "completion": self._text(rollout, row),
-                    **rollout.episode_of(row),
-                    "rewards": dict(zip(self.parts.scorer.names, rollout.scores[row].tolist(), strict=True)),
-                    "reward": float(rollout.rewards[row]),
-                    "advantage": float(per_row[row]),
-                    "finish_reason": FINISH_REASONS[int(rollout.finish_reasons[row])],
-                }
-            )
-        self.session.run.append_samples(lines)
+        run, settings = self.session.run, self.parts.config.run
+        how: Any = {"parts": self.parts, "texts": self._texts, "group_size": self.group_size}
+        if self.session.evaluates_after(step + 1) and (rows := shown_rows(rollout, group_size=self.group_size)):
+            with stop_held(), self.session.timed("evaluation"):
+                shown = rollout.select(rows)
+                lines = token_lines(rollout, rows, new_logprobs=self._logprobs(shown, "policy"), rewards=rewards, **how)
+                numbered = ({"step": step + 1, **line} for line in lines)
+                run.append_tokens(numbered, most_bytes=allowed_bytes(settings, step + 1))
+        samples = sample_lines(rollout, advantages, most=settings.keep_samples, **how)
+        run.append_samples([{"step": step + 1, **line} for line in samples])
 
     def reward_metrics(self, rollout: Rollout) -> dict[str, float]:
         """Mean and spread of the rewards, the mean of each by name, rows without one."""

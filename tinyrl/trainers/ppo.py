@@ -74,9 +74,8 @@ def train(session: Session, parts: PpoParts) -> None:
                 if config.bootstrap_truncated:
                     rollout.final_values = predict_final_values(rollout, parts)
             rewards_by_name = collector.reward_metrics(rollout)
-            session.start_update(
-                rollout, **rewards_by_name, **collector.metrics(rollout), **{"objective/kl_coef": kl_coef}
-            )
+            metrics = collector.metrics(rollout) | collector.end_sampling(step) | {"objective/kl_coef": kl_coef}
+            session.start_update(rollout, **rewards_by_name, **metrics)
         # 3. One reward for each token.
         rewards, mask = shaped_rewards(rollout, config, kl_coef=kl_coef), rollout.loss_mask
         # 4. Advantages, and the returns that the critic is to predict.
@@ -92,7 +91,7 @@ def train(session: Session, parts: PpoParts) -> None:
         # 6. A KL above its target gets a larger weight from the next step on, one below it a smaller.
         if config.kl_controller == "adaptive" and rollout.ref_logprobs is not None and not pretraining:
             controllers.kl_coef = adapted_kl_coef(rollout, config, kl_coef=kl_coef)
-        collector.record(rollout, advantages, step)
+        collector.record(rollout, advantages, step, rewards=rewards)
         explained = explained_variance(rollout.values, returns, mask)
         session.end_step(
             **{"value/explained_variance": explained, "policy/early_stop": float(stopped)},

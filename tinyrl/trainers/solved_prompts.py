@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tinyrl.config.sections import TaskConfig
-from tinyrl.data.rows import fingerprint, replaced_indices
+from tinyrl.data.rows import replaced_indices, row_key
 from tinyrl.rollout import Rollout
 from tinyrl.tasks.prompts import PreparedPrompt
 
@@ -30,7 +30,7 @@ class SolvedPrompts:
     groups: dict[str, bool] = field(init=False, default_factory=dict)  # of this step: whether all of them were right
 
     def __post_init__(self) -> None:
-        self.keys = [fingerprint([p.row])[:16] for p in self.prompts] if self.task.skip_solved else []
+        self.keys = [row_key(p.row) for p in self.prompts] if self.task.skip_solved else []
 
     def epoch(self, step: int) -> int:
         """The epoch of the data that a step begins in."""
@@ -56,7 +56,7 @@ class SolvedPrompts:
         right = (rewards >= self.task.solved_reward) | rewards.isnan()
         solved = right.all(1) & ~rewards.isnan().all(1)
         for prompt, all_right in zip(prompts, solved.tolist(), strict=True):
-            key = fingerprint([prompt.row])[:16]
+            key = row_key(prompt.row)
             self.groups[key] = all_right and self.groups.get(key, True)
 
     def keep(self, step: int) -> dict[str, float]:

@@ -121,6 +121,12 @@ class Session:
         self.state.phase, self.rollout = "evaluation", None
         self._finish_step()
 
+    def evaluates_after(self, step: int) -> bool:
+        """Whether there is an evaluation when so many steps are done."""
+        run = self.config.run
+        due = bool(run.eval_every) and step % run.eval_every == 0
+        return run.eval_prompts > 0 and (due or step == 0 or step >= run.num_steps)
+
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         """Add the time of a block to `time/<phase>` of this step."""
@@ -131,8 +137,7 @@ class Session:
     def _finish_step(self) -> None:
         settings, step = self.config.run, self.state.step
         last = step >= settings.num_steps
-        due = settings.eval_every and step % settings.eval_every == 0
-        if settings.eval_prompts and (due or step == 0 or last):
+        if self.evaluates_after(step):
             with self.timed("evaluation"):
                 evaluation = self._evaluate()
             self.metrics.values |= evaluation.flat()

@@ -1,0 +1,138 @@
+"""`tinyrl prompts`: which training prompts are never solved, always solved, forgotten; and their rows as a file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner, Result
+
+from tests.report.runs import sample, write_run
+from tinyrl.cli.commands import app
+from tinyrl.data.rows import row_key
+from tinyrl.runs.ledger import hard_keys, prompt_texts, read_ledger, render_ledger
+from tinyrl.tasks import load_rows, load_task
+
+#                 index, key, tried, solved
+STEPS: dict[int, list[Any]] = {
+    1: [[0, "a", 4, 0], [1, "b", 4, 4], [2, "c", 4, 2], [3, "d", 4, 1], [9, "i", 0, 0]],
+    2: [[0, "a", 3, 0], [1, "b", 4, 4], [2, "c", 4, 0]],
+    5: [[2, "c", 2, 0], [3, "d", 4, 3], [7, "e", 4, 0]],
+}
+TEXTS = {0: "first prompt\x1b[2J", 2: "third"}
+
+
+def write(folder: Path, steps: dict[int, list[Any]] = STEPS, *, tail: str = "", **more: Any) -> Path:
+    made = write_run(folder / "run", [{"step": 0}], **more)
+    lines = [json.dumps({"step": step, "prompts": prompts}) + "\n" for step, prompts in steps.items()]
+    (made / "prompts.jsonl").write_text("".join(lines) + tail)
+    return made
+
+
+def shown(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["prompts", *arguments])
+
+
+def test_a_prompt_stands_by_all_its_tries_and_the_last(tmp_path: Path) -> None:
+    ledger = read_ledger(write(tmp_path) / "prompts.jsonl", [])
+    assert {record.index: record.standing for record in ledger} == {
+        0: "never",
+        1: "always",
+        2: "forgotten",
+        3: "sometimes",
+        7: "never",
+    }
+    assert [(record.tried, record.solved) for record in ledger] == [(7, 0), (8, 8), (10, 2), (8, 4), (4, 0)]
+    assert ledger[2].tries == [(1, 4, 2), (2, 4, 0), (5, 2, 0)]
+    assert hard_keys(ledger) == {"a", "c", "e"}
+
+
+def test_the_page_has_the_counts_and_the_hard_ones_tried_most(tmp_path: Path) -> None:
+    ledger = read_ledger(write(tmp_path) / "prompts.jsonl", [])
+    assert render_ledger(ledger, TEXTS, num=1).split("\n") == [
+        "training prompts tried: 5, in steps 1 to 5",
+        "right, or solved: a completion whose reward is task.solved_reward or more",
+        "      2  never solved: every completion was wrong",
+        "      1  forgotten: solved once, and not at the last try",
+        "      1  in between",
+        "      1  always solved: every completion was right",
+        "",
+        "never solved (1 of 2)",
+        "  prompt 0      0/4 0/3  first prompt[ESC][2J",
+        "",
+        "forgotten",
+        "  prompt 2      2/4 0/4 0/2  third",
+    ]
+
+
+def test_only_the_last_tries_are_shown(tmp_path: Path) -> None:
+    made = write(tmp_path, {step: [[0, "a", step, 0]] for step in range(1, 12)})
+    last = render_ledger(read_ledger(made / "prompts.jsonl", []), {}, num=3).split("\n")[-1]
+    assert last == "  prompt 0      ... 0/4 0/5 0/6 0/7 0/8 0/9 0/10 0/11"
+
+
+def test_damage_is_left_out_and_said(tmp_path: Path) -> None:
+    odd = [[0, "a", 4], "x", [0, 5, 4, 0], [-1, "a", 4, 0], [0, "a", 4, 5], [True, "a", 4, 0], [1, "b", 2, 1]]
+    made = write(tmp_path, {1: odd}, tail='{"step": 2}\n{"step": \n{"step": 3, "pro')
+    notes: list[str] = []
+    (record,) = read_ledger(made / "prompts.jsonl", notes)
+    assert (record.index, record.tries) == (1, [(1, 2, 1)])
+    assert notes == [
+        "prompts.jsonl: 1 line could not be read and are left out.",
+        "prompts.jsonl: 7 entries could not be read and are left out.",
+    ]
+
+
+def test_texts_are_those_of_training_samples(tmp_path: Path) -> None:
+    lines = [sample(1, 2, "held out", "c", 0.0), sample(1, 2, "its text", "c", 0.0, kind="train")]
+    made = write_run(tmp_path / "run", [{"step": 0}], samples=[*lines, sample(1, 3, "other", "c", 0.0, kind="train")])
+    assert prompt_texts(made / "samples.jsonl", {2}) == {2: "its text"}
+    assert prompt_texts(made / "nothing.jsonl", {2}) == {}
+
+
+def test_a_run_without_the_record_says_who_keeps_it(tmp_path: Path) -> None:
+    made = write_run(tmp_path / "run", [{"step": 0}])
+    done = shown(str(made))
+    assert done.exit_code == 2
+    assert "no prompt was tried yet; runs of grpo and ppo keep this record" in done.stderr
+
+
+def with_rows(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
+    """A run on the training rows of a file, of which the first was never solved, the second was, the third is new."""
+    data = folder / "rows.jsonl"
+    written = [{"q": f"say {c}", "answer": c} for c in "abcdefgh"]
+    data.write_text("".join(json.dumps(row) + "\n" for row in written))
+    config = {"method": "grpo", "task": {"name": "rows", "data": str(data), "columns": {"prompt": "q"}}}
+    rows = load_rows(load_task("rows"), "train", data=str(data), columns={"prompt": "q"})
+    entries = [[0, row_key(rows[0]), 4, 0], [1, row_key(rows[1]), 4, 1], [5, "of a row that is gone", 4, 0]]
+    return write(folder, {1: entries}, config=config), rows
+
+
+def test_hard_rows_are_written_to_train_on(tmp_path: Path) -> None:
+    made, rows = with_rows(tmp_path)
+    hard = tmp_path / "hard.jsonl"
+    done = shown(str(made), "--export-hard", str(hard))
+    assert done.exit_code == 0, done.stderr
+    assert f"1 rows in {hard}" in done.stdout
+    assert "1 are not in the training rows any more" in done.stdout
+    assert [json.loads(line) for line in hard.read_text().splitlines()] == rows[:1]
+    assert load_rows(load_task("rows"), "train", data=str(hard), eval_data=str(hard)) == rows[:1]
+    again = shown(str(made), "--export-hard", str(hard))
+    assert again.exit_code == 2
+    assert "hard.jsonl exists; give another name" in again.stderr
+
+
+def test_nothing_hard_writes_nothing(tmp_path: Path) -> None:
+    made, _ = with_rows(tmp_path)
+    (made / "prompts.jsonl").write_text(json.dumps({"step": 1, "prompts": [[0, "a", 4, 4]]}) + "\n")
+    done = shown(str(made), "--export-hard", str(tmp_path / "hard.jsonl"))
+    assert done.exit_code == 2
+    assert "no prompt is hard" in done.stderr
+    assert not (tmp_path / "hard.jsonl").exists()
+
+
+def test_rows_of_an_embedded_task_can_be_trained_on_again(tmp_path: Path) -> None:
+    row = load_rows(load_task("sort"), "train")[3]
+    made = write(tmp_path, {1: [[3, row_key(row), 4, 0]]}, config={"method": "grpo", "task": {"name": "sort"}})
+    hard = str(tmp_path / "hard.jsonl")
+    assert shown(str(made), "--export-hard", hard).exit_code == 0
+    assert load_rows(load_task("sort"), "train", data=hard, eval_data=hard) == [row]
