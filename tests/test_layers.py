@@ -104,7 +104,7 @@ def modules_after(statements: str) -> set[str]:
 
 def test_what_answers_before_torch_does_not_load_it():
     modules = ["cli.commands", "cli.preflight", "config.recipe", "data.readers", "data.rows", "tasks", "tasks.grading"]
-    modules += ["runs.run_dir", "runs.signals", "runs.records", "report"]
+    modules += ["runs.run_dir", "runs.signals", "runs.records", "runs.diagnosis", "report"]
     loaded = modules_after("import " + ", ".join(f"tinyrl.{module}" for module in modules))
     assert "tinyrl" in loaded
     assert not loaded & HEAVY
@@ -124,7 +124,15 @@ def test_checking_a_run_does_not_load_torch():
 
 
 def test_help_does_not_load_torch():
-    for command in (["--help"], ["train", "--help"], ["eval", "--help"], ["tasks"], ["recipes"], ["settings"]):
+    for command in (
+        ["--help"],
+        ["train", "--help"],
+        ["eval", "--help"],
+        ["doctor", "--help"],
+        ["tasks"],
+        ["recipes"],
+        ["settings"],
+    ):
         start = f"import sys\nsys.argv = {['tinyrl', *command]!r}\nfrom tinyrl.cli.commands import app\n"
         script = f"{start}app(standalone_mode=False)"
         assert not modules_after(script) & HEAVY, command

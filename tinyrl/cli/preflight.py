@@ -32,10 +32,10 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 def check_before_loading(config: Config) -> None:
     """Raise ValueError for whatever would stop a run before its first step and needs no model to be found."""
     check_trackers(config.run.trackers)
-    _check_model_path("model.path", config.model.path)
+    check_model_path("model.path", config.model.path)
     _check_revisions(config)
     if config.critic.path is not None:
-        _check_model_path("critic.path", config.critic.path)
+        check_model_path("critic.path", config.critic.path)
     if config.model.adapter is not None and not _is_run("model.adapter", config.model.adapter):
         for name in ADAPTER_FILES:
             if not os.path.isfile(os.path.join(config.model.adapter, name)):
@@ -48,7 +48,7 @@ def check_before_loading(config: Config) -> None:
 
 def _check_rewards(config: Config) -> None:
     if config.reward.model is not None:
-        _check_model_path("reward.model", config.reward.model)
+        check_model_path("reward.model", config.reward.model)
     for function in config.reward.functions:
         parse_use(function.use)
 
@@ -87,7 +87,7 @@ def check_evaluation(
                 f"{name} is not a run.{meant} To evaluate a model, say what on: --task NAME (see `tinyrl tasks`) or "
                 "--data FILE"
             )
-        _check_model_path("model", name)
+        check_model_path("model", name)
     asked = Asked(task, data, tuple(settings or ()))
     found = find(target, asked)
     check_asked(found, asked, split=split, best_of=best_of, save_samples=save_samples)
@@ -99,7 +99,7 @@ def check_evaluation(
             _check_rows(config)
 
 
-def _check_model_path(key: str, path: str) -> None:
+def check_model_path(key: str, path: str) -> None:
     """An embedded model, a folder with safetensors, or possibly a hub name; models/loading.py makes the final check."""
     if starter_path(path) is not None or _is_run(key, path):
         return

@@ -25,7 +25,9 @@ from tinyrl.models.device import peak_memory_gb
 from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.rollout import Rollout
 from tinyrl.runs import checkpoint as checkpoints
+from tinyrl.runs.diagnosis import Watch
 from tinyrl.runs.progress import Display
+from tinyrl.runs.records import read_steps
 from tinyrl.runs.rng_state import python_rng, restore_rng, rng_tensors
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.signals import stop_held
@@ -58,6 +60,7 @@ class Session:
         self.state = RunState()
         self.rollout: Rollout | None = None
         self.metrics, self.pace = StepMetrics(), Pace()
+        self.watch = Watch(self.config.written())
         self.trackers = Trackers(self.config.run.trackers, run.path, config=self.config.written(), note=display.note)
         self.last_checkpoint: Path | None = None
         self.resumed_from: Path | None = None
@@ -147,6 +150,8 @@ class Session:
         line = self.metrics.line(**{"memory/peak_gb": peak_memory_gb(self.parts.accelerator.device)})
         self.run.append_metrics(step, line)
         self.display.step(step, line)
+        for warning in self.watch.look(step, line):
+            self.display.note(f"warning: {warning}")
         self.trackers.log(line, step)
         self.metrics, self.state.phase = StepMetrics(), "rollout"
         self._keep_pace(line["time/total"])
@@ -239,6 +244,7 @@ class Session:
         torch.set_num_threads(kept.threads if wanted == "auto" else wanted)
         restore_rng(load_file(folder / RANDOM), kept.python_random)
         self.run.cut(kept.records)
+        self.watch.know(read_steps(self.run.metrics, []) if self.run.metrics.is_file() else {})
         self.last_checkpoint = self.resumed_from = folder
 
     def sample_again(self) -> bool:

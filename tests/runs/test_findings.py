@@ -1,0 +1,226 @@
+"""`tinyrl doctor RUN`: each of ten planted faults is found, alone; runs that went well have none."""
+
+import json
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.report.runs import sample, write_run
+from tinyrl.cli.commands import app
+from tinyrl.runs import diagnosis
+from tinyrl.runs.diagnosis import Watch, findings
+from tinyrl.runs.records import Run, read_steps
+
+HEALTHY = sorted((Path(__file__).parent / "healthy").glob("*.jsonl"))
+Curve = Callable[[float], float]
+
+
+def rows(*, steps: int = 80, held_out: Curve = lambda t: 0.4 + 0.35 * t, **curves: Curve) -> list[dict[str, Any]]:
+    """A run that goes well, but for the curves given (names with __ for /), of t from 0 to 1."""
+    of: dict[str, Curve] = {
+        "reward__mean": lambda t: 0.4 + 0.4 * t,
+        "reward__std": lambda t: 0.49 - 0.09 * t,
+        "reward__zero_spread_groups": lambda t: 0.1 + 0.3 * t,
+        "completion__truncated": lambda t: 0.02,
+        "completion__mean_length": lambda t: 100 + 20 * t,
+        "policy__entropy": lambda t: 0.8 - 0.5 * t,
+        "policy__sampling_gap": lambda t: 0.004,
+        "objective__kl": lambda t: 4 * t,
+        **curves,
+    }
+    made = []
+    for step in range(steps + 1):
+        t = step / steps
+        line: dict[str, Any] = {"step": step}
+        if step:
+            shake = 1 + 0.02 * math.sin(7 * step)
+            line |= {name.replace("__", "/"): curve(t) * shake for name, curve in of.items()}
+        if step % 10 == 0:
+            line |= {"eval/reward_mean": held_out(t), "eval/reward_ci": [held_out(t) - 0.04, held_out(t) + 0.04]}
+        made.append(line)
+    return made
+
+
+def run_of(lines: list[dict[str, Any]], config: dict[str, Any] | None = None) -> Run:
+    return Run(Path(), {line["step"]: line for line in lines}, config or {"method": "grpo"})
+
+
+def named(lines: list[dict[str, Any]], config: dict[str, Any] | None = None) -> list[str]:
+    return [one.name for one in findings(run_of(lines, config))]
+
+
+FLAT = {"reward__mean": lambda t: 0.45}
+PLANTED: dict[str, dict[str, Any]] = {
+    "zero-spread groups": {"reward__zero_spread_groups": lambda t: 0.9, "reward__mean": lambda t: 0.05},
+    "reward at its ceiling": {
+        "reward__mean": lambda t: 0.97,
+        "reward__std": lambda t: 0.08,
+        "reward__zero_spread_groups": lambda t: 0.95,
+    },
+    "truncation": {"completion__truncated": lambda t: 0.45},
+    "entropy collapse": {"policy__entropy": lambda t: 0.8 * math.exp(-6 * t), **FLAT},
+    "KL blow-up": {"objective__kl": lambda t: 120 * t},
+    "length creep": {"completion__mean_length": lambda t: 100 + 300 * t, **FLAT},
+    "critic explains nothing": {"value__explained_variance": lambda t: 0.005},
+    "train up, held-out down": {"held_out": lambda t: 0.4 + 0.8 * t * (1 - t)},
+    "one reward up, another down": {
+        "reward__format": lambda t: 0.2 + 0.7 * t,
+        "reward__right": lambda t: 0.5 - 0.3 * t,
+    },
+    "mismatch": {"policy__sampling_gap": lambda t: 0.15},
+}
+JUST_FINE: dict[str, dict[str, Any]] = {
+    "zero-spread groups": {"reward__zero_spread_groups": lambda t: 0.7, "reward__mean": lambda t: 0.05},
+    "reward at its ceiling": {"reward__mean": lambda t: 0.97, "reward__zero_spread_groups": lambda t: 0.85},
+    "truncation": {"completion__truncated": lambda t: 0.18},
+    "entropy collapse": {"policy__entropy": lambda t: 0.8 * math.exp(-6 * t), "reward__mean": lambda t: 0.95},
+    "KL blow-up": {"objective__kl": lambda t: 30 * t},
+    "length creep": {"completion__mean_length": lambda t: 100 + 300 * t},  # and the reward grows with it
+    "critic explains nothing": {"value__explained_variance": lambda t: 0.05 + 0.3 * t},
+    "train up, held-out down": {"held_out": lambda t: 0.6 - 0.03 * t},
+    "one reward up, another down": {"reward__format": lambda t: 0.2 + 0.7 * t, "reward__right": lambda t: 0.5},
+    "mismatch": {"policy__sampling_gap": lambda t: 0.03},
+}
+
+
+def test_a_run_that_goes_well_has_no_finding() -> None:
+    assert named(rows()) == []
+
+
+@pytest.mark.parametrize("path", HEALTHY, ids=lambda path: path.stem)
+def test_a_measured_run_that_went_well_has_no_finding_at_any_step(path: Path) -> None:
+    steps = read_steps(path, [])
+    assert len(steps) > 30
+    assert findings(Run(path, steps, {"method": path.stem.partition("-")[0]})) == []
+    watch = Watch({"method": "grpo"})
+    assert [watch.look(step, line) for step, line in steps.items()] == [[]] * len(steps)
+
+
+def test_there_are_three_measured_runs() -> None:
+    assert [path.stem for path in HEALTHY] == ["grpo-lookup", "grpo-sort", "ppo-sentiment"]
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_found_and_nothing_else(fault: str) -> None:
+    assert named(rows(**PLANTED[fault])) == [fault]
+
+
+@pytest.mark.parametrize("fault", JUST_FINE)
+def test_what_comes_near_a_fault_is_none(fault: str) -> None:
+    assert named(rows(**JUST_FINE[fault])) == []
+
+
+def test_findings_have_figures_and_one_change() -> None:
+    [found] = findings(run_of(rows(completion__truncated=lambda t: 0.5), {"generation": {"max_new_tokens": 64}}))
+    assert found.figures["truncated"] == pytest.approx(0.5, abs=0.01)
+    assert "50% of the completions" in found.what
+    assert "generation.max_new_tokens=128" in found.change
+
+
+def test_a_critic_worse_than_none_is_found_sooner() -> None:
+    assert named(rows(steps=30, value__explained_variance=lambda t: -0.5)) == ["critic explains nothing"]
+    assert named(rows(steps=30, value__explained_variance=lambda t: 0.0)) == []
+
+
+def test_the_fall_of_what_a_negative_weight_punishes_is_no_fault() -> None:
+    lines = rows(reward__right=lambda t: 0.2 + 0.7 * t, reward__length=lambda t: 0.5 - 0.3 * t)
+    functions = [{"use": "rewards.py:right", "weight": 1.0}, {"use": "rewards.py:length", "weight": -0.1}]
+    assert named(lines) == ["one reward up, another down"]
+    assert named(lines, {"reward": {"functions": functions}}) == []
+
+
+def test_a_ppo_run_without_groups_can_reach_the_ceiling() -> None:
+    lines = rows(reward__std=lambda t: 0.1)
+    for line in lines[1:]:
+        line["reward/mean"] = 0.99
+        del line["reward/zero_spread_groups"]
+    assert named(lines) == ["reward at its ceiling"]
+
+
+def test_an_overfitted_text_run_is_found() -> None:
+    lines: list[dict[str, Any]] = [{"step": 0, "eval/loss": 2.0}]
+    for step in range(1, 41):
+        lines.append({"step": step, "loss": 2.0 - 0.04 * step})
+        if step % 10 == 0:
+            lines[-1]["eval/loss"] = {10: 1.6, 20: 1.5, 30: 1.7, 40: 2.1}[step]
+    [found] = findings(run_of(lines, {"method": "sft"}))
+    assert found.name == "overfitting"
+    assert found.figures["best_step"] == 20
+    assert "was 1.5 at step 20 and is 2.1 at step 40" in found.what
+
+
+def test_too_few_steps_and_numbers_that_are_none_say_nothing() -> None:
+    assert named(rows(steps=8, **PLANTED["truncation"])) == []
+    lines = rows()
+    for line in lines[1:]:
+        line |= dict.fromkeys(("completion/truncated", "objective/kl", "policy/entropy", "reward/std"))
+    assert named(lines) == []
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_run_warns_once_of_what_doctor_finds(fault: str) -> None:
+    watch, said = Watch({"method": "grpo"}), []
+    for line in rows(steps=200, **PLANTED[fault]):
+        said += watch.look(line["step"], line)
+    assert len(said) == len({warning.partition(":")[0] for warning in said})
+    assert any(warning.startswith(f"{fault}: ") for warning in said)
+
+
+def test_a_resumed_run_does_not_say_again_what_it_has_said() -> None:
+    lines = rows(steps=60, **PLANTED["truncation"])
+    watch = Watch({"method": "grpo"})
+    watch.know({line["step"]: line for line in lines[:31]})
+    assert [watch.look(line["step"], line) for line in lines[31:]] == [[]] * 30
+
+
+def test_looks_are_farther_apart_the_longer_a_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[int] = []
+    monkeypatch.setattr(diagnosis, "findings", lambda run: looked_at.append(run.last_step) or [])
+    watch = Watch({})
+    for step in range(10_001):
+        watch.look(step, {})
+    assert looked_at[:4] == [0, 5, 10, 15]
+    assert 80 < len(looked_at) < 150
+    assert all(b - a <= max(5, b // 20) for a, b in pairwise(looked_at))
+
+
+def doctor(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["doctor", *arguments])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_doctor_shows_three_completions_of_the_last_step_that_have_the_fault(tmp_path: Path) -> None:
+    samples = [
+        sample(step, i, "P", f"text {step} {i}", 0.5, kind="train", finish_reason="length" if i % 2 else "eos")
+        for step in (79, 80)
+        for i in range(8)
+    ]
+    run = write_run(tmp_path / "run", rows(**PLANTED["truncation"]), samples=samples)
+    shown = doctor(str(run))
+    assert "run: 80 steps, 1 finding" in shown
+    assert [line.split()[-1] for line in shown.splitlines() if "reward 0.500: text 80" in line] == ["1", "3", "5"]
+    assert "Change: " in shown
+    [found] = json.loads(doctor(str(run), "--json"))
+    assert found["finding"] == "truncation"
+    assert [row["prompt_index"] for row in found["completions"]] == [1, 3, 5]
+
+
+def test_a_hostile_completion_harms_no_terminal(tmp_path: Path) -> None:
+    texts = ["\x1b[2J<script>alert(1)</script>", "\u202eabc\ud800", "x" * 1_000_000]
+    samples = [sample(80, i, "P", text, 0.0, kind="train", finish_reason="length") for i, text in enumerate(texts)]
+    run = write_run(tmp_path / "run", rows(**PLANTED["truncation"]), samples=samples)
+    shown = doctor(str(run))
+    assert not {"\x1b", "\u202e", "\ud800"} & {*shown}
+    assert max(map(len, shown.splitlines())) <= 110
+
+
+def test_a_healthy_run_is_said_to_be_one(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", rows())
+    assert doctor(str(run)) == "run: 80 steps, nothing found.\n"
+    assert json.loads(doctor(str(run), "--json")) == []

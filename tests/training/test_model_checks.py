@@ -1,0 +1,121 @@
+"""`tinyrl doctor MODEL`: a sound model passes; what is wrong with one is found by the check that is for it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from tests.report.runs import write_run
+from tests.tiny_models import TinyModels, tiny_model
+from tinyrl.cli.commands import app
+from tinyrl.components import Options
+from tinyrl.config.schema import Config
+from tinyrl.generation.fused import FusedEngine
+from tinyrl.models.loading import POLICY_ADAPTER
+from tinyrl.models.roles import Roles
+from tinyrl.training import model_checks
+from tinyrl.training.model_checks import Check, check_model
+
+SPEAKS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}END{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def checked(folder: Path, **sections: Any) -> dict[str, Check]:
+    values = {"method": "grpo", "model": {"path": str(folder)}, "task": {"name": "sort"}, **sections}
+    found = check_model(Config.model_validate(values), options=Options(device="cpu"))
+    return {one.name: one for one in found}
+
+
+def wrong(found: dict[str, Check]) -> list[str]:
+    return [name for name, one in found.items() if one.result == "wrong"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+def test_a_sound_model_passes(tiny: TinyModels, kind: str) -> None:
+    found = checked(tiny(kind))
+    assert wrong(found) == []
+    assert {"padded = unpadded", "cached generation = rescored", "adapters off = base", "sampling engine"} <= {*found}
+    assert found["end of text"].said == "<eos> (1)"
+    assert found["sampling engine"].said.startswith("fused" if kind == "llama" else "hf")
+
+
+def test_padding_with_eos_is_noted(tiny: TinyModels) -> None:
+    assert checked(tiny("llama", pad_is_eos=True))["padding"].result == "note"
+
+
+def test_positions_that_padding_shifts_are_found(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = model_checks.make_batch
+
+    def shifted(*rows: Any, **options: Any) -> Any:
+        batch = real(*rows, **options)
+        return replace(batch, position_ids=batch.position_ids + 3) if batch.num_rows == 4 else batch
+
+    monkeypatch.setattr(model_checks, "make_batch", shifted)
+    assert "padded = unpadded" in wrong(checked(tiny("gpt2")))
+
+
+def test_a_cache_that_gives_other_numbers_is_found(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = FusedEngine.sample
+
+    def off(self: FusedEngine, *arguments: Any, **options: Any) -> Any:
+        groups = real(self, *arguments, **options)
+        return [[replace(c, logprobs=[p - 0.01 for p in c.logprobs]) for c in group] for group in groups]
+
+    monkeypatch.setattr(FusedEngine, "sample", off)
+    assert wrong(checked(tiny("llama"))) == ["cached generation = rescored"]
+
+
+def test_an_adapter_that_does_not_come_off_is_found(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Roles, "adapter_of", lambda self, role: POLICY_ADAPTER)
+    assert "adapters off = base" in wrong(checked(tiny("llama")))
+
+
+def with_template(folder: Path, template: str) -> Path:
+    tiny_model(folder, "llama")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_turn_that_ends_with_no_end_token_is_found(tmp_path: Path) -> None:
+    found = checked(with_template(tmp_path / "bad", SPEAKS))
+    assert wrong(found) == ["chat template"]
+    assert found["chat template"].said == "a turn ends with 'END', and no token of that ends a completion"
+    assert checked(with_template(tmp_path / "good", SPEAKS.replace("END", "<eos>")))["chat template"].result == "ok"
+
+
+def test_the_command_says_what_is_wrong_and_exits_2(tmp_path: Path) -> None:
+    folder = with_template(tmp_path / "bad", SPEAKS)
+    done = CliRunner().invoke(app, ["doctor", str(folder), "--device", "cpu"])
+    assert done.exit_code == 2
+    assert "wrong chat template: a turn ends with 'END'" in done.output
+    assert done.stdout.strip().splitlines()[-1].startswith("1 of ")
+    done = CliRunner().invoke(app, ["doctor", "starter", "--device", "cpu", "--json"])
+    assert done.exit_code == 0, done.output
+    assert {"ok"} <= {one["result"] for one in json.loads(done.stdout)} <= {"ok", "note"}
+
+
+def test_a_template_that_refuses_is_found(tmp_path: Path) -> None:
+    found = checked(with_template(tmp_path / "bad", "{{ raise_exception('only poems') }}"))
+    assert wrong(found) == ["chat template"]
+    assert "only poems" in found["chat template"].said
+
+
+def test_a_mistyped_run_is_no_model(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "grpo-sort-1", [{"step": 0}])
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path / "runs" / "grpo-sort-2")])
+    assert done.exit_code == 2
+    assert "grpo-sort-2 is not a run: it does not exist. Did you mean" in done.output
+
+
+def test_what_is_no_model_is_said_in_a_sentence() -> None:
+    done = CliRunner().invoke(app, ["doctor", "./nowhere"])
+    assert done.exit_code == 2
+    assert "there is no such folder" in done.output

@@ -1,0 +1,167 @@
+"""What `tinyrl doctor MODEL` tries of a model before anybody trains it: that the same numbers come out whichever way
+they are computed (alone, padded, packed, cached while sampling), that adapters come off, that its tokens go round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tinyrl.components import Options, Parts, load_parts
+from tinyrl.config.schema import Config
+from tinyrl.generation.engine import Completion, Request, SamplingEngine, eos_token_ids
+from tinyrl.generation.select import MEAN_IN_BFLOAT16, MOST_IN_FLOAT32, engine_of
+from tinyrl.models.batches import SequenceBatch, make_batch
+from tinyrl.models.templates import template_text
+from tinyrl.models.vocabulary import embedding_rows
+from tinyrl.runs.settle import settle
+from tinyrl.tasks.prompts import render_prompt, token_ids
+from tinyrl.text import first_line, shortened, visible
+
+LENGTHS = ((5, 3), (12, 7), (2, 11), (12, 4))  # tokens of prompt and response
+NEW_TOKENS = 16
+TEXTS = ("Hello, world! 2 + 2 = 4.\n", "na\u00efve caf\u00e9 \u6f22\u5b57", "a  b\tc")
+STIRRED = 0.02  # deviation of LoRA's B, which is zero in a fresh adapter
+
+
+@dataclass(frozen=True)
+class Check:
+    """A thing tried: ok, wrong, or a note on what is good to know."""
+
+    name: str
+    result: Literal["ok", "note", "wrong"]
+    said: str
+
+
+def check_model(config: Config, *, options: Options) -> list[Check]:
+    """Try the model of a configuration. Raises ValueError for one that cannot be loaded."""
+    parts = load_parts(settle(config), options=options)
+    try:
+        checks = [*_tokens(parts), _template(parts), *_batches(parts), *_adapters(parts)]
+        generation = parts.config.generation
+        engine, why = engine_of(
+            generation, parts.roles, parts.tokenizer, stop=[], longest_response=generation.max_new_tokens
+        )
+        return [*checks, Check("sampling engine", "ok", f"{engine.name}: {why}"), _rescored(parts, engine)]
+    finally:
+        parts.close()
+
+
+def render_checks(checks: list[Check]) -> str:
+    """A line for each check, and what it comes to."""
+    wrong = sum(one.result == "wrong" for one in checks)
+    end = f"{wrong} of {len(checks)} checks went wrong" if wrong else f"all of {len(checks)} checks are fine"
+    lines = (f"{one.result:6}{one.name}: {one.said}" for one in checks)
+    return "\n".join(visible(line).replace("\n", " ") for line in [*lines, end])
+
+
+def _tokens(parts: Parts) -> list[Check]:
+    tokenizer, ends = parts.tokenizer, sorted(eos_token_ids(parts.roles, parts.tokenizer))
+    names = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!s} ({i})" for i in ends)
+    checks = [Check("end of text", "ok" if ends else "wrong", names or "no token ends a completion")]
+    if tokenizer.pad_token_id in ends:
+        said = "the same token as the end of text, which is safe here: masks come from lengths"
+        checks.append(Check("padding", "note", said))
+    else:
+        checks.append(Check("padding", "ok", f"{tokenizer.pad_token} ({tokenizer.pad_token_id})"))
+    changed = [text for text in TEXTS if _decoded(parts, token_ids(tokenizer, text)) != text]
+    if changed:
+        back = _decoded(parts, token_ids(tokenizer, changed[0]))
+        said = f"{shortened(changed[0])!r} comes back as {shortened(back)!r}"
+        return [*checks, Check("text to tokens and back", "note", said)]
+    return [*checks, Check("text to tokens and back", "ok", "as it was")]
+
+
+def _decoded(parts: Parts, tokens: list[int]) -> str:
+    return str(parts.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _template(parts: Parts) -> Check:
+    """A turn of the assistant ends with a token that ends a completion, and a prompt has one BOS."""
+    name, tokenizer = "chat template", parts.tokenizer
+    if not tokenizer.chat_template:
+        return Check(name, "note", "there is none, so prompts are text (task.chat=false)")
+    answer = "quite"
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}]
+    try:
+        prompt = render_prompt(tokenizer, "Hi")
+        after = template_text(tokenizer, messages, variables={}).rpartition(answer)[2]
+    except ValueError as error:  # what a template refuses
+        return Check(name, "wrong", first_line(error))
+    bos = tokenizer.bos_token_id
+    if isinstance(bos, int) and bos != tokenizer.eos_token_id and prompt.tokens.count(bos) > 1:
+        return Check(name, "wrong", f"a prompt of one message has {prompt.tokens.count(bos)} of {tokenizer.bos_token}")
+    if not eos_token_ids(parts.roles, tokenizer) & {*token_ids(tokenizer, after)}:
+        return Check(name, "wrong", f"a turn ends with {shortened(after)!r}, and no token of that ends a completion")
+    if _decoded(parts, prompt.tokens) != prompt.text:
+        back = shortened(_decoded(parts, prompt.tokens))
+        return Check(name, "note", f"{shortened(prompt.text)!r} comes back from its tokens as {back!r}")
+    return Check(name, "ok", f"a turn ends with {shortened(after.strip())!r}, which ends a completion")
+
+
+def _rows(parts: Parts) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and responses of several lengths, two of the prompts alike."""
+    most = min(embedding_rows(parts.roles.causal), len(parts.tokenizer))
+    prompts = [[(7 * i + n + 1) % most for i in range(n)] for n, _ in LENGTHS]
+    return prompts, [[(5 * i + 3 * n + 2) % most for i in range(n)] for _, n in LENGTHS]
+
+
+def _logprobs(parts: Parts, role: Literal["policy", "reference"], batch: SequenceBatch) -> Tensor:
+    with torch.no_grad(), parts.roles.acting(role), parts.accelerator.autocast():
+        return parts.roles.logprobs(role, batch, temperature=1.0)[0].float().cpu()
+
+
+def _gap(parts: Parts, name: str, ours: Tensor, theirs: Tensor) -> Check:
+    """Whether two sets of log-probabilities agree: every one in float32, on average in bfloat16."""
+    gap = (ours - theirs).abs()
+    exact = parts.roles.causal.dtype == torch.float32 and parts.accelerator.mixed_precision == "no"
+    most = float(gap.max())
+    fits = most < MOST_IN_FLOAT32 if exact else float(gap.mean()) < MEAN_IN_BFLOAT16
+    mean = "" if exact else f", {float(gap.mean()):.1g} on average"
+    return Check(name, "ok" if fits else "wrong", f"log-probabilities differ by at most {most:.1g}{mean}")
+
+
+def _batches(parts: Parts) -> list[Check]:
+    """Rows by themselves, padded together, and packed end to end."""
+    prompts, responses = _rows(parts)
+    device = parts.roles.device
+    alone = [
+        _logprobs(parts, "policy", make_batch([p], [r], device=device))[0]
+        for p, r in zip(prompts, responses, strict=True)
+    ]
+    wanted = torch.nn.utils.rnn.pad_sequence(alone, batch_first=True)
+    padded = _logprobs(parts, "policy", make_batch(prompts, responses, device=device))
+    checks = [_gap(parts, "padded = unpadded", padded, wanted)]
+    if not parts.roles.packs:
+        return [*checks, Check("packed", "note", "rows are padded: packed ones would not be read as they are alone")]
+    packed = _logprobs(parts, "policy", parts.roles.batch(prompts, responses))
+    return [*checks, _gap(parts, "packed = unpadded", packed, wanted)]
+
+
+def _adapters(parts: Parts) -> list[Check]:
+    """Adapters off is the base, also after they have changed; on, they do something."""
+    if parts.roles.peft is None:
+        return []
+    batch = make_batch(*_rows(parts), device=parts.roles.device)
+    fresh, base = _logprobs(parts, "policy", batch), _logprobs(parts, "reference", batch)
+    with torch.no_grad():
+        for name, parameter in parts.roles.parameters["policy"].items():
+            if "lora_B" in name:
+                parameter.normal_(std=STIRRED)
+    changed = float((_logprobs(parts, "policy", batch) - base).abs().max())
+    acts = Check("adapters on", "ok" if changed > 0 else "wrong", f"drawn at random they change up to {changed:.2g}")
+    off = _gap(parts, "adapters off = base", _logprobs(parts, "reference", batch), base)
+    return [_gap(parts, "a fresh adapter = base", fresh, base), acts, off]
+
+
+def _rescored(parts: Parts, engine: SamplingEngine) -> Check:
+    """What sampling says of the tokens it drew, from its cache, against a pass over the whole of them."""
+    prompts, _ = _rows(parts)
+    requests = [Request(p, prompt_row=i, max_new_tokens=NEW_TOKENS) for i, p in enumerate(prompts)]
+    drawn: list[Completion] = [c for group in engine.sample(requests, 2, seed=0, step=0) for c in group]
+    batch = make_batch([p for p in prompts for _ in range(2)], [c.tokens for c in drawn], device=parts.roles.device)
+    cached = torch.nn.utils.rnn.pad_sequence([torch.tensor(c.logprobs) for c in drawn], batch_first=True)
+    return _gap(parts, "cached generation = rescored", cached, _logprobs(parts, "policy", batch))
