@@ -12,9 +12,10 @@ PACKAGE = Path(__file__).resolve().parents[1] / "tinyrl"
 
 # Highest first. A room is a file or a folder of tinyrl/; it may import itself and rooms in a line below its own.
 LEVELS = (
+    ("api",),
     ("cli",),
     ("trainers",),
-    ("training",),
+    ("training", "export", "chat"),
     ("evaluation",),
     ("components",),
     ("sampling",),
@@ -105,6 +106,7 @@ def modules_after(statements: str) -> set[str]:
 def test_what_answers_before_torch_does_not_load_it():
     modules = ["cli.commands", "cli.preflight", "config.recipe", "data.readers", "data.rows", "tasks", "tasks.grading"]
     modules += ["runs.run_dir", "runs.signals", "runs.records", "runs.diagnosis", "report"]
+    modules += ["export.bundle", "chat.target", "api.verbs", "workers.written"]
     loaded = modules_after("import " + ", ".join(f"tinyrl.{module}" for module in modules))
     assert "tinyrl" in loaded
     assert not loaded & HEAVY
@@ -129,6 +131,7 @@ def test_help_does_not_load_torch():
         ["train", "--help"],
         ["eval", "--help"],
         ["doctor", "--help"],
+        ["chat", "--help"],
         ["tasks"],
         ["recipes"],
         ["settings"],

@@ -232,7 +232,7 @@ def _sampling_parts(config: Config, *, options: Options, judge: Scorer | None) -
         load_prompts(config, task, split, parts=parts, game=game) for split in ("train", "eval")
     )
     if judge is None:
-        scorer = _scorer(config, task, parts=parts, options=options, environment=environment)
+        scorer = load_scorer(config, task, parts=parts, options=options, environment=environment)
     else:
         scorer = judge.reading(parts.tokenizer)
     stop = [*config.generation.stop, *(environment.stop if environment else ())]
@@ -252,7 +252,10 @@ def _sampling_parts(config: Config, *, options: Options, judge: Scorer | None) -
     )
 
 
-def _scorer(config: Config, task: Task, *, parts: Parts, options: Options, environment: Environment | None) -> Scorer:
+def load_scorer(
+    config: Config, task: Task, *, parts: Parts, options: Options, environment: Environment | None
+) -> Scorer:
+    """The configuration's own rewards, not started."""
     dtype = resolve_dtype(config.model.dtype, on_cpu=parts.accelerator.device.type == "cpu")
     return Scorer(
         config.reward,

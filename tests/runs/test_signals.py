@@ -110,3 +110,12 @@ def test_each_reason_to_stop_has_its_exit_code():
         Interrupted: 75,
     }
     assert all(issubclass(kind, Stop) and not issubclass(kind, ValueError) for kind in (GuardStop, OutOfRoom))
+
+
+def test_where_the_process_is_to_stay_a_second_ctrl_c_is_a_keyboard_interrupt():
+    with StopFlag(signals=(signal.SIGINT,), leaves=False) as flag:
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        signal.raise_signal(signal.SIGINT)
+        assert flag.by == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

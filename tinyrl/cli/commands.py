@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import tinyrl
-from tinyrl.cli import checkup, judging, looking, trials
+from tinyrl.cli import checkup, judging, looking, taking, trials
 from tinyrl.cli.errors import sentences
 from tinyrl.cli.options import Debug, Device, TrustRemoteCode, complete_setting
 from tinyrl.cli.train import How, resume_run, show_run, start_run
@@ -102,6 +102,8 @@ def train(
 app.command("eval")(judging.evaluate)
 app.command()(judging.compare)
 app.command()(checkup.doctor)
+app.command()(taking.export)
+app.command()(taking.chat)
 
 
 @app.command()

@@ -87,6 +87,11 @@ class HfEngine:
         """Nothing is kept."""
         return False
 
+    def heard(self, rows: Tensor, alive: Tensor, tokens: Tensor) -> None:
+        """Told of the tokens of a step as they are drawn, of which rows they are, and which of these still go on. An
+        engine that is listened to overrides it.
+        """
+
     def _acting(self, role: SampledRole) -> AbstractContextManager[PreTrainedModel]:
         return self.roles.acting(role)
 
@@ -145,6 +150,7 @@ class _Decoding:
             token, logprob = self._draw(logits, self.uniforms[rows, t])
             self.tokens[rows[alive], t] = token[alive]
             self.logprobs[rows[alive], t] = logprob[alive]
+            self.engine.heard(rows, alive, token)
             alive = self._still_going(t, rows, alive, token)
             going = int(alive.sum())
             if going == 0 or t + 1 == self.width:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
@@ -28,14 +28,16 @@ class StopFlag:
     """Set by a signal while inside a `with`, which puts the old handlers back.
 
     Signals belong to the process, and so does this: long work anywhere checks the innermost flag by `check_stop`.
+    `signals`: which of them; `leaves`: a second Ctrl-C ends the process, else it is a KeyboardInterrupt.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, signals: Sequence[signal.Signals] = SIGNALS, leaves: bool = True) -> None:
         self.by: str | None = None
+        self.signals, self.leaves = signals, leaves
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopFlag:
-        for number in SIGNALS:
+        for number in self.signals:
             before = signal.getsignal(number)
             if number == signal.SIGHUP and before == signal.SIG_IGN:
                 continue  # started with nohup: closing the terminal is to change nothing
@@ -57,6 +59,8 @@ class StopFlag:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         on_terminal = number == signal.SIGINT and os.isatty(2)
+        if self.by is not None and number == signal.SIGINT and not self.leaves:
+            raise KeyboardInterrupt
         if self.by is not None and number == signal.SIGINT:
             if on_terminal:
                 os.write(2, SHOW_CURSOR)

@@ -1,0 +1,184 @@
+"""tinyrl in a script or a notebook: the command's run bit for bit, interrupts that save, one run at a time."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tinyrl
+from tests import running
+from tests.tiny_models import TinyModels
+from tests.varied_reward import variety
+from tinyrl.api.given import given, overrides_of
+from tinyrl.api.process import alone, interruptible
+from tinyrl.api.run import Run
+from tinyrl.runs.run_dir import open_run
+from tinyrl.runs.signals import check_stop
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = [{"prompt": f"letters: {a} {b} sorted:"} for a in "abcdefgh" for b in "ijkl"]
+FEW: dict[str, Any] = {
+    "grpo.num_prompts": 4,
+    "grpo.group_size": 4,
+    "generation": {"max_new_tokens": 6},
+    "run": {"num_steps": 2, "eval_every": 1, "eval_prompts": 4, "save_every": 1, "threads": 1},
+}
+
+
+def run_of(tiny: TinyModels, folder: Path, **more: Any) -> Run:
+    settings = {**FEW, "model.path": str(tiny("llama")), "optim.learning_rate": 1e-2}
+    return tinyrl.train("grpo", None, settings, reward=variety, rows=ROWS, output_dir=str(folder), **more)
+
+
+def test_import_loads_nothing():
+    code = "import sys, tinyrl; before = set(sys.modules); print(sorted(n for n in sys.modules if n.startswith('t')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert "torch" not in done.stdout
+    assert "'tinyrl.api'" not in done.stdout
+    assert "typer" not in done.stdout
+    assert {"train", "evaluate", "open_run"} <= set(dir(tinyrl))
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = tinyrl.trian
+
+
+def test_the_verbs_are_there_before_torch():
+    code = "import tinyrl, sys; tinyrl.train, tinyrl.evaluate, tinyrl.open_run; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "False\n"
+
+
+def test_it_is_the_commands_run_bit_for_bit(tiny: TinyModels, tmp_path: Path):
+    torch.manual_seed(5)
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    mine = run_of(tiny, tmp_path / "a")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_num_threads() == threads
+    [rows] = (tmp_path / "a" / "inputs").glob("rows-*.jsonl")
+    words = [f"model.path={tiny('llama')}", "optim.learning_rate=0.01", f"task.data={rows}", *overrides_of(FEW)]
+    words += [f"reward.functions=[{{use: '{ROOT / 'tests' / 'varied_reward.py'}:variety'}}]"]
+    command = [sys.executable, "-m", "tinyrl", "train", "grpo", *words, "--output-dir", str(tmp_path / "b")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, check=True, capture_output=True, env=environment, cwd=tmp_path)
+    theirs = open_run(tmp_path / "b" / "grpo-rows-1")
+    assert running.lasting(open_run(mine.path)) == running.lasting(theirs)
+    assert (mine.path / "samples.jsonl").read_bytes() == theirs.samples.read_bytes()
+    a, b = running.weights(open_run(mine.path), 2), running.weights(theirs, 2)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_run_has_its_metrics_samples_report_and_policy(tiny: TinyModels, tmp_path: Path):
+    run = run_of(tiny, tmp_path, name="mine")
+    assert (run.exit_code, run.finished, run.name) == (0, True, "mine")
+    assert [line["step"] for line in run.metrics] == [0, 1, 2]
+    assert {row["kind"] for row in run.samples(step=2)} >= {"eval", "eval-greedy"}
+    assert {row["kind"] for row in run.samples(kind="train")} == {"train"}
+    assert "step 2 of 2" in repr(run)
+    page = run.report()._repr_html_()
+    assert page.startswith("<iframe srcdoc=")
+    assert 'sandbox=""' in page
+    assert "<script" not in page
+    with run.policy(device="cpu") as policy:
+        assert isinstance(policy("letters: b a sorted:", greedy=True), str)
+    assert [dict(line) for line in tinyrl.open_run(run.path).metrics] == list(run.metrics)
+    result = tinyrl.evaluate(run, vs="base", num_prompts=3, device="cpu")
+    assert result["num_prompts"] == 3
+    json.dumps(result, allow_nan=False)
+    assert run.resume().exit_code == 0
+
+
+def test_metrics_become_a_frame(tiny: TinyModels, tmp_path: Path):
+    pandas = pytest.importorskip("pandas")
+    frame = run_of(tiny, tmp_path).metrics.frame()
+    assert isinstance(frame, pandas.DataFrame)
+    assert list(frame.index) == [0, 1, 2]
+    assert "reward/mean" in frame
+
+
+def test_an_interrupt_saves_returns_the_run_and_it_goes_on_bit_for_bit(
+    tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    whole = run_of(tiny, tmp_path / "whole")
+    looks = 0
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 8:
+            signal.raise_signal(signal.SIGINT)
+        check_stop()
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tinyrl.generation.continuous_batching.check_stop", look)
+        run = run_of(tiny, tmp_path / "cut")
+    assert run.exit_code == 75
+    assert not run.finished
+    assert "interrupted" in repr(run)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    run.resume()
+    assert (run.exit_code, run.finished) == (0, True)
+    assert running.lasting(open_run(run.path)) == running.lasting(open_run(whole.path))
+
+
+def test_a_second_interrupt_is_a_keyboard_interrupt_and_not_the_end_of_the_process():
+    with interruptible():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_second_run_at_the_same_time_is_refused(tiny: TinyModels, tmp_path: Path):
+    with alone(), pytest.raises(ValueError, match="a run is going on in this process already"):
+        run_of(tiny, tmp_path)
+    assert not (tmp_path / "inputs").exists()
+    run = run_of(tiny, tmp_path, name="held")
+    script = f"import sys, time; from tinyrl.runs.run_dir import open_run; open_run({str(run.path)!r}).lock.take(); "
+    script += "print('held', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match="is in use"):
+            run.resume({"run.num_steps": 3}, allow_config_change=True)
+        holder.communicate("")
+
+
+def test_it_works_on_another_thread(tiny: TinyModels, tmp_path: Path):
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(run_of(tiny, tmp_path)))
+    thread.start()
+    thread.join()
+    assert found[0].exit_code == 0
+
+
+def test_what_is_given_becomes_what_the_command_line_takes(tmp_path: Path):
+    assert overrides_of({"run.num_steps": 20, "model": {"path": "a b", "dtype": "float32"}}) == [
+        "run.num_steps=20",
+        "model.path=a b",
+        "model.dtype=float32",
+    ]
+    with pytest.raises(ValueError, match=r"'num_steps' is no section\.key"):
+        overrides_of({"num_steps": 20})
+    words = given({"r.py:f": 0.5, "r.py:g": 2}, "rows.jsonl", [{"prompt": "a"}], tmp_path)
+    assert words[0] == 'reward.functions=[{"use": "r.py:f", "weight": 0.5}, {"use": "r.py:g", "weight": 2.0}]'
+    assert words[1] == "task.data=rows.jsonl"
+    key, _, file = words[2].partition("=")
+    assert (key, Path(file).read_text()) == ("task.eval_data", '{"prompt": "a"}\n')
+    for rows, sentence in (([{"prompt": float("nan")}], "row 1 cannot be written"), (["text"], "row 1 is 'text'")):
+        with pytest.raises(ValueError, match=sentence):
+            given(None, rows, None, tmp_path)
+
+
+def test_what_a_user_can_fix_is_a_sentence(tmp_path: Path):
+    with pytest.raises(ValueError, match="Did you mean `grpo`"):
+        tinyrl.train("grpoo", output_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="is not a run"):
+        tinyrl.open_run(tmp_path)

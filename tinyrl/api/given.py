@@ -1,0 +1,83 @@
+"""What a notebook gives: settings, reward functions and rows, as the command line would have them.
+
+Functions and rows that are in no file are written to files named by their content: a run can then be resumed by the
+command, and the same cell gives the same run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tinyrl.text import listed, shortened
+
+Settings = Mapping[str, Any]  # {"run.num_steps": 20} or {"run": {"num_steps": 20}}
+Reward = str | Callable[..., Any]  # 'file.py:function', or a function
+INPUTS = "inputs"  # the folder beside runs for them
+
+
+def given(reward: Any, rows: Any, eval_rows: Any, inputs: Path) -> list[str]:
+    """Overrides for rewards and rows, which are written to files where they are none yet."""
+    from tinyrl.config.recipe import as_override
+
+    found = []
+    if reward is not None:
+        weights = reward if isinstance(reward, Mapping) else dict.fromkeys(_as_list(reward), 1.0)
+        uses = [{"use": _use(each, inputs), "weight": float(weight)} for each, weight in weights.items()]
+        found.append(as_override("reward.functions", uses))
+    for key, given in (("task.data", rows), ("task.eval_data", eval_rows)):
+        if given is not None:
+            found.append(as_override(key, given if isinstance(given, str) else str(_written_rows(given, inputs))))
+    return found
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _use(reward: Reward, inputs: Path) -> str:
+    from tinyrl.workers.written import written
+
+    return reward if isinstance(reward, str) else written(reward, inputs.absolute())
+
+
+def _written_rows(rows: Any, inputs: Path) -> Path:
+    """Rows as a .jsonl file, named by its content, so that the same rows are the same file."""
+    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):
+        rows = rows.to_dict("records")  # a data frame
+    lines = []
+    for at, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise ValueError(f"row {at} is {shortened(repr(row))}, and a row is a dictionary of columns")
+        try:
+            lines.append(json.dumps(dict(row), ensure_ascii=True, allow_nan=False) + "\n")
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"row {at} cannot be written as JSON: {error}") from None
+    text = "".join(lines)
+    file = inputs.absolute() / f"rows-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f".{file.name}.{os.getpid()}")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(file)
+    return file
+
+
+def overrides_of(settings: Settings | None) -> list[str]:
+    """Settings as the command line has them: {"run.num_steps": 20} and {"run": {"num_steps": 20}} are the same."""
+    from tinyrl.config.recipe import as_override
+    from tinyrl.config.settings import SECTIONS
+
+    flat: dict[str, Any] = {}
+    for key, value in (settings or {}).items():
+        if key in SECTIONS and isinstance(value, Mapping):
+            flat |= {f"{key}.{name}": inner for name, inner in value.items()}
+        elif not isinstance(key, str) or "." not in key:
+            raise ValueError(f"settings: {shortened(repr(key))} is no section.key; sections: {listed(SECTIONS)}")
+        else:
+            flat[key] = value
+    return [as_override(key, value) for key, value in flat.items()]

@@ -1,0 +1,105 @@
+"""tinyrl in a script or a notebook: `train`, `evaluate` and `open_run`, over what the commands use.
+
+    import tinyrl
+    run = tinyrl.train("grpo", "starter-grpo", {"run.num_steps": 20}, reward=score, rows=rows)
+    run.metrics.frame(); run.samples(); run.report(); run.resume(); run.policy()("a prompt")
+
+What a user can fix is a ValueError with a sentence. An interrupt (the stop button, Ctrl-C) makes a checkpoint and
+returns the run; nothing here ends the process. Importing this file loads no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tinyrl.api.given import INPUTS, Reward, Settings, given, overrides_of
+from tinyrl.api.process import alone, interruptible, prepare_libraries
+from tinyrl.api.run import Run
+from tinyrl.runs.run_dir import open_run as open_folder
+
+
+def train(
+    method: str,
+    recipe: str | None = None,
+    settings: Settings | None = None,
+    *,
+    reward: Reward | list[Reward] | dict[Any, float] | None = None,
+    rows: str | Iterable[Mapping[str, Any]] | None = None,
+    eval_rows: str | Iterable[Mapping[str, Any]] | None = None,
+    name: str | None = None,
+    output_dir: str = "runs",
+    overwrite: bool = False,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> Run:
+    """`tinyrl train METHOD [RECIPE] [settings]`, to its end or to an interrupt; the run says which.
+
+    reward: functions with TRL's signature, or 'file.py:function', one or several, or {function: weight}; rows,
+    eval_rows: a file, a hub name, or rows as dictionaries (a data frame too). The same settings, rows and functions
+    give the same run as the command, bit for bit.
+    Raises ValueError for what can be fixed, and while another run is going on in this process or in that folder.
+    """
+    with alone():
+        from tinyrl.cli.preflight import check_before_loading
+        from tinyrl.config.recipe import load_config
+        from tinyrl.runs.run_dir import check_new_run
+
+        check_new_run(output_dir, name=name, overwrite=overwrite)
+        inputs = Path(output_dir) / INPUTS
+        overrides = [*overrides_of(settings), *given(reward, rows, eval_rows, inputs)]
+        config = load_config(method, recipe, overrides=overrides)
+        check_before_loading(config)
+        prepare_libraries()
+        from tinyrl.training.launch import Options, start
+
+        options = Options(device=device, trust_remote_code=trust_remote_code)
+        words = ["tinyrl", "train", method, *([recipe] if recipe else []), *overrides]
+        with interruptible():
+            launch = start(
+                config, options=options, output_dir=output_dir, name=name, overwrite=overwrite, command=words
+            )
+            return Run(launch.run, exit_code=launch.go())
+
+
+def evaluate(
+    target: str | Run,
+    *,
+    vs: str | Run | None = None,
+    task: str | None = None,
+    data: str | None = None,
+    settings: Settings | None = None,
+    split: str = "eval",
+    num_prompts: int = 512,
+    samples: int = 1,
+    best_of: int = 1,
+    save_samples: str | None = None,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """What `tinyrl eval TARGET --json` prints, as a dictionary. Raises ValueError for what can be fixed."""
+    from tinyrl.cli.preflight import check_evaluation
+
+    what, other, words = _path(target), None if vs is None else _path(vs), overrides_of(settings)
+    asked: dict[str, Any] = {"vs": other, "task": task, "data": data, "settings": words, "split": split}
+    asked |= {"best_of": best_of, "save_samples": save_samples}
+    with alone():
+        check_evaluation(what, **asked)
+        prepare_libraries()
+        from tinyrl.evaluation.compare import Options, evaluate_target
+        from tinyrl.runs.run_dir import finite
+
+        options = Options(device=device, trust_remote_code=trust_remote_code)
+        with interruptible():
+            return finite(evaluate_target(what, num_prompts=num_prompts, samples=samples, options=options, **asked))
+
+
+def open_run(path: str | os.PathLike[str]) -> Run:
+    """A run that is there, finished or going on. Raises ValueError where there is none."""
+    return Run(open_folder(path))
+
+
+def _path(target: str | Run) -> str:
+    return str(target.path) if isinstance(target, Run) else str(target)

@@ -1,0 +1,249 @@
+"""A policy that is talked to: its conversation, its answers token by token, the start's beside them, their reward.
+
+Answers are sampled by the `hf` engine, which is the plain one, and played as episodes where the run had an environment:
+what the policy says and what answers it are those of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Literal
+
+from torch import Tensor
+
+from tinyrl.chat.spelling import Spelling
+from tinyrl.chat.target import ChatTarget
+from tinyrl.components import Options, Parts, load_parts, load_scorer
+from tinyrl.data.messages import Message, Prompt
+from tinyrl.environments.episode import Episode
+from tinyrl.generation.engine import Completion, Request, SampledRole, SamplingSettings
+from tinyrl.generation.game import Game, load_game
+from tinyrl.generation.hf import HfEngine
+from tinyrl.generation.turns import play
+from tinyrl.models.vocabulary import check_ids
+from tinyrl.models.weights_io import load_policy
+from tinyrl.rewards.scorer import Scorer
+from tinyrl.tasks import Task, load_split, load_task
+from tinyrl.tasks.prompts import PreparedPrompt, prepare_prompts, render_prompt
+
+CHAT_STEP = 1 << 41  # the step in the key of a chat's samples: no training step or evaluation reaches it
+Who = Literal["policy", "environment"]
+Hear = Callable[[Who, str], None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was said to a prompt: the text of the policy's turns, why it ended, and the episode where one was played.
+    `turn` is its number in the chat, by which it was drawn.
+    """
+
+    turn: int
+    prompt: PreparedPrompt
+    completion: Completion
+    text: str
+    episode: Episode | None
+
+    @property
+    def messages(self) -> list[Message]:
+        """What it adds to a conversation."""
+        if self.episode is not None:
+            return list(self.episode.transcript)
+        return [{"role": "assistant", "content": self.prompt.opened + self.text}]
+
+
+class _Heard(HfEngine):
+    """The plain engine for one row, whose tokens are handed out as they are drawn, and what it reads in between."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.hear: Hear = lambda who, text: None
+        self._spelling, self._known = Spelling(self.tokenizer), list[int]()
+
+    def begin(self, prompt_tokens: list[int], hear: Hear) -> None:
+        """Listen to the answer to a prompt."""
+        self.hear, self._known = hear, list(prompt_tokens)
+
+    def sample(self, requests: list[Request], samples_per_request: int, **key: Any) -> list[list[Completion]]:
+        [request] = requests
+        read = request.prompt_tokens[len(self._known) :]
+        if read:  # an environment has answered
+            self.hear("environment", str(self.tokenizer.decode(read, skip_special_tokens=True)))
+        self._known, self._spelling = list(request.prompt_tokens), Spelling(self.tokenizer)
+        said = super().sample(requests, samples_per_request, **key)
+        self._say(self._spelling.end())
+        return said
+
+    def heard(self, rows: Tensor, alive: Tensor, tokens: Tensor) -> None:
+        if bool(alive[0]):
+            token = int(tokens[0])
+            self._known.append(token)
+            self._say(self._spelling.add(token))
+
+    def _say(self, text: str) -> None:
+        if text:
+            self.hear("policy", text)
+
+
+class Speaker:
+    """A policy with its conversation. `answers`: the last ones, by role; `messages`: the conversation so far, where the
+    model has a chat template (without one each prompt stands alone).
+    """
+
+    def __init__(self, target: ChatTarget, parts: Parts, task: Task, game: Game | None, options: Options) -> None:
+        self.target, self.parts, self.task, self.game, self.options = target, parts, task, game, options
+        generation, config = target.config.generation, target.config
+        self.settings = SamplingSettings(
+            temperature=generation.temperature,
+            max_new_tokens=generation.max_new_tokens,
+            stop=[*generation.stop, *(game.environment.stop if game else ())],
+            top_p=generation.top_p,
+            top_k=generation.top_k,
+        )
+        self.greedy = False
+        self.engine = _Heard(parts.roles, parts.tokenizer, self.settings)
+        self.chats = config.task.chat is not False and bool(parts.tokenizer.chat_template)
+        self.role: SampledRole = "base" if target.checkpoint is None else "policy"
+        self._scorer: Scorer | None = None
+        self.turn = 0
+        self.reset()
+
+    def __enter__(self) -> Speaker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __call__(self, prompt: Prompt, *, greedy: bool = False) -> str:
+        """The answer to one prompt (text, or messages) that is no part of the conversation."""
+        prepared, greedy = self._prepared(prompt), greedy or self.greedy
+        return self._answer(prepared, self.role, self.turn, greedy=greedy, hear=lambda who, text: None).text
+
+    def close(self) -> None:
+        """End the processes of rewards and of the environment."""
+        if self._scorer is not None:
+            self._scorer.close()
+        if self.game is not None:
+            self.game.environment.close()
+
+    # ---- the conversation ----
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self.messages: list[Message] = []
+        self.answers: dict[str, Answer] = {}
+
+    def set_temperature(self, temperature: float) -> None:
+        """Of what is said from now on; 0: the likeliest token each time. Raises ValueError below 0 and above 100."""
+        if not 0 <= temperature <= 100:
+            raise ValueError(f"a temperature is 0 (greedy) to 100, and not {temperature:g}")
+        self.greedy = temperature == 0
+        if temperature > 0:
+            self.settings = self.engine.settings = replace(self.settings, temperature=max(temperature, 0.01))
+
+    def say(self, text: str, hear: Hear) -> Answer:
+        """Answer a message in the conversation; `hear` gets the pieces as they come. A stop raises Interrupted."""
+        prompt = self._prepared([*self.messages, {"role": "user", "content": text}] if self.chats else text)
+        return self._said(prompt, hear)
+
+    def say_row(self, index: int, hear: Hear) -> Answer:
+        """Answer the prompt of a held-out row, whose columns the reward and the environment then have. Raises
+        ValueError where there is no such row.
+        """
+        rows = load_split(self.target.config, "eval")
+        if not 0 <= index < len(rows):
+            raise ValueError(f"held-out rows are 0 to {len(rows) - 1}, and not {index}")
+        self.messages = []
+        where, game = self.target.config.task, self.game
+        [prompt] = prepare_prompts(
+            self.task,
+            [rows[index]],
+            tokenizer=self.parts.tokenizer,
+            chat=where.chat,
+            system_prompt=where.system_prompt,
+            variables=where.chat_template if game is None else game.variables,
+            max_prompt_tokens=self.target.config.generation.max_prompt_tokens,
+            long_prompts="error",
+            openings=None if game is None else game.openings(self.task, [rows[index]]),
+        )
+        return self._said(replace(prompt, index=index), hear)
+
+    def compare(self, hear: Hear) -> Answer:
+        """What the start says to the last prompt, by the same random numbers. Raises ValueError without either."""
+        if not self.target.has_start:
+            raise ValueError(f"{self.target.name} has no start to compare with: it is a model, or keeps no reference")
+        if self.role not in self.answers:
+            raise ValueError("nothing has been asked yet")
+        last = self.answers[self.role]
+        self.answers["reference"] = self._answer(last.prompt, "reference", last.turn, greedy=self.greedy, hear=hear)
+        return self.answers["reference"]
+
+    def rewards(self) -> list[tuple[str, dict[str, float], str | None]]:
+        """(role, each reward by name and their sum as `reward`, why there is none) of the last answers. Raises
+        ValueError without a reward, or without an answer.
+        """
+        if not self.answers:
+            raise ValueError("nothing has been asked yet")
+        if self._scorer is None:
+            environment = self.game.environment if self.game else None
+            config, parts, options = self.target.config, self.parts, self.options
+            self._scorer = load_scorer(config, self.task, parts=parts, options=options, environment=environment)
+            self._scorer.start()
+        found = []
+        for role, answer in self.answers.items():
+            episodes = None if answer.episode is None else [answer.episode]
+            sheet = self._scorer([answer.prompt], [answer.completion.tokens], episodes=episodes)
+            named = dict(zip(self._scorer.names, sheet.scores[0].tolist(), strict=True))
+            why = sheet.failures[0].reason if sheet.failures else None
+            found.append((role, {"reward": float(sheet.rewards[0]), **named}, why))
+        return found
+
+    # ---- one answer ----
+
+    def _said(self, prompt: PreparedPrompt, hear: Hear) -> Answer:
+        answer = self._answer(prompt, self.role, self.turn, greedy=self.greedy, hear=hear)
+        self.answers = {self.role: answer}
+        if self.chats and not isinstance(prompt.prompt, str):
+            role = self.game.observations.role if self.game else "tool"
+            said = [{**m, "role": role} if m["role"] == "tool" else m for m in answer.messages]
+            self.messages = [*prompt.prompt, *said]
+        self.turn += 1
+        return answer
+
+    def _prepared(self, prompt: Prompt) -> PreparedPrompt:
+        where, game = self.target.config.task, self.game
+        variables = where.chat_template if game is None else game.variables
+        rendered = render_prompt(
+            self.parts.tokenizer, prompt, chat=where.chat, system_prompt=where.system_prompt, variables=variables
+        )
+        check_ids([rendered.tokens], self.parts.tokenizer, self.parts.roles.causal)
+        return PreparedPrompt(self.turn, {"prompt": prompt}, prompt, rendered.text, rendered.tokens, rendered.opened)
+
+    def _answer(self, prompt: PreparedPrompt, role: SampledRole, turn: int, *, greedy: bool, hear: Hear) -> Answer:
+        room = self.parts.positions - len(prompt.tokens)
+        if room < 1:
+            raise ValueError(f"that is {len(prompt.tokens)} tokens, and the model has {self.parts.positions} positions")
+        most = min(self.settings.max_new_tokens, room)
+        request = Request(prompt.tokens, prompt_row=prompt.index, max_new_tokens=most)
+        key: dict[str, Any] = {"seed": self.target.config.run.seed, "step": CHAT_STEP + turn}
+        key |= {"greedy": greedy, "role": role}
+        self.engine.begin(prompt.tokens, hear)
+        if self.game is None:
+            [[completion]] = self.engine.sample([request], 1, **key)
+            text = str(self.parts.tokenizer.decode(completion.tokens, skip_special_tokens=True))
+            return Answer(turn, prompt, completion, text, None)
+        [completion], [episode] = play([prompt], [request], 1, engine=self.engine, game=self.game, **key)
+        text = "".join(message["content"] for message in episode.transcript if message["role"] == "assistant")
+        return Answer(turn, prompt, completion, text, episode)
+
+
+def load_speaker(target: ChatTarget, *, options: Options) -> Speaker:
+    """Load the model, the policy's weights, and what answers it. Raises ValueError for what a user can fix."""
+    config = target.config
+    parts = load_parts(config, options=options)
+    task = load_task(config.task.name or "rows", grading=config.task.grading)
+    game = load_game(config, task, tokenizer=parts.tokenizer, roles=parts.roles)
+    if target.checkpoint is not None:
+        load_policy(parts.roles, target.checkpoint)
+    return Speaker(target, parts, task, game, options)

@@ -1,0 +1,161 @@
+"""`tinyrl export`: the policy of a checkpoint as a folder that other programs read, checked before it is kept.
+
+The folder appears whole or not at all: it is written under another name, and renamed when it has been checked.
+torch is imported only where weights are merged or converted; an adapter is copied as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tinyrl
+from tinyrl.config.methods import METHODS
+from tinyrl.config.schema import Config
+from tinyrl.export.model_card import PICTURE, Exported, model_card
+from tinyrl.export.next_lines import next_lines
+from tinyrl.models.reading import ADAPTER_FILES, TOKENIZER_FILES
+from tinyrl.runs.checkpoint import checkpoint_of, checkpoint_step
+from tinyrl.runs.records import read_steps
+from tinyrl.runs.run_dir import RunDir, open_run, run_of
+from tinyrl.text import one_line
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+FACTS = "export.json"  # by which a folder is known as ours
+OWN_FILES = (*ADAPTER_FILES, *TOKENIZER_FILES, "merges.txt", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An exported folder: what there is to know of it, and (what for, command) of what can be done with it."""
+
+    folder: Path
+    notes: tuple[str, ...]
+    commands: list[tuple[str, str]]
+
+    def render(self) -> str:
+        """For a terminal."""
+        width = max(len(what) for what, _ in self.commands)
+        lines = [str(self.folder), *self.notes, "", *(f"{what:{width}}  {line}" for what, line in self.commands)]
+        return "\n".join(one_line(line, 4096) if line else "" for line in lines)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be exported, once everything that needs no weights has been checked."""
+
+    run: RunDir
+    config: Config
+    checkpoint: Path
+    whole: bool  # a model and not an adapter
+    dtype: Dtype
+    folder: Path
+
+
+def plan_export(target: str, *, merge: bool, dtype: Dtype, output: str | None, overwrite: bool) -> Plan:
+    """Find the checkpoint and the folder. Raises ValueError for what cannot be exported so, without loading torch."""
+    found = run_of(Path(target))
+    run = open_run(found or target)
+    config = run.read_config()
+    lora = config.lora.enabled
+    if not METHODS[config.method].policy:
+        raise ValueError(f"{target} is a reward model; it is used as it is: reward.model={target}")
+    if lora and merge and config.model.random_init:
+        raise ValueError(f"{target}: its adapter is on weights drawn at random, which are in no file to merge it into")
+    if lora and not merge and dtype != "auto":
+        raise ValueError(f"--dtype {dtype} is for a whole model; the adapter stays as it is (or say --merge)")
+    checkpoint = checkpoint_of(Path(target))
+    kind = "adapter" if lora and not merge else "model" if not lora else "merged"
+    folder = Path(output) if output else run.path / "export" / (kind if dtype == "auto" else f"{kind}-{dtype}")
+    if os.path.lexists(folder) and not (folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())):
+        if not overwrite:
+            raise ValueError(f"{folder} exists; choose another --output, or use --overwrite")
+        if folder.is_symlink() or not (folder / FACTS).is_file():
+            raise ValueError(f"--overwrite: {folder} is no exported folder (it has no {FACTS}), so it is left alone")
+    return Plan(run, config, checkpoint, merge or not lora, dtype, folder)
+
+
+def export(plan: Plan, *, accept_changes: bool = False, trust_remote_code: bool = False) -> Bundle:
+    """Write the folder. Raises ValueError, and leaves nothing behind, where the saved model is not the policy: by its
+    log-probabilities in float32, by more than 1 % of greedy tokens in another dtype (unless `accept_changes`).
+    """
+    plan.folder.parent.mkdir(parents=True, exist_ok=True)
+    writing = plan.folder.with_name(f".writing-{plan.folder.name}-{os.getpid()}")
+    shutil.rmtree(writing, ignore_errors=True)
+    try:
+        writing.mkdir()
+        if plan.whole:
+            dtype, notes = _write_model(plan, writing, accept_changes, trust_remote_code)
+        else:
+            dtype, notes = None, ()
+            _copy(plan.checkpoint, writing)
+        _describe(plan, writing, dtype, notes)
+        if plan.folder.exists():
+            shutil.rmtree(plan.folder)
+        os.rename(writing, plan.folder)
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
+    base = None if plan.whole else plan.config.model.path
+    commands = next_lines(plan.folder, name=_name(plan), base=base, rank=plan.config.lora.r)
+    return Bundle(plan.folder, notes, commands)
+
+
+def _write_model(
+    plan: Plan, folder: Path, accept_changes: bool, trust_remote_code: bool
+) -> tuple[str, tuple[str, ...]]:
+    """Save the whole model and check it; its dtype, and what there is to know of it."""
+    from tinyrl.export.merge import MOST_CHANGED, MOST_GAP, dtype_of, write_merged
+    from tinyrl.models.loading import load_tokenizer
+
+    config, trust = plan.config, trust_remote_code
+    dtype = dtype_of(config, plan.dtype, trust_remote_code=trust)
+    tokenizer = load_tokenizer(config.model.path, revision=config.model.revision, trust_remote_code=trust)
+    found = write_merged(
+        config, plan.checkpoint, folder, dtype=dtype, run=plan.run, tokenizer=tokenizer, trust_remote_code=trust
+    )
+    name, share = str(dtype).removeprefix("torch."), f"{found.changed:.2%} of {found.positions} greedy tokens"
+    if name == "float32" and not found.gap <= MOST_GAP:
+        raise ValueError(
+            f"the saved model is not the policy: log-probabilities differ by up to {found.gap:.2g}, so it is not kept"
+        )
+    if not found.changed <= MOST_CHANGED and not accept_changes:
+        raise ValueError(
+            f"in {name} {share} change, more than {MOST_CHANGED:.0%}, so it is not kept: --dtype float32 keeps them, "
+            "--accept-changes keeps this all the same"
+        )
+    notes = [f"{name}: log-probabilities differ by at most {found.gap:.2g}, {share} change"]
+    if config.model.quantization:
+        notes.append(
+            f"trained on a {config.model.quantization} base and merged into the unquantised one: what it says differs "
+            "a little from what it said in training"
+        )
+    return name, tuple(notes)
+
+
+def _copy(checkpoint: Path, folder: Path) -> None:
+    """The adapter and the tokenizer of a verified checkpoint, and nothing that only a resume needs."""
+    for name in OWN_FILES:
+        if (checkpoint / name).is_file():
+            shutil.copyfile(checkpoint / name, folder / name)
+
+
+def _describe(plan: Plan, folder: Path, dtype: str | None, notes: tuple[str, ...]) -> None:
+    """README.md, the picture of its curves, and export.json."""
+    step, picture = checkpoint_step(plan.checkpoint), plan.run.path / PICTURE
+    if picture.is_file():
+        shutil.copyfile(picture, folder / PICTURE)
+    steps = read_steps(plan.run.metrics, []) if plan.run.metrics.is_file() else {}
+    exported = Exported(_name(plan), step, dtype, notes, picture.is_file())
+    (folder / "README.md").write_text(model_card(plan.config, steps, exported), encoding="utf-8")
+    facts = {"tinyrl": tinyrl.__version__, "run": plan.run.path.resolve().name, "step": step, "dtype": dtype}
+    (folder / FACTS).write_text(json.dumps({**facts, "notes": notes}, indent=1) + "\n", encoding="utf-8")
+
+
+def _name(plan: Plan) -> str:
+    """What the export is called: the run, as far as a name of a repository may be called so."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", plan.run.path.resolve().name).strip("-.") or "policy"

@@ -1,0 +1,143 @@
+"""A policy merged in float32 into a freshly read base, saved, read back, and compared with what was merged.
+
+Nothing of a training process is used: not its copy of the base (which may be 4-bit or bfloat16), nor its merged copies
+for sampling. What is compared is what another program will read: the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tinyrl.config.schema import Config
+from tinyrl.models.critic import load_base
+from tinyrl.models.loading import load_causal_lm, load_model_config, load_start_adapter
+from tinyrl.models.memory import weight_bytes
+from tinyrl.runs.checkpoint import check_room
+from tinyrl.runs.records import json_lines
+from tinyrl.runs.run_dir import RunDir
+from tinyrl.tasks.prompts import token_ids
+
+MOST_POSITIONS, MOST_LOGITS = 4096, 80_000_000  # compared, and the numbers that they may have together
+LONGEST = 256  # tokens of a sequence
+MADE_UP = 16  # sequences, where the run has no samples
+MOST_GAP = 1e-3  # of log-probabilities, merged and not, both in float32
+MOST_CHANGED = 0.01  # share of greedy tokens that may change when the merged weights are rounded
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Tokens, and the first of them that the policy wrote: its positions count."""
+
+    tokens: list[int]
+    first: int
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """How near a saved model is to the policy: the largest difference of a log-probability, the share of positions
+    whose likeliest token is another, and how many positions there were.
+    """
+
+    gap: float
+    changed: float
+    positions: int
+
+
+def dtype_of(config: Config, wanted: str, *, trust_remote_code: bool) -> torch.dtype:
+    """The dtype to save in; `auto` is that of the base's own files."""
+    if wanted != "auto":
+        return getattr(torch, wanted)
+    path, revision = config.model.path, config.model.revision
+    own = load_model_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    named = getattr(own.get_text_config(), "dtype", None) or getattr(own, "dtype", None)
+    return named if isinstance(named, torch.dtype) else torch.float32
+
+
+def write_merged(
+    config: Config,
+    checkpoint: Path,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    run: RunDir,
+    tokenizer: PreTrainedTokenizerBase,
+    trust_remote_code: bool,
+) -> Fidelity:
+    """Save the policy of a checkpoint as one model in `dtype`, read it back, and say how near it is."""
+    policy = read_policy(config, checkpoint, trust_remote_code=trust_remote_code)
+    sequences = sequences_of(run, tokenizer, vocabulary=policy.get_input_embeddings().weight.shape[0])  # pyright: ignore
+    wanted = distributions(policy, sequences)
+    merged: Any = policy.merge_and_unload() if isinstance(policy, PeftModel) else policy
+    merged.to(dtype)
+    check_room(folder, needed=weight_bytes(merged.parameters()))
+    merged.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    del policy, merged
+    trust, attention = trust_remote_code, config.model.attention
+    saved = load_causal_lm(str(folder), dtype=dtype, attention=attention, trust_remote_code=trust)
+    return compared(wanted, distributions(saved, sequences))
+
+
+def read_policy(config: Config, checkpoint: Path, *, trust_remote_code: bool) -> PreTrainedModel | PeftModel:
+    """The policy in float32: the unquantised base with the adapter of the checkpoint, or the model that it is."""
+    if not config.lora.enabled:
+        return load_causal_lm(str(checkpoint), dtype=torch.float32, attention=config.model.attention)
+    plain = config.model_copy(update={"model": config.model.model_copy(update={"quantization": None})})
+    base = load_base(plain, config.model.path, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    return load_start_adapter(base, str(checkpoint)).eval()  # pyright: ignore[reportReturnType]
+
+
+def sequences_of(run: RunDir, tokenizer: PreTrainedTokenizerBase, *, vocabulary: int) -> list[Sequence]:
+    """Prompts of the run and what its policy wrote to them last; made-up tokens where it has kept no samples."""
+    rows = [row for row in json_lines(run.samples, []) if row.get("kind") == "eval"] if run.samples.is_file() else []
+    last = max((row["step"] for row in rows), default=0)
+    written = (
+        _sequence(tokenizer, str(row.get("prompt", "")), str(row.get("completion", "")))
+        for row in rows
+        if row["step"] == last
+    )
+    made_up = (Sequence([(7 * i + 13 * j + 1) % vocabulary for i in range(32)], 1) for j in range(MADE_UP))
+    most = max(64, min(MOST_POSITIONS, MOST_LOGITS // vocabulary))
+    return _as_many([s for s in written if s.first < len(s.tokens)], most) or _as_many(made_up, most)
+
+
+def _sequence(tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> Sequence:
+    before = token_ids(tokenizer, prompt)[-LONGEST:] or [0]
+    return Sequence(before + token_ids(tokenizer, completion)[:LONGEST], len(before))
+
+
+def _as_many(sequences: Iterable[Sequence], most: int) -> list[Sequence]:
+    kept, positions = list[Sequence](), 0
+    for sequence in sequences:
+        positions += len(sequence.tokens) - sequence.first
+        if kept and positions > most:
+            break
+        kept.append(sequence)
+    return kept
+
+
+@torch.inference_mode()
+def distributions(model: PreTrainedModel | PeftModel, sequences: list[Sequence]) -> list[Tensor]:
+    """Log-probabilities (n, V) in float32 of the next token, before each of the n tokens that count."""
+    found = []
+    for sequence in sequences:
+        logits = model(input_ids=torch.tensor([sequence.tokens])).logits[0, sequence.first - 1 : -1]
+        found.append(logits.float().log_softmax(-1))
+    return found
+
+
+def compared(wanted: list[Tensor], saved: list[Tensor]) -> Fidelity:
+    """How near the second distributions are to the first."""
+    positions = sum(len(each) for each in wanted)
+    pairs = list(zip(wanted, saved, strict=True))
+    changed = sum(int((a.argmax(-1) != b.argmax(-1)).sum()) for a, b in pairs)
+    gap = max(float((a - b).abs().max()) for a, b in pairs)
+    return Fidelity(gap, changed / positions, positions)
