@@ -15,6 +15,7 @@ from tinyrl.data.rows import few_held_out, fingerprints
 from tinyrl.environments.environment import Environment
 from tinyrl.generation.engine import SamplingEngine
 from tinyrl.generation.game import Game, load_game
+from tinyrl.generation.planned import Unsampled, likely_engine
 from tinyrl.generation.select import engine_of
 from tinyrl.generation.turns_preview import episode_notes, show_episode
 from tinyrl.models.batches import make_batch
@@ -22,7 +23,8 @@ from tinyrl.models.build import build_reward_model, build_roles, check_reference
 from tinyrl.models.device import calibrate_threads, make_accelerator, resolve_dtype
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.models.memory import bytes_by_role
-from tinyrl.models.micro_batches import MicroBatches
+from tinyrl.models.micro_batches import MicroBatches, RowSizes, StepRows
+from tinyrl.models.outline import outline_roles
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.roles import Roles
 from tinyrl.models.vocabulary import check_ids, check_vocabulary
@@ -39,10 +41,14 @@ SHOWN_TOKENS = 64
 
 @dataclass
 class Options:
-    """Command-line options that are not part of the configuration, and so not of what defines a run."""
+    """Command-line options that are not part of the configuration, and so not of what defines a run.
+
+    weights: False loads everything but the numbers of models, which are then on the meta device (models/outline.py).
+    """
 
     device: str = "auto"
     trust_remote_code: bool = False
+    weights: bool = True
 
 
 @dataclass
@@ -71,6 +77,10 @@ class Parts:
     def has_prompts(self) -> bool:
         """Whether another method finds prompts in the rows of task.data."""
         return True
+
+    def step_rows(self) -> StepRows:
+        """What a step learns from where rows are longest."""
+        raise NotImplementedError
 
     def memory(self) -> dict[str, int]:
         """Bytes of weights by role, and of the optimizers once they have stepped."""
@@ -155,6 +165,17 @@ class SamplingParts(Parts):
         prompts, temperature = [p.tokens for p in self.train_prompts[:4]], self.config.generation.temperature
         check_reference(self.roles, prompts, temperature=temperature, autocast=self.accelerator.autocast)
 
+    def step_rows(self) -> StepRows:
+        """The longest prompts, with responses as long as they may be."""
+        on_policy, game = self.config.on_policy, self.game
+        group = self.config.grpo.group_size if self.config.method == "grpo" else 1
+        new = self.config.generation.max_new_tokens if game is None else game.columns
+        longest = sorted((p.tokens for p in self.train_prompts), key=len, reverse=True)
+        prompts = [longest[i % len(longest)] for i in range(on_policy.num_prompts) for _ in range(group)]
+        sizes = RowSizes.of(prompts, [new] * len(prompts), packed=self.roles.packs)
+        minibatch = min(on_policy.minibatch_size or len(prompts), len(prompts))
+        return StepRows([[(prompt, [0] * new)] for prompt in prompts], sizes, minibatch)
+
     def memory(self) -> dict[str, int]:
         """With the reward model, and the copy that sampling reads."""
         model = self.scorer.model.model if self.scorer.model is not None else None
@@ -186,7 +207,10 @@ def load_parts(config: Config, *, options: Options) -> Parts:
         torch.use_deterministic_algorithms(True, warn_only=True)
     trust = options.trust_remote_code
     tokenizer = load_tokenizer(config.model.path, revision=config.model.revision, trust_remote_code=trust)
-    roles = build_roles(config, device=accelerator.device, dtype=dtype, trust_remote_code=trust)
+    if options.weights:
+        roles = build_roles(config, device=accelerator.device, dtype=dtype, trust_remote_code=trust)
+    else:
+        roles = outline_roles(config, dtype=dtype, trust_remote_code=trust)
     check_vocabulary(tokenizer, roles.causal, path=config.model.path)
     if roles.critic_model is not None:  # it reads the policy's tokens
         check_vocabulary(tokenizer, roles.critic_model, path=config.critic.path or config.model.path)
@@ -237,7 +261,12 @@ def _sampling_parts(config: Config, *, options: Options, judge: Scorer | None) -
         scorer = judge.reading(parts.tokenizer)
     stop = [*config.generation.stop, *(environment.stop if environment else ())]
     longest = config.generation.max_new_tokens if game is None else game.columns
-    engine, why = engine_of(config.generation, parts.roles, parts.tokenizer, stop=stop, longest_response=longest)
+    engine: SamplingEngine
+    if options.weights:
+        engine, why = engine_of(config.generation, parts.roles, parts.tokenizer, stop=stop, longest_response=longest)
+    else:
+        quantized = config.model.quantization is not None
+        engine, why = Unsampled(likely_engine(config.generation, parts.roles, quantized=quantized)), "not tried"
     parts.micro_batches.make_room = engine.release
     return SamplingParts(
         **vars(parts),
@@ -256,13 +285,18 @@ def load_scorer(
     config: Config, task: Task, *, parts: Parts, options: Options, environment: Environment | None
 ) -> Scorer:
     """The configuration's own rewards, not started."""
-    dtype = resolve_dtype(config.model.dtype, on_cpu=parts.accelerator.device.type == "cpu")
+    dtype, trust = (
+        resolve_dtype(config.model.dtype, on_cpu=parts.accelerator.device.type == "cpu"),
+        options.trust_remote_code,
+    )
     return Scorer(
         config.reward,
         task,
         tokenizer=parts.tokenizer,
         roles=parts.roles,
-        model=build_reward_model(config, parts.roles, dtype=dtype, trust_remote_code=options.trust_remote_code),
+        model=build_reward_model(config, parts.roles, dtype=dtype, trust_remote_code=trust)
+        if options.weights
+        else None,
         micro_batches=parts.micro_batches,
         environment=environment,
     )

@@ -20,6 +20,7 @@ from tinyrl.config.recipe import (
     find_recipe,
     load_config,
     load_written_config,
+    method_of,
     packaged_recipes,
     read_recipe,
     split_settings,
@@ -438,3 +439,13 @@ WRITTEN = st.sampled_from(
 @settings(max_examples=200, deadline=None)
 def test_any_overrides_give_a_config_or_a_sentence(overrides: list[str]):
     check_answer(lambda: load_config("ppo", "starter-ppo", overrides=overrides), "ppo")
+
+
+def test_a_recipe_says_its_method_where_none_is_said(recipe: Callable[[str | bytes], str]):
+    name = recipe(SORT)
+    assert method_of([name, "run.seed=7"]) == ("grpo", [name, "run.seed=7"])
+    assert method_of(["ppo", name, "run.seed=7"]) == ("ppo", [name, "run.seed=7"])
+    assert method_of(["starter-ppo"]) == ("ppo", ["starter-ppo"])
+    assert method_of(["run.seed=7"]) == (None, ["run.seed=7"])
+    with pytest.raises(ValueError, match=r"r\.yaml says no method; say it first, as in `tinyrl plan grpo r.yaml`"):
+        method_of([recipe("task: {name: sort}\n")])

@@ -18,7 +18,7 @@ import tinyrl
 from tinyrl.cli import checkup, judging, looking, taking, trials
 from tinyrl.cli.errors import sentences
 from tinyrl.cli.options import Debug, Device, TrustRemoteCode, complete_setting
-from tinyrl.cli.train import How, resume_run, show_run, start_run
+from tinyrl.cli.train import How, plan_run, resume_run, show_run, start_run
 from tinyrl.config.methods import METHODS, or_list
 
 app = typer.Typer(
@@ -97,6 +97,26 @@ def train(
         show_run(method, settings or [], how=how)
     else:
         start_run(method, settings or [], name=name, output_dir=output_dir, overwrite=overwrite, how=how)
+
+
+@app.command()
+def plan(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[METHOD] [RECIPE] [section.key=value]...",
+            help="what `tinyrl train` would be given; a recipe says its method itself",
+            autocompletion=complete_setting,
+        ),
+    ],
+    output_dir: OutputDir = "runs",
+    timed: Annotated[bool, typer.Option("--time/--no-time", help="load the weights too, and time a step")] = True,
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    debug: Debug = False,
+) -> None:
+    """Say what a run will take: memory by part, disk, what fits, seconds a step. Exits with 4 where it does not fit."""
+    plan_run(words, output_dir=output_dir, timed=timed, how=How(device, trust_remote_code, debug))
 
 
 app.command("eval")(judging.evaluate)

@@ -17,9 +17,11 @@ import typer
 
 from tinyrl.cli.errors import sentences
 from tinyrl.config.methods import METHODS, or_list
+from tinyrl.errors import OutOfRoom
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config
+    from tinyrl.training.planning import Planned
 
 
 # Turns of the loop in which an OpenMP thread waits before it sleeps: the most that costs nothing when alone. Two
@@ -71,11 +73,39 @@ def show_run(method: str | None, settings: list[str], *, how: How) -> None:
     quiet_libraries()
     from tinyrl.config.recipe import dump_config
     from tinyrl.runs.signals import StopFlag
-    from tinyrl.training.launch import Options, dry_run
+    from tinyrl.training.launch import Options, dry_run, plan
 
     with StopFlag(), sentences(how.debug):
+        options = Options(device=how.device, trust_remote_code=how.trust_remote_code)
         print(dump_config(config))
-        print(dry_run(config, options=Options(device=how.device, trust_remote_code=how.trust_remote_code)))
+        show_plan(plan(config, options=options))
+        print(dry_run(config, options=options))
+
+
+def plan_run(words: list[str], *, output_dir: str, timed: bool, how: How) -> None:
+    """What a run will take, printed: memory and disk before any weight is loaded, then seconds a step."""
+    with sentences(how.debug):
+        from tinyrl.config.recipe import method_of
+        from tinyrl.runs.settle import settle
+
+        method, settings = method_of(words)
+        config = settle(_config_of(method, settings))
+    quiet_libraries()
+    from tinyrl.runs.signals import StopFlag
+    from tinyrl.training.launch import Options, plan, time_steps
+
+    with StopFlag(), sentences(how.debug):
+        options = Options(device=how.device, trust_remote_code=how.trust_remote_code)
+        show_plan(plan(config, options=options, output_dir=output_dir))
+        if timed:
+            print(time_steps(config, options=options))
+
+
+def show_plan(planned: Planned) -> None:
+    """Print a plan. Raises OutOfRoom where the run does not fit."""
+    print(planned.text, flush=True)
+    if planned.problem is not None:
+        raise OutOfRoom(planned.problem)
 
 
 def resume_run(run: str, words: list[str], *, besides: list[str], allow_config_change: bool, how: How) -> None:

@@ -147,6 +147,22 @@ def load_config(method: str, recipe: str | None, *, overrides: list[str]) -> Con
     return build_config(source)
 
 
+def method_of(words: list[str]) -> tuple[str | None, list[str]]:
+    """(method, what follows it) of words that may begin with a method or with a recipe, which says its own.
+
+    Raises ValueError for a recipe that says none.
+    """
+    if not words or "=" in words[0]:
+        return None, words
+    if words[0] in METHODS:
+        return words[0], words[1:]
+    source = read_recipe(find_recipe(words[0]))
+    written = source.values.get("method")
+    if not isinstance(written, str) or not is_method(written):
+        raise ValueError(f"{source.name} says no method; say it first, as in `tinyrl plan grpo {shortened(words[0])}`")
+    return written, words
+
+
 def _check_used(override: str, method: str) -> None:
     """A recipe may hold sections for several methods, but an override that nothing reads is a mistake."""
     key, _, text = override.partition("=")

@@ -199,6 +199,8 @@ def packs_exactly(trunk: nn.Module) -> bool:
         ours = torch.cat([response_states(trunk, packed), last_states(trunk, packed)]).float()
     except CannotPack:
         return False
+    if device.type == "meta":  # without numbers there is nothing to compare
+        return True
     theirs = torch.cat([response_states(trunk, padded), last_states(trunk, padded)]).float()
     tolerance = 1e-4 if next(trunk.parameters()).dtype == torch.float32 else 0.05
     return bool(((ours - theirs).norm(dim=1) <= tolerance * theirs.norm(dim=1)).all())

@@ -14,9 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
+
+from tinyrl.workers.process import CGROUP_LIMIT
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 KEPT_BYTES = 1 << 30
@@ -102,6 +105,23 @@ def as_out_of_memory() -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" not in str(error):
             raise
         raise torch.OutOfMemoryError(str(error).partition("DefaultCPUAllocator: ")[2]) from error
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now."""
+    return psutil.Process().memory_info().rss
+
+
+def memory_room(device: torch.device) -> int:
+    """Bytes that this process may hold on the device in all: what it holds and what is free (within a container's
+    limit).
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    room = psutil.virtual_memory().available + resident_bytes()
+    with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
+        room = min(room, int(CGROUP_LIMIT.read_text()))
+    return room
 
 
 def peak_memory_gb(device: torch.device) -> float:

@@ -12,7 +12,7 @@ from tinyrl.models.roles import Roles
 
 def weight_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of distinct tensors (tied weights once)."""
-    unique = {tensor.data_ptr(): tensor for tensor in tensors}
+    unique = {tensor.data_ptr() or id(tensor): tensor for tensor in tensors}  # on the meta device all are at 0
     return sum(tensor.numel() * tensor.itemsize for tensor in unique.values())
 
 

@@ -109,6 +109,23 @@ class RowSizes:
 
 
 @dataclass(frozen=True)
+class StepRows:
+    """The rows that a step learns from where they are longest, for a plan of its memory.
+
+    sequences: of each row its (prompt, response) tokens, two for a pair; minibatch: rows of an optimizer step.
+    """
+
+    sequences: Sequence[Sequence[tuple[list[int], list[int]]]]
+    sizes: RowSizes
+    minibatch: int
+
+    def widest(self, max_tokens: int) -> tuple[list[int], int]:
+        """(rows of the widest micro-batch, how many micro-batches a minibatch has) at this budget."""
+        plan = self.sizes.plan(range(self.minibatch), max_tokens=max_tokens)
+        return max(plan, key=self.sizes.cost), len(plan)
+
+
+@dataclass(frozen=True)
 class Work:
     """A pass over rows: their sizes, the function to run on each micro-batch, and which rows (None: all)."""
 

@@ -19,7 +19,8 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        with torch.autocast(device_type=input.device.type, enabled=False):
+        kind = input.device.type
+        with torch.autocast(device_type="cpu" if kind == "meta" else kind, enabled=False):  # meta has no autocast
             return super().forward(input.float()).squeeze(-1)
 
     def copy_from(self, weight: Tensor, bias: Tensor | None = None) -> None:

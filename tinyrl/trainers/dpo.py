@@ -32,6 +32,7 @@ from tinyrl.data.described import described
 from tinyrl.data.rows import batch_indices, example_rows, few_held_out, fingerprints
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.build import reference_of
+from tinyrl.models.micro_batches import StepRows
 from tinyrl.models.vocabulary import check_ids
 from tinyrl.text import number, shortened, visible
 from tinyrl.trainers.preference_pairs import (
@@ -76,6 +77,12 @@ class DpoParts(Parts):
         """What the rows are taken for, the loss before the first step, and whether held-out scores can say much."""
         few = few_held_out([pair.prompt for pair in self.held_out]) if self.config.run.eval_prompts else []
         return [*self.notes, *check_start(self), *few]
+
+    def step_rows(self) -> StepRows:
+        """The longest pairs."""
+        size = min(self.config.dpo.batch_size, len(self.train))
+        pairs = sorted(self.train, key=lambda pair: -pair.longest)[:size]
+        return StepRows([[(p.prompt, answer) for answer in p[1:]] for p in pairs], sizes_of(self, pairs), size)
 
     def preview(self) -> str:
         """A pair as it is read, and what `check` says."""

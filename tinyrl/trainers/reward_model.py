@@ -30,7 +30,7 @@ from tinyrl.data.rows import batch_indices
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.reward_models import label_metrics, pair_metrics, rating_metrics
 from tinyrl.models.batches import trunk_of
-from tinyrl.models.micro_batches import RowSizes, Work
+from tinyrl.models.micro_batches import RowSizes, StepRows, Work
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET
 from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat
 from tinyrl.runs.signals import watched
@@ -59,6 +59,14 @@ class RewardParts(Parts):
     def preview(self) -> str:
         """The same, for `--dry-run`."""
         return "\n".join([*self.rows.notes, super().preview()])
+
+    def step_rows(self) -> StepRows:
+        """The longest rows; what the sides of a pair begin with is their prompt."""
+        size = min(self.config.reward_model.batch_size, len(self.rows.train))
+        longest = sorted(self.rows.train, key=lambda one: -sum(map(len, one.texts)))[:size]
+        starts = [max(1, shared_start(one.texts)) for one in longest]
+        sequences = [[(t[:n], t[n:]) for t in one.texts] for n, one in zip(starts, longest, strict=True)]
+        return StepRows(sequences, sizes_of(self, longest), size)
 
     def has_prompts(self) -> bool:
         """Whether PPO finds prompts in task.data."""

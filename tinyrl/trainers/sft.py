@@ -22,7 +22,7 @@ from tinyrl.config.schema import Config
 from tinyrl.data.described import described
 from tinyrl.data.rows import batch_indices, example_rows, few_held_out, fingerprints
 from tinyrl.evaluation.evaluate import Evaluation
-from tinyrl.models.micro_batches import RowSizes, Work
+from tinyrl.models.micro_batches import RowSizes, StepRows, Work
 from tinyrl.models.vocabulary import check_ids
 from tinyrl.trainers.examples import Example, shown, tokenised, tokens_of
 from tinyrl.training.session import Session
@@ -41,6 +41,13 @@ class TextParts(Parts):
     def check(self) -> list[str]:
         """What the rows were taken for, and whether held-out scores can say something."""
         return [*self.notes, *(few_held_out(self.held_out) if self.config.run.eval_prompts else [])]
+
+    def step_rows(self) -> StepRows:
+        """The longest examples."""
+        size = min(self.config.sft.batch_size, len(self.train))
+        longest = sorted(self.train, key=lambda row: -sum(one.length for one in row))[:size]
+        examples = [example for row in longest for example in row]
+        return StepRows([[(e.prompt, e.target)] for e in examples], sizes_of(self, examples), len(examples))
 
     def preview(self) -> str:
         """What the rows were taken for, and one as the model reads it."""

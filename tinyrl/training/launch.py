@@ -17,7 +17,7 @@ from tinyrl.components import Options, Parts, settle_threads
 from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
 from tinyrl.evaluation.held_out import Trainer, trainer_of
-from tinyrl.models.device import as_out_of_memory
+from tinyrl.models.device import as_out_of_memory, peak_memory_gb
 from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.report import write_report
 from tinyrl.runs import checkpoint as checkpoints
@@ -28,6 +28,16 @@ from tinyrl.runs.run_dir import RunDir, create_run
 from tinyrl.runs.settle import settle
 from tinyrl.runs.summary import summary
 from tinyrl.runs.tracking import check_trackers
+from tinyrl.training.memory_plan import MemoryPlan
+from tinyrl.training.planning import (
+    Outline,
+    Planned,
+    beside_measured,
+    plan_run,
+    seconds_in_words,
+    tried_outline,
+    tried_plan,
+)
 from tinyrl.training.session import Session
 from tinyrl.training.sources import Sources, read_sources
 
@@ -40,6 +50,7 @@ class Launch:
     trainer: Trainer
     parts: Parts
     session: Session
+    plan: MemoryPlan | None = None
 
     def say(self, notes: list[str]) -> None:
         """Show what was found and chosen while the run was opened."""
@@ -70,11 +81,14 @@ class Launch:
             self.session.display.close()
             self.session.trackers.close()
             self.parts.close()
+        peak = peak_memory_gb(self.parts.accelerator.device)
         try:
             write_report(self.run.path)
         except OSError as error:
             warn(f"warning: the report could not be written ({error}); later: tinyrl report {self.run.path}")
         tell(summary(self.run, prompts=self.parts.has_prompts()))
+        if self.plan is not None:
+            tell(beside_measured(self.plan, peak))
         return 0 if self.session.saved else self._unsaved("done, but the last step is not saved")
 
     def _unsaved(self, what: str) -> int:
@@ -101,6 +115,7 @@ def start(
     config = settle(config)
     trainer = trainer_of(config)
     with undone_on_failure() as undo:
+        outline = tried_outline(config, options=options)
         with out_of_memory_stops("before the first step"):
             parts = trainer.load(config, options=options)
             undo.callback(parts.close)
@@ -112,7 +127,7 @@ def start(
         run.write_config(config)
         _write_environment(run, parts, command)
         sources = later(partial(read_sources, config, rows=parts.row_fingerprints, known={}))
-        launch = open_session(run, trainer, parts, sources=sources)
+        launch = open_session(run, trainer, parts, sources=sources, outline=outline)
         launch.say([f"run {run.path}", *notes])
         return launch
 
@@ -135,7 +150,9 @@ def out_of_memory_stops(when: str) -> Iterator[None]:
         raise out_of_memory(when, error) from error
 
 
-def open_session(run: RunDir, trainer: Trainer, parts: Any, *, sources: Callable[[], Sources]) -> Launch:
+def open_session(
+    run: RunDir, trainer: Trainer, parts: Any, *, sources: Callable[[], Sources], outline: Outline | None = None
+) -> Launch:
     """A launch whose session stands at the beginning of the run."""
     parts.keep_output(RewardOutput(run.path, warn=run.warn).append)
     session = Session(
@@ -145,7 +162,7 @@ def open_session(run: RunDir, trainer: Trainer, parts: Any, *, sources: Callable
         display=Display(num_steps=parts.config.run.num_steps),
         sources=sources,
     )
-    return Launch(run, trainer, parts, session)
+    return Launch(run, trainer, parts, session, tried_plan(parts, outline))
 
 
 def later(work: Callable[[], Sources]) -> Callable[[], Sources]:
@@ -170,12 +187,28 @@ def _write_environment(run: RunDir, parts: Parts, command: list[str]) -> None:
     )
 
 
+def plan(config: Config, *, options: Options, output_dir: str = "runs") -> Planned:
+    """Memory and disk of a run, before any weight is loaded."""
+    return plan_run(config, options=options, load=trainer_of(config).load, output_dir=output_dir)
+
+
+def time_steps(config: Config, *, options: Options) -> str:
+    """How long a step takes, by a short calibration."""
+    with out_of_memory_stops("while a step was timed"):
+        parts = trainer_of(config).load(config, options=options)
+        try:
+            return f"{settle_threads(parts)}\n{seconds_in_words(parts)}"
+        finally:
+            parts.close()
+
+
 def dry_run(config: Config, *, options: Options) -> str:
     """Everything up to the first step, without a run folder: what `--dry-run` shows besides the configuration."""
     with out_of_memory_stops("before the first step"):
         parts = trainer_of(config).load(config, options=options)
         try:
-            return parts.preview()
+            settle_threads(parts)
+            return f"{seconds_in_words(parts)}\n{parts.preview()}"
         finally:
             parts.close()
 

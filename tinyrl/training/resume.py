@@ -11,6 +11,7 @@ from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.settle import absolute_paths, settle
 from tinyrl.training.launch import Launch, open_session, out_of_memory_stops, trainer_of, undone_on_failure
 from tinyrl.training.optim import stretched_schedule
+from tinyrl.training.planning import tried_outline
 from tinyrl.training.session import Session
 from tinyrl.training.sources import HELD_OUT, Sources, changed_sources, changed_versions, read_sources
 from tinyrl.training.state import read_state
@@ -40,6 +41,7 @@ def resume(
         changes = check_changes(before, config, since=since, allowed=allow_config_change)
         notes = [f"warning: {w}; using {folder.name if folder else 'the start'} instead" for w in warnings[:1]]
         trainer = trainer_of(config)
+        outline = tried_outline(config, options=options)
         with out_of_memory_stops("before the first step"):
             parts = trainer.load(config, options=options)
             undo.callback(parts.close)
@@ -52,7 +54,7 @@ def resume(
                 allowed=allow_config_change,
             )
             notes += parts.check()
-            launch = open_session(run, trainer, parts, sources=lambda: sources)
+            launch = open_session(run, trainer, parts, sources=lambda: sources, outline=outline)
             if folder is None or kept is None:
                 notes.append(settle_threads(parts))
                 run.cut({})

@@ -1,0 +1,50 @@
+"""What a run was planned to take beside what it took: runs of `tinyrl train` in processes of their own."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.sizes import SIZES, build, prompt_texts
+
+pytestmark = pytest.mark.slow
+
+TO = 0.15  # of the measured peak
+GRPO = ["grpo.num_prompts=8", "grpo.group_size=8"]
+PPO = ["ppo.num_prompts=32", "ppo.minibatch_size=16", "ppo.num_epochs=1"]
+RUN = ["run.num_steps=2", "run.eval_prompts=8", "run.save_every=0", "run.threads=1", "generation.max_new_tokens=96"]
+CASES = {
+    "grpo with LoRA": ("grpo", "s", GRPO),
+    "grpo, every weight": ("grpo", "m", [*GRPO, "lora.enabled=false"]),
+    "grpo, a large vocabulary and micro-batch": ("grpo", "v", [*GRPO, "run.micro_batch_tokens=4096"]),
+    "ppo with LoRA": ("ppo", "m", PPO),
+    "ppo, every weight": ("ppo", "s", [*PPO, "lora.enabled=false"]),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models of some sizes and prompts for them."""
+    made = tmp_path_factory.mktemp("peaks")
+    for size in {size for _, size, _ in CASES.values()}:
+        build(SIZES[size], made / size)
+    rows = [json.dumps({"prompt": text, "answer": "w5"}) for text in prompt_texts(SIZES["s"], 64)]
+    (made / "rows.jsonl").write_text("\n".join(rows))
+    return made
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_the_planned_peak_is_the_measured_one(case: str, folder: Path):
+    method, size, settings = CASES[case]
+    where = [f"model.path={folder / size}", f"task.data={folder / 'rows.jsonl'}"]
+    command = [sys.executable, "-m", "tinyrl", "train", method, *where, *RUN, *settings]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = re.search(r"memory +([\d.]+) (.B) planned \(.*\), ([\d.]+) (.B) measured", done.stdout)
+    assert said is not None, done.stdout
+    scale = {"GB": 1.0, "MB": 1e-3}
+    planned, measured = float(said[1]) * scale[said[2]], float(said[3]) * scale[said[4]]
+    assert planned == pytest.approx(measured, rel=TO)

@@ -1,0 +1,134 @@
+"""The plan of a run's memory: parts counted by hand, what changes them, what fits, and the peak of real runs."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.running import config, go_on, metrics, train
+from tests.tiny_models import TinyModels
+from tinyrl.components import Options
+from tinyrl.config.schema import Config
+from tinyrl.training import planning
+from tinyrl.training.launch import plan, time_steps, trainer_of
+from tinyrl.training.memory_plan import MemoryPlan, Planner
+from tinyrl.training.planning import beside_measured, largest_group, largest_micro_batch, planner_of, tried_outline
+
+GB = 10**9
+
+
+def planner(settings: Config, *, room: int = 1000 * GB) -> Planner:
+    options = Options(device="cpu", weights=False)
+    parts = trainer_of(settings).load(settings, options=options)
+    outline = tried_outline(settings, options=options)
+    assert outline is not None
+    made = planner_of(parts, outline)
+    made.process, made.room = 0, room
+    return made
+
+
+def small(tiny: TinyModels, method: str = "grpo", **sections: Any) -> Config:
+    return config(method, tiny("llama"), **sections)
+
+
+def test_weights_gradients_and_moments_are_counted_by_hand(tiny: TinyModels):
+    made = planner(small(tiny, lora={"r": 4})).plan()
+    # rank 4 on two layers: q, o 32 -> 32; k, v 32 -> 16; gate, up 32 -> 64; down 64 -> 32
+    adapter = 4 * 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64))
+    assert made.standing["policy"] == 4 * adapter
+    assert made.standing["Adam"] == 8 * adapter
+    assert made.phases["updating"]["gradients"] == 4 * adapter
+    assert made.phases["loading"] == {"weights as read": made.standing["base"]}
+
+
+def test_the_cache_holds_every_row_to_its_last_token(tiny: TinyModels):
+    made = planner(small(tiny, run={"eval_prompts": 8}))
+    sampling, longest = made.sampling, max(len(p) for row in made.rows.sequences for p, _ in row)
+    assert sampling is not None
+    assert sampling.rows == 16  # 4 prompts in groups of 4
+    assert sampling.parts["cache"] == 2 * 2 * 2 * 8 * 4 * 16 * (longest + 6)  # two of, layers, heads, size, float32
+    assert sampling.parts["sampling copy"] > 0
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("lora", [True, False])
+def test_every_kind_of_model_can_be_planned(tiny: TinyModels, method: str, kind: str, lora: bool):
+    made = planner(config(method, tiny(kind), lora={"enabled": lora})).plan()
+    assert made.phases["updating"]["activations"] > 0
+    assert made.fits
+
+
+def test_larger_micro_batches_take_more_and_recomputed_layers_less(tiny: TinyModels):
+    made = planner(small(tiny))
+    activations = [made.plan(tokens).phases["updating"]["activations"] for tokens in (30, 120, 480)]
+    assert activations == sorted(set(activations))
+    recomputed = planner(small(tiny, model={"gradient_checkpointing": True})).plan(480)
+    assert recomputed.phases["updating"]["activations"] < 0.7 * activations[-1]
+
+
+def test_a_plan_leaves_nothing_behind_and_changes_no_number(tiny: TinyModels):
+    made = planner(small(tiny, method="ppo"))
+    before = torch.get_rng_state()
+    assert made.plan() == made.plan()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p.grad is None for p in made.outline.causal.parameters())
+
+
+def test_the_largest_micro_batch_and_group_that_fit(tiny: TinyModels):
+    roomy = planner(small(tiny))
+    most = largest_micro_batch(roomy)
+    assert most is not None
+    assert most >= roomy.rows.sizes.cost(range(16))  # all rows in one
+    tight = planner(small(tiny), room=roomy.plan(60).peak)
+    less = largest_micro_batch(tight)
+    assert less is not None
+    assert tight.plan(less).fits
+    assert less < most
+    assert largest_micro_batch(planner(small(tiny), room=1)) is None
+    group, tight_group = largest_group(roomy), largest_group(tight)
+    assert group is not None
+    assert tight_group is not None
+    assert tight_group < group
+    assert largest_group(planner(small(tiny, method="ppo"))) is None
+
+
+def test_a_run_that_does_not_fit_says_what_would(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+    settings = small(tiny)
+    monkeypatch.setattr(planning, "memory_room", lambda device: 1000 * GB)
+    said = plan(settings, options=Options(device="cpu"))
+    assert said.problem is None
+    assert said.text.startswith("memory on cpu: ")
+    for part in ("process", "base", "policy", "Adam", "gradients", "logits chunk", "activations", "cache", "disk: "):
+        assert part in said.text
+    monkeypatch.setattr(planning, "memory_room", lambda device: 1000)
+    assert "gradient_checkpointing" in (plan(settings, options=Options(device="cpu")).problem or "")
+
+
+def test_a_step_is_timed_without_changing_a_weight(tiny: TinyModels):
+    said = time_steps(small(tiny, method="ppo"), options=Options(device="cpu"))
+    assert re.search(r"a step takes about [\d.e+-]+ s \(sampling .*, reference and values .*, update .*\)", said)
+
+
+def test_the_end_of_a_run_says_what_was_planned_and_measured(tiny: TinyModels, tmp_path: Path, capsys: Any):
+    settings = small(tiny)
+    code, run, _ = train(settings, tmp_path)
+    assert code == 0
+    assert re.search(r"memory   [\d.]+ .B planned \(while .*\), [\d.]+ .B measured", capsys.readouterr().out)
+    made = MemoryPlan("cpu", {"base": 2 * GB}, {"updating": {"activations": GB}}, 4 * GB, 768)
+    assert beside_measured(made, 2.9) == "memory   3.00 GB planned (while updating), 2.90 GB measured"
+    assert metrics(run)[-1]["memory/peak_gb"] > 0
+    assert go_on(run) == 0
+
+
+def test_a_model_that_cannot_be_tried_is_trained_without_a_plan(
+    tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    def fail(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("no such kernel on the meta device")
+
+    monkeypatch.setattr(planning, "outline_roles", fail)
+    assert train(small(tiny), tmp_path)[0] == 0
+    assert "planned" not in capsys.readouterr().out

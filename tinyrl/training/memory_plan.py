@@ -1,0 +1,228 @@
+"""The memory of a run by part, before any weight is loaded: the run's own passes on models without numbers.
+
+The highest of its phases counts: loading, sampling, a pass over the widest micro-batch, an optimizer step. Responses
+are taken to be as long as they may be, and rows to be the longest there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tinyrl.components import Parts, SamplingParts
+from tinyrl.generation.planned import Call, SamplingBytes, sampling_bytes
+from tinyrl.models.batches import SequenceBatch
+from tinyrl.models.device import resolve_dtype
+from tinyrl.models.live_bytes import AsOn, LiveBytes
+from tinyrl.models.logprobs import CHUNK_ELEMENTS, token_logprobs
+from tinyrl.models.memory import bytes_by_role
+from tinyrl.models.micro_batches import StepRows
+from tinyrl.models.outline import META, four_bit_bytes, is_outline
+from tinyrl.models.roles import Role, Roles
+
+LARGEST_TEMPORARIES = 2  # of the size of a parameter, in an AdamW step that takes one parameter after the other
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by part: `standing` are there all the time, `phases` what each phase adds. room: what there may be in all.
+    tokens: the budget of a micro-batch; sampling: None where nothing is sampled.
+    """
+
+    device: str
+    standing: dict[str, int]
+    phases: dict[str, dict[str, int]]
+    room: int
+    tokens: int
+    sampling: SamplingBytes | None = None
+
+    @property
+    def highest(self) -> str:
+        """The phase that takes most."""
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+    @property
+    def peak(self) -> int:
+        """The most that there is at a time."""
+        return sum(self.standing.values()) + sum(self.phases[self.highest].values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for it."""
+        return self.peak <= self.room
+
+
+@dataclass
+class Planner:
+    """Plans of one run for several budgets. parts: tokenizer, rows and settings; outline: its models without numbers.
+
+    process: bytes that the process has before it loads a model (0 on a GPU, where only tensors are counted);
+    reward_model: without numbers too, where it is a model of its own.
+    """
+
+    parts: Parts
+    outline: Roles
+    process: int
+    room: int
+    reward_model: nn.Module | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """What the run computes on."""
+        return self.parts.accelerator.device
+
+    @cached_property
+    def rows(self) -> StepRows:
+        """Of a step."""
+        return self.parts.step_rows()
+
+    @cached_property
+    def standing(self) -> dict[str, int]:
+        """Bytes of weights by role, of Adam's moments, and of the process itself."""
+        roles = bytes_by_role(self.outline, reward_model=self.reward_model)
+        if self.parts.config.model.quantization == "4bit":
+            roles["base"] = four_bit_bytes(self.outline)
+        moments = 8 if self.parts.config.optim.optimizer == "adamw" else 2
+        own = {"process": self.process} if self.process else {}
+        return {**own, **roles, "Adam": moments * sum(p.numel() for p in trained(self.outline))}
+
+    @cached_property
+    def sampling(self) -> SamplingBytes | None:
+        """Of a rollout, or of an evaluation where that samples more rows at a time."""
+        parts = self.parts
+        if not isinstance(parts, SamplingParts):
+            return None
+        config, dtype = parts.config, self.outline.causal.dtype
+        wanted = config.on_policy.num_prompts * (config.grpo.group_size if config.method == "grpo" else 1)
+        held_out = min(config.run.eval_prompts, len(parts.eval_prompts))
+        rows = min(max(wanted, held_out), config.generation.max_rows or 1 << 30)
+        longest = max(len(p.tokens) for p in (*parts.train_prompts, *parts.eval_prompts))
+        new = config.generation.max_new_tokens if parts.game is None else parts.game.columns
+        own = dtype if config.generation.dtype == "auto" else resolve_dtype(config.generation.dtype, on_cpu=False)
+        free = max(0, self.room - sum(self.standing.values()))
+        call = Call(rows, max(config.on_policy.num_prompts, held_out), longest, new)
+        return sampling_bytes(
+            self.outline, config.generation, call, engine=parts.engine.name, dtype=own, device=self.device, free=free
+        )
+
+    def plan(self, tokens: int | None = None) -> MemoryPlan:
+        """At a micro-batch budget of `tokens` (None: the run's)."""
+        tokens = tokens or self.parts.micro_batches.tokens
+        phases = {"updating": self._update(tokens), "an optimizer step": self._optimizer_step()}
+        if self.sampling is not None:
+            phases["sampling"] = self.sampling.parts
+        if self.device.type == "cpu" and not self.parts.config.model.random_init:
+            phases["loading"] = {"weights as read": self.standing["base"]}  # the file is in memory beside the model
+        return MemoryPlan(self.device.type, self.standing, phases, self.room, tokens, self.sampling)
+
+    def learn(self, role: Role, rows: list[int]) -> None:
+        """A forward and backward pass whose gradients are let go of: of real models too, to time it."""
+        with _with_gradients(self.outline, whole=False), self.parts.accelerator.autocast():
+            self._pass(role, rows)
+
+    def read(self, role: Role, rows: list[int]) -> None:
+        """A forward pass without gradient."""
+        with torch.no_grad(), self.outline.acting(role), self.parts.accelerator.autocast():
+            self._loss(role, self._batch(rows))
+
+    def _update(self, tokens: int) -> dict[str, int]:
+        """Gradients, activations and the logits of a chunk, at the most of any pass of an optimizer step."""
+        rows, count = self.rows.widest(tokens)
+        CHUNK_ELEMENTS["meta"] = CHUNK_ELEMENTS[self.device.type]
+        low = self.outline.causal.dtype == torch.bfloat16
+        acting = AsOn(self.device, autocast=torch.bfloat16 if low else None)
+        with _with_gradients(self.outline, whole=count > 1), acting, LiveBytes() as live:
+            before = _gradient_bytes(self.outline)
+            for role in passes(self.outline, self.parts.config.method):
+                self._pass(role, rows)
+            most = live.most + before
+        gradients = sum(p.numel() * p.itemsize for p in trained(self.outline))
+        chunk = self._chunk_bytes(rows) if self.parts.config.method != "reward" else 0
+        return {"gradients": gradients, "logits chunk": chunk, "activations": max(0, most - gradients - chunk)}
+
+    def _pass(self, role: Role, rows: list[int]) -> None:
+        config, roles = self.parts.config, self.outline
+        recompute = roles.gradient_checkpointing() if config.model.gradient_checkpointing else contextlib.nullcontext()
+        batch = self._batch(rows)
+        with roles.acting(role), recompute:
+            loss = self._loss(role, batch)
+            # Tensor.backward is a torch function, inside which AsOn would be off while layers are recomputed.
+            engine: Any = torch.autograd.Variable._execution_engine
+            ones = (torch.ones_like(loss),)
+            engine.run_backward((loss,), ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+    def _loss(self, role: Role, batch: SequenceBatch) -> Tensor:
+        config, roles = self.parts.config, self.outline
+        if role == "critic":
+            return roles.values(batch).sum()
+        if config.method == "reward":
+            return roles.scores(batch).sum()
+        states = roles.policy_states(batch)
+        bonus = config.method in ("grpo", "ppo") and (
+            config.on_policy.entropy_coef > 0 or config.on_policy.entropy_target
+        )
+        logprobs, entropy = roles.logprobs("policy", batch, temperature=1.0, states=states, entropy_grad=bool(bonus))
+        loss = logprobs.sum() + (entropy.sum() if bonus else 0.0)
+        if roles.critic_kind in ("shared", "shared-detached"):
+            read = states if roles.critic_kind == "shared" else states.detach()
+            loss = loss + roles.values(batch, states=read).sum()
+        return loss
+
+    def _batch(self, rows: list[int]) -> SequenceBatch:
+        pairs = [pair for row in rows for pair in self.rows.sequences[row]]
+        prompts, responses = [p for p, _ in pairs], [r for _, r in pairs]
+        batch = self.outline.batch(prompts, responses, last_tokens=self.parts.config.method == "reward")
+        if self.outline.packs or not is_outline(self.outline):
+            return batch
+        # The library reads numbers of a mask of rows; one of (b, 1, L, L), as it would make, it takes as it is.
+        (count, width), model = batch.input_ids.shape, self.outline.causal
+        dtype = torch.bool if model.config._attn_implementation == "sdpa" else model.dtype
+        return replace(batch, attention_mask=torch.zeros(count, 1, width, width, dtype=dtype, device=META))
+
+    def _chunk_bytes(self, rows: list[int]) -> int:
+        """Of the logits that are there at a time."""
+        head, count = self.outline.head("policy"), sum(len(r) for row in rows for _, r in self.rows.sequences[row])
+        with torch.no_grad(), LiveBytes() as live:
+            states = torch.empty(count, head.weight.shape[1], dtype=head.weight.dtype, device=META)
+            before, targets = live.now, torch.zeros(count, dtype=torch.long, device=META)
+            token_logprobs(states, head, targets=targets, temperature=1.0)
+        return live.most - before
+
+    def _optimizer_step(self) -> dict[str, int]:
+        """Gradients, and what AdamW makes for itself: on a GPU a temporary for every parameter at once."""
+        sizes = [p.numel() * p.itemsize for p in trained(self.outline)]
+        own = sum(sizes) if self.device.type == "cuda" else LARGEST_TEMPORARIES * max(sizes, default=0)
+        return {"gradients": sum(sizes), "AdamW's temporaries": own}
+
+
+def passes(roles: Roles, method: str) -> list[Role]:
+    """The roles that act in an optimizer step, in order."""
+    own = method == "ppo" and roles.critic_kind in ("adapter", "separate")
+    return ["policy", "critic"] if own else ["policy"]
+
+
+def trained(roles: Roles) -> list[nn.Parameter]:
+    """Every parameter that learns."""
+    return [p for of_role in roles.parameters.values() for p in of_role.values()]
+
+
+@contextlib.contextmanager
+def _with_gradients(roles: Roles, *, whole: bool) -> Iterator[None]:
+    """`whole`: every gradient is there from the start, as it is from a step's second micro-batch on. None is left."""
+    for parameter in trained(roles) if whole else []:
+        parameter.grad = torch.empty_like(parameter)
+    try:
+        yield
+    finally:
+        for parameter in trained(roles):
+            parameter.grad = None
+
+
+def _gradient_bytes(roles: Roles) -> int:
+    return sum(p.numel() * p.itemsize for p in trained(roles) if p.grad is not None)

@@ -1,0 +1,247 @@
+"""What a run will take, said before it begins: memory, disk, what else would fit, seconds a step."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tinyrl.components import Options, Parts, SamplingParts
+from tinyrl.config.schema import Config
+from tinyrl.generation.engine import Request
+from tinyrl.models.device import memory_room, resident_bytes, resolve_dtype
+from tinyrl.models.memory import checkpoint_bytes
+from tinyrl.models.outline import outline_reward_model, outline_roles
+from tinyrl.models.roles import Roles
+from tinyrl.training.memory_plan import MemoryPlan, Planner, passes
+
+MOST_DOUBLINGS = 5  # of a micro-batch's budget that are tried
+FEW_TOKENS, MORE_TOKENS = 4, 16  # of the two calls that sampling is timed by
+ROLLOUT_BYTES = 8 + 1 + 4 * 4  # a token of a rollout: its id, its mask, four numbers
+# What a model of an unknown kind may raise on the meta device. A run goes on without a plan then.
+RAISED = (AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A run's models without numbers, and the bytes that the process has before it loads them."""
+
+    roles: Roles
+    reward_model: nn.Module | None
+    process: int
+
+
+def outline_of(config: Config, *, options: Options) -> Outline:
+    """Before any weight is loaded. Raises ValueError for a model that cannot be read."""
+    on_cpu = options.device == "cpu" or not torch.cuda.is_available()
+    dtype, trust = resolve_dtype(config.model.dtype, on_cpu=on_cpu), options.trust_remote_code
+    roles = outline_roles(config, dtype=dtype, trust_remote_code=trust)
+    judge = outline_reward_model(config, dtype=dtype, trust_remote_code=trust)
+    return Outline(roles, judge, resident_bytes() if on_cpu else 0)
+
+
+def tried_outline(config: Config, *, options: Options) -> Outline | None:
+    """The same, or None where it cannot be made: loading then says why, or does what this cannot."""
+    try:
+        return outline_of(config, options=options)
+    except RAISED:
+        return None
+
+
+def tried_plan(parts: Parts, outline: Outline | None) -> MemoryPlan | None:
+    """The memory of a run whose parts are loaded; None where its passes cannot be tried without numbers."""
+    if outline is None:
+        return None
+    try:
+        return planner_of(parts, outline).plan()
+    except RAISED:
+        return None
+
+
+def planner_of(parts: Parts, outline: Outline) -> Planner:
+    """For the device that the parts are for."""
+    outline.roles.packs = parts.roles.packs  # where its numbers were compared
+    room = memory_room(parts.accelerator.device)
+    return Planner(parts, outline.roles, outline.process, room, reward_model=outline.reward_model)
+
+
+# ---- what fits ----
+
+
+def largest_micro_batch(planner: Planner) -> int | None:
+    """The largest budget, doubled or halved from the run's, whose plan fits; None where none does."""
+    rows, tokens = planner.rows, planner.parts.micro_batches.tokens
+    everything = rows.sizes.cost(range(rows.minibatch))
+    alone = max(rows.sizes.cost([row]) for row in range(rows.minibatch))
+    while not planner.plan(tokens).fits:
+        if tokens <= alone:
+            return None
+        tokens //= 2
+    for _ in range(MOST_DOUBLINGS):
+        if tokens >= everything or not planner.plan(2 * tokens).fits:
+            break
+        tokens *= 2
+    return tokens
+
+
+def largest_group(planner: Planner) -> int | None:
+    """The largest group of which all completions are decoded at a time; None where no groups are sampled."""
+    config, sampling = planner.parts.config, planner.sampling
+    if sampling is None or config.method != "grpo":
+        return None
+    return max(1, min(sampling.fit, config.generation.max_rows or sampling.fit) // config.grpo.num_prompts)
+
+
+def disk_bytes(planner: Planner) -> int:
+    """Checkpoints that are kept, the best one, and one that is being written, each inside an update."""
+    run, rows = planner.parts.config.run, planner.rows
+    rollout = ROLLOUT_BYTES * sum(rows.sizes.responses) if planner.sampling is not None else 0
+    return (run.keep_checkpoints + 2) * (checkpoint_bytes(planner.outline) + rollout)
+
+
+# ---- in words ----
+
+
+def size(count: float) -> str:
+    """Bytes as people read them."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def parts_in_words(parts: dict[str, int]) -> str:
+    """Each part that is there, the largest first."""
+    return ", ".join(f"{name} {size(count)}" for name, count in sorted(parts.items(), key=lambda p: -p[1]) if count)
+
+
+def in_words(plan: MemoryPlan) -> list[str]:
+    """The plan as lines: the most, then what it consists of."""
+    phases = sorted(plan.phases.items(), key=lambda phase: -sum(phase[1].values()))
+    return [
+        f"memory on {plan.device}: {size(plan.peak)} at most, while {plan.highest}; there are {size(plan.room)}",
+        f"  always: {parts_in_words(plan.standing)}",
+        *(f"  {name}: {parts_in_words(parts)}" for name, parts in phases),
+    ]
+
+
+def beside_measured(plan: MemoryPlan, peak_gb: float) -> str:
+    """The end of a run: what was planned, and what it came to."""
+    return f"memory   {size(plan.peak)} planned (while {plan.highest}), {size(peak_gb * 1e9)} measured"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan in words; `problem` says why the run does not fit, and what would (None: it does)."""
+
+    text: str
+    problem: str | None = None
+
+
+def plan_run(config: Config, *, options: Options, load: Callable[..., Parts], output_dir: str = "runs") -> Planned:
+    """Memory and disk of a run, before any weight is loaded; `load` is its trainer's."""
+    options = replace(options, weights=False)
+    parts = load(config, options=options)
+    try:
+        judge = outline_reward_model(
+            config, dtype=parts.roles.causal.dtype, trust_remote_code=options.trust_remote_code
+        )
+        process = resident_bytes() if parts.accelerator.device.type == "cpu" else 0
+        planner = planner_of(parts, Outline(parts.roles, judge, process))
+        plan, tokens = planner.plan(), largest_micro_batch(planner)
+        there = next(path for path in (Path(output_dir), *Path(output_dir).absolute().parents) if path.exists())
+        free, needed = shutil.disk_usage(there).free, disk_bytes(planner)
+        lines = in_words(plan)
+        lines += [f"micro-batches of {tokens:,} tokens fit (the run has {plan.tokens:,})"] if tokens else []
+        lines += _decoded(planner)
+        lines += [f"disk: checkpoints take {size(needed)} at most; {size(free)} are free"]
+        return Planned("\n".join(lines), _problem(plan, tokens, needed=needed, free=free))
+    finally:
+        parts.close()
+
+
+def _decoded(planner: Planner) -> list[str]:
+    sampling, group = planner.sampling, largest_group(planner)
+    if sampling is None:
+        return []
+    groups = f": groups of up to {group:,} in one go" if group else ""
+    return [f"sampling: {sampling.rows:,} completions at a time, of {sampling.fit:,} that fit{groups}"]
+
+
+def _problem(plan: MemoryPlan, tokens: int | None, *, needed: int, free: int) -> str | None:
+    if not plan.fits:
+        helps = (
+            f"It does with run.micro_batch_tokens={tokens}."
+            if tokens
+            else "What helps: model.gradient_checkpointing=true; a smaller generation.max_new_tokens; "
+            "model.quantization=4bit (LoRA); a smaller model."
+        )
+        return f"the run does not fit: it takes {size(plan.peak)}, and {size(plan.room)} are there.\n{helps}"
+    if needed > free:
+        return f"the run does not fit on the disk: its checkpoints take {size(needed)}, and {size(free)} are free"
+    return None
+
+
+# ---- seconds ----
+
+
+def seconds_in_words(parts: Parts) -> str:
+    """How long a step takes, by a short calibration with the run's own models. No weight is changed."""
+    seconds = seconds_a_step(parts)
+    each = ", ".join(f"{name} {taken:.2g}" for name, taken in seconds.items())
+    longest = " where every response is as long as it may be; rewards are not counted" if "sampling" in seconds else ""
+    return f"a step takes about {sum(seconds.values()):.2g} s ({each}){longest}"
+
+
+def seconds_a_step(parts: Parts) -> dict[str, float]:
+    """By phase: sampling a few tokens of every row, and each pass on one micro-batch, times how often it is done."""
+    planner, rows, config = Planner(parts, parts.roles, 0, 0), parts.step_rows(), parts.config
+    micro, _ = rows.widest(parts.micro_batches.tokens)
+    plan = rows.sizes.plan(range(len(rows.sizes)), max_tokens=parts.micro_batches.tokens)
+    share = sum(map(rows.sizes.cost, plan)) / rows.sizes.cost(micro)  # of a whole pass to the micro-batch timed
+    epochs = config.on_policy.num_epochs if isinstance(parts, SamplingParts) else 1
+    roles = passes(parts.roles, config.method)
+    seconds = {"sampling": _sampling_seconds(parts)} if isinstance(parts, SamplingParts) else {}
+    reading = _readings(parts)
+    if reading:
+        seconds["reference and values"] = reading * share * _timed(lambda: planner.read("policy", micro))
+    seconds["update"] = epochs * share * sum(_timed(lambda role=role: planner.learn(role, micro)) for role in roles)
+    return seconds
+
+
+def _readings(parts: Parts) -> int:
+    """How many passes without gradient a step makes."""
+    config = parts.config
+    if config.method == "ppo":
+        return 1 + parts.roles.has_reference
+    return int(config.method == "grpo" and config.grpo.kl_coef > 0)
+
+
+def _sampling_seconds(parts: SamplingParts) -> float:
+    on_policy, config = parts.config.on_policy, parts.config
+    group = config.grpo.group_size if config.method == "grpo" else 1
+    new = config.generation.max_new_tokens
+    longest = sorted((p.tokens for p in parts.train_prompts), key=len)[-on_policy.num_prompts :]
+
+    def sample(most: int) -> float:
+        requests = [Request(tokens, prompt_row=i, max_new_tokens=most) for i, tokens in enumerate(longest)]
+        return _timed(lambda: parts.engine.sample(requests, group, seed=0, step=0))
+
+    few, more = min(FEW_TOKENS, new), min(MORE_TOKENS, new)
+    first = sample(few)
+    return first if few == more else first + max(0.0, sample(more) - first) / (more - few) * (new - few)
+
+
+def _timed(work: Callable[[], object], *, repeats: int = 2) -> float:
+    """The median of some runs after a first one, in seconds."""
+    taken = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])
