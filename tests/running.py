@@ -13,8 +13,10 @@ from torch import Tensor
 from tinyrl.components import Options
 from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted
+from tinyrl.report import write_report
 from tinyrl.runs.run_dir import RunDir, open_run
 from tinyrl.runs.signals import StopFlag
+from tinyrl.training import launch
 from tinyrl.training.launch import start
 from tinyrl.training.optim import RoleOptimizer, role_optimizers
 from tinyrl.training.resume import resume
@@ -41,6 +43,11 @@ def config(method: str, path: Path, **sections: Any) -> Config:
         for name, fields in part.items():
             values[name] = {**values.get(name, {}), **fields}
     return Config.model_validate(values)
+
+
+def draw_reports(wanted: bool) -> None:
+    """Whether runs in this process draw their report at the end."""
+    setattr(launch, "write_report", write_report if wanted else lambda path: [])  # noqa: B010  its type is another's
 
 
 class LookedAt(StopFlag):

@@ -32,10 +32,11 @@ _SECRET_VALUE = re.compile(
     r"|glpat-[\w-]{8,}|xox[a-z]-[\w-]{8,}|AKIA[A-Z0-9]{16}|AIza[\w-]{30,}|eyJ[\w-]{8,}(?:\.[\w-]+)*|[0-9a-f]{40})"
     r"(?![A-Za-z0-9])"
 )
-_URL_LOGIN = re.compile(r"(\w+://)[^/\s]*@")
+# A word is looked at from its beginning only, and never given back by letters: else a line of 64 KB takes minutes.
+_URL_LOGIN = re.compile(r"((?<!\w)\w++://)[^/\s]*@")
 _BEARER = re.compile(r"(\b[Bb]earer\s+)[\w.~+/=-]{6,}")
 _NAMED_VALUE = re.compile(
-    r"""(?i)((?:api|access|private)\ key|[\w.-]+)(["']?\s*[=:]\s*)"""
+    r"""(?i)((?:api|access|private)\ key|(?<![\w.-])[\w.-]++)(["']?\s*[=:]\s*)"""
     r"""(b?"[^"]*"|b?'[^']*'|(?:(?:bearer|basic|token)\s+)?[^\s,;&()[\]{}"']+)"""
 )
 _SECRET_VARIABLE = re.compile(r"(?i)key|token(?!s|iz)|secret|passw")

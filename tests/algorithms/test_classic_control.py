@@ -253,7 +253,7 @@ def mean_return(model: ActorCritic, num_episodes: int, seed: int) -> float:
     return float(returns.mean())
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_ppo_balances_the_cartpole() -> None:
     torch.manual_seed(0)
     assert mean_return(ActorCritic(), 32, seed=1000) < 200

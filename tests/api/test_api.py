@@ -106,6 +106,7 @@ def test_an_interrupt_saves_returns_the_run_and_it_goes_on_bit_for_bit(
     tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     whole = run_of(tiny, tmp_path / "whole")
+    handler = signal.getsignal(signal.SIGINT)
     looks = 0
 
     def look() -> None:
@@ -121,7 +122,7 @@ def test_an_interrupt_saves_returns_the_run_and_it_goes_on_bit_for_bit(
     assert run.exit_code == 75
     assert not run.finished
     assert "interrupted" in repr(run)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
     run.resume()
     assert (run.exit_code, run.finished) == (0, True)
     assert running.lasting(open_run(run.path)) == running.lasting(open_run(whole.path))
@@ -139,8 +140,8 @@ def test_a_second_run_at_the_same_time_is_refused(tiny: TinyModels, tmp_path: Pa
         run_of(tiny, tmp_path)
     assert not (tmp_path / "inputs").exists()
     run = run_of(tiny, tmp_path, name="held")
-    script = f"import sys, time; from tinyrl.runs.run_dir import open_run; open_run({str(run.path)!r}).lock.take(); "
-    script += "print('held', flush=True); sys.stdin.read()"
+    script = f"import sys; from tinyrl.runs.run_dir import open_run; run = open_run({str(run.path)!r}); "
+    script += "run.lock.take(); print('held', flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as holder:

@@ -34,12 +34,18 @@ def test_what_cannot_be_measured_is_refused():
     ("words", "columns", "row"),
     [
         (["rollout"], "seconds | tokens a second", "| tinyrl, fused |"),
-        (["turns"], "seconds a rollout | ms a chosen token", "| tinyrl, fast turns (fused) |"),
-        (
+        pytest.param(
+            ["turns"],
+            "seconds a rollout | ms a chosen token",
+            "| tinyrl, fast turns (fused) |",
+            marks=pytest.mark.release,
+        ),
+        pytest.param(
             ["scaling", "--axes", "size"],
             "| size; tinyrl",
-            "| 18432 |",
-        ),  # 2 layers: 2 x 32 x 32, 2 x 32 x 16, 3 x 32 x 64
+            "| 18432 |",  # 2 layers: 2 x 32 x 32, 2 x 32 x 16, 3 x 32 x 64
+            marks=pytest.mark.release,
+        ),
     ],
 )
 def test_a_command_runs_without_a_peer(tmp_path: Path, words: list[str], columns: str, row: str):

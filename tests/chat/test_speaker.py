@@ -57,8 +57,8 @@ def test_the_start_says_something_else_with_the_same_random_numbers(speaker: Spe
     start = speaker.compare(lambda who, piece: None)
     plain = HfEngine(speaker.parts.roles, speaker.parts.tokenizer, speaker.settings)
     request = Request(answer.prompt.tokens, prompt_row=0)
-    key = {"seed": speaker.target.config.run.seed, "step": CHAT_STEP}
-    assert plain.sample([request], 1, role="reference", **key)[0][0].tokens == start.completion.tokens
+    [[alone]] = plain.sample([request], 1, role="reference", seed=speaker.target.config.run.seed, step=CHAT_STEP)
+    assert alone.tokens == start.completion.tokens
     assert start.completion.tokens != answer.completion.tokens
 
 
@@ -121,11 +121,12 @@ def test_an_environment_answers_in_the_middle(tmp_path: Path):
     assert running.train(config, tmp_path)[0] == 0
     with load_speaker(chat_target(str(tmp_path / "run"), []), options=Options(device="cpu")) as speaker:
         speakers: list[str] = []
-        for row in range(12):
+        answer = speaker.say_row(0, lambda who, piece: speakers.append(who))
+        row = 0
+        while "environment" not in speakers and row < 11:
+            row += 1
             answer = speaker.say_row(row, lambda who, piece: speakers.append(who))
-            assert answer.episode is not None
-            if "environment" in speakers:
-                break
+        assert answer.episode is not None
         assert answer.text == "".join(m["content"] for m in answer.messages if m["role"] == "assistant")
         assert {m["role"] for m in answer.messages} == {"assistant", "tool"}
         [(_, scores, why)] = speaker.rewards()

@@ -30,6 +30,16 @@ def test_it_says_what_it_was_trained_from_on_and_for():
     assert "/somewhere" not in text  # a folder of this machine is nobody's business
 
 
+def test_the_lines_that_use_an_adapter_load_its_base():
+    assert 'from_pretrained("Qwen/Qwen3-0.6B")\nmodel = PeftModel' in card()
+    text = card(model={"path": "starter"})
+    code = text.partition("```python\n")[2].partition("\n```")[0]
+    code = code.partition("model = PeftModel")[0]
+    found: dict[str, Any] = {}
+    exec(code, found)
+    assert found["model"].num_parameters() > 0
+
+
 def test_the_curve_and_the_evaluation_end_at_the_checkpoint():
     text = card()
     assert "| 0 | 0.250 | 0 |" in text

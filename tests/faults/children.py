@@ -23,11 +23,9 @@ import psutil
 import torch
 
 from tests import running
-from tinyrl import report
 from tinyrl.cli import commands as cli
 from tinyrl.config.schema import Config
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.training import launch
 from tinyrl.workers import worker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,18 +106,8 @@ def _begin(output: Path, target: Callable[..., None], arguments: tuple[Any, ...]
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
-    without_report()
+    running.draw_reports(False)
     target(*arguments)
-
-
-def without_report() -> None:
-    """Draw no report at the end of a run: it would take half of a small run's time."""
-    setattr(launch, "write_report", lambda path: [])  # noqa: B010  pyright knows it as a function of another type
-
-
-def with_report() -> None:
-    """Draw it after all, for a test that looks at what happens last."""
-    setattr(launch, "write_report", report.write_report)  # noqa: B010
 
 
 def train(settings: Config, folder: Path, name: str = "run") -> None:

@@ -59,11 +59,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinyrl.training.launch.write_report", lambda path: [])
-
-
 def playing(model: Path, folder: Path, *, reward: str = "float(self.won) - 0.1 * self.guesses") -> Config:
     (folder / "game.py").write_text(textwrap.dedent(GAME).format(reward=reward))
     rows = [
@@ -115,7 +110,7 @@ def test_an_environment_class_plays_a_chat_from_its_opening_to_its_reward(model:
 
 
 @pytest.mark.parametrize(
-    "reward", ["1e300", *(pytest.param(odd, marks=pytest.mark.slow) for odd in ("float('nan')", "'1'", "1 / 0"))]
+    "reward", ["1e300", *(pytest.param(odd, marks=pytest.mark.release) for odd in ("float('nan')", "'1'", "1 / 0"))]
 )
 def test_a_reward_that_is_no_number_drops_the_episodes(
     reward: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -75,17 +75,14 @@ def settings_for(model: Path, folder: Path) -> Config:
 @pytest.fixture(scope="module")
 def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     folder = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tinyrl.training.launch.write_report", lambda path: [])
-        code, run, _ = running.train(settings_for(model, folder), folder)
+    code, run, _ = running.train(settings_for(model, folder), folder)
     assert code == 0
     return run
 
 
 @pytest.fixture
-def run(whole: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+def run(whole: RunDir, tmp_path: Path) -> RunDir:
     """A copy of the run, to be damaged."""
-    monkeypatch.setattr("tinyrl.training.launch.write_report", lambda path: [])
     return RunDir(shutil.copytree(whole.path, tmp_path / "run"))
 
 

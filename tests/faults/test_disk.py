@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests import running
-from tests.faults.children import Child, command, resumed, train, with_report
+from tests.faults.children import Child, command, resumed, train
 from tests.faults.disks import can_mount, mount_small_disk
 from tests.trainers.test_resume import assert_same
 from tinyrl.config.recipe import dump_config
@@ -84,8 +84,7 @@ def train_on_small_disk(settings: Config, disk: Path, copy: Path, report: bool, 
     """Train on a small disk, then copy its contents to where they outlive this process."""
     mount_small_disk(disk, DISK)
     setattr(session, "role_optimizers", running.optimizers_with(**optim))  # noqa: B010
-    if report:
-        with_report()
+    running.draw_reports(report)
     try:
         code, *_ = running.train(settings, disk)
     finally:

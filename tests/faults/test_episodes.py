@@ -43,11 +43,6 @@ ANSWERING = """
 """
 
 
-@pytest.fixture(autouse=True)
-def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinyrl.training.launch.write_report", lambda path: [])
-
-
 def doing(does: str, *, always: bool = False) -> str:
     return textwrap.dedent(ANSWERING).format(bad=BAD, always=always, does=does)
 

@@ -35,10 +35,15 @@ def sound(tmp_path_factory: pytest.TempPathFactory, tiny: TinyModels) -> Sound:
     return Sound(tmp_path_factory.mktemp("sound"), tiny)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.35, marks=pytest.mark.slow), pytest.param(1.0, marks=pytest.mark.release)]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_is_asked_a_command_ends_as_it_should(kind: str, zygote: Zygote, sound: Sound, tmp_path: Path):
-    found = [wrong_with(case, zygote=zygote, root=tmp_path) for case in KINDS[kind](sound, SEED, COUNTS[kind])]
+def test_whatever_is_asked_a_command_ends_as_it_should(
+    kind: str, share: float, zygote: Zygote, sound: Sound, tmp_path: Path
+):
+    cases = KINDS[kind](sound, SEED, round(share * COUNTS[kind]))
+    found = [wrong_with(case, zygote=zygote, root=tmp_path) for case in cases]
     wrong = [text for text in found if text is not None]
     assert not wrong, f"{len(wrong)} of {len(found)} cases\n\n" + "\n\n".join(wrong)
 

@@ -29,6 +29,7 @@ from tinyrl.runs.run_dir import RunDir
 
 STEPS = 4
 MOST_DRAWS = 30  # of a moment, until one comes after the beginning and before the end
+TIER = {"ppo": pytest.mark.slow}  # what PPO shows the others show too, in a release
 SAVING = ("fsync", "rename", "rmdir")  # what a save and the pruning after it are made of
 METHODS: dict[str, dict[str, Any]] = {
     "grpo": {"grpo": {"num_epochs": 2, "minibatch_size": 8, "refill_rounds": 1}, "run": {"eval_every": 1}},
@@ -160,14 +161,12 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(
     assert_killed_runs_resume(wholes[method], tmp_path, times=2, seed=1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [pytest.param(m, marks=TIER.get(m, pytest.mark.release)) for m in METHODS])
 def test_ten_of_ten_random_kills_are_resumed_to_the_bit(method: str, wholes: dict[str, Whole], tmp_path: Path) -> None:
     assert_killed_runs_resume(wholes[method], tmp_path, times=10, seed=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [pytest.param(m, marks=TIER.get(m, pytest.mark.release)) for m in METHODS])
 def test_a_run_that_is_killed_again_and_again_comes_to_its_end(
     method: str, wholes: dict[str, Whole], tmp_path: Path
 ) -> None:

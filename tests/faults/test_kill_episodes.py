@@ -53,6 +53,7 @@ SLOW_TO_ANSWER = """
         ]
 """
 FAST = (("grpo", "SIGKILL", "turn 2"), ("ppo", "SIGTERM", "answer 2"), ("ppo", "SIGTERM", "update"))
+PAIRS = (("grpo", "SIGTERM"), ("ppo", "SIGKILL"))  # in all places; the others before a release
 PLACES = [*(f"turn {n}" for n in TURNS), *(f"answer {n}" for n in TURNS), "update"]
 
 
@@ -118,7 +119,9 @@ def stopped_run(method: str, number: int, place: str, folder: Path) -> tuple[Chi
     [
         (method, name, place)
         if (method, name, place) in FAST
-        else pytest.param(method, name, place, marks=pytest.mark.slow)
+        else pytest.param(
+            method, name, place, marks=pytest.mark.slow if (method, name) in PAIRS else pytest.mark.release
+        )
         for method in METHODS
         for name in ("SIGTERM", "SIGKILL")
         for place in PLACES

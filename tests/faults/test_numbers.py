@@ -40,11 +40,6 @@ ONE_UPDATE_A_STEP: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinyrl.training.launch.write_report", lambda path: [])
-
-
 @pytest.fixture(scope="module")
 def broken_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in which the embedding of the bad word, and no other, is infinite."""

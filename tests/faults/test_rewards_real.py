@@ -81,11 +81,6 @@ FAULTS = {
 SLOW = ("hangs", "exits", "nothing", "more than a float32 holds")
 
 
-@pytest.fixture(autouse=True)
-def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinyrl.training.launch.write_report", lambda path: [])
-
-
 def settings_for(model: Path, folder: Path, code: str, **sections: Any) -> Config:
     """Two steps over eight prompts, all in each step, one of them bad."""
     good = [f"say {a}:" for a in "abcdefg"]

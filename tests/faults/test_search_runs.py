@@ -28,7 +28,6 @@ CODE = "def length(completions, **columns):\n    return [float(len(c[0]['content
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinyrl.training.launch.write_report", lambda path: [])
     monkeypatch.setattr(search_server, "WAITS_S", (0.0, 0.0))
     monkeypatch.setattr(search, "_between", lookup_query)
 

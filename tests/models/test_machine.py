@@ -32,8 +32,10 @@ def test_missing_packages_are_named_with_what_they_are_for(monkeypatch: pytest.M
         "torch>=2.0",
         "pip-that-is-not-there>=1; extra == 'math'",
         "another-that-is-not-there>=1; extra == 'dev'",
+        "nor-that; extra == 'math'",
     )
-    assert lines == ["pip-that-is-not-there, for task.grading=math: not installed; pip install 'tinyrl[math]'"]
+    absent = "pip-that-is-not-there (not installed), nor-that (not installed)"
+    assert lines == [f"{absent}, for task.grading=math: pip install 'tinyrl[math]'"]
 
 
 def test_a_package_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ def test_shipped_weights_are_the_checksummed_ones_and_small() -> None:
     assert sum(p.stat().st_size for p in FOLDER.rglob("*") if p.suffix in (".safetensors", ".json")) < 4_000_000
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_rebuilding_gives_the_same_models(tmp_path: Path) -> None:
     """From the seed: the same tokenizer to the byte, the same config except for the score's trained offset, held-out
     numbers that agree. A changed rounding moves the reward model's accuracy as another seed does (0.91 to 0.95).

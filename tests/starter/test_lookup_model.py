@@ -128,7 +128,7 @@ def test_shipped_files_are_the_checksummed_ones_in_half_precision() -> None:
     assert json.loads((MODEL / "tokenizer.json").read_text()) == json.loads(built.backend_tokenizer.to_str())
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_rebuilding_gives_the_same_model(tmp_path: Path) -> None:
     """From the seed: the same tokenizer and config to the byte, a held-out loss that agrees."""
     build(tmp_path, ["lookup_model"])

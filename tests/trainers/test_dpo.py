@@ -438,7 +438,10 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "sigmoid")) for n in RESUMED])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks={"sigmoid": [], "kto": pytest.mark.slow}.get(n, pytest.mark.release)) for n in RESUMED],
+)
 def test_stopped_anywhere_and_resumed_is_bit_equal(name: str, model: Path, rows: Path, tmp_path: Path) -> None:
     """With LoRA's dropout, across an epoch of the data: in the reference's pass, the update, evaluations."""
     sections = {**RESUMED[name]}

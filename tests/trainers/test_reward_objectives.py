@@ -116,6 +116,8 @@ def test_a_held_out_prompt_keeps_all_its_answers(model: Path, tmp_path: Path) ->
     parts = load(settings(model, data), options=Options(device="cpu"))
     assert sorted(one.target for one in parts.rows.held_out) == [0.0] * 7 + [1.0] * 7  # of 78 prompts
     assert len(parts.rows.train) == 2 * 71
+    text = {one.target: parts.tokenizer.decode(one.texts[0]) for one in parts.rows.train[:40]}
+    assert ("yy" in text[1.0], "nn" in text[0.0]) == (True, True)
     pairs = write(tmp_path / "pairs.jsonl", rows_of("margin") * 2)
     parts = load(settings(model, pairs), options=Options(device="cpu"))
     assert len(parts.rows.held_out) == 7

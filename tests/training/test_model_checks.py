@@ -96,7 +96,7 @@ def test_the_command_says_what_is_wrong_and_exits_2(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["doctor", str(folder), "--device", "cpu"])
     assert done.exit_code == 2
     assert "wrong chat template: a turn ends with 'END'" in done.output
-    assert done.stdout.strip().splitlines()[-1].startswith("1 of ")
+    assert done.stdout.strip().splitlines()[-1].startswith("1 wrong, ")
     done = CliRunner().invoke(app, ["doctor", "starter", "--device", "cpu", "--json"])
     assert done.exit_code == 0, done.output
     assert {"ok"} <= {one["result"] for one in json.loads(done.stdout)} <= {"ok", "note"}

@@ -36,7 +36,6 @@ def test_threads_are_calibrated_again_where_they_were_chosen_here(
         monkeypatch.setattr(f"tinyrl.training.{module}.settle_threads", lambda parts: calls.append("") or "calibrated")
     answers = iter([None, None, 8.0, None])
     monkeypatch.setattr(Pace, "slowed", lambda self, seconds: next(answers))
-    monkeypatch.setattr("tinyrl.training.launch.write_report", lambda path: [])
     run = {"threads": threads, "deterministic": deterministic}
     assert running.train(running.config("grpo", tiny("llama"), run=run), tmp_path)[0] == 0
     assert len(calls) == times

@@ -69,6 +69,24 @@ def test_larger_micro_batches_take_more_and_recomputed_layers_less(tiny: TinyMod
     assert recomputed.phases["updating"]["activations"] < 0.7 * activations[-1]
 
 
+def test_micro_batches_are_planned_full(tiny: TinyModels):
+    rows = planner(small(tiny, grpo={"num_prompts": 4, "group_size": 4}, generation={"max_new_tokens": 16})).rows
+    prompt = len(rows.sequences[0][0][0])
+    budget = prompt + 4 * 16 + prompt + 4  # a whole group, and too little for a second one of such length
+    assert rows.sizes.cost(rows.widest(budget)[0]) == prompt + 4 * 16
+    full = rows.fullest(budget)
+    cost = full.sizes.cost(full.widest(budget)[0])
+    assert prompt + 4 * 16 < cost <= budget
+    assert {len(r) for of_row in full.sequences for _, r in of_row} == {*full.sizes.responses}
+
+
+def test_what_sampling_frees_on_a_cpu_is_there_while_weights_are_updated(tiny: TinyModels):
+    made = planner(small(tiny)).plan()
+    sampled = sum(made.phases["sampling"].values())
+    for phase in ("updating", "an optimizer step"):
+        assert made.phases[phase]["kept from sampling"] == sampled
+
+
 def test_a_plan_leaves_nothing_behind_and_changes_no_number(tiny: TinyModels):
     made = planner(small(tiny, method="ppo"))
     before = torch.get_rng_state()
@@ -103,12 +121,14 @@ def test_a_run_that_does_not_fit_says_what_would(tiny: TinyModels, monkeypatch: 
     assert said.text.startswith("memory on cpu: ")
     for part in ("process", "base", "policy", "Adam", "gradients", "logits chunk", "activations", "cache", "disk: "):
         assert part in said.text
+    assert max(map(len, said.text.splitlines())) <= 80
+    assert not any(re.match(r" *.?B\b", line) for line in said.text.splitlines())  # no unit without its figure
     monkeypatch.setattr(planning, "memory_room", lambda device: 1000)
     assert "gradient_checkpointing" in (plan(settings, options=Options(device="cpu")).problem or "")
 
 
 def test_a_step_is_timed_without_changing_a_weight(tiny: TinyModels):
-    said = time_steps(small(tiny, method="ppo"), options=Options(device="cpu"))
+    said = " ".join(time_steps(small(tiny, method="ppo"), options=Options(device="cpu")).split())
     assert re.search(r"a step takes about [\d.e+-]+ s \(sampling .*, reference and values .*, update .*\)", said)
 
 

@@ -29,11 +29,6 @@ from tinyrl.training.update import Updater
 STEPS = 3
 
 
-@pytest.fixture(autouse=True)
-def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinyrl.training.launch.write_report", lambda path: [])
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"), "llama")

@@ -88,7 +88,7 @@ def evaluate(
     with alone():
         check_evaluation(what, **asked)
         prepare_libraries()
-        from tinyrl.evaluation.compare import Options, evaluate_target
+        from tinyrl.evaluation.versus import Options, evaluate_target
         from tinyrl.runs.run_dir import finite
 
         options = Options(device=device, trust_remote_code=trust_remote_code)
@@ -98,7 +98,7 @@ def evaluate(
 
 def open_run(path: str | os.PathLike[str]) -> Run:
     """A run that is there, finished or going on. Raises ValueError where there is none."""
-    return Run(open_folder(path))
+    return Run(open_folder(os.fspath(path)))
 
 
 def _path(target: str | Run) -> str:

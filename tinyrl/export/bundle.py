@@ -23,6 +23,7 @@ from tinyrl.models.reading import ADAPTER_FILES, TOKENIZER_FILES
 from tinyrl.runs.checkpoint import checkpoint_of, checkpoint_step
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir, open_run, run_of
+from tinyrl.starter import starter_path
 from tinyrl.text import one_line
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -41,8 +42,8 @@ class Bundle:
     def render(self) -> str:
         """For a terminal."""
         width = max(len(what) for what, _ in self.commands)
-        lines = [str(self.folder), *self.notes, "", *(f"{what:{width}}  {line}" for what, line in self.commands)]
-        return "\n".join(one_line(line, 4096) if line else "" for line in lines)
+        said = [one_line(line, 4096) for line in (str(self.folder), *self.notes)]
+        return "\n".join([*said, "", *(f"{what:{width}}  {one_line(line, 4096)}" for what, line in self.commands)])
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def export(plan: Plan, *, accept_changes: bool = False, trust_remote_code: bool 
         os.rename(writing, plan.folder)
     finally:
         shutil.rmtree(writing, ignore_errors=True)
-    base = None if plan.whole else plan.config.model.path
+    base = None if plan.whole else str(starter_path(plan.config.model.path) or plan.config.model.path)
     commands = next_lines(plan.folder, name=_name(plan), base=base, rank=plan.config.lora.r)
     return Bundle(plan.folder, notes, commands)
 

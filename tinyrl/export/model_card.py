@@ -183,12 +183,14 @@ def _use(config: Config, exported: Exported) -> str:
     )
     libraries = "from transformers import AutoModelForCausalLM, AutoTokenizer"
     if exported.dtype is None:
-        base = json.dumps(base_name(config))
+        embedded = starter_path(config.model.path) is not None
+        base = f'starter_path("{config.model.path}")' if embedded else json.dumps(base_name(config))
         load = (
             f"model = AutoModelForCausalLM.from_pretrained({base})\n"
             f'model = PeftModel.from_pretrained(model, "{name}")\ntokenizer = AutoTokenizer.from_pretrained("{name}")'
         )
         libraries = f"from peft import PeftModel\n{libraries}"
+        libraries += "\n\nfrom tinyrl.starter import starter_path" if embedded else ""
     return f"```python\n{libraries}\n\n{load}\n```"
 
 

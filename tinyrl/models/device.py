@@ -13,16 +13,19 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
+from torch import nn
 
 from tinyrl.workers.process import CGROUP_LIMIT
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 KEPT_BYTES = 1 << 30
+SETTLING = 256  # rows of a product for which the library takes its buffers
 
 
 def make_accelerator(device: str, *, dtype: str) -> Accelerator:
@@ -60,6 +63,18 @@ def keep_freed_memory() -> bool:
     return mallopt is not None and all(
         [mallopt(which, KEPT_BYTES) == 1 for which in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD)]
     )
+
+
+def settled_bytes() -> int:
+    """Memory of this process that is in RAM once libraries have made what they keep: buffers of matrix products, the
+    pages of kernels, modules that a first optimizer step imports. Draws no random number.
+    """
+    weight = torch.nn.Parameter(torch.zeros(SETTLING, SETTLING))
+    x = nn.functional.linear(torch.zeros(SETTLING, SETTLING), weight).view(1, 8, SETTLING, -1)
+    loss = nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).sum()
+    (weight.grad,) = torch.autograd.grad(loss, [weight])
+    torch.optim.AdamW([weight]).step()
+    return resident_bytes()
 
 
 def resolve_dtype(dtype: str, *, on_cpu: bool) -> torch.dtype:
@@ -128,4 +143,8 @@ def peak_memory_gb(device: torch.device) -> float:
     """Peak memory in GB: allocated on the GPU, or resident in the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
+    status = Path("/proc/self/status")
+    if status.is_file():  # ru_maxrss would start from that of the process that started this one
+        peak = next(line for line in status.read_text(encoding="ascii").splitlines() if line.startswith("VmHWM:"))
+        return int(peak.split()[1]) * 1024 / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -7,13 +7,14 @@ run's own code, not by a formula. Not seen: what a kernel takes for itself while
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 PRODUCTS = ("linear", "matmul", "__matmul__", "bmm", "addmm", "baddbmm")  # what autocast computes in its own dtype
@@ -30,10 +31,10 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for storage in _storages((args, kwargs)):
+        for storage in _storages((*args, *kwargs.values())):
             self._known.setdefault(storage, 0)  # made outside: a view of it is nothing new
         out = func(*args, **kwargs)
-        for storage in _storages(out):
+        for storage in _storages((out,)):
             if storage not in self._known:
                 self._count(storage)
         return out
@@ -49,9 +50,14 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.device.type == "meta")
-    return [tensor.untyped_storage() for tensor in tensors]
+def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    """Of the tensors among values, and in lists of them: what operators of torch take and give."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.device.type == "meta":
+                yield value.untyped_storage()
+        elif isinstance(value, list | tuple):
+            yield from _storages(value)
 
 
 class AsOn(TorchFunctionMode):

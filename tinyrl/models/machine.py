@@ -68,16 +68,17 @@ def _memory() -> str:
 
 def _missing() -> list[str]:
     """Packages that are absent or too old, a GPU that torch does not see, room on the disk."""
-    lines = []
+    lines, of_extra = [], dict[str, list[str]]()
     for requirement in map(Requirement, _requirements()):
         extra = next((name for name in PURPOSES if _only_for(requirement, name)), None)
-        if extra is None and requirement.marker is not None:
-            continue  # for development
         problem = _problem(requirement)
-        if problem:
-            what = f"tinyrl[{extra}]" if extra else str(requirement).partition(";")[0].strip()
-            purpose = f", for {PURPOSES[extra]}" if extra else ", which tinyrl needs"
-            lines.append(f"{requirement.name}{purpose}: {problem}; pip install '{what}'")
+        if problem and extra is not None:
+            of_extra.setdefault(extra, []).append(f"{requirement.name} ({problem})")
+        elif problem and requirement.marker is None:  # others are for development
+            asked = str(requirement).partition(";")[0].strip()
+            lines.append(f"{requirement.name}, which tinyrl needs: {problem}; pip install '{asked}'")
+    for extra, packages in of_extra.items():
+        lines.append(f"{', '.join(packages)}, for {PURPOSES[extra]}: pip install 'tinyrl[{extra}]'")
     if not torch.cuda.is_available() and Path("/dev/nvidia0").exists():
         lines.append("torch sees no CUDA device, and there is one: install a torch build with CUDA")
     if shutil.disk_usage(Path.cwd()).free < LITTLE_DISK:

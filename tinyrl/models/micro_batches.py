@@ -6,7 +6,7 @@ A small budget is right on a CPU: what a micro-batch computes stays in the cache
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -17,6 +17,7 @@ from tinyrl.runs.signals import check_stop, watched
 
 _TOKENS = {"cpu": 768}
 _TOKENS_ELSEWHERE = 32768
+SHARES = 8  # of a response, that a plan of memory tries
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,33 @@ class StepRows:
     sequences: Sequence[Sequence[tuple[list[int], list[int]]]]
     sizes: RowSizes
     minibatch: int
+
+    def pairs(self, rows: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+        """Every (prompt, response) of these rows."""
+        return [pair for row in rows for pair in self.sequences[row]]
+
+    def fullest(self, max_tokens: int) -> StepRows:
+        """These rows with responses as short as fills a micro-batch of this budget best: by an eighth, two, three, ...
+
+        Where a group of the longest rows leaves a budget half empty, shorter ones of two groups fill it.
+        """
+        best, most = self, self._cost(max_tokens)
+        for eighths in range(SHARES - 1, 0, -1):
+            cut = self._cut(eighths / SHARES)
+            if cut is not None and cut._cost(max_tokens) > most:
+                best, most = cut, cut._cost(max_tokens)
+        return best
+
+    def _cost(self, max_tokens: int) -> int:
+        return self.sizes.cost(self.widest(max_tokens)[0])
+
+    def _cut(self, share: float) -> StepRows | None:
+        """None where a row is a pair, which is not cut."""
+        if any(len(of_row) > 1 for of_row in self.sequences):
+            return None
+        sequences = [[(p, r[: max(1, round(share * len(r)))]) for p, r in of_row] for of_row in self.sequences]
+        sizes = replace(self.sizes, responses=[len(r) for ((_, r),) in sequences])
+        return replace(self, sequences=sequences, sizes=sizes)
 
     def widest(self, max_tokens: int) -> tuple[list[int], int]:
         """(rows of the widest micro-batch, how many micro-batches a minibatch has) at this budget."""

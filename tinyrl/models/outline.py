@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from tinyrl.config.schema import Config
 from tinyrl.models.adapter_files import read_lora_config
 from tinyrl.models.loading import POLICY_ADAPTER, load_causal_lm, load_model_config, lora_config, wrap_in_lora
+from tinyrl.models.reading import reading
 from tinyrl.models.reward_model import is_reward_adapter
 from tinyrl.models.roles import Roles
 from tinyrl.models.value_head import ValueHead
@@ -40,7 +41,11 @@ def outline_roles(config: Config, *, dtype: torch.dtype, trust_remote_code: bool
             target_modules=config.lora.target_modules,
         )
         start = None if config.model.adapter is None else read_lora_config(config.model.adapter, model)
-        wrapped = wrap_in_lora(model, start or fresh) if config.lora.enabled or start is not None else model
+        if start is not None:
+            with reading(f"model.adapter={config.model.adapter}: does not fit this base model"):
+                wrapped = wrap_in_lora(model, start)
+        else:
+            wrapped = wrap_in_lora(model, fresh) if config.lora.enabled else model
         roles = Roles(wrapped, device=META, reference=config.has_reference)
         if start is not None and config.has_reference:
             roles.freeze_reference_adapter()

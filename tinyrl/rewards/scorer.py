@@ -16,7 +16,7 @@ from tinyrl.environments import Transcript
 from tinyrl.environments.environment import Environment
 from tinyrl.environments.episode import Episode, episode_text
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
-from tinyrl.models.reward_model import SequenceRewardModel
+from tinyrl.models.reward_model import SequenceRewardModel, is_reward_adapter
 from tinyrl.models.roles import Roles
 from tinyrl.rewards.functions import FunctionReward, RewardCall, call_in_process
 from tinyrl.rewards.model_text import TextFormat, adapter_prompt, classifier_tokens
@@ -213,7 +213,9 @@ class Scorer:
 def _text_format(path: str | None, model: SequenceRewardModel | None) -> TextFormat | None:
     if path is None:
         return None
-    return TextFormat.of_config(model.model.config) if model is not None else TextFormat.of_adapter(path)
+    if model is not None:
+        return TextFormat.of_config(model.model.config)
+    return TextFormat.of_adapter(path) if is_reward_adapter(path) else None  # a model whose weights are not loaded
 
 
 @torch.inference_mode()

@@ -6,6 +6,7 @@ in the wrong order. A *slip* only costs probability: two neighbours swapped, a l
 anywhere. Neither kind can ever be the right answer, since the letters of a prompt are all different.
 """
 
+import functools
 import random
 import string
 
@@ -29,15 +30,21 @@ def sort_completion(letters: str) -> str:
 
 def sort_rows(split: str, *, num_rows: int, seed: int = 0) -> list[dict[str, str]]:
     """Different prompts of one split with their right answers: rows {"prompt", "answer"}."""
+    return [{"prompt": prompt, "answer": answer} for prompt, answer in _drawn(split, num_rows, seed)]
+
+
+@functools.cache
+def _drawn(split: str, num_rows: int, seed: int) -> tuple[tuple[str, str], ...]:
+    """Prompts and answers, drawn once in a process."""
     check_split(split)
     rng = random.Random(f"sort {split} {seed}")
-    rows: dict[str, dict[str, str]] = {}
-    while len(rows) < num_rows:
+    answers: dict[str, str] = {}
+    while len(answers) < num_rows:
         letters = "".join(rng.sample(string.ascii_lowercase, NUM_LETTERS))
         prompt = sort_prompt(letters)
         if split_of(prompt) == split:
-            rows[prompt] = {"prompt": prompt, "answer": "".join(sorted(letters))}
-    return list(rows.values())
+            answers[prompt] = "".join(sorted(letters))
+    return tuple(answers.items())
 
 
 def habitual_answer(answer: str, rng: random.Random) -> str:

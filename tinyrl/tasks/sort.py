@@ -18,7 +18,7 @@ def rows(split: str) -> list[Row]:
     """Rows {"prompt", "answer"}: 4,096 to train on, 512 held out; none was ever in the pre-training text."""
     if split not in NUM_ROWS:
         raise ValueError(f"task sort has no split {split!r}; there are {', '.join(NUM_ROWS)}")
-    return [dict(row) for row in sort_rows(split, num_rows=NUM_ROWS[split])]
+    return list[Row](sort_rows(split, num_rows=NUM_ROWS[split]))
 
 
 def prompt(row: Row) -> Prompt:

@@ -219,7 +219,7 @@ def check_start(parts: DpoParts) -> list[str]:
     if not parts.roles.has_reference:
         return []
     values = {"sigmoid": ("log 2", math.log(2.0)), "kto": ("1/2", 0.5)}
-    name, wanted = values.get(dpo.loss, ("1 / (4 beta^2)", 0.25 / dpo.beta**2))
+    name, wanted = values.get(dpo.loss, ("1 / (4 beta^2)", 0.25 / dpo.beta / dpo.beta))
     pairs = sorted(parts.train, key=lambda pair: pair.longest)[:4]
     policy, reference = (logprobs_of(parts, role, pairs) for role in ("policy", "reference"))
     kl = mismatched_kl(policy, reference)

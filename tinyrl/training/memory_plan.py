@@ -1,7 +1,8 @@
 """The memory of a run by part, before any weight is loaded: the run's own passes on models without numbers.
 
-The highest of its phases counts: loading, sampling, a pass over the widest micro-batch, an optimizer step. Responses
-are taken to be as long as they may be, and rows to be the longest there are.
+The highest of its phases counts: loading, sampling, a pass over the fullest micro-batch, an optimizer step. On a CPU
+what sampling has freed is still there while weights are updated (models/device.py, keep_freed_memory). Sampled
+responses are taken to be as long as they may be, those of a micro-batch as long as fills it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from tinyrl.components import Parts, SamplingParts
 from tinyrl.generation.planned import Call, SamplingBytes, sampling_bytes
 from tinyrl.models.batches import SequenceBatch
-from tinyrl.models.device import resolve_dtype
+from tinyrl.models.device import KEPT_BYTES, resolve_dtype
 from tinyrl.models.live_bytes import AsOn, LiveBytes
 from tinyrl.models.logprobs import CHUNK_ELEMENTS, token_logprobs
 from tinyrl.models.memory import bytes_by_role
@@ -27,6 +28,9 @@ from tinyrl.models.outline import META, four_bit_bytes, is_outline
 from tinyrl.models.roles import Role, Roles
 
 LARGEST_TEMPORARIES = 2  # of the size of a parameter, in an AdamW step that takes one parameter after the other
+
+
+Sequences = list[tuple[list[int], list[int]]]  # (prompt, response) of each
 
 
 @dataclass(frozen=True)
@@ -116,40 +120,47 @@ class Planner:
         tokens = tokens or self.parts.micro_batches.tokens
         phases = {"updating": self._update(tokens), "an optimizer step": self._optimizer_step()}
         if self.sampling is not None:
-            phases["sampling"] = self.sampling.parts
+            kept = {"kept from sampling": self._kept(sum(self.sampling.parts.values()))}
+            phases = {"sampling": self.sampling.parts, **{name: {**kept, **parts} for name, parts in phases.items()}}
         if self.device.type == "cpu" and not self.parts.config.model.random_init:
             phases["loading"] = {"weights as read": self.standing["base"]}  # the file is in memory beside the model
         return MemoryPlan(self.device.type, self.standing, phases, self.room, tokens, self.sampling)
 
-    def learn(self, role: Role, rows: list[int]) -> None:
+    def _kept(self, freed: int) -> int:
+        """Of `freed` bytes, what the process keeps: on a CPU the C library does, in pieces that nothing else fits."""
+        return min(freed, KEPT_BYTES) if self.device.type == "cpu" else 0
+
+    def learn(self, role: Role, pairs: Sequences) -> None:
         """A forward and backward pass whose gradients are let go of: of real models too, to time it."""
         with _with_gradients(self.outline, whole=False), self.parts.accelerator.autocast():
-            self._pass(role, rows)
+            self._pass(role, pairs)
 
-    def read(self, role: Role, rows: list[int]) -> None:
+    def read(self, role: Role, pairs: Sequences) -> None:
         """A forward pass without gradient."""
         with torch.no_grad(), self.outline.acting(role), self.parts.accelerator.autocast():
-            self._loss(role, self._batch(rows))
+            self._loss(role, self._batch(pairs))
 
     def _update(self, tokens: int) -> dict[str, int]:
         """Gradients, activations and the logits of a chunk, at the most of any pass of an optimizer step."""
-        rows, count = self.rows.widest(tokens)
+        fullest = self.rows.fullest(tokens)
+        rows, count = fullest.widest(tokens)
+        pairs = fullest.pairs(rows)
         CHUNK_ELEMENTS["meta"] = CHUNK_ELEMENTS[self.device.type]
         low = self.outline.causal.dtype == torch.bfloat16
         acting = AsOn(self.device, autocast=torch.bfloat16 if low else None)
         with _with_gradients(self.outline, whole=count > 1), acting, LiveBytes() as live:
             before = _gradient_bytes(self.outline)
             for role in passes(self.outline, self.parts.config.method):
-                self._pass(role, rows)
+                self._pass(role, pairs)
             most = live.most + before
         gradients = sum(p.numel() * p.itemsize for p in trained(self.outline))
-        chunk = self._chunk_bytes(rows) if self.parts.config.method != "reward" else 0
+        chunk = self._chunk_bytes(pairs) if self.parts.config.method != "reward" else 0
         return {"gradients": gradients, "logits chunk": chunk, "activations": max(0, most - gradients - chunk)}
 
-    def _pass(self, role: Role, rows: list[int]) -> None:
+    def _pass(self, role: Role, pairs: Sequences) -> None:
         config, roles = self.parts.config, self.outline
         recompute = roles.gradient_checkpointing() if config.model.gradient_checkpointing else contextlib.nullcontext()
-        batch = self._batch(rows)
+        batch = self._batch(pairs)
         with roles.acting(role), recompute:
             loss = self._loss(role, batch)
             # Tensor.backward is a torch function, inside which AsOn would be off while layers are recomputed.
@@ -174,8 +185,7 @@ class Planner:
             loss = loss + roles.values(batch, states=read).sum()
         return loss
 
-    def _batch(self, rows: list[int]) -> SequenceBatch:
-        pairs = [pair for row in rows for pair in self.rows.sequences[row]]
+    def _batch(self, pairs: Sequences) -> SequenceBatch:
         prompts, responses = [p for p, _ in pairs], [r for _, r in pairs]
         batch = self.outline.batch(prompts, responses, last_tokens=self.parts.config.method == "reward")
         if self.outline.packs or not is_outline(self.outline):
@@ -185,9 +195,9 @@ class Planner:
         dtype = torch.bool if model.config._attn_implementation == "sdpa" else model.dtype
         return replace(batch, attention_mask=torch.zeros(count, 1, width, width, dtype=dtype, device=META))
 
-    def _chunk_bytes(self, rows: list[int]) -> int:
+    def _chunk_bytes(self, pairs: Sequences) -> int:
         """Of the logits that are there at a time."""
-        head, count = self.outline.head("policy"), sum(len(r) for row in rows for _, r in self.rows.sequences[row])
+        head, count = self.outline.head("policy"), sum(len(r) for _, r in pairs)
         with torch.no_grad(), LiveBytes() as live:
             states = torch.empty(count, head.weight.shape[1], dtype=head.weight.dtype, device=META)
             before, targets = live.now, torch.zeros(count, dtype=torch.long, device=META)

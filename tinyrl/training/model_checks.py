@@ -4,6 +4,7 @@ they are computed (alone, padded, packed, cached while sampling), that adapters 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,8 +53,8 @@ def check_model(config: Config, *, options: Options) -> list[Check]:
 
 def render_checks(checks: list[Check]) -> str:
     """A line for each check, and what it comes to."""
-    wrong = sum(one.result == "wrong" for one in checks)
-    end = f"{wrong} of {len(checks)} checks went wrong" if wrong else f"all of {len(checks)} checks are fine"
+    counts = Counter(one.result for one in checks)
+    end = ", ".join(f"{counts[result]} {result}" for result in ("wrong", "ok", "note") if counts[result])
     lines = (f"{one.result:6}{one.name}: {one.said}" for one in checks)
     return "\n".join(visible(line).replace("\n", " ") for line in [*lines, end])
 

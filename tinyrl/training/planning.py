@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import statistics
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,12 +17,14 @@ from torch import nn
 from tinyrl.components import Options, Parts, SamplingParts
 from tinyrl.config.schema import Config
 from tinyrl.generation.engine import Request
-from tinyrl.models.device import memory_room, resident_bytes, resolve_dtype
+from tinyrl.models.device import memory_room, resolve_dtype, settled_bytes
 from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.models.outline import outline_reward_model, outline_roles
 from tinyrl.models.roles import Roles
+from tinyrl.text import first_line
 from tinyrl.training.memory_plan import MemoryPlan, Planner, passes
 
+COLUMNS = 80  # of a terminal
 MOST_DOUBLINGS = 5  # of a micro-batch's budget that are tried
 FEW_TOKENS, MORE_TOKENS = 4, 16  # of the two calls that sampling is timed by
 ROLLOUT_BYTES = 8 + 1 + 4 * 4  # a token of a rollout: its id, its mask, four numbers
@@ -43,7 +47,7 @@ def outline_of(config: Config, *, options: Options) -> Outline:
     dtype, trust = resolve_dtype(config.model.dtype, on_cpu=on_cpu), options.trust_remote_code
     roles = outline_roles(config, dtype=dtype, trust_remote_code=trust)
     judge = outline_reward_model(config, dtype=dtype, trust_remote_code=trust)
-    return Outline(roles, judge, resident_bytes() if on_cpu else 0)
+    return Outline(roles, judge, settled_bytes() if on_cpu else 0)
 
 
 def tried_outline(config: Config, *, options: Options) -> Outline | None:
@@ -128,6 +132,12 @@ def in_words(plan: MemoryPlan) -> list[str]:
     ]
 
 
+def _wrapped(lines: list[str]) -> str:
+    """Lines that fit a narrow terminal, no figure apart from its unit."""
+    whole = (re.sub(r"(\d) (.?B\b)", "\\1\u00a0\\2", line) for line in lines)
+    return "\n".join(textwrap.fill(line, COLUMNS, subsequent_indent="    ") for line in whole).replace("\u00a0", " ")
+
+
 def beside_measured(plan: MemoryPlan, peak_gb: float) -> str:
     """The end of a run: what was planned, and what it came to."""
     return f"memory   {size(plan.peak)} planned (while {plan.highest}), {size(peak_gb * 1e9)} measured"
@@ -142,14 +152,21 @@ class Planned:
 
 
 def plan_run(config: Config, *, options: Options, load: Callable[..., Parts], output_dir: str = "runs") -> Planned:
-    """Memory and disk of a run, before any weight is loaded; `load` is its trainer's."""
+    """Memory and disk of a run, before any weight is loaded; `load` is its trainer's. Raises ValueError for what the
+    run itself would refuse; a model that cannot be tried without numbers has no plan.
+    """
     options = replace(options, weights=False)
-    parts = load(config, options=options)
+    try:
+        parts = load(config, options=options)
+    except ValueError:
+        raise
+    except RAISED as error:
+        return _unplanned(error)
     try:
         judge = outline_reward_model(
             config, dtype=parts.roles.causal.dtype, trust_remote_code=options.trust_remote_code
         )
-        process = resident_bytes() if parts.accelerator.device.type == "cpu" else 0
+        process = settled_bytes() if parts.accelerator.device.type == "cpu" else 0
         planner = planner_of(parts, Outline(parts.roles, judge, process))
         plan, tokens = planner.plan(), largest_micro_batch(planner)
         there = next(path for path in (Path(output_dir), *Path(output_dir).absolute().parents) if path.exists())
@@ -158,9 +175,17 @@ def plan_run(config: Config, *, options: Options, load: Callable[..., Parts], ou
         lines += [f"micro-batches of {tokens:,} tokens fit (the run has {plan.tokens:,})"] if tokens else []
         lines += _decoded(planner)
         lines += [f"disk: checkpoints take {size(needed)} at most; {size(free)} are free"]
-        return Planned("\n".join(lines), _problem(plan, tokens, needed=needed, free=free))
+        return Planned(_wrapped(lines), _problem(plan, tokens, needed=needed, free=free))
+    except RAISED as error:
+        return _unplanned(error)
     finally:
         parts.close()
+
+
+def _unplanned(error: Exception) -> Planned:
+    return Planned(
+        _wrapped([f"memory: no plan, for this model cannot be tried without its weights ({first_line(error)})"])
+    )
 
 
 def _decoded(planner: Planner) -> list[str]:
@@ -193,13 +218,14 @@ def seconds_in_words(parts: Parts) -> str:
     seconds = seconds_a_step(parts)
     each = ", ".join(f"{name} {taken:.2g}" for name, taken in seconds.items())
     longest = " where every response is as long as it may be; rewards are not counted" if "sampling" in seconds else ""
-    return f"a step takes about {sum(seconds.values()):.2g} s ({each}){longest}"
+    return _wrapped([f"a step takes about {sum(seconds.values()):.2g} s ({each}){longest}"])
 
 
 def seconds_a_step(parts: Parts) -> dict[str, float]:
     """By phase: sampling a few tokens of every row, and each pass on one micro-batch, times how often it is done."""
     planner, rows, config = Planner(parts, parts.roles, 0, 0), parts.step_rows(), parts.config
     micro, _ = rows.widest(parts.micro_batches.tokens)
+    pairs = rows.pairs(micro)
     plan = rows.sizes.plan(range(len(rows.sizes)), max_tokens=parts.micro_batches.tokens)
     share = sum(map(rows.sizes.cost, plan)) / rows.sizes.cost(micro)  # of a whole pass to the micro-batch timed
     epochs = config.on_policy.num_epochs if isinstance(parts, SamplingParts) else 1
@@ -207,8 +233,8 @@ def seconds_a_step(parts: Parts) -> dict[str, float]:
     seconds = {"sampling": _sampling_seconds(parts)} if isinstance(parts, SamplingParts) else {}
     reading = _readings(parts)
     if reading:
-        seconds["reference and values"] = reading * share * _timed(lambda: planner.read("policy", micro))
-    seconds["update"] = epochs * share * sum(_timed(lambda role=role: planner.learn(role, micro)) for role in roles)
+        seconds["reference and values"] = reading * share * _timed(lambda: planner.read("policy", pairs))
+    seconds["update"] = epochs * share * sum(_timed(lambda role=role: planner.learn(role, pairs)) for role in roles)
     return seconds
 
 
