@@ -1,0 +1,236 @@
+"""README and docs/: what their pages name is there, their examples run, their tables are the code's own."""
+
+import ast
+import importlib.util
+import json
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tinyrl.chat.terminal import HELP
+from tinyrl.cli.commands import app
+from tinyrl.config.errors import fields_of, section_class
+from tinyrl.config.familiar import FAMILIAR, FAMILIAR_UNDER, REMARKS, UNNEEDED, familiar, known_elsewhere
+from tinyrl.config.recipe import load_config, packaged_recipes
+from tinyrl.config.settings import SECTIONS
+from tinyrl.tasks import check_rows
+from tinyrl.tasks.task import Task
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {
+    path.name: path.read_text(encoding="utf-8")
+    for path in [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "README.zh-CN.md"]
+}
+every_page = pytest.mark.parametrize("page", PAGES)
+COMMANDS = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
+MADE = {"rewards.py", "env.py", "game.py", "tools.py", "guess.py", "double.py", "my-recipe.yaml"}  # by the reader
+
+
+def commands(page: str) -> list[str]:
+    """The commands of tinyrl in a page's indented blocks, without what is said beside them."""
+    lines = re.findall(r"^    \$? ?(tinyrl .*)", PAGES[page], re.MULTILINE)
+    parts = [part.strip() for line in lines for part in re.split(r"  +#|; ", line)[: 1 + line.count("; tinyrl")]]
+    return [part for part in parts if re.match(r"tinyrl [a-z]", part)]
+
+
+def blocks(page: str, kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE)
+
+
+# ---- what is named is there ----
+
+
+@every_page
+def test_commands_and_their_options_are_there(page: str):
+    for line in commands(page):
+        _, name, *words = shlex.split(line)
+        command = COMMANDS[name]
+        if hasattr(command, "commands"):
+            command = command.commands[words.pop(0)]
+        known = {option for each in command.params for option in (*each.opts, *each.secondary_opts)}
+        assert {word for word in words if word.startswith("--")} <= known, line
+
+
+def test_a_command_that_is_not_there_would_be_seen(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(PAGES, "see.md", "    tinyrl report RUN --colour                 # no such option\n")
+    assert commands("see.md") == ["tinyrl report RUN --colour"]
+    with pytest.raises(AssertionError):
+        test_commands_and_their_options_are_there("see.md")
+
+
+@every_page
+def test_settings_are_there(page: str):
+    prose = re.sub(r"^```python\n.*?^```", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)
+    words = re.findall(rf"(?<=[`' (])((?:{'|'.join(SECTIONS)})\.[a-z_.]+)", prose)
+    named = [word.rstrip(".").split(".") for word in words if not word.endswith(".py")]
+    for section, field in (word for word in named if len(word) == 2 and not known_elsewhere(tuple(word))):
+        assert field in fields_of(section_class(section)), f"{section}.{field}"
+
+
+@every_page
+def test_links_and_files_are_there(page: str):
+    folder = ROOT if page.startswith("README") else ROOT / "docs"
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", PAGES[page]):
+        assert (folder / link).is_file(), link
+    for file in re.findall(r"(?<![\w/.])((?:recipes|tests|tinyrl|examples)/[\w./-]+\.\w+)\b", PAGES[page]):
+        assert (ROOT / file).is_file(), file
+    for module in re.findall(r"python -m ((?:tests|tinyrl)[\w.]+)", PAGES[page]):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), module
+
+
+def test_the_readme_leads_to_every_page():
+    linked = set(re.findall(r"\]\(docs/(\w[\w-]*\.md)\)", PAGES["README.md"]))
+    assert linked == {name for name in PAGES if not name.startswith("README")}
+
+
+def test_recipes_named_in_commands_are_packaged():
+    known = packaged_recipes()
+    for page in PAGES:
+        for line in commands(page):
+            words = shlex.split(line)
+            if words[1] in ("train", "plan") and "--resume" not in words:
+                for word in words[2:]:
+                    is_name = re.fullmatch(r"[a-z0-9.-]+-[a-z0-9.-]+|lookup", word) and "=" not in word
+                    if is_name and not word.startswith("-") and word not in MADE and words[-2] != "--name":
+                        assert word in known, line
+
+
+@every_page
+def test_python_compiles(page: str):
+    for source in blocks(page, "python"):
+        ast.parse(source)
+
+
+# ---- examples run ----
+
+
+def test_the_rewards_of_the_page_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("rewards.py").write_text(blocks("rewards.md", "python")[0], encoding="utf-8")
+    shown = re.search(r"with rows such as `(\{.*?\})`", PAGES["rewards.md"])
+    assert shown is not None
+    row = json.loads(shown[1])
+    Path("rows.jsonl").write_text(
+        "".join(json.dumps({**row, "prompt": f"{n} {row['prompt']}"}) + "\n" for n in range(9))
+    )
+    done = CliRunner().invoke(app, ["reward", "test", "rewards.py:score", "--data", "rows.jsonl"])
+    assert done.exit_code == 0, done.output
+    assert re.search(r"^gold +9 +1 ", done.stdout, re.MULTILINE)
+    assert re.search(r"^nothing +9 +0 ", done.stdout, re.MULTILINE)
+    done = CliRunner().invoke(app, ["reward", "test", "rewards.py:short", "--data", "rows.jsonl"])
+    assert done.exit_code in (0, 2), done.output
+
+
+def loaded(name: str, source: str, folder: Path) -> ModuleType:
+    (folder / f"{name}.py").write_text(source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_task_of_the_page_is_one(tmp_path: Path):
+    task: Task = loaded("double", blocks("tasks.md", "python")[0], tmp_path).TASK
+    rows = {split: task.rows(split) for split in ("train", "eval")}
+    assert {str(task.prompt(row)) for row in rows["train"]}.isdisjoint(str(task.prompt(row)) for row in rows["eval"])
+    check_rows(task, rows["train"], places=["row"] * len(rows["train"]), verified=True)
+    assert task.verify is not None
+    prompts, right = [task.prompt(row) for row in rows["eval"]], [row["answer"] for row in rows["eval"]]
+    for said, score in (([task.gold(row) for row in rows["eval"]], 1.0), ([""] * 500, 0.0), (prompts, 0.0)):
+        assert set(task.verify(prompts, said, answer=right)) == {score}
+    assert task.answer is not None
+    assert task.answer("it is 4") == "4"
+
+
+def test_every_part_of_a_task_is_in_the_table():
+    table = PAGES["tasks.md"].partition("| part |")[2].partition("\n\n")[0]
+    named = set(re.findall(r"`(\w+)(?:\([^)]*\))?`", "\n".join(line.split("|")[1] for line in table.splitlines()[2:])))
+    assert named == set(Task.__dataclass_fields__)
+
+
+def test_the_recipe_of_the_page_loads(tmp_path: Path):
+    (tmp_path / "my-recipe.yaml").write_text(blocks("recipes.md", "yaml")[0], encoding="utf-8")
+    for method, prompts in (("grpo", 32), ("ppo", 128)):
+        config = load_config(method, str(tmp_path / "my-recipe.yaml"), overrides=[])
+        assert getattr(config, method).num_prompts == prompts
+
+
+# ---- tables are the code's own ----
+
+
+def rows_of(table: str) -> list[list[str]]:
+    """The cells of a page's table lines, headings and rules aside."""
+    lines = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("|--")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def names_of(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_names_from_elsewhere_are_the_ones_that_are_answered():
+    settings, _, rest = PAGES["coming-from.md"].partition("## Under `tinyrl train dpo`")
+    of_dpo, _, rest = rest.partition("## What has no counterpart")
+    unneeded = rest.partition("## What is elsewhere")[0]
+
+    def mapping(part: str) -> dict[str, tuple[str, str]]:
+        found = [row for row in rows_of(part) if len(row) == 3 and row[0] != "elsewhere"]
+        listed = [(name, (names_of(here)[0], remark)) for names, here, remark in found for name in names_of(names)]
+        assert len(listed) == len(dict(listed)), "a name stands twice"
+        return dict(listed)
+
+    def expected(names: dict[str, str]) -> dict[str, tuple[str, str]]:
+        return {name: (here, REMARKS.get(name, "").lstrip(",: ")) for name, here in names.items()}
+
+    assert mapping(settings) == expected(FAMILIAR)
+    assert mapping(of_dpo) == expected(FAMILIAR_UNDER["dpo"])
+    found = [row for row in rows_of(unneeded) if row[0] != "elsewhere"]
+    assert {name: why for names, why in found for name in names_of(names)} == UNNEEDED
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_the_short_table_of_names_is_right(page: str):
+    table = [row for row in rows_of(PAGES[page]) if len(row) == 3 and "verl" not in row[2]]
+    table = table[: next(i for i, row in enumerate(table) if "`use_vllm`" in row[1]) + 1]
+    assert len(table) == 15
+    for here, *elsewhere in table:
+        for name in (name for cell in elsewhere for name in names_of(cell)):
+            end = known_elsewhere(tuple(name.split(".")))
+            assert end, f"{name} is not known"
+            assert end in UNNEEDED or familiar(end) in names_of(here), name
+
+
+@pytest.mark.parametrize(("method", "answer"), [("grpo", "grpo.kl_coef"), ("ppo", "ppo.kl_coef"), ("dpo", "dpo.beta")])
+def test_a_name_is_answered_as_the_page_says(method: str, answer: str):
+    done = CliRunner().invoke(app, ["train", method, "model.path=starter", "beta=0.04"])
+    assert done.exit_code == 2
+    assert f"`beta` is `{answer}` here" in done.output
+    if method == "grpo":
+        assert done.output.replace("\n", " ").strip() in PAGES["coming-from.md"].replace("\n", " ")
+
+
+def test_every_finding_is_in_the_table():
+    found = set[str]()
+    for file in ("policy_findings.py", "rollout_findings.py"):
+        tree = ast.parse((ROOT / "tinyrl" / "runs" / file).read_text(encoding="utf-8"))
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Finding":
+                name = call.args[0]
+                sides = [name.body, name.orelse] if isinstance(name, ast.IfExp) else [name]
+                found |= {ast.literal_eval(side) for side in sides}
+    table = PAGES["see.md"].partition("| finding |")[2].partition("\n\n")[0]
+    assert {row[0] for row in rows_of(table)} == found
+    assert len(found) == 11
+
+
+def test_what_a_chat_understands_is_in_the_table():
+    table = PAGES["take.md"].partition("## Chat")[2].partition("## Python")[0]
+    assert {word for row in rows_of(table) for word in re.findall(r"`(/\w+)", row[0])} == set(re.findall(r"/\w+", HELP))
