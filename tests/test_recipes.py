@@ -1,5 +1,6 @@
 """Packaged recipes: each loads with its method, its header says what running it takes, and each one runs."""
 
+import contextlib
 import importlib.util
 import json
 import re
@@ -10,6 +11,7 @@ import pytest
 
 from tests import running
 from tests.conftest import shared_data
+from tests.generation.stand_in import StandIn
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tinyrl.config.familiar import FAMILIAR
 from tinyrl.config.methods import METHODS
@@ -204,7 +206,11 @@ def test_runs_two_steps(name: str, method: str, tmp_path: Path, monkeypatch: pyt
     on_hub = "/" in config.model.path
     before(name)
     overrides = with_a_small_model(config) if on_hub else as_shipped(name)
-    code, run, _ = running.train(settings_of(name, method, *overrides, *FEW), Path("runs"))
+    with contextlib.ExitStack() as serving:
+        if config.generation.engine == "server":
+            server = serving.enter_context(StandIn(Path("model"), max_model_len=4096))
+            overrides.append(f"generation.url={server.url}")
+        code, run, _ = running.train(settings_of(name, method, *overrides, *FEW), Path("runs"))
     assert code == 0
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]

@@ -17,6 +17,7 @@ from tinyrl.generation.engine import SamplingEngine
 from tinyrl.generation.game import Game, load_game
 from tinyrl.generation.planned import Unsampled, likely_engine
 from tinyrl.generation.select import engine_of
+from tinyrl.generation.server import ServerEngine, engine_notes
 from tinyrl.generation.turns_preview import episode_notes, show_episode
 from tinyrl.models.batches import make_batch
 from tinyrl.models.build import build_reward_model, build_roles, check_reference
@@ -132,6 +133,7 @@ class SamplingParts(Parts):
         warnings = [f"warning: {warning} (prompt {first.text[:60]!r})"] if warning else []
         warnings += self._few_held_out()
         notes = episode_notes(self.game) if self.game is not None else []
+        notes = [*self._engine_notes(), *notes]
         return [f"sampling engine {self.engine.name} ({self.engine_reason})", *notes, self.describe_memory(), *warnings]
 
     def preview(self) -> str:
@@ -148,6 +150,7 @@ class SamplingParts(Parts):
             f"reward ({' + '.join(self.scorer.names)}):",
             *trial.lines(),
             *self._scripted_episode(prompt),
+            *self._engine_notes(),
             f"prompts: {len(self.train_prompts)} to train on, {len(self.eval_prompts)} held out",
         ]
         return "\n".join([*lines, *([f"warning: {trial.warning}"] if trial.warning else []), *self._few_held_out()])
@@ -157,6 +160,9 @@ class SamplingParts(Parts):
             return []
         stop = [*self.config.generation.stop, *self.game.environment.stop]
         return [*episode_notes(self.game), *show_episode(self.game, prompt, self.task, stop=stop)]
+
+    def _engine_notes(self) -> list[str]:
+        return engine_notes(self.engine, [p.tokens for p in self.train_prompts])
 
     def _few_held_out(self) -> list[str]:
         return few_held_out([p.prompt for p in self.eval_prompts]) if self.config.run.eval_prompts else []
@@ -188,6 +194,8 @@ class SamplingParts(Parts):
 
     def close(self) -> None:
         self.scorer.close()
+        if isinstance(self.engine, ServerEngine):
+            self.engine.close()
         if self.game is not None:
             self.game.environment.close()
 

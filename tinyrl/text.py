@@ -9,6 +9,7 @@ import difflib
 import os
 import re
 import unicodedata
+import urllib.parse
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -132,6 +133,15 @@ def redact(text: str) -> str:
     text = _SECRET_VALUE.sub(HIDDEN, _URL_LOGIN.sub(rf"\1{HIDDEN}@", hidden(text)))
     text = _NAMED_VALUE.sub(lambda m: f"{m[1]}{m[2]}{HIDDEN}" if SECRET.search(m[1]) else m[0], text)
     return _BEARER.sub(rf"\1{HIDDEN}", text)
+
+
+def is_address(url: str) -> bool:
+    """Whether a text is the address of an HTTP server."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, half a bracket
+        return False
 
 
 def hidden(value: Any) -> Any:

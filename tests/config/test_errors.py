@@ -216,7 +216,7 @@ def test_familiar_names_are_answered(values: dict[str, Any], method: str, expect
         ("pretrain_data=x", "ppo", "`pretrain_data` is `ppo.ptx_data` here"),
         ("critic_pretrain=x", "ppo", "`critic_pretrain` is `critic.path` here"),
         ("data.train_batch_size=8", "ppo", "`train_batch_size` is `ppo.num_prompts` here"),
-        ("use_vllm=true", "grpo", "no serving engine is used"),
+        ("use_vllm=true", "grpo", "no serving engine is started"),
         ("bf16=true", "grpo", "`bf16` is `model.dtype` here: bfloat16, float32 or auto"),
         ("enable_thinking=false", "grpo", "`enable_thinking` is `task.chat_template` here: {enable_thinking"),
         ("run.logging_steps=1", "grpo", "every step is logged"),

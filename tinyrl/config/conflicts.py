@@ -7,7 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from tinyrl.config.methods import METHODS
-from tinyrl.text import shortened
+from tinyrl.text import is_address, redact, shortened
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config
@@ -24,7 +24,7 @@ def conflicts(config: Config) -> Iterator[str]:
     """A sentence for each pair of settings that cannot go together, most telling first."""
     return chain(
         _models(config), _prompts(config), _environment(config), _numbers(config), _kl(config), _groups(config),
-        _entropy(config), _pairs(config), _text(config),
+        _entropy(config), _pairs(config), _text(config), _server(config),
     )  # fmt: skip
 
 
@@ -49,6 +49,32 @@ def _models(config: Config) -> Iterator[str]:
         yield (
             "critic.kind=adapter needs lora.enabled=true; with full fine-tuning use separate, shared or shared-detached"
         )
+
+
+def _server(config: Config) -> Iterator[str]:
+    """Sentences for settings of a sampling server that cannot go together."""
+    if not METHODS[config.method].samples:
+        return
+    generation = config.generation
+    if generation.url is not None and not is_address(generation.url):
+        url = shortened(redact(generation.url))
+        yield f"generation.url: '{url}' is not the address of a server: http://HOST:PORT, such as http://127.0.0.1:8000"
+    if generation.engine != "server":
+        if generation.url is not None:
+            yield (
+                f"generation.url={shortened(redact(generation.url))} is of generation.engine=server; "
+                f"the engine is {generation.engine} here"
+            )
+        return
+    if generation.url is None:
+        yield "generation.engine=server needs generation.url, the address of a server: http://127.0.0.1:8000"
+    if not config.lora.enabled:
+        yield (
+            "generation.engine=server takes LoRA adapters, not whole weights, so it needs lora.enabled=true; "
+            "with full fine-tuning sample in this process (generation.engine=auto)"
+        )
+    if generation.dtype != "auto":
+        yield f"generation.dtype={generation.dtype} is not for generation.engine=server: it is the server's own --dtype"
 
 
 def _prompts(config: Config) -> Iterator[str]:

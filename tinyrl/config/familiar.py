@@ -40,6 +40,7 @@ FAMILIAR = {
     "vllm_importance_sampling_clip_min": "grpo.mismatch_floor", "max_completion_length": "generation.max_new_tokens",
     "response_length": "generation.max_new_tokens", "max_response_length": "generation.max_new_tokens",
     "max_tokens": "generation.max_new_tokens", "max_prompt_length": "generation.max_prompt_tokens",
+    "vllm_server_base_url": "generation.url",
     "stop_strings": "generation.stop", "stop_sequences": "generation.stop", "temperature": "generation.temperature",
     "top_p": "generation.top_p", "top_k": "generation.top_k", "lr": "optim.learning_rate",
     "warmup_ratio": "optim.warmup_steps", "lr_warmup_steps": "optim.warmup_steps",
@@ -118,7 +119,8 @@ REMARKS = {
 UNNEEDED = {
     **dict.fromkeys(
         ("use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "rollout.name", "gpu_memory_utilization"),
-        "no serving engine is used; completions are sampled in this process (generation.engine)",
+        "no serving engine is started; completions are sampled in this process, or by a server that you start "
+        "(generation.engine=server, generation.url)",
     ),
     **dict.fromkeys(("logging_steps", "logging_strategy"), "every step is logged, in metrics.jsonl"),
     **dict.fromkeys(

@@ -177,9 +177,11 @@ class GenerationConfig(Section):
         default=False, description="allow top_p and top_k, which ratios and KL do not see"
     )
     stop: list[Text] = Field(default_factory=list, description="texts that end a completion")
-    engine: Literal["auto", "fused", "hf-merged", "hf"] = Field(
-        default="auto", description="tinyrl's decoder, or the library's modules, with adapters merged or not"
+    engine: Literal["auto", "fused", "hf-merged", "hf", "server"] = Field(
+        default="auto", description="tinyrl's decoder, the library's modules (adapters merged or not), or a server"
     )
+    url: Text | None = Field(default=None, description="of engine=server: vLLM on this machine, http://127.0.0.1:8000")
+    timeout_s: PositiveFloat = Field(default=600.0, description="seconds that one completion of a server may take")
     max_rows: Positive | None = Field(default=None, description="completions decoded at a time; null: all")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="of sampling; auto: the model's")
 

@@ -10,13 +10,12 @@ import http.client
 import json
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 from typing import Any
 
 from tinyrl.environments.passages import SearchFailed, passage_of
 from tinyrl.runs.signals import check_stop
-from tinyrl.text import redact, shortened
+from tinyrl.text import is_address, redact, shortened
 
 WAITS_S = (0.5, 1.0)  # before the second and the third try
 TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
@@ -28,7 +27,7 @@ class SearchServer:
     """A server behind an http address. `timeout_s` is for one search, however often it is tried."""
 
     def __init__(self, url: str, *, timeout_s: float = 30.0) -> None:
-        if not _is_address(url):
+        if not is_address(url):
             raise ValueError(f"'{shortened(redact(url))}' is not the address of a server: http://HOST:PORT/retrieve")
         self.url = url
         self.timeout_s = timeout_s
@@ -105,14 +104,6 @@ class SearchServer:
             except ValueError as error:
                 raise SearchFailed(str(error)) from error
         return [passage for passage in passages if passage.strip()]
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urllib.parse.urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, half a bracket
-        return False
 
 
 def _json(raw: bytes, name: str) -> Any:

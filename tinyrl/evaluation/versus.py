@@ -40,7 +40,8 @@ from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.text import hidden
 
 FEWEST_LEFT = 10  # prompts, after those that the other side was trained on are left out
-OWN_SAMPLING = ("engine", "dtype", "max_rows")  # generation settings that say how a model is run, not what is sampled
+# Generation settings that say how a model is run, not what is sampled.
+OWN_SAMPLING = ("engine", "dtype", "max_rows", "url", "timeout_s")
 
 __all__ = ["Options", "evaluate_target", "render"]
 

@@ -86,6 +86,8 @@ def sampling_bytes(
     free: int,
 ) -> SamplingBytes:
     """Of one call of the engine on `device`, of which `free` bytes are free; `roles` have no numbers."""
+    if engine == "server":  # its memory is its own
+        return SamplingBytes(call.rows, call.rows, {})
     if engine == "fused":
         return _fused(roles, config, call, dtype=dtype, device=device, free=free)
     layers = roles.adapted_layers(POLICY_ADAPTER) if engine == "hf-merged" else []

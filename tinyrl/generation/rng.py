@@ -34,6 +34,12 @@ def sample_keys(seed: int, step: int, *, prompts: np.ndarray, samples: np.ndarra
     return key
 
 
+def advanced(keys: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Keys (R,) whose uniform t is that of `keys` at tokens[r] + t."""
+    with np.errstate(over="ignore"):
+        return keys + _GOLDEN * tokens.astype(np.uint64)
+
+
 def uniforms(keys: np.ndarray, *, num_tokens: int, first: np.ndarray | None = None) -> Tensor:
     """Uniforms in [0, 1), (R, num_tokens) float64: entry (r, t) is a function of keys[r] and first[r] + t (None: t)."""
     start = np.zeros(len(keys), dtype=np.uint64) if first is None else first.astype(np.uint64)

@@ -1,7 +1,8 @@
 """The choice of a sampling engine for a model, with its reason.
 
-The fused engine where its numbers agree with the model's own forward pass; else the library's modules with merged
-weights; else (a quantised or bfloat16 base, or no room for the copy) the library's modules with LoRA branches.
+A server where one is named. Else the fused engine where its numbers agree with the model's own forward pass; else the
+library's modules with merged weights; else (a quantised or bfloat16 base, or no room for the copy) the library's
+modules with LoRA branches.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from tinyrl.generation.decoder import Decoder, reads_like_llama
 from tinyrl.generation.engine import SamplingEngine, SamplingSettings
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.hf import HfEngine, HfMergedEngine
+from tinyrl.generation.server import ServerEngine
+from tinyrl.generation.server_client import ServerClient
 from tinyrl.models.device import resolve_dtype
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.lora_merge import is_plain_lora
 from tinyrl.models.roles import Roles
-from tinyrl.text import first_line
+from tinyrl.text import first_line, redact
 
-EngineName = Literal["auto", "fused", "hf-merged", "hf"]
+EngineName = Literal["auto", "fused", "hf-merged", "hf"]  # of this process
 COPY_SHARE = 0.5  # of the free memory that a private copy of the weights may take
 # The largest difference allowed to a log-probability in float32; bfloat16 rounds every state, so there the mean counts.
 MOST_IN_FLOAT32, MEAN_IN_BFLOAT16 = 1e-4, 0.05
@@ -51,8 +54,13 @@ def engine_of(
         top_k=config.top_k,
         max_rows=config.max_rows,
     )
-    dtype = roles.causal.dtype if config.dtype == "auto" else resolve_dtype(config.dtype, on_cpu=False)
     longest = config.max_prompt_tokens + longest_response
+    if config.engine == "server":
+        assert config.url is not None, "the configuration has checked it"
+        server = ServerClient(config.url, timeout_s=config.timeout_s)
+        engine = ServerEngine(roles, tokenizer, settings, server=server, longest=longest)
+        return engine, f"generation.url={redact(config.url)}"
+    dtype = roles.causal.dtype if config.dtype == "auto" else resolve_dtype(config.dtype, on_cpu=False)
     return select_engine(roles, tokenizer, settings, wanted=config.engine, dtype=dtype, longest=longest)
 
 

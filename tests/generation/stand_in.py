@@ -1,0 +1,229 @@
+"""A stand-in for a serving engine: vLLM's endpoints over a plain forward pass, with faults to choose from.
+
+It is a second implementation: adapters are read from their PEFT folders and added to the weights by hand, each token
+is drawn after a pass over the whole text. The noise of a token is that of its seed as a key, so that a request whose
+seed is the key of a completion draws that completion.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tinyrl.generation.rng import uniforms
+
+# Fields of vLLM 0.32's CompletionRequest that a request here may have; it silently ignores others.
+KNOWN = {
+    "model", "prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "seed", "stop", "include_stop_str_in_output", "skip_special_tokens", "stop_token_ids",
+    "ignore_eos", "logprobs", "return_token_ids",
+}  # fmt: skip
+
+
+@dataclass
+class Faults:
+    """loads_applied: so many adapters are used, later ones are taken and not applied (the last one is used instead, or
+    the base). dead_after: completions, then connections are closed unanswered. shift_after: completions, then their
+    log-probabilities are `shift` off. raw: log-probabilities before the temperature. token: whose text is another.
+    """
+
+    loads_applied: int | None = None
+    dead_after: int | None = None
+    shift_after: int | None = None
+    shift: float = -0.5
+    slow_s: float = 0.0
+    raw: bool = False
+    token: int | None = None
+    updates_adapters: bool = True
+    reads_folders: bool = True
+    noise: int = 0  # added to every seed
+    busy: int = 0  # answers of 503 before the first other one
+
+
+@dataclass
+class StandIn:
+    """Serves the model in a folder as `base` from `with`'s beginning to its end, at `url`."""
+
+    folder: Path
+    max_lora_rank: int = 16
+    max_model_len: int = 512
+    faults: Faults = field(default_factory=Faults)
+    port: int = 0  # 0: any that is free
+    before: Callable[[], None] = lambda: None  # called before each completion
+
+    def __post_init__(self) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        self.loaded: dict[str, dict[str, Tensor]] = {}
+        self.log: list[tuple[str, str]] = []
+        self.applied: list[dict[str, Tensor]] = []
+        self.completions = self.most_at_a_time = self.at_a_time = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> StandIn:
+        handler = type("Handler", (_Handler,), {"server_side": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), handler)
+        self._server.daemon_threads = False  # what they compute is waited for in the end
+        self.port = self._server.server_port
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    # ---- endpoints: (status, answer) ----
+
+    def models(self) -> tuple[int, Any]:
+        base = {"id": "base", "root": str(self.folder), "parent": None, "max_model_len": self.max_model_len}
+        return 200, {"data": [base, *({"id": name, "parent": "base"} for name in self.loaded)]}
+
+    def load(self, asked: dict[str, Any]) -> tuple[int, Any]:
+        if not self.faults.updates_adapters:
+            return 404, {"detail": "Not Found"}
+        name, folder = asked["lora_name"], Path(asked["lora_path"])
+        if not self.faults.reads_folders:
+            return 404, {"error": {"message": f"Loading lora {name} failed: No adapter found for {folder}"}}
+        self.log.append(("load", name))
+        config = json.loads((folder / "adapter_config.json").read_text())
+        if config["r"] > self.max_lora_rank:
+            said = f"LoRA rank {config['r']} is greater than max_lora_rank {self.max_lora_rank}."
+            return 500, {"error": {"message": said, "type": "InternalServerError"}}
+        if name in self.loaded:
+            return 400, {"error": {"message": f"The lora adapter '{name}' has already been loaded."}}
+        most = self.faults.loads_applied
+        if most is None or len(self.applied) < most:
+            self.applied.append(self._merged(folder, config["lora_alpha"] / config["r"]))
+        self.loaded[name] = self.applied[-1] if self.applied else {}
+        return 200, f"Success: LoRA adapter '{name}' added successfully."
+
+    def unload(self, asked: dict[str, Any]) -> tuple[int, Any]:
+        self.log.append(("unload", asked["lora_name"]))
+        known = self.loaded.pop(asked["lora_name"], None) is not None
+        return (200, "Success") if known else (404, {"error": {"message": "cannot be found"}})
+
+    def detokenize(self, asked: dict[str, Any]) -> tuple[int, Any]:
+        tokens = [5 if token == self.faults.token else token for token in asked["tokens"]]
+        return 200, {"prompt": self.tokenizer.decode(tokens)}
+
+    def complete(self, asked: dict[str, Any]) -> tuple[int, Any] | None:
+        assert set(asked) <= KNOWN, set(asked) - KNOWN
+        faults = self.faults
+        with self._lock:
+            self.at_a_time += 1
+            self.most_at_a_time = max(self.most_at_a_time, self.at_a_time)
+        time.sleep(faults.slow_s)
+        with self._lock:
+            self.at_a_time -= 1
+            self.before()
+            if faults.dead_after is not None and self.completions >= faults.dead_after:
+                return None
+            if faults.busy > 0:
+                faults.busy -= 1
+                return 503, {"error": {"message": "busy"}}
+            if asked["model"] != "base" and asked["model"] not in self.loaded:
+                return 404, {"error": {"message": f"The model `{asked['model']}` does not exist."}}
+            self.completions += 1
+            tokens, logprobs, reason = self._draw(asked, self.loaded.get(asked["model"], {}))
+            if faults.shift_after is not None and self.completions > faults.shift_after:
+                logprobs = [logprob + faults.shift for logprob in logprobs]
+        choice = {"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason}
+        return 200, {"choices": [choice]}
+
+    # ---- what it computes ----
+
+    def _merged(self, folder: Path, scale: float) -> dict[str, Tensor]:
+        """Weights with an adapter in them, by their names."""
+        tensors = load_file(folder / "adapter_model.safetensors")
+        own, merged = dict(self.model.named_parameters()), {}
+        for key, a in tensors.items():
+            if ".lora_A." in key:
+                name = key.removeprefix("base_model.model.").replace(".lora_A.weight", ".weight")
+                merged[name] = own[name].detach() + scale * tensors[key.replace("lora_A", "lora_B")] @ a
+        return merged
+
+    @torch.no_grad()
+    def _draw(self, asked: dict[str, Any], weights: dict[str, Tensor]) -> tuple[list[int], list[float], str]:
+        key = np.array([asked["seed"] + self.faults.noise], dtype=np.int64).view(np.uint64)
+        noise = uniforms(key, num_tokens=asked["max_tokens"])[0]
+        ids, new = list(asked["prompt"]), len(asked["prompt"])
+        logprobs: list[float] = []
+        for u in noise.tolist():
+            output = torch.func.functional_call(self.model, weights, kwargs={"input_ids": torch.tensor([ids])})
+            logits = output.logits[0, -1].double()
+            log_p = (logits / (asked["temperature"] or 1.0)).log_softmax(-1)
+            token = int(log_p.argmax()) if asked["temperature"] == 0 else self._inverse_cdf(log_p.exp(), u, asked)
+            logprobs.append(float((logits.log_softmax(-1) if self.faults.raw else log_p)[token]))
+            ids.append(token)
+            if token in asked["stop_token_ids"] or self._says_stop(ids[new:], asked["stop"]):
+                return ids[new:], logprobs, "stop"
+        return ids[new:], logprobs, "length"
+
+    def _inverse_cdf(self, probs: Tensor, u: float, asked: dict[str, Any]) -> int:
+        weights = probs.tolist()
+        kept, mass = set[int](), 0.0
+        for token in probs.argsort(descending=True, stable=True).tolist():
+            if mass >= asked["top_p"] or (asked["top_k"] and len(kept) == asked["top_k"]):
+                break
+            kept.add(token)
+            mass += weights[token]
+        cumulative = 0.0
+        for token in sorted(kept):
+            cumulative += weights[token]
+            if cumulative > u * mass:
+                return token
+        return max(kept)
+
+    def _says_stop(self, tokens: list[int], stop: list[str]) -> bool:
+        text = self.tokenizer.decode(tokens)
+        return any(one in text for one in stop)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server_side: StandIn
+
+    def do_GET(self) -> None:
+        self._answer(self.server_side.models() if self.path == "/v1/models" else (404, {"detail": "Not Found"}))
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        endpoints = {
+            "/v1/completions": self.server_side.complete,
+            "/v1/load_lora_adapter": self.server_side.load,
+            "/v1/unload_lora_adapter": self.server_side.unload,
+            "/detokenize": self.server_side.detokenize,
+        }
+        self._answer(endpoints[self.path](asked))
+
+    def _answer(self, answer: tuple[int, Any] | None) -> None:
+        if answer is None:
+            self.close_connection = True
+            return
+        status, said = answer
+        raw = (said if isinstance(said, str) else json.dumps(said)).encode()
+        try:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(raw)))
+            self.end_headers()
+            self.wfile.write(raw)
+        except ConnectionError:  # who asked has given up
+            self.close_connection = True
+
+    def log_message(self, *_: Any) -> None:
+        pass

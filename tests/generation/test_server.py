@@ -1,0 +1,244 @@
+"""The server engine against a stand-in of vLLM's endpoints: the hf engine's completions, versions, faults."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.generation.sampling import PROMPTS, assert_same, make_engine, sample, stir, tokens_of
+from tests.generation.stand_in import Faults, StandIn
+from tests.tiny_models import TinyModels
+from tinyrl.errors import GuardStop, Interrupted
+from tinyrl.generation import server_client
+from tinyrl.generation.engine import Request
+from tinyrl.generation.hf import HfEngine
+from tinyrl.generation.server import ServerEngine
+from tinyrl.generation.server_client import ServerClient
+from tinyrl.runs.signals import StopFlag
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_client, "WAITS_S", (0.01, 0.01))
+    monkeypatch.setattr(server_client, "POLL_S", 0.02)
+
+
+@pytest.fixture
+def served(tiny: TinyModels):
+    with StandIn(tiny("llama")) as server:
+        yield server
+
+
+def engines(server: StandIn, folder: Path, **options: Any) -> tuple[ServerEngine, HfEngine]:
+    """(through the server, hf) over the same stirred adapter."""
+    plain = make_engine(folder, lora=True, reference=True, **({"max_new_tokens": 6} | options))
+    stir(plain)
+    client = ServerClient(server.url, timeout_s=30.0)
+    return ServerEngine(plain.roles, plain.tokenizer, plain.settings, server=client, longest=40), plain
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("role", ["policy", "reference", "base"])
+def test_completions_are_those_of_the_hf_engine(tiny: TinyModels, served: StandIn, role: Any, greedy: bool):
+    ours, plain = engines(served, tiny("llama"))
+    assert_same(sample(ours, role=role, greedy=greedy), sample(plain, role=role, greedy=greedy))
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.7}, {"stop": ["a", "%"], "max_new_tokens": 20}, {"max_new_tokens": 3}]
+)
+def test_settings_reach_the_server(tiny: TinyModels, served: StandIn, options: dict[str, Any]):
+    ours, plain = engines(served, tiny("llama"), **options)
+    drawn = sample(ours, 4)
+    assert_same(drawn, sample(plain, 4))
+    if "stop" in options:
+        assert "stop" in {c.finish_reason for group in drawn for c in group}
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.5}, {"top_k": 3}])
+def test_truncated_sampling_draws_the_same_tokens(tiny: TinyModels, served: StandIn, options: dict[str, Any]):
+    ours, plain = engines(served, tiny("llama"), **options)
+    assert tokens_of(sample(ours)) == tokens_of(sample(plain))
+
+
+def test_a_later_turn_goes_on_with_the_numbers_of_its_first_token(tiny: TinyModels, served: StandIn):
+    ours, plain = engines(served, tiny("llama"))
+    later = [Request([20, 21, 22], 3, first_sample=5, first_token=7, max_new_tokens=4), Request([30], 1)]
+    key = {"seed": 2, "step": 3}
+    assert_same(ours.sample(later, 2, **key), plain.sample(later, 2, **key))
+
+
+def test_each_version_has_a_name_of_its_own_and_the_one_before_is_unloaded(tiny: TinyModels, served: StandIn):
+    ours, plain = engines(served, tiny("llama"))
+    sample(ours, 1)
+    sample(ours, 1)  # no other weights, no other version
+    stir(plain, by=0.01)
+    sample(ours, 1)
+    loads = [name for what, name in served.log if what == "load"]
+    assert [what for what, _ in served.log] == ["load", "load", "unload", "load", "unload"]
+    assert len({*loads}) == 3  # the test adapter, and two versions
+    assert [*served.loaded] == [loads[2]]
+    folder = ours.adapters.folder
+    assert [path.name for path in folder.iterdir()] == [loads[2]]
+    ours.close()
+    assert not served.loaded
+    assert not folder.exists()
+
+
+def test_checks_leave_the_adapter_as_it_was(tiny: TinyModels, served: StandIn):
+    ours, plain = engines(served, tiny("llama"))
+    before = {n: p.detach().clone() for n, p in plain.roles.parameters["policy"].items()}
+    [line, asked] = ours.start(PROMPTS)
+    assert all(torch.equal(p, before[n]) for n, p in plain.roles.parameters["policy"].items())
+    assert float(re.findall(r"differs from ours by (\S+) nats", line)[0]) < 1e-6
+    assert "rank 4" in asked
+    assert str(ours.adapters.folder) in asked
+
+
+def test_so_many_requests_at_a_time(tiny: TinyModels):
+    with StandIn(tiny("llama"), faults=Faults(slow_s=0.05)) as server:
+        ours, _ = engines(server, tiny("llama"), max_new_tokens=1, max_rows=3)
+        sample(ours, 4)
+        assert server.most_at_a_time == 3
+
+
+# ---- what is refused before the first step ----
+
+
+def test_nobody_there(tiny: TinyModels):
+    with StandIn(tiny("llama")) as server:
+        ours, _ = engines(server, tiny("llama"))
+    with pytest.raises(ValueError, match="did not answer") as said:
+        ours.start(PROMPTS)
+    assert f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {tiny('llama')} --enable-lora --max-lora-rank 8 " in str(
+        said.value
+    )
+    assert str(said.value).endswith(
+        f"--logprobs-mode processed_logprobs --max-model-len 40 --host 127.0.0.1 --port {server.port}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"max_lora_rank": 1}, r"max_lora_rank 1\. \(lora.r is 4 here\)\. Start it with"),
+        ({"max_model_len": 39}, "--max-model-len 40"),
+        ({"faults": Faults(updates_adapters=False)}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora allow"),
+        ({"faults": Faults(reads_folders=False)}, "it cannot read the folder, which needs the same machine, user and"),
+        ({"faults": Faults(token=77)}, r"another tokenizer: token 77 is '\S+' here and '\S+' there"),
+        ({"faults": Faults(loads_applied=0)}, "took an adapter and does not sample with it"),
+        ({"faults": Faults(shift_after=0)}, "another base"),
+    ],
+)
+def test_a_server_that_is_not_ours(tiny: TinyModels, wrong: dict[str, Any], said: str):
+    with StandIn(tiny("llama"), **wrong) as server:
+        ours, _ = engines(server, tiny("llama"))
+        with pytest.raises(ValueError, match=said):
+            ours.start(PROMPTS)
+
+
+def test_another_base(tiny: TinyModels):
+    with StandIn(tiny("llama", seed=1)) as server:
+        ours, _ = engines(server, tiny("llama"))
+        with pytest.raises(ValueError, match=r"another base: it serves .* nats per token from those of"):
+            ours.start(PROMPTS)
+
+
+def test_log_probabilities_before_the_temperature(tiny: TinyModels):
+    with StandIn(tiny("llama"), faults=Faults(raw=True)) as server:
+        ours, _ = engines(server, tiny("llama"), temperature=0.7)
+        with pytest.raises(ValueError, match="start it with --logprobs-mode processed_logprobs"):
+            ours.start(PROMPTS)
+
+
+# ---- what happens later ----
+
+
+def test_a_load_that_is_ignored_is_found_at_once(tiny: TinyModels):
+    """The test adapter and the first version are used, the second is taken and the first goes on being sampled."""
+    with StandIn(tiny("llama"), faults=Faults(loads_applied=2)) as server:
+        ours, plain = engines(server, tiny("llama"))
+        sample(ours, 1)
+        stir(plain, by=0.003)
+        drawn = server.completions
+        with pytest.raises(GuardStop, match="the server samples from another policy"):
+            sample(ours, 1)
+        assert server.completions == drawn + 8  # looked at twice, and nothing else was sampled
+
+
+def test_log_probabilities_that_are_another_models(tiny: TinyModels):
+    with StandIn(tiny("llama")) as server:
+        ours, plain = engines(server, tiny("llama"))
+        sample(ours, 1)
+        server.faults.shift_after = 0
+        stir(plain, by=0.003)
+        with pytest.raises(GuardStop, match=r"are 0.5 nats per token from ours"):
+            sample(ours, 1)
+
+
+def test_a_busy_server_is_asked_again(tiny: TinyModels, served: StandIn):
+    ours, plain = engines(served, tiny("llama"))
+    sample(ours, 1)
+    served.faults.busy = 2
+    assert_same(sample(ours), sample(plain))
+
+
+def test_a_server_that_dies_interrupts(tiny: TinyModels):
+    with StandIn(tiny("llama"), faults=Faults(dead_after=14)) as server:
+        ours, _ = engines(server, tiny("llama"))
+        with pytest.raises(Interrupted, match=r"did not answer .*Start it with\n  VLLM_ALLOW_RUNTIME"):
+            sample(ours)
+
+
+def test_a_server_that_was_started_anew_is_given_the_adapter_again(tiny: TinyModels, served: StandIn):
+    ours, plain = engines(served, tiny("llama"))
+    sample(ours, 1)
+    served.loaded.clear()
+    assert_same(sample(ours), sample(plain))
+
+
+def test_a_server_that_takes_too_long(tiny: TinyModels):
+    with StandIn(tiny("llama")) as server:
+        ours, _ = engines(server, tiny("llama"))
+        sample(ours, 1)
+        ours.server.timeout_s, server.faults.slow_s = 0.2, 1.0
+        with pytest.raises(Interrupted, match=r"did not answer within 0.2 s \(generation.timeout_s\)"):
+            sample(ours, 1)
+
+
+def test_a_signal_gives_up_what_is_under_way(tiny: TinyModels):
+    """Completions that would take a minute are not waited for."""
+    held = threading.Event()
+    with StandIn(tiny("llama")) as server:
+        ours, _ = engines(server, tiny("llama"))
+        sample(ours, 1)
+
+        def interrupt() -> None:
+            server.before = lambda: None
+            os.kill(os.getpid(), signal.SIGTERM)
+            held.wait(60)
+
+        server.before = interrupt
+        with StopFlag(), pytest.raises(Interrupted, match="SIGTERM"):
+            sample(ours, 2)
+        held.set()
+
+
+def test_answers_without_tokens(tiny: TinyModels, served: StandIn, monkeypatch: pytest.MonkeyPatch):
+    ours, _ = engines(served, tiny("llama"))
+    monkeypatch.setattr(StandIn, "_draw", lambda *_: (None, [], "stop"))
+    with pytest.raises(ValueError, match="without a log-probability for each token id"):
+        ours.start(PROMPTS)
+
+
+def test_nothing_to_sample(tiny: TinyModels, served: StandIn):
+    ours, _ = engines(served, tiny("llama"))
+    assert ours.sample([], 3, seed=0, step=0) == []
+    assert not served.log

@@ -1,0 +1,70 @@
+"""Three steps through a real serving engine, where the variable TINYRL_SERVER_URL names one that serves a local folder.
+
+    python -m tests.trainers.test_real_server FOLDER        # writes a small random model that vLLM serves on a CPU too
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve FOLDER --enable-lora --max-lora-rank 16 \\
+        --logprobs-mode processed_logprobs --host 127.0.0.1
+    TINYRL_SERVER_URL=http://127.0.0.1:8000 python -m pytest -s tests/trainers/test_real_server.py
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests import running
+from tests.tiny_models import tiny_tokenizer
+from tinyrl.generation.server_client import ServerClient
+
+URL = os.environ.get("TINYRL_SERVER_URL", "")
+
+
+def write_model(folder: Path) -> None:
+    """A random Llama of four layers; a head is 64 wide, since vLLM's attention on a CPU takes few widths."""
+    torch.manual_seed(0)
+    tokenizer = tiny_tokenizer()
+    config = LlamaConfig(
+        vocab_size=320,  # of which the tokenizer knows 258
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.skipif(not URL, reason="needs a serving engine: TINYRL_SERVER_URL")
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_three_steps(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [base, *_] = ServerClient(URL, timeout_s=60).get("/v1/models")["data"]
+    settings = running.config(
+        method,
+        Path(base["root"]),
+        task={"chat": False},
+        generation={"engine": "server", "url": URL, "max_prompt_tokens": 64, "max_new_tokens": 32},
+        optim={"learning_rate": 1e-3},
+        critic={"warmup": 0},
+    )
+    code, run, _ = running.train(settings, tmp_path)
+    assert code == 0
+    gaps = [line["policy/sampling_gap"] for line in running.metrics(run)[1:]]
+    with capsys.disabled():
+        by_step = " ".join(f"{gap:.2g}" for gap in gaps)
+        print(f"\n{method}: |log-probability there - here|, nats per token, by step: {by_step}")
+    assert len(gaps) == 3
+    assert max(gaps) < 0.05
+
+
+if __name__ == "__main__":
+    write_model(Path(sys.argv[1]))

@@ -1,0 +1,293 @@
+"""The server sampling engine: a serving engine, started by hand on this machine, samples over HTTP (vLLM's protocol).
+
+    once       its base, tokenizer and use of adapters are compared with ours; a difference is refused
+    each call  1. the policy's adapter goes there under a new name, if its weights are others than those it has
+               2. after that: four completions are scored by our own forward; a gap beyond the first stops the run
+               3. one request a completion: token ids in, token ids and log-probabilities out
+
+Its numbers are those of other kernels and often another dtype, so `exact` is False: trainers score what it drew anew,
+and weigh the difference. A completion's seed is the key of its random numbers (rng.py), so that a server that honours
+seeds draws from the same noise after a resume; its batching still rounds differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from tinyrl.errors import GuardStop, Interrupted
+from tinyrl.generation import server_checks as checks
+from tinyrl.generation.engine import (
+    Completion,
+    FinishReason,
+    Request,
+    SampledRole,
+    SamplingEngine,
+    SamplingSettings,
+    eos_token_ids,
+    max_new_tokens,
+    row_keys,
+)
+from tinyrl.generation.rng import advanced
+from tinyrl.generation.server_adapters import LOAD, ServedAdapters
+from tinyrl.generation.server_client import ServerClient, ServerError
+from tinyrl.generation.server_command import serve_command
+from tinyrl.models.loading import POLICY_ADAPTER
+from tinyrl.models.roles import Roles
+
+COMPLETIONS = "/v1/completions"
+AT_A_TIME = 256  # requests under way where generation.max_rows says nothing else
+PROBED_PROMPTS, PROBED_TOKENS = 4, 64
+LOST = 404  # an adapter the server does not have: it was started anew
+
+
+class ServerEngine:
+    """Samples from the policy's adapter on a server at `generation.url`, which holds the same base."""
+
+    name, exact, copy_bytes = "server", False, 0
+
+    def __init__(
+        self,
+        roles: Roles,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: SamplingSettings,
+        *,
+        server: ServerClient,
+        longest: int,
+    ) -> None:
+        self.roles, self.tokenizer, self.settings = roles, tokenizer, settings
+        self.server, self.longest = server, longest
+        self.max_rows = settings.max_rows
+        self.eos = sorted(eos_token_ids(roles, tokenizer))
+        self.adapters = ServedAdapters(server, roles)
+        self.command = serve_command(roles, server, longest=longest)
+        self.first_gap: float | None = None  # of the base, then of the first policy if that is larger
+        self._base, self._notes = "", list[str]()
+
+    # ---- before the first step ----
+
+    def start(self, prompts: list[list[int]]) -> list[str]:
+        """Check once that the server samples from our models, with `prompts` (tokens) to try it on; lines about it.
+
+        Raises ValueError, with what to do, where it does not.
+        """
+        if not self._base:
+            try:
+                self._notes = self._checked(prompts[:PROBED_PROMPTS])
+            except ServerError as error:
+                raise ValueError(self._sentence(error)) from error
+        return self._notes
+
+    def _checked(self, prompts: list[list[int]]) -> list[str]:
+        base, root = self._served_base()
+        checks.check_tokenizer(self.server, base, self.tokenizer)
+        plain = self._check_base(base, root, prompts)
+        with checks.stirred(self.roles):
+            drawn = self._probe(self.adapters.load(POLICY_ADAPTER), prompts)
+            with_adapter = self._rescored("policy", prompts, drawn)
+        theirs, without = checks.served(drawn), self._rescored("policy", prompts, drawn)
+        if checks.unexplained(theirs, with_adapter, otherwise=without) > checks.UNEXPLAINED:
+            raise ValueError(
+                f"{self.server.name} took an adapter and does not sample with it: a token's log-probability is "
+                f"{checks.gap(theirs, with_adapter):.2g} nats from ours with the adapter, on average, and "
+                f"{checks.gap(theirs, without):.2g} from ours without it. Start it with\n  {self.command}"
+            )
+        self._base, self.first_gap = base, plain
+        adapted, moved = checks.gap(theirs, with_adapter), checks.gap(with_adapter, without)
+        return [
+            f"{self.server.name} serves {base} ({root}); a token's log-probability differs from ours by {plain:.2g} "
+            f"nats on average, under a test adapter, which moves it by {moved:.2g}, by {adapted:.2g}",
+            f"asked of it: the adapter of rank {self.command.rank} after every update, under a new name, which it "
+            f"reads from {self.adapters.folder}; {PROBED_PROMPTS} completions that are scored here too; then those of "
+            f"the step, {self.max_rows or AT_A_TIME} at a time",
+        ]
+
+    def _served_base(self) -> tuple[str, str]:
+        """The base's name there, and what it was loaded from."""
+        listed = self.server.get("/v1/models")
+        models = listed.get("data", []) if isinstance(listed, dict) else []
+        base = next((m for m in models if not m.get("parent")), None)
+        if base is None:
+            raise ServerError(f"{self.server.name} lists no model under /v1/models")
+        room = base.get("max_model_len")
+        if isinstance(room, int) and room < self.longest:
+            raise ValueError(
+                f"{self.server.name} has room for {room} tokens of prompt and completion, and the run may need "
+                f"{self.longest}: start it with --max-model-len {self.longest}, or lower generation.max_prompt_tokens "
+                "or generation.max_new_tokens"
+            )
+        return str(base["id"]), str(base.get("root") or base["id"])
+
+    def _check_base(self, base: str, root: str, prompts: list[list[int]]) -> float:
+        """The gap of the base. Raises ValueError where the server's numbers are not those of our base."""
+        drawn = self._probe(base, prompts)
+        theirs, ours = checks.served(drawn), self._rescored("base", prompts, drawn)
+        plain = checks.gap(theirs, ours)
+        if self.settings.temperature != 1:
+            raw = checks.rescored(self.roles, "base", prompts, drawn, temperature=1.0)
+            if checks.gap(theirs, raw) < plain / 2:
+                raise ValueError(
+                    f"{self.server.name} gives log-probabilities before the temperature of {self.settings.temperature}:"
+                    f" start it with --logprobs-mode processed_logprobs, as in\n  {self.command}"
+                )
+        if checks.is_other_model(theirs, ours):
+            raise ValueError(
+                f"{self.server.name} has another base: it serves {root}, whose log-probabilities are {plain:.2g} nats "
+                f"per token from those of {self.roles.causal.name_or_path}. Start it with\n  {self.command}"
+            )
+        return plain
+
+    # ---- sampling ----
+
+    def sample(
+        self,
+        requests: list[Request],
+        samples_per_request: int,
+        *,
+        seed: int,
+        step: int,
+        greedy: bool = False,
+        role: SampledRole = "policy",
+    ) -> list[list[Completion]]:
+        """`samples_per_request` completions for every request, in order; the role's weights go to the server first.
+
+        Log-probabilities are the server's: of greedy completions at temperature 1, under top-k or top-p of what is left
+        by these. Raises Interrupted when the server does not answer any more, so that the run can be resumed, and
+        GuardStop when it samples from another policy.
+        """
+        if not requests:
+            return []
+        prompts = [r.prompt_tokens for r in requests]
+        self.start(prompts)
+        keys, first = row_keys(requests, samples_per_request, seed=seed, step=step)
+        seeds = advanced(keys, first).view(np.int64).tolist()
+        rows = [r for r in requests for _ in range(samples_per_request)]
+
+        def attempt() -> list[Completion]:
+            name = self._synced(role, prompts[:PROBED_PROMPTS])
+            return self._drawn([self._body(name, r, s, greedy=greedy) for r, s in zip(rows, seeds, strict=True)])
+
+        try:
+            flat = self._again_if_lost(attempt)
+        except ServerError as error:
+            raise Interrupted(self._sentence(error)) from error
+        return [flat[i : i + samples_per_request] for i in range(0, len(flat), samples_per_request)]
+
+    def _again_if_lost(self, attempt: Callable[[], list[Completion]]) -> list[Completion]:
+        """What an attempt gives; once more where the server, started anew, did not know the adapter."""
+        try:
+            return attempt()
+        except ServerError as error:
+            if error.status != LOST:
+                raise
+        self.adapters.forget()
+        return attempt()
+
+    def release(self) -> bool:
+        """Nothing is kept here."""
+        return False
+
+    def close(self) -> None:
+        """Take the run's adapters from the server."""
+        self.adapters.close()
+
+    def _synced(self, role: SampledRole, prompts: list[list[int]]) -> str:
+        """The name under which the server has the role's weights as they are now."""
+        adapter = self.roles.adapter_of(role)
+        if adapter is None:
+            return self._base
+        name = self.adapters.name_of(adapter)
+        if name is None:
+            name = self._guarded(adapter, role, prompts)
+        return name
+
+    def _guarded(self, adapter: str, role: SampledRole, prompts: list[list[int]]) -> str:
+        """Load an adapter, and see by our own forward that the server samples with it; a bad gap is looked at twice."""
+        assert self.first_gap is not None
+        first = self.adapters.loads == 1  # after that of the test adapter
+        for last in (False, True):
+            name = self.adapters.load(adapter)
+            drawn = self._probe(name, prompts)
+            found = checks.gap(checks.served(drawn), self._rescored(role, prompts, drawn))
+            if found <= max(checks.SMALLEST_GAP, checks.TIMES * self.first_gap):
+                self.first_gap = max(self.first_gap, found) if first else self.first_gap
+                return name
+            if last:
+                raise GuardStop(
+                    f"the server samples from another policy: after the last sync the log-probabilities of "
+                    f"{self.server.name} are {found:.2g} nats per token from ours, and were {self.first_gap:.2g} at "
+                    f"first. Start it anew, and go on from the last checkpoint:\n  {self.command}"
+                )
+        raise AssertionError("unreachable")
+
+    def _probe(self, name: str, prompts: list[list[int]]) -> list[Completion]:
+        """A completion of each prompt by a served model, of so many tokens whatever they are, from all tokens."""
+        new = min(PROBED_TOKENS, self.settings.max_new_tokens)
+        own = {"max_tokens": new, "top_p": 1.0, "top_k": 0, "stop": [], "stop_token_ids": []}
+        requests = [Request(prompt, prompt_row=row) for row, prompt in enumerate(prompts)]
+        bodies = [self._body(name, r, seed, greedy=False) | own for seed, r in enumerate(requests)]
+        return self._drawn(bodies)
+
+    def _rescored(self, role: SampledRole, prompts: list[list[int]], drawn: list[Completion]) -> Any:
+        return checks.rescored(self.roles, role, prompts, drawn, temperature=self.settings.temperature)
+
+    def _body(self, name: str, request: Request, seed: int, *, greedy: bool) -> dict[str, Any]:
+        """Every setting is named: a server fills in what is missing from the model's generation_config.json."""
+        settings = self.settings
+        return {
+            "model": name,
+            "prompt": request.prompt_tokens,
+            "max_tokens": max_new_tokens(request, settings),
+            "temperature": 0.0 if greedy else settings.temperature,
+            "top_p": settings.top_p,
+            "top_k": settings.top_k,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "seed": seed,
+            "stop": settings.stop,
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,  # a stop string may be one
+            "stop_token_ids": self.eos,
+            "ignore_eos": True,  # ours are named above
+            "logprobs": 0,  # of the token drawn, and of no others
+            "return_token_ids": True,
+        }
+
+    def _drawn(self, bodies: list[dict[str, Any]]) -> list[Completion]:
+        answers = self.server.post_all(COMPLETIONS, bodies, most=self.max_rows or AT_A_TIME)
+        return [self._completion(answer) for answer in answers]
+
+    def _completion(self, answer: Any) -> Completion:
+        """Raises ServerError where an answer lacks what was asked for."""
+        choice = answer["choices"][0] if isinstance(answer, dict) and answer.get("choices") else {}
+        tokens, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
+        if not tokens or not logprobs or len(tokens) != len(logprobs) or None in logprobs:
+            raise ServerError(
+                f"{self.server.name} answered {COMPLETIONS} without a log-probability for each token id "
+                "(it needs to know `return_token_ids` and `logprobs`)"
+            )
+        stopped: FinishReason = "stop" if choice.get("finish_reason") == "stop" else "length"
+        return Completion(tokens, logprobs, "eos" if tokens[-1] in self.eos else stopped)
+
+    def _sentence(self, error: ServerError) -> str:
+        """What went wrong and what to do."""
+        said = str(error)
+        if "No adapter found" in said:
+            said += ": it cannot read the folder, which needs the same machine, user and path (TMPDIR says where)"
+        elif error.status == LOST and LOAD in said:
+            said += ": it takes no adapters, which VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora allow"
+        elif "rank" in said and "max_lora_rank" in said:
+            said += f" (lora.r is {self.command.rank} here)"
+        elif error.status == LOST and LOAD not in said:
+            said += ": it does not know this run's adapter"
+        return f"{said}. Start it with\n  {self.command}"
+
+
+def engine_notes(engine: SamplingEngine, prompts: list[list[int]]) -> list[str]:
+    """Lines about a server before the first step, once it has passed its checks; none for other engines."""
+    return engine.start(prompts) if isinstance(engine, ServerEngine) else []
