@@ -24,7 +24,7 @@ LEVELS = (
     ("tasks",),
     ("environments",),
     ("models", "data", "report"),
-    ("workers",),
+    ("workers", "distributed"),
     ("runs",),
     ("config",),
     ("algorithms", "sandbox", "starter", "errors", "text"),
@@ -77,6 +77,21 @@ def test_imports_go_down(path: Path):
     assert not up
     others = {other for other, _ in rooms_imported(path)} - {room}
     assert room not in ALONE or not others, f"{room} imports {others}"
+
+
+def test_one_file_knows_torch_distributed():
+    """What processes exchange goes through it, so that nothing else can wait for another process by accident."""
+    knowing = set()
+    for path in files():
+        names = [name for name, _ in imported(path)]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                names += [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Attribute) and node.attr == "distributed":
+                names.append(f"{ast.unparse(node.value)}.distributed")
+        if any(name.startswith("torch.distributed") for name in names):
+            knowing.add(str(path.relative_to(PACKAGE)))
+    assert knowing == {"distributed.py"}
 
 
 def test_algorithms_know_torch_and_nothing_else():

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import few_held_out, fingerprints
+from tinyrl.distributed import World, world
 from tinyrl.environments.environment import Environment
 from tinyrl.generation.engine import SamplingEngine
 from tinyrl.generation.game import Game, load_game
@@ -21,7 +22,7 @@ from tinyrl.generation.server import ServerEngine, engine_notes
 from tinyrl.generation.turns_preview import episode_notes, show_episode
 from tinyrl.models.batches import make_batch
 from tinyrl.models.build import build_reward_model, build_roles, check_reference
-from tinyrl.models.device import calibrate_threads, make_accelerator, resolve_dtype
+from tinyrl.models.device import calibrate_threads, cores_here, make_accelerator, resolve_dtype
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.models.memory import bytes_by_role
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, StepRows
@@ -61,6 +62,11 @@ class Parts:
     tokenizer: PreTrainedTokenizerBase
     roles: Roles
     micro_batches: MicroBatches
+
+    @property
+    def world(self) -> World:
+        """The processes of the run."""
+        return world()
 
     @property
     def positions(self) -> int:
@@ -127,6 +133,8 @@ class SamplingParts(Parts):
     def check(self) -> list[str]:
         """The reference at step 0, and the reward on a gold answer."""
         self._check_reference()
+        if not self.world.is_main:  # rank 0 calls the rewards
+            return []
         self.scorer.start()
         first = self.train_prompts[0]
         warning = check_gold(self.scorer, first).warning
@@ -234,6 +242,9 @@ def settle_threads(parts: Parts) -> str:
     if wanted != "auto":
         torch.set_num_threads(wanted)
         return f"device cpu, {wanted} threads (run.threads)"
+    if parts.world.size > 1 and min(parts.world.gather(cores_here())) == 1:
+        torch.set_num_threads(1)
+        return f"device cpu, 1 thread ({parts.world.local_size} processes on this machine, a core for each)"
     batch = make_batch([list(range(1, 17))] * 32, [list(range(1, 17))] * 32)
 
     def work() -> None:
@@ -241,6 +252,9 @@ def settle_threads(parts: Parts) -> str:
             parts.roles.logprobs("policy", batch, temperature=1.0)
 
     threads, seconds = calibrate_threads(work)
+    if parts.world.size > 1:  # one number for all: norms are summed by threads, and weights must stay the same
+        threads = parts.world.on_main(lambda: threads)
+        torch.set_num_threads(threads)
     timings = ", ".join(f"{n}: {s * 1e3:.1f} ms" for n, s in seconds.items())
     return f"device cpu, {threads} thread{'s' if threads > 1 else ''} (calibrated, {timings})"
 

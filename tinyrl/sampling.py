@@ -6,18 +6,19 @@ Training and evaluation sample alike; what comes back is in rollout.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tinyrl.distributed import ALONE, World
 from tinyrl.environments.episode import Episode
 from tinyrl.generation.engine import Completion, Request, SampledRole, SamplingEngine
 from tinyrl.generation.game import Game
 from tinyrl.generation.turns import play
 from tinyrl.models.batches import SequenceBatch
-from tinyrl.models.micro_batches import MicroBatches, Work
+from tinyrl.models.micro_batches import MicroBatches, Work, own_rows
 from tinyrl.models.roles import Role, Roles
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout import FINISH_REASONS, Rollout
@@ -56,12 +57,14 @@ def sample_and_score(
     role: SampledRole = "policy",
     game: Game | None = None,
     first_sample: int = 0,
+    world: World = ALONE,
 ) -> Rollout:
     """Sample `group_size` responses for each prompt and score them: the first step of training and of evaluation.
 
     With a `game` a response is an episode of turns. A prompt that is in the batch twice gets further samples, not the
     same ones again; `first_sample` is the number of its first, by which it is drawn. Rows without a reward are not
-    kept: it failed, or none applies.
+    kept: it failed, or none applies. The processes of `world` sample some of the prompts each, and all of them get the
+    whole rollout.
     """
     seen: dict[int, int] = {}
     requests = []
@@ -70,18 +73,46 @@ def sample_and_score(
         seen[prompt.index] = first + group_size
         requests.append(Request(prompt.tokens, prompt_row=prompt.index, first_sample=first))
     options: dict[str, Any] = {"seed": seed, "step": step, "greedy": greedy, "role": role}
-    if game is None:
-        groups = engine.sample(requests, group_size, **options)
-        completions, episodes = [completion for group in groups for completion in group], None
-    else:
-        completions, episodes = play(prompts, requests, group_size, engine=engine, game=game, **options)
+    completions, episodes = _sampled(prompts, requests, group_size, engine, game=game, options=options, world=world)
     rollout = _as_tensors(prompts, completions, group_size)
     if episodes is not None:
         _add_episodes(rollout, episodes)
-    sheet = scorer([p for p in prompts for _ in range(group_size)], [c.tokens for c in completions], episodes=episodes)
+    repeated = [p for p in prompts for _ in range(group_size)]
+    sheet = scorer(repeated, [c.tokens for c in completions], episodes=episodes, world=world)
     rollout.scores, rollout.rewards, rollout.failures = sheet.scores, sheet.rewards, sheet.failures
     rollout.kept = ~rollout.rewards.isnan()
     return rollout
+
+
+def _sampled(
+    prompts: list[PreparedPrompt],
+    requests: list[Request],
+    group_size: int,
+    engine: SamplingEngine,
+    *,
+    game: Game | None,
+    options: dict[str, Any],
+    world: World,
+) -> tuple[list[Completion], list[Episode] | None]:
+    """Completions, and the episodes that they are, of all processes: each samples its share of the prompts."""
+    own = world.own(range(len(requests)))
+    some, asked, episodes = [prompts[i] for i in own], [requests[i] for i in own], None
+    if not own:
+        completions: list[Completion] = []
+        episodes = None if game is None else []
+    elif game is None:
+        completions = [completion for group in engine.sample(asked, group_size, **options) for completion in group]
+    else:
+        completions, episodes = play(some, asked, group_size, engine=engine, game=game, **options)
+    if world.size == 1:
+        return completions, episodes
+    starts = range(0, len(completions), group_size)
+    groups = world.merge([[asdict(c) for c in completions[i : i + group_size]] for i in starts])
+    merged = [Completion(**fields) for group in groups for fields in group]
+    if episodes is None:
+        return merged, None
+    played = world.merge([[asdict(e) for e in episodes[i : i + group_size]] for i in starts])
+    return merged, [Episode(**fields) for group in played for fields in group]
 
 
 def settle_truncated(rollout: Rollout, truncation: Truncation) -> None:
@@ -134,8 +165,12 @@ def forward_pass(
     compute: Callable[[SequenceBatch], tuple[Tensor, ...]],
     micro_batches: MicroBatches,
     autocast: Callable,
+    world: World = ALONE,
 ) -> tuple[Tensor, ...]:
-    """Run `compute` (batch -> tensors (b, T')) over the rollout without gradient; returns (B, T) tensors on the CPU."""
+    """Run `compute` (batch -> tensors (b, T')) over the rollout without gradient; returns (B, T) tensors on the CPU.
+
+    The processes of `world` compute some of the rows each.
+    """
     outputs: list[Tensor] = []
 
     def run(rows: list[int]) -> None:
@@ -147,5 +182,9 @@ def forward_pass(
             output[torch.as_tensor(rows), : batch.num_columns] = result.float().cpu()
 
     with torch.no_grad(), roles.acting(role), autocast():
-        micro_batches.run(Work(rollout.sizes(roles), run))
+        sizes = rollout.sizes(roles)
+        micro_batches.run(Work(sizes, run, own_rows(sizes, None, world)))
+    count = max(world.gather(len(outputs)))
+    outputs += [torch.zeros(rollout.response_tokens.shape) for _ in range(count - len(outputs))]  # it had no rows
+    world.sum(*outputs)
     return tuple(outputs)

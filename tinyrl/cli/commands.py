@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gc
 import json
+import shlex
 import shutil
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +22,7 @@ from tinyrl.cli.errors import sentences
 from tinyrl.cli.options import Debug, Device, TrustRemoteCode, complete_setting
 from tinyrl.cli.train import How, plan_run, resume_run, show_run, start_run
 from tinyrl.config.methods import METHODS, or_list
+from tinyrl.runs.launched import launched
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -52,11 +55,30 @@ def main() -> None:
         gc.freeze()  # else Python looks through all objects of the libraries once more before it ends: over a second
 
 
+SEVERAL_PROCESSES = ("train", "eval", "compare")  # commands that processes can share
+
+
 @app.callback(invoke_without_command=True)
-def version(show: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+def version(
+    context: typer.Context, show: Annotated[bool, typer.Option("--version", help="print the version")] = False
+) -> None:
     if show:
         print(tinyrl.__version__)
         raise typer.Exit
+    command = context.invoked_subcommand
+    if command is not None and command not in SEVERAL_PROCESSES:
+        with sentences(False):
+            refuse_processes(command)
+
+
+def refuse_processes(command: str) -> None:
+    """Raise ValueError, with the command to type, where several processes were launched for one that needs one."""
+    count = launched().world_size
+    if count > 1:
+        raise ValueError(
+            f"`tinyrl {command}` works in one process, and {count} were launched (WORLD_SIZE). Without the launcher:\n"
+            f"  {shlex.join(['tinyrl', *sys.argv[1:]])}"
+        )
 
 
 @app.command()

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import typer
 
-from tinyrl.errors import Stop
+from tinyrl.errors import Interrupted, Stop
+from tinyrl.runs.launched import VOICE, launched_rank
 
 MOST_LINES = 6
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
@@ -26,7 +27,9 @@ def sentences(debug: bool) -> Iterator[None]:
         from tinyrl.text import redact, visible
 
         text = visible(redact(_sentence(error)))  # it may quote any file
-        print("\n".join(f"tinyrl: {text}".splitlines()[:MOST_LINES]), file=sys.stderr)
+        aside = isinstance(error, Interrupted) and launched_rank() > 0  # rank 0 says that the run has stopped
+        if not aside and VOICE.speaks(text):
+            print("\n".join(f"tinyrl: {text}".splitlines()[:MOST_LINES]), file=sys.stderr)
         raise typer.Exit(_exit_code(error)) from None
 
 

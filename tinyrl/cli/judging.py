@@ -8,7 +8,8 @@ import typer
 
 from tinyrl.cli.errors import sentences
 from tinyrl.cli.options import Debug, Device, TrustRemoteCode, complete_setting
-from tinyrl.cli.train import quiet_libraries
+from tinyrl.cli.train import ending_together, quiet_libraries
+from tinyrl.runs.launched import launched
 
 NumPrompts = Annotated[int, typer.Option(min=1, help="how many prompts")]
 Samples = Annotated[int, typer.Option(min=1, help="samples a prompt")]
@@ -48,7 +49,7 @@ def evaluate(
 ) -> None:
     """Evaluate a run, a checkpoint or a model: a policy on held-out prompts, a reward model on held-out rows."""
     quiet_libraries()
-    with sentences(debug):
+    with ending_together(), sentences(debug):
         from tinyrl.cli.preflight import check_evaluation
 
         words = settings or []
@@ -70,7 +71,8 @@ def evaluate(
             save_samples=save_samples,
             options=Options(device=device, trust_remote_code=trust_remote_code),
         )
-        print(render(result, as_json=json_output))
+        if launched().rank == 0:
+            print(render(result, as_json=json_output))
 
 
 def compare(
@@ -97,7 +99,7 @@ def compare(
 ) -> None:
     """Judge several policies alike and print one table: reward, KL, length, win rates against --vs."""
     quiet_libraries()
-    with sentences(debug):
+    with ending_together(), sentences(debug):
         from tinyrl.cli.preflight import check_evaluation
 
         settings = [word for word in words if "=" in word]
@@ -118,4 +120,5 @@ def compare(
             best_of=best_of,
             options=Options(device=device, trust_remote_code=trust_remote_code),
         )
-        print(render_comparison(rows, as_json=json_output))
+        if launched().rank == 0:
+            print(render_comparison(rows, as_json=json_output))

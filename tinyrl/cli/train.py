@@ -9,7 +9,9 @@ import contextlib
 import logging
 import os
 import sys
+import traceback
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,7 @@ import typer
 from tinyrl.cli.errors import sentences
 from tinyrl.config.methods import METHODS, or_list
 from tinyrl.errors import OutOfRoom
+from tinyrl.runs.launched import forget_launcher, launched
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config
@@ -47,12 +50,13 @@ def start_run(
         from tinyrl.runs.run_dir import check_new_run
 
         config = _config_of(method, settings)
-        check_new_run(output_dir, name=name, overwrite=overwrite)
+        if launched().rank == 0:
+            check_new_run(output_dir, name=name, overwrite=overwrite)
     quiet_libraries()
     from tinyrl.runs.signals import StopFlag
     from tinyrl.training.launch import Options, start
 
-    with StopFlag():
+    with StopFlag(), ending_together():
         with sentences(how.debug):
             options, command = (
                 Options(device=how.device, trust_remote_code=how.trust_remote_code),
@@ -64,21 +68,46 @@ def start_run(
         raise typer.Exit(launch.go())
 
 
+@contextlib.contextmanager
+def ending_together() -> Iterator[None]:
+    """Around what several processes do: one that ends tells the others, and none is left behind."""
+    code = None
+    try:
+        yield
+        code = 0
+    except typer.Exit as end:
+        code = end.exit_code
+        raise
+    finally:
+        distributed = sys.modules.get("tinyrl.distributed")  # not yet, where an error came before torch
+        if distributed is not None and distributed.world().size > 1:
+            if code is None:  # a bug, whose traceback nobody would see after this
+                traceback.print_exc()
+            distributed.leave(1 if code is None else code)
+
+
 def show_run(method: str | None, settings: list[str], *, how: How) -> None:
-    """Everything up to the first step, printed: nothing is written."""
+    """Everything up to the first step, printed by one process: nothing is written."""
     with sentences(how.debug):
         from tinyrl.runs.settle import settle
 
+        launch = launched()
+        if launch.rank > 0:
+            return
+        forget_launcher()
         config = settle(_config_of(method, settings))
     quiet_libraries()
     from tinyrl.config.recipe import dump_config
     from tinyrl.runs.signals import StopFlag
     from tinyrl.training.launch import Options, dry_run, plan
+    from tinyrl.training.replicas import divided
 
     with StopFlag(), sentences(how.debug):
         options = Options(device=how.device, trust_remote_code=how.trust_remote_code)
         print(dump_config(config))
         show_plan(plan(config, options=options))
+        if launch.world_size > 1:
+            print(divided(config, launch.world_size))
         print(dry_run(config, options=options))
 
 
@@ -120,7 +149,7 @@ def resume_run(run: str, words: list[str], *, besides: list[str], allow_config_c
             if got:
                 said = "config.yaml of the run says everything"
                 raise ValueError(f"--resume needs nothing else: {said} (got {got!r} too)")
-            opened = open_run(run)
+            opened = open_run(run, writes=launched().rank == 0)
             config = opened.read_config(overrides)
             check_before_loading(config)
             until_the_end.enter_context(opened.lock)
@@ -130,11 +159,13 @@ def resume_run(run: str, words: list[str], *, besides: list[str], allow_config_c
         from tinyrl.training.resume import resume
 
         until_the_end.enter_context(StopFlag())
+        until_the_end.enter_context(ending_together())
         with sentences(how.debug):
             options = Options(device=how.device, trust_remote_code=how.trust_remote_code)
             launch = resume(opened, options=options, config=config, allow_config_change=allow_config_change)
         if launch is None:
-            print(f"{opened.path} is finished; there is nothing left to do. Look at {opened.path}/report.html")
+            if opened.writes:
+                print(f"{opened.path} is finished; there is nothing left to do. Look at {opened.path}/report.html")
             return
         raise typer.Exit(launch.go())
 

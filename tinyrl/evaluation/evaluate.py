@@ -92,6 +92,7 @@ class _Judged:
             role=role,
             game=parts.game,
             first_sample=samples if best_of > 1 else 0,  # other samples than those it may be compared with
+            world=parts.world,
         )
         if best_of > 1:
             self.rollout = self.rollout.select(best_rows(self.rollout.rewards.tolist(), best_of))
@@ -110,7 +111,8 @@ class _Judged:
             return None
         if self.parts.scorer.uses_verifier:
             return self.rollout.scores[:, 0].tolist()
-        return self.parts.scorer.verify(self.repeated, tokens, transcripts=self.rollout.transcripts).scores
+        parts, transcripts = self.parts, self.rollout.transcripts
+        return parts.scorer.verify(self.repeated, tokens, transcripts=transcripts, world=parts.world).scores
 
     def _passes(self, role: Role) -> tuple[float | None, float]:
         """KL to the reference in nats per response (None without a reference), and mean entropy of a chosen token."""
@@ -127,6 +129,7 @@ class _Judged:
                 micro_batches=parts.micro_batches,
                 autocast=parts.accelerator.autocast,  # pyright: ignore[reportArgumentType]
                 compute=lambda batch: roles.logprobs(named, batch, temperature=temperature),
+                world=parts.world,
             )
 
         logprobs, entropy = run(role)

@@ -138,7 +138,7 @@ def _sampled(
         if asked.data is not None:  # the run's own split would have held them out
             seen = trained_on(first.path)
             result["trained_on"] = sum(prompt_key(p.prompt) in seen for p in prompts)
-    if save_samples is not None:
+    if save_samples is not None and ours.parts.world.is_main:
         _save(save_samples, done)
     return {**done[0][1].metrics, **result}
 

@@ -1,6 +1,7 @@
 """The process's Accelerator, the dtype, torch's thread count, and memory on the device.
 
-More devices would join through the Accelerator: device placement and autocast come from it alone.
+Device placement and autocast come from the Accelerator alone; where several processes were launched, they are connected
+before it is made, and each has the device of its number on its machine.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 
+from tinyrl.distributed import join, world
 from tinyrl.workers.process import CGROUP_LIMIT
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
@@ -45,6 +47,7 @@ def make_accelerator(device: str, *, dtype: str) -> Accelerator:
     wanted = "bf16" if resolve_dtype(dtype, on_cpu=on_cpu) == torch.bfloat16 else "no"
     if AcceleratorState._shared_state:
         AcceleratorState._reset_state(reset_partial_state=True)
+    join(on_cpu=on_cpu)
     PartialState(cpu=on_cpu)
     if on_cpu:
         keep_freed_memory()
@@ -84,13 +87,19 @@ def resolve_dtype(dtype: str, *, on_cpu: bool) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
 
 
+def cores_here() -> int:
+    """Cores for this process: all it may use, divided among the processes of its launch on this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // world().local_size)
+
+
 def calibrate_threads(work: Callable[[], object], *, repeats: int = 5) -> tuple[int, dict[int, float]]:
     """Pick torch's thread count by timing `work` under one and under all cores; returns (threads, seconds by count).
 
     torch's default can be ten times slower than one thread on tiny models or on a busy machine. Runs alternate,
     medians decide, and more threads must win by a tenth: when in doubt one thread is the safe choice.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = cores_here()
     candidates = sorted({1, cores} | ({cores // 2} if cores > 4 else set()))
     seconds: dict[int, list[float]] = {count: [] for count in candidates}
     for repeat in range(repeats + 1):
@@ -129,14 +138,14 @@ def resident_bytes() -> int:
 
 def memory_room(device: torch.device) -> int:
     """Bytes that this process may hold on the device in all: what it holds and what is free (within a container's
-    limit).
+    limit, and shared by the processes of a launch that use the same memory).
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     room = psutil.virtual_memory().available + resident_bytes()
     with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
         room = min(room, int(CGROUP_LIMIT.read_text()))
-    return room
+    return room // world().local_size
 
 
 def peak_memory_gb(device: torch.device) -> float:

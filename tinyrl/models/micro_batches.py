@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from tinyrl.distributed import World
 from tinyrl.errors import out_of_memory
 from tinyrl.models.device import as_out_of_memory
 from tinyrl.runs.signals import check_stop, watched
@@ -65,6 +66,23 @@ class RowSizes:
         if not self.packed:
             return plan_micro_batches(rows, self.lengths, max_tokens=max_tokens)
         return self._plan_groups(rows, max_tokens)
+
+    def shares(self, rows: Sequence[int], count: int) -> list[list[int]]:
+        """Rows in `count` shares of about as many tokens. Rows with one prompt stay together, where that is read once
+        for all of them, unless there are too few groups to share out evenly.
+        """
+        groups: dict[int, list[int]] = {}
+        for row in rows:
+            groups.setdefault(self.groups[row] if self.packed else row, []).append(row)
+        parts = list(groups.values()) if len(groups) >= 2 * count else [[row] for row in rows]
+        costs = [self.cost(part) for part in parts]
+        shares: list[list[int]] = [[] for _ in range(count)]
+        filled = [0] * count
+        for i in sorted(range(len(parts)), key=lambda i: (-costs[i], i)):  # the widest first, each to the lightest
+            lightest = filled.index(min(filled))
+            shares[lightest] += parts[i]
+            filled[lightest] += costs[i]
+        return shares
 
     def smaller(self, plan: Sequence[Sequence[int]]) -> int | None:
         """A budget that breaks the widest micro-batch of a plan in two; None when each is a single row."""
@@ -211,6 +229,13 @@ class MicroBatches:
             alone = [work.sizes.cost(rows) for work, plan in zip(passes, plans, strict=True) for rows in plan]
             raise out_of_memory(f"with one sequence of {max(alone)} tokens in a micro-batch", error) from error
         self.tokens = smaller
+
+
+def own_rows(sizes: RowSizes, rows: Sequence[int] | None, world: World) -> Sequence[int] | None:
+    """This process's share of some rows (None: all), by tokens; as they are in a single process."""
+    if world.size == 1:
+        return rows
+    return sizes.shares(range(len(sizes)) if rows is None else rows, world.size)[world.rank]
 
 
 def plan_micro_batches(rows: Sequence[int], lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:

@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from tinyrl.distributed import ALONE, World
 from tinyrl.models.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -30,7 +31,7 @@ from tinyrl.models.adapter_files import (
 )
 from tinyrl.models.batches import last_states, make_batch, trunk_of
 from tinyrl.models.loading import FULL_REPORT, load_tokenizer, local_folder, resolve_model_path
-from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
+from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.reading import MODEL_FILES, reading
 from tinyrl.models.roles import Roles
 from tinyrl.models.value_head import ValueHead
@@ -63,20 +64,20 @@ class SequenceRewardModel:
         self.num_ids = embedding_rows(model)
 
     @torch.inference_mode()
-    def scores(self, tokens: list[list[int]], *, micro_batches: MicroBatches) -> list[float]:
+    def scores(self, tokens: list[list[int]], *, micro_batches: MicroBatches, world: World = ALONE) -> list[float]:
         """The chosen label's logit for each row of tokens; micro-batches are sorted by length, so the order does not
         matter. Tokens that only the tokenizer knows (an image's, beside a text model) are left out.
         """
         tokens = [[i for i in row if i < self.num_ids] or [0] for row in tokens]
-        scores = [0.0] * len(tokens)
+        scores = torch.zeros(len(tokens), dtype=torch.float64)
 
         def run(rows: list[int]) -> None:
-            for row, score in zip(rows, self._score_batch([tokens[i] for i in rows]).tolist(), strict=True):
-                scores[row] = score
+            scores[rows] = self._score_batch([tokens[i] for i in rows]).double().cpu()
 
         sizes = RowSizes.alone([len(row) for row in tokens], packed=False)
-        micro_batches.run(Work(sizes, run))
-        return scores
+        micro_batches.run(Work(sizes, run, own_rows(sizes, None, world)))
+        world.sum(scores)
+        return scores.tolist()
 
     def _score_batch(self, tokens: list[list[int]]) -> Tensor:
         batch = make_batch(tokens, [[] for _ in tokens], device=self.device)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.sections import RewardConfig
+from tinyrl.distributed import ALONE, World
 from tinyrl.environments import Transcript
 from tinyrl.environments.environment import Environment
 from tinyrl.environments.episode import Episode, episode_text
-from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
+from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.reward_model import SequenceRewardModel, is_reward_adapter
 from tinyrl.models.roles import Roles
 from tinyrl.rewards.functions import FunctionReward, RewardCall, call_in_process
@@ -105,24 +107,27 @@ class Scorer:
             function.close()
 
     def __call__(
-        self, prompts: list[PreparedPrompt], completions: list[list[int]], *, episodes: list[Episode] | None = None
+        self,
+        prompts: list[PreparedPrompt],
+        completions: list[list[int]],
+        *,
+        episodes: list[Episode] | None = None,
+        world: World = ALONE,
     ) -> ScoreSheet:
-        """Score B completions (token lists) of B prompts, or the episodes that they are."""
+        """Score B completions (token lists) of B prompts, or the episodes that they are. Of the processes of `world`
+        rank 0 calls the functions, and each reads some of the rows with the reward model.
+        """
         transcripts = None if episodes is None else [episode.transcript for episode in episodes]
-        answers = self._handed_over(prompts, completions, transcripts)
+        calls = _on_main(world, lambda: self._calls(prompts, completions, transcripts))
         columns, failures = [], []
-        for function in self.functions:
-            call = function([p.prompt for p in prompts], answers, self._columns(prompts, completions))
+        for call in calls[: len(self.functions)]:
             columns.append(call.scores)
             failures += call.failures
-            if call.retried:
-                self.retried.setdefault(function.name, call.retried)
         if self.has_model:
-            columns.append(self._model_scores(prompts, completions, transcripts))
+            columns.append(self._model_scores(prompts, completions, transcripts, world))
             unusable = [row for row, score in enumerate(columns[-1]) if math.isnan(score)]
             failures += [RowFailure(row, "the reward model gave no number to learn from") for row in unusable]
-        if self.uses_verifier:
-            call = self._verify(prompts, answers)
+        for call in calls[len(self.functions) :]:  # the verifier's
             columns.append(call.scores)
             failures += call.failures
         if self.environment_rewards:
@@ -134,10 +139,29 @@ class Scorer:
         return ScoreSheet(scores, self._totals(scores, failed), failures)
 
     def verify(
-        self, prompts: list[PreparedPrompt], completions: list[list[int]], *, transcripts: list[Transcript] | None
+        self,
+        prompts: list[PreparedPrompt],
+        completions: list[list[int]],
+        *,
+        transcripts: list[Transcript] | None,
+        world: World = ALONE,
     ) -> RewardCall:
-        """The task's own verifier, whatever the training reward is."""
-        return self._verify(prompts, self._handed_over(prompts, completions, transcripts))
+        """The task's own verifier, whatever the training reward is; rank 0 of `world` calls it."""
+        handed_over = self._handed_over
+        return _on_main(world, lambda: [self._verify(prompts, handed_over(prompts, completions, transcripts))])[0]
+
+    def _calls(
+        self, prompts: list[PreparedPrompt], completions: list[list[int]], transcripts: list[Transcript] | None
+    ) -> list[RewardCall]:
+        """The scores of each function, then of the verifier where that is the reward."""
+        answers = self._handed_over(prompts, completions, transcripts)
+        calls = []
+        for function in self.functions:
+            call = function([p.prompt for p in prompts], answers, self._columns(prompts, completions))
+            calls.append(call)
+            if call.retried:
+                self.retried.setdefault(function.name, call.retried)
+        return [*calls, self._verify(prompts, answers)] if self.uses_verifier else calls
 
     def _verify(self, prompts: list[PreparedPrompt], answers: list[Any]) -> RewardCall:
         assert self.task.verify is not None
@@ -174,7 +198,11 @@ class Scorer:
         return torch.where(dropped, torch.nan, weighted)
 
     def _model_scores(
-        self, prompts: list[PreparedPrompt], completions: list[list[int]], transcripts: list[Transcript] | None
+        self,
+        prompts: list[PreparedPrompt],
+        completions: list[list[int]],
+        transcripts: list[Transcript] | None,
+        world: World,
     ) -> list[float]:
         if self.model is not None:
             if transcripts is None:
@@ -183,10 +211,10 @@ class Scorer:
                 pairs = zip(prompts, transcripts, strict=True)
                 texts = [episode_text(transcript).removeprefix(p.opened) for p, transcript in pairs]
             tokens = [self._classifier_tokens(p, text) for p, text in zip(prompts, texts, strict=True)]
-            scores = self.model.scores(tokens, micro_batches=self.micro_batches)
+            scores = self.model.scores(tokens, micro_batches=self.micro_batches, world=world)
         else:
             tokens = [self._adapter_prompt(p) for p in prompts]
-            scores = adapter_scores(self.roles, tokens, completions, micro_batches=self.micro_batches)
+            scores = adapter_scores(self.roles, tokens, completions, micro_batches=self.micro_batches, world=world)
         return [s if abs(s) <= MAX_SCORE else math.nan for s in scores]
 
     def _classifier_tokens(self, prompt: PreparedPrompt, text: str) -> list[int]:
@@ -225,16 +253,25 @@ def adapter_scores(
     completions: list[list[int]],
     *,
     micro_batches: MicroBatches,
+    world: World = ALONE,
 ) -> list[float]:
     """Scores of the reward adapter on the shared base, read at each row's last token: token in, token out."""
-    scores = [0.0] * len(prompts)
+    scores = torch.zeros(len(prompts), dtype=torch.float64)
 
     def run(rows: list[int]) -> None:
         batch = roles.batch([prompts[i] for i in rows], [completions[i] for i in rows], last_tokens=True)
-        for row, score in zip(rows, roles.scores(batch).tolist(), strict=True):
-            scores[row] = score
+        scores[rows] = roles.scores(batch).double().cpu()
 
     sizes = RowSizes.of(prompts, [len(c) for c in completions], packed=roles.packs)
     with roles.acting("reward"):
-        micro_batches.run(Work(sizes, run))
-    return scores
+        micro_batches.run(Work(sizes, run, own_rows(sizes, None, world)))
+    world.sum(scores)
+    return scores.tolist()
+
+
+def _on_main(world: World, calls: Callable[[], list[RewardCall]]) -> list[RewardCall]:
+    """What `calls` gives on rank 0."""
+    if world.size == 1:
+        return calls()
+    told = world.on_main(lambda: [asdict(call) for call in calls()])
+    return [RewardCall(one["scores"], [RowFailure(**f) for f in one["failures"]], one["retried"]) for one in told]

@@ -25,10 +25,13 @@ WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems m
 
 
 class RunLock:
-    """The lock of one run folder. To take it twice is to take it once; `with` takes and releases it."""
+    """The lock of one run folder. To take it twice is to take it once; `with` takes and releases it.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    `wanted`: False for a process beside the one that holds it; nothing is taken then.
+    """
+
+    def __init__(self, folder: Path, *, wanted: bool = True) -> None:
+        self.folder, self.wanted = folder, wanted
         self._file: BinaryIO | None = None
 
     def __enter__(self) -> RunLock:
@@ -40,7 +43,7 @@ class RunLock:
 
     def take(self) -> None:
         """Raise ValueError, with who holds it, when another process does; OSError where the folder takes no file."""
-        while self._file is None:
+        while self.wanted and self._file is None:
             file = open(self.folder / LOCK, "r+b", buffering=0, opener=_made)  # noqa: SIM115  open as long as it is held
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -78,9 +78,10 @@ def fitting(parts: list[str], room: int) -> str:
 
 
 class Display:
-    """Progress of one run, on standard error; results go to standard output."""
+    """Progress of one run, on standard error; results go to standard output. `silent`: of a process beside rank 0."""
 
-    def __init__(self, *, num_steps: int) -> None:
+    def __init__(self, *, num_steps: int, silent: bool = False) -> None:
+        self.silent = silent
         self.console = Console(file=cast(TextIO, _Forgiving(sys.stderr)), highlight=False, emoji=False)
         self.num_steps, self._first, self._started = num_steps, 0, time.monotonic()
         self._latest: dict[str, float] = {}
@@ -89,7 +90,7 @@ class Display:
     def start(self, *, done: int = 0) -> None:
         """Start drawing, and estimating the time left, for a run of which `done` steps are done."""
         self._first, self._started = done, time.monotonic()
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self.silent:
             columns = (
                 TextColumn("[bold]{task.description}"),
                 BarColumn(bar_width=None),  # what the others leave
@@ -134,6 +135,8 @@ class Display:
             self._bar = None
 
     def _print(self, text: str) -> None:
+        if self.silent:
+            return
         text = visible(redact(text))  # notes quote prompts and people's code
         if self._bar is not None:
             self.console.print(text, markup=False, soft_wrap=True)

@@ -34,11 +34,12 @@ class RunDir:
     where its checkpoint stood.
 
     When the disk refuses a line (full, gone), the run goes on: `warn` is called once, and the line joins the next.
+    `writes`: False for a process beside the one that trains in it, which reads only.
     """
 
-    def __init__(self, path: Path, *, warn: Callable[[str], None] | None = None) -> None:
-        self.path = path
-        self.lock = RunLock(path)
+    def __init__(self, path: Path, *, warn: Callable[[str], None] | None = None, writes: bool = True) -> None:
+        self.path, self.writes = path, writes
+        self.lock = RunLock(path, wanted=writes)
         self.checkpoints = path / "checkpoints"
         self.metrics, self.samples = path / "metrics.jsonl", path / "samples.jsonl"
         self.tokens, self.prompts = path / "tokens.jsonl", path / "prompts.jsonl"
@@ -53,7 +54,8 @@ class RunDir:
 
     def write_config(self, config: Config) -> None:
         """Write config.yaml, which everything about the run can be rebuilt from."""
-        _write(self.path / "config.yaml", dump_config(config))
+        if self.writes:
+            _write(self.path / "config.yaml", dump_config(config))
 
     def read_config(self, overrides: Sequence[str] = ()) -> Config:
         """The run's configuration with overrides laid over it. Raises ValueError when config.yaml was made invalid."""
@@ -61,7 +63,8 @@ class RunDir:
 
     def write_environment(self, facts: dict[str, Any]) -> None:
         """Write env.json: what `environment` gives."""
-        _write(self.path / "env.json", json.dumps(hidden(facts), indent=1) + "\n")
+        if self.writes:
+            _write(self.path / "env.json", json.dumps(hidden(facts), indent=1) + "\n")
 
     def append_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         """Add the line of a step to metrics.jsonl."""
@@ -107,10 +110,12 @@ class RunDir:
         """
         self._unwritten.clear()
         for file in self._records:
-            if file.exists():
+            if self.writes and file.exists():
                 os.truncate(file, _whole_lines(file, min(lengths.get(file.name, 0), _length(file))))
 
     def _append(self, file: Path, rows: list[dict[str, Any]]) -> None:
+        if not self.writes:
+            return
         text = "".join(_as_line(row) for row in hidden(rows))
         told = bool(self._unwritten)
         text = self._unwritten.pop(file, "") + text
@@ -220,7 +225,7 @@ def named_run(path: str) -> Path | None:
     return None if run == folder and has_weights else run  # config.yaml is a common name
 
 
-def open_run(path: str | Path) -> RunDir:
+def open_run(path: str | Path, *, writes: bool = True) -> RunDir:
     """An existing run. Raises ValueError when the folder is not one."""
     folder = Path(path)
     if not os.path.isfile(folder / "config.yaml"):
@@ -231,7 +236,7 @@ def open_run(path: str | Path) -> RunDir:
             meant = f" Did you mean `{Path('runs') / folder}`?"
         what = "has no config.yaml" if os.path.lexists(folder) else "does not exist"
         raise ValueError(f"{folder} is not a run: it {what}.{meant}")
-    return RunDir(folder)
+    return RunDir(folder, writes=writes)
 
 
 def finite(value: Any) -> Any:

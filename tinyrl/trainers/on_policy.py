@@ -11,6 +11,7 @@ from torch import Tensor
 from tinyrl.components import SamplingParts
 from tinyrl.config.method_sections import GrpoConfig, PpoConfig
 from tinyrl.data.rows import batch_indices, keyed_order
+from tinyrl.distributed import ALONE, World
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.rewards.guard import FailureGuard, describe_failure
@@ -67,6 +68,7 @@ class RolloutCollector:
             seed=self.parts.config.run.seed,
             step=step,
             game=self.parts.game,
+            world=self.session.world,
         )
         settle_truncated(rollout, self.parts.truncation)
         self.solved.look(prompts, rollout)
@@ -151,17 +153,17 @@ class RolloutCollector:
         if metrics.get("policy/sampling_gap", 0.0) > EXACT_TO and self.session.state.controllers.exact_sampling:
             self.session.state.controllers.exact_sampling = None
 
-    def _logprobs(self, rollout: Rollout, role: Any) -> Tensor:
+    def _logprobs(self, rollout: Rollout, role: Any, *, world: World | None = None) -> Tensor:
         roles, generation = self.parts.roles, self.parts.config.generation
 
         def compute(batch: SequenceBatch) -> tuple[Tensor, ...]:
             return roles.logprobs(role, batch, temperature=generation.temperature)[:1]
 
         self.session.display.phase(role)
-        return self.forward(rollout, role=role, compute=compute)
+        return self.forward(rollout, role=role, compute=compute, world=world)
 
-    def forward(self, rollout: Rollout, *, role: Any, compute: Any) -> Tensor:
-        """One (B, T) tensor from a pass over the rollout without gradient."""
+    def forward(self, rollout: Rollout, *, role: Any, compute: Any, world: World | None = None) -> Tensor:
+        """One (B, T) tensor from a pass over the rollout without gradient, by the processes of `world` (None: all)."""
         return forward_pass(
             rollout,
             self.parts.roles,
@@ -169,6 +171,7 @@ class RolloutCollector:
             compute=compute,
             micro_batches=self.parts.micro_batches,
             autocast=self.parts.accelerator.autocast,
+            world=self.session.world if world is None else world,
         )[0]
 
     def loss_settings(self, section: GrpoConfig | PpoConfig, *, kl_coef: float) -> LossSettings:
@@ -192,14 +195,17 @@ class RolloutCollector:
     def record(self, rollout: Rollout, advantages: Tensor, step: int, *, rewards: Tensor | None = None) -> None:
         """Append some of the rollout to samples.jsonl, with each row's mean advantage (before any whitening, so that it
         reads as a reward), and in a step that is evaluated to tokens.jsonl, with `rewards` (B, T) where tokens have
-        them. No signal stops it: what comes before and after it in a step is not to be done twice.
+        them. No signal stops it: what comes before and after it in a step is not to be done twice. Rank 0 does it, and
+        waits for nobody.
         """
+        if not self.session.world.is_main:
+            return
         run, settings = self.session.run, self.parts.config.run
         how: Any = {"parts": self.parts, "texts": self._texts, "group_size": self.group_size}
         if self.session.evaluates_after(step + 1) and (rows := shown_rows(rollout, group_size=self.group_size)):
             with stop_held(), self.session.timed("evaluation"):
-                shown = rollout.select(rows)
-                lines = token_lines(rollout, rows, new_logprobs=self._logprobs(shown, "policy"), rewards=rewards, **how)
+                now = self._logprobs(rollout.select(rows), "policy", world=ALONE)
+                lines = token_lines(rollout, rows, new_logprobs=now, rewards=rewards, **how)
                 numbered = ({"step": step + 1, **line} for line in lines)
                 run.append_tokens(numbered, most_bytes=allowed_bytes(settings, step + 1))
         samples = sample_lines(rollout, advantages, most=settings.keep_samples, **how)

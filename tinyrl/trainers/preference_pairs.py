@@ -11,7 +11,7 @@ from tinyrl.components import Parts
 from tinyrl.data.described import quoting
 from tinyrl.data.readers import Row
 from tinyrl.data.shapes import preference
-from tinyrl.models.micro_batches import RowSizes, Work
+from tinyrl.models.micro_batches import RowSizes, Work, own_rows
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import render_answer
 from tinyrl.text import visible
@@ -49,7 +49,9 @@ def logprobs_of(parts: Parts, role: Literal["policy", "reference"], pairs: list[
         out[rows] = pair_logprobs(parts, role, [pairs[i] for i in rows]).float().cpu()
 
     with torch.no_grad(), parts.roles.acting(role), parts.accelerator.autocast():
-        parts.micro_batches.run(Work(sizes_of(parts, pairs), run))
+        sizes = sizes_of(parts, pairs)
+        parts.micro_batches.run(Work(sizes, run, own_rows(sizes, None, parts.world)))
+    parts.world.sum(out)
     return out
 
 

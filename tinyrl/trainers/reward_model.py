@@ -27,10 +27,11 @@ from tinyrl.algorithms.score_losses import label_loss, rating_loss
 from tinyrl.components import Options, Parts, load_parts
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import batch_indices
+from tinyrl.distributed import ALONE, World
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.reward_models import label_metrics, pair_metrics, rating_metrics
 from tinyrl.models.batches import trunk_of
-from tinyrl.models.micro_batches import RowSizes, StepRows, Work
+from tinyrl.models.micro_batches import RowSizes, StepRows, Work, own_rows
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET
 from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat
 from tinyrl.runs.signals import watched
@@ -122,17 +123,21 @@ class RewardParts(Parts):
         """Mean score over some training rows, both sides of pairs; 0 when reward_model.center is off."""
         if not self.config.reward_model.center:
             return 0.0
-        return float(torch.cat(self.scores(self.rows.train[:CENTERED_ON])).mean())
+        return float(torch.cat(self.scores(self.rows.train[:CENTERED_ON], world=ALONE)).mean())  # while rank 0 saves
 
-    def scores(self, examples: list[JudgedTokens]) -> tuple[Tensor, ...]:
-        """Scores (n,) of the chosen and of the rejected sides, or of single answers, without gradient."""
+    def scores(self, examples: list[JudgedTokens], *, world: World) -> tuple[Tensor, ...]:
+        """Scores (n,) of the chosen and of the rejected sides, or of single answers, without gradient; each process of
+        `world` computes some of them.
+        """
         out = torch.zeros(len(examples), 2 if self.rows.objective == "pairs" else 1)
 
         def run(rows: list[int]) -> None:
             out[rows] = torch.stack(answer_scores(self, [examples[i] for i in rows]), 1).float().cpu()
 
         with torch.no_grad(), self.roles.acting("policy"), self.accelerator.autocast():
-            self.micro_batches.run(Work(sizes_of(self, examples), run))
+            sizes = sizes_of(self, examples)
+            self.micro_batches.run(Work(sizes, run, own_rows(sizes, None, world)))
+        world.sum(out)
         return out.unbind(1)
 
 
@@ -206,7 +211,10 @@ def evaluate(parts: RewardParts) -> Evaluation:
     """How held-out rows are told apart, and how far predictions can be trusted."""
     rows = parts.rows
     examples = rows.held_out[: parts.config.run.eval_prompts]
-    scores, targets = parts.scores(examples), torch.tensor([one.target for one in examples], dtype=torch.float64)
+    scores, targets = (
+        parts.scores(examples, world=parts.world),
+        torch.tensor([one.target for one in examples], dtype=torch.float64),
+    )
     if rows.objective == "pairs":
         chosen, rejected = scores
         metrics = pair_metrics(chosen, rejected, targets)

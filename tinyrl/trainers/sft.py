@@ -22,7 +22,7 @@ from tinyrl.config.schema import Config
 from tinyrl.data.described import described
 from tinyrl.data.rows import batch_indices, example_rows, few_held_out, fingerprints
 from tinyrl.evaluation.evaluate import Evaluation
-from tinyrl.models.micro_batches import RowSizes, StepRows, Work
+from tinyrl.models.micro_batches import RowSizes, StepRows, Work, own_rows
 from tinyrl.models.vocabulary import check_ids
 from tinyrl.trainers.examples import Example, shown, tokenised, tokens_of
 from tinyrl.training.session import Session
@@ -117,7 +117,8 @@ def evaluate(parts: TextParts) -> Evaluation:
     def run(micro: list[int]) -> None:
         sums.append(negative_log_likelihood(parts, [examples[i] for i in micro]).cpu())
 
+    sizes = sizes_of(parts, examples)
     with torch.no_grad(), parts.roles.acting("policy"), parts.accelerator.autocast():
-        parts.micro_batches.run(Work(sizes_of(parts, examples), run), restart=sums.clear)
-    loss = float(sum(sums)) / max(1, sum(example.num_counted for example in examples))
+        parts.micro_batches.run(Work(sizes, run, own_rows(sizes, None, parts.world)), restart=sums.clear)
+    loss = sum(parts.world.gather(float(sum(sums)))) / max(1, sum(example.num_counted for example in examples))
     return Evaluation({"loss": loss, "perplexity": float(torch.tensor(loss).exp()), "num_rows": len(rows)}, [], [])

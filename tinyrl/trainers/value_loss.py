@@ -11,7 +11,7 @@ from tinyrl.algorithms.losses import Metrics, clipped_value_loss
 from tinyrl.components import SamplingParts
 from tinyrl.config.method_sections import PpoConfig
 from tinyrl.models.batches import SequenceBatch
-from tinyrl.models.micro_batches import Work
+from tinyrl.models.micro_batches import Work, own_rows
 from tinyrl.models.roles import Roles
 from tinyrl.rollout import Rollout
 from tinyrl.trainers.on_policy import RolloutCollector
@@ -40,7 +40,9 @@ def predict_final_values(rollout: Rollout, parts: SamplingParts) -> Tensor:
         out[rows] = roles.final_values(batch).float().cpu()
 
     with torch.no_grad(), roles.acting(roles.value_role), parts.accelerator.autocast():
-        parts.micro_batches.run(Work(rollout.sizes(roles), run, cut))
+        sizes = rollout.sizes(roles)
+        parts.micro_batches.run(Work(sizes, run, own_rows(sizes, cut, parts.world)))
+    parts.world.sum(out)
     return out
 
 

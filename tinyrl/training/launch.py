@@ -15,6 +15,7 @@ import torch
 
 from tinyrl.components import Options, Parts, settle_threads
 from tinyrl.config.schema import Config
+from tinyrl.distributed import World
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
 from tinyrl.evaluation.held_out import Trainer, trainer_of
 from tinyrl.models.device import as_out_of_memory, peak_memory_gb
@@ -38,6 +39,7 @@ from tinyrl.training.planning import (
     tried_outline,
     tried_plan,
 )
+from tinyrl.training.replicas import check_alike
 from tinyrl.training.session import Session
 from tinyrl.training.sources import Sources, read_sources
 
@@ -63,16 +65,21 @@ class Launch:
             return self._train()
 
     def _train(self) -> int:
+        world = self.parts.world
         self.session.display.start(done=self.session.state.step)
         try:
             with out_of_memory_stops("while training"):
                 self.trainer.train(self.session, self.parts)
         except Interrupted as reason:
-            if self.session.interrupted(reason) is None:
+            saved = self.session.interrupted(reason)
+            if not world.is_main:
+                return reason.exit_code
+            if saved is None:
                 return self._unsaved(f"stopped; step {self.session.state.step} is not saved")
             tell(f"stopped; nothing is lost. Go on with:\n  tinyrl train --resume {self.run.path}")
             return reason.exit_code
         except Stop as stop:
+            world.announce(str(stop))
             self.session.display.note(str(stop))
             if isinstance(stop, OutOfRoom):
                 self.session.display.note(self.parts.describe_memory())
@@ -81,6 +88,8 @@ class Launch:
             self.session.display.close()
             self.session.trackers.close()
             self.parts.close()
+        if not world.is_main:
+            return 0
         peak = peak_memory_gb(self.parts.accelerator.device)
         try:
             write_report(self.run.path)
@@ -119,17 +128,32 @@ def start(
         with out_of_memory_stops("before the first step"):
             parts = trainer.load(config, options=options)
             undo.callback(parts.close)
+            check_alike(parts)
             threads = settle_threads(parts)
             notes = [threads, *parts.check()]
-        checkpoints.check_room(Path(output_dir), needed=checkpoint_bytes(parts.roles))
-        run = create_run(output_dir, name=name, config=config, overwrite=overwrite)
+        if parts.world.is_main:
+            checkpoints.check_room(Path(output_dir), needed=checkpoint_bytes(parts.roles))
+        run = _folder(parts.world, output_dir, name=name, config=config, overwrite=overwrite)
         undo.callback(run.lock.release)
         run.write_config(config)
         _write_environment(run, parts, command)
-        sources = later(partial(read_sources, config, rows=parts.row_fingerprints, known={}))
+        reading = partial(read_sources, config, rows=parts.row_fingerprints, known={})
+        sources = later(reading) if run.writes else Sources
         launch = open_session(run, trainer, parts, sources=sources, outline=outline)
         launch.say([f"run {run.path}", *notes])
         return launch
+
+
+def _folder(world: World, output_dir: str, *, name: str | None, config: Config, overwrite: bool) -> RunDir:
+    """The run's folder, made and held by rank 0; the other processes write nothing into it."""
+    made: list[RunDir] = []
+
+    def make() -> str:
+        made.append(create_run(output_dir, name=name, config=config, overwrite=overwrite))
+        return str(made[0].path)
+
+    path = world.on_main(make)
+    return made[0] if made else RunDir(Path(path), writes=False)
 
 
 @contextlib.contextmanager
@@ -154,12 +178,12 @@ def open_session(
     run: RunDir, trainer: Trainer, parts: Any, *, sources: Callable[[], Sources], outline: Outline | None = None
 ) -> Launch:
     """A launch whose session stands at the beginning of the run."""
-    parts.keep_output(RewardOutput(run.path, warn=run.warn).append)
+    parts.keep_output(RewardOutput(run.path, warn=run.warn).append if run.writes else lambda text: None)
     session = Session(
         parts,
         run,
         evaluate=lambda: trainer.evaluate(parts),
-        display=Display(num_steps=parts.config.run.num_steps),
+        display=Display(num_steps=parts.config.run.num_steps, silent=not parts.world.is_main),
         sources=sources,
     )
     return Launch(run, trainer, parts, session, tried_plan(parts, outline))
@@ -179,7 +203,7 @@ def _write_environment(run: RunDir, parts: Parts, command: list[str]) -> None:
     run.write_environment(
         environment(
             command,
-            device=name,
+            device=name if parts.world.size == 1 else f"{parts.world.size} processes, each {name}",
             threads=torch.get_num_threads(),
             seed=parts.config.run.seed,
             dtype=str(parts.roles.causal.dtype).removeprefix("torch."),

@@ -12,6 +12,7 @@ from tinyrl.runs.settle import absolute_paths, settle
 from tinyrl.training.launch import Launch, open_session, out_of_memory_stops, trainer_of, undone_on_failure
 from tinyrl.training.optim import stretched_schedule
 from tinyrl.training.planning import tried_outline
+from tinyrl.training.replicas import check_alike
 from tinyrl.training.session import Session
 from tinyrl.training.sources import HELD_OUT, Sources, changed_sources, changed_versions, read_sources
 from tinyrl.training.state import read_state
@@ -45,6 +46,7 @@ def resume(
         with out_of_memory_stops("before the first step"):
             parts = trainer.load(config, options=options)
             undo.callback(parts.close)
+            check_alike(parts, also=since)
             known = kept.sources if kept else Sources()
             sources = read_sources(config, rows=parts.row_fingerprints, known=known.files)
             changes += refuse(

@@ -21,7 +21,7 @@ from tinyrl.components import Parts, settle_threads
 from tinyrl.data.rows import keyed_order
 from tinyrl.errors import Interrupted
 from tinyrl.evaluation.evaluate import Evaluation
-from tinyrl.models.device import peak_memory_gb
+from tinyrl.models.device import cores_here, peak_memory_gb
 from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.rollout import Rollout
 from tinyrl.runs import checkpoint as checkpoints
@@ -35,6 +35,7 @@ from tinyrl.runs.tracking import Trackers
 from tinyrl.training.metrics import StepMetrics
 from tinyrl.training.optim import load_optimizers, optimizer_tensors, rate_factor, role_optimizers
 from tinyrl.training.pace import Pace
+from tinyrl.training.replicas import CHECK_EVERY, check_replicas
 from tinyrl.training.sources import Sources
 from tinyrl.training.state import Best, CheckpointState, RunState
 from tinyrl.training.update import Updater
@@ -55,13 +56,15 @@ class Session:
         sources: Callable[[], Sources],
     ) -> None:
         self.parts, self.config, self.run = parts, parts.config, run
+        self.world = parts.world
         self.display, self._sources = display, sources
         self._evaluate = evaluate
         self.state = RunState()
         self.rollout: Rollout | None = None
         self.metrics, self.pace = StepMetrics(), Pace()
         self.watch = Watch(self.config.written())
-        self.trackers = Trackers(self.config.run.trackers, run.path, config=self.config.written(), note=display.note)
+        trackers = self.config.run.trackers if self.world.is_main else []
+        self.trackers = Trackers(trackers, run.path, config=self.config.written(), note=display.note)
         self.last_checkpoint: Path | None = None
         self.resumed_from: Path | None = None
         self.saved = True  # the last attempt to
@@ -75,6 +78,7 @@ class Session:
             max_grad_norm=self.config.optim.max_grad_norm,
             gradient_checkpointing=self.config.model.gradient_checkpointing,
             keep_batch=self._keep_batch,
+            world=parts.world,
         )
 
     @property
@@ -86,6 +90,7 @@ class Session:
 
     def steps(self) -> Iterator[int]:
         """The steps still to do (0-based); the learning rate of each is set before it is handed out."""
+        check_replicas(self.world, self.updater.roles.parameters)
         self.trackers.start(self.state.step + (self.state.phase != "evaluation"))
         if self.state.phase == "evaluation":
             self._finish_step()
@@ -155,12 +160,14 @@ class Session:
         self.trackers.log(line, step)
         self.metrics, self.state.phase = StepMetrics(), "rollout"
         self._keep_pace(line["time/total"])
+        if step % CHECK_EVERY == 0:
+            check_replicas(self.world, self.updater.roles.parameters)
         if last or (settings.save_every and step % settings.save_every == 0):
             self.save()
 
     def _keep_pace(self, seconds: float) -> None:
         """Calibrate the threads again after a step that was far slower than usual: something else computes now."""
-        slower = self.pace.slowed(seconds)
+        slower = self.pace.slowed(seconds) if self.world.size == 1 else None  # all have the same thread count
         chosen_here = self.config.run.threads == "auto" and self.parts.accelerator.device.type == "cpu"
         if slower and chosen_here and not self.config.run.deterministic:
             self.display.note(
@@ -178,7 +185,9 @@ class Session:
     # ---- checkpoints ----
 
     def save(self) -> Path | None:
-        """Write a checkpoint; when the disk refuses, say so and go on: older ones are intact."""
+        """Write a checkpoint, on rank 0; when the disk refuses, say so and go on: older ones are intact."""
+        if not self.world.is_main:
+            return None
         try:
             checkpoints.check_room(self.run.checkpoints, needed=checkpoint_bytes(self.parts.roles))
             with stop_held():
@@ -241,10 +250,12 @@ class Session:
         if (folder / ROLLOUT).exists():
             self.rollout = Rollout.from_tensors(load_file(folder / ROLLOUT))
         wanted = self.config.run.threads
-        torch.set_num_threads(kept.threads if wanted == "auto" else wanted)
+        threads = kept.threads if self.world.size == 1 else min(kept.threads, *self.world.gather(cores_here()))
+        torch.set_num_threads(threads if wanted == "auto" else wanted)
         restore_rng(load_file(folder / RANDOM), kept.python_random)
         self.run.cut(kept.records)
-        self.watch.know(read_steps(self.run.metrics, []) if self.run.metrics.is_file() else {})
+        there = self.world.is_main and self.run.metrics.is_file()
+        self.watch.know(read_steps(self.run.metrics, []) if there else {})
         self.last_checkpoint = self.resumed_from = folder
 
     def sample_again(self) -> bool:
@@ -260,13 +271,16 @@ class Session:
 
     def interrupted(self, reason: Interrupted) -> Path | None:
         """Keep everything done so far. Work inside an optimizer step or a rollout is repeated by the resume; nothing
-        else is.
+        else is. Other processes are told, and wait for nothing any more.
         """
+        self.world.announce(str(reason))
         self.display.note(f"{reason}: saving step {self.state.step} ({self.state.phase})")
         return self.save()
 
     def _keep_batch(self, rows: list[int], why: str) -> None:
         """Write the samples of a step that gave non-finite numbers, for inspection."""
+        if not self.world.is_main:
+            return
         folder = self.run.path / "nonfinite"
         name = f"step-{self.state.step:06d}"
         where = f"the batch is in {folder}"

@@ -1,4 +1,4 @@
-"""One optimizer step: gradients summed over micro-batches, guards against non-finite numbers, then the step.
+"""One optimizer step: gradients summed over micro-batches and processes, guards against non-finite numbers, the step.
 
 The caller gives the loss of a micro-batch. When memory runs out the step is redone in smaller micro-batches
 (models/micro_batches.py); the gradient is the same, because losses divide by the count of the whole step. A loss or
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,11 +17,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from tinyrl.distributed import ALONE, World
 from tinyrl.errors import GuardStop, Interrupted
-from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
+from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.roles import Role, Roles
 from tinyrl.runs.rng_state import restore_torch_rng, torch_rng
 from tinyrl.training.optim import RoleOptimizer
+from tinyrl.training.replicas import sum_step
 
 LossFn = Callable[[list[int]], tuple[Tensor, dict[str, Tensor]]]  # rows of a micro-batch -> (loss, metrics that add up)
 MOST_SKIPS = 3  # steps in a row without a finite gradient before the run stops
@@ -52,6 +54,7 @@ class Updater:
     keep_batch: Callable[[list[int], str], None] = lambda rows, why: None
     skipped: int = 0
     skipped_in_a_row: int = 0
+    world: World = ALONE  # each process of it has a share of the rows
 
     def step(self, passes: Sequence[Pass], *, train: Iterable[str]) -> dict[str, float]:
         """Accumulate the gradient of every pass and step the optimizers named in `train`.
@@ -77,7 +80,7 @@ class Updater:
 
     def _accumulate(self, passes: Sequence[Pass]) -> dict[str, float]:
         totals: dict[str, Tensor] = {}
-        dropout = torch_rng()
+        before = dropout = torch_rng()
 
         def restart() -> None:
             restore_torch_rng(dropout)
@@ -93,12 +96,31 @@ class Updater:
             for key, value in metrics.items():
                 totals[key] = totals.get(key, torch.zeros_like(value)) + value
 
+        work = [Work(one.sizes, partial(run, one), own_rows(one.sizes, one.rows, self.world)) for one in passes]
         try:
-            self.micro_batches.run(*(Work(one.sizes, partial(run, one), one.rows) for one in passes), restart=restart)
+            with self._own_random_numbers(before) as dropout:
+                self.micro_batches.run(*work, restart=restart)
+            parameters = [p for role in self.optimizers.values() for p in role.parameters.values()]
+            return sum_step(self.world, {key: float(value) for key, value in totals.items()}, parameters)
         except Interrupted:
-            restore_torch_rng(dropout)  # a resume does this step again from its beginning
+            restore_torch_rng(before)  # a resume does this step again from its beginning
             raise
-        return {key: float(value) for key, value in totals.items()}
+
+    @contextlib.contextmanager
+    def _own_random_numbers(self, now: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Inside, each process drops out by numbers of its own; before and after, all have the same generators, which
+        is why the checkpoint of one is that of all. Gives the states that the work begins with.
+        """
+        if self.world.size == 1:
+            yield now
+            return
+        seed = int(torch.randint(1 << 48, (1,)))
+        shared = torch_rng()
+        torch.manual_seed(seed + self.world.rank)
+        try:
+            yield torch_rng()
+        finally:
+            restore_torch_rng(shared)
 
     def _recompute(self) -> contextlib.AbstractContextManager[None]:
         return self.roles.gradient_checkpointing() if self.gradient_checkpointing else contextlib.nullcontext()

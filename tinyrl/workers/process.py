@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import psutil
 
+from tinyrl.runs.launched import VARIABLES
 from tinyrl.runs.signals import check_stop
 from tinyrl.text import one_line, redact
 from tinyrl.workers import keeper, worker
@@ -64,7 +65,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            env={**os.environ, "PYTHONHASHSEED": "0"},  # a set is in the same order in every run
+            env=_environment(),
             start_new_session=True,  # Ctrl-C is ours to handle
         )
         assert self._process.stdin
@@ -213,6 +214,13 @@ def memory_limit(memory_gb: Literal["auto"] | float) -> int:
     with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
         total = min(total, int(CGROUP_LIMIT.read_text()))
     return int(total * MEMORY_SHARE)
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with sets in the same order in every run, and without what a launcher said: people's code is none of the
+    processes that it started, and a library there would wait for the others.
+    """
+    return {name: value for name, value in os.environ.items() if name not in VARIABLES} | {"PYTHONHASHSEED": "0"}
 
 
 def _command(memory_bytes: int) -> list[str]:

@@ -1,0 +1,127 @@
+"""The command under a launcher: refusals, `--dry-run`, and a real launch of two processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from tests import running
+from tests.faults.children import PATIENCE_S, ROOT
+from tests.tiny_models import tiny_model
+from tinyrl.api.verbs import evaluate
+from tinyrl.cli.commands import app
+from tinyrl.config.recipe import dump_config
+from tinyrl.runs.checkpoint import newest_sound
+from tinyrl.runs.run_dir import RunDir
+
+FOUR = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    "words", [["chat", "runs/x"], ["report", "runs/x"], ["reward", "test", "r.py:f"], ["plan", "grpo"]]
+)
+def test_a_command_for_one_process_says_what_to_type(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["tinyrl", *words])
+    result = CliRunner().invoke(app, words, env=FOUR)
+    assert result.exit_code == 2
+    assert f"`tinyrl {words[0]}` works in one process, and 4 were launched" in result.stderr
+    assert f"\n  tinyrl {' '.join(words)}" in result.stderr
+
+
+def test_only_one_process_of_a_machine_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = CliRunner().invoke(app, ["recipes"], env={**FOUR, "RANK": "3", "LOCAL_RANK": "3"})
+    assert (result.exit_code, result.output) == (2, "")
+
+
+def test_a_launch_without_ranks_is_refused() -> None:
+    result = CliRunner().invoke(app, ["train", "grpo"], env={"WORLD_SIZE": "4"})
+    assert result.exit_code == 2
+    assert "WORLD_SIZE=4 is set, but not RANK and LOCAL_RANK" in result.stderr
+
+
+def test_a_dry_run_says_how_work_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in FOUR.items():
+        monkeypatch.setenv(name, value)
+    model = tiny_model(tmp_path / "model", "llama")
+    settings = running.config("grpo", model, grpo={"num_prompts": 6, "group_size": 4, "minibatch_size": 12})
+    (tmp_path / "recipe.yaml").write_text(dump_config(settings))
+    words = ["train", "grpo", str(tmp_path / "recipe.yaml"), "--dry-run"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "4 processes: each samples 2 or fewer of the 6 prompts of a step (4 completions each)" in result.output
+    assert (
+        "reads about 6 of 24 completions in a pass, and learns from about 3 of the 12 of a minibatch" in result.output
+    )
+    assert "each holds all weights, gradients and Adam's state" in result.output
+
+
+def test_the_others_leave_a_dry_run_to_the_first() -> None:
+    result = CliRunner().invoke(app, ["train", "grpo", "--dry-run"], env={**FOUR, "RANK": "2", "LOCAL_RANK": "2"})
+    assert (result.exit_code, result.output) == (0, "")
+
+
+# ---- a real launch ----
+
+
+def launch(*words: str, **options: Any) -> subprocess.Popen[Any]:
+    """`accelerate launch` with two processes, which without GPUs connect by gloo."""
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": str(Path(sys.executable).parent)}
+    start = ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0", "-m", "tinyrl", *words]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *start]
+    return subprocess.Popen(command, env=environment, cwd=options.pop("cwd"), **options)
+
+
+@pytest.mark.slow
+def test_a_launched_run_is_stopped_and_evaluated(tmp_path: Path) -> None:
+    """SIGTERM to the launcher: the run is saved, no process is left, and two processes evaluate as one does."""
+    model = tiny_model(tmp_path / "model", "llama")
+    settings = running.config("grpo", model, run={"num_steps": 500, "eval_prompts": 4, "save_every": 0})
+    (tmp_path / "recipe.yaml").write_text(dump_config(settings))
+    with (tmp_path / "said.txt").open("w") as said:
+        words = ("train", "grpo", "recipe.yaml", "--name", "run", "--device", "cpu")
+        going = launch(*words, cwd=tmp_path, stdout=said, stderr=said)
+        run, until = RunDir(tmp_path / "runs/run"), time.monotonic() + PATIENCE_S
+        while not run.metrics.is_file() or len(running.metrics(run)) < 3:
+            assert going.poll() is None, (tmp_path / "said.txt").read_text()
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        family = psutil.Process(going.pid).children(recursive=True)
+        going.send_signal(signal.SIGTERM)
+        assert going.wait(PATIENCE_S) != 0
+    text = (tmp_path / "said.txt").read_text()
+    assert "SIGTERM: saving step" in text
+    assert text.count("tinyrl train --resume runs/run") == 1
+    _, left = psutil.wait_procs(family, timeout=20)
+    assert left == []
+    assert newest_sound(run.checkpoints)[0] is not None
+    asked = ("eval", "runs/run", "--vs", "start", "--num-prompts", "7", "--samples", "2", "--json")
+    done = launch(*asked, "--device", "cpu", cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    printed, _ = done.communicate(timeout=PATIENCE_S)
+    assert done.returncode == 0
+    (line,) = printed.splitlines()
+    wanted = evaluate(str(run.path), vs="start", num_prompts=7, samples=2, device="cpu")
+    assert_alike(json.loads(line), json.loads(json.dumps(wanted)))
+
+
+def assert_alike(ours: Any, wanted: Any) -> None:
+    """Numbers to 1e-5, all else the same."""
+    if isinstance(wanted, dict):
+        assert set(ours) == set(wanted)
+        for key in set(wanted) - {"target"}:
+            assert_alike(ours[key], wanted[key])
+    elif isinstance(wanted, float):
+        assert ours == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    elif isinstance(wanted, list):
+        for mine, other in zip(ours, wanted, strict=True):
+            assert_alike(mine, other)
+    else:
+        assert ours == wanted

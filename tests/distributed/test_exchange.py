@@ -1,0 +1,137 @@
+"""What two processes exchange, and the gradient that they make together."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests import running
+from tests.distributed.ranks import Ranks
+from tests.faults.children import Child
+from tests.tiny_models import tiny_model
+from tinyrl.config.schema import Config
+from tinyrl.distributed import ALONE, join
+from tinyrl.models.micro_batches import RowSizes
+from tinyrl.training.optim import RoleOptimizer
+from tinyrl.training.replicas import sum_step
+
+
+def try_exchange(folder: Path) -> None:
+    """Every exchange once; what each process got goes into a file."""
+    world = join(on_cpu=True)
+    mine = float(world.rank + 1)
+    tensor, whole = torch.tensor([mine, math.nan if world.rank else 1.0]), torch.tensor([[world.rank + 1]])
+    world.sum(tensor, whole)
+    learnt, unused, elsewhere = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    learnt.grad = torch.tensor([mine, -2 * mine])
+    elsewhere.grad = torch.tensor([5.0, 7.0]) if world.rank else None
+    metrics = sum_step(world, {"a": mine, **({"b": 3.0} if world.rank else {})}, [learnt, unused, elsewhere])
+    try:
+        world.agree("the rows", "same")
+        world.agree("the settings", f"{mine}")
+        problem = None
+    except ValueError as error:
+        problem = str(error)
+    got = {
+        "own": world.own("abcde"),
+        "merged": world.merge([letter.upper() for letter in world.own("abcde")]),
+        "gathered": world.gather({"rank": world.rank, "nan": math.nan, "text": "\u00e9" * (1 + world.rank)}),
+        "on main": world.on_main(lambda: ["from", world.rank]),
+        "sums": [tensor.tolist(), whole.tolist()],
+        "gradients": [None if p.grad is None else p.grad.tolist() for p in (learnt, unused, elsewhere)],
+        "metrics": metrics,
+        "problem": problem,
+    }
+    (folder / f"{world.rank}.json").write_text(json.dumps(got))
+
+
+def test_what_processes_exchange(tmp_path: Path) -> None:
+    ranks = Ranks(try_exchange, tmp_path, folder=tmp_path)
+    assert ranks.end() == [0, 0], ranks.said
+    for rank in range(2):
+        got = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert got["own"] == (["a", "c", "e"], ["b", "d"])[rank]
+        assert got["merged"] == ["A", "B", "C", "D", "E"]
+        assert [one["rank"] for one in got["gathered"]] == [0, 1]
+        assert [one["text"] for one in got["gathered"]] == ["\u00e9", "\u00e9\u00e9"]
+        assert all(math.isnan(one["nan"]) for one in got["gathered"])
+        assert got["on main"] == ["from", 0]
+        (first, second), whole = got["sums"]
+        assert (first, whole) == (3.0, [[3]])
+        assert math.isnan(second)
+        assert got["gradients"] == [[3.0, -6.0], None, [5.0, 7.0]]
+        assert got["metrics"] == {"a": 3.0, "b": 3.0}
+        assert got["problem"].startswith(f"the settings of process {rank} and of process {1 - rank} differ")
+
+
+def test_a_process_by_itself_exchanges_nothing() -> None:
+    tensor = torch.tensor([1.0])
+    ALONE.sum(tensor)
+    assert tensor.tolist() == [1.0]
+    assert (ALONE.own("abc"), ALONE.merge(["a"]), ALONE.gather(2), ALONE.on_main(lambda: 3)) == (
+        ["a", "b", "c"],
+        ["a"],
+        [2],
+        3,
+    )
+    metrics = {"a": 1.0}
+    assert sum_step(ALONE, metrics, []) is metrics
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_shares_are_even_and_keep_groups_together(packed: bool) -> None:
+    """Eight groups of two on two processes: four groups each, where a prompt is read once for its group."""
+    groups = [i // 2 for i in range(16)]
+    sizes = RowSizes([10] * 16, [3 + i for i in groups], groups, packed)
+    shares = sizes.shares(range(16), 2)
+    assert sorted(row for share in shares for row in share) == [*range(16)]
+    costs = [sum(sizes.cost([row]) for row in share) for share in shares]
+    assert max(costs) - min(costs) <= 2
+    if packed:
+        assert {groups[row] for row in shares[0]}.isdisjoint(groups[row] for row in shares[1])
+
+
+def test_few_rows_are_shared_out_all_the_same() -> None:
+    """One group of three on two processes is split; one row on three leaves two without any."""
+    sizes = RowSizes([10] * 3, [4, 4, 4], [0, 0, 0], True)
+    assert sorted(map(len, sizes.shares([0, 1, 2], 2))) == [1, 2]
+    assert sorted(map(len, sizes.shares([1], 3))) == [0, 0, 1]
+
+
+def train_and_keep_gradients(settings: Config, folder: Path, name: str) -> None:
+    """Train, and write down every gradient before it is clipped."""
+    plain, kept = RoleOptimizer.clip, {}
+
+    def keeping(optimizer: RoleOptimizer, max_norm: float) -> float:
+        for parameter_name, p in optimizer.parameters.items():
+            if p.grad is not None:
+                kept[f"{len(kept)} {parameter_name}"] = p.grad.clone()
+        return plain(optimizer, max_norm)
+
+    setattr(RoleOptimizer, "clip", keeping)  # noqa: B010  pyright knows it as a method
+    code, *_ = running.train(settings, folder, name=name)
+    assert code == 0
+    save_file(kept, folder / f"{name}-{join(on_cpu=True).rank}.safetensors")
+
+
+def test_the_gradient_of_two_processes_is_that_of_one(tmp_path: Path) -> None:
+    """PPO's first step, policy and critic; relative to the gradient of all parameters."""
+    model = tiny_model(tmp_path / "model", "llama")
+    once = {"num_steps": 1, "eval_prompts": 0, "save_every": 0}
+    settings = running.config("ppo", model, ppo={"num_epochs": 1, "minibatch_size": 8}, run=once)
+    alone = Child(train_and_keep_gradients, settings, tmp_path, "one", output=tmp_path / "one.txt")
+    ranks = Ranks(train_and_keep_gradients, settings, tmp_path, "two", folder=tmp_path)
+    assert ranks.end() == [0, 0], ranks.said
+    assert alone.end() == 0, alone.said
+    one, two, on_the_other = (load_file(tmp_path / f"{n}.safetensors") for n in ("one-0", "two-0", "two-1"))
+    assert len(one) > 20
+    assert set(one) == set(two)
+    flat: list[Tensor] = [torch.cat([x[key].reshape(-1) for key in one]).double() for x in (one, two)]
+    assert float((flat[1] - flat[0]).norm() / flat[0].norm()) < 1e-6
+    assert all(torch.equal(two[key], on_the_other[key]) for key in two)

@@ -1,0 +1,246 @@
+"""How processes end: one is killed, signalled, slow, without memory, or has other weights. None is left behind, and
+what rank 0 leaves can be gone on with, by any number of processes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import running
+from tests.distributed.ranks import Ranks
+from tests.faults.children import Child, before_call, workers_left
+from tests.tiny_models import tiny_model
+from tests.trainers.test_resume import assert_same
+from tinyrl import distributed
+from tinyrl.config.schema import Config
+from tinyrl.distributed import leave
+from tinyrl.errors import out_of_memory
+from tinyrl.runs.checkpoint import newest_sound
+from tinyrl.runs.run_dir import RunDir
+from tinyrl.runs.signals import StopFlag
+from tinyrl.training import replicas, session
+from tinyrl.training.resume import resume
+from tinyrl.training.update import Updater
+
+pytestmark = pytest.mark.slow
+STEPS = 3
+SLOW_REWARD = """
+import time
+
+def variety(prompts, completions, **columns):
+    time.sleep(4 if len(prompts) == 8 else 0)
+    return [float(len(set(completion))) for completion in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+def settings_for(model: Path, **sections: Any) -> Config:
+    often = {"num_steps": STEPS, "save_every": 0, "eval_every": 0, "eval_prompts": 4, "micro_batch_tokens": 60}
+    over = {"ppo": {"num_prompts": 8, "minibatch_size": 4}, "optim": {"learning_rate": 1e-3}, "run": often}
+    return running.config("ppo", model, **{**over, **sections})
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """The run of a single process."""
+    folder = tmp_path_factory.mktemp("whole")
+    child = Child(train_one, settings_for(model), folder, output=folder / "said.txt")
+    assert child.end() == 0, child.said
+    return RunDir(folder / "run")
+
+
+def train_one(settings: Config, folder: Path) -> None:
+    running.train(settings, folder)
+
+
+def train(settings: Config, folder: Path, before: Callable[[int], None] = lambda rank: None) -> None:
+    """As the command does: train, and leave together. `before` is given the rank."""
+    before(int(os.environ["RANK"]))
+    with StopFlag():
+        code, *_ = running.train(settings, folder)
+        leave(code)
+
+
+def go_on(path: Path) -> None:
+    """As `tinyrl train --resume` does."""
+    run = RunDir(path, writes=os.environ.get("RANK", "0") == "0")
+    with StopFlag():
+        launch = resume(run, options=running.Options(device="cpu"))
+        leave(0 if launch is None else launch.go())
+
+
+def assert_like(whole: RunDir, run: RunDir) -> None:
+    """The weights at the end, to what sums in another order may change."""
+    one, two = running.weights(whole, STEPS), running.weights(run, STEPS)
+    assert set(one) == set(two)
+    for key, tensor in one.items():
+        assert float((two[key].double() - tensor.double()).abs().max()) < 1e-4, key
+    assert [line["step"] for line in running.metrics(run)] == [*range(STEPS + 1)]
+
+
+# ---- a process that is killed ----
+
+
+def kill_rank_1(rank: int) -> None:
+    """kill -9 in the second step, at the backward pass of a micro-batch."""
+    if rank == 1:
+        before_call(torch.Tensor, "backward", 14, do=lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_a_killed_process_ends_the_others_and_loses_nothing(model: Path, whole: RunDir, tmp_path: Path) -> None:
+    undisturbed = Ranks(train, settings_for(model), tmp_path / "two", folder=tmp_path)
+    ranks = Ranks(train, settings_for(model), tmp_path, kill_rank_1, folder=tmp_path)
+    assert ranks.end() == [75, -signal.SIGKILL], ranks.said
+    assert "another process has gone" in ranks[0].said
+    assert "stopped; nothing is lost" in ranks[0].said
+    assert workers_left({ranks[0].pid, ranks[1].pid}) == []
+    folder, warnings = newest_sound(tmp_path / "run/checkpoints")
+    assert folder is not None
+    assert warnings == []
+    alone = RunDir(shutil.copytree(tmp_path / "run", tmp_path / "alone"))
+    again = Ranks(go_on, tmp_path / "run", folder=tmp_path)
+    by_itself = Child(go_on, alone.path, output=tmp_path / "alone.txt")
+    assert again.end() == [0, 0], again.said
+    assert by_itself.end() == 0, by_itself.said
+    assert undisturbed.end() == [0, 0], undisturbed.said
+    assert_same(RunDir(tmp_path / "two/run"), RunDir(tmp_path / "run"), STEPS)  # to the bit
+    assert_like(whole, alone)
+
+
+# ---- signals ----
+
+
+def test_a_signal_at_any_moment_to_any_of_them(model: Path, tmp_path: Path) -> None:
+    """Ten moments between the first step and the last; rank 0, rank 1 or both get SIGTERM. All end with 75."""
+    draw = random.Random(13)
+    settings = settings_for(model, run={"num_steps": 500, "save_every": 0, "eval_prompts": 0})
+    for attempt in range(10):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        ranks = Ranks(train, settings, folder, folder=folder)
+        until = time.monotonic() + 60
+        while not (folder / "run/metrics.jsonl").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0.0, 1.0))
+        for rank in ((0, 1), (0,), (1,))[attempt % 3]:
+            ranks[rank].send(signal.SIGTERM)
+        assert ranks.end() == [75, 75], (attempt, ranks.said)
+        sound, warnings = newest_sound(folder / "run/checkpoints")
+        assert sound is not None, ranks.said
+        assert warnings == []
+        assert "stopped; nothing is lost" in ranks[0].said
+        assert ranks[1].said.count("stopped") == 0
+        assert workers_left({child.pid for child in ranks.all}) == []
+
+
+# ---- a slow reward ----
+
+
+def brief_timeout(rank: int) -> None:
+    """What a collective waits at most, set to a second: it would end a run that waits for a reward in a collective."""
+    distributed.TIMEOUT = distributed.timedelta(seconds=1)
+
+
+@pytest.mark.parametrize("brief", [False, True])
+def test_a_slow_reward_keeps_the_others_waiting(brief: bool, model: Path, tmp_path: Path) -> None:
+    """Four seconds go by with the limit as it is; with one of a second the same wait ends the run."""
+    (tmp_path / "rewards.py").write_text(SLOW_REWARD)
+    rewards = {"functions": [{"use": f"{tmp_path / 'rewards.py'}:variety"}]}
+    once = {"num_steps": 1, "eval_prompts": 0}
+    settings = settings_for(model, reward=rewards, run=once)
+    ranks = Ranks(train, settings, tmp_path, *([brief_timeout] * brief), folder=tmp_path)
+    codes = ranks.end()
+    assert codes == ([75, 75] if brief else [0, 0]), ranks.said
+
+
+# ---- memory ----
+
+
+def starve_rank_1(rank: int) -> None:
+    """Memory runs out on rank 1 at the first micro-batch of more than a row; both say at the end what they came to."""
+    plain = Updater._accumulate
+
+    def accumulate(self: Updater, passes: Any) -> Any:
+        starved = [replace_loss(one) for one in passes] if rank == 1 else passes
+        try:
+            return plain(self, starved)
+        finally:
+            print(f"budget {self.micro_batches.tokens}", flush=True)
+
+    Updater._accumulate = accumulate
+
+
+def replace_loss(one: Any) -> Any:
+    def loss(rows: list[int]) -> Any:
+        if len(rows) > 1:
+            raise torch.OutOfMemoryError("planted")
+        return one.loss(rows)
+
+    return type(one)(one.role, loss, one.rows, one.sizes)
+
+
+def test_memory_that_runs_out_on_one_process(model: Path, whole: RunDir, tmp_path: Path) -> None:
+    wide = {"num_steps": STEPS, "save_every": 0, "eval_every": 0, "eval_prompts": 4, "micro_batch_tokens": 500}
+    ranks = Ranks(train, settings_for(model, run=wide), tmp_path, starve_rank_1, folder=tmp_path)
+    assert ranks.end() == [0, 0], ranks.said
+    assert "budget 500" in ranks[0].said
+    assert "budget 500" not in ranks[1].said
+    assert "budget " in ranks[1].said
+    assert_like(whole, RunDir(tmp_path / "run"))
+
+
+def leave_rank_1_no_memory(rank: int) -> None:
+    def out(*_: Any) -> Any:
+        raise out_of_memory("with one sequence of 16 tokens in a micro-batch", torch.OutOfMemoryError("planted"))
+
+    if rank == 1:
+        setattr(Updater, "_accumulate", out)  # noqa: B010  pyright knows it as a method
+
+
+def test_a_process_without_any_memory_tells_the_others(model: Path, tmp_path: Path) -> None:
+    ranks = Ranks(train, settings_for(model), tmp_path, leave_rank_1_no_memory, folder=tmp_path)
+    assert ranks.end() == [75, 4], ranks.said
+    assert "process 1 has left (out of memory with one sequence of 16 tokens" in ranks[0].said
+    assert newest_sound(tmp_path / "run/checkpoints")[0] is not None
+
+
+# ---- weights that are not the same ----
+
+
+def change_a_bit(rank: int) -> None:
+    """Compare after every step; on rank 1 the last bit of one weight changes in the first one's end."""
+    setattr(session, "CHECK_EVERY", 1)  # noqa: B010
+    plain = session.Session.end_step
+
+    def end_step(self: session.Session, **metrics: float) -> None:
+        if rank == 1 and self.state.step == 1:
+            name, parameter = list(self.parts.roles.parameters["policy"].items())[3]
+            parameter.data.view(torch.int32).view(-1)[5] += 1
+            print(f"changed {name}", flush=True)
+        plain(self, **metrics)
+
+    session.Session.end_step = end_step
+
+
+def test_a_planted_difference_of_one_bit_is_found(model: Path, tmp_path: Path) -> None:
+    ranks = Ranks(train, settings_for(model), tmp_path, change_a_bit, folder=tmp_path)
+    assert ranks.end() == [3, 3], ranks.said
+    (changed,) = [line.removeprefix("changed ") for line in ranks[1].said.splitlines() if line.startswith("changed")]
+    assert "weights of process 1 are no longer those of process 0: 1 of" in ranks[0].said
+    assert f"the first policy {changed}" in ranks[0].said
+    assert replicas.CHECK_EVERY == 25
+    assert [line["step"] for line in running.metrics(RunDir(tmp_path / "run"))] == [0, 1, 2]

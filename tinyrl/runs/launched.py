@@ -1,0 +1,87 @@
+"""What a launcher (`accelerate launch`, torchrun) says in the environment: how many processes it started, and which of
+them this one is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SHARDED = {
+    "FSDP": "ACCELERATE_USE_FSDP",
+    "DeepSpeed": "ACCELERATE_USE_DEEPSPEED",
+    "Megatron": "ACCELERATE_USE_MEGATRON_LM",
+}
+
+
+@dataclass(frozen=True)
+class Launched:
+    """world_size processes, of which this one has the number `rank`, and on this machine local_world_size of them."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def launched() -> Launched:
+    """The processes of this launch; one where nothing launched several. Raises ValueError for half of the variables,
+    and where the launcher is told to shard a model.
+    """
+    world_size = _number("WORLD_SIZE", 1)
+    if world_size <= 1:
+        return Launched()
+    if "RANK" not in os.environ or "LOCAL_RANK" not in os.environ:
+        raise ValueError(
+            f"WORLD_SIZE={world_size} is set, but not RANK and LOCAL_RANK: start the processes with `accelerate launch "
+            f"--num_processes {world_size} -m tinyrl ...`, or unset WORLD_SIZE for a single one"
+        )
+    for name, variable in SHARDED.items():
+        if os.environ.get(variable, "false").lower() in ("true", "1"):
+            raise ValueError(
+                f"accelerate's configuration asks for {name}, and here every process holds the whole model: "
+                f"`accelerate launch --multi_gpu --num_processes {world_size} -m tinyrl ...`"
+            )
+    rank, local_rank = _number("RANK", 0), _number("LOCAL_RANK", 0)
+    return Launched(rank, world_size, local_rank, _number("LOCAL_WORLD_SIZE", 1))
+
+
+def launched_rank() -> int:
+    """The number of this process, where what else is said may be wrong."""
+    text = os.environ.get("RANK", "")
+    return int(text) if text.isdigit() else 0
+
+
+def forget_launcher() -> None:
+    """Go on as a single process, whatever was launched."""
+    for name in VARIABLES:
+        os.environ.pop(name, None)
+
+
+class Voice:
+    """Which of the processes says a sentence that may be everybody's. Before they are connected: one on each machine;
+    then `connected`, which is given the sentence.
+    """
+
+    def __init__(self) -> None:
+        self.connected: Callable[[str], bool] | None = None
+
+    def speaks(self, sentence: str) -> bool:
+        """Whether this process is to say it."""
+        if self.connected is not None:
+            return self.connected(sentence)
+        return os.environ.get("WORLD_SIZE", "1") in ("", "1") or os.environ.get("LOCAL_RANK", "0") in ("", "0")
+
+
+VOICE = Voice()
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    if not text.isdigit():
+        raise ValueError(f"{name}={text!r} in the environment is no number")
+    return int(text)
