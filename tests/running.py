@@ -76,22 +76,24 @@ class SignalAt(StopFlag):
         super().check()
 
 
-def train(settings: Config, folder: Path, *, name: str = "run", stop_at: int | None = None) -> tuple[int, RunDir, int]:
+def train(
+    settings: Config, folder: Path, *, name: str = "run", stop_at: int | None = None, device: str = "cpu"
+) -> tuple[int, RunDir, int]:
     """(exit code, run, how often the flag was looked at) of a fresh run."""
     flag = SignalAt(stop_at)
     with flag:
-        options = Options(device="cpu")
+        options = Options(device=device)
         launch = start(settings, options=options, output_dir=str(folder), name=name, overwrite=False, command=["test"])
         code = launch.go()
         return code, launch.run, flag.looks
 
 
-def go_on(run: RunDir, *, stop_at: int | None = None, **options: Any) -> int:
+def go_on(run: RunDir, *, stop_at: int | None = None, device: str = "cpu", **options: Any) -> int:
     """Resume a run in a fresh session; the exit code. `options` are those of `launch.resume`."""
     flag = SignalAt(stop_at)
     with flag:
         try:
-            launch = resume(open_run(run.path), options=Options(device="cpu"), **options)
+            launch = resume(open_run(run.path), options=Options(device=device), **options)
         except Interrupted as stop:  # while loading
             return stop.exit_code
         return 0 if launch is None else launch.go()

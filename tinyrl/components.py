@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,6 +221,7 @@ def load_parts(config: Config, *, options: Options) -> Parts:
     dtype = resolve_dtype(config.model.dtype, on_cpu=accelerator.device.type == "cpu")
     torch.manual_seed(config.run.seed)
     if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may add up in another order
         torch.use_deterministic_algorithms(True, warn_only=True)
     trust = options.trust_remote_code
     tokenizer = load_tokenizer(config.model.path, revision=config.model.revision, trust_remote_code=trust)

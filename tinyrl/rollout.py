@@ -16,6 +16,7 @@ from torch import Tensor
 from tinyrl.algorithms.kl import k1
 from tinyrl.environments import Transcript
 from tinyrl.models.batches import SequenceBatch
+from tinyrl.models.device import to_device
 from tinyrl.models.micro_batches import RowSizes
 from tinyrl.models.roles import Roles
 from tinyrl.workers.calls import RowFailure
@@ -144,7 +145,8 @@ class Rollout:
     def take(self, x: Tensor, rows: Sequence[int], *, batch: SequenceBatch) -> Tensor:
         """The rows of a (B,) or (B, T) tensor, cut to the width of their micro-batch, on its device."""
         picked = x[torch.as_tensor(rows)]
-        return (picked[:, : batch.num_columns] if picked.dim() == 2 else picked).to(batch.input_ids.device)
+        cut = picked[:, : batch.num_columns] if picked.dim() == 2 else picked
+        return to_device(cut, batch.input_ids.device)
 
     def minibatch(self, rows: Sequence[int], *, batch: SequenceBatch, logprobs: Tensor, entropy: Tensor) -> PolicyBatch:
         """What a policy's loss reads of some rows, whose log-probabilities and entropies (b, T) were just computed."""

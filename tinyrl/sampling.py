@@ -18,6 +18,7 @@ from tinyrl.generation.engine import Completion, Request, SampledRole, SamplingE
 from tinyrl.generation.game import Game
 from tinyrl.generation.turns import play
 from tinyrl.models.batches import SequenceBatch
+from tinyrl.models.device import to_device
 from tinyrl.models.micro_batches import MicroBatches, Work, own_rows
 from tinyrl.models.roles import Role, Roles
 from tinyrl.rewards.scorer import Scorer
@@ -177,14 +178,15 @@ def forward_pass(
         batch = rollout.batch(rows, roles)
         results = compute(batch)
         if not outputs:
-            outputs.extend(torch.zeros(rollout.response_tokens.shape) for _ in results)
+            outputs.extend(torch.zeros(rollout.response_tokens.shape, device=roles.device) for _ in results)
+        where = to_device(torch.as_tensor(rows), roles.device)
         for output, result in zip(outputs, results, strict=True):
-            output[torch.as_tensor(rows), : batch.num_columns] = result.float().cpu()
+            output[where, : batch.num_columns] = result.float()
 
     with torch.no_grad(), roles.acting(role), autocast():
         sizes = rollout.sizes(roles)
         micro_batches.run(Work(sizes, run, own_rows(sizes, None, world)))
-    count = max(world.gather(len(outputs)))
-    outputs += [torch.zeros(rollout.response_tokens.shape) for _ in range(count - len(outputs))]  # it had no rows
+    shape, count = rollout.response_tokens.shape, max(world.gather(len(outputs)))
+    outputs += [torch.zeros(shape, device=roles.device) for _ in range(count - len(outputs))]  # it had no rows
     world.sum(*outputs)
-    return tuple(outputs)
+    return tuple(output.cpu() for output in outputs)

@@ -8,10 +8,13 @@
     python -m tests.benchmarks memory   --peer-python TRL_VENV/bin/python [--ppo-peer-python TRL_1_12_VENV/bin/python]
     python -m tests.benchmarks scaling  [--axes group length vocabulary size]
     python -m tests.benchmarks learning --peer-python TRL_VENV/bin/python [--pairs 5] [--steps 60]
+    python -m tests.benchmarks gpu      [--minutes 10] [--shapes 0.5b 1.5b 3b 7b] [--peer-python TRL_VENV/bin/python]
 
 TRL_VENV: `pip install torch==2.13.0 trl==1.16.0 peft` in an environment of its own; TRL_1_12_VENV has trl==1.12.0, the
 last release with PPO. Both sides run in processes of their own, in alternation, with the same number of threads; the
 first step of each process is warm-up. `--sizes xs --pairs 1 --steps 2` tries a command out in about a minute.
+`gpu` measures what it can within --minutes, cell by cell, into cells.jsonl and table.md; run again, it goes on where it
+was. `gpu --shapes tiny` runs all of it on a CPU in seconds, at sizes that say nothing.
 Of tinyrl alone, each with --help: tests.benchmarks.start_up, .checkpoint_cost, .stopping, .starter_claims,
 .forgetting
 """
@@ -35,6 +38,7 @@ from tests.benchmarks import (
     compare_turns,
     our_scaling,
 )
+from tests.benchmarks.gpu import command as gpu
 from tests.benchmarks.sizes import SIZES
 
 
@@ -58,6 +62,7 @@ COMMANDS = {
     "memory": Command(compare_memory.main, ("s", "m", "v")),
     "scaling": Command(our_scaling.main, ("s", "m"), needs_a_peer=False),
     "learning": Command(compare_learning.main, steps=60, threads=1),
+    "gpu": Command(gpu.main, needs_a_peer=False),
 }
 
 
@@ -67,7 +72,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("what", choices=COMMANDS)
     parser.add_argument("--peer-python", help="Python of a virtual environment with TRL")
-    parser.add_argument("--ppo-peer-python", help="memory: Python of one with TRL 1.12, the last release with PPO")
+    parser.add_argument("--ppo-peer-python", help="memory, gpu: Python of one with TRL 1.12, the last release with PPO")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES))
     parser.add_argument("--pairs", type=int, default=5, help="processes of each side; learning: seeds, at most 10")
     parser.add_argument("--steps", type=int, help="steps (or rollouts) of a process (6; turns 4; learning 60)")
@@ -78,6 +83,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="overrides for tinyrl")
     parser.add_argument("--force", action="store_true", help="show ratios though the sides did not do the same work")
     parser.add_argument("--out", type=Path, help="folder to keep models and results in (default: a temporary one)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="gpu: of this slice")
+    parser.add_argument("--shapes", nargs="+", default=gpu.NAMES, choices=[*gpu.NAMES, "tiny"], help="gpu: models")
+    parser.add_argument("--again", action="store_true", help="gpu: try again what failed")
     options = parser.parse_args(words)
     command = COMMANDS[options.what]
     options.sizes = options.sizes or list(command.sizes)
@@ -92,6 +100,8 @@ def problem(options: argparse.Namespace) -> str | None:
         return f"{options.what} needs --peer-python: the Python of a virtual environment with TRL"
     if options.steps < 2:
         return "--steps must be at least 2: the first is warm-up"
+    if "tiny" in options.shapes and len(options.shapes) > 1:
+        return "--shapes: tiny goes by itself, it is for a CPU"
     if options.what == "learning" and options.pairs > 10:
         return "--pairs: learning takes at most 10 seeds"
     return None
@@ -103,7 +113,8 @@ def main() -> None:
     if sentence is not None:
         print(sentence, file=sys.stderr)
         raise SystemExit(2)
-    options.out = (options.out or Path(tempfile.mkdtemp(prefix="benchmarks-"))).resolve()
+    fresh = Path("gpu-benchmark") if options.what == "gpu" else Path(tempfile.mkdtemp(prefix="benchmarks-"))
+    options.out = (options.out or fresh).resolve()
     print(f"models and every process's settings and answers are in {options.out}", flush=True)
     COMMANDS[options.what].main(options)
 

@@ -24,9 +24,13 @@ def job() -> dict[str, Any]:
 
 def answer(settings: dict[str, Any], **result: Any) -> None:
     """Hand the result back to the process that started this one."""
+    Path(settings["answer"]).write_text(json.dumps({"versions": versions(), **result}))
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that a table names."""
     installed = {found.name.lower(): found.version for found in metadata.distributions()}
-    versions = {name: installed[name] for name in VERSIONS if name in installed}
-    Path(settings["answer"]).write_text(json.dumps({"versions": versions, **result}))
+    return {name: installed[name] for name in VERSIONS if name in installed}
 
 
 def resident_mb() -> float:

@@ -9,9 +9,8 @@ import peft  # noqa: F401
 import transformers  # noqa: F401
 from safetensors.torch import save_file
 
-import tinyrl.training.launch
 from tests.benchmarks import measuring, our_recipe
-from tests.benchmarks.our_training import lines_of, watch_steps
+from tests.benchmarks.our_training import lines_of, watched_steps
 from tests.benchmarks.text_work import CHECKED_STEP
 from tinyrl.cli.commands import app
 from tinyrl.training.update import Updater
@@ -36,13 +35,13 @@ def keep_gradients(path: str) -> None:
 
 def main() -> None:
     imports, settings = measuring.resident_mb(), measuring.job()
-    tinyrl.training.launch.write_report = lambda path: []  # drawing needs memory of its own  # pyright: ignore
     keep_gradients(settings["gradients"])
-    steps, run, method = watch_steps(), Path(settings["folder"]) / "run", settings["recipe"]["method"]
+    run, method = Path(settings["folder"]) / "run", settings["recipe"]["method"]
     command = ["train", method, str(our_recipe.write(settings)), *settings["overrides"]]
-    code = app(
-        [*command, "--output-dir", str(run.parent), "--name", run.name, "--device", "cpu"], standalone_mode=False
-    )
+    with watched_steps() as steps:
+        code = app(
+            [*command, "--output-dir", str(run.parent), "--name", run.name, "--device", "cpu"], standalone_mode=False
+        )
     if code:
         raise SystemExit(f"tinyrl ended with exit code {code}")
     losses = [line[LOSSES[method]] for line in lines_of(run)]

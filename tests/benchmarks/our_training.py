@@ -6,6 +6,8 @@ Phases come from metrics.jsonl. A step lasts from the end of the step before to 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +15,28 @@ import peft  # noqa: F401
 import torch  # noqa: F401
 import transformers  # noqa: F401
 
-import tinyrl.training.launch
 from tests.benchmarks import measuring, our_recipe
 from tinyrl.cli.commands import app
+from tinyrl.training import launch
 from tinyrl.training.session import Session
 
 PHASES = ("rollout", "reference", "values", "update")
 
 
-def watch_steps() -> measuring.Steps:
-    steps, end_step = measuring.Steps(), Session.end_step
+@contextmanager
+def watched_steps() -> Iterator[measuring.Steps]:
+    """Each step's end is noted, and no report is drawn: drawing needs memory of its own."""
+    steps, end_step, write_report = measuring.Steps(), Session.end_step, launch.write_report
 
     def end(self: Session, **metrics: float) -> None:
         steps.end()
         end_step(self, **metrics)
 
-    Session.end_step = end  # pyright: ignore[reportAttributeAccessIssue]
-    return steps
+    Session.end_step, launch.write_report = end, lambda path: []  # pyright: ignore
+    try:
+        yield steps
+    finally:
+        Session.end_step, launch.write_report = end_step, write_report
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
@@ -38,29 +45,35 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
     return [line for line in lines if "time/update" in line]
 
 
-def main() -> None:
-    imports = measuring.resident_mb()
-    settings = measuring.job()
-    tinyrl.training.launch.write_report = lambda path: []  # drawing needs memory of its own  # pyright: ignore
-    steps, run = watch_steps(), Path(settings["folder"]) / "run"
+def measure(settings: dict[str, Any]) -> dict[str, Any]:
+    """A run of settings["recipe"] on settings["device"] (the CPU): what each step after the first took."""
+    imports, run = measuring.resident_mb(), Path(settings["folder"]) / "run"
     command = ["train", settings["recipe"]["method"], str(our_recipe.write(settings)), *settings["overrides"]]
-    where = ["--output-dir", str(run.parent), "--name", run.name, "--device", "cpu"]
-    code = app([*command, *where], standalone_mode=False)
+    where = ["--output-dir", str(run.parent), "--name", run.name, "--device", settings.get("device", "cpu")]
+    with watched_steps() as steps:
+        code = app([*command, *where], standalone_mode=False)
     if code:
         raise SystemExit(f"tinyrl ended with exit code {code}")
     lines = lines_of(run)
     measured = lines[1:]  # the first step is warm-up
-    measuring.answer(
-        settings,
-        seconds=steps.seconds,
-        phases=[{p: line[f"time/{p}"] for p in PHASES if f"time/{p}" in line} for line in measured],
-        tokens=[int(line["completion/tokens"]) for line in measured],
-        memory={key: value for key, value in lines[-1].items() if key.startswith("memory/")},
-        rewards=[line["reward/mean"] for line in lines],
-        adapter=str(max((run / "checkpoints").iterdir())),
-        imports_mb=imports,
-        peak_mb=measuring.peak_mb(),
-    )
+    return {
+        "seconds": steps.seconds,
+        "phases": [{p: line[f"time/{p}"] for p in PHASES if f"time/{p}" in line} for line in measured],
+        "tokens": [int(line["completion/tokens"]) for line in measured],
+        "memory": {key: value for key, value in lines[-1].items() if key.startswith("memory/")},
+        "rewards": [line["reward/mean"] for line in lines],
+        "adapter": str(max((run / "checkpoints").iterdir())),
+        "imports_mb": imports,
+        "peak_mb": measuring.peak_mb(),
+        "lines": lines,
+    }
+
+
+def main() -> None:
+    settings = measuring.job()
+    result = measure(settings)
+    del result["lines"]
+    measuring.answer(settings, **result)
 
 
 if __name__ == "__main__":

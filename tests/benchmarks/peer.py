@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -23,7 +24,8 @@ class StepEnds(transformers.TrainerCallback):
 
 
 def arguments(settings: dict[str, Any], *, samples: int, learning_rate: float) -> dict[str, Any]:
-    """One optimizer step over `samples` samples, settings["micro_batch"] at a time; float32, nothing saved.
+    """One optimizer step over `samples` samples, settings["micro_batch"] at a time; nothing saved. On the CPU in
+    float32, unless settings say otherwise.
 
     No gradient checkpointing: TRL's default is to recompute, which takes less memory and more time.
     """
@@ -35,14 +37,31 @@ def arguments(settings: dict[str, Any], *, samples: int, learning_rate: float) -
         "gradient_accumulation_steps": samples // settings["micro_batch"],
         "temperature": 1.0,
         "gradient_checkpointing": False,
-        "bf16": False,
-        "use_cpu": True,
+        "bf16": settings.get("dtype") == "bfloat16",
+        "use_cpu": settings.get("device", "cpu") == "cpu",
         "logging_steps": 1,
         "save_strategy": "no",
         "seed": settings["seed"],
         "report_to": [],
         "disable_tqdm": True,
     }
+
+
+def model_options(settings: dict[str, Any]) -> dict[str, Any]:
+    """How a model is loaded: in float32, unless settings say otherwise."""
+    dtype = settings.get("dtype", "float32")
+    four = settings.get("quantization") == "4bit"
+    return {"dtype": dtype, **({"quantization_config": four_bits(getattr(torch, dtype))} if four else {})}
+
+
+def four_bits(dtype: torch.dtype) -> transformers.BitsAndBytesConfig:
+    """A base in 4 bits as tinyrl loads it."""
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_use_double_quant=True,
+    )
 
 
 def tokenizer_of(files: Path) -> Any:

@@ -16,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 from tests.benchmarks import measuring, rewards
 from tests.benchmarks.fixed_work import LORA, Grpo, read_rows
-from tests.benchmarks.peer import StepEnds, arguments, tokenizer_of
+from tests.benchmarks.peer import StepEnds, arguments, model_options, tokenizer_of
 
 
 def make_trainer(settings: dict[str, Any]) -> Any:
@@ -32,6 +32,7 @@ def make_trainer(settings: dict[str, Any]) -> Any:
         use_bias_correction_kl=False,  # its default weights the KL term by the ratio; ours is kl_ratio_weight, off
         epsilon=work.clip_eps,
         loss_type="dapo",
+        model_init_kwargs=model_options(settings),
         scale_rewards="group",
     )
     return GRPOTrainer(
@@ -65,22 +66,26 @@ def watch(trainer: Any, steps: measuring.Steps) -> None:
     trainer.add_callback(StepEnds(steps))
 
 
-def main() -> None:
-    imports, settings, steps = measuring.resident_mb(), measuring.job(), measuring.Steps()
+def measure(settings: dict[str, Any]) -> dict[str, Any]:
+    imports, steps = measuring.resident_mb(), measuring.Steps()
     trainer = make_trainer(settings)
     watch(trainer, steps)
     trainer.train()
     peak = measuring.peak_mb()
     adapter = Path(settings["folder"]) / "adapter"
     trainer.save_model(str(adapter))
-    measuring.answer(
-        settings,
+    return {
         **steps.result(),
-        rewards=[line["reward"] for line in trainer.state.log_history if "reward" in line],
-        adapter=str(adapter),
-        imports_mb=imports,
-        peak_mb=peak,
-    )
+        "rewards": [line["reward"] for line in trainer.state.log_history if "reward" in line],
+        "adapter": str(adapter),
+        "imports_mb": imports,
+        "peak_mb": peak,
+    }
+
+
+def main() -> None:
+    settings = measuring.job()
+    measuring.answer(settings, **measure(settings))
 
 
 if __name__ == "__main__":

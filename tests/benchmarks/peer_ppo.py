@@ -22,9 +22,14 @@ from tests.benchmarks.our_recipe import PPO_EPOCHS, PPO_PROMPTS
 from tests.benchmarks.peer import StepEnds, arguments, tokenizer_of, tokens_sampled
 
 
-def value_model(folder: Path) -> Any:
+def scoring_model(folder: Path, dtype: torch.dtype) -> Any:
+    """The reward model."""
+    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=dtype)
+
+
+def value_model(folder: Path, dtype: torch.dtype) -> Any:
     """The reward model's weights, of which LoRA and the score head train."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    model = scoring_model(folder, dtype)
     peft.inject_adapter_in_model(peft.LoraConfig(**LORA, exclude_modules=["score"]), model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name or name.startswith("score"))
@@ -34,13 +39,15 @@ def value_model(folder: Path) -> Any:
 def make_trainer(settings: dict[str, Any], steps: measuring.Steps) -> Any:
     files = Path(settings["files"])
     tokenizer = tokenizer_of(files)
+    prompts, new = settings.get("prompts", PPO_PROMPTS), settings.get("new", SPEED.max_new_tokens)
+    dtype = getattr(torch, settings.get("dtype", "float32"))
     args = PPOConfig(
-        **arguments(settings, samples=PPO_PROMPTS, learning_rate=SPEED.learning_rate),
-        total_episodes=PPO_PROMPTS * settings["steps"],
+        **arguments(settings, samples=prompts, learning_rate=SPEED.learning_rate),
+        total_episodes=prompts * settings["steps"],
         num_mini_batches=1,
         num_ppo_epochs=PPO_EPOCHS,
-        local_rollout_forward_batch_size=PPO_PROMPTS,
-        response_length=SPEED.max_new_tokens,
+        local_rollout_forward_batch_size=settings.get("scored_at_a_time", PPO_PROMPTS),
+        response_length=new,
         stop_token="eos",
         kl_coef=0.05,
         cliprange=SPEED.clip_eps,
@@ -49,10 +56,10 @@ def make_trainer(settings: dict[str, Any], steps: measuring.Steps) -> Any:
     return PPOTrainer(
         args=args,
         processing_class=tokenizer,
-        model=AutoModelForCausalLM.from_pretrained(files / "model"),
+        model=AutoModelForCausalLM.from_pretrained(files / "model", dtype=dtype),
         ref_model=None,
-        reward_model=AutoModelForSequenceClassification.from_pretrained(files / "reward_model", num_labels=1),
-        value_model=value_model(files / "reward_model"),
+        reward_model=scoring_model(files / "reward_model", dtype),
+        value_model=value_model(files / "reward_model", dtype),
         train_dataset=Dataset.from_list([{"input_ids": tokenizer(text)["input_ids"]} for text in texts(files)]),
         peft_config=peft.LoraConfig(**LORA, task_type="CAUSAL_LM"),
         callbacks=[StepEnds(steps)],
@@ -75,13 +82,18 @@ def watch(trainer: Any, steps: measuring.Steps) -> None:
     steps.wrap(trainer.accelerator, "backward", lambda *_: "backward")
 
 
-def main() -> None:
-    imports, settings, steps = measuring.resident_mb(), measuring.job(), measuring.Steps()
+def measure(settings: dict[str, Any]) -> dict[str, Any]:
+    imports, steps = measuring.resident_mb(), measuring.Steps()
     torch.set_num_threads(settings["threads"])
     trainer = make_trainer(settings, steps)
     watch(trainer, steps)
     trainer.train()
-    measuring.answer(settings, **steps.result(), imports_mb=imports, peak_mb=measuring.peak_mb())
+    return {**steps.result(), "imports_mb": imports, "peak_mb": measuring.peak_mb()}
+
+
+def main() -> None:
+    settings = measuring.job()
+    measuring.answer(settings, **measure(settings))
 
 
 if __name__ == "__main__":

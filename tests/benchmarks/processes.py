@@ -14,8 +14,32 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 4 * 3600  # sixty steps of learning take most of an hour on a busy core
 
 
+class Failed(Exception):
+    """A process that gave no answer; `tail` is the end of what it said, `too_long` that it was ended by its time."""
+
+    def __init__(self, sentence: str, tail: str, *, too_long: bool = False) -> None:
+        super().__init__(sentence)
+        self.tail, self.too_long = tail, too_long
+
+
 def run(script: str, settings: dict[str, Any], *, options: Namespace, python: str = sys.executable) -> dict[str, Any]:
     """Run tests.benchmarks.<script> with `settings`; its answer. Ends the benchmark when the process fails."""
+    try:
+        return attempt(script, settings, options=options, python=python)
+    except Failed as failure:
+        print(failure.tail, file=sys.stderr)
+        raise SystemExit(str(failure)) from failure
+
+
+def attempt(
+    script: str,
+    settings: dict[str, Any],
+    *,
+    options: Namespace,
+    python: str = sys.executable,
+    timeout: float = TIMEOUT_S,
+) -> dict[str, Any]:
+    """The same; raises Failed when the process fails or takes longer than `timeout` seconds."""
     folder = options.out / "jobs"
     folder.mkdir(parents=True, exist_ok=True)
     number = len(list(folder.glob("*.json")))
@@ -31,10 +55,13 @@ def run(script: str, settings: dict[str, Any], *, options: Namespace, python: st
         "HF_HUB_OFFLINE": "1",
     }
     command = [python, "-W", "ignore", "-m", f"tests.benchmarks.{script}", str(question)]
-    done = subprocess.run(
-        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, env=environment, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Failed(f"{script} took longer than {timeout:.0f} s", "", too_long=True) from error
     if done.returncode != 0 or not reply.is_file():
-        print((done.stdout + done.stderr)[-3000:], file=sys.stderr)
-        raise SystemExit(f"{script} failed (exit code {done.returncode}); its settings are in {question}")
+        sentence = f"{script} failed (exit code {done.returncode}); its settings are in {question}"
+        raise Failed(sentence, (done.stdout + done.stderr)[-3000:])
     return json.loads(reply.read_text())

@@ -51,8 +51,12 @@ GAME = """
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_model(tmp_path_factory.mktemp("chat"))
+
+
+def chat_model(folder: Path) -> Path:
     """It says one of a dozen words at random: calls of the tool, calls of none, the end of a turn."""
-    folder = tiny_model(tmp_path_factory.mktemp("chat"), "llama", vocabulary=WORDS)
+    tiny_model(folder, "llama", vocabulary=WORDS)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)

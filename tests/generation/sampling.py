@@ -32,14 +32,16 @@ def make_engine(
     lora: bool = False,
     reference: bool = False,
     dtype: torch.dtype = torch.float32,
+    base_dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
     **options: Any,
 ) -> Any:
-    model = load_causal_lm(str(folder), dtype=torch.float32)
+    model = load_causal_lm(str(folder), dtype=base_dtype)
     if lora:
         torch.manual_seed(0)  # A is drawn: two engines with the same arguments have the same weights
         model = wrap_in_lora(model, lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear"))
     settings = SamplingSettings(**({"temperature": 1.0, "max_new_tokens": 20} | options))
-    roles, tokenizer = Roles(model, device=CPU, reference=reference), load_tokenizer(str(folder))
+    roles, tokenizer = Roles(model, device=device, reference=reference), load_tokenizer(str(folder))
     if name == "fused":
         return FusedEngine(roles, tokenizer, settings, dtype=dtype)
     return {"hf": HfEngine, "hf-merged": HfMergedEngine}[name](roles, tokenizer, settings)
@@ -59,7 +61,7 @@ def stir(engine: Engine, *, by: float = 0.1) -> None:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in engine.roles.parameters["policy"].values():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * by)
+            parameter.add_((torch.randn(parameter.shape, generator=generator) * by).to(parameter.device))
 
 
 def tokens_of(groups: list[list[Completion]]) -> list[list[list[int]]]:

@@ -4,67 +4,23 @@ Steps in buckets of rows and cache columns are replayed from a recording whose w
 are looked for only now and then.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from tests.generation.episodes import BUDGET, Delayed, Scripted, Threaded, plain
+from tests.generation.recording import pretend_cuda, record_steps, recordable
 from tests.generation.sampling import assert_same, make_engine, requests, sample
 from tests.tiny_models import TinyModels
-from tinyrl.generation import continuous_batching
+from tinyrl.generation import continuous_batching, fused
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.graphs import StepGraphs
-from tinyrl.generation.slots import Slots
-
-
-class Recording:
-    """Replaces a CUDA graph: while one is captured a step is noted and not run; replaying runs it."""
-
-    capturing: "Recording | None" = None
-
-    def __init__(self) -> None:
-        self.noted: list[Callable[[], None]] = []
-
-    def replay(self) -> None:
-        for run in self.noted:
-            run()
-
-
-def recordable(step: Callable[[int, int], None]) -> Callable[[int, int], None]:
-    def call(rows: int, width: int) -> None:
-        if Recording.capturing is None:
-            step(rows, width)
-        else:
-            Recording.capturing.noted.append(lambda: step(rows, width))
-
-    return call
 
 
 @pytest.fixture(autouse=True)
 def _pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stream:
-        def wait_stream(self, other: Any) -> None:
-            pass
-
-    @contextmanager
-    def capture(recording: Recording, pool: object) -> Iterator[None]:
-        Recording.capturing = recording
-        yield
-        Recording.capturing = None
-
-    fakes = {
-        "Stream": Stream,
-        "current_stream": Stream,
-        "stream": lambda _: nullcontext(),
-        "graph": capture,
-        "CUDAGraph": Recording,
-        "graph_pool_handle": lambda: None,
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
+    pretend_cuda(monkeypatch)
 
 
 def test_a_graph_is_captured_once_for_a_shape_and_its_warm_up_is_undone():
@@ -86,18 +42,23 @@ def test_a_graph_is_captured_once_for_a_shape_and_its_warm_up_is_undone():
 def shapes(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
     """From here on engines decode by graphs; the shapes that they have asked for."""
     seen: set[tuple[int, int]] = set()
+    call = StepGraphs.__call__
 
-    def slots(self: FusedEngine, decoder: Any, greedy: bool, *, rows: int, width: int):
-        made = Slots(
-            decoder, self.settings, capacity=rows, width=width, columns=self.columns, greedy=greedy,
-            device=self.roles.device,
-        )  # fmt: skip
-        graphs = StepGraphs(recordable(made.advance), state=(made.token, made.position, made.count))
-        return made, lambda live, columns: (seen.add((live, columns)), graphs(live, columns))
+    def noted(self: StepGraphs, rows: int, width: int) -> None:
+        seen.add((rows, width))
+        call(self, rows, width)
 
-    monkeypatch.setattr(continuous_batching, "WIDTH_BUCKET", 8)
-    monkeypatch.setattr(FusedEngine, "_slots", slots)
-    monkeypatch.setattr(continuous_batching.Sampling, "_shape", lambda self: continuous_batching.bucket(self.slots))
+    begin = FusedEngine.__init__
+
+    def with_graphs(self: FusedEngine, *arguments: Any, **named: Any) -> None:
+        begin(self, *arguments, **named)
+        self.by_graphs = True
+
+    record_steps(monkeypatch)
+    monkeypatch.setattr(FusedEngine, "__init__", with_graphs)
+    monkeypatch.setattr(StepGraphs, "__call__", noted)
+    for module in (continuous_batching, fused):
+        monkeypatch.setattr(module, "WIDTH_BUCKET", 8)
     return seen
 
 
@@ -131,7 +92,7 @@ def test_what_is_kept_between_calls_can_be_given_back(tiny: TinyModels):
     engine = make_engine(tiny("qwen3"), "fused", max_new_tokens=4)
     expected = sample(engine)
     assert engine.release() is False  # on a CPU nothing is kept
-    engine._kept = ((), None, None)
+    engine._kept = object()
     assert engine.release() is True
     assert engine._kept is None
     assert_same(sample(engine), expected)

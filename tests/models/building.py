@@ -29,14 +29,21 @@ def lora(targets: str | list[str] = "all-linear", *, dropout: float = 0.0):
 
 
 def lora_roles(
-    folder: Path, *, dtype: torch.dtype = torch.float32, dropout: float = 0.0, reference: bool = True
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    dropout: float = 0.0,
+    reference: bool = True,
+    device: torch.device = CPU,
 ) -> Roles:
     model = load_causal_lm(str(folder), dtype=dtype)
-    return Roles(wrap_in_lora(model, lora(dropout=dropout)), device=CPU, reference=reference)
+    return Roles(wrap_in_lora(model, lora(dropout=dropout)), device=device, reference=reference)
 
 
-def full_roles(folder: Path, *, dtype: torch.dtype = torch.float32, reference: bool = True) -> Roles:
-    return Roles(load_causal_lm(str(folder), dtype=dtype), device=CPU, reference=reference)
+def full_roles(
+    folder: Path, *, dtype: torch.dtype = torch.float32, reference: bool = True, device: torch.device = CPU
+) -> Roles:
+    return Roles(load_causal_lm(str(folder), dtype=dtype), device=device, reference=reference)
 
 
 def roles_with_critic(folder: Path, *, with_lora: bool, kind: CriticKind, dtype: torch.dtype = torch.float32) -> Roles:

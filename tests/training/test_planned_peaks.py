@@ -27,26 +27,35 @@ IN_CI = ("grpo with LoRA", "ppo, every weight")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models are built by the test; prompts for them."""
-    made = tmp_path_factory.mktemp("peaks")
+    """Prompts; a model is built when it is first asked for."""
+    return prepared(tmp_path_factory.mktemp("peaks"))
+
+
+def prepared(made: Path) -> Path:
+    """Prompts for all cases in a folder, which is returned."""
     rows = [json.dumps({"prompt": text, "answer": "w5"}) for text in prompt_texts(SIZES["s"], 64)]
     (made / "rows.jsonl").write_text("\n".join(rows))
     return made
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case in IN_CI else pytest.mark.release) for case in CASES]
-)
-def test_the_planned_peak_is_the_measured_one(case: str, folder: Path):
+def peaks(case: str, folder: Path, *, device: str = "cpu") -> tuple[float, float]:
+    """GB planned and measured of a run."""
     method, size, settings = CASES[case]
     if not (folder / size).exists():
         build(replace(SIZES[size], early_ends=False), folder / size)
-    where = [f"model.path={folder / size}", f"task.data={folder / 'rows.jsonl'}"]
+    where = [f"model.path={folder / size}", f"task.data={folder / 'rows.jsonl'}", "--device", device]
     command = [sys.executable, "-m", "tinyrl", "train", method, *where, *RUN, *settings]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     said = re.search(r"memory +([\d.]+) (.B) planned \(.*\), ([\d.]+) (.B) measured", done.stdout)
     assert said is not None, done.stdout
     scale = {"GB": 1.0, "MB": 1e-3}
-    planned, measured = float(said[1]) * scale[said[2]], float(said[3]) * scale[said[4]]
+    return float(said[1]) * scale[said[2]], float(said[3]) * scale[said[4]]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in IN_CI else pytest.mark.release) for case in CASES]
+)
+def test_the_planned_peak_is_the_measured_one(case: str, folder: Path):
+    planned, measured = peaks(case, folder)
     assert planned == pytest.approx(measured, rel=TO)

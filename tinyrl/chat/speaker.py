@@ -58,6 +58,7 @@ class _Heard(HfEngine):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self.look_every = 1  # each token is said as it comes
         self.hear: Hear = lambda who, text: None
         self._spelling, self._known = Spelling(self.tokenizer), list[int]()
 

@@ -81,9 +81,9 @@ class Sampling:
         return bool(self.waiting) and enough
 
     def _shape(self) -> tuple[int, int]:
-        """Rows and cache columns of a step: those in use, or on CUDA the bucket that holds them."""
+        """Rows and cache columns of a step: those in use, or with graphs the bucket that holds them."""
         slots = self.slots
-        return bucket(slots) if slots.device.type == "cuda" else (slots.live, slots.longest)
+        return bucket(slots) if self.engine.by_graphs else (slots.live, slots.longest)
 
     def _admit(self, free: int) -> None:
         """Admit as many waiting samples as there are free slots, a few prompts at a time."""
@@ -114,17 +114,28 @@ class Sampling:
     def _retire(self) -> None:
         """Take finished rows out of those that are decoded."""
         slots = self.slots
-        counts = slots.count[: slots.live].tolist()
-        ended: dict[int, Completion] = {}  # by slot
-        for slot, (recent, count) in enumerate(zip(slots.recent(self.engine.look_every), counts, strict=True)):
+        looks = slots.look(self.engine.look_every)
+        said = self._said(max((count for count, _ in looks), default=0))
+        ends: dict[int, tuple[int, FinishReason]] = {}  # by slot
+        for slot, (count, recent) in enumerate(looks):
             eos_at = next((count - len(recent) + i + 1 for i, t in enumerate(recent) if t in self.engine.eos), None)
             limit = self._limit(slots.sample[slot])
-            length, reason = self._end(slot, eos_at, min(count, limit), limit)
+            length, reason = self._end(said[slot] if said else [], eos_at, min(count, limit), limit)
             if reason is not None:
-                tokens, logprobs = slots.tokens[slot, :length].tolist(), slots.logprobs[slot, :length].tolist()
-                ended[slot] = Completion(tokens, logprobs, reason)
-        if ended:
-            self._take_out(ended)
+                ends[slot] = length, reason
+        if ends:
+            self._take_out(self._completions(ends))
+
+    def _said(self, most: int) -> list[list[int]]:
+        """Of each live row its first tokens, where stop strings are looked for in them; else nothing."""
+        slots = self.slots
+        return slots.tokens[: slots.live, :most].tolist() if self.settings.stop else []
+
+    def _completions(self, ends: dict[int, tuple[int, FinishReason]]) -> dict[int, Completion]:
+        """The completions of rows that have ended, by slot."""
+        tokens, logprobs = self.slots.drawn(list(ends), max(length for length, _ in ends.values()))
+        rows = zip(ends.items(), tokens, logprobs, strict=True)
+        return {slot: Completion(t[:length], p[:length], reason) for (slot, (length, reason)), t, p in rows}
 
     def _limit(self, sample: int) -> int:
         """The most tokens the row of this sample may have."""
@@ -135,13 +146,12 @@ class Sampling:
         self.done |= {self.slots.sample[slot]: completion for slot, completion in ended.items()}
         self.slots.leave(list(ended))
 
-    def _end(self, slot: int, eos_at: int | None, count: int, limit: int) -> tuple[int, FinishReason | None]:
-        """The length of a row and why it has ended; None while it goes on."""
+    def _end(self, said: list[int], eos_at: int | None, count: int, limit: int) -> tuple[int, FinishReason | None]:
+        """The length of a row and why it has ended; None while it goes on. said: its tokens, for stop strings."""
         length, reason = (eos_at, "eos") if eos_at is not None and eos_at <= count else (count, "length")
         if self.settings.stop:
-            said = self.slots.tokens[slot, :length].tolist()
             look_at = self.engine.look_every
-            stopped = stop_said_at(said, self.settings.stop, self.engine.tokenizer, look_at=look_at)
+            stopped = stop_said_at(said[:length], self.settings.stop, self.engine.tokenizer, look_at=look_at)
             if stopped is not None and (reason != "eos" or stopped < length):
                 return stopped, "stop"
         ended = reason == "eos" or count >= limit

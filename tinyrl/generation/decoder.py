@@ -144,7 +144,7 @@ class Decoder:
             for p, span in enumerate(rows):
                 keys[span.start : span.stop, :, :width] = k[p]
                 values[span.start : span.stop, :, :width] = v[p]
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+            k, v = (x.repeat_interleave(groups, 1, output_size=self.num_heads) for x in (k, v))
             attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scaling)
             x = self._rest(layer, x, attended.transpose(1, 2).flatten(2).flatten(0, 1))
         last = torch.arange(prompts, device=ids.device) * width + lengths - 1

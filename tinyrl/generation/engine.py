@@ -17,6 +17,7 @@ from tinyrl.generation.rng import sample_keys
 from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.roles import Roles
 
+LOOK_EVERY = {"cpu": 1, "cuda": 16}  # tokens between two looks at which rows have finished
 FinishReason = Literal["eos", "stop", "length", "turns"]  # turns: of an episode that had no more of them
 SampledRole = Literal["policy", "reference", "base"]
 

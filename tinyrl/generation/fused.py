@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import psutil
 import torch
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from tinyrl.generation.continuous_batching import WIDTH_BUCKET, Sampling
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import (
+    LOOK_EVERY,
     Completion,
     Request,
     SampledRole,
@@ -29,13 +31,25 @@ from tinyrl.generation.graphs import StepGraphs
 from tinyrl.generation.slots import Slots
 from tinyrl.models.roles import Roles
 
-LOOK_EVERY = {"cpu": 1, "cuda": 16}  # tokens between two looks at which rows have finished
 CACHE_SHARE = 0.4  # of the memory that is free when sampling starts
+
+
+@dataclass
+class Kept:
+    """What outlives a call where steps are replayed: slots for so many `rows` as were wanted of them, and the graphs
+    that hold their addresses, for sampled and for greedy tokens.
+    """
+
+    decoder: Decoder
+    rows: int
+    slots: Slots
+    graphs: dict[bool, StepGraphs] = field(default_factory=dict)
 
 
 class FusedEngine:
     """Samples through a `Decoder`, whose weights are copied from the acting role at every call.
 
+    by_graphs: whether steps are replayed from graphs, as on CUDA.
     overlaps: whether rows go on while others wait for their environment. Which rows are decoded together then depends
     on the clock, and with it the rounding, so not where the same run is to give the same bits.
     """
@@ -50,10 +64,11 @@ class FusedEngine:
         self.exact = dtype == torch.float32 and roles.causal.dtype == torch.float32
         self.eos = eos_token_ids(roles, tokenizer)
         self.look_every = LOOK_EVERY[roles.device.type]
+        self.by_graphs = roles.device.type == "cuda"
         self.overlaps = roles.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
         self.decoders: dict[int, Decoder] = {}  # of each model that has sampled: the policy's, a frozen reference
         self._copy_bytes = 0
-        self._kept: tuple[tuple[object, ...], Slots, StepGraphs] | None = None  # CUDA: graphs outlive a call
+        self._kept: Kept | None = None
 
     def sample(
         self,
@@ -129,9 +144,9 @@ class FusedEngine:
         self._hand_back(decoder)
 
     def _hand_back(self, decoder: Decoder) -> None:
-        """On a CPU, free the copy for the update, as it is quickly made again; on CUDA, graphs still read it."""
+        """Free the copy for the update, as it is quickly made again, unless graphs still read it."""
         self._copy_bytes = decoder.weight_bytes
-        if self.roles.device.type == "cpu":
+        if not self.by_graphs:
             decoder.release()
 
     def release(self) -> bool:
@@ -156,24 +171,32 @@ class FusedEngine:
         self, decoder: Decoder, greedy: bool, *, rows: int, width: int
     ) -> tuple[Slots, Callable[[int, int], None]]:
         """Slots for as many rows as wanted, or as memory allows, and the function that advances them."""
-        device, columns = self.roles.device, self.columns
-        if device.type != "cuda":
-            rows = min(rows, rows_that_fit(decoder, width, free=psutil.virtual_memory().available))
-            slots = Slots(
-                decoder, self.settings, capacity=rows, width=width, columns=columns, greedy=greedy, device=device
-            )
+        if not self.by_graphs:
+            slots = self._new_slots(decoder, greedy, rows=rows, width=width)
             return slots, slots.advance
-        width = -(-width // WIDTH_BUCKET) * WIDTH_BUCKET
-        key = (id(decoder), greedy, rows, width)
-        if self._kept is None or self._kept[0] != key:
-            self._kept = None
-            fit = min(rows, rows_that_fit(decoder, width, free=torch.cuda.mem_get_info(device)[0]))
-            slots = Slots(
-                decoder, self.settings, capacity=fit, width=width, columns=columns, greedy=greedy, device=device
-            )
-            graphs = StepGraphs(slots.advance, state=(slots.token, slots.position, slots.count))
-            self._kept = (key, slots, graphs)
-        return self._kept[1], self._kept[2]
+        kept = self._kept
+        if kept is None or kept.decoder is not decoder or kept.rows < rows or kept.slots.width < width:
+            kept = self._kept = None  # its memory serves the next
+            width = -(-width // WIDTH_BUCKET) * WIDTH_BUCKET
+            self._kept = kept = Kept(decoder, rows, self._new_slots(decoder, greedy, rows=rows, width=width))
+        slots = kept.slots
+        slots.greedy = greedy
+        if greedy not in kept.graphs:
+            kept.graphs[greedy] = StepGraphs(slots.advance, state=(slots.token, slots.position, slots.count))
+        return slots, kept.graphs[greedy]
+
+    def _new_slots(self, decoder: Decoder, greedy: bool, *, rows: int, width: int) -> Slots:
+        device = self.roles.device
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+        return Slots(
+            decoder,
+            self.settings,
+            capacity=min(rows, rows_that_fit(decoder, width, free=free)),
+            width=width,
+            columns=self.columns,
+            greedy=greedy,
+            device=device,
+        )
 
 
 def rows_that_fit(decoder: Decoder, width: int, *, free: int) -> int:

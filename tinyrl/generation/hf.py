@@ -8,12 +8,14 @@ gives the same completion in any batch.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import get_args
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.generation.engine import (
+    LOOK_EVERY,
     Completion,
     FinishReason,
     Request,
@@ -29,6 +31,7 @@ from tinyrl.generation.engine import (
 from tinyrl.generation.rng import inverse_cdf, uniforms
 from tinyrl.generation.token_sampling import stop_said_at, truncate
 from tinyrl.models.batches import trunk_of
+from tinyrl.models.device import to_device
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.lora_merge import adapted_parameter
@@ -38,6 +41,7 @@ from tinyrl.runs.signals import check_stop
 
 # Rows are dropped when fewer than this share of the batch is still going: copying the cache costs about one token.
 COMPACT_BELOW = 0.8
+REASONS = get_args(FinishReason)
 
 
 class HfEngine:
@@ -49,6 +53,7 @@ class HfEngine:
         self.roles, self.tokenizer, self.settings = roles, tokenizer, settings
         self.max_rows = settings.max_rows
         self.exact = roles.causal.dtype == torch.float32
+        self.look_every = LOOK_EVERY[roles.device.type]  # a number read from a GPU is waited for
         self.eos = torch.tensor(sorted(eos_token_ids(roles, tokenizer)), dtype=torch.long, device=roles.device)
 
     def sample(
@@ -134,12 +139,12 @@ class _Decoding:
         keys, first = row_keys(requests, group, seed=seed, step=step)
         limits = torch.tensor([max_new_tokens(r, engine.settings) for r in requests]).repeat_interleave(group)
         self.width = int(limits.max())
-        self.limits = limits.to(self.device)
-        self.uniforms = uniforms(keys, num_tokens=self.width, first=first).to(self.device)
+        self.limits = to_device(limits, self.device)
+        self.uniforms = to_device(uniforms(keys, num_tokens=self.width, first=first), self.device)
         self.tokens = torch.zeros(self.num_rows, self.width, dtype=torch.long, device=self.device)
         self.logprobs = torch.zeros(self.num_rows, self.width, device=self.device)
         self.lengths = self.limits.clone()
-        self.reasons: list[FinishReason] = ["length"] * self.num_rows
+        self.reasons = torch.full((self.num_rows,), REASONS.index("length"), device=self.device)
 
     def run(self) -> list[list[Completion]]:
         logits, cache, mask = self._prefill()
@@ -148,17 +153,20 @@ class _Decoding:
         for t in range(self.width):
             check_stop()
             token, logprob = self._draw(logits, self.uniforms[rows, t])
-            self.tokens[rows[alive], t] = token[alive]
-            self.logprobs[rows[alive], t] = logprob[alive]
+            self.tokens[rows, t] = torch.where(alive, token, 0)
+            self.logprobs[rows, t] = torch.where(alive, logprob, 0.0)
             self.engine.heard(rows, alive, token)
             alive = self._still_going(t, rows, alive, token)
-            going = int(alive.sum())
-            if going == 0 or t + 1 == self.width:
+            if t + 1 == self.width:
                 break
-            if going < COMPACT_BELOW * len(rows):
-                keep = alive.nonzero().squeeze(-1)
-                _take_rows(cache, keep)
-                rows, mask, token, alive = rows[keep], mask[keep], token[keep], alive[keep]
+            if (t + 1) % self.engine.look_every == 0:
+                going = int(alive.sum())
+                if going == 0:
+                    break
+                if going < COMPACT_BELOW * len(rows):
+                    keep = alive.nonzero().squeeze(-1)
+                    _take_rows(cache, keep)
+                    rows, mask, token, alive = rows[keep], mask[keep], token[keep], alive[keep]
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
             logits = self._forward(token.unsqueeze(-1), mask, cache)
         return self._completions()
@@ -171,10 +179,10 @@ class _Decoding:
         for i, request in enumerate(self.requests):
             ids[i, width - len(request.prompt_tokens) :] = torch.tensor(request.prompt_tokens)
             mask[i, width - len(request.prompt_tokens) :] = 1
-        ids, mask = ids.to(self.device), mask.to(self.device)
+        ids, mask = to_device(ids, self.device), to_device(mask, self.device)
         cache = DynamicCache(config=self.trunk.config)  # pyright: ignore
         logits = self._forward(ids, mask, cache)
-        source = torch.arange(len(self.requests), device=self.device).repeat_interleave(self.group)
+        source = torch.arange(self.num_rows, device=self.device) // self.group
         _take_rows(cache, source)
         return logits[source], cache, mask[source]
 
@@ -205,23 +213,21 @@ class _Decoding:
         return alive & (self.limits[rows] > t + 1)
 
     def _finish(self, t: int, rows: Tensor, alive: Tensor, ended: Tensor, reason: FinishReason) -> Tensor:
-        finished = rows[ended]
-        self.lengths[finished] = t + 1
-        for row in finished.tolist():
-            self.reasons[row] = reason
+        self.lengths[rows] = torch.where(ended, t + 1, self.lengths[rows])
+        self.reasons[rows] = torch.where(ended, REASONS.index(reason), self.reasons[rows])
         return alive & ~ended
 
     def _said_stop(self, t: int, rows: Tensor, alive: Tensor) -> Tensor:
         """Rows whose text now holds a stop string that ends in its last token."""
-        said = torch.zeros_like(alive)
-        for i in alive.nonzero().squeeze(-1).tolist():
-            tokens = self.tokens[rows[i], : t + 1].tolist()
-            said[i] = stop_said_at(tokens, self.engine.settings.stop, self.engine.tokenizer, look_at=1) is not None
-        return said
+        stop, tokenizer = self.engine.settings.stop, self.engine.tokenizer
+        texts = zip(self.tokens[rows, : t + 1].tolist(), alive.tolist(), strict=True)
+        said = [going and stop_said_at(tokens, stop, tokenizer, look_at=1) is not None for tokens, going in texts]
+        return to_device(torch.tensor(said), self.device)
 
     def _completions(self) -> list[list[Completion]]:
-        tokens, logprobs, lengths = self.tokens.tolist(), self.logprobs.tolist(), self.lengths.tolist()
-        flat = [Completion(tokens[r][:n], logprobs[r][:n], self.reasons[r]) for r, n in enumerate(lengths)]
+        tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()
+        ends = zip(self.lengths.tolist(), self.reasons.tolist(), strict=True)
+        flat = [Completion(tokens[r][:n], logprobs[r][:n], REASONS[why]) for r, (n, why) in enumerate(ends)]
         return [flat[i : i + self.group] for i in range(0, self.num_rows, self.group)]
 
 

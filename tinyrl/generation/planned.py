@@ -15,8 +15,8 @@ from torch import Tensor
 from tinyrl.config.sections import GenerationConfig
 from tinyrl.generation.continuous_batching import PREFILL_TOKENS, WIDTH_BUCKET
 from tinyrl.generation.decoder import Decoder, reads_like_llama
-from tinyrl.generation.engine import Completion, SamplingSettings
-from tinyrl.generation.fused import LOOK_EVERY, rows_that_fit
+from tinyrl.generation.engine import LOOK_EVERY, Completion, SamplingSettings
+from tinyrl.generation.fused import rows_that_fit
 from tinyrl.generation.slots import Slots
 from tinyrl.models.live_bytes import AsOn, LiveBytes
 from tinyrl.models.loading import POLICY_ADAPTER

@@ -20,6 +20,7 @@ from torch import Tensor
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import SamplingSettings
 from tinyrl.generation.token_sampling import sample_tokens
+from tinyrl.models.device import to_device
 
 
 @dataclass
@@ -77,15 +78,19 @@ class Slots:
         counts = [len(of_prompt) for of_prompt in samples]
         self._make_room(sum(counts))
         starts = list(accumulate(counts, initial=self.live))
-        lengths = torch.tensor([len(p) for p in prompts], device=self.device)
-        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(self.device)
+        lengths = to_device(torch.tensor([len(p) for p in prompts]), self.device)
+        ids = self._padded(prompts)
         rows = [range(start, start + count) for start, count in zip(starts, counts, strict=False)]
         states = self.decoder.prefill(ids, lengths, cache=self.cache, rows=rows)
         self.sample += chain.from_iterable(samples)
         self.longest = max(self.longest, ids.shape[1])
-        source = torch.arange(len(prompts), device=self.device).repeat_interleave(torch.tensor(counts).to(self.device))
+        source = to_device(torch.tensor([p for p, count in enumerate(counts) for _ in range(count)]), self.device)
         where = torch.arange(starts[0], starts[-1], device=self.device)
-        self.position[where], self.count[where], self.uniforms[where] = lengths[source], 0, uniforms.to(self.device)
+        self.position[where], self.count[where], self.uniforms[where] = (
+            lengths[source],
+            0,
+            to_device(uniforms, self.device),
+        )
         self._draw(self.decoder.head.logits(states)[source], where)
 
     def advance(self, live: int, width: int) -> None:
@@ -112,12 +117,19 @@ class Slots:
         self.token[where] = token
         self.count[where] += 1
 
-    def recent(self, most: int) -> list[list[int]]:
-        """The last `most` tokens of each live row, oldest first (fewer where fewer were drawn)."""
-        counts = self.count[: self.live]
-        columns = counts.unsqueeze(1) - torch.arange(most, 0, -1, device=self.device)
-        tokens = self.tokens[: self.live].gather(1, columns.clamp(0, self.columns - 1)).tolist()
-        return [row[max(0, most - count) :] for row, count in zip(tokens, counts.tolist(), strict=True)]
+    def look(self, most: int) -> list[tuple[int, list[int]]]:
+        """Of each live row how many tokens were drawn, and the last `most` of them, oldest first (fewer where there are
+        fewer). One copy from the device.
+        """
+        counts = self.count[: self.live].unsqueeze(1)
+        columns = (counts - torch.arange(most, 0, -1, device=self.device)).clamp(0, self.columns - 1)
+        seen = torch.cat([counts, self.tokens[: self.live].gather(1, columns)], 1).tolist()
+        return [(count, row[max(0, most - count) :]) for count, *row in seen]
+
+    def drawn(self, slots: list[int], most: int) -> tuple[list[list[int]], list[list[float]]]:
+        """The first `most` tokens of the rows at `slots`, and their log-probabilities. Two copies from the device."""
+        where = to_device(torch.tensor(slots), self.device)
+        return self.tokens[where, :most].tolist(), self.logprobs[where, :most].tolist()
 
     def leave(self, slots: list[int]) -> None:
         """Remove the rows at `slots`; rows from the end move into the gaps."""
@@ -142,16 +154,21 @@ class Slots:
         rows = [self._to_front(sample, slot) for slot, sample in enumerate(samples, self.live)]
         self._keep_positions()
         where = range(self.live, self.live + len(rows))
-        start, lengths = torch.tensor([[row.cached for row in rows], [len(t) for t in tokens]], device=self.device)
+        start, lengths = to_device(torch.tensor([[row.cached for row in rows], [len(t) for t in tokens]]), self.device)
         ends = [row.cached + len(t) for row, t in zip(rows, tokens, strict=True)]
-        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(t) for t in tokens], batch_first=True).to(self.device)
+        ids = self._padded(tokens)
         states = self.decoder.extend(ids, lengths, start, cache=self.cache, rows=where, width=max(ends))
         self.sample += samples
         self.longest = max(self.longest, *ends)
         places = torch.arange(where.start, where.stop, device=self.device)
         self.position[places], self.count[places] = start + lengths, 0
-        self.uniforms[places] = uniforms.to(self.device)
+        self.uniforms[places] = to_device(uniforms, self.device)
         self._draw(self.decoder.head.logits(states), places)
+
+    def _padded(self, rows: list[list[int]]) -> Tensor:
+        """Token ids of rows (R, longest), padded on the right, on the device."""
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+        return to_device(ids, self.device)
 
     def _to_front(self, sample: int, slot: int) -> Parked:
         """Move a parked sample to `slot`, where it no longer waits; another that waits there moves to its slot."""
@@ -180,7 +197,7 @@ class Slots:
         """What a graph writes to the cache of a parked row goes behind the tokens that count."""
         if self.parked:
             rows = [(row.slot, row.cached) for row in self.parked.values()]
-            slots, cached = torch.tensor(rows, device=self.device).unbind(1)
+            slots, cached = to_device(torch.tensor(rows), self.device).unbind(1)
             self.position[slots] = cached
 
     def _copy(self, source: int, to: int, columns: int) -> None:
@@ -207,8 +224,9 @@ class Slots:
             move(source, to, self.longest)
             self.sample[to], self.sample[source] = self.sample[source], self.sample[to]
         if gaps:
+            places, sources = to_device(torch.tensor([gaps, movers]), self.device)
             for tensor in (self.token, self.position, self.count, self.uniforms, self.tokens, self.logprobs):
-                tensor[gaps] = tensor[movers]
+                tensor[places] = tensor[sources]
         behind = self.sample[stay:]
         del self.sample[stay:]
         self.longest = int(self.position[: self.live].max()) if self.live else 0

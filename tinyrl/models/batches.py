@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tinyrl.models.device import to_device
 from tinyrl.models.packing import CannotPack, Packing, attending, pack
 
 Masks = Sequence[Sequence[bool]] | None  # of each row's response: which tokens are listed
@@ -67,12 +68,12 @@ def make_batch(
         start = i * width + len(prompt) - 1
         state_index += [start + t for t in columns]
     return SequenceBatch(
-        input_ids.to(device),
-        attention_mask.to(device),
+        to_device(input_ids, device),
+        to_device(attention_mask, device),
         torch.arange(width, device=device).expand(len(prompts), width),
         **_response_tokens(responses, listed, device),
-        state_index=torch.tensor(state_index, dtype=torch.long, device=device),
-        last_index=torch.tensor([i * width + n - 1 for i, n in enumerate(lengths)], device=device),
+        state_index=to_device(torch.tensor(state_index, dtype=torch.long), device),
+        last_index=to_device(torch.tensor([i * width + n - 1 for i, n in enumerate(lengths)]), device),
         num_rows=len(prompts),
         num_columns=max((len(r) for r in responses), default=0),
     )
@@ -110,14 +111,14 @@ def make_packed_batch(
             positions += range(len(prompt), len(prompt) + len(tokens))
             ends[row] = len(ids) - 1 if tokens else root
         shape.append((len(prompt), [len(tokens) for tokens in kept]))
-    input_ids = torch.tensor([ids], device=device)
+    input_ids = to_device(torch.tensor([ids]), device)
     return SequenceBatch(
         input_ids,
         torch.ones_like(input_ids),
-        torch.tensor([positions], device=device),
+        to_device(torch.tensor([positions]), device),
         **_response_tokens(responses, listed, device),
-        state_index=torch.tensor(list(chain(*before)), dtype=torch.long, device=device),
-        last_index=torch.tensor(ends, device=device) if last_tokens else None,
+        state_index=to_device(torch.tensor(list(chain(*before)), dtype=torch.long), device),
+        last_index=to_device(torch.tensor(ends), device) if last_tokens else None,
         num_rows=len(prompts),
         num_columns=max((len(r) for r in responses), default=0),
         packing=pack(shape, device=device),
@@ -141,7 +142,7 @@ def _response_tokens(
     row = [i for i, columns in enumerate(listed) for _ in columns]
     targets = [response[t] for response, columns in zip(responses, listed, strict=True) for t in columns]
     lists = {"row": row, "column": list(chain(*listed)), "targets": targets}
-    return {name: torch.tensor(x, dtype=torch.long, device=device) for name, x in lists.items()}
+    return {name: to_device(torch.tensor(x, dtype=torch.long), device) for name, x in lists.items()}
 
 
 def trunk_of(model: nn.Module) -> nn.Module:

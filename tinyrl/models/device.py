@@ -20,7 +20,7 @@ import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from torch import nn
+from torch import Tensor, nn
 
 from tinyrl.distributed import join, world
 from tinyrl.workers.process import CGROUP_LIMIT
@@ -129,6 +129,15 @@ def as_out_of_memory() -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" not in str(error):
             raise
         raise torch.OutOfMemoryError(str(error).partition("DefaultCPUAllocator: ")[2]) from error
+
+
+def to_device(x: Tensor, device: torch.device | str) -> Tensor:
+    """x on the device. A copy to a GPU is only queued: from ordinary memory the process would wait for all that is
+    queued before it, and the GPU then for the process.
+    """
+    if torch.device(device).type != "cuda" or x.is_cuda:
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
 
 
 def resident_bytes() -> int:

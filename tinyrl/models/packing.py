@@ -21,6 +21,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from tinyrl.models.device import to_device
+
 ATTENTION = "tinyrl_packed"
 # Options that some models pass to attention beyond softmax(q k) v, and that this attention does not support.
 REFUSED = ("softcap", "sliding_window", "position_bias", "s_aux", "sinks", "cache")
@@ -99,7 +101,7 @@ def pack(groups: Sequence[tuple[int, Sequence[int]]], *, device: torch.device | 
                 slots[at : at + length] = torch.arange(first, first + length)
             blocks.append(Block(len(bucket), width, prompt))
             offset += len(bucket) * width
-    return Packing(slots.to(device), blocks, pieces)
+    return Packing(to_device(slots, device), blocks, pieces)
 
 
 def _buckets(rows: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -210,7 +212,8 @@ def _for_each(block: Block, prompt: Tensor) -> Tensor:
 def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, packing: Packing, index: int) -> Tensor:
     """Query i of a block sees the keys in front of the rows and keys 0..i of its row; padding comes last."""
     if q.is_cuda and q.dtype == torch.float32:  # the kernels for float32 want as many key heads as query heads
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        heads = q.shape[1]
+        k, v = (x.repeat_interleave(heads // x.shape[1], dim=1, output_size=heads) for x in (k, v))
     shared_heads = q.shape[1] != k.shape[1]
     if packing.blocks[index].prompt is None:
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=shared_heads)

@@ -11,6 +11,7 @@ from tinyrl.components import Parts
 from tinyrl.data.described import quoting
 from tinyrl.data.readers import Row
 from tinyrl.data.shapes import preference
+from tinyrl.models.device import to_device
 from tinyrl.models.micro_batches import RowSizes, Work, own_rows
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import render_answer
@@ -43,16 +44,18 @@ def pair_logprobs(parts: Parts, role: Literal["policy", "reference"], pairs: lis
 
 def logprobs_of(parts: Parts, role: Literal["policy", "reference"], pairs: list[Pair]) -> Tensor:
     """`pair_logprobs` of any number of pairs, without gradient, on the CPU."""
-    out = torch.zeros(len(pairs), 2)
+    device = parts.roles.device
+    out = torch.zeros(len(pairs), 2, device=device)
 
     def run(rows: list[int]) -> None:
-        out[rows] = pair_logprobs(parts, role, [pairs[i] for i in rows]).float().cpu()
+        said = pair_logprobs(parts, role, [pairs[i] for i in rows]).float()
+        out[to_device(torch.as_tensor(rows), device)] = said
 
     with torch.no_grad(), parts.roles.acting(role), parts.accelerator.autocast():
         sizes = sizes_of(parts, pairs)
         parts.micro_batches.run(Work(sizes, run, own_rows(sizes, None, parts.world)))
     parts.world.sum(out)
-    return out
+    return out.cpu()
 
 
 def sizes_of(parts: Parts, pairs: list[Pair]) -> RowSizes:

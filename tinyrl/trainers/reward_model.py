@@ -31,6 +31,7 @@ from tinyrl.distributed import ALONE, World
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.reward_models import label_metrics, pair_metrics, rating_metrics
 from tinyrl.models.batches import trunk_of
+from tinyrl.models.device import to_device
 from tinyrl.models.micro_batches import RowSizes, StepRows, Work, own_rows
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET
 from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat
@@ -129,16 +130,18 @@ class RewardParts(Parts):
         """Scores (n,) of the chosen and of the rejected sides, or of single answers, without gradient; each process of
         `world` computes some of them.
         """
-        out = torch.zeros(len(examples), 2 if self.rows.objective == "pairs" else 1)
+        device = self.roles.device
+        out = torch.zeros(len(examples), 2 if self.rows.objective == "pairs" else 1, device=device)
 
         def run(rows: list[int]) -> None:
-            out[rows] = torch.stack(answer_scores(self, [examples[i] for i in rows]), 1).float().cpu()
+            scores = torch.stack(answer_scores(self, [examples[i] for i in rows]), 1).float()
+            out[to_device(torch.as_tensor(rows), device)] = scores
 
         with torch.no_grad(), self.roles.acting("policy"), self.accelerator.autocast():
             sizes = sizes_of(self, examples)
             self.micro_batches.run(Work(sizes, run, own_rows(sizes, None, world)))
         world.sum(out)
-        return out.unbind(1)
+        return out.cpu().unbind(1)
 
 
 def train(session: Session, parts: RewardParts) -> None:

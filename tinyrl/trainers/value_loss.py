@@ -11,6 +11,7 @@ from tinyrl.algorithms.losses import Metrics, clipped_value_loss
 from tinyrl.components import SamplingParts
 from tinyrl.config.method_sections import PpoConfig
 from tinyrl.models.batches import SequenceBatch
+from tinyrl.models.device import to_device
 from tinyrl.models.micro_batches import Work, own_rows
 from tinyrl.models.roles import Roles
 from tinyrl.rollout import Rollout
@@ -31,19 +32,19 @@ def predict_values(rollout: Rollout, roles: Roles, collector: RolloutCollector) 
 
 def predict_final_values(rollout: Rollout, parts: SamplingParts) -> Tensor:
     """(B,) the critic's value of what would have followed a truncated response; 0 for one that ended."""
-    roles, out = parts.roles, torch.zeros(len(rollout))
+    roles, out = parts.roles, torch.zeros(len(rollout), device=parts.roles.device)
     cut = (rollout.truncated & rollout.kept).nonzero().squeeze(-1).tolist()
 
     def run(rows: list[int]) -> None:
         prompts = [rollout.prompt_tokens[int(rollout.prompt_index[row])] for row in rows]
         batch = roles.batch(prompts, [rollout.response(row) for row in rows], last_tokens=True)
-        out[rows] = roles.final_values(batch).float().cpu()
+        out[to_device(torch.as_tensor(rows), roles.device)] = roles.final_values(batch).float()
 
     with torch.no_grad(), roles.acting(roles.value_role), parts.accelerator.autocast():
         sizes = rollout.sizes(roles)
         parts.micro_batches.run(Work(sizes, run, own_rows(sizes, cut, parts.world)))
     parts.world.sum(out)
-    return out
+    return out.cpu()
 
 
 @dataclass(frozen=True)

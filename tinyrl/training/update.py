@@ -101,7 +101,7 @@ class Updater:
             with self._own_random_numbers(before) as dropout:
                 self.micro_batches.run(*work, restart=restart)
             parameters = [p for role in self.optimizers.values() for p in role.parameters.values()]
-            return sum_step(self.world, {key: float(value) for key, value in totals.items()}, parameters)
+            return sum_step(self.world, as_floats(totals), parameters)
         except Interrupted:
             restore_torch_rng(before)  # a resume does this step again from its beginning
             raise
@@ -153,3 +153,12 @@ class Updater:
                 "weight was changed by them. "
                 "The batches are kept in nonfinite/. Try a lower optim.learning_rate, or model.dtype=float32."
             )
+
+
+def as_floats(metrics: dict[str, Tensor]) -> dict[str, float]:
+    """0-dim tensors as numbers: one copy from a GPU for all of them, where each by itself would be waited for."""
+    found: dict[str, float] = {}
+    for device in {value.device for value in metrics.values()}:
+        there = {key: value.detach().double() for key, value in metrics.items() if value.device == device}
+        found |= zip(there, torch.stack(list(there.values())).tolist(), strict=True)
+    return {key: found[key] for key in metrics}

@@ -1,0 +1,241 @@
+"""Learning on a device: log-probabilities, packed rows, dtypes of policy and adapters, waits, lack of room."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import running
+from tests.benchmarks.gpu.attention import KINDS, tensors
+from tests.gpu.waits import counting_waits
+from tests.models.building import full_roles, lora_roles
+from tests.tiny_models import TinyModels
+from tinyrl.components import Options
+from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
+from tinyrl.models.roles import Roles
+from tinyrl.training.launch import start
+
+A, B, C = [7, 8, 9], [12, 4], list(range(20, 40))
+ROWS = [
+    (A, [11, 30, 12, 31]),
+    (A, [13]),
+    (B, [14, 15, 16, 17, 18, 19, 20]),
+    (C, [21, 22]),
+    (A, [23, 24, 25, 26, 27, 28, 29, 30, 31, 5]),
+    (C, [32, 33, 34]),
+]
+PROMPTS, RESPONSES = [p for p, _ in ROWS], [r for _, r in ROWS]
+NUMBER_OF_TOKENS = sum(len(r) for r in RESPONSES)
+
+
+def roles_on(tiny: TinyModels, device: torch.device, dtype: torch.dtype = torch.float32) -> Roles:
+    """With an adapter that has moved, and a reference."""
+    roles = lora_roles(tiny("qwen3"), device=device, dtype=dtype)
+    moved(roles)
+    return roles
+
+
+def moved(roles: Roles) -> None:
+    """Move the policy's weights, by numbers that are the same on every device."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in roles.parameters["policy"].values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.device) * 0.05)
+
+
+def own_forward(roles: Roles) -> Tensor:
+    """(B, T) log-probabilities by a forward pass of the library over each row by itself."""
+    out = torch.zeros(len(ROWS), max(map(len, RESPONSES)))
+    with torch.no_grad(), roles.acting("policy") as model:
+        for i, (prompt, response) in enumerate(ROWS):
+            ids = torch.tensor([prompt + response], device=roles.device)
+            said = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+            out[i, : len(response)] = said.gather(1, ids[0, len(prompt) :, None]).squeeze(1).cpu()
+    return out
+
+
+def passed(roles: Roles, *, packs: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities (B, T) of the policy, and the gradient of their weighted sum."""
+    was, roles.packs = roles.packs, packs
+    weights = torch.linspace(-1, 1, len(ROWS), device=roles.device).unsqueeze(1)
+    with roles.acting("policy"):
+        batch = roles.batch(PROMPTS, RESPONSES)
+        logprobs, _ = roles.logprobs("policy", batch, temperature=1.0)
+        (logprobs * weights).sum().backward()
+    roles.packs = was
+    parameters = roles.parameters["policy"]
+    gradients = {n: p.grad.detach().cpu() for n, p in parameters.items() if p.grad is not None}
+    for parameter in parameters.values():
+        parameter.grad = None
+    return logprobs.detach().cpu(), gradients
+
+
+@pytest.mark.parametrize("packs", [True, False], ids=["packed", "padded"])
+def test_log_probabilities_are_those_of_a_full_forward_pass(tiny: TinyModels, device: torch.device, packs: bool):
+    exact, rounded = (roles_on(tiny, device, dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert exact.packs
+    torch.testing.assert_close(passed(exact, packs=packs)[0], own_forward(exact), atol=1e-4, rtol=0)
+    gap = (passed(rounded, packs=packs)[0] - own_forward(rounded)).abs().sum() / NUMBER_OF_TOKENS
+    assert float(gap) < 0.05
+
+
+def test_packed_rows_have_the_gradient_of_padded_ones(tiny: TinyModels, device: torch.device):
+    roles = roles_on(tiny, device)
+    (_, packed), (_, padded) = (passed(roles, packs=packs) for packs in (True, False))
+    assert packed.keys() == padded.keys()
+    for name, gradient in packed.items():
+        torch.testing.assert_close(gradient, padded[name], atol=1e-4, rtol=1e-4, msg=name)
+    assert any(float(gradient.abs().max()) > 1e-2 for gradient in packed.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["packed", "flex"])
+def test_attention_of_a_long_group_is_that_of_padded_rows(device: torch.device, kind: str, dtype: str):
+    """Grouped queries, responses of different lengths; on a GPU forward and backward at lengths that are trained on."""
+    gpu = device.type == "cuda"
+    prompt, responses, size = (256, [2048, 1500, 1024, 1900], 64) if gpu else (9, [20, 3, 14, 11], 16)
+    torch.manual_seed(0)
+    number = getattr(torch, dtype)
+    inputs = tensors(4, 2, size, prompt + sum(responses), device=device, dtype=number)
+    results = []
+    for name in (kind, "padded"):
+        leaves = [x.clone().requires_grad_(gpu or kind == "packed") for x in inputs]
+        out = KINDS[name](prompt, responses, device=device)(*leaves)
+        gradients = torch.autograd.grad(out.float().square().sum(), leaves) if leaves[0].requires_grad else ()
+        results.append([out.detach(), *gradients])
+    allowed = 1e-3 if dtype == "float32" else 2e-2
+    for ours, padded in zip(*results, strict=True):
+        assert float((ours - padded).float().norm() / padded.float().norm()) < allowed
+
+
+def test_before_the_first_step_the_kl_to_the_reference_is_exactly_zero(tiny: TinyModels, device: torch.device):
+    """The policy's new adapter changes nothing yet, and both run through the same kernels; also in bfloat16. Fully
+    fine-tuned, the reference is a copy whose frozen head adds up in another order: 0 to rounding.
+    """
+    lora = [lora_roles(tiny("qwen3"), device=device, dtype=d) for d in (torch.float32, torch.bfloat16)]
+    for roles in (*lora, full_roles(tiny("qwen3"), device=device)):
+        said = {}
+        for role in ("policy", "reference"):
+            with torch.no_grad(), roles.acting(role):
+                said[role] = roles.logprobs(role, roles.batch(PROMPTS, RESPONSES), temperature=1.0)[0]
+        gap = float((said["policy"] - said["reference"]).abs().max())
+        assert gap == 0.0 if roles.peft is not None else gap < 1e-5
+        moved(roles)
+        with torch.no_grad(), roles.acting("policy"):
+            after = roles.logprobs("policy", roles.batch(PROMPTS, RESPONSES), temperature=1.0)[0]
+        assert float((after - said["reference"]).abs().max()) > 1e-3
+
+
+def launched(settings: Any, folder: Path, device: torch.device) -> Any:
+    """A run that is loaded and has not begun."""
+    options = Options(device=device.type)
+    return start(settings, options=options, output_dir=str(folder), name="run", overwrite=False, command=["test"])
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_a_bfloat16_policy_has_float32_adapters_that_learn(
+    tiny: TinyModels, device: torch.device, method: str, tmp_path: Path
+):
+    launch = launched(running.config(method, tiny("qwen3"), model={"dtype": "bfloat16"}), tmp_path, device)
+    roles = launch.parts.roles
+    trained = {id(p) for of_role in roles.parameters.values() for p in of_role.values()}
+    before = {n: p.detach().clone() for n, p in roles.causal.named_parameters()}
+    assert {p.dtype for p in roles.causal.parameters() if id(p) not in trained} == {torch.bfloat16}
+    assert {p.dtype for of_role in roles.parameters.values() for p in of_role.values()} == {torch.float32}
+    assert launch.go() == 0
+    for name, parameter in roles.causal.named_parameters():
+        assert torch.equal(parameter, before[name]) == (id(parameter) not in trained), name
+    gaps = [line["policy/sampling_gap"] for line in running.metrics(launch.run) if "policy/sampling_gap" in line]
+    assert 0 < max(gaps) < 0.05
+
+
+def test_a_base_in_four_bits_is_trained_on(tiny: TinyModels, device: torch.device, tmp_path: Path):
+    pytest.importorskip("bitsandbytes")
+    launch = launched(running.config("grpo", tiny("llama"), model={"quantization": "4bit"}), tmp_path, device)
+    assert launch.parts.engine.name == "hf"
+    assert launch.go() == 0
+    lines = [line for line in running.metrics(launch.run) if "optim/grad_norm" in line]
+    assert all(line["optim/grad_norm"] > 0 for line in lines)
+    assert {line["policy/sampling_gap"] < 0.05 for line in lines} == {True}
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_an_update_waits_as_often_whatever_its_micro_batches(
+    tiny: TinyModels, device: torch.device, method: str, tmp_path: Path
+):
+    """Once for its metrics, and for the norms of each role; not for each micro-batch. (A rollout is on the CPU, so what
+    is read of it waits for nothing.)
+    """
+    waits, few = [], {"grpo": {"num_prompts": 2, "group_size": 4}, "ppo": {"num_prompts": 4, "num_epochs": 1}}
+    for tokens in (4096, 48):
+        folder = tmp_path / str(tokens)
+        run = {"num_steps": 2, "micro_batch_tokens": tokens, "eval_every": 0, "eval_prompts": 1, "save_every": 0}
+        settings = running.config(method, tiny("qwen3"), run=run, **{method: few[method]})
+        launch = launched(settings, folder, device)
+        updater, seen = launch.session.updater, []
+        step = updater.step
+
+        def counted(*args: Any, step: Callable[..., Any] = step, seen: list[int] = seen, **named: Any) -> Any:
+            with counting_waits(device) as found:
+                metrics = step(*args, **named)
+            seen.append(sum(n for where, n in found.items() if not where.startswith(("/", "rollout.py"))))
+            return metrics
+
+        updater.step = counted
+        assert launch.go() == 0
+        waits.append(seen[-1])
+    assert waits[0] == waits[1] <= 2 + 2 * len(launch.parts.roles.parameters)
+
+
+def test_too_little_room_halves_the_micro_batches_and_changes_no_gradient(tiny: TinyModels, device: torch.device):
+    """On a GPU there really is too little; on a CPU a pass over too many tokens says so."""
+    roles = roles_on(tiny, device)
+    prompts, responses = PROMPTS * 40, RESPONSES * 40
+    sizes = RowSizes.of(prompts, map(len, responses), packed=True)
+    micro_batches = MicroBatches(device, 100_000)
+    seen: list[int] = []
+
+    def run(rows: list[int]) -> None:
+        seen.append(sizes.cost(rows))
+        if device.type == "cuda":
+            torch.empty(sizes.cost(rows) * BYTES_A_TOKEN, dtype=torch.uint8, device=device)
+        elif sizes.cost(rows) > MOST_TOKENS:
+            raise torch.OutOfMemoryError("no more memory")
+        with roles.acting("policy"):
+            batch = roles.batch([prompts[i] for i in rows], [responses[i] for i in rows])
+            roles.logprobs("policy", batch, temperature=1.0)[0].sum().backward()
+
+    def gradient() -> dict[str, Tensor]:
+        parameters = roles.parameters["policy"]
+
+        def restart() -> None:
+            for parameter in parameters.values():
+                parameter.grad = None
+
+        micro_batches.run(Work(sizes, run), restart=restart)
+        return {n: p.grad.detach().clone() for n, p in parameters.items() if p.grad is not None}
+
+    everything = sizes.cost(range(len(sizes)))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        total = torch.cuda.mem_get_info()[1]
+        room = torch.cuda.memory_allocated() + everything * BYTES_A_TOKEN // 2
+        torch.cuda.set_per_process_memory_fraction(min(1.0, room / total))
+    try:
+        within = gradient()
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    assert seen[0] == everything
+    assert micro_batches.tokens <= everything // 2
+    assert max(seen[1:]) < everything
+    few = micro_batches.tokens
+    micro_batches.tokens = few // 3
+    for name, other in gradient().items():
+        torch.testing.assert_close(within[name], other, atol=1e-3, rtol=1e-4, msg=name)
+
+
+BYTES_A_TOKEN, MOST_TOKENS = 4 << 20, 700

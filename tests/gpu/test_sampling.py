@@ -1,0 +1,183 @@
+"""Sampling on a device: graphs by bucket of rows beside the plain path, in both dtypes, and what a token costs."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.generation.sampling import assert_same, make_engine, requests, sample, stir, tokens_of
+from tests.gpu.waits import counting_kernels, counting_waits
+from tests.tiny_models import TinyModels
+from tinyrl.generation.engine import Completion, Request
+from tinyrl.generation.fused import FusedEngine
+from tinyrl.generation.graphs import StepGraphs
+from tinyrl.generation.select import MEAN_IN_BFLOAT16, MOST_IN_FLOAT32
+
+pytestmark = pytest.mark.usefixtures("graphs")
+
+GROUP, NEW = 10, 24
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+EVERY, WAITS_A_LOOK = (
+    8,
+    4,
+)  # a look; and where rows have ended: their tokens, log-probabilities, the longest of the rest
+KERNELS_A_LAYER, KERNELS_BESIDE = 40, 48
+
+
+def engine_on(tiny: TinyModels, device: torch.device, dtype: torch.dtype, name: str = "fused", **options: Any) -> Any:
+    """With an adapter that has moved; the fused one decodes by graphs."""
+    settings = {"lora": True, "max_new_tokens": NEW, **options}
+    engine = make_engine(tiny("qwen3"), name, device=device, dtype=dtype, base_dtype=dtype, **settings)
+    stir(engine, by=0.02)
+    engine.eos = torch.arange(1, 12, device=device) if name == "hf" else set(range(1, 12))
+    if name == "fused":
+        engine.by_graphs, engine.look_every = True, EVERY
+    return engine
+
+
+@torch.no_grad()
+def full_forward(engine: Any, asked: list[Request], groups: list[list[Completion]]) -> list[list[Tensor]]:
+    """Log-probabilities of each completion by a forward pass of the library over prompt and completion."""
+    with engine.roles.acting("policy") as model:
+        return [
+            [logprobs_of(model, request.prompt_tokens, c.tokens, engine.roles.device) for c in group]
+            for request, group in zip(asked, groups, strict=True)
+        ]
+
+
+def logprobs_of(model: Any, prompt: list[int], tokens: list[int], device: torch.device) -> Tensor:
+    ids = torch.tensor([prompt + tokens], device=device)
+    said = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+    return said.gather(1, ids[0, len(prompt) :, None]).squeeze(1).cpu()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("max_rows", [3, 12, None])
+def test_every_bucket_says_what_a_full_forward_pass_says(
+    tiny: TinyModels, device: torch.device, dtype: str, max_rows: int | None
+):
+    """Rows are admitted, finish and move, so smaller buckets come up too. In float32 every log-probability agrees; in
+    bfloat16, which rounds every state, their mean does.
+    """
+    engine = engine_on(tiny, device, DTYPES[dtype])
+    engine.max_rows = max_rows
+    groups = sample(engine, GROUP)
+    own = full_forward(engine, requests(), groups)
+    gaps = [
+        (torch.tensor(c.logprobs) - said).abs()
+        for group, by_forward in zip(groups, own, strict=True)
+        for c, said in zip(group, by_forward, strict=True)
+    ]
+    gap = torch.cat(gaps)
+    assert {c.finish_reason for group in groups for c in group} == {"eos", "length"}
+    assert float(gap.mean()) < MEAN_IN_BFLOAT16
+    if dtype == "float32":
+        assert float(gap.max()) < MOST_IN_FLOAT32
+
+
+def test_graphs_and_the_plain_path_draw_the_same_tokens(tiny: TinyModels, device: torch.device):
+    """The fused decoder by graphs, the same without them, and the library's modules and cache."""
+    graphs, plain, slow = (engine_on(tiny, device, torch.float32, name) for name in ("fused", "fused", "hf"))
+    plain.by_graphs = False
+    expected = sample(slow, GROUP)
+    for engine in (graphs, plain):
+        assert_same(sample(engine, GROUP), expected, tolerance=MOST_IN_FLOAT32)
+    greedy = sample(slow, 1, greedy=True)
+    assert_same(sample(graphs, 1, greedy=True), greedy, tolerance=MOST_IN_FLOAT32)
+
+
+def test_a_graph_is_captured_once_for_a_bucket_and_used_again(
+    tiny: TinyModels, device: torch.device, monkeypatch: pytest.MonkeyPatch
+):
+    """In later steps, after the weights have moved, and around an evaluation: greedy, of fewer rows."""
+    captured: list[tuple[int, int, int]] = []
+    capture = StepGraphs._capture
+
+    def noted(self: StepGraphs, rows: int, width: int) -> Any:
+        captured.append((id(self), rows, width))
+        return capture(self, rows, width)
+
+    monkeypatch.setattr(StepGraphs, "_capture", noted)
+    engine, slow = (engine_on(tiny, device, torch.float32, name) for name in ("fused", "hf"))
+    for step in range(3):
+        for each in (engine, slow):
+            stir(each, by=0.02 * step)
+        assert_same(sample(engine, GROUP), sample(slow, GROUP), tolerance=MOST_IN_FLOAT32)
+        assert_same(sample(engine, 2, greedy=True), sample(slow, 2, greedy=True), tolerance=MOST_IN_FLOAT32)
+    assert len(captured) == len(set(captured))
+    assert len({graphs for graphs, _, _ in captured}) == 2
+    assert len({rows for _, rows, _ in captured}) > 2
+    before = len(captured)
+    sample(engine, GROUP)
+    sample(engine, 2, greedy=True)
+    assert len(captured) == before
+
+
+def waits_of(engine: Any, device: torch.device, *, new: int) -> int:
+    """Waits of a call in which every row has so many new tokens."""
+    asked = [Request(r.prompt_tokens, r.prompt_row, max_new_tokens=new) for r in requests()]
+    engine.sample(asked, 2, seed=0, step=0)  # graphs are captured, libraries make their workspaces
+    with counting_waits(device) as waits:
+        engine.sample(asked, 2, seed=0, step=0)
+    return waits.own
+
+
+@pytest.mark.parametrize("name", ["fused", "hf"])
+def test_nothing_waits_between_two_looks(tiny: TinyModels, device: torch.device, name: str):
+    """A look at finished rows every few tokens is all that a longer completion adds, however many rows there are. (What
+    the library's own forward pass asks of its mask is not counted.)
+    """
+    engine = engine_on(tiny, device, torch.float32, name, max_new_tokens=4 * EVERY)
+    engine.eos = torch.tensor([], device=device, dtype=torch.long) if name == "hf" else set()
+    engine.look_every = EVERY
+    short, long = (waits_of(engine, device, new=looks * EVERY) for looks in (2, 4))
+    assert 0 < long - short <= 2 * WAITS_A_LOOK
+    assert short <= 40
+
+
+@pytest.mark.parametrize("by_graphs", [True, False])
+def test_a_step_by_itself_waits_for_nothing(tiny: TinyModels, device: torch.device, by_graphs: bool):
+    engine = engine_on(tiny, device, torch.float32)
+    engine.by_graphs = by_graphs
+    with torch.inference_mode(), engine._decoding("policy", False, rows=6, width=64) as (slots, advance):
+        slots.clear()
+        slots.enter([[0, 1, 2], [3, 4, 5]], [[20, 21, 22], [30]], uniforms=torch.rand(6, slots.columns).double())
+        advance(6, 64)
+        with counting_waits(device) as waits:
+            for _ in range(EVERY):
+                advance(6, 64)
+    assert waits.total() == 0, waits
+
+
+def kernels_a_token(engine: FusedEngine, rows: int) -> int:
+    """Operations of a step that launch a kernel."""
+    engine.by_graphs = False
+    with torch.inference_mode(), engine._decoding("policy", False, rows=rows, width=64) as (slots, advance):
+        slots.clear()
+        slots.enter([list(range(rows))], [[20, 21, 22]], uniforms=torch.rand(rows, slots.columns).double())
+        with counting_kernels() as kernels:
+            advance(rows, 64)
+    return kernels.total()
+
+
+def test_kernels_of_a_token_do_not_grow_with_its_rows(tiny: TinyModels, device: torch.device):
+    """Two layers, in both dtypes (bfloat16 has a branch a projection)."""
+    for dtype in DTYPES.values():
+        engine = engine_on(tiny, device, dtype)
+        few, many = (kernels_a_token(engine, rows) for rows in (2, 20))
+        assert few == many
+        assert few <= 2 * KERNELS_A_LAYER + KERNELS_BESIDE
+
+
+@pytest.mark.slow
+def test_samples_in_bfloat16_are_spread_as_in_float32(tiny: TinyModels, device: torch.device):
+    """What the rounding of states does to what is said: entropy by first tokens, over the same random numbers."""
+    told = {}
+    for name, dtype in DTYPES.items():
+        groups = tokens_of(sample(engine_on(tiny, device, dtype, max_new_tokens=2), 300))
+        firsts = torch.tensor([[tokens[0] for tokens in group] for group in groups])
+        shares = [row.bincount(minlength=260).float() / len(row) for row in firsts]
+        told[name] = sum(float(-(p[p > 0] * p[p > 0].log()).sum()) for p in shares) / len(shares)
+    assert math.isclose(told["bfloat16"], told["float32"], abs_tol=0.1)
