@@ -1,7 +1,7 @@
 """Fixtures for test modules of several folders: tiny models made once, and the folder of optional real data.
 
-Runs inside the test process draw no report at their end (it takes longer than they do) unless a test says
-`@pytest.mark.report`.
+Runs inside the test process have no plan and draw no report (both take longer than they do) unless a test is marked
+`@pytest.mark.whole`.
 """
 
 from collections.abc import Iterator
@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.running import draw_reports
+from tests.running import whole_runs
 from tests.tiny_models import TinyModels
 
-draw_reports(False)
+whole_runs(False)
 
 
 @pytest.fixture(autouse=True)
-def _report(request: pytest.FixtureRequest) -> Iterator[None]:
-    marked = request.node.get_closest_marker("report") is not None
-    draw_reports(marked)
+def _whole(request: pytest.FixtureRequest) -> Iterator[None]:
+    marked = request.node.get_closest_marker("whole") is not None
+    whole_runs(marked)
     yield
-    draw_reports(False)
+    whole_runs(False)
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,10 @@ from tinyrl.report import write_report
 from tinyrl.runs.run_dir import RunDir, open_run
 from tinyrl.runs.signals import StopFlag
 from tinyrl.training import launch
+from tinyrl.training import resume as resuming
 from tinyrl.training.launch import start
 from tinyrl.training.optim import RoleOptimizer, role_optimizers
+from tinyrl.training.planning import tried_outline
 from tinyrl.training.resume import resume
 
 VOLATILE = ("time/", "memory/", "tokens_per_second")
@@ -45,9 +47,15 @@ def config(method: str, path: Path, **sections: Any) -> Config:
     return Config.model_validate(values)
 
 
-def draw_reports(wanted: bool) -> None:
-    """Whether runs in this process draw their report at the end."""
-    setattr(launch, "write_report", write_report if wanted else lambda path: [])  # noqa: B010  its type is another's
+def _nothing(*_: Any, **__: Any) -> None:
+    """In place of a report and of a plan."""
+
+
+def whole_runs(wanted: bool) -> None:
+    """Whether runs in this process are planned before they begin, and draw their report at the end."""
+    setattr(launch, "write_report", write_report if wanted else _nothing)  # noqa: B010  its type is another's
+    for module in (launch, resuming):
+        setattr(module, "tried_outline", tried_outline if wanted else _nothing)  # noqa: B010
 
 
 class LookedAt(StopFlag):

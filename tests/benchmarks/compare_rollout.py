@@ -20,8 +20,9 @@ PEER = "transformers, as TRL calls it"
 
 
 def engines() -> list[str]:
-    """The values that generation.engine allows; `auto` is one of the others."""
-    return [name for name in get_args(GenerationConfig.model_fields["engine"].annotation) if name != "auto"]
+    """The values that generation.engine allows: `auto` is one of the others, and `server` needs one that is started."""
+    named = get_args(GenerationConfig.model_fields["engine"].annotation)
+    return [name for name in named if name not in ("auto", "server")]
 
 
 def ours_once(files: Path, engine: str, *, pair: int, options: Namespace) -> Result:

@@ -64,6 +64,13 @@ def test_a_dry_run_says_how_work_is_divided(tmp_path: Path, monkeypatch: pytest.
     assert "each holds all weights, gradients and Adam's state" in result.output
 
 
+def test_a_server_samples_for_one_process() -> None:
+    words = ["train", "grpo", "generation.engine=server", "generation.url=http://127.0.0.1:8000"]
+    result = CliRunner().invoke(app, words, env=FOUR)
+    assert result.exit_code == 2
+    assert "generation.engine=server samples for one process, and 4 were launched" in result.stderr
+
+
 def test_the_others_leave_a_dry_run_to_the_first() -> None:
     result = CliRunner().invoke(app, ["train", "grpo", "--dry-run"], env={**FOUR, "RANK": "2", "LOCAL_RANK": "2"})
     assert (result.exit_code, result.output) == (0, "")

@@ -106,7 +106,7 @@ def _begin(output: Path, target: Callable[..., None], arguments: tuple[Any, ...]
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
-    running.draw_reports(False)
+    running.whole_runs(False)
     target(*arguments)
 
 

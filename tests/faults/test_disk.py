@@ -84,7 +84,7 @@ def train_on_small_disk(settings: Config, disk: Path, copy: Path, report: bool, 
     """Train on a small disk, then copy its contents to where they outlive this process."""
     mount_small_disk(disk, DISK)
     setattr(session, "role_optimizers", running.optimizers_with(**optim))  # noqa: B010
-    running.draw_reports(report)
+    running.whole_runs(report)
     try:
         code, *_ = running.train(settings, disk)
     finally:

@@ -14,6 +14,7 @@ from tinyrl.generation import hf
 from tinyrl.generation.engine import Completion, Request, SamplingSettings
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.hf import HfEngine, HfMergedEngine
+from tinyrl.generation.server import ServerEngine
 from tinyrl.generation.slots import Slots
 from tinyrl.models.loading import load_causal_lm, load_tokenizer, lora_config, wrap_in_lora
 from tinyrl.models.roles import Roles
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 PROMPTS = [[20, 21, 22], [30], list(range(40, 52)), [7, 7, 60, 61, 62]]
 LIKE_LLAMA = ("llama", "qwen2", "qwen3")  # what the fused engine samples from
 ENGINES = ("hf", "hf-merged", "fused")
-Engine = HfEngine | FusedEngine
+Engine = HfEngine | FusedEngine | ServerEngine
 
 
 def make_engine(

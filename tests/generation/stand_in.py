@@ -225,5 +225,5 @@ class _Handler(BaseHTTPRequestHandler):
         except ConnectionError:  # who asked has given up
             self.close_connection = True
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:
         pass

@@ -38,7 +38,8 @@ def served(tiny: TinyModels):
 
 def engines(server: StandIn, folder: Path, **options: Any) -> tuple[ServerEngine, HfEngine]:
     """(through the server, hf) over the same stirred adapter."""
-    plain = make_engine(folder, lora=True, reference=True, **({"max_new_tokens": 6} | options))
+    settings: dict[str, Any] = {"max_new_tokens": 6, **options}
+    plain = make_engine(folder, lora=True, reference=True, **settings)
     stir(plain)
     client = ServerClient(server.url, timeout_s=30.0)
     return ServerEngine(plain.roles, plain.tokenizer, plain.settings, server=client, longest=40), plain
@@ -71,7 +72,7 @@ def test_truncated_sampling_draws_the_same_tokens(tiny: TinyModels, served: Stan
 def test_a_later_turn_goes_on_with_the_numbers_of_its_first_token(tiny: TinyModels, served: StandIn):
     ours, plain = engines(served, tiny("llama"))
     later = [Request([20, 21, 22], 3, first_sample=5, first_token=7, max_new_tokens=4), Request([30], 1)]
-    key = {"seed": 2, "step": 3}
+    key: dict[str, Any] = {"seed": 2, "step": 3}
     assert_same(ours.sample(later, 2, **key), plain.sample(later, 2, **key))
 
 

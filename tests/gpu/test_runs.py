@@ -19,7 +19,7 @@ from tests.faults.test_search_runs import searching
 from tests.gpu.devices import ON_A_GPU
 from tests.tiny_models import TinyModels
 from tests.trainers.test_resume import assert_same
-from tests.training.test_planned_peaks import CASES, TO, build_all, peaks
+from tests.training.test_planned_peaks import CASES, TO, peaks, prepared
 from tinyrl.config.schema import Config
 from tinyrl.sandbox import why_not_isolated
 
@@ -170,7 +170,7 @@ def test_a_signal_ends_the_command_soon_and_it_resumes(device: torch.device, mom
 @pytest.fixture(scope="module")
 def sized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models of some sizes and prompts for them."""
-    return build_all(tmp_path_factory.mktemp("peaks"))
+    return prepared(tmp_path_factory.mktemp("peaks"))
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=ON_A_GPU) for case in CASES])

@@ -27,6 +27,8 @@ def write_model(folder: Path) -> None:
     """A random Llama of four layers; a head is 64 wide, since vLLM's attention on a CPU takes few widths."""
     torch.manual_seed(0)
     tokenizer = tiny_tokenizer()
+    assert isinstance(tokenizer.eos_token_id, int)
+    assert isinstance(tokenizer.pad_token_id, int)
     config = LlamaConfig(
         vocab_size=320,  # of which the tokenizer knows 258
         hidden_size=256,

@@ -32,7 +32,7 @@ def settings(method: str, model: Path, rows: Path, **run: int) -> Config:
     return Config.model_validate(values)
 
 
-@pytest.mark.report
+@pytest.mark.whole
 @pytest.mark.parametrize("method", ["grpo", "ppo", "sft", "reward", "dpo"])
 def test_no_held_out_prompts_asked_for_is_no_evaluation(
     method: str, model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -55,7 +55,7 @@ def test_few_held_out_prompts_are_said_before_the_first_step(
     assert "warning: only 1 different prompt is held out, so held-out scores say little" in capsys.readouterr().err
 
 
-@pytest.mark.report
+@pytest.mark.whole
 def test_a_run_without_a_verifier_says_nothing_of_one(
     model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

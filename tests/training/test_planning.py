@@ -132,6 +132,7 @@ def test_a_step_is_timed_without_changing_a_weight(tiny: TinyModels):
     assert re.search(r"a step takes about [\d.e+-]+ s \(sampling .*, reference and values .*, update .*\)", said)
 
 
+@pytest.mark.whole
 def test_the_end_of_a_run_says_what_was_planned_and_measured(tiny: TinyModels, tmp_path: Path, capsys: Any):
     settings = small(tiny)
     code, run, _ = train(settings, tmp_path)
@@ -143,6 +144,7 @@ def test_the_end_of_a_run_says_what_was_planned_and_measured(tiny: TinyModels, t
     assert go_on(run) == 0
 
 
+@pytest.mark.whole
 def test_a_model_that_cannot_be_tried_is_trained_without_a_plan(
     tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):

@@ -17,6 +17,7 @@ from tinyrl.data.readers import Row, hub_name
 from tinyrl.data.rows import placed_rows
 from tinyrl.data.shapes import READINGS, text_examples
 from tinyrl.evaluation.targets import Asked, check_asked, find
+from tinyrl.runs.launched import launched
 from tinyrl.runs.run_dir import named_run, run_of
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.starter import EMBEDDED, starter_path
@@ -31,6 +32,7 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 def check_before_loading(config: Config) -> None:
     """Raise ValueError for whatever would stop a run before its first step and needs no model to be found."""
+    _check_processes(config)
     check_trackers(config.run.trackers)
     check_model_path("model.path", config.model.path)
     _check_revisions(config)
@@ -44,6 +46,15 @@ def check_before_loading(config: Config) -> None:
     for setting, use in config.environment.functions:
         parse_use(use, setting=setting, classes=True)
     _check_rows(config)
+
+
+def _check_processes(config: Config) -> None:
+    count = launched().world_size
+    if count > 1 and config.generation.engine == "server":
+        raise ValueError(
+            f"generation.engine=server samples for one process, and {count} were launched: leave the launcher out, or "
+            "let the processes sample with generation.engine=auto generation.url=null"
+        )
 
 
 def _check_rewards(config: Config) -> None:
