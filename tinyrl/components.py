@@ -141,8 +141,7 @@ class SamplingParts(Parts):
         warning = check_gold(self.scorer, first).warning
         warnings = [f"warning: {warning} (prompt {first.text[:60]!r})"] if warning else []
         warnings += self._few_held_out()
-        notes = episode_notes(self.game) if self.game is not None else []
-        notes = [*self._engine_notes(), *notes]
+        notes = [*self._engine_notes(), *(episode_notes(self.game) if self.game is not None else [])]
         return [f"sampling engine {self.engine.name} ({self.engine_reason})", *notes, self.describe_memory(), *warnings]
 
     def preview(self) -> str:
@@ -309,18 +308,16 @@ def load_scorer(
     config: Config, task: Task, *, parts: Parts, options: Options, environment: Environment | None
 ) -> Scorer:
     """The configuration's own rewards, not started."""
-    dtype, trust = (
-        resolve_dtype(config.model.dtype, on_cpu=parts.accelerator.device.type == "cpu"),
-        options.trust_remote_code,
-    )
+    model = None
+    if options.weights:
+        dtype = resolve_dtype(config.model.dtype, on_cpu=parts.accelerator.device.type == "cpu")
+        model = build_reward_model(config, parts.roles, dtype=dtype, trust_remote_code=options.trust_remote_code)
     return Scorer(
         config.reward,
         task,
         tokenizer=parts.tokenizer,
         roles=parts.roles,
-        model=build_reward_model(config, parts.roles, dtype=dtype, trust_remote_code=trust)
-        if options.weights
-        else None,
+        model=model,
         micro_batches=parts.micro_batches,
         environment=environment,
     )
