@@ -8,15 +8,18 @@ never sees a prompt, a tool's answer or a padding position.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from tinyrl.models.device import to_device
+from tinyrl.models.fused_trunk import can_fuse_now, could_fuse, fused_states
 from tinyrl.models.packing import CannotPack, Packing, attending, pack
 
 Masks = Sequence[Sequence[bool]] | None  # of each row's response: which tokens are listed
@@ -158,6 +161,13 @@ def trunk_of(model: nn.Module) -> nn.Module:
 
 def all_states(trunk: nn.Module, batch: SequenceBatch) -> Tensor:
     """Hidden states of every position, flat (b * L, H)."""
+    if batch.packing is not None and fuses(trunk):
+        return fused_states(trunk, batch.input_ids, batch.position_ids, batch.packing)
+    return library_states(trunk, batch)
+
+
+def library_states(trunk: nn.Module, batch: SequenceBatch) -> Tensor:
+    """The same by the library's modules."""
     with attending(trunk, batch.packing):
         output = trunk(
             input_ids=batch.input_ids,
@@ -190,18 +200,64 @@ def packs_exactly(trunk: nn.Module) -> bool:
     full = all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or ())
     if not getattr(trunk, "_supports_attention_backend", False) or config._attn_implementation == "eager" or not full:
         return False
-    device = next(trunk.parameters()).device
+    padded, packed = (_few_rows(trunk, make) for make in (make_batch, partial(make_packed_batch, last_tokens=True)))
+    try:
+        ours = _read(library_states(trunk, packed), packed)
+    except CannotPack:
+        return False
+    return _alike(ours, lambda: _read(library_states(trunk, padded), padded))
+
+
+_fuses: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # decoders that have been tried
+
+
+def fuses(trunk: nn.Module) -> bool:
+    """Whether fused_trunk.py computes what the decoder does, as things are now. Its numbers are compared once, on a few
+    packed tokens.
+    """
+    if trunk not in _fuses and not could_fuse(trunk):
+        _fuses[trunk] = False
+    if not _fuses.get(trunk, True) or not can_fuse_now(trunk):
+        return False
+    if trunk not in _fuses:
+        _fuses[trunk] = _fuses_exactly(trunk)
+    return _fuses[trunk]
+
+
+def fuse_alike(trunk: nn.Module, other: nn.Module) -> None:
+    """Let a decoder without numbers be computed as `other` is."""
+    _fuses[trunk] = fuses(other)
+
+
+@torch.no_grad()
+def _fuses_exactly(trunk: nn.Module) -> bool:
+    batch = _few_rows(trunk, partial(make_packed_batch, last_tokens=True))
+    assert batch.packing is not None
+    try:
+        ours = _read(fused_states(trunk, batch.input_ids, batch.position_ids, batch.packing), batch)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # parts of another shape
+        return False
+    return _alike(ours, lambda: _read(library_states(trunk, batch), batch))
+
+
+def _few_rows(trunk: nn.Module, make: Callable[..., SequenceBatch]) -> SequenceBatch:
+    """A prompt of three responses, and another of one."""
+    config: Any = trunk.config
     ids = [i % config.get_text_config().vocab_size for i in range(1, 15)]
     prompts = [ids[:4], ids[:4], ids[:4], ids[4:6]]
     responses = [ids[6:9], ids[9:10], ids[2:8], ids[10:14]]
-    padded = make_batch(prompts, responses, device=device)
-    packed = make_packed_batch(prompts, responses, device=device, last_tokens=True)
-    try:
-        ours = torch.cat([response_states(trunk, packed), last_states(trunk, packed)]).float()
-    except CannotPack:
-        return False
-    if device.type == "meta":  # without numbers there is nothing to compare
+    return make(prompts, responses, device=next(trunk.parameters()).device)
+
+
+def _read(states: Tensor, batch: SequenceBatch) -> Tensor:
+    """Of all states those that are used."""
+    assert batch.last_index is not None
+    return torch.cat([states[batch.state_index], states[batch.last_index]])
+
+
+def _alike(ours: Tensor, theirs: Callable[[], Tensor]) -> bool:
+    if ours.device.type == "meta":  # without numbers there is nothing to compare
         return True
-    theirs = torch.cat([response_states(trunk, padded), last_states(trunk, padded)]).float()
-    tolerance = 1e-4 if next(trunk.parameters()).dtype == torch.float32 else 0.05
-    return bool(((ours - theirs).norm(dim=1) <= tolerance * theirs.norm(dim=1)).all())
+    expected, found = theirs().float(), ours.float()
+    tolerance = 1e-4 if ours.dtype == torch.float32 else 0.05
+    return bool(((found - expected).norm(dim=1) <= tolerance * expected.norm(dim=1)).all())

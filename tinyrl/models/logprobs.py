@@ -126,28 +126,25 @@ class _FrozenHead(torch.autograd.Function):
         room = states.new_empty(len(chunks) and chunks[0].stop, head.weight.shape[0], dtype=torch.float32)
         for chunk in chunks:
             z = head.logits(states[chunk])
-            # Derivative of the logits with respect to h W^T + b, over the temperature: soft-cap by the chain rule,
-            # then the scale.
-            slope = (
-                head.scale / temperature
-                if head.softcap is None
-                else (1 - (z / head.softcap) ** 2) * (head.scale / temperature)
-            )
             z = z.div_(temperature) if temperature != 1.0 else z
-            # Two matrices of a chunk's size are alive at a time, z and p; each line is one pass over them.
+            # Derivative of these with respect to h W^T + b: the scale, then the soft-cap by the chain rule.
+            slope = head.scale / temperature
+            bent = None if head.softcap is None else 1 - (z * (temperature / head.softcap)) ** 2
+            # Two matrices of a chunk's size are alive at a time, z and e^z; each line is one pass over them.
             highest = z.amax(-1, keepdim=True)
-            p = torch.sub(z, highest, out=room[: len(z)]).exp_()
-            total = p.sum(-1, keepdim=True)
-            p.div_(total)
+            e = torch.sub(z, highest, out=room[: len(z)]).exp_()
+            total = e.sum(-1, keepdim=True)
             index, log_total = targets[chunk].unsqueeze(-1), highest + total.log()
             logprobs[chunk] = (z.gather(-1, index) - log_total).squeeze(-1)
-            weighted = (z if d_entropy is None else z.clone()).mul_(p)
-            entropy[chunk] = log_total.squeeze(-1) - weighted.sum(-1)
+            weighted = (z if d_entropy is None else z.clone()).mul_(e)
+            entropy[chunk] = (log_total - weighted.sum(-1, keepdim=True) / total).squeeze(-1)
             if d_entropy is not None:
-                g = (log_total - z - entropy[chunk].unsqueeze(-1)).mul_(p).mul_(slope)
+                g = (log_total - z - entropy[chunk].unsqueeze(-1)).mul_(e).mul_(slope / total)
+                g = g if bent is None else g.mul_(bent)
                 d_entropy[chunk] = (g.to(head.weight.dtype) @ head.weight).to(states.dtype)
             if d_logprobs is not None:
-                g = p.neg_().scatter_add_(-1, index, torch.ones_like(p[:, :1])).mul_(slope)
+                g = e.mul_(-slope / total).scatter_add_(-1, index, torch.full_like(total, slope))
+                g = g if bent is None else g.mul_(bent)
                 d_logprobs[chunk] = (g.to(head.weight.dtype) @ head.weight).to(states.dtype)
         ctx.save_for_backward(d_logprobs, d_entropy)
         if not entropy_grad:

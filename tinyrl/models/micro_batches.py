@@ -16,7 +16,7 @@ from tinyrl.errors import out_of_memory
 from tinyrl.models.device import as_out_of_memory
 from tinyrl.runs.signals import check_stop, watched
 
-_TOKENS = {"cpu": 768}
+_TOKENS = {"cpu": 1024}
 _TOKENS_ELSEWHERE = 32768
 SHARES = 8  # of a response, that a plan of memory tries
 

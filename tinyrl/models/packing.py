@@ -191,9 +191,14 @@ def packed_attention(
     if refused or dropout or attention_mask is not None:
         raise CannotPack(f"{type(module).__name__} asks for {', '.join(refused) or 'dropout or a mask'}")
     packing, _ = _in_use[-1]
-    flat = [x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value)]
-    queries, keys, values = (_into_blocks(x, packing) for x in flat)
-    prompts = [x.split(packing.pieces) for x in flat[1:]]
+    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    return attend(q, k, v, packing, scaling).unsqueeze(0), None
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
+    """Attention of flat queries (N, heads, d) to keys and values (N, kv heads, d): (N, heads, d)."""
+    queries, keys, values = (_into_blocks(x, packing) for x in (query, key, value))
+    prompts = [x.split(packing.pieces) for x in (key, value)]
     outputs = []
     for i, block in enumerate(packing.blocks):
         k, v = keys[i], values[i]
@@ -201,7 +206,7 @@ def packed_attention(
             k, v = (torch.cat([_for_each(block, p[block.prompt]), x], 2) for p, x in zip(prompts, (k, v), strict=True))
         out = _attend(queries[i], k, v, scaling, packing, i)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return _Read.apply(torch.cat(outputs), packing.slots).unsqueeze(0), None  # pyright: ignore
+    return _Read.apply(torch.cat(outputs), packing.slots)  # pyright: ignore
 
 
 def _for_each(block: Block, prompt: Tensor) -> Tensor:

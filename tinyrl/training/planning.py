@@ -17,6 +17,7 @@ from torch import nn
 from tinyrl.components import Options, Parts, SamplingParts
 from tinyrl.config.schema import Config
 from tinyrl.generation.engine import Request
+from tinyrl.models.batches import fuse_alike
 from tinyrl.models.device import memory_room, resolve_dtype, settled_bytes
 from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.models.outline import outline_reward_model, outline_roles
@@ -71,6 +72,7 @@ def tried_plan(parts: Parts, outline: Outline | None) -> MemoryPlan | None:
 def planner_of(parts: Parts, outline: Outline) -> Planner:
     """For the device that the parts are for."""
     outline.roles.packs = parts.roles.packs  # where its numbers were compared
+    fuse_alike(outline.roles.trunk("policy"), parts.roles.trunk("policy"))
     room = memory_room(parts.accelerator.device)
     return Planner(parts, outline.roles, outline.process, room, reward_model=outline.reward_model)
 

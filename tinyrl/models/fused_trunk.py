@@ -1,0 +1,110 @@
+"""The packed pass of Llama-like decoders (Llama, Qwen2, Qwen3 and their like) through the layers of fused_layers.py.
+
+The library's modules stay as they are: their weights and adapters are read from them at every call. What this does not
+know (recomputed layers, dropout, another dtype, adapters that are more than W + B A) is left to the library.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from tinyrl.models.fused_layers import EACH, AfterAttention, Normed, NormedProducts, Rotated
+from tinyrl.models.lora_merge import is_plain_lora
+from tinyrl.models.packing import Packing, attend
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ACTIVATIONS = ("silu", "swish")  # two names of one function
+
+
+def reads_like_llama(trunk: nn.Module) -> bool:
+    """Whether the decoder has the parts of Llama's; whether they compute the same is checked on numbers."""
+    layers: Any = getattr(trunk, "layers", None)
+    if layers is None or not all(hasattr(trunk, name) for name in ("embed_tokens", "norm", "rotary_emb")):
+        return False
+    parts = ("input_layernorm", "post_attention_layernorm", *(f"{_room(name)}.{name}" for name in PROJECTIONS))
+    return all(all(_has(layer, part) for part in parts) for layer in layers)
+
+
+def _room(projection: str) -> str:
+    return "self_attn" if projection[0] in "qkvo" else "mlp"
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    for part in path.split("."):
+        if not hasattr(module, part):
+            return False
+        module = getattr(module, part)
+    return True
+
+
+def could_fuse(trunk: nn.Module) -> bool:
+    """Whether this file knows the parts of the decoder; whether the numbers agree is for batches.py to compare."""
+    if not reads_like_llama(trunk):
+        return False
+    config: Any = trunk.config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    plain = all(type(_base(module)) is nn.Linear for layer in trunk.layers for module in _projections(layer))  # pyright: ignore
+    return plain and getattr(config, "hidden_act", None) in ACTIVATIONS and hasattr(config, "rms_norm_eps")
+
+
+def can_fuse_now(trunk: Any) -> bool:
+    """Whether nothing is in use that this file leaves to the library."""
+    device = trunk.norm.weight.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        return False
+    if getattr(trunk.layers[0], "gradient_checkpointing", False) or any(
+        p.dtype != torch.float32 for p in trunk.parameters()
+    ):
+        return False
+    adapted = [m for layer in trunk.layers for m in _projections(layer) if isinstance(m, LoraLayer)]
+    return all(is_plain_lora(layer) and not layer.lora_dropout.training for layer in adapted)
+
+
+def fused_states(trunk: Any, ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
+    """Hidden states (N, H) of the packed tokens ids (1, N) at positions (1, N), under the adapter that acts."""
+    eps: float = trunk.config.get_text_config().rms_norm_eps
+    embedded = trunk.embed_tokens(ids)
+    cos, sin = (t[0].unsqueeze(1) for t in trunk.rotary_emb(embedded, positions))
+    half = sin.shape[-1] // 2
+    sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
+    x = embedded[0]
+    for layer in trunk.layers:
+        attention, norms = layer.self_attn, (layer.input_layernorm, layer.post_attention_layernorm)
+        inputs, scales, rest, rest_scales = _tensors(layer)
+        qkv: Any = NormedProducts.apply(x, norms[0].weight, eps, scales, *inputs)
+        q, k, v = (t.unflatten(1, (-1, attention.head_dim)) for t in qkv)
+        if getattr(attention, "q_norm", None) is not None:  # Qwen3: over each head
+            q, k = Normed.apply(q, attention.q_norm.weight, eps), Normed.apply(k, attention.k_norm.weight, eps)
+        q, k = Rotated.apply(q, cos, sin), Rotated.apply(k, cos, sin)
+        attended = attend(q, k, v, packing, attention.scaling).flatten(1)  # pyright: ignore
+        x = AfterAttention.apply(x, attended, norms[1].weight, eps, rest_scales, *rest)
+    return Normed.apply(x, trunk.norm.weight, eps)  # pyright: ignore
+
+
+def _tensors(layer: Any) -> tuple[list[Tensor | None], list[float], list[Tensor | None], list[float]]:
+    """Tensors and LoRA's scales, as fused_layers.py takes them: of q, k and v, and of the other projections."""
+    tensors: list[Tensor | None] = []
+    scales: list[float] = []
+    for module in _projections(layer):
+        base: Any = _base(module)
+        adapter = module._active_adapter[0] if isinstance(module, LoraLayer) and not module._disable_adapters else None
+        if adapter is not None and adapter in module.lora_A:
+            tensors += [base.weight, base.bias, module.lora_A[adapter].weight, module.lora_B[adapter].weight]
+            scales.append(module.scaling[adapter])
+        else:
+            tensors += [base.weight, base.bias, None, None]
+            scales.append(0.0)
+    first = 3 * EACH
+    return tensors[:first], scales[:3], tensors[first:], scales[3:]
+
+
+def _projections(layer: Any) -> list[Any]:
+    return [getattr(getattr(layer, _room(name)), name) for name in PROJECTIONS]
+
+
+def _base(module: nn.Module) -> nn.Module:
+    return module.get_base_layer() if isinstance(module, LoraLayer) else module
