@@ -89,7 +89,8 @@ def script(monkeypatch: pytest.MonkeyPatch, texts: list[list[int]]) -> None:
 
     monkeypatch.setattr(hf._Decoding, "_draw", draw)
 
-    def draw_in_places(self: Slots, logits: Tensor, where: Tensor) -> None:
+    def draw_in_places(self: Slots, logits: Tensor, rows: slice) -> None:
+        where = torch.arange(len(self.count))[rows]
         column = self.count[where]
         said = [
             texts[self.sample[p]][min(int(c), len(texts[self.sample[p]]) - 1)]

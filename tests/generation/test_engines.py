@@ -21,11 +21,13 @@ from tests.generation.sampling import (
 from tests.running import LookedAt
 from tests.tiny_models import KINDS, TinyModels
 from tinyrl.generation import continuous_batching, fused, select
-from tinyrl.generation.decoder import Decoder, reads_like_llama
+from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import Request, SamplingSettings
 from tinyrl.generation.select import select_engine
 from tinyrl.generation.slots import Slots
 from tinyrl.generation.weights import tensors
+from tinyrl.models.batches import trunk_of
+from tinyrl.models.fused_trunk import reads_like_llama
 from tinyrl.models.roles import Roles
 
 CPU = torch.device("cpu")
@@ -226,7 +228,7 @@ def test_the_engine_is_chosen_by_its_numbers(tiny: TinyModels, kind: str):
 def test_a_model_with_the_parts_of_llama_put_together_otherwise_is_found_out(tiny: TinyModels):
     """Granite has every part the decoder knows, and multipliers that it does not."""
     made = make_engine(tiny("granite"))
-    assert reads_like_llama(made.roles.causal)
+    assert reads_like_llama(trunk_of(made.roles.causal))
     engine, why = choose(made)
     assert (engine.name, "numbers are not those of Granite" in why) == ("hf-merged", True)
 

@@ -192,11 +192,12 @@ def test_random_numbers_go_on_behind_the_answer(tiny: TinyModels, monkeypatch: p
     used: dict[int, list[float]] = {}
     draw = Slots._draw
 
-    def noted(self: Slots, logits: Tensor, where: Tensor) -> None:
+    def noted(self: Slots, logits: Tensor, rows: slice) -> None:
+        where = torch.arange(len(self.count))[rows]
         column = self.count[where]
         for slot, u in zip(where.tolist(), self.uniforms[where, column].tolist(), strict=True):
             used.setdefault((self.sample + list(range(99)))[slot], []).append(u)
-        draw(self, logits, where)
+        draw(self, logits, rows)
 
     monkeypatch.setattr(Slots, "_draw", noted)
     sample(engine, 2)

@@ -14,52 +14,34 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from tinyrl.generation.weights import LayerWeights, layer_weights, renewed, take_over, tensors
 from tinyrl.models.batches import trunk_of
+from tinyrl.models.fused_layers import turned
 from tinyrl.models.logprobs import Head, head_of
-
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-def reads_like_llama(model: PreTrainedModel) -> bool:
-    """Whether the decoder has the parts this file knows; whether they compute the same is checked on numbers."""
-    trunk = trunk_of(model)
-    layers = getattr(trunk, "layers", None)
-    if layers is None or not all(hasattr(trunk, name) for name in ("embed_tokens", "norm", "rotary_emb")):
-        return False
-    parts = ("input_layernorm", "post_attention_layernorm", "self_attn.o_proj", "mlp.down_proj")
-    return all(
-        all(_has(layer, f"{where}.{name}") for where, name in _projections()) and all(_has(layer, p) for p in parts)
-        for layer in layers
-    )
-
-
-def _projections() -> list[tuple[str, str]]:
-    return [("self_attn" if name[0] in "qkvo" else "mlp", name) for name in PROJECTIONS]
-
-
-def _has(module: nn.Module, path: str) -> bool:
-    for part in path.split("."):
-        if not hasattr(module, part):
-            return False
-        module = getattr(module, part)
-    return True
 
 
 @dataclass
 class Cache:
-    """Keys and values of every row, each (layers, rows, kv heads, width, head size), and the rotation of each of the
-    `width` positions: cos, and sin with the sign of its half, each (width, 1, head size).
+    """Keys and values of every row: `entries` (layers, rows, kv heads, 2, width, head size). And the rotation of each
+    of the `width` positions, by which the queries, key and value of a kv head are multiplied: cos, and sin with the
+    sign of its half, each (width, 1, queries + 2, head size), 1 and 0 for the value, which is not rotated.
     """
 
-    keys: Tensor
-    values: Tensor
+    entries: Tensor
     cos: Tensor
     sin: Tensor
+
+    @property
+    def keys(self) -> Tensor:
+        return self.entries[:, :, :, 0]
+
+    @property
+    def values(self) -> Tensor:
+        return self.entries[:, :, :, 1]
 
 
 class Decoder:
@@ -72,8 +54,10 @@ class Decoder:
         attention = self.trunk.layers[0].self_attn
         self.num_layers, self.num_heads = len(self.trunk.layers), config.num_attention_heads
         self.num_kv_heads, self.head_dim = config.num_key_value_heads, attention.head_dim
+        self.queries = self.num_heads // self.num_kv_heads  # of a kv head: grouped-query attention (2305.13245)
         self.scaling: float = attention.scaling
         self.eps: float = config.rms_norm_eps
+        self.least = torch.tensor(self.eps)
         self.activation = self.trunk.layers[0].mlp.act_fn
         self.layers: list[LayerWeights] = []
         self.embedding = torch.empty(0)
@@ -104,7 +88,7 @@ class Decoder:
         bias = None if head.bias is None else renewed(self.head.bias, head.bias.to(self.dtype))
         self.head = Head(weight, bias, head.scale, head.softcap)
         for i, layer in enumerate(self.trunk.layers):
-            weights = layer_weights(layer, adapter, dtype=self.dtype)
+            weights = layer_weights(layer, adapter, kv_heads=self.num_kv_heads, dtype=self.dtype)
             if i == len(self.layers):
                 self.layers.append(weights)
             take_over(self.layers[i], weights)
@@ -116,39 +100,42 @@ class Decoder:
 
     def new_cache(self, rows: int, width: int) -> Cache:
         """All zero, as masked entries must be finite (0 x NaN is NaN). A CPU takes memory only where written."""
-        shape = (self.num_layers, rows, self.num_kv_heads, width, self.head_dim)
+        shape = (self.num_layers, rows, self.num_kv_heads, 2, width, self.head_dim)
         device = self.trunk.embed_tokens.weight.device
         if device.type == "cpu":
-            size = math.prod(shape) * self.dtype.itemsize
-            keys, values = (torch.from_numpy(np.zeros(size, np.uint8)).view(self.dtype).view(shape) for _ in range(2))
+            entries = torch.from_numpy(np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)).view(self.dtype)
         else:
-            keys, values = (torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2))
-        return Cache(keys, values, *self._rotations(width, device))
+            entries = torch.zeros(shape, dtype=self.dtype, device=device)
+        return Cache(entries.view(shape), *self._rotations(width, device))
 
     def _rotations(self, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
         positions = torch.arange(width, device=device).unsqueeze(0)
         cos, sin = self.trunk.rotary_emb(torch.empty(1, 1, 1, dtype=self.dtype, device=device), positions)
         sin[..., : self.head_dim // 2].neg_()
-        return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+        shape = (width, 1, self.queries + 2, self.head_dim)
+        rotated = [cos.new_ones(shape), sin.new_zeros(shape)]
+        for table, values in zip(rotated, (cos, sin), strict=True):
+            table[:, :, :-1] = values[0, :, None, None]
+        return rotated[0], rotated[1]
 
     def prefill(self, ids: Tensor, lengths: Tensor, *, cache: Cache, rows: list[range]) -> Tensor:
         """Read prompts ids (P, L), padded on the right, and put the keys and values of prompt p into each of rows[p] of
         the cache. Returns the hidden state of each prompt's last token, (P, H).
         """
-        prompts, width = ids.shape
-        rotation = (cache.cos[:width].repeat(prompts, 1, 1), cache.sin[:width].repeat(prompts, 1, 1))
+        (prompts, width), (shared, size) = ids.shape, (self.queries, self.head_dim)
+        rotation = (cache.cos[:width].repeat(prompts, 1, 1, 1), cache.sin[:width].repeat(prompts, 1, 1, 1))
         x = self.embedding[ids].flatten(0, 1)
-        groups = self.num_heads // self.num_kv_heads
-        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
-            q, k, v = (t.unflatten(0, (prompts, width)).transpose(1, 2) for t in self._qkv(layer, x, rotation))
+        for layer, entries in zip(self.layers, cache.entries, strict=True):
+            qkv = self._qkv(layer, x, rotation).unflatten(0, (prompts, width))
+            kv = qkv[..., shared:, :].permute(0, 2, 3, 1, 4)
             for p, span in enumerate(rows):
-                keys[span.start : span.stop, :, :width] = k[p]
-                values[span.start : span.stop, :, :width] = v[p]
-            k, v = (x.repeat_interleave(groups, 1, output_size=self.num_heads) for x in (k, v))
+                entries[span.start : span.stop, :, :, :width] = kv[p]
+            q = qkv[..., :shared, :].reshape(prompts, width, -1, size).transpose(1, 2)
+            k, v = (kv[:, :, i].repeat_interleave(shared, 1, output_size=self.num_heads) for i in range(2))
             attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scaling)
             x = self._rest(layer, x, attended.transpose(1, 2).flatten(2).flatten(0, 1))
         last = torch.arange(prompts, device=ids.device) * width + lengths - 1
-        return rms_norm(x[last], (x.shape[-1],), self.norm, self.eps)
+        return self._normed(x[last], self.norm)
 
     def extend(self, ids: Tensor, lengths: Tensor, start: Tensor, *, cache: Cache, rows: range, width: int) -> Tensor:
         """Read on in `rows` of the cache: ids (R, L), padded on the right, token j of row r at position start[r] + j,
@@ -156,70 +143,79 @@ class Decoder:
         for padding. Returns the hidden state of each row's last token, (R, H).
         """
         (count, most), heads, size, device = ids.shape, self.num_kv_heads, self.head_dim, ids.device
-        positions = start.unsqueeze(1) + torch.arange(most, device=device)
+        positions, shared = start.unsqueeze(1) + torch.arange(most, device=device), self.queries
         ahead = torch.arange(width, device=device) > positions.unsqueeze(-1)
-        groups = self.num_heads // heads
-        mask = torch.zeros(count, 1, groups, most, width, dtype=self.dtype, device=device)
+        mask = torch.zeros(count, 1, shared, most, width, dtype=self.dtype, device=device)
         mask = mask.masked_fill_(ahead[:, None, None], -torch.inf).flatten(2, 3)
         # Projections run on the real tokens alone, (N, H); only the attention pads them.
         real = (torch.arange(most, device=device) < lengths.unsqueeze(1)).flatten().nonzero().squeeze(-1)
         position = positions.flatten()[real]
-        lanes = (real // most + rows.start).unsqueeze(1) * heads + torch.arange(heads, device=device)
-        place = (lanes * cache.keys.shape[3] + position.unsqueeze(1)).view(-1)
+        place = self._places(real // most + rows.start, position, cache)
         rotation = cache.cos[position], cache.sin[position]
         x = self.embedding[ids.flatten()[real]]
         padded = x.new_zeros(count * most, self.num_heads, size)
-        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
-            q, k, v = self._qkv(layer, x, rotation)
-            keys.view(-1, size).index_copy_(0, place, k.reshape(-1, size))
-            values.view(-1, size).index_copy_(0, place, v.reshape(-1, size))
-            # As in `step`, heads that share keys are rows of one product: (R, kv heads, groups * L, d).
-            q = padded.index_copy_(0, real, q).view(count, most, -1, size).transpose(1, 2)
-            seen_keys, seen_values = (t[rows.start : rows.stop, :, :width] for t in (keys, values))
-            q = q.reshape(count, heads, -1, size)
-            attended = scaled_dot_product_attention(q, seen_keys, seen_values, attn_mask=mask, scale=self.scaling)
+        for layer, entries in zip(self.layers, cache.entries, strict=True):
+            qkv = self._qkv(layer, x, rotation)
+            entries.view(-1, size).index_copy_(0, place, qkv[:, :, shared:].reshape(-1, size))
+            # As in `step`, heads that share keys are rows of one product: (R, kv heads, queries * L, d).
+            q = padded.index_copy_(0, real, qkv[:, :, :shared].reshape(len(x), -1, size))
+            q = q.view(count, most, -1, size).transpose(1, 2).reshape(count, heads, -1, size)
+            seen = entries[rows.start : rows.stop, :, :, :width]
+            attended = scaled_dot_product_attention(q, seen[:, :, 0], seen[:, :, 1], attn_mask=mask, scale=self.scaling)
             attended = attended.view(count, -1, most, size).transpose(1, 2).reshape(count * most, -1)
             x = self._rest(layer, x, attended[real])
-        return rms_norm(x[lengths.cumsum(0) - 1], (x.shape[-1],), self.norm, self.eps)
+        return self._normed(x[lengths.cumsum(0) - 1], self.norm)
 
     def step(self, token: Tensor, position: Tensor, *, cache: Cache, width: int) -> Tensor:
         """Hidden states (R, H) after one more token in each of the first R rows of the cache, at `position` (R,), which
         is also where its key and value go. It is below `width` in every row whose state counts.
         """
-        rows, heads, size = len(token), self.num_kv_heads, self.head_dim
-        device = token.device
+        rows, device, shared, size = len(token), token.device, self.queries, self.head_dim
         ahead = torch.arange(width, device=device) > position.unsqueeze(1)
-        mask = torch.zeros(rows, 1, 1, width, device=device).masked_fill_(ahead[:, None, None], -torch.inf)
-        lanes = torch.arange(rows * heads, device=device).view(rows, heads)
-        place = (lanes * cache.keys.shape[3] + position.unsqueeze(1)).view(-1)  # flat index of new keys in a layer
+        mask = torch.zeros(rows, 1, width, dtype=self.dtype, device=device).masked_fill_(ahead.unsqueeze(1), -torch.inf)
+        mask = mask.repeat_interleave(self.num_kv_heads, 0, output_size=rows * self.num_kv_heads)
+        place = self._places(torch.arange(rows, device=device), position, cache)
         rotation = cache.cos[position], cache.sin[position]
         x = self.embedding[token]
-        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
-            q, k, v = self._qkv(layer, x, rotation)
-            keys.view(-1, size).index_copy_(0, place, k.reshape(-1, size))
-            values.view(-1, size).index_copy_(0, place, v.reshape(-1, size))
-            # Heads that share keys are rows of one small matrix product (grouped-query attention, 2305.13245).
-            q = q.reshape(rows, heads, -1, size) * self.scaling
-            scores = torch.matmul(q, keys[:rows, :, :width].transpose(-1, -2)).float().add_(mask)
-            attended = torch.matmul(scores.softmax(-1).to(self.dtype), values[:rows, :, :width])
+        for layer, entries in zip(self.layers, cache.entries, strict=True):
+            qkv = self._qkv(layer, x, rotation).flatten(0, 1)  # (R * kv heads, queries + 2, d)
+            entries.view(-1, size).index_copy_(0, place, qkv[:, shared:].reshape(-1, size))
+            keys, values = entries.flatten(0, 1)[: len(qkv), :, :width].unbind(1)
+            # Queries that share keys are the rows of one small matrix product.
+            scores = torch.baddbmm(mask, qkv[:, :shared], keys.transpose(1, 2), alpha=self.scaling)
+            attended = torch.bmm(scores.softmax(-1, dtype=torch.float32).to(self.dtype), values)
             x = self._rest(layer, x, attended.view(rows, -1))
-        return rms_norm(x, (x.shape[-1],), self.norm, self.eps)
+        return self._normed(x, self.norm)
 
-    def _qkv(self, layer: LayerWeights, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries (N, heads, d) and keys, and values (N, kv heads, d), of flat tokens x (N, H)."""
-        h = rms_norm(x, (x.shape[-1],), layer.attention_norm, self.eps)
-        qkv = layer.qkv(h).view(len(x), -1, self.head_dim)
-        qk, v = qkv[:, : -self.num_kv_heads], qkv[:, -self.num_kv_heads :]
+    def _places(self, row: Tensor, position: Tensor, cache: Cache) -> Tensor:
+        """Flat index in a layer of the cache of the key and the value of each kv head, for N new tokens."""
+        lanes = torch.arange(2 * self.num_kv_heads, device=row.device) + row.unsqueeze(1) * (2 * self.num_kv_heads)
+        return (lanes * cache.entries.shape[4] + position.unsqueeze(1)).view(-1)
+
+    def _qkv(self, layer: LayerWeights, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """Of flat tokens x (N, H), for each kv head its rotated queries and key, and its value: (N, kv heads,
+        queries + 2, d).
+        """
+        h = self._normed(x, layer.attention_norm)
+        qkv = layer.qkv(h).view(len(x), self.num_kv_heads, -1, self.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k, size = qk[:, : self.num_heads], qk[:, self.num_heads :], (self.head_dim,)
-            qk = torch.cat([rms_norm(q, size, layer.q_norm, self.eps), rms_norm(k, size, layer.k_norm, self.eps)], 1)
-        cos, sin = rotation  # x cos + (the other half, the first negated) sin: RoPE (2104.09864), Eq. 34, by halves
-        qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
-        return qk[:, : self.num_heads], qk[:, self.num_heads :], v
+            q, k, v = qkv.split([self.queries, 1, 1], 2)
+            qkv = torch.cat([self._normed(q, layer.q_norm), self._normed(k, layer.k_norm), v], 2)
+        return turned(qkv, *rotation)
 
     def _rest(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> Tensor:
         """Attention's output projection and the feed-forward block, each added to its residual."""
         x = layer.out.added(x, attended)
-        h = rms_norm(x, (x.shape[-1],), layer.mlp_norm, self.eps)
+        h = self._normed(x, layer.mlp_norm)
         gate, up = layer.gate_up(h).chunk(2, -1)
         return layer.down.added(x, self.activation(gate).mul_(up))
+
+    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """RMS norm over the last dimension (1910.07467, Eq. 4); weight None: it is in the matrix that comes next. GPUs
+        have a kernel for it; on a CPU torch makes a dozen operations of it.
+        """
+        if x.device.type != "cpu" or x.dtype != torch.float32:
+            return rms_norm(x, (x.shape[-1],), weight, self.eps)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        h = x * torch.addcmul(self.least, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+        return h if weight is None else h.mul_(weight)

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from tinyrl.config.sections import GenerationConfig
 from tinyrl.generation.continuous_batching import PREFILL_TOKENS, WIDTH_BUCKET
-from tinyrl.generation.decoder import Decoder, reads_like_llama
+from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import LOOK_EVERY, Completion, SamplingSettings
 from tinyrl.generation.fused import rows_that_fit
 from tinyrl.generation.slots import Slots
+from tinyrl.models.batches import trunk_of
+from tinyrl.models.fused_trunk import reads_like_llama
 from tinyrl.models.live_bytes import AsOn, LiveBytes
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.lora_merge import adapted_parameter, is_plain_lora
@@ -50,7 +52,7 @@ def likely_engine(config: GenerationConfig, roles: Roles, *, quantized: bool) ->
     plain = all(is_plain_lora(layer) for layer in roles.adapted_layers(POLICY_ADAPTER))
     if quantized or not plain:
         return "hf"
-    if reads_like_llama(roles.causal):
+    if reads_like_llama(trunk_of(roles.causal)):
         return "fused"
     return "hf-merged" if roles.peft is None or roles.causal.dtype == torch.float32 else "hf"
 
@@ -115,7 +117,7 @@ def _fused(
         fit = rows_that_fit(decoder, width, free=max(0, free - copy))
         rows = min(call.rows, fit)
         slots = Slots(decoder, settings, capacity=rows, width=width, columns=columns, greedy=False, device=META)
-        cache = weight_bytes([slots.cache.keys, slots.cache.values])
+        cache = weight_bytes([slots.cache.entries])
         prompts = min(rows, call.prompts, max(1, PREFILL_TOKENS[device.type] // call.prompt))
         _prefill(decoder, slots, prompts=prompts, length=call.prompt)
         slots.advance(rows, width)

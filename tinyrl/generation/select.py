@@ -14,13 +14,15 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.sections import GenerationConfig
-from tinyrl.generation.decoder import Decoder, reads_like_llama
+from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import SamplingEngine, SamplingSettings
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.hf import HfEngine, HfMergedEngine
 from tinyrl.generation.server import ServerEngine
 from tinyrl.generation.server_client import ServerClient
+from tinyrl.models.batches import trunk_of
 from tinyrl.models.device import resolve_dtype
+from tinyrl.models.fused_trunk import reads_like_llama
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.lora_merge import is_plain_lora
@@ -137,7 +139,7 @@ def tried(engine: FusedEngine, longest: int) -> tuple[str | None, float]:
 def why_not_fused(engine: FusedEngine, longest: int) -> tuple[str | None, float]:
     """Why the fused engine is not for this model (None where it is), and how far its log-probabilities are off."""
     model = engine.roles.causal
-    if not reads_like_llama(model):
+    if not reads_like_llama(trunk_of(model)):
         return f"{type(model).__name__} is not built like Llama", 0.0
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)

@@ -85,13 +85,8 @@ class Slots:
         self.sample += chain.from_iterable(samples)
         self.longest = max(self.longest, ids.shape[1])
         source = to_device(torch.tensor([p for p, count in enumerate(counts) for _ in range(count)]), self.device)
-        where = torch.arange(starts[0], starts[-1], device=self.device)
-        self.position[where], self.count[where], self.uniforms[where] = (
-            lengths[source],
-            0,
-            to_device(uniforms, self.device),
-        )
-        self._draw(self.decoder.head.logits(states)[source], where)
+        self._begin(slice(starts[0], starts[-1]), lengths[source], uniforms)
+        self._draw(self.decoder.head.logits(states)[source], slice(starts[0], starts[-1]))
 
     def advance(self, live: int, width: int) -> None:
         """One token in each of the first `live` rows, reading `width` columns of the cache. Only tensors: a CUDA graph
@@ -100,22 +95,27 @@ class Slots:
         position = self.position[:live].clamp(max=self.width - 1)
         states = self.decoder.step(self.token[:live], position, cache=self.cache, width=width)
         self.position[:live] += 1
-        self._draw(self.decoder.head.logits(states), torch.arange(live, device=self.device))
+        self._draw(self.decoder.head.logits(states), slice(live))
 
-    def _draw(self, logits: Tensor, where: Tensor) -> None:
-        """Draw the next token of the rows at `where`, and record it."""
-        column = self.count[where].clamp(max=self.columns - 1)
+    def _begin(self, rows: slice, position: Tensor, uniforms: Tensor) -> None:
+        """No token has been drawn yet in these rows; the next goes to `position`."""
+        self.position[rows], self.count[rows], self.uniforms[rows] = position, 0, to_device(uniforms, self.device)
+
+    def _draw(self, logits: Tensor, rows: slice) -> None:
+        """Draw the next token of these rows, and record it."""
+        column = self.count[rows].clamp(max=self.columns - 1).unsqueeze(-1)
         token, logprob = sample_tokens(
             logits,
-            self.uniforms[where, column],
+            self.uniforms[rows].gather(1, column).squeeze(-1),
             temperature=self.settings.temperature,
             top_k=self.settings.top_k,
             top_p=self.settings.top_p,
             greedy=self.greedy,
         )
-        self.tokens[where, column], self.logprobs[where, column] = token, logprob
-        self.token[where] = token
-        self.count[where] += 1
+        self.tokens[rows].scatter_(1, column, token.unsqueeze(-1))
+        self.logprobs[rows].scatter_(1, column, logprob.unsqueeze(-1))
+        self.token[rows] = token
+        self.count[rows] += 1
 
     def look(self, most: int) -> list[tuple[int, list[int]]]:
         """Of each live row how many tokens were drawn, and the last `most` of them, oldest first (fewer where there are
@@ -160,9 +160,8 @@ class Slots:
         states = self.decoder.extend(ids, lengths, start, cache=self.cache, rows=where, width=max(ends))
         self.sample += samples
         self.longest = max(self.longest, *ends)
-        places = torch.arange(where.start, where.stop, device=self.device)
-        self.position[places], self.count[places] = start + lengths, 0
-        self.uniforms[places] = to_device(uniforms, self.device)
+        places = slice(where.start, where.stop)
+        self._begin(places, start + lengths, uniforms)
         self._draw(self.decoder.head.logits(states), places)
 
     def _padded(self, rows: list[list[int]]) -> Tensor:
@@ -202,15 +201,15 @@ class Slots:
 
     def _copy(self, source: int, to: int, columns: int) -> None:
         """Copy the first columns of a row of the cache."""
-        for part in (self.cache.keys, self.cache.values):
-            part[:, to, :, :columns] = part[:, source, :, :columns]
+        entries = self.cache.entries
+        entries[:, to, ..., :columns, :] = entries[:, source, ..., :columns, :]
 
     def _exchange(self, a: int, b: int, columns: int) -> None:
         """Exchange the first columns of two rows of the cache."""
-        for part in (self.cache.keys, self.cache.values):
-            kept = part[:, b, :, :columns].clone()
-            part[:, b, :, :columns] = part[:, a, :, :columns]
-            part[:, a, :, :columns] = kept
+        entries = self.cache.entries[..., :columns, :]
+        kept = entries[:, b].clone()
+        entries[:, b] = entries[:, a]
+        entries[:, a] = kept
 
     def _move_behind(self, slots: list[int], move: Callable[[int, int, int], None]) -> list[int]:
         """Take the rows at `slots` out of the live ones: rows from the end move into the gaps, by moving their part of

@@ -17,10 +17,10 @@ def sample_tokens(
     logits (R, V) float32, overwritten; u (R,) uniforms. Returns (R,) int64 and (R,) float32.
     """
     z = logits.div_(temperature) if temperature != 1.0 else logits
-    likeliest = z.max(-1)
-    weights = z.sub_(likeliest.values.unsqueeze(-1)).exp_()
-    if greedy:
-        token, total = likeliest.indices, weights.sum(-1, dtype=torch.float64)
+    token = z.argmax(-1) if greedy else None
+    weights = z.sub_(z.amax(-1, keepdim=True)).exp_()
+    if token is not None:
+        total = weights.sum(-1, dtype=torch.float64)
     elif top_k or top_p < 1:
         total = weights.sum(-1, dtype=torch.float64)
         token = draw(truncate(weights / total.unsqueeze(-1).float(), top_k=top_k, top_p=top_p), u)[0]

@@ -43,60 +43,93 @@ class Projection:
 
 @dataclass
 class LayerWeights:
-    """One decoder layer: q, k and v in one matrix, gate and up in another."""
+    """One decoder layer: q, k and v in one matrix, by kv heads (queries, key, value of each); gate and up in one."""
 
     qkv: Projection
     out: Projection
     gate_up: Projection
     down: Projection
-    attention_norm: Tensor
-    mlp_norm: Tensor
+    attention_norm: Tensor | None  # in float32 the norms' weights are multiplied into the matrices behind them
+    mlp_norm: Tensor | None
     q_norm: Tensor | None  # Qwen3: over each head
     k_norm: Tensor | None
 
 
-def layer_weights(layer: Any, adapter: str | None, *, dtype: torch.dtype) -> LayerWeights:
+@torch.no_grad()
+def layer_weights(layer: Any, adapter: str | None, *, kv_heads: int, dtype: torch.dtype) -> LayerWeights:
     """The weights of the library's decoder layer as they are now under `adapter`."""
     attention, mlp = layer.self_attn, layer.mlp
+
+    norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+    inside = norms if dtype == torch.float32 else (None, None)
+    beside = (None, None) if dtype == torch.float32 else tuple(weight.to(dtype) for weight in norms)
 
     def norm(module: nn.Module | None) -> Tensor | None:
         return None if module is None else module.weight.to(dtype)  # pyright: ignore
 
+    qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
     return LayerWeights(
-        joined([attention.q_proj, attention.k_proj, attention.v_proj], adapter, dtype=dtype),
+        joined(qkv, adapter, dtype=dtype, parts=kv_heads, norm=inside[0]),
         joined([attention.o_proj], adapter, dtype=dtype),
-        joined([mlp.gate_proj, mlp.up_proj], adapter, dtype=dtype),
+        joined([mlp.gate_proj, mlp.up_proj], adapter, dtype=dtype, norm=inside[1]),
         joined([mlp.down_proj], adapter, dtype=dtype),
-        attention_norm=layer.input_layernorm.weight.to(dtype),
-        mlp_norm=layer.post_attention_layernorm.weight.to(dtype),
+        attention_norm=beside[0],
+        mlp_norm=beside[1],
         q_norm=norm(getattr(attention, "q_norm", None)),
         k_norm=norm(getattr(attention, "k_norm", None)),
     )
 
 
-def joined(modules: list[nn.Module], adapter: str | None, *, dtype: torch.dtype) -> Projection:
-    """Linear layers that share their input as one. Its shapes are those of the layers' largest adapters, whichever is
-    asked for (None: the base, with a branch of zeros), since a CUDA graph is recorded once for all of them.
+def joined(
+    modules: list[nn.Module],
+    adapter: str | None,
+    *,
+    dtype: torch.dtype,
+    parts: int = 1,
+    norm: Tensor | None = None,
+) -> Projection:
+    """Linear layers that share their input as one, whose outputs are the first of `parts` equal parts of each layer's,
+    the second, and so on. norm (in,): what the input is to be multiplied with (merged weights only). Its shapes are
+    those of the layers' largest adapters, whichever is asked for (None: the base, with a branch of zeros), since a CUDA
+    graph is recorded once for all of them.
     """
     rank = 0 if dtype == torch.float32 else sum(lora_rank(module) for module in modules)
     pairs = [merged_weight(module, None if rank else adapter) for module in modules]
-    weight = torch.cat([w for w, _ in pairs]).to(dtype)
+
+    def one(tensors: list[Tensor]) -> Tensor:
+        return torch.cat([t.unflatten(0, (parts, -1)) for t in tensors], 1).flatten(0, 1)
+
+    weight = one([w for w, _ in pairs]).to(dtype)
     biases = [b for _, b in pairs if b is not None]
     assert len(biases) in (0, len(pairs))
-    bias = torch.cat(biases).to(dtype) if biases else None
+    bias = one(biases).to(dtype) if biases else None
     if not rank:
-        return Projection(weight, bias)
+        return Projection(laid_out(weight, norm), bias)
     columns = -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE
-    lora_a, lora_b = (weight.new_zeros(n, columns) for n in (weight.shape[1], weight.shape[0]))
-    row = column = 0
-    for module, (own, _) in zip(modules, pairs, strict=True):
+    lora_a, column = weight.new_zeros(columns, weight.shape[1]), 0
+    lora_b = [weight.new_zeros(len(own), columns) for own, _ in pairs]
+    for module, branch in zip(modules, lora_b, strict=True):
         matrices = lora_matrices(module, adapter)
         if matrices is not None:
             a, b = matrices
-            lora_a[:, column : column + len(a)] = a.t()
-            lora_b[row : row + len(own), column : column + len(a)] = b
-        row, column = row + len(own), column + lora_rank(module)
-    return Projection(torch.cat([weight, lora_b], 1), bias, lora_a.t().contiguous())
+            lora_a[column : column + len(a)] = a
+            branch[:, column : column + len(a)] = b
+        column += lora_rank(module)
+    return Projection(torch.cat([weight, one(lora_b)], 1), bias, lora_a)
+
+
+def laid_out(weight: Tensor, norm: Tensor | None) -> Tensor:
+    """A matrix (out, in), its columns multiplied with `norm`. On a CPU it stands in memory input by input, where
+    products with a few rows are up to twice as fast; GPUs do not mind.
+    """
+    if weight.device.type != "cpu":
+        return weight if norm is None else weight * norm
+    by_inputs = weight.new_empty(weight.shape[1], weight.shape[0])
+    if norm is None:
+        by_inputs.copy_(weight.t())
+    else:
+        torch.mul(weight.t(), norm.unsqueeze(1), out=by_inputs)
+    return by_inputs.t()
 
 
 def tensors(weights: LayerWeights | Projection) -> list[Tensor]:
