@@ -141,3 +141,23 @@ def test_bfloat16_modules_of_the_library_are_not_merged(tiny: TinyModels) -> Non
     assert "first updates of LoRA would be rounded away" in why
     with pytest.raises(ValueError, match=r"generation\.engine=hf-merged: merged into bfloat16"):
         choose(roles, "hf-merged")
+
+
+def test_float32_matrices_stand_input_by_input_with_the_norms_in_them(tiny: TinyModels) -> None:
+    """Where a norm is in the matrix behind it, doubling its weight doubles the matrix, and biases stay."""
+    roles = in_lora(load_causal_lm(str(tiny("qwen2")), dtype=torch.float32))
+    decoder = Decoder(roles.causal, dtype=torch.float32)
+    decoder.sync("default")
+    layer, first = decoder.layers[0], decoder.trunk.layers[0]
+    before = [p.weight.clone() for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    assert all(p.weight.t().is_contiguous() for p in (layer.qkv, layer.out, layer.gate_up, layer.down))
+    assert layer.attention_norm is None
+    assert layer.qkv.bias is not None
+    bias = layer.qkv.bias.clone()
+    with torch.no_grad():
+        first.input_layernorm.weight.mul_(2)
+        first.post_attention_layernorm.weight.mul_(4)
+    decoder.sync("default")
+    after = [p.weight for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    assert [float((a / b).median()) for a, b in zip(after, before, strict=True)] == [2, 1, 4, 1]
+    assert torch.equal(layer.qkv.bias, bias)
