@@ -187,7 +187,7 @@ def test_another_text_is_not_gone_on_with(tiny: TinyModels, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_policy_keeps_its_text_beside_a_reward(tiny: TinyModels, tmp_path: Path) -> None:
-    """The same run with and without the text, which is at first as likely under both: one forgets it, one learns it."""
+    """The same run with and without the text, which is at first as likely under both: one learns it, one does not."""
     ends = []
     for coef in (1e-9, 1.0):
         settings = running.config(
@@ -202,5 +202,5 @@ def test_a_policy_keeps_its_text_beside_a_reward(tiny: TinyModels, tmp_path: Pat
         lines = running.metrics(run)[1:]
         assert lines[-1]["reward/mean"] > lines[0]["reward/mean"]
         ends.append([lines[0]["policy/ptx_loss"], lines[-1]["policy/ptx_loss"]])
-    (start, forgot), (_, kept) = ends
-    assert kept < 0.9 * start < start < forgot
+    (start, without), (_, beside) = ends
+    assert beside < 0.9 * start < 0.95 * start < without
