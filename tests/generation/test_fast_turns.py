@@ -51,8 +51,7 @@ def padded(sequences: list[list[int]]) -> tuple[Tensor, Tensor]:
 def strewn(cache: Cache, start: list[int]) -> Cache:
     """Junk behind what each row has read, as rows that ran past their end or wait in a graph's bucket leave there."""
     for row, first in enumerate(start):
-        for part in (cache.keys, cache.values):
-            part[:, row, :, first:].normal_(std=30.0)
+        cache.entries[:, row, ..., first:, :].normal_(std=30.0)
     return cache
 
 
@@ -69,7 +68,7 @@ def test_reading_on_equals_a_full_forward_pass(tiny: TinyModels, kind: str):
     decoder.prefill(*padded(texts), cache=cache, rows=[range(i, i + 1) for i in range(5)])
     strewn(cache, lengths)
     for pieces in ([[50], [60, 61, 62, 63, 64, 65], [70, 71]], [[80, 81, 82, 83], [90], [100, 101, 102]]):
-        before = cache.keys.clone(), cache.values.clone()
+        before = cache.entries.clone()
         start = [len(t) for t in texts[1:4]]
         ids, counts = padded(pieces)
         width = max(a + len(b) for a, b in zip(start, pieces, strict=True))
@@ -79,11 +78,11 @@ def test_reading_on_equals_a_full_forward_pass(tiny: TinyModels, kind: str):
             expected = model(input_ids=torch.tensor([texts[row]])).logits[0, -1].log_softmax(-1)
             ours = decoder.head.logits(states[row - 1 : row])[0].log_softmax(-1)
             assert (ours - expected).abs().max() < 1e-5
-        for now, was in zip((cache.keys, cache.values), before, strict=True):
-            for row, text in enumerate(texts):
-                first = start[row - 1] if row in (1, 2, 3) else len(text)
-                assert torch.equal(now[:, row, :, :first], was[:, row, :, :first])
-                assert torch.equal(now[:, row, :, len(text) :], was[:, row, :, len(text) :])
+        for row, text in enumerate(texts):
+            first = start[row - 1] if row in (1, 2, 3) else len(text)
+            now, was = cache.entries[:, row], before[:, row]
+            assert torch.equal(now[..., :first, :], was[..., :first, :])
+            assert torch.equal(now[..., len(text) :, :], was[..., len(text) :, :])
     token, position = torch.full((5,), 77), torch.tensor([len(t) for t in texts])
     states = decoder.step(token, position, cache=cache, width=40)
     for row, text in enumerate(texts):
@@ -103,7 +102,7 @@ def test_reading_on_in_bfloat16_is_reading_token_by_token(tiny: TinyModels):
     single = [decoder.step(ids[:, i], start + i, cache=caches[1], width=8) for i in range(5)][-1]
     assert together.dtype == torch.bfloat16
     assert torch.allclose(together.float(), single.float(), atol=0.05, rtol=0.05)
-    assert torch.allclose(caches[0].keys.float(), caches[1].keys.float(), atol=0.05, rtol=0.05)
+    assert torch.allclose(caches[0].entries.float(), caches[1].entries.float(), atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize("max_rows", [3, None])
@@ -268,7 +267,7 @@ def test_out_of_memory_begins_all_episodes_again_in_fewer_rows(
     caches: list[weakref.ref[Cache]] = []
 
     def full(self: Decoder, *args: Any, **named: Any) -> Any:
-        rows = args[0] if where == "new_cache" else named["cache"].keys.shape[1]
+        rows = args[0] if where == "new_cache" else named["cache"].entries.shape[1]
         if rows > 5:
             raise torch.OutOfMemoryError("full")
         return real(self, *args, **named)

@@ -35,14 +35,6 @@ class Cache:
     cos: Tensor
     sin: Tensor
 
-    @property
-    def keys(self) -> Tensor:
-        return self.entries[:, :, :, 0]
-
-    @property
-    def values(self) -> Tensor:
-        return self.entries[:, :, :, 1]
-
 
 class Decoder:
     """Hidden states of new tokens from a static cache. Weights are in `dtype`, sums of norms and softmax in float32."""
@@ -212,7 +204,7 @@ class Decoder:
 
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """RMS norm over the last dimension (1910.07467, Eq. 4); weight None: it is in the matrix that comes next. GPUs
-        have a kernel for it; on a CPU torch makes a dozen operations of it.
+        have a kernel for it; on a CPU torch makes many operations of it.
         """
         if x.device.type != "cpu" or x.dtype != torch.float32:
             return rms_norm(x, (x.shape[-1],), weight, self.eps)
