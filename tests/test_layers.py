@@ -18,6 +18,7 @@ LEVELS = (
     ("training", "export", "chat"),
     ("evaluation",),
     ("components",),
+    ("parts",),
     ("sampling",),
     ("rollout",),
     ("generation", "rewards"),

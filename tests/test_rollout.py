@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from tests import running
 from tests.tiny_models import tiny_model
-from tinyrl.components import Options, SamplingParts, load_sampling_parts
+from tinyrl.components import Options, load_sampling_parts
+from tinyrl.parts import SamplingParts
 from tinyrl.rollout import Rollout
 from tinyrl.sampling import Truncation, sample_and_score, settle_truncated
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from tests.benchmarks import measuring, our_recipe
 from tests.benchmarks.fixed_batch import GROUP_SIZE, Batch, fixed_batch
 from tests.benchmarks.fixed_work import SPEED
-from tinyrl.components import Options, SamplingParts
+from tinyrl.components import Options
 from tinyrl.config.recipe import load_config
 from tinyrl.models.weights_io import load_policy
+from tinyrl.parts import SamplingParts
 from tinyrl.rollout import Rollout
 from tinyrl.trainers.on_policy import RolloutCollector
 from tinyrl.trainers.policy_loss import PolicyLoss

@@ -18,11 +18,12 @@ import transformers  # noqa: F401
 from tests.benchmarks import measuring, our_recipe
 from tests.benchmarks.fixed_work import SPEED
 from tests.benchmarks.scripted_tool import TURNS
-from tinyrl.components import Options, SamplingParts, load_sampling_parts
+from tinyrl.components import Options, load_sampling_parts
 from tinyrl.config.recipe import load_config
 from tinyrl.generation.engine import Completion, FinishReason, Request
 from tinyrl.generation.turns import Episodes, PlaysEpisodes, _play_plainly
 from tinyrl.models.weights_io import load_policy
+from tinyrl.parts import SamplingParts
 
 
 class LimitedTurns(Episodes):

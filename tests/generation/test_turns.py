@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from tests.faults.lookup_runs import lookup
-from tinyrl.components import Options, SamplingParts, load_sampling_parts
+from tinyrl.components import Options, load_sampling_parts
 from tinyrl.environments import Reply
 from tinyrl.environments.episode import Episode
 from tinyrl.generation import turns
 from tinyrl.generation.engine import Completion, Request
 from tinyrl.generation.rng import sample_keys, uniforms
 from tinyrl.generation.turns import Episodes, play
+from tinyrl.parts import SamplingParts
 
 GROUP, SEED, STEP = 8, 3, 2
 Played = tuple[list[Completion], list[Episode]]

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 import tinyrl.starter
-from tinyrl.components import Options, SamplingParts, load_sampling_parts
+from tinyrl.components import Options, load_sampling_parts
 from tinyrl.config.recipe import load_config
 from tinyrl.generation.engine import Request
 from tinyrl.models.loading import load_tokenizer
+from tinyrl.parts import SamplingParts
 from tinyrl.starter.build import build
 from tinyrl.starter.lookup import (
     ATTRIBUTES,

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from tests import running
 from tests.tiny_models import TinyModels
-from tinyrl.components import Options, SamplingParts, load_sampling_parts
+from tinyrl.components import Options, load_sampling_parts
 from tinyrl.config.schema import Config
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.reward_model import load_reward_model
+from tinyrl.parts import SamplingParts
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.settle import settle
 

@@ -12,11 +12,12 @@ from torch import Tensor
 from tests.faults.lookup_runs import lookup
 from tinyrl.algorithms.advantages import gae
 from tinyrl.algorithms.masking import masked_whiten
-from tinyrl.components import Options, SamplingParts, load_sampling_parts
+from tinyrl.components import Options, load_sampling_parts
 from tinyrl.config.presets import PRESETS
 from tinyrl.environments.episode import Episode
 from tinyrl.generation.engine import Completion
 from tinyrl.models.batches import SequenceBatch
+from tinyrl.parts import SamplingParts
 from tinyrl.rollout import Rollout
 from tinyrl.sampling import (
     Truncation,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tinyrl.chat.spelling import Spelling
 from tinyrl.chat.target import ChatTarget
-from tinyrl.components import Options, Parts, load_parts, load_scorer
+from tinyrl.components import Options, load_parts, load_scorer
 from tinyrl.data.messages import Message, Prompt
 from tinyrl.environments.episode import Episode
 from tinyrl.generation.engine import Completion, Request, SampledRole, SamplingSettings
@@ -24,6 +24,7 @@ from tinyrl.generation.hf import HfEngine
 from tinyrl.generation.turns import play
 from tinyrl.models.vocabulary import check_ids
 from tinyrl.models.weights_io import load_policy
+from tinyrl.parts import Parts
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.tasks import Task, load_split, load_task
 from tinyrl.tasks.prompts import PreparedPrompt, prepare_prompts, render_prompt

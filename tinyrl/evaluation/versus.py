@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tinyrl.components import Options, SamplingParts, load_judged_parts, load_sampling_parts, settle_threads
+from tinyrl.components import Options, load_judged_parts, load_sampling_parts, settle_threads
 from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import prompt_key
@@ -34,6 +34,7 @@ from tinyrl.evaluation.targets import (
     trained_on,
 )
 from tinyrl.models.weights_io import load_policy
+from tinyrl.parts import SamplingParts
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.runs.run_dir import finite, run_of
 from tinyrl.tasks.prompts import PreparedPrompt

@@ -68,16 +68,6 @@ class SamplingSettings:
     max_rows: int | None = None
 
 
-class HasRowLimit(Protocol):
-    """An engine of this package: it decodes at most `max_rows` sequences at a time (None: all that are asked for)."""
-
-    max_rows: int | None
-
-    def release(self) -> bool:
-        """Free the memory kept from one call to the next; returns whether there was any."""
-        ...
-
-
 class SamplingEngine(Protocol):
     """Samples completions. `exact`: in float32 its log-probabilities are those of a training pass, to rounding."""
 
@@ -87,7 +77,14 @@ class SamplingEngine(Protocol):
     @property
     def copy_bytes(self) -> int:
         """Bytes of the private copy of weights that it samples from: adapters are merged there, not in the base."""
-        ...
+        return 0
+
+    def start(self, prompts: list[list[int]]) -> list[str]:
+        """Check once, before the first step, what only `prompts` (tokens) can show; returns lines worth showing.
+
+        Raises ValueError where it would not sample from our models.
+        """
+        return []
 
     def sample(
         self,
@@ -107,7 +104,16 @@ class SamplingEngine(Protocol):
 
     def release(self) -> bool:
         """Free the memory kept from one call to the next; returns whether there was any."""
-        ...
+        return False
+
+    def close(self) -> None:
+        """Take away what it left outside this process."""
+
+
+class HasRowLimit(SamplingEngine, Protocol):
+    """An engine that decodes at most `max_rows` sequences at a time (None: all that are asked for)."""
+
+    max_rows: int | None
 
 
 def max_new_tokens(request: Request, settings: SamplingSettings) -> int:

@@ -22,6 +22,7 @@ from tinyrl.generation.engine import (
     Completion,
     Request,
     SampledRole,
+    SamplingEngine,
     SamplingSettings,
     eos_token_ids,
     sample_in_fewer_rows,
@@ -46,7 +47,7 @@ class Kept:
     graphs: dict[bool, StepGraphs] = field(default_factory=dict)
 
 
-class FusedEngine:
+class FusedEngine(SamplingEngine):
     """Samples through a `Decoder`, whose weights are copied from the acting role at every call.
 
     by_graphs: whether steps are replayed from graphs, as on CUDA.

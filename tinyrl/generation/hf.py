@@ -20,6 +20,7 @@ from tinyrl.generation.engine import (
     FinishReason,
     Request,
     SampledRole,
+    SamplingEngine,
     SamplingSettings,
     eos_token_ids,
     join,
@@ -44,7 +45,7 @@ COMPACT_BELOW = 0.8
 REASONS = get_args(FinishReason)
 
 
-class HfEngine:
+class HfEngine(SamplingEngine):
     """Samples from the policy in place: nothing is copied, so there is nothing to synchronise after an update."""
 
     name = "hf"
@@ -82,15 +83,6 @@ class HfEngine:
             return join(parts, samples_per_request)
 
         return sample_in_fewer_rows(self, max(1, len(requests) * samples_per_request), attempt)
-
-    @property
-    def copy_bytes(self) -> int:
-        """Zero: it samples from the roles' own weights."""
-        return 0
-
-    def release(self) -> bool:
-        """Nothing is kept."""
-        return False
 
     def heard(self, rows: Tensor, alive: Tensor, tokens: Tensor) -> None:
         """Told of the tokens of a step as they are drawn, of which rows they are, and which of these still go on. An

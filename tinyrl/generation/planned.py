@@ -15,7 +15,7 @@ from torch import Tensor
 from tinyrl.config.sections import GenerationConfig
 from tinyrl.generation.continuous_batching import PREFILL_TOKENS, WIDTH_BUCKET
 from tinyrl.generation.decoder import Decoder
-from tinyrl.generation.engine import LOOK_EVERY, Completion, SamplingSettings
+from tinyrl.generation.engine import LOOK_EVERY, Completion, SamplingEngine, SamplingSettings
 from tinyrl.generation.fused import rows_that_fit
 from tinyrl.generation.slots import Slots
 from tinyrl.models.batches import trunk_of
@@ -30,19 +30,16 @@ from tinyrl.models.roles import Roles
 MATRICES_OF_LOGITS = 3  # alive at a time in the library's engine: logits, log-probabilities, probabilities
 
 
-class Unsampled:
+class Unsampled(SamplingEngine):
     """The engine in the place of one that weights would be needed for: it has its name."""
 
-    exact, copy_bytes = False, 0
+    exact = False
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def sample(self, *_: Any, **__: Any) -> list[list[Completion]]:
         raise AssertionError("models without numbers do not sample")
-
-    def release(self) -> bool:
-        return False
 
 
 def likely_engine(config: GenerationConfig, roles: Roles, *, quantized: bool) -> str:

@@ -44,10 +44,10 @@ PROBED_PROMPTS, PROBED_TOKENS = 4, 64
 LOST = 404  # an adapter the server does not have: it was started anew
 
 
-class ServerEngine:
+class ServerEngine(SamplingEngine):
     """Samples from the policy's adapter on a server at `generation.url`, which holds the same base."""
 
-    name, exact, copy_bytes = "server", False, 0
+    name, exact = "server", False
 
     def __init__(
         self,
@@ -186,10 +186,6 @@ class ServerEngine:
         self.adapters.forget()
         return attempt()
 
-    def release(self) -> bool:
-        """Nothing is kept here."""
-        return False
-
     def close(self) -> None:
         """Take the run's adapters from the server."""
         self.adapters.close()
@@ -286,8 +282,3 @@ class ServerEngine:
         elif error.status == LOST and LOAD not in said:
             said += ": it does not know this run's adapter"
         return f"{said}. Start it with\n  {self.command}"
-
-
-def engine_notes(engine: SamplingEngine, prompts: list[list[int]]) -> list[str]:
-    """Lines about a server before the first step, once it has passed its checks; none for other engines."""
-    return engine.start(prompts) if isinstance(engine, ServerEngine) else []

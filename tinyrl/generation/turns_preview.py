@@ -9,7 +9,7 @@ import time
 from itertools import groupby
 
 from tinyrl.environments.scripted import NONSENSE, asking_turn
-from tinyrl.generation.engine import Completion, Request, SampledRole
+from tinyrl.generation.engine import Completion, Request, SampledRole, SamplingEngine
 from tinyrl.generation.game import Game
 from tinyrl.generation.turns import play
 from tinyrl.tasks.observations import ObservationTokens
@@ -73,10 +73,10 @@ def scripted_turns(game: Game, prompt: PreparedPrompt, task: Task) -> list[str]:
     return [asks or NONSENSE.split()[0], task.gold(prompt.row) or NONSENSE]
 
 
-class Script:
+class Script(SamplingEngine):
     """A sampling engine that says what it was told to, turn after turn, the last one again and again."""
 
-    name, exact, copy_bytes = "script", True, 0
+    name, exact = "script", True
 
     def __init__(self, turns: list[Completion], *, most: int) -> None:
         self._turns, self._most, self._said = turns, most, 0
@@ -98,10 +98,6 @@ class Script:
         self._said += 1
         cut = len(turn.tokens) > most
         return [[Completion(turn.tokens[:most], turn.logprobs[:most], "length" if cut else turn.finish_reason)]]
-
-    def release(self) -> bool:
-        """Nothing is kept."""
-        return False
 
 
 def _turn(text: str, observations: ObservationTokens, stop: list[str]) -> Completion:

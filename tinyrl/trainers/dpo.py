@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tinyrl.algorithms.preference import dpo_loss, ipo_loss, kto_loss, mismatched_kl, orpo_loss, simpo_loss
-from tinyrl.components import Options, Parts, load_parts
+from tinyrl.components import Options, load_parts
 from tinyrl.config.method_sections import DpoConfig
 from tinyrl.config.schema import Config
 from tinyrl.data.described import described
@@ -34,6 +34,7 @@ from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.build import reference_of
 from tinyrl.models.micro_batches import StepRows
 from tinyrl.models.vocabulary import check_ids
+from tinyrl.parts import Parts
 from tinyrl.text import number, shortened, visible
 from tinyrl.trainers.preference_pairs import (
     Pair,

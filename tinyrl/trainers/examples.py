@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from tinyrl.components import Parts
 from tinyrl.data.described import beginning, quoting
 from tinyrl.data.readers import Row
 from tinyrl.data.shapes import text_examples
+from tinyrl.parts import Parts
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import render_answer
 from tinyrl.text import excerpt, visible

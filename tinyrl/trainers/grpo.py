@@ -24,9 +24,9 @@ from tinyrl.algorithms.advantages import (
 )
 from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.algorithms.reward_shaping import token_rewards
-from tinyrl.components import SamplingParts
 from tinyrl.components import load_sampling_parts as load
 from tinyrl.config.method_sections import GrpoConfig
+from tinyrl.parts import SamplingParts
 from tinyrl.rollout import Rollout
 from tinyrl.trainers.entropy_control import steer_entropy
 from tinyrl.trainers.on_policy import RolloutCollector

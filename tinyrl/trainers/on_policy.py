@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyrl.components import SamplingParts
 from tinyrl.config.method_sections import GrpoConfig, PpoConfig
 from tinyrl.data.rows import batch_indices, keyed_order
 from tinyrl.distributed import ALONE, World
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batches import SequenceBatch
+from tinyrl.parts import SamplingParts
 from tinyrl.rewards.guard import FailureGuard, describe_failure
 from tinyrl.rollout import Rollout
 from tinyrl.runs.signals import stop_held

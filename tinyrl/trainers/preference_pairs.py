@@ -7,12 +7,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tinyrl.components import Parts
 from tinyrl.data.described import quoting
 from tinyrl.data.readers import Row
 from tinyrl.data.shapes import preference
 from tinyrl.models.device import to_device
 from tinyrl.models.micro_batches import RowSizes, Work, own_rows
+from tinyrl.parts import Parts
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import render_answer
 from tinyrl.text import visible

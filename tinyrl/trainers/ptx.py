@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tinyrl.components import Options, Parts, SamplingParts, load_sampling_parts
+from tinyrl.components import Options, load_sampling_parts
 from tinyrl.config.schema import Config
 from tinyrl.data.described import described
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import batch_indices, fingerprint, placed_rows
 from tinyrl.models.vocabulary import check_ids
+from tinyrl.parts import Parts, SamplingParts
 from tinyrl.runs.signals import watched
 from tinyrl.trainers.examples import Example, joined, tokens_of, turns_of
 from tinyrl.trainers.sft import negative_log_likelihood, sizes_of

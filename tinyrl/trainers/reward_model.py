@@ -24,7 +24,7 @@ from transformers import AutoModelForSequenceClassification
 
 from tinyrl.algorithms.preference import bradley_terry_loss
 from tinyrl.algorithms.score_losses import label_loss, rating_loss
-from tinyrl.components import Options, Parts, load_parts
+from tinyrl.components import Options, load_parts
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import batch_indices
 from tinyrl.distributed import ALONE, World
@@ -34,6 +34,7 @@ from tinyrl.models.batches import trunk_of
 from tinyrl.models.device import to_device
 from tinyrl.models.micro_batches import RowSizes, StepRows, Work, own_rows
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET
+from tinyrl.parts import Parts
 from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat
 from tinyrl.runs.signals import watched
 from tinyrl.trainers.reward_rows import JudgedRows, JudgedTokens, read_judged_rows, text_format_of

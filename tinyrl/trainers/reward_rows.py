@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tinyrl.components import Parts
 from tinyrl.config.schema import Config
 from tinyrl.data.described import beginning, described, quoting
 from tinyrl.data.judged import Judged, Objective, judged, mean_and_deviation, objective_of, read_as, two_labels
@@ -18,6 +17,7 @@ from tinyrl.data.readers import Row
 from tinyrl.data.rows import example_rows, few_held_out, fingerprints
 from tinyrl.models.reward_model import classifier_room
 from tinyrl.models.vocabulary import check_ids
+from tinyrl.parts import Parts
 from tinyrl.rewards.model_text import TextFormat, judged_tokens
 from tinyrl.runs.signals import watched
 from tinyrl.text import number

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from tinyrl.algorithms.masking import masked_sum
-from tinyrl.components import Options, Parts, load_parts
+from tinyrl.components import Options, load_parts
 from tinyrl.config.schema import Config
 from tinyrl.data.described import described
 from tinyrl.data.rows import batch_indices, example_rows, few_held_out, fingerprints
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.micro_batches import RowSizes, StepRows, Work, own_rows
 from tinyrl.models.vocabulary import check_ids
+from tinyrl.parts import Parts
 from tinyrl.trainers.examples import Example, shown, tokenised, tokens_of
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from tinyrl.algorithms.losses import Metrics, clipped_value_loss
-from tinyrl.components import SamplingParts
 from tinyrl.config.method_sections import PpoConfig
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.device import to_device
 from tinyrl.models.micro_batches import Work, own_rows
 from tinyrl.models.roles import Roles
+from tinyrl.parts import SamplingParts
 from tinyrl.rollout import Rollout
 from tinyrl.trainers.on_policy import RolloutCollector
 from tinyrl.trainers.policy_loss import PolicyLoss

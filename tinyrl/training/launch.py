@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from tinyrl.components import Options, Parts, settle_threads
+from tinyrl.components import Options, settle_threads
 from tinyrl.config.schema import Config
 from tinyrl.distributed import World
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
 from tinyrl.evaluation.held_out import Trainer, trainer_of
 from tinyrl.models.device import as_out_of_memory, peak_memory_gb
 from tinyrl.models.memory import checkpoint_bytes
+from tinyrl.parts import Parts
 from tinyrl.report import write_report
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.environment import environment

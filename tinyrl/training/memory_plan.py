@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tinyrl.components import Parts, SamplingParts
 from tinyrl.generation.planned import Call, SamplingBytes, sampling_bytes
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.device import KEPT_BYTES, resolve_dtype
@@ -26,6 +25,7 @@ from tinyrl.models.memory import bytes_by_role
 from tinyrl.models.micro_batches import StepRows
 from tinyrl.models.outline import META, four_bit_bytes, is_outline
 from tinyrl.models.roles import Role, Roles
+from tinyrl.parts import Parts, SamplingParts
 
 LARGEST_TEMPORARIES = 2  # of the size of a parameter, in an AdamW step that takes one parameter after the other
 

@@ -11,13 +11,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tinyrl.components import Options, Parts, load_parts
+from tinyrl.components import Options, load_parts
 from tinyrl.config.schema import Config
 from tinyrl.generation.engine import Completion, Request, SamplingEngine, eos_token_ids
 from tinyrl.generation.select import MEAN_IN_BFLOAT16, MOST_IN_FLOAT32, engine_of
 from tinyrl.models.batches import SequenceBatch, make_batch
 from tinyrl.models.templates import template_text
 from tinyrl.models.vocabulary import embedding_rows
+from tinyrl.parts import Parts
 from tinyrl.runs.settle import settle
 from tinyrl.tasks.prompts import render_prompt, token_ids
 from tinyrl.text import first_line, shortened, visible

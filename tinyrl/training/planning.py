@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tinyrl.components import Options, Parts, SamplingParts
+from tinyrl.components import Options
 from tinyrl.config.schema import Config
 from tinyrl.generation.engine import Request
 from tinyrl.models.batches import fuse_alike
@@ -22,6 +22,7 @@ from tinyrl.models.device import memory_room, resolve_dtype, settled_bytes
 from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.models.outline import outline_reward_model, outline_roles
 from tinyrl.models.roles import Roles
+from tinyrl.parts import Parts, SamplingParts
 from tinyrl.text import first_line
 from tinyrl.training.memory_plan import MemoryPlan, Planner, passes
 

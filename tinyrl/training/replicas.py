@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from tinyrl.components import Parts, SamplingParts
 from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
 from tinyrl.distributed import World
 from tinyrl.errors import GuardStop
+from tinyrl.parts import Parts, SamplingParts
 
 BUCKET_ELEMENTS = 1 << 24  # of a gradient buffer: 64 MB
 CHECK_EVERY = 25  # steps

@@ -17,12 +17,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tinyrl.components import Parts, settle_threads
+from tinyrl.components import settle_threads
 from tinyrl.data.rows import keyed_order
 from tinyrl.errors import Interrupted
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.device import cores_here, peak_memory_gb
 from tinyrl.models.memory import checkpoint_bytes
+from tinyrl.parts import Parts
 from tinyrl.rollout import Rollout
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.diagnosis import Watch
