@@ -78,7 +78,7 @@ def test_a_branch_keeps_what_merging_into_bfloat16_rounds_away() -> None:
     base = layer.base_layer.weight.float()
 
     def error(weight: Tensor) -> float:
-        return float((weight.float() - base - update).norm() / update.norm())
+        return float(((weight.float() - base - update).norm() / update.norm()).detach())
 
     ours = joined([layer], "default", dtype=torch.bfloat16)
     assert ours.lora_a is not None

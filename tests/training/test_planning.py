@@ -1,11 +1,14 @@
 """The plan of a run's memory: parts counted by hand, what changes them, what fits, and the peak of real runs."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.running import config, go_on, metrics, train
 from tests.tiny_models import TinyModels
@@ -40,7 +43,18 @@ def test_weights_gradients_and_moments_are_counted_by_hand(tiny: TinyModels):
     assert made.standing["policy"] == 4 * adapter
     assert made.standing["Adam"] == 8 * adapter
     assert made.phases["updating"]["gradients"] == 4 * adapter
-    assert made.phases["loading"] == {"weights as read": made.standing["base"]}
+    assert "loading" not in made.phases  # float32 files are mapped, and are the model's memory
+
+
+def test_files_of_another_dtype_are_in_memory_beside_the_model(tiny: TinyModels, tmp_path: Path):
+    model = Path(shutil.copytree(tiny("llama"), tmp_path / "model"))
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(model / "model.safetensors").items()}
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    described = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**described, "dtype": "bfloat16"}))
+    made = planner(config("grpo", model)).plan()
+    assert made.phases["loading"] == {"weights as read": 2 * sum(w.numel() for w in weights.values())}
+    assert made.standing["base"] == 4 * sum(w.numel() for w in weights.values())
 
 
 def test_the_cache_holds_every_row_to_its_last_token(tiny: TinyModels):

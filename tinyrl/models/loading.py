@@ -133,6 +133,15 @@ def load_model_config(path: str, *, revision: str | None = None, trust_remote_co
         )
 
 
+def saved_dtype(path: str, *, revision: str | None = None) -> torch.dtype:
+    """What config.json says the weights were saved in; float32 where it says nothing, as the library takes it."""
+    described, _ = PretrainedConfig.get_config_dict(resolve_model_path(path), revision=revision or HUB_DEFAULT)
+    own = [described, described.get("text_config") or {}]
+    named = next((d[key] for d in own for key in ("dtype", "torch_dtype") if d.get(key)), "float32")
+    dtype = getattr(torch, str(named).removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
 def load_causal_lm(
     path: str,
     *,

@@ -20,6 +20,7 @@ from tinyrl.generation.planned import Call, SamplingBytes, sampling_bytes
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.device import KEPT_BYTES, resolve_dtype
 from tinyrl.models.live_bytes import AsOn, LiveBytes
+from tinyrl.models.loading import saved_dtype
 from tinyrl.models.logprobs import CHUNK_ELEMENTS, token_logprobs
 from tinyrl.models.memory import bytes_by_role
 from tinyrl.models.micro_batches import StepRows
@@ -122,9 +123,19 @@ class Planner:
         if self.sampling is not None:
             kept = {"kept from sampling": self._kept(sum(self.sampling.parts.values()))}
             phases = {"sampling": self.sampling.parts, **{name: {**kept, **parts} for name, parts in phases.items()}}
-        if self.device.type == "cpu" and not self.parts.config.model.random_init:
-            phases["loading"] = {"weights as read": self.standing["base"]}  # the file is in memory beside the model
+        if (read := self._as_read()) > 0:
+            phases["loading"] = {"weights as read": read}
         return MemoryPlan(self.device.type, self.standing, phases, self.room, tokens, self.sampling)
+
+    def _as_read(self) -> int:
+        """Bytes of the base's files that are in memory beside the model while it is loaded. On a CPU a model in the
+        dtype of its files is the files' own memory.
+        """
+        model, dtype = self.parts.config.model, self.outline.causal.dtype
+        if self.device.type != "cpu" or model.random_init:
+            return 0
+        saved = saved_dtype(model.path, revision=model.revision)
+        return 0 if saved == dtype else self.standing["base"] // dtype.itemsize * saved.itemsize
 
     def _kept(self, freed: int) -> int:
         """Of `freed` bytes, what the process keeps: on a CPU the C library does, in pieces that nothing else fits."""
