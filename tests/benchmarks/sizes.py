@@ -38,6 +38,21 @@ class Shape:
         attention = [(self.hidden, queries), (self.hidden, keys), (self.hidden, keys), (queries, self.hidden)]
         return [*attention, *[(self.hidden, self.intermediate)] * 2, (self.intermediate, self.hidden)]
 
+    def qwen2(self, **others: Any) -> Any:
+        """The library's configuration of it (a Qwen2Config)."""
+        from transformers import Qwen2Config
+
+        assert self.hidden // self.heads == self.head_size, "Qwen2's heads share the hidden size"
+        return Qwen2Config(
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            intermediate_size=self.intermediate,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            vocab_size=self.vocabulary,
+            **others,
+        )
+
 
 SIZES = {
     shape.name: shape
@@ -53,24 +68,17 @@ SIZES = {
 def build(shape: Shape, folder: Path) -> None:
     """Write the model and its tokenizer as `save_pretrained` does. The same shape gives the same weights."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2ForCausalLM
 
     from tests.tiny_models import tiny_tokenizer
 
-    config = Qwen2Config(
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        intermediate_size=shape.intermediate,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        vocab_size=shape.vocabulary,
+    config = shape.qwen2(
         max_position_embeddings=POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=EOS,
         pad_token_id=PAD,
     )
-    assert config.hidden_size // config.num_attention_heads == shape.head_size, "Qwen2's heads share the hidden size"
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config)
     if shape.early_ends:

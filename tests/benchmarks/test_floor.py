@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from tests.benchmarks.fixed_work import Grpo
 from tests.benchmarks.floor import operations
@@ -42,16 +42,8 @@ def test_layers_and_prompts_multiply():
 def test_products_of_a_real_forward_pass_are_the_floor_s():
     """torch's counter on one prompt of 7 with one completion of 5: linear layers and head, whatever attention takes."""
     shape = SIZES["xs"]
-    config = Qwen2Config(
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        intermediate_size=shape.intermediate,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        vocab_size=shape.vocabulary,
-    )
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        Qwen2ForCausalLM(config)(input_ids=torch.zeros(1, 12, dtype=torch.long), logits_to_keep=5)
+        Qwen2ForCausalLM(shape.qwen2())(input_ids=torch.zeros(1, 12, dtype=torch.long), logits_to_keep=5)
     counts = {str(operation): count for operation, count in counter.get_flop_counts()["Global"].items()}
     linear = sum(count for operation, count in counts.items() if operation in ("aten.mm", "aten.addmm"))
     found = operations(shape, 5, work=Grpo(num_prompts=1, group_size=1), prompt=7)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from tests.benchmarks.sizes import Shape
 from tests.gpu.waits import counting_kernels
@@ -24,16 +24,8 @@ CPU = torch.device("cpu")
 
 def narrow(shape: Shape) -> Any:
     """A model of the same depth and heads with an adapter."""
-    thin = replace(shape, hidden=shape.heads * 8, intermediate=16, vocabulary=64)
-    config = Qwen2Config(
-        hidden_size=thin.hidden,
-        num_hidden_layers=thin.layers,
-        intermediate_size=thin.intermediate,
-        num_attention_heads=thin.heads,
-        num_key_value_heads=thin.kv_heads,
-        vocab_size=thin.vocabulary,
-        tie_word_embeddings=True,
-    )
+    thin = replace(shape, hidden=shape.heads * 8, head_size=8, intermediate=16, vocabulary=64)
+    config = thin.qwen2(tie_word_embeddings=True)
     adapter = lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear")
     return wrap_in_lora(Qwen2ForCausalLM(config).eval(), adapter).get_base_model()
 

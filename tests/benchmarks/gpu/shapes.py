@@ -68,20 +68,14 @@ def prompt_rows(shape: Shape, tokens: int) -> list[dict[str, str]]:
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
     """Write the folder of a shape, in bfloat16 (on a CPU float32): prompts, model/, reward_model/ if asked for."""
     import torch
-    from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForSequenceClassification, Qwen2ForCausalLM
 
     from tests.tiny_models import tiny_tokenizer
 
     folder, shape = Path(settings["files"]), Shape(**settings["shape"])
     device = torch.device(settings["device"])
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = Qwen2Config(
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        intermediate_size=shape.intermediate,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        vocab_size=shape.vocabulary,
+    config = shape.qwen2(
         max_position_embeddings=POSITIONS,
         tie_word_embeddings=shape.name not in UNTIED,
         bos_token_id=None,
