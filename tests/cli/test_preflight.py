@@ -268,6 +268,8 @@ def test_targets_of_an_evaluation():
     check_evaluation("runs/mine", vs="base", task=None)
     Path("config.yaml").write_text("somebody else's")  # a stray config.yaml does not make the model a run
     check_evaluation("model", vs="start", task="sort")
+    check_evaluation("runs/mine", vs="model", task=None)
+    check_evaluation("runs/mine", vs="owner/name", task=None)  # of the hub
     for (target, vs, task), sentence in {
         (
             "runs/mien",
@@ -275,8 +277,10 @@ def test_targets_of_an_evaluation():
             None,
         ): "runs/mien is not a run. Did you mean `runs/mine`? To evaluate a model, say",
         ("model", None, None): "model is not a run. To evaluate a model, say what on: --task NAME",
-        ("runs/mine", "mine", None): "mine is not a run. To evaluate a model",
-        ("runs/mine", "./mine", "sort"): "model=./mine: there is no such folder",
+        ("runs/mine", "mine", None): "mine is not a run: it does not exist. Did you mean `runs/mine`?",
+        ("runs/mine", "runs/mien", None): "runs/mien is not a run: it does not exist. Did you mean `runs/mine`?",
+        ("runs/mine", "modle", None): "model=modle: there is no such folder",
+        ("runs/mine", "./mine", "sort"): "mine is not a run: it does not exist. Did you mean `runs/mine`?",
         ("runs/mine", None, "srot"): "task.name: there is no task 'srot'. Did you mean `sort`?",
     }.items():
         with pytest.raises(ValueError, match=r"\S") as caught:

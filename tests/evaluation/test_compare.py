@@ -16,6 +16,8 @@ from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.targets import Asked, Target
 from tinyrl.evaluation.versus import How
 
+SEARCHING = {"environment": {"use": "search", "corpus": "rows.jsonl", "timeout_s": 9}}
+
 
 @pytest.fixture(autouse=True)
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +26,12 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     for name, values in {
         "short": {"method": "grpo", "task": {"name": "sort"}, "generation": {"max_new_tokens": 5}},
-        "long": {"method": "grpo", "task": {"name": "sort"}, "generation": {"max_new_tokens": 9, "engine": "hf"}},
+        "long": {
+            "method": "grpo",
+            "task": {"name": "sort"},
+            "generation": {"max_new_tokens": 9, "engine": "hf"},
+            **SEARCHING,
+        },
         "skips": {
             "method": "grpo",
             "task": {"name": "sort", "skip_solved": 2},
@@ -97,7 +104,9 @@ def test_the_table_has_a_row_for_the_baseline_its_best_and_each_policy(monkeypat
         compare_policies(["runs/short", "runs/long"], vs="runs/text", **how)
     places.clear()
     rows = compare_policies(["runs/short", "runs/long"], vs="runs/text", **how)
-    header, *lines, note = render_comparison(rows, as_json=False).splitlines()
+    header, *lines, note, environment = render_comparison(rows, as_json=False).splitlines()
+    assert environment.startswith("runs/long plays in another environment than runs/text (environment.use, ")
+    assert "timeout_s" not in environment
     assert header.split() == ["policy", "reward", "median", "KL", "length", "wins", "by", "reward"]
     names = [line.split("  ")[0] for line in lines]
     assert names == ["runs/text", "runs/text, best of 4", "runs/short", "runs/long"]

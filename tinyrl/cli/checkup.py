@@ -28,22 +28,16 @@ def doctor(
     """Look for what is wrong: with a run (what its metrics say), a model (whether its numbers agree), this machine."""
     quiet_libraries()
     with sentences(debug):
-        from tinyrl.runs.run_dir import named_run, open_run
+        from tinyrl.runs.run_dir import meant_a_run, named_run, open_run
 
         if target is None:
             _machine(json_output)
         elif (run := named_run(target)) is not None:
             _run(run, json_output)
-        elif _beside_runs(target):
+        elif meant_a_run(target):
             open_run(target)  # says what is wrong with the name
         else:
             _model(target, json_output, device=device, trust_remote_code=trust_remote_code)
-
-
-def _beside_runs(target: str) -> bool:
-    """Whether a name that is nothing looks like one of a run: there are runs in its folder."""
-    folder = Path(target).parent
-    return "/" in target and not Path(target).exists() and any(folder.glob("*/config.yaml"))
 
 
 def _run(path: Path, json_output: bool) -> None:

@@ -18,7 +18,7 @@ from tinyrl.data.rows import placed_rows
 from tinyrl.data.shapes import READINGS, text_examples
 from tinyrl.evaluation.targets import Asked, check_asked, find
 from tinyrl.runs.launched import launched
-from tinyrl.runs.run_dir import named_run, run_of
+from tinyrl.runs.run_dir import meant_a_run, named_run, open_run, run_of
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.starter import EMBEDDED, starter_path
 from tinyrl.tasks import load_split, load_task
@@ -92,12 +92,14 @@ def check_evaluation(
     for name in (target, *([vs] if vs not in (None, "base", "start") else [])):
         if run_of(Path(name)) is not None:
             continue
-        if task is None and data is None:
+        if name == target and task is None and data is None:  # the other side is judged by the first one's rows
             meant = did_you_mean(name, [str(p.parent) for p in Path(name).parent.glob("*/config.yaml")])
             raise ValueError(
                 f"{name} is not a run.{meant} To evaluate a model, say what on: --task NAME (see `tinyrl tasks`) or "
                 "--data FILE"
             )
+        if meant_a_run(name):
+            open_run(name)  # says what is wrong with the name
         check_model_path("model", name)
     asked = Asked(task, data, tuple(settings or ()))
     found = find(target, asked)

@@ -17,12 +17,15 @@ from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.pairing import win_rates
 from tinyrl.evaluation.targets import Asked, Target, find, locate, trained_on
 from tinyrl.evaluation.versus import OWN_SAMPLING, How, evaluate_side, load_side
+from tinyrl.generation.game import plays
 from tinyrl.runs.run_dir import finite
+from tinyrl.tasks import load_task
 from tinyrl.text import number
 
+LIMITS = ("timeout_s", "memory_gb")  # of the processes of people's code
 JUDGED_BY = {  # the sections that say how samples are judged, and which of their settings do not
     "task": ("skip_solved", "solved_reward"),
-    "reward": ("timeout_s", "memory_gb", "truncated", "truncated_penalty", "overlong_tokens"),
+    "reward": (*LIMITS, "truncated", "truncated_penalty", "overlong_tokens"),
     "generation": OWN_SAMPLING,
 }
 Row = dict[str, Any]
@@ -41,7 +44,8 @@ def compare_policies(
 ) -> list[Row]:
     """A row for the baseline `vs`, with `best_of` above 1 one for the best of so many of its samples, one a target.
 
-    A row has `policy`, what `evaluate` says of it, and `win_rate` against the baseline. All are sampled on the same
+    A row has `policy`, what `evaluate` says of it, and `win_rate` against the baseline; `environment` names settings of
+    its environment that are not the baseline's. All are sampled on the same
     prompts, which none of them was trained on, with the same uniforms. Raises ValueError where they would not be judged
     alike or on other prompts, and where no prompt is left.
     """
@@ -63,6 +67,8 @@ def compare_policies(
                 "task.long_prompts=drop leaves some out; give a generation.max_prompt_tokens that both have room for"
             )
         rows.append({"policy": name, **evaluation.metrics, "win_rate": win_rates(evaluation, baseline)})
+        if other := other_environment(found[0], target):
+            rows[-1]["environment"] = other
     return rows
 
 
@@ -87,6 +93,17 @@ def alike(paths: list[str], asked: Asked) -> list[Target]:
                         f"{right[name]}), so they would not be judged alike; give it for all: {section}.{name}=..."
                     )
     return found
+
+
+def other_environment(first: Target, target: Target) -> list[str]:
+    """The settings of its environment in which a target differs from the first: each plays in its own."""
+    assert first.sampled is not None
+    assert target.sampled is not None
+    configs = first.sampled, target.sampled
+    if not any(plays(config, load_task(config.task.name or "rows")) for config in configs):
+        return []
+    left, right = (config.environment.model_dump() for config in configs)
+    return [name for name in left if name not in LIMITS and left[name] != right[name]]
 
 
 def _seed(target: Target) -> int:
@@ -129,8 +146,14 @@ def render_comparison(rows: list[Row], *, as_json: bool) -> str:
         f"({rows[0]['num_prompts']} prompts x {rows[0]['num_samples']}; 95 % intervals; KL in nats per response to "
         f"where each started, of best-of-n to {rows[0]['policy']}; wins against that, ties half)"
     )
+    others = [
+        f"{row['policy']} plays in another environment than {rows[0]['policy']} "
+        f"({', '.join(f'environment.{name}' for name in row['environment'])})"
+        for row in rows
+        if "environment" in row
+    ]
     few = [f"warning: fewer than {FEW} prompts say little"] if rows[0]["num_prompts"] < FEW else []
-    return "\n".join([*lines, note, *few])
+    return "\n".join([*lines, note, *others, *few])
 
 
 def _cells(row: Row, judges: list[str], *, verified: bool) -> list[str]:

@@ -70,9 +70,14 @@ def load_game(config: Config, task: Task, *, tokenizer: PreTrainedTokenizerBase,
     return Game(environment, observations, tokenizer, config.generation.max_new_tokens, variables)
 
 
+def plays(config: Config, task: Task) -> bool:
+    """Whether an environment answers, the configuration's or the task's."""
+    named = config.environment.use is not None or bool(config.environment.tools)
+    return named or task.respond is not None or task.environment is not None
+
+
 def _environment(config: Config, task: Task, tokenizer: PreTrainedTokenizerBase) -> Environment | None:
-    named = config.environment.use is not None or config.environment.tools
-    if not named and task.respond is None and task.environment is None:
+    if not plays(config, task):
         return None
 
     def length(text: str) -> int:

@@ -225,6 +225,14 @@ def named_run(path: str) -> Path | None:
     return None if run == folder and has_weights else run  # config.yaml is a common name
 
 
+def meant_a_run(name: str) -> bool:
+    """Whether a name that is nothing looks like a run's: there are runs in its folder, or one so called in runs/."""
+    if os.path.lexists(name) or starter_path(name):
+        return False
+    beside = "/" in name and any(Path(name).parent.glob("*/config.yaml"))
+    return beside or os.path.isfile(Path("runs") / name / "config.yaml")
+
+
 def open_run(path: str | Path, *, writes: bool = True) -> RunDir:
     """An existing run. Raises ValueError when the folder is not one."""
     folder = Path(path)
