@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from tests.generation.sampling import CPU, make_engine
+from tests.generation.sampling import CPU, make_engine, sample
 from tests.tiny_models import TinyModels
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import SamplingSettings
@@ -161,3 +161,31 @@ def test_float32_matrices_stand_input_by_input_with_the_norms_in_them(tiny: Tiny
     after = [p.weight for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
     assert [float((a / b).median()) for a, b in zip(after, before, strict=True)] == [2, 1, 4, 1]
     assert torch.equal(layer.qkv.bias, bias)
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_sampling_in_another_dtype_leaves_the_model_as_it_is(lora: bool, tiny: TinyModels) -> None:
+    """Its own copies are rounded, and given back, twice; the head is not tied to the embedding."""
+    engine = make_engine(tiny("llama"), "fused", lora=lora, dtype=torch.bfloat16)
+    assert not engine.roles.causal.config.tie_word_embeddings
+    before = {name: weight.clone() for name, weight in engine.roles.causal.state_dict().items()}
+    for _ in range(2):
+        sample(engine)
+    after = engine.roles.causal.state_dict()
+    assert [name for name, weight in before.items() if not torch.equal(after[name], weight)] == []
+
+
+@pytest.mark.parametrize("offset", [0.0, 120.0])
+def test_scores_of_attention_are_not_rounded_to_bfloat16(offset: float, tiny: TinyModels) -> None:
+    """A key's bias may add the same large number to all scores (Qwen2 has such biases), which softmax takes away."""
+    decoder = Decoder(load_causal_lm(str(tiny("llama")), dtype=torch.bfloat16), dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    q, keys, values = torch.randn(6, 2, 8), torch.randn(6, 40, 8), torch.randn(6, 40, 8)
+    q[..., -1], keys[..., -1] = 1.0, offset / decoder.scaling
+    q, keys, values = (x.bfloat16() for x in (q, keys, values))
+    mask = torch.zeros(6, 1, 40, dtype=torch.bfloat16)
+    mask[:, :, 33:] = -torch.inf
+    scores = decoder.scaling * q.double() @ keys.double().mT + mask.double()
+    wanted = scores.softmax(-1) @ values.double()
+    ours = decoder._attended(q, keys, values, mask).double().view_as(wanted)
+    assert float((ours - wanted).norm() / wanted.norm()) < 0.01

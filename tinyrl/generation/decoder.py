@@ -23,6 +23,8 @@ from tinyrl.models.batches import trunk_of
 from tinyrl.models.fused_layers import turned
 from tinyrl.models.logprobs import Head, head_of
 
+NO_HEAD = Head(torch.empty(0), None)  # before there is a copy: never the model's own, which `sync` would write into
+
 
 @dataclass
 class Cache:
@@ -54,7 +56,7 @@ class Decoder:
         self.layers: list[LayerWeights] = []
         self.embedding = torch.empty(0)
         self.norm = torch.empty(0)
-        self.head: Head = head_of(model)
+        self.head = NO_HEAD
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -88,7 +90,7 @@ class Decoder:
     def release(self) -> None:
         """Give the memory of the copy back; `sync` takes it again."""
         self.layers, self.embedding, self.norm = [], torch.empty(0), torch.empty(0)
-        self.head = head_of(self.model)
+        self.head = NO_HEAD
 
     def new_cache(self, rows: int, width: int) -> Cache:
         """All zero, as masked entries must be finite (0 x NaN is NaN). A CPU takes memory only where written."""
@@ -173,11 +175,19 @@ class Decoder:
             qkv = self._qkv(layer, x, rotation).flatten(0, 1)  # (R * kv heads, queries + 2, d)
             entries.view(-1, size).index_copy_(0, place, qkv[:, shared:].reshape(-1, size))
             keys, values = entries.flatten(0, 1)[: len(qkv), :, :width].unbind(1)
-            # Queries that share keys are the rows of one small matrix product.
-            scores = torch.baddbmm(mask, qkv[:, :shared], keys.transpose(1, 2), alpha=self.scaling)
-            attended = torch.bmm(scores.softmax(-1, dtype=torch.float32).to(self.dtype), values)
-            x = self._rest(layer, x, attended.view(rows, -1))
+            x = self._rest(layer, x, self._attended(qkv[:, :shared], keys, values, mask).reshape(rows, -1))
         return self._normed(x, self.norm)
+
+    def _attended(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Attention of q (B, Q, d), which share keys and values (B, W, d), under an additive mask (B, 1, W). Scores are
+        kept in float32: bfloat16 is coarse where all of them are large.
+        """
+        if self.dtype != torch.float32:
+            q, keys, values = (x.unsqueeze(1) for x in (q, keys, values))
+            mask = mask.unsqueeze(1).expand(-1, -1, q.shape[2], -1)
+            return scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self.scaling)
+        scores = torch.baddbmm(mask, q, keys.transpose(1, 2), alpha=self.scaling)
+        return torch.bmm(scores.softmax(-1), values)
 
     def _places(self, row: Tensor, position: Tensor, cache: Cache) -> Tensor:
         """Flat index in a layer of the cache of the key and the value of each kv head, for N new tokens."""
