@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tinyrl.generation import hf
-from tinyrl.generation.engine import Completion, Request, SamplingSettings
+from tinyrl.generation.engine import Completion, Request, SamplingEngine, SamplingSettings
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.hf import HfEngine, HfMergedEngine
 from tinyrl.generation.server import ServerEngine
@@ -52,7 +52,7 @@ def requests(prompts: list[list[int]] | None = None) -> list[Request]:
     return [Request(prompt, prompt_row=i) for i, prompt in enumerate(prompts or PROMPTS)]
 
 
-def sample(engine: Engine, count: int = 3, **options: Any) -> list[list[Completion]]:
+def sample(engine: SamplingEngine, count: int = 3, **options: Any) -> list[list[Completion]]:
     prompts = options.pop("prompts", None)
     return engine.sample(requests(prompts), count, **{"seed": 0, "step": 0, **options})
 

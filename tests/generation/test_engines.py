@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from tests.generation.sampling import (
     ENGINES,
@@ -26,8 +33,9 @@ from tinyrl.generation.engine import Request, SamplingSettings
 from tinyrl.generation.select import select_engine
 from tinyrl.generation.slots import Slots
 from tinyrl.generation.weights import tensors
-from tinyrl.models.batches import trunk_of
+from tinyrl.models.batches import fuses, trunk_of
 from tinyrl.models.fused_trunk import reads_like_llama
+from tinyrl.models.loading import lora_config, wrap_in_lora
 from tinyrl.models.roles import Roles
 
 CPU = torch.device("cpu")
@@ -254,6 +262,44 @@ def test_rotary_positions_that_depend_on_the_batch_rule_the_fused_engine_out(tin
     made.roles.causal.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     engine, why = choose(made)
     assert (engine.name, "depend on what else is in the batch" in why) == ("hf-merged", True)
+
+
+def test_queries_scaled_by_their_position_rule_the_fused_engine_out(tiny: TinyModels):
+    """Ministral-3's, from original_max_position_embeddings on, which no trial of a few tokens would show."""
+    rope = {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+    }  # fmt: skip
+    shape: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
+        "num_key_value_heads": 2, "vocab_size": 64, "eos_token_id": 1, "rope_parameters": rope,
+    }  # fmt: skip
+    made = make_engine(tiny("llama"))
+    made.roles = Roles(Ministral3ForCausalLM(Ministral3Config(**shape)).eval(), device=CPU, reference=False)
+    engine, why = choose(made)
+    assert (engine.name, "not built like Llama" in why) == ("hf-merged", True)
+    assert not fuses(made.roles.trunk("policy"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_an_adapter_on_the_embedding_is_sampled_with(tiny: TinyModels, kind: str):
+    """B is zero when the engine is chosen, so a trial of numbers would not find it forgotten."""
+    made = make_engine(tiny(kind))
+    embedding = "embed_tokens" if kind == "llama" else "wte"
+    targets = [embedding, "q_proj" if kind == "llama" else "c_attn"]
+    model = wrap_in_lora(made.roles.causal, lora_config(r=4, alpha=8, dropout=0.0, target_modules=targets))
+    made.roles = Roles(model, device=CPU, reference=False)
+    engine, why = choose(made)
+    assert engine.name == "hf-merged"
+    assert kind != "llama" or "the adapter is on the embedding" in why
+    stir(made)
+    drawn = [c for group in sample(engine) for c in group]
+    prompts = [prompt for prompt in PROMPTS for _ in range(3)]
+    with torch.no_grad(), made.roles.acting("policy"):
+        batch = made.roles.batch(prompts, [c.tokens for c in drawn])
+        trained = made.roles.logprobs("policy", batch, temperature=1.0)[0]
+    for completion, row in zip(drawn, trained, strict=True):
+        assert completion.logprobs == pytest.approx(row[: len(completion.tokens)].tolist(), abs=1e-4)
 
 
 def test_without_room_for_a_copy_or_with_a_quantised_base_lora_stays_unmerged(

@@ -219,6 +219,22 @@ def test_what_only_the_library_does_is_left_to_it_for_as_long(tiny: TinyModels):
         assert fuses(trunk)
 
 
+def test_a_dropout_of_zero_leaves_nothing_to_the_library(tiny: TinyModels):
+    """As sft, dpo and reward train by default."""
+    roles = lora_roles(tiny("llama"))
+    roles.use_lora_dropout()
+    with roles.acting("policy"):
+        assert fuses(roles.trunk("policy"))
+
+
+def test_a_decoder_that_packs_otherwise_has_no_layers_of_ours(tiny: TinyModels):
+    """The library's pass cannot be compared with: an attention window."""
+    shape = qwen3(use_sliding_window=True, sliding_window=8, max_window_layers=0, layer_types=["sliding_attention"] * 2)
+    roles = small(shape, targets="all-linear")
+    assert not roles.packs
+    assert not fuses(roles.trunk("policy"))
+
+
 @pytest.mark.parametrize("option", [{"use_dora": True}, {"lora_bias": True}])
 def test_adapters_that_are_more_than_two_matrices_are_left_to_the_library(option: dict[str, Any]):
     roles = small(qwen3(attention_bias=option == {"lora_bias": True}), targets=["q_proj"], **option)

@@ -75,6 +75,22 @@ def test_every_kind_of_model_can_be_planned(tiny: TinyModels, method: str, kind:
     assert made.fits
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("method", ["sft", "dpo", "reward"])
+def test_methods_that_learn_from_text_can_be_planned(tiny: TinyModels, tmp_path: Path, method: str, kind: str):
+    """Mistral looks through a window, so rows are padded."""
+    example = (
+        {"prompt": "a", "completion": "b" * 40}
+        if method == "sft"
+        else {"prompt": "a", "chosen": "b" * 40, "rejected": "c" * 30}
+    )
+    (tmp_path / "rows.jsonl").write_text((json.dumps(example) + "\n") * 8)
+    rows = str(tmp_path / "rows.jsonl")
+    task = {"data": rows, "eval_data": rows}
+    made = planner(Config.model_validate({"method": method, "model": {"path": str(tiny(kind))}, "task": task})).plan()
+    assert made.phases["updating"]["activations"] > 0
+
+
 def test_larger_micro_batches_take_more_and_recomputed_layers_less(tiny: TinyModels):
     made = planner(small(tiny))
     activations = [made.plan(tokens).phases["updating"]["activations"] for tokens in (30, 120, 480)]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from tinyrl.config.sections import GenerationConfig
@@ -49,7 +50,8 @@ def likely_engine(config: GenerationConfig, roles: Roles, *, quantized: bool) ->
     plain = all(is_plain_lora(layer) for layer in roles.adapted_layers(POLICY_ADAPTER))
     if quantized or not plain:
         return "hf"
-    if reads_like_llama(trunk_of(roles.causal)):
+    trunk: Any = trunk_of(roles.causal)
+    if reads_like_llama(trunk) and not isinstance(trunk.embed_tokens, LoraLayer):
         return "fused"
     return "hf-merged" if roles.peft is None or roles.causal.dtype == torch.float32 else "hf"
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 import psutil
 import torch
+from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.sections import GenerationConfig
@@ -141,6 +142,8 @@ def why_not_fused(engine: FusedEngine, longest: int) -> tuple[str | None, float]
     model = engine.roles.causal
     if not reads_like_llama(trunk_of(model)):
         return f"{type(model).__name__} is not built like Llama", 0.0
+    if isinstance(trunk_of(model).embed_tokens, LoraLayer):
+        return "the adapter is on the embedding, too", 0.0
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)  # Mistral has none: with a window, every layer looks through it

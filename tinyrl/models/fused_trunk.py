@@ -18,12 +18,22 @@ from tinyrl.models.packing import Packing, attend
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ACTIVATIONS = ("silu", "swish")  # two names of one function
+ROTATION = {  # all that rotary positions have of the usual kinds; Ministral-3 scales queries by position besides
+    "rope_type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
+    "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+    "low_freq_factor", "high_freq_factor", "short_factor", "long_factor",
+}  # fmt: skip
 
 
 def reads_like_llama(trunk: nn.Module) -> bool:
-    """Whether the decoder has the parts of Llama's; whether they compute the same is checked on numbers."""
+    """Whether the decoder has the parts of Llama's; whether they compute the same is checked on numbers, of few and of
+    early positions.
+    """
     layers: Any = getattr(trunk, "layers", None)
     if layers is None or not all(hasattr(trunk, name) for name in ("embed_tokens", "norm", "rotary_emb")):
+        return False
+    config: Any = trunk.config
+    if not {*(getattr(config.get_text_config(), "rope_parameters", None) or {})} <= ROTATION:
         return False
     parts = ("input_layernorm", "post_attention_layernorm", *(f"{_room(name)}.{name}" for name in PROJECTIONS))
     return all(all(_has(layer, part) for part in parts) for layer in layers)
@@ -45,8 +55,7 @@ def could_fuse(trunk: nn.Module) -> bool:
     """Whether this file knows the parts of the decoder; whether the numbers agree is for batches.py to compare."""
     if not reads_like_llama(trunk):
         return False
-    config: Any = trunk.config
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config: Any = trunk.config.get_text_config()  # pyright: ignore
     plain = all(type(_base(module)) is nn.Linear for layer in trunk.layers for module in _projections(layer))  # pyright: ignore
     return plain and getattr(config, "hidden_act", None) in ACTIVATIONS and hasattr(config, "rms_norm_eps")
 
@@ -61,7 +70,12 @@ def can_fuse_now(trunk: Any) -> bool:
     ):
         return False
     adapted = [m for layer in trunk.layers for m in _projections(layer) if isinstance(m, LoraLayer)]
-    return all(is_plain_lora(layer) and not layer.lora_dropout.training for layer in adapted)
+    return all(is_plain_lora(layer) and not _drops_out(layer) and not layer.merged for layer in adapted)
+
+
+def _drops_out(layer: LoraLayer) -> bool:
+    """Whether an adapter's dropout is on. One of zero is an nn.Identity, whatever mode it is in."""
+    return any(isinstance(dropout, nn.Dropout) and dropout.training for dropout in layer.lora_dropout.values())
 
 
 def fused_states(trunk: Any, ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
