@@ -113,6 +113,43 @@ def test_out_of_memory_takes_what_other_phases_keep_before_it_halves(updater: Up
     assert not kept
 
 
+def test_what_is_kept_anew_for_every_step_leads_to_smaller_micro_batches(updater: Updater) -> None:
+    """Else every step would fail once, and take from others what they make again at some cost."""
+    kept, made_room, [passed] = [], [], likelihood(updater)
+
+    def tight(rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+        if kept and len(rows) > 2:
+            raise torch.OutOfMemoryError("full")
+        return passed.loss(rows)
+
+    def make_room() -> bool:
+        made_room.append(bool(kept))
+        kept.clear()
+        return made_room[-1]
+
+    updater.micro_batches.make_room = make_room
+    for _ in range(4):
+        kept[:] = ["a cache"]
+        updater.step([Pass("policy", tight, range(4), LENGTHS)], train=["policy"])
+    assert made_room == [True, True]
+    assert kept
+
+
+def test_a_row_that_fits_alone_once_there_is_room_is_no_failure(updater: Updater) -> None:
+    kept, [passed] = [], likelihood(updater)
+
+    def tight(rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+        if kept or len(rows) > 1:
+            raise torch.OutOfMemoryError("full")
+        return passed.loss(rows)
+
+    updater.micro_batches.make_room = lambda: bool(kept) and kept.pop() == "a cache"
+    for _ in range(3):
+        kept[:] = ["a cache"]
+        updater.step([Pass("policy", tight, range(4), LENGTHS)], train=["policy"])
+    assert not kept
+
+
 def test_out_of_memory_redoes_the_step_with_the_same_gradient(
     updater: Updater, monkeypatch: pytest.MonkeyPatch
 ) -> None:

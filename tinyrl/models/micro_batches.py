@@ -188,7 +188,8 @@ class MicroBatches:
     """The token budget of every pass through a model, and the one rule for when memory runs out.
 
     Update, scoring, evaluation and reward model all use it. State: `tokens`, which starts at run.micro_batch_tokens and
-    halves when memory runs out. `make_room` frees what other phases keep, and says whether there was anything.
+    halves when memory runs out. `make_room` frees what other phases keep, and says whether there was anything; as they
+    will keep it again, the second time this halves, too.
     """
 
     def __init__(
@@ -199,11 +200,13 @@ class MicroBatches:
         self.device = device
         self.tokens = _TOKENS.get(device.type, _TOKENS_ELSEWHERE) if tokens == "auto" else tokens
         self.make_room: Callable[[], bool] = lambda: False
+        self._made_room = False
 
     def run(self, *passes: Work, restart: Callable[[], None] = lambda: None) -> None:
         """Do all the work, a micro-batch at a time.
 
-        When memory runs out, start over with half the tokens, after `restart` has removed all traces of the attempt.
+        When memory runs out, make room or halve the tokens, and start over after `restart` has removed all traces of
+        the attempt.
         Raises OutOfRoom where a single row does not fit.
         """
         while True:
@@ -217,14 +220,26 @@ class MicroBatches:
                             work.run(rows)
                 return
             except torch.OutOfMemoryError as error:
-                if not self.make_room():
-                    self._halve(passes, plans, error)
+                again, freed = self._made_room, self.make_room()
+                self._made_room = again or freed
+                if again or not freed:
+                    self._halve(passes, plans, error, may_stay=freed)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _halve(self, passes: Sequence[Work], plans: list[list[list[int]]], error: torch.OutOfMemoryError) -> None:
+    def _halve(
+        self,
+        passes: Sequence[Work],
+        plans: list[list[list[int]]],
+        error: torch.OutOfMemoryError,
+        *,
+        may_stay: bool,
+    ) -> None:
+        """may_stay: whether a row may be tried again where it is alone already."""
         budgets = [work.sizes.smaller(plan) for work, plan in zip(passes, plans, strict=True)]
         smaller = max((budget for budget in budgets if budget is not None), default=None)
+        if smaller is None and may_stay:
+            return
         if smaller is None:
             alone = [work.sizes.cost(rows) for work, plan in zip(passes, plans, strict=True) for rows in plan]
             raise out_of_memory(f"with one sequence of {max(alone)} tokens in a micro-batch", error) from error
