@@ -43,7 +43,7 @@ def pretend_cuda(patch: pytest.MonkeyPatch) -> None:
             pass
 
     @contextmanager
-    def capture(recording: Recording, pool: object) -> Iterator[None]:
+    def capture(recording: Recording, pool: object, stream: object) -> Iterator[None]:
         Recording.capturing = recording
         yield
         Recording.capturing = None

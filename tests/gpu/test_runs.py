@@ -76,6 +76,8 @@ def assert_ran(code: int, run: Any, *, steps: int = 2) -> None:
 @pytest.mark.parametrize("form", slow_on_a_cpu(FORMS, SLOW))
 def test_every_form_of_rl_runs(tiny: TinyModels, device: torch.device, form: str, tmp_path: Path):
     method, sections = FORMS[form]
+    if "adamw8bit" in form:
+        pytest.importorskip("bitsandbytes")
     settings = running.config(method, tiny("qwen3"), run={"num_steps": 2}, **sections)
     code, run, _ = running.train(settings, tmp_path, device=device.type)
     assert_ran(code, run)

@@ -124,7 +124,7 @@ def counting_waits(device: torch.device) -> Iterator[Waits]:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         for warning in told:
-            if "synchronizing" in str(warning.message):
+            if "called a synchronizing" in str(warning.message):
                 waits.at(warning.filename, warning.lineno, "waits")
         return
     calls = _Calls(waits)

@@ -112,6 +112,12 @@ def test_memory_that_was_freed_is_used_again():
 def test_a_cpu_that_has_no_more_memory_says_so_as_a_gpu_does():
     with pytest.raises(torch.OutOfMemoryError, match="you tried to allocate"), as_out_of_memory():
         torch.empty(1 << 50)
+    for said in (
+        "CUDA error: out of memory\nCUDA kernel errors",
+        "CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`",
+    ):
+        with pytest.raises(torch.OutOfMemoryError), as_out_of_memory():
+            raise RuntimeError(said)
     with pytest.raises(torch.OutOfMemoryError, match="no more memory"), as_out_of_memory():
         bytearray(1 << 60)
     with pytest.raises(RuntimeError, match="size") as caught, as_out_of_memory():

@@ -14,6 +14,7 @@ from tests.running import config, go_on, metrics, train
 from tests.tiny_models import TinyModels
 from tinyrl.components import Options
 from tinyrl.config.schema import Config
+from tinyrl.models.batches import fuses
 from tinyrl.training import planning
 from tinyrl.training.launch import plan, time_steps, trainer_of
 from tinyrl.training.memory_plan import MemoryPlan, Planner
@@ -89,6 +90,18 @@ def test_methods_that_learn_from_text_can_be_planned(tiny: TinyModels, tmp_path:
     task = {"data": rows, "eval_data": rows}
     made = planner(Config.model_validate({"method": method, "model": {"path": str(tiny(kind))}, "task": task})).plan()
     assert made.phases["updating"]["activations"] > 0
+
+
+def test_under_autocast_the_librarys_layers_are_planned(tiny: TinyModels):
+    """Fine-tuning of every weight keeps them in float32 and computes in bfloat16."""
+    every = {"lora": {"enabled": False}, "generation": {"max_new_tokens": 64}}
+    low = planner(small(tiny, model={"dtype": "bfloat16"}, **every))
+    assert low.outline.causal.dtype == torch.float32
+    assert low.parts.accelerator.mixed_precision == "bf16"
+    assert not fuses(low.outline.trunk("policy"))
+    exact = planner(small(tiny, **every))
+    assert fuses(exact.outline.trunk("policy"))
+    assert low.plan(480).phases["updating"]["activations"] != exact.plan(480).phases["updating"]["activations"]
 
 
 def test_larger_micro_batches_take_more_and_recomputed_layers_less(tiny: TinyModels):

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 PREFILL_TOKENS = {"cpu": 4096, "cuda": 32768}  # padded prompt tokens read at a time
 ADMIT_BELOW = 0.75  # of the slots in use: prompts read a few at a time cost more
 ROW_BUCKETS, WIDTH_BUCKET = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024), 256  # of CUDA graphs
+FURTHER = 256  # between buckets of still more rows
 
 
 def bucket(slots: Slots) -> tuple[int, int]:
     """The smallest graph shape (rows, cache columns) that holds the slots in use."""
-    rows = next((b for b in ROW_BUCKETS if b >= slots.live), slots.live)
+    rows = next((b for b in ROW_BUCKETS if b >= slots.live), -(-slots.live // FURTHER) * FURTHER)
     width = -(-slots.longest // WIDTH_BUCKET) * WIDTH_BUCKET
     return min(rows, slots.capacity), min(width, slots.width)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import psutil
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -30,6 +29,7 @@ from tinyrl.generation.engine import (
 from tinyrl.generation.fast_turns import Answerer, Playing
 from tinyrl.generation.graphs import StepGraphs
 from tinyrl.generation.slots import Slots
+from tinyrl.models.device import free_bytes
 from tinyrl.models.roles import Roles
 
 CACHE_SHARE = 0.4  # of the memory that is free when sampling starts
@@ -50,7 +50,8 @@ class Kept:
 class FusedEngine(SamplingEngine):
     """Samples through a `Decoder`, whose weights are copied from the acting role at every call.
 
-    by_graphs: whether steps are replayed from graphs, as on CUDA.
+    by_graphs: whether steps are replayed from graphs, as on CUDA; deterministic algorithms may copy from the host,
+    which no graph can.
     overlaps: whether rows go on while others wait for their environment. Which rows are decoded together then depends
     on the clock, and with it the rounding, so not where the same run is to give the same bits.
     """
@@ -65,8 +66,9 @@ class FusedEngine(SamplingEngine):
         self.exact = dtype == torch.float32 and roles.causal.dtype == torch.float32
         self.eos = eos_token_ids(roles, tokenizer)
         self.look_every = LOOK_EVERY[roles.device.type]
-        self.by_graphs = roles.device.type == "cuda"
-        self.overlaps = roles.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
+        self.by_graphs = self.overlaps = (
+            roles.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
+        )
         self.decoders: dict[int, Decoder] = {}  # of each model that has sampled: the policy's, a frozen reference
         self._copy_bytes = 0
         self._kept: Kept | None = None
@@ -188,11 +190,10 @@ class FusedEngine(SamplingEngine):
 
     def _new_slots(self, decoder: Decoder, greedy: bool, *, rows: int, width: int) -> Slots:
         device = self.roles.device
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
         return Slots(
             decoder,
             self.settings,
-            capacity=min(rows, rows_that_fit(decoder, width, free=free)),
+            capacity=min(rows, rows_that_fit(decoder, width, free=free_bytes(device))),
             width=width,
             columns=self.columns,
             greedy=greedy,

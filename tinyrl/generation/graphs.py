@@ -22,6 +22,7 @@ class StepGraphs:
         self.step, self.state = step, state
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle()
+        self.side = torch.cuda.Stream()  # one for all: cuBLAS keeps a workspace for every stream it has seen
 
     def __call__(self, rows: int, width: int) -> None:
         if (rows, width) not in self.graphs:
@@ -30,14 +31,13 @@ class StepGraphs:
 
     def _capture(self, rows: int, width: int) -> torch.cuda.CUDAGraph:
         before = [tensor.clone() for tensor in self.state]
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # libraries make their workspaces now, not inside the capture
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):  # libraries make their workspaces now, not inside the capture
             self.step(rows, width)
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self.side)
         for tensor, value in zip(self.state, before, strict=True):
             tensor.copy_(value)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.side):
             self.step(rows, width)
         return graph

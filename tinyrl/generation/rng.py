@@ -67,7 +67,9 @@ def draw(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     rows, vocabulary = weights.shape
     width = block_width(vocabulary)
     blocks = -(-vocabulary // width)
-    padded = torch.nn.functional.pad(weights, (0, blocks * width - vocabulary)).view(rows, blocks, width)
+    missing = blocks * width - vocabulary
+    padded = torch.nn.functional.pad(weights, (0, missing)) if missing else weights  # a pad of nothing is a copy
+    padded = padded.view(rows, blocks, width)
     sums = padded.sum(-1).double()
     ends = sums.cumsum(-1)
     target = (u.to(ends.dtype) * ends[:, -1]).unsqueeze(-1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import psutil
 import torch
 from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +21,7 @@ from tinyrl.generation.hf import HfEngine, HfMergedEngine
 from tinyrl.generation.server import ServerEngine
 from tinyrl.generation.server_client import ServerClient
 from tinyrl.models.batches import trunk_of
-from tinyrl.models.device import resolve_dtype
+from tinyrl.models.device import free_bytes, resolve_dtype
 from tinyrl.models.fused_trunk import reads_like_llama
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.logprobs import head_of
@@ -111,9 +110,7 @@ def why_no_copy(roles: Roles, dtype: torch.dtype) -> str | None:
     if not all(is_plain_lora(layer) for layer in roles.adapted_layers(POLICY_ADAPTER)):
         return "the adapter is more than W + B A (DoRA, or with a bias), so it stays unmerged"
     needed = sum(p.numel() for p in roles.causal.parameters()) * dtype.itemsize
-    on_cuda = roles.device.type == "cuda"
-    free = torch.cuda.mem_get_info(roles.device)[0] if on_cuda else psutil.virtual_memory().available
-    if needed > free * COPY_SHARE:
+    if needed > free_bytes(roles.device) * COPY_SHARE:
         return f"a merged copy of the weights ({needed / 1e9:.1f} GB) would take most of the free memory"
     return None
 

@@ -27,6 +27,7 @@ from tinyrl.workers.process import CGROUP_LIMIT
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 KEPT_BYTES = 1 << 30
+NO_MEMORY = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 SETTLING = 256  # rows of a product for which the library takes its buffers
 
 
@@ -51,6 +52,8 @@ def make_accelerator(device: str, *, dtype: str) -> Accelerator:
     PartialState(cpu=on_cpu)
     if on_cpu:
         keep_freed_memory()
+    else:  # it makes a plan for every shape of attention, and packed shapes are nearly all new
+        torch.backends.cuda.enable_cudnn_sdp(False)
     return Accelerator(cpu=on_cpu, mixed_precision=wanted)
 
 
@@ -83,7 +86,8 @@ def settled_bytes() -> int:
 def resolve_dtype(dtype: str, *, on_cpu: bool) -> torch.dtype:
     """`auto` is bfloat16 on a GPU that has it and float32 elsewhere."""
     if dtype == "auto":
-        return torch.bfloat16 if not on_cpu and torch.cuda.is_bf16_supported() else torch.float32
+        has_it = not on_cpu and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if has_it else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
 
 
@@ -120,15 +124,18 @@ def calibrate_threads(work: Callable[[], object], *, repeats: int = 5) -> tuple[
 
 @contextlib.contextmanager
 def as_out_of_memory() -> Iterator[None]:
-    """Raise torch.OutOfMemoryError, as CUDA does, for what a CPU's allocator reports in other ways."""
+    """Raise torch.OutOfMemoryError, as torch's allocator on CUDA does, for what others report in other ways: that on a
+    CPU, CUDA itself (of graphs), and its libraries.
+    """
     try:
         yield
     except MemoryError as error:
         raise torch.OutOfMemoryError("the system has no more memory") from error
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" not in str(error):
+        said = next((text for text in NO_MEMORY if text in str(error)), None)
+        if isinstance(error, torch.OutOfMemoryError) or said is None:
             raise
-        raise torch.OutOfMemoryError(str(error).partition("DefaultCPUAllocator: ")[2]) from error
+        raise torch.OutOfMemoryError(str(error).partition(said)[2].strip() or said) from error
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
@@ -137,12 +144,20 @@ def to_device(x: Tensor, device: torch.device | str) -> Tensor:
     """
     if torch.device(device).type != "cuda" or x.is_cuda:
         return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)
+    return x.contiguous().pin_memory().to(device, non_blocking=True)  # pinned as it stands, else it is copied twice
 
 
 def resident_bytes() -> int:
     """Memory of this process that is in RAM now."""
     return psutil.Process().memory_info().rss
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of the device that can be had now; on a GPU with what torch holds and does not use."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def memory_room(device: torch.device) -> int:

@@ -33,7 +33,9 @@ def reads_like_llama(trunk: nn.Module) -> bool:
     if layers is None or not all(hasattr(trunk, name) for name in ("embed_tokens", "norm", "rotary_emb")):
         return False
     config: Any = trunk.config
-    if not {*(getattr(config.get_text_config(), "rope_parameters", None) or {})} <= ROTATION:
+    rope: dict[str, Any] = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    by_kind = [own for own in rope.values() if isinstance(own, dict)]  # of layers, where these differ
+    if not all({*own} <= ROTATION for own in by_kind or [rope]):
         return False
     parts = ("input_layernorm", "post_attention_layernorm", *(f"{_room(name)}.{name}" for name in PROJECTIONS))
     return all(all(_has(layer, part) for part in parts) for layer in layers)
@@ -63,7 +65,7 @@ def could_fuse(trunk: nn.Module) -> bool:
 def can_fuse_now(trunk: Any) -> bool:
     """Whether nothing is in use that this file leaves to the library."""
     device = trunk.norm.weight.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
+    if any(torch.is_autocast_enabled(kind) for kind in (("cpu", "cuda") if device == "meta" else (device,))):
         return False
     if getattr(trunk.layers[0], "gradient_checkpointing", False) or any(
         p.dtype != torch.float32 for p in trunk.parameters()

@@ -95,7 +95,10 @@ class AsOn(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if query.device.type != "meta" or not self._has_kernel(query, key, attn_mask is not None, enable_gqa):
+        masked = attn_mask is not None
+        if enable_gqa and self.device.type == "cuda":  # packing.py, which needs no mask there
+            masked = False
+        if query.device.type != "meta" or not self._has_kernel(query, key, masked, enable_gqa):
             options = {"scale": scale, "enable_gqa": enable_gqa}
             return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
         # CUDA's kernels keep the same: queries, keys, values, outputs, and a number a query.

@@ -121,7 +121,7 @@ class Planner:
         tokens = tokens or self.parts.micro_batches.tokens
         phases = {"updating": self._update(tokens), "an optimizer step": self._optimizer_step()}
         if self.sampling is not None:
-            kept = {"kept from sampling": self._kept(sum(self.sampling.parts.values()))}
+            kept = {"kept from sampling": self._kept(self.sampling)}
             phases = {"sampling": self.sampling.parts, **{name: {**kept, **parts} for name, parts in phases.items()}}
         if (read := self._as_read()) > 0:
             phases["loading"] = {"weights as read": read}
@@ -137,9 +137,14 @@ class Planner:
         saved = saved_dtype(model.path, revision=model.revision)
         return 0 if saved == dtype else self.standing["base"] // dtype.itemsize * saved.itemsize
 
-    def _kept(self, freed: int) -> int:
-        """Of `freed` bytes, what the process keeps: on a CPU the C library does, in pieces that nothing else fits."""
-        return min(freed, KEPT_BYTES) if self.device.type == "cpu" else 0
+    def _kept(self, sampling: SamplingBytes) -> int:
+        """What is still there of sampling: on a CPU the C library keeps what is freed, in pieces that nothing else
+        fits; on a GPU graphs hold the fused engine's cache and its copy of the weights.
+        """
+        if self.device.type == "cpu":
+            return min(sum(sampling.parts.values()), KEPT_BYTES)
+        by_graphs = isinstance(self.parts, SamplingParts) and self.parts.engine.name == "fused"
+        return sampling.parts["cache"] + sampling.parts["sampling copy"] if by_graphs else 0
 
     def learn(self, role: Role, pairs: Sequences) -> None:
         """A forward and backward pass whose gradients are let go of: of real models too, to time it."""
@@ -157,7 +162,7 @@ class Planner:
         rows, count = fullest.widest(tokens)
         pairs = fullest.pairs(rows)
         CHUNK_ELEMENTS["meta"] = CHUNK_ELEMENTS[self.device.type]
-        low = self.outline.causal.dtype == torch.bfloat16
+        low = self.parts.accelerator.mixed_precision == "bf16"
         acting = AsOn(self.device, autocast=torch.bfloat16 if low else None)
         with _with_gradients(self.outline, whole=count > 1), acting, LiveBytes() as live:
             before = _gradient_bytes(self.outline)

@@ -73,7 +73,8 @@ def tried_plan(parts: Parts, outline: Outline | None) -> MemoryPlan | None:
 def planner_of(parts: Parts, outline: Outline) -> Planner:
     """For the device that the parts are for."""
     outline.roles.packs = parts.roles.packs  # where its numbers were compared
-    fuse_alike(outline.roles.trunk("policy"), parts.roles.trunk("policy"))
+    with parts.accelerator.autocast():
+        fuse_alike(outline.roles.trunk("policy"), parts.roles.trunk("policy"))
     room = memory_room(parts.accelerator.device)
     return Planner(parts, outline.roles, outline.process, room, reward_model=outline.reward_model)
 
