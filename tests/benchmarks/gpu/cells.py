@@ -79,12 +79,12 @@ def cells(profile: Profile) -> list[Cell]:
     """All of them."""
     found = [Cell("ceilings", "machine", "ceilings", profile.common, seconds=20)]
     for shape in profile.shapes:
-        found += [
-            Cell(f"launches {shape.name}", "launches", "launches", {**profile.common, "shape": asdict(shape)}),
-            *sampling(profile, shape),
-            *training(profile, shape),
-        ]
-    return [*found, *attention(profile), *scaling(profile), *learning(profile)]
+        found += [*sampling(profile, shape), *training(profile, shape)]
+    found += [*attention(profile), *scaling(profile), *learning(profile)]
+    for shape in profile.shapes:
+        settings = {**profile.common, "shape": asdict(shape), "device": "cpu"}
+        found.append(Cell(f"launches {shape.name}", "launches", "launches", settings))
+    return sorted(found, key=lambda cell: cell.settings["device"] == "cpu")  # a lent GPU does not wait for these
 
 
 def settings_of(profile: Profile, shape: Shape, **more: Any) -> dict[str, Any]:
@@ -108,8 +108,9 @@ def training(profile: Profile, shape: Shape) -> Iterator[Cell]:
     methods = {"grpo": "trl"} if shape.name in FOUR_BIT else {"grpo": "trl", "ppo": "trl.experimental.ppo"}
     for method, package in methods.items():
         settings = settings_of(profile, shape, method=method)
-        yield Cell(f"{method} {shape.name} tinyrl", method, "training", settings, shape, seconds=150)
-        yield Cell(f"{method} {shape.name} TRL", method, "peers", settings, shape, seconds=300, peer=package)
+        seconds = 150 if method == "grpo" else 350
+        yield Cell(f"{method} {shape.name} tinyrl", method, "training", settings, shape, seconds=seconds)
+        yield Cell(f"{method} {shape.name} TRL", method, "peers", settings, shape, seconds=2 * seconds, peer=package)
 
 
 def attention(profile: Profile) -> Iterator[Cell]:

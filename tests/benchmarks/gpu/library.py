@@ -46,7 +46,10 @@ def continuous(model: Any, ids: list[list[int]], how: GenerationConfig) -> list[
 
     small: dict[str, Any] = {"num_blocks": CPU_BLOCKS, "max_batch_tokens": 256} if model.device.type == "cpu" else {}
     out = model.base_model.model.generate_batch(
-        ids, generation_config=how, continuous_batching_config=ContinuousBatchingConfig(**small)
+        ids,
+        generation_config=how,
+        continuous_batching_config=ContinuousBatchingConfig(**small),
+        persistent_manager=True,  # as in a trainer: cache and graphs are made in the first call, which is not counted
     )
     if len(out) < len(ids):
         raise RuntimeError(f"generate_batch answered {len(out)} of {len(ids)} requests")

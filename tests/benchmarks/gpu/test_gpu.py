@@ -61,7 +61,7 @@ def test_attention_of_a_group_is_that_of_padded_rows(kind: str):
     cpu = torch.device("cpu")
     inputs = tensors(4, 2, 16, 5 + 3 + 6 + 4, device=cpu, dtype=torch.float32)
     ours, padded = (KINDS[name](5, [3, 6, 4], device=cpu)(*inputs) for name in (kind, "padded"))
-    assert ours.shape == (1, 18, 4, 16)
+    assert ours.shape == (18, 4, 16)
     torch.testing.assert_close(ours, padded, atol=1e-5, rtol=1e-5)
 
 
