@@ -147,6 +147,21 @@ def test_out_of_memory_halves_the_places_and_gives_the_same_samples(
         sample(engine, 4)
 
 
+def test_fewer_places_than_were_wanted_are_halved_from_there(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+    """Not sixteen, eight and four rows in turn where there was room for three all along."""
+    engine, tries = make_engine(tiny("llama"), "fused"), []
+
+    def full(self: Decoder, rows: int, width: int) -> Any:
+        tries.append(rows)
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(fused, "rows_that_fit", lambda *_, **__: 3)
+    monkeypatch.setattr(Decoder, "new_cache", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        sample(engine, 4)
+    assert tries == [3, 1]
+
+
 def test_the_cache_stays_within_its_share_of_memory(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
     engine = make_engine(tiny("llama"), "fused")
     expected = sample(engine, 4)

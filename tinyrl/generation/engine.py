@@ -111,9 +111,12 @@ class SamplingEngine(Protocol):
 
 
 class HasRowLimit(SamplingEngine, Protocol):
-    """An engine that decodes at most `max_rows` sequences at a time (None: all that are asked for)."""
+    """An engine that decodes at most `max_rows` sequences at a time (None: all that are asked for), and at the last
+    attempt no more than `capacity`, where memory allowed fewer than that.
+    """
 
     max_rows: int | None
+    capacity: int | None = None
 
 
 def max_new_tokens(request: Request, settings: SamplingSettings) -> int:
@@ -159,15 +162,15 @@ def sample_in_fewer_rows(
     torch.OutOfMemoryError where a single row does not fit.
     """
     while True:
-        rows = min(engine.max_rows or wanted, wanted)
+        rows, engine.capacity = min(engine.max_rows or wanted, wanted), None
         try:
             with as_out_of_memory(), torch.inference_mode():
                 return attempt(rows)
         except torch.OutOfMemoryError:
-            if rows == 1:
+            if min(rows, engine.capacity or rows) == 1:
                 raise
         engine.release()
-        engine.max_rows = rows // 2
+        engine.max_rows = max(1, min(rows, engine.capacity or rows) // 2)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

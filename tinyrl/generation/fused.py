@@ -19,9 +19,9 @@ from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import (
     LOOK_EVERY,
     Completion,
+    HasRowLimit,
     Request,
     SampledRole,
-    SamplingEngine,
     SamplingSettings,
     eos_token_ids,
     sample_in_fewer_rows,
@@ -47,7 +47,7 @@ class Kept:
     graphs: dict[bool, StepGraphs] = field(default_factory=dict)
 
 
-class FusedEngine(SamplingEngine):
+class FusedEngine(HasRowLimit):
     """Samples through a `Decoder`, whose weights are copied from the acting role at every call.
 
     by_graphs: whether steps are replayed from graphs, as on CUDA; deterministic algorithms may copy from the host,
@@ -183,17 +183,18 @@ class FusedEngine(SamplingEngine):
             width = -(-width // WIDTH_BUCKET) * WIDTH_BUCKET
             self._kept = kept = Kept(decoder, rows, self._new_slots(decoder, greedy, rows=rows, width=width))
         slots = kept.slots
-        slots.greedy = greedy
+        slots.greedy, self.capacity = greedy, slots.capacity
         if greedy not in kept.graphs:
             kept.graphs[greedy] = StepGraphs(slots.advance, state=(slots.token, slots.position, slots.count))
         return slots, kept.graphs[greedy]
 
     def _new_slots(self, decoder: Decoder, greedy: bool, *, rows: int, width: int) -> Slots:
         device = self.roles.device
+        self.capacity = min(rows, rows_that_fit(decoder, width, free=free_bytes(device)))
         return Slots(
             decoder,
             self.settings,
-            capacity=min(rows, rows_that_fit(decoder, width, free=free_bytes(device))),
+            capacity=self.capacity,
             width=width,
             columns=self.columns,
             greedy=greedy,

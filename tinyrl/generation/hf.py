@@ -18,9 +18,9 @@ from tinyrl.generation.engine import (
     LOOK_EVERY,
     Completion,
     FinishReason,
+    HasRowLimit,
     Request,
     SampledRole,
-    SamplingEngine,
     SamplingSettings,
     eos_token_ids,
     join,
@@ -45,7 +45,7 @@ COMPACT_BELOW = 0.8
 REASONS = get_args(FinishReason)
 
 
-class HfEngine(SamplingEngine):
+class HfEngine(HasRowLimit):
     """Samples from the policy in place: nothing is copied, so there is nothing to synchronise after an update."""
 
     name = "hf"
