@@ -67,6 +67,13 @@ def test_the_cache_holds_every_row_to_its_last_token(tiny: TinyModels):
     assert sampling.parts["sampling copy"] > 0
 
 
+def test_a_sampling_copy_in_another_dtype_has_every_weight(tiny: TinyModels):
+    """The head too, which is not tied."""
+    made = planner(small(tiny, generation={"dtype": "bfloat16"}, lora={"enabled": False}))
+    assert made.sampling is not None
+    assert made.sampling.parts["sampling copy"] == 2 * sum(p.numel() for p in made.outline.causal.parameters())
+
+
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
 @pytest.mark.parametrize("lora", [True, False])

@@ -74,10 +74,11 @@ class Decoder:
 
     def sync(self, adapter: str | None) -> None:
         """Copy the weights as they are now under `adapter`, into the same memory as before."""
-        self.embedding = renewed(self.embedding, self.trunk.embed_tokens.weight.to(self.dtype))
+        embedding = self.trunk.embed_tokens.weight
+        self.embedding = renewed(self.embedding, embedding.to(self.dtype))
         self.norm = renewed(self.norm, self.trunk.norm.weight.to(self.dtype))
         head = head_of(self.model)
-        tied = head.weight.data_ptr() == self.trunk.embed_tokens.weight.data_ptr()
+        tied = head.weight is embedding or head.weight.data_ptr() == embedding.data_ptr() != 0  # 0: has no numbers
         weight = self.embedding if tied else renewed(self.head.weight, head.weight.to(self.dtype))
         bias = None if head.bias is None else renewed(self.head.bias, head.bias.to(self.dtype))
         self.head = Head(weight, bias, head.scale, head.softcap)
