@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -93,19 +94,21 @@ def faults_after_a_step():
     tensors = [torch.ones(1 << 20) for _ in range(16)]
     del tensors
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-print(kept, faults_after_a_step(), faults_after_a_step())
+print(kept, *(faults_after_a_step() for _ in range(6)))
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 def test_memory_that_was_freed_is_used_again():
-    """By default the kernel has to supply its pages anew, each at a page fault."""
+    """By default the kernel has to supply its pages anew, each at a page fault. The heap may still grow in a step, so
+    the one with fewest counts.
+    """
     faults = {}
     for keep in (False, True):
         command = [sys.executable, "-c", FAULTS_OF_STEPS.format(keep=keep)]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         assert said[0] == str(keep)
-        faults[keep] = int(said[2]) - int(said[1])
+        faults[keep] = min(int(after) - int(before) for before, after in pairwise(said[1:]))
     assert 4 * faults[True] < faults[False]
 
 
