@@ -57,6 +57,21 @@ def tiny_model(
     return _save(model, tokenizer, folder)
 
 
+def sharp_model(folder: Path, kind: str = "llama", *, seed: int = 0, deviation: float = 4.0, **shape: Any) -> Path:
+    """`tiny_model` with logits as sharp as a real language model's: their standard deviation is `deviation`, by the
+    weight of the last norm. `shape` changes its configuration (num_hidden_layers=12).
+    """
+    tokenizer = tiny_tokenizer()
+    config = tiny_config(kind, tokenizer)
+    config.update(shape)
+    with _seeded(seed), torch.no_grad():
+        model: Any = AutoModelForCausalLM.from_config(config)
+        _spread(model)
+        ids = torch.arange(40).reshape(4, 10) * 6
+        model.base_model.norm.weight.mul_(deviation / model.eval()(input_ids=ids).logits.std())
+    return _save(model, tokenizer, folder)
+
+
 def tiny_reward_model(
     folder: Path,
     kind: str = "llama",

@@ -23,7 +23,7 @@ from tinyrl.workers.calls import RowFailure
 
 FINISH_REASONS = ("eos", "stop", "length", "turns")
 _SAMPLED_PER_TOKEN = ("response_tokens", "response_mask", "sampling_logprobs", "turn_rewards")
-_SCORED_PER_TOKEN = ("old_logprobs", "ref_logprobs", "values")
+_SCORED_PER_TOKEN = ("old_logprobs", "rescored_logprobs", "ref_logprobs", "values")
 _PER_SAMPLE = ("response_lengths", "scores", "rewards", "finish_reasons", "kept", "turns", "invalid_turns")
 _KEPT = (*_SAMPLED_PER_TOKEN, *_PER_SAMPLE, *_SCORED_PER_TOKEN, "final_values")  # in a checkpoint inside an update
 
@@ -60,6 +60,8 @@ class Rollout:
     sampling_logprobs   (B, T) recorded while sampling
     old_logprobs        (B, T) the denominator of the ratio: sampling_logprobs where sampling is exact, else those of a
                         rescoring pass; None where one optimizer step uses the rollout: its own, detached
+    rescored_logprobs   (B, T) of a pass like the reference's, for the KL: where sampling is not exact and there are no
+                        old_logprobs; else None
     ref_logprobs        (B, T) under the reference, or None
     values              (B, T) of the critic before the update, or None
     final_values        (B,) what follows a truncated response is worth to the critic, 0 for others; or None
@@ -85,6 +87,7 @@ class Rollout:
     finish_reasons: Tensor
     kept: Tensor
     old_logprobs: Tensor | None = None
+    rescored_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
     final_values: Tensor | None = None
@@ -198,7 +201,7 @@ class Rollout:
         """k1 of each token against the reference, (B, T); 0 outside of `mask` (None: loss_mask), and without one."""
         if self.ref_logprobs is None:
             return torch.zeros_like(self.sampling_logprobs)
-        policy = self.sampling_logprobs if self.old_logprobs is None else self.old_logprobs
+        policy = next(x for x in (self.old_logprobs, self.rescored_logprobs, self.sampling_logprobs) if x is not None)
         return torch.where(self.loss_mask if mask is None else mask, k1(policy, self.ref_logprobs), 0.0)
 
     def kl_per_response(self) -> float:

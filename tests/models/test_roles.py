@@ -1,6 +1,7 @@
 """Roles: which one acts, which parameters it trains, and that no others change."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tests.models.building import (
     stir,
     values,
 )
-from tests.tiny_models import TinyModels
+from tests.tiny_models import TinyModels, sharp_model
 from tinyrl.models.loading import load_causal_lm, load_start_adapter, wrap_in_lora
 from tinyrl.models.roles import CriticKind, Roles
 from tinyrl.models.weights_io import save_adapter
@@ -44,13 +45,22 @@ def test_adapters_off_is_the_base(tiny: TinyModels, kind: str):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", [lora_roles, full_roles])
-def test_reference_is_the_policy_at_the_start_and_stays(tiny: TinyModels, make, dtype: torch.dtype):
-    roles = make(tiny("llama"), dtype=dtype)
-    start, reference = logprobs(roles, "policy"), logprobs(roles, "reference")
-    torch.testing.assert_close(reference, start, rtol=0, atol=2e-6)  # a trained head is computed another way
+def test_reference_is_the_policy_at_the_start_and_stays(tmp_path: Path, make, dtype: torch.dtype):
+    roles = make(sharp_model(tmp_path, num_hidden_layers=12), dtype=dtype)
+
+    def computed(role: str) -> Tensor:
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+            return logprobs(roles, role)
+
+    start, reference = computed("policy"), computed("reference")
+    assert torch.equal(reference, start)
     stir(roles.parameters["policy"])
-    assert torch.equal(logprobs(roles, "reference"), reference)
-    assert not torch.allclose(logprobs(roles, "policy"), start, atol=1e-3)
+    assert torch.equal(computed("reference"), reference)
+    assert not torch.allclose(computed("policy"), start, atol=1e-3)
+    if make is full_roles:
+        assert roles.reference_model is not None
+        assert {p.dtype for p in roles.reference_model.parameters()} == {dtype}
+        assert {p.dtype for p in roles.parameters["policy"].values()} == {torch.float32}
 
 
 def test_full_fine_tuning_without_a_reference_does_not_take_the_policy_for_it(tiny: TinyModels):

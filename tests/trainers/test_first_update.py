@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import running
-from tests.tiny_models import tiny_model
+from tests.tiny_models import sharp_model, tiny_model
 
 FAST = ("llama", "gpt2")
 KINDS = ("llama", "qwen2", "qwen3", "gpt2", "gemma2")
@@ -20,6 +20,34 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def attention(kind: str) -> dict[str, str]:
     return {"attention": "eager"} if kind == "gemma2" else {}
+
+
+@pytest.fixture(scope="module")
+def sharp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sharp_model(tmp_path_factory.mktemp("sharp"), num_hidden_layers=6)
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("preset", ["grpo", "rloo", "reinforce++", "ppo"])
+def test_in_bfloat16_the_kl_at_step_1_is_zero(preset: str, lora: bool, sharp: Path, tmp_path: Path) -> None:
+    """Policy and reference are the same model, so what the sampler rounds otherwise must not be in their KL."""
+    method, sections = ("ppo", {}) if preset == "ppo" else ("grpo", {"grpo": {"preset": preset, "kl_coef": 0.05}})
+    settings = running.config(
+        method,
+        sharp,
+        model={"dtype": "bfloat16"},
+        lora={"enabled": lora},
+        generation={"max_new_tokens": 16},
+        run={"num_steps": 1, "eval_every": 0, "eval_prompts": 0},
+        **sections,
+    )
+    code, run, _ = running.train(settings, tmp_path)
+    assert code == 0
+    first = next(line for line in running.metrics(run) if "objective/kl" in line)
+    assert abs(first["objective/kl"]) < 1e-3
+    if method == "grpo":
+        assert first["policy/ratio"] == 1.0
+        assert first["policy/sampling_gap"] > 1e-3  # the sampler does round otherwise
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])

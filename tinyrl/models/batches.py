@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tinyrl.models.device import to_device
 from tinyrl.models.fused_trunk import can_fuse_now, could_fuse, fused_states
 from tinyrl.models.packing import CannotPack, Packing, attending, pack
+from tinyrl.models.rounding import as_exact, in_float32, ordinary_ids
 
 Masks = Sequence[Sequence[bool]] | None  # of each row's response: which tokens are listed
 
@@ -205,7 +206,7 @@ def packs_exactly(trunk: nn.Module) -> bool:
         ours = _read(library_states(trunk, packed), packed)
     except CannotPack:
         return False
-    return _alike(ours, lambda: _read(library_states(trunk, padded), padded))
+    return _alike(ours, trunk, padded)
 
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3")  # whose layers are computed so, also where no number can show it
@@ -238,7 +239,7 @@ def _fuses_exactly(trunk: nn.Module) -> bool:
         return trunk.config.model_type in KNOWN  # pyright: ignore
     try:
         ours = _read(fused_states(trunk, batch.input_ids, batch.position_ids, batch.packing), batch)
-        return _alike(ours, lambda: _read(library_states(trunk, batch), batch))
+        return _alike(ours, trunk, batch)
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, CannotPack, LookupError, RuntimeError, TypeError, ValueError):  # parts of another shape
@@ -248,7 +249,7 @@ def _fuses_exactly(trunk: nn.Module) -> bool:
 def _few_rows(trunk: nn.Module, make: Callable[..., SequenceBatch]) -> SequenceBatch:
     """A prompt of three responses, and another of one."""
     config: Any = trunk.config
-    ids = [i % config.get_text_config().vocab_size for i in range(1, 15)]
+    ids = ordinary_ids(config.get_text_config().vocab_size, 14)
     prompts = [ids[:4], ids[:4], ids[:4], ids[4:6]]
     responses = [ids[6:9], ids[9:10], ids[2:8], ids[10:14]]
     return make(prompts, responses, device=next(trunk.parameters()).device)
@@ -260,9 +261,16 @@ def _read(states: Tensor, batch: SequenceBatch) -> Tensor:
     return torch.cat([states[batch.state_index], states[batch.last_index]])
 
 
-def _alike(ours: Tensor, theirs: Callable[[], Tensor]) -> bool:
+def _alike(ours: Tensor, trunk: nn.Module, batch: SequenceBatch) -> bool:
+    """Whether these are the states that the library's modules compute of a batch: the same in float32, as near to
+    float32 in half precision.
+    """
     if ours.device.type == "meta":  # without numbers there is nothing to compare
         return True
-    expected, found = theirs().float(), ours.float()
-    tolerance = 1e-4 if ours.dtype == torch.float32 else 0.05
-    return bool(((found - expected).norm(dim=1) <= tolerance * expected.norm(dim=1)).all())
+    library = _read(library_states(trunk, batch), batch)
+    if ours.dtype == torch.float32:
+        return bool(((ours - library).norm(dim=1) <= 1e-4 * library.norm(dim=1)).all())
+    with in_float32(trunk):
+        exact = _read(library_states(trunk, batch), batch)
+    errors = [float(((x.float() - exact).norm(dim=1) / exact.norm(dim=1)).mean()) for x in (ours, library)]
+    return as_exact(errors[0], errors[1])

@@ -32,9 +32,40 @@ class Head:
 
     def logits(self, states: Tensor) -> Tensor:
         """(N, H) -> (N, V) float32 logits, before the temperature."""
-        z = nn.functional.linear(states.to(self.weight.dtype), self.weight, self.bias).float()
+        dtype = compute_dtype(self.weight)
+        if dtype == torch.float32:
+            z = nn.functional.linear(states.to(dtype), self.weight, self.bias)
+        else:
+            z = HalfProduct.apply(states.to(dtype), self.weight.to(dtype))
+            z = z if self.bias is None else z + self.bias.float()
         z = z if self.scale == 1.0 else z * self.scale  # no copy where there is no scale
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+
+
+def compute_dtype(weight: Tensor) -> torch.dtype:
+    """What a product with this weight is computed in: its own dtype, or that of autocast."""
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
+class HalfProduct(torch.autograd.Function):
+    """h W^T of half-precision operands, kept in float32 as it is summed: a bfloat16 logit of 20 is rounded by 0.06."""
+
+    @staticmethod
+    def forward(ctx, states: Tensor, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """(N, H), (V, H) -> (N, V) float32."""
+        ctx.save_for_backward(states, weight)
+        if weight.device.type == "cuda":
+            return torch.mm(states, weight.t(), out_dtype=torch.float32)
+        with torch.autocast(weight.device.type, enabled=False):
+            return states.float() @ weight.float().t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        states, weight = ctx.saved_tensors
+        grad = grad.to(weight.dtype)
+        return grad @ weight, grad.t() @ states if ctx.needs_input_grad[1] else None
 
 
 def head_of(model: nn.Module) -> Head:
@@ -72,7 +103,7 @@ def token_logprobs(
 
     states (N, H), targets (N,). The entropy carries a gradient only when entropy_grad is set.
     """
-    if head.weight.requires_grad:
+    if head.weight.requires_grad and torch.is_grad_enabled():
         return _recomputed(states, head, targets, temperature, entropy_grad)
     return _FrozenHead.apply(states, head, targets, temperature, entropy_grad)  # pyright: ignore[reportReturnType]
 

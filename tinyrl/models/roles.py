@@ -75,13 +75,14 @@ class Roles:
         self.score_head: ValueHead | None = None
         self.lora_dropout = False
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}
+        self.dtype: torch.dtype = self.causal.dtype  # of the weights as loaded, and of autocast
         if self.peft is None:
+            if reference:
+                self.reference_model = frozen_copy(self.causal, device=device)
             self.causal.float()
         self.settle_adapters()
         policy = self.adapter_parameters(POLICY_ADAPTER) if self.peft else dict(self.causal.named_parameters())
         self.parameters["policy"] = policy
-        if reference and self.peft is None:
-            self.reference_model = copy.deepcopy(self.causal).requires_grad_(False)
         self.keep_trainable()
         if device.type != "meta":  # without numbers there is nothing to compare
             check_head(self.causal, self.head("policy"), self.trunk("policy"))
@@ -295,3 +296,17 @@ class Roles:
 
     def _trained_models(self) -> list[PreTrainedModel]:
         return [self.causal] if self.critic_model is None else [self.causal, self._model_of("critic")]
+
+
+def frozen_copy(model: PreTrainedModel, *, device: torch.device) -> PreTrainedModel:
+    """A copy that is never trained, in the dtype that the model has now.
+
+    Under autocast it computes what the model will with float32 weights: embeddings are read in float32, so the sums
+    between layers are too.
+    """
+    copied = copy.deepcopy(model).requires_grad_(False).to(device).eval()  # pyright: ignore[reportArgumentType]
+    if model.dtype != torch.float32:
+        copied.get_input_embeddings().register_forward_hook(
+            lambda _layer, _ids, embedded: embedded.float() if torch.is_autocast_enabled(device.type) else embedded
+        )
+    return copied

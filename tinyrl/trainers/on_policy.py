@@ -129,7 +129,9 @@ class RolloutCollector:
         self.session.run.append_failed_rewards(lines)
 
     def compute_logprobs(self, rollout: Rollout, *, reference: bool, several_steps: bool, scored: bool = False) -> None:
-        """Fill in ref_logprobs where a KL needs them, old_logprobs where several optimizer steps use the rollout.
+        """Fill in ref_logprobs where a KL needs them, old_logprobs where several optimizer steps use the rollout. With
+        one step the training pass's own values, detached, are the old ones, so the ratio is exactly 1; a KL then takes
+        the policy's from a pass like the reference's, as an engine that is not exact would add its own noise to it.
 
         `scored`: of every row with a reward, those that are left out of the loss among them.
         """
@@ -137,7 +139,9 @@ class RolloutCollector:
         if reference:
             rollout.ref_logprobs = self._logprobs(read, "reference")
         if not several_steps:
-            return  # the training pass's own values, detached: the ratio is exactly 1
+            if reference and not self.samples_exactly:
+                rollout.rescored_logprobs = self._logprobs(read, "policy")
+            return
         controllers = self.session.state.controllers
         if controllers.exact_sampling is None:
             rescored = self._logprobs(read, "policy")
@@ -147,6 +151,11 @@ class RolloutCollector:
         else:
             exact = controllers.exact_sampling
             rollout.old_logprobs = rollout.sampling_logprobs if exact else self._logprobs(read, "policy")
+
+    @property
+    def samples_exactly(self) -> bool:
+        """Whether the engine's log-probabilities are those of a training pass, up to rounding in float32."""
+        return self.parts.engine.exact and self.parts.accelerator.mixed_precision == "no"
 
     def watch_sampling(self, metrics: dict[str, float]) -> None:
         """Measure anew, by a rescoring pass, whether sampling is exact when an update's pass says it is not."""
@@ -184,7 +193,7 @@ class RolloutCollector:
             max_new_tokens=generation.max_new_tokens,
             kl_coef=kl_coef if in_loss else 0.0,
             entropy_coef=entropy_coef(section, self.session),
-            weigh_mismatch=not (self.parts.engine.exact and self.parts.accelerator.mixed_precision == "no"),
+            weigh_mismatch=not self.samples_exactly,
         )
 
     def end_sampling(self, step: int) -> dict[str, float]:
