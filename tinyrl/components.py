@@ -10,7 +10,7 @@ import torch
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import fingerprints
 from tinyrl.environments.environment import Environment
-from tinyrl.generation.engine import SamplingEngine
+from tinyrl.generation.engine import SamplingEngine, end_at_turn_end
 from tinyrl.generation.game import Game, load_game
 from tinyrl.generation.planned import Unsampled, likely_engine
 from tinyrl.generation.select import engine_of
@@ -56,6 +56,7 @@ def load_parts(config: Config, *, options: Options) -> Parts:
     check_vocabulary(tokenizer, roles.causal, path=config.model.path)
     if roles.critic_model is not None:  # it reads the policy's tokens
         check_vocabulary(tokenizer, roles.critic_model, path=config.critic.path or config.model.path)
+    end_at_turn_end(roles.causal, tokenizer, config.task)
     micro_batches = MicroBatches(accelerator.device, config.run.micro_batch_tokens)
     return Parts(config, accelerator, tokenizer, roles, micro_batches)
 
