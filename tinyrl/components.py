@@ -22,6 +22,7 @@ from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.outline import outline_roles
 from tinyrl.models.vocabulary import check_ids, check_vocabulary
 from tinyrl.parts import Parts, SamplingParts
+from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.tasks import Task, load_split, load_task
 from tinyrl.tasks.prompts import PreparedPrompt, prepare_prompts
@@ -143,6 +144,7 @@ def load_scorer(
         task,
         tokenizer=parts.tokenizer,
         roles=parts.roles,
+        policy_format=TextFormat.of_run(config),
         model=model,
         micro_batches=parts.micro_batches,
         environment=environment,

@@ -1,4 +1,4 @@
-"""The end of a turn where it is not the tokenizer's EOS: the same token is learnt, sampled and exported."""
+"""The end of a turn where it is not the tokenizer's EOS: the same token is learnt, sampled, judged and exported."""
 
 import json
 from pathlib import Path
@@ -13,12 +13,15 @@ from tinyrl.chat.speaker import load_speaker
 from tinyrl.chat.target import chat_target
 from tinyrl.components import Options, load_parts, load_sampling_parts
 from tinyrl.config.schema import Config
+from tinyrl.config.sections import RewardConfig
 from tinyrl.evaluation.versus import evaluate_target
 from tinyrl.export.bundle import export, plan_export
 from tinyrl.generation.engine import eos_token_ids
 from tinyrl.generation.turns_preview import show_episode
+from tinyrl.models.roles import Roles
+from tinyrl.rewards.gold_check import check_gold
 from tinyrl.tasks.prompts import token_ids
-from tinyrl.trainers import dpo, sft
+from tinyrl.trainers import dpo, reward_model, sft
 
 TURN_END = "<|im_end|>"
 WORDS = ("<|im_start|>", TURN_END, "system", "user", "assistant", "tool", *"abcdefgh")
@@ -121,12 +124,47 @@ def test_one_token_ends_what_is_learnt(chat: Any, base: Path, rows: Path) -> Non
     end = end_of(base) if chat == "auto" else 1
     examples = sft.load(settings("sft", base, rows, **text), options=CPU)
     pairs = dpo.load(settings("dpo", base, rows, **text), options=CPU)
+    judged = reward_model.load(settings("reward", base, rows, **text), options=CPU)
     ends = {example.target[-1] for row in examples.train for example in row}
     ends |= {answer[-1] for pair in pairs.train for answer in (pair.chosen, pair.rejected)}
+    ends |= {tokens[-1] for one in judged.rows.train for tokens in one.texts}
     assert ends == {end}
     if chat == "auto":
         spoken = sft.load(settings("sft", base, rows), options=CPU)
         assert {example.target[-1] for row in spoken.train for example in row} == {end}
+
+
+@pytest.mark.parametrize("form", [{}, {"chat": False}, {"system_prompt": "b"}], ids=["chat", "text", "system"])
+def test_ppo_shows_a_reward_adapter_the_end_it_learnt(
+    form: dict[str, Any], base: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever ended a completion: the end of the turn, EOS, a stop string, or the limit of tokens."""
+    text = {"data": str(rows.with_name("text.jsonl"))}
+    learn = settings("reward", base, rows, task={**text, **form}, run={"num_steps": 1, "eval_every": 0})
+    code, made, _ = running.train(learn, tmp_path, name="reward")
+    assert code == 0
+    learnt = reward_model.load(learn, options=CPU).rows.train
+    ppo = settings("ppo", base, rows, task=text)
+    ppo.reward = RewardConfig(model=str(made.checkpoints / "step-000001"))
+    parts = load_sampling_parts(ppo, options=CPU)
+    read: list[list[int]] = []
+    batch_of = Roles.batch
+
+    def noted(roles: Roles, prompts: list[list[int]], responses: list[list[int]], *rest: Any, **options: Any):
+        read.extend(p + r for p, r in zip(prompts, responses, strict=True))
+        return batch_of(roles, prompts, responses, *rest, **options)
+
+    monkeypatch.setattr(Roles, "batch", noted)
+    prompts = parts.train_prompts
+    for end in ([end_of(base)], [1], []):
+        for side in ("chosen", "rejected"):
+            said = [[*token_ids(parts.tokenizer, str(prompt.row[side])), *end] for prompt in prompts]
+            parts.scorer(prompts, said)
+        assert sorted(read) == sorted(tokens for one in learnt for tokens in one.texts)
+        read.clear()
+    check_gold(parts.scorer, prompts[0])
+    assert {tokens[-1] for tokens in read} == {tokens[-1] for one in learnt for tokens in one.texts}
+    parts.close()
 
 
 def test_episodes_go_on_behind_the_end_of_a_turn(base: Path, rows: Path, tmp_path: Path) -> None:

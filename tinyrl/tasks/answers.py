@@ -56,6 +56,14 @@ def ended(tokens: list[int], end: int) -> list[int]:
     return tokens if tokens[-1:] == [end] else [*tokens, end]
 
 
+def as_ended(tokenizer: PreTrainedTokenizerBase, sampled: list[int], *, end: int) -> list[int]:
+    """A completion as a finished answer: `end` takes the place of another special token that ended it, and stands
+    behind one that was cut off or ended with a stop string.
+    """
+    special = bool(sampled) and sampled[-1] in _special_ids(tokenizer, len(tokenizer))
+    return ended(sampled[:-1] if special else sampled, end)
+
+
 def template_fault(
     tokenizer: PreTrainedTokenizerBase, ends: set[int], *, chat: Literal["auto"] | bool, variables: dict[str, Any]
 ) -> str | None:
