@@ -10,7 +10,7 @@ import torch
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import fingerprints
 from tinyrl.environments.environment import Environment
-from tinyrl.generation.engine import SamplingEngine
+from tinyrl.generation.engine import SamplingEngine, end_at_turn_end
 from tinyrl.generation.game import Game, load_game
 from tinyrl.generation.planned import Unsampled, likely_engine
 from tinyrl.generation.select import engine_of
@@ -22,6 +22,7 @@ from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.outline import outline_roles
 from tinyrl.models.vocabulary import check_ids, check_vocabulary
 from tinyrl.parts import Parts, SamplingParts
+from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.tasks import Task, load_split, load_task
 from tinyrl.tasks.prompts import PreparedPrompt, prepare_prompts
@@ -56,6 +57,7 @@ def load_parts(config: Config, *, options: Options) -> Parts:
     check_vocabulary(tokenizer, roles.causal, path=config.model.path)
     if roles.critic_model is not None:  # it reads the policy's tokens
         check_vocabulary(tokenizer, roles.critic_model, path=config.critic.path or config.model.path)
+    end_at_turn_end(roles.causal, tokenizer, config.task)
     micro_batches = MicroBatches(accelerator.device, config.run.micro_batch_tokens)
     return Parts(config, accelerator, tokenizer, roles, micro_batches)
 
@@ -142,6 +144,7 @@ def load_scorer(
         task,
         tokenizer=parts.tokenizer,
         roles=parts.roles,
+        policy_format=TextFormat.of_run(config),
         model=model,
         micro_batches=parts.micro_batches,
         environment=environment,

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import few_held_out
 from tinyrl.distributed import World, world
-from tinyrl.generation.engine import SamplingEngine
+from tinyrl.generation.engine import SamplingEngine, eos_token_ids
 from tinyrl.generation.game import Game
 from tinyrl.generation.turns_preview import episode_notes, show_episode
 from tinyrl.models.build import check_reference
@@ -25,6 +25,7 @@ from tinyrl.rewards.gold_check import check_gold
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.sampling import Truncation
 from tinyrl.tasks import Task
+from tinyrl.tasks.answers import template_fault
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.text import visible
 
@@ -54,6 +55,16 @@ class Parts:
     def check(self) -> list[str]:
         """Check what can only be checked now, before step 1; returns lines worth showing."""
         return []
+
+    def template_fault(self) -> str | None:
+        """What is wrong with the chat template, where prompts go through it, for a policy that is to end its turns."""
+        where, ends = self.config.task, eos_token_ids(self.roles, self.tokenizer)
+        return template_fault(self.tokenizer, ends, chat=where.chat, variables=where.chat_template)
+
+    def template_warnings(self) -> list[str]:
+        """A line that says so."""
+        fault = self.template_fault()
+        return [f"warning: chat template: {fault}"] if fault else []
 
     def preview(self) -> str:
         """What `--dry-run` shows besides the configuration; whoever loads rows has checked them by now."""
@@ -117,7 +128,7 @@ class SamplingParts(Parts):
         first = self.train_prompts[0]
         warning = check_gold(self.scorer, first).warning
         warnings = [f"warning: {warning} (prompt {first.text[:60]!r})"] if warning else []
-        warnings += self._few_held_out()
+        warnings += self.template_warnings() + self._few_held_out()
         notes = [*self._engine_notes(), *(episode_notes(self.game) if self.game is not None else [])]
         return [f"sampling engine {self.engine.name} ({self.engine_reason})", *notes, self.describe_memory(), *warnings]
 
@@ -136,6 +147,7 @@ class SamplingParts(Parts):
             *trial.lines(),
             *self._scripted_episode(prompt),
             *self._engine_notes(),
+            *self.template_warnings(),
             f"prompts: {len(self.train_prompts)} to train on, {len(self.eval_prompts)} held out",
         ]
         return "\n".join([*lines, *([f"warning: {trial.warning}"] if trial.warning else []), *self._few_held_out()])

@@ -165,7 +165,7 @@ def test_a_reward_model_of_a_run_judges_a_text_run(folder: Path, tmp_path: Path)
     settings = [f"reward.model={folder / 'judge'}", SHORT]
     result = ask(folder, "sft", settings=settings, vs="base", best_of=4, save_samples=str(file))
     assert result["reward_mean"] > result["other"]["reward_mean"]
-    assert result["win_rate"]["reward"]["mean"] > 0.6
+    assert result["win_rate"]["reward"]["mean"] > 0.5
     assert result["win_rate"].keys() == {"reward"}
     assert result["best_of"] == 4
     assert "best_of" not in result["other"]

@@ -15,6 +15,7 @@ from tests.tiny_models import tiny_model, tiny_tokenizer
 from tinyrl.components import Options
 from tinyrl.config.sections import RewardConfig
 from tinyrl.evaluation.versus import evaluate_target
+from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.tasks import load_rows, load_task
 
@@ -120,7 +121,7 @@ def test_another_tokenizer_is_judged_as_text(folder: Path) -> None:
 def test_a_reward_adapter_judges_its_own_vocabulary_only(tmp_path: Path) -> None:
     task = load_task("sort")
     save_file({"weight": torch.zeros(1, 2)}, tmp_path / "score_head.safetensors")
-    rest: dict[str, Any] = {"roles": None, "micro_batches": None}
+    rest: dict[str, Any] = {"roles": None, "micro_batches": None, "policy_format": TextFormat()}
     scorer = Scorer(RewardConfig(model=str(tmp_path)), task, tokenizer=tiny_tokenizer(), **rest)
     same = tiny_tokenizer()
     assert scorer.reading(same).tokenizer is same

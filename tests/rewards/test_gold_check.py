@@ -10,6 +10,7 @@ from tests.tiny_models import tiny_tokenizer
 from tinyrl.config.sections import RewardConfig
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.rewards.gold_check import GoldCheck, check_gold
+from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.tasks import load_task
 from tinyrl.tasks.prompts import PreparedPrompt
@@ -31,6 +32,7 @@ def checked(folder: Path, function: str, *, answer: str | None) -> GoldCheck:
         load_task("rows"),
         tokenizer=tiny_tokenizer(),
         roles=cast(Any, None),
+        policy_format=TextFormat(),
         micro_batches=MicroBatches(torch.device("cpu")),
     )
     prompt = [{"role": "user", "content": "say a"}]

@@ -91,6 +91,23 @@ def test_a_turn_that_ends_with_no_end_token_is_found(tmp_path: Path) -> None:
     assert checked(with_template(tmp_path / "good", SPEAKS.replace("END", "<eos>")))["chat template"].result == "ok"
 
 
+def test_a_turn_may_end_with_another_token_than_the_tokenizers_eos(tmp_path: Path) -> None:
+    found = checked(with_template(tmp_path / "base", SPEAKS.replace("END", "<pad>")))
+    assert found["chat template"].result == "note"
+    assert "<pad>" in found["end of text"].said
+
+
+def test_a_prompt_begins_with_bos_once(tmp_path: Path) -> None:
+    """Some templates begin every message with it."""
+    every = SPEAKS.replace("<{{", "<pad><{{").replace("END", "<eos>")
+    for name, template, result in (("once", every, "ok"), ("twice", "<pad>" + every, "wrong")):
+        folder = with_template(tmp_path / name, template)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.bos_token = "<pad>"
+        tokenizer.save_pretrained(folder)
+        assert checked(folder)["chat template"].result == result
+
+
 def test_the_command_says_what_is_wrong_and_exits_2(tmp_path: Path) -> None:
     folder = with_template(tmp_path / "bad", SPEAKS)
     done = CliRunner().invoke(app, ["doctor", str(folder), "--device", "cpu"])

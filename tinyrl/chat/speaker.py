@@ -27,7 +27,7 @@ from tinyrl.models.weights_io import load_policy
 from tinyrl.parts import Parts
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.tasks import Task, load_split, load_task
-from tinyrl.tasks.prompts import PreparedPrompt, prepare_prompts, render_prompt
+from tinyrl.tasks.prompts import PreparedPrompt, in_chat, prepare_prompts, render_prompt
 
 CHAT_STEP = 1 << 41  # the step in the key of a chat's samples: no training step or evaluation reaches it
 Who = Literal["policy", "environment"]
@@ -105,7 +105,7 @@ class Speaker:
         )
         self.greedy = False
         self.engine = _Heard(parts.roles, parts.tokenizer, self.settings)
-        self.chats = config.task.chat is not False and bool(parts.tokenizer.chat_template)
+        self.chats = in_chat(parts.tokenizer, config.task.chat)
         self.role: SampledRole = "base" if target.checkpoint is None else "policy"
         self._scorer: Scorer | None = None
         self.turn = 0

@@ -8,6 +8,7 @@ first one on rows (sft, dpo, reward), it measures the other side's model on the 
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -208,6 +209,8 @@ def load_side(target: Target, *, options: Options, judge: Scorer | None = None) 
         parts = load_sampling_parts(target.sampled, options=options)
     else:
         parts = load_judged_parts(target.sampled, options=options, judge=judge)
+    for line in parts.template_warnings() if parts.world.is_main else ():
+        print(f"{target.name}: {line}", file=sys.stderr)
     if target.checkpoint is None:
         return Side(parts, "base", target.name)
     load_policy(parts.roles, target.checkpoint)

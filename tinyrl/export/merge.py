@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.config.schema import Config
+from tinyrl.generation.engine import end_at_turn_end
 from tinyrl.models.critic import load_base
 from tinyrl.models.loading import load_causal_lm, load_model_config, load_start_adapter
 from tinyrl.models.memory import weight_bytes
@@ -77,6 +78,7 @@ def write_merged(
     wanted = distributions(policy, sequences)
     merged: Any = policy.merge_and_unload() if isinstance(policy, PeftModel) else policy
     merged.to(dtype)
+    end_at_turn_end(merged, tokenizer, config.task)
     check_room(folder, needed=weight_bytes(merged.parameters()))
     merged.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

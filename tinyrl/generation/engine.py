@@ -11,11 +11,14 @@ from typing import Literal, Protocol
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from tinyrl.config.sections import TaskConfig
 from tinyrl.generation.rng import sample_keys
 from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.roles import Roles
+from tinyrl.tasks.answers import answer_end
+from tinyrl.tasks.prompts import in_chat
 
 LOOK_EVERY = {"cpu": 1, "cuda": 16}  # tokens between two looks at which rows have finished
 FinishReason = Literal["eos", "stop", "length", "turns"]  # turns: of an episode that had no more of them
@@ -175,10 +178,27 @@ def sample_in_fewer_rows(
             torch.cuda.empty_cache()
 
 
+def end_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> None:
+    """Where prompts go through the chat template, have the model's generation configuration list the token that ends
+    a turn there: every engine ends completions at it, and so do the programs that read a saved model.
+    """
+    if not in_chat(tokenizer, task.chat) or not model.can_generate():
+        return
+    end = answer_end(tokenizer, chat=task.chat, variables=task.chat_template)
+    if model.generation_config is None:
+        model.generation_config = GenerationConfig()
+    if end not in (listed := _listed_eos(model)):
+        model.generation_config.eos_token_id = [*listed, end]
+
+
 def eos_token_ids(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Tokens that end a completion: the tokenizer's EOS and the generation config's (chat models list several)."""
-    generation = getattr(roles.causal, "generation_config", None)
-    listed = getattr(generation, "eos_token_id", None)
-    listed = listed if isinstance(listed, list) else [listed]
     vocabulary = roles.causal.get_input_embeddings().weight.shape[0]  # pyright: ignore
-    return {i for i in [tokenizer.eos_token_id, *listed] if isinstance(i, int) and i < vocabulary}
+    return {i for i in [tokenizer.eos_token_id, *_listed_eos(roles.causal)] if isinstance(i, int) and i < vocabulary}
+
+
+def _listed_eos(model: PreTrainedModel) -> list[int]:
+    """What the model's generation configuration says ends a completion."""
+    listed = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    listed = listed if isinstance(listed, list) else [listed]
+    return [i for i in listed if isinstance(i, int)]

@@ -14,7 +14,7 @@ from tinyrl.generation.engine import eos_token_ids
 from tinyrl.models.roles import Roles
 from tinyrl.tasks import Task
 from tinyrl.tasks.observations import ObservationTokens
-from tinyrl.tasks.prompts import token_ids
+from tinyrl.tasks.prompts import in_chat, token_ids
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def load_game(config: Config, task: Task, *, tokenizer: PreTrainedTokenizerBase,
         return None
     environment.start()
     schemas = environment.schemas
-    chat = config.task.chat is not False and bool(tokenizer.chat_template)
+    chat = in_chat(tokenizer, config.task.chat)
     if schemas and (not chat or "tools" not in str(tokenizer.chat_template)):
         raise ValueError(
             "environment.tools are shown to the model by its chat template, and this model "

@@ -104,7 +104,6 @@ def _turn(text: str, observations: ObservationTokens, stop: list[str]) -> Comple
     """A turn as sampling would have ended it: at a stop string, or with EOS."""
     tokens, ends = token_ids(observations.tokenizer, text), sorted(observations.eos)
     if ends and not text.endswith(tuple(stop)):
-        own = observations.tokenizer.eos_token_id
-        tokens.append(own if own in ends else ends[0])
+        tokens.append(observations.end if observations.end in ends else ends[0])
         return Completion(tokens, [0.0] * len(tokens), "eos")
     return Completion(tokens, [0.0] * len(tokens), "stop")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tinyrl.environments.scripted import NONSENSE
 from tinyrl.rewards.scorer import Scorer
+from tinyrl.tasks.answers import ended
 from tinyrl.tasks.prompts import PreparedPrompt, token_ids
 from tinyrl.text import visible
 
@@ -51,7 +52,8 @@ def check_gold(scorer: Scorer, prompt: PreparedPrompt) -> GoldCheck:
     texts = [gold or "", "", NONSENSE]
     if prompt.opened and gold is not None:
         texts[0] = gold.removeprefix(prompt.opened.rstrip()) if gold.startswith(prompt.opened.rstrip()) else gold
-    tokens = [[*token_ids(scorer.tokenizer, text), scorer.tokenizer.eos_token_id] for text in texts]
+    end = scorer.policy_format.end(scorer.tokenizer)
+    tokens = [ended(token_ids(scorer.tokenizer, text), end) for text in texts]
     rewards = scorer([prompt] * len(tokens), tokens).rewards.tolist()
     hint = next((function.chat_hint for function in scorer.functions if function.chat_hint), None)
     return GoldCheck(prompt, gold, rewards[0] if gold is not None else None, rewards[1], rewards[2], hint)

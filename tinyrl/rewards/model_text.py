@@ -16,12 +16,14 @@ from typing import Any, Literal
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
+from tinyrl.config.schema import Config
 from tinyrl.data.messages import Message, Prompt, as_messages
 from tinyrl.data.shapes import Side
 from tinyrl.models.reading import reading
 from tinyrl.models.reward_model import SCORE_HEAD
 from tinyrl.models.templates import template_text
-from tinyrl.tasks.prompts import Rendered, asked_messages, render_prompt, token_ids
+from tinyrl.tasks.answers import answer_end, as_ended, ended
+from tinyrl.tasks.prompts import Rendered, asked_messages, in_chat, render_prompt, token_ids
 
 TEXT_FORMAT = "tinyrl_text_format"  # in a classification model's config, and in the metadata of an adapter's score head
 
@@ -38,6 +40,15 @@ class TextFormat:
         """A prompt as this format writes it for a policy."""
         variables = self.chat_template
         return render_prompt(tokenizer, prompt, chat=self.chat, system_prompt=self.system_prompt, variables=variables)
+
+    def end(self, tokenizer: PreTrainedTokenizerBase) -> int:
+        """The token that ends an answer of a policy behind such a prompt."""
+        return answer_end(tokenizer, chat=self.chat, variables=self.chat_template)
+
+    @classmethod
+    def of_run(cls, config: Config) -> TextFormat:
+        """How a run's configuration writes prompts."""
+        return cls(config.task.chat, config.task.system_prompt, config.task.chat_template)
 
     @classmethod
     def of_config(cls, config: Any) -> TextFormat:
@@ -104,7 +115,7 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, text_format: TextFormat) -
     """Whether texts go through the tokenizer's chat template. Raises ValueError where they should and it has none."""
     if text_format.chat is True and not tokenizer.chat_template:
         raise ValueError("task.chat=true, but this reward model's tokenizer has no chat template")
-    return bool(tokenizer.chat_template) and text_format.chat is not False
+    return in_chat(tokenizer, text_format.chat)
 
 
 def adapter_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, text_format: TextFormat) -> list[int]:
@@ -115,12 +126,28 @@ def adapter_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, text_f
 def adapter_tokens(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: str, *, text_format: TextFormat, max_tokens: int
 ) -> list[int]:
-    """A prompt and a completion written by others as the policy would have sampled it: EOS at its end, and without a
-    <think> that the prompt has opened already. The last `max_tokens` tokens.
+    """A prompt and a completion written by others as the policy would have sampled it: the end of an answer at its
+    end, and without a <think> that the prompt has opened already. The last `max_tokens` tokens.
     """
     rendered = text_format.render(tokenizer, prompt)
-    sampled = [*token_ids(tokenizer, completion.removeprefix(rendered.opened)), int(tokenizer.eos_token_id)]  # pyright: ignore
-    return end_of(tokenizer, [*rendered.tokens, *sampled], max_tokens)
+    answer = ended(token_ids(tokenizer, completion.removeprefix(rendered.opened)), text_format.end(tokenizer))
+    return end_of(tokenizer, [*rendered.tokens, *answer], max_tokens)
+
+
+def adapter_rows(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[list[int]],
+    completions: list[list[int]],
+    *,
+    end: int,
+    max_tokens: int,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and sampled completions as an adapter learnt to read them: also those that were cut off have an `end`,
+    and a prompt loses its beginning where there is no room.
+    """
+    answers = [as_ended(tokenizer, sampled, end=end) for sampled in completions]
+    rooms = [max(1, max_tokens - len(answer)) for answer in answers]
+    return [end_of(tokenizer, prompt, room) for prompt, room in zip(prompts, rooms, strict=True)], answers
 
 
 def judged_tokens(

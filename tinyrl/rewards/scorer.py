@@ -18,10 +18,10 @@ from tinyrl.environments import Transcript
 from tinyrl.environments.environment import Environment
 from tinyrl.environments.episode import Episode, episode_text
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
-from tinyrl.models.reward_model import SequenceRewardModel, is_reward_adapter
+from tinyrl.models.reward_model import SequenceRewardModel, is_reward_adapter, positions_of
 from tinyrl.models.roles import Roles
 from tinyrl.rewards.functions import FunctionReward, RewardCall, call_in_process
-from tinyrl.rewards.model_text import TextFormat, adapter_prompt, classifier_tokens
+from tinyrl.rewards.model_text import TextFormat, adapter_prompt, adapter_rows, classifier_tokens
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import PreparedPrompt, columns_of
 from tinyrl.workers.calls import Limits, RowFailure
@@ -40,7 +40,10 @@ class ScoreSheet:
 
 
 class Scorer:
-    """Scores completions. State: a worker process for each reward function and the task's grader, the reward model."""
+    """Scores completions. State: a worker process for each reward function and the task's grader, the reward model.
+
+    policy_format: how the prompts of the policy are written, and so how its answers end.
+    """
 
     def __init__(
         self,
@@ -49,12 +52,13 @@ class Scorer:
         *,
         tokenizer: PreTrainedTokenizerBase,
         roles: Roles,
+        policy_format: TextFormat,
         model: SequenceRewardModel | None = None,
         micro_batches: MicroBatches,
         environment: Environment | None = None,
     ) -> None:
         self.task, self.tokenizer, self.roles, self.model = task, tokenizer, roles, model
-        self.micro_batches = micro_batches
+        self.policy_format, self.micro_batches = policy_format, micro_batches
         self.plays = environment is not None
         self.environment_rewards = environment is not None and environment.rewards
         limits: Limits = {"timeout_s": config.timeout_s, "memory_gb": config.memory_gb}
@@ -213,8 +217,15 @@ class Scorer:
             tokens = [self._classifier_tokens(p, text) for p, text in zip(prompts, texts, strict=True)]
             scores = self.model.scores(tokens, micro_batches=self.micro_batches, world=world)
         else:
-            tokens = [self._adapter_prompt(p) for p in prompts]
-            scores = adapter_scores(self.roles, tokens, completions, micro_batches=self.micro_batches, world=world)
+            tokenizer, text_format = self._adapter_tokenizer, self.text_format or self.policy_format
+            tokens, answers = adapter_rows(
+                tokenizer,
+                [self._adapter_prompt(p) for p in prompts],
+                completions,
+                end=text_format.end(tokenizer),
+                max_tokens=positions_of(self.roles.causal.config.get_text_config()),
+            )
+            scores = adapter_scores(self.roles, tokens, answers, micro_batches=self.micro_batches, world=world)
         return [s if abs(s) <= MAX_SCORE else math.nan for s in scores]
 
     def _classifier_tokens(self, prompt: PreparedPrompt, text: str) -> list[int]:

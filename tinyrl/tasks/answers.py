@@ -1,21 +1,104 @@
-"""Answers to learn from: what the model reads before its turn, and the turn, as tokens.
+"""Answers as tokens: what the model reads before its turn, the turn that is learnt, and the token that ends it.
 
-Prompts are rendered as they are for sampling (prompts.py). Torch is never imported.
+Prompts are rendered as they are for sampling (prompts.py), and one token ends an answer wherever it is learnt, sampled
+or judged (`answer_end`). Torch is never imported.
 """
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinyrl.data.messages import Prompt
 from tinyrl.data.shapes import Side
 from tinyrl.models.templates import template_text
-from tinyrl.tasks.prompts import asked_messages, render_prompt, token_ids
-from tinyrl.text import listed
+from tinyrl.tasks.prompts import asked_messages, in_chat, render_prompt, token_ids
+from tinyrl.text import first_line, listed, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+ANSWER = "policysaid"  # what is said in a turn that is rendered to see how one ends
+
+
+# ---- the end of an answer ----
+
+
+def answer_end(tokenizer: PreTrainedTokenizerBase, *, chat: Literal["auto"] | bool, variables: dict[str, Any]) -> int:
+    """The token that ends an answer: behind prompts of the chat template the one that ends a turn there; EOS
+    elsewhere, and where the template ends a turn with none.
+    """
+    eos = tokenizer.eos_token_id
+    assert isinstance(eos, int)
+    if not in_chat(tokenizer, chat):
+        return eos
+    end = _turn_end(tokenizer, json.dumps(tokenizer.chat_template), json.dumps(variables), len(tokenizer))
+    return eos if end is None else end
+
+
+@lru_cache(maxsize=16)
+def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, variables: str, size: int) -> int | None:
+    """The token that ends a turn in a chat template (the tokenizer's own, and it has so many tokens); None where it
+    writes none, or refuses.
+    """
+    try:
+        after = _after_answer(tokenizer, json.loads(variables))
+    except ValueError:
+        return None
+    tokens = token_ids(tokenizer, after)
+    at = _end_of_turn(tokenizer, tokens)
+    return None if at is None else tokens[at]
+
+
+def ended(tokens: list[int], end: int) -> list[int]:
+    """An answer's tokens, and `end` behind them where they do not end with it."""
+    return tokens if tokens[-1:] == [end] else [*tokens, end]
+
+
+def as_ended(tokenizer: PreTrainedTokenizerBase, sampled: list[int], *, end: int) -> list[int]:
+    """A completion as a finished answer: `end` takes the place of another special token that ended it, and stands
+    behind one that was cut off or ended with a stop string.
+    """
+    special = bool(sampled) and sampled[-1] in _special_ids(tokenizer, len(tokenizer))
+    return ended(sampled[:-1] if special else sampled, end)
+
+
+def template_fault(
+    tokenizer: PreTrainedTokenizerBase, ends: set[int], *, chat: Literal["auto"] | bool, variables: dict[str, Any]
+) -> str | None:
+    """What is wrong with the chat template, where prompts go through it: it refuses, a prompt begins with BOS twice, or
+    a turn ends with none of the `ends`, the tokens that end a completion.
+    """
+    if not in_chat(tokenizer, chat):
+        return None
+    try:
+        prompt = render_prompt(tokenizer, "Hi", variables=variables).tokens
+        after = _after_answer(tokenizer, variables)
+    except ValueError as error:  # what a template refuses
+        return first_line(error)
+    bos = tokenizer.bos_token_id
+    if isinstance(bos, int) and bos != tokenizer.eos_token_id and prompt[:2] == [bos, bos]:
+        return f"a prompt begins with {tokenizer.bos_token} twice"
+    if not ends & {*token_ids(tokenizer, after)}:
+        return f"a turn ends with {shortened(after)!r}, and no token of that ends a completion"
+    return None
+
+
+def _after_answer(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> str:
+    """What the chat template writes behind an answer. Raises ValueError where it refuses."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ANSWER}]
+    return template_text(tokenizer, messages, variables=variables).rpartition(ANSWER)[2]
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> int | None:
+    """Where the last special token of a turn is; None where something besides space stands behind it."""
+    special = _special_ids(tokenizer, len(tokenizer))
+    last = next((i for i in reversed(range(len(tokens))) if tokens[i] in special), None)
+    return last if last is not None and not str(tokenizer.decode(tokens[last + 1 :])).strip() else None
+
+
+# ---- answers to learn from ----
 
 
 def render_answer(
@@ -31,20 +114,22 @@ def render_answer(
     """(prompt tokens, target tokens): what the model reads before its turn, and the turn that is learnt.
 
     An answer in text is tokenised as it stands behind the rendered prompt (None: behind a BOS, or EOS where there is no
-    BOS), and EOS ends it. An answer of one message of the assistant is what the chat template adds to its own rendering
-    of the prompt with the generation prompt, as far as the token that ends the turn; EOS where the template writes
-    none. The two renderings are of these messages alone, so a template that strips the thinking of earlier turns does
-    so in both. Raises ValueError, quoting the template, where the prompt's rendering is no beginning of the other.
+    BOS), and `answer_end` ends it (EOS where there is no prompt). An answer of one message of the assistant is what the
+    chat template adds to its own rendering of the prompt with the generation prompt, as far as the token that ends the
+    turn; EOS where the template writes none. The two renderings are of these messages alone, so a template that strips
+    the thinking of earlier turns does so in both. Raises ValueError, quoting the template, where the prompt's rendering
+    is no beginning of the other.
     """
     end = tokenizer.eos_token_id
     assert isinstance(end, int)
     if isinstance(answer, str):
-        target = [*token_ids(tokenizer, answer), end]
+        target = token_ids(tokenizer, answer)
         if prompt is None:
-            return [tokenizer.bos_token_id if isinstance(tokenizer.bos_token_id, int) else end], target
+            bos = tokenizer.bos_token_id
+            return [bos if isinstance(bos, int) else end], ended(target, end)
         rendered = render_prompt(tokenizer, prompt, chat=chat, system_prompt=system_prompt, variables=variables)
-        return rendered.tokens, target
-    if chat is False or not tokenizer.chat_template:
+        return rendered.tokens, ended(target, answer_end(tokenizer, chat=chat, variables=variables))
+    if not in_chat(tokenizer, chat):
         why = "task.chat=false" if tokenizer.chat_template else "this model's tokenizer has no chat template"
         raise ValueError(f"the rows are chat messages, but {why}; give prompts and answers as text")
     assert prompt, "a message answers another"
@@ -83,15 +168,15 @@ def _split_tokens(
     target = both[len(prompt) :] if together else token_ids(tokenizer, whole[len(asked) :])
     if not target:
         raise ValueError(f"the chat template writes nothing for the assistant's turn: {whole[-60:]!r}")
-    special = _special_ids(tokenizer, len(tokenizer))
-    last = next((i for i in reversed(range(len(target))) if target[i] in special), None)
-    if last is not None and not str(tokenizer.decode(target[last + 1 :])).strip():
-        return prompt, target[: last + 1]
-    return prompt, [*target, end]
+    last = _end_of_turn(tokenizer, target)
+    return prompt, [*target, end] if last is None else target[: last + 1]
 
 
 @lru_cache(maxsize=4)
 def _special_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> frozenset[int]:
-    """The special tokens of a tokenizer of this size, also those that are neither its EOS nor its BOS."""
+    """The special tokens of a tokenizer of this size, also those that are neither its EOS nor its BOS; not the one that
+    stands for an unknown word, unless that is EOS.
+    """
     added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
-    return frozenset((*tokenizer.all_special_ids, *added))
+    found = {*tokenizer.all_special_ids, *added}
+    return frozenset(i for i in found if i != tokenizer.unk_token_id or i == tokenizer.eos_token_id)

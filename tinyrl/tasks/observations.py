@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tinyrl.models.templates import template_text
+from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import token_ids
 
 if TYPE_CHECKING:
@@ -34,9 +35,9 @@ class ObservationTokens:
     """Turns answers into tokens for one tokenizer, at most `max_tokens` of each answer's own.
 
     chat: whether prompts go through the chat template, with `variables` and `tools`; eos: tokens that end a turn.
-    role: of a message that answers; opened: a <think> that the template opens for the next turn; strips_thinking:
-    whether the template would leave out of earlier turns what stays in ours. Raises ValueError for a template that has
-    no place for an answer.
+    role: of a message that answers; end: the token that ends a turn; opened: a <think> that the template opens for the
+    next turn; strips_thinking: whether the template would leave out of earlier turns what stays in ours. Raises
+    ValueError for a template that has no place for an answer.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class ObservationTokens:
         max_tokens: int,
     ) -> None:
         self.tokenizer, self.eos, self.max_tokens = tokenizer, eos, max_tokens
+        self.end = answer_end(tokenizer, chat=chat, variables=variables)
         self.role, self.opened, self.strips_thinking = "tool", "", False
         self._before: list[int] = []
         self._after: list[int] = []

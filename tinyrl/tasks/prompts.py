@@ -139,7 +139,7 @@ def render_prompt(
         raise ValueError("task.chat=true, but this model's tokenizer has no chat template; use task.chat=auto or false")
     if variables and not has_template:
         raise ValueError(f"task.chat_template={variables}, but this model's tokenizer has no chat template")
-    if chat is False or not has_template:
+    if not in_chat(tokenizer, chat):
         if not isinstance(prompt, str):
             why = "task.chat=false" if has_template else "this model's tokenizer has no chat template"
             raise ValueError(f"the prompt is a list of chat messages, but {why}; give prompts as text")
@@ -150,6 +150,11 @@ def render_prompt(
     tokens = token_ids(tokenizer, text)
     start = added.rfind("<think>")
     return Rendered(text, tokens, added[start:] if start >= 0 and "</think>" not in added[start:] else "")
+
+
+def in_chat(tokenizer: PreTrainedTokenizerBase, chat: Literal["auto"] | bool) -> bool:
+    """Whether prompts go through the tokenizer's chat template, by task.chat."""
+    return chat is not False and bool(tokenizer.chat_template)
 
 
 def asked_messages(prompt: Prompt, system_prompt: str | None) -> list[Message]:

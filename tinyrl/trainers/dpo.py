@@ -77,7 +77,7 @@ class DpoParts(Parts):
     def check(self) -> list[str]:
         """What the rows are taken for, the loss before the first step, and whether held-out scores can say much."""
         few = few_held_out([pair.prompt for pair in self.held_out]) if self.config.run.eval_prompts else []
-        return [*self.notes, *check_start(self), *few]
+        return [*self.notes, *self.template_warnings(), *check_start(self), *few]
 
     def step_rows(self) -> StepRows:
         """The longest pairs."""

@@ -37,7 +37,7 @@ from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET
 from tinyrl.parts import Parts
 from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat
 from tinyrl.runs.signals import watched
-from tinyrl.trainers.reward_rows import JudgedRows, JudgedTokens, read_judged_rows, text_format_of
+from tinyrl.trainers.reward_rows import JudgedRows, JudgedTokens, read_judged_rows
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
 
@@ -78,7 +78,7 @@ class RewardParts(Parts):
     @property
     def text_format(self) -> TextFormat:
         """How prompts are written; kept with the weights, so that scoring writes them the same way."""
-        return text_format_of(self.config)
+        return TextFormat.of_run(self.config)
 
     def on_training_rows(self) -> RewardParts:
         """The same with the rows that are trained on in place of the held-out ones."""

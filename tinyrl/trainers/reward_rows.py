@@ -49,11 +49,6 @@ class JudgedRows:
     fingerprints: dict[str, str]
 
 
-def text_format_of(config: Config) -> TextFormat:
-    """How a run's configuration writes prompts."""
-    return TextFormat(config.task.chat, config.task.system_prompt, config.task.chat_template)
-
-
 def read_judged_rows(config: Config, parts: Parts) -> JudgedRows:
     """The rows of task.data, tokenised; a tenth of the prompts is held out unless task.eval_data says otherwise.
 
@@ -131,7 +126,7 @@ class _Reader:
     """Tokeniser of answers. State: how many were too long."""
 
     def __init__(self, config: Config, parts: Parts) -> None:
-        self.tokenizer, self.text_format = parts.tokenizer, text_format_of(config)
+        self.tokenizer, self.text_format = parts.tokenizer, TextFormat.of_run(config)
         self.adapter = parts.roles.peft is not None
         self.room = parts.positions if self.adapter else classifier_room(parts.roles.causal.config, parts.tokenizer)
         self.read, self.cut = 0, 0

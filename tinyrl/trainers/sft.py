@@ -40,8 +40,9 @@ class TextParts(Parts):
     notes: list[str]
 
     def check(self) -> list[str]:
-        """What the rows were taken for, and whether held-out scores can say something."""
-        return [*self.notes, *(few_held_out(self.held_out) if self.config.run.eval_prompts else [])]
+        """What the rows were taken for, and whether the chat template and held-out scores can say something."""
+        few = few_held_out(self.held_out) if self.config.run.eval_prompts else []
+        return [*self.notes, *self.template_warnings(), *few]
 
     def step_rows(self) -> StepRows:
         """The longest examples."""

@@ -19,12 +19,12 @@ from tinyrl.generation.engine import Completion, Request, SamplingEngine, eos_to
 from tinyrl.generation.select import engine_of
 from tinyrl.models.batches import SequenceBatch, make_batch
 from tinyrl.models.rounding import MOST_IN_FLOAT32, as_exact, in_float32, ordinary_ids
-from tinyrl.models.templates import template_text
 from tinyrl.models.vocabulary import embedding_rows
 from tinyrl.parts import Parts
 from tinyrl.runs.settle import settle
+from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import render_prompt, token_ids
-from tinyrl.text import first_line, shortened, visible
+from tinyrl.text import shortened, visible
 
 LENGTHS = ((5, 23), (12, 37), (2, 41), (12, 34))  # tokens of prompt and response, where there are positions for them
 NEW_TOKENS = 16
@@ -90,22 +90,18 @@ def _template(parts: Parts) -> Check:
     name, tokenizer = "chat template", parts.tokenizer
     if not tokenizer.chat_template:
         return Check(name, "note", "there is none, so prompts are text (task.chat=false)")
-    answer = "quite"
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}]
-    try:
-        prompt = render_prompt(tokenizer, "Hi")
-        after = template_text(tokenizer, messages, variables={}).rpartition(answer)[2]
-    except ValueError as error:  # what a template refuses
-        return Check(name, "wrong", first_line(error))
-    bos = tokenizer.bos_token_id
-    if isinstance(bos, int) and bos != tokenizer.eos_token_id and prompt.tokens[:2] == [bos, bos]:
-        return Check(name, "wrong", f"a prompt begins with {tokenizer.bos_token} twice")
-    if not eos_token_ids(parts.roles, tokenizer) & {*token_ids(tokenizer, after)}:
-        return Check(name, "wrong", f"a turn ends with {shortened(after)!r}, and no token of that ends a completion")
+    fault = parts.template_fault()
+    if fault is not None:
+        return Check(name, "wrong", fault)
+    prompt = render_prompt(tokenizer, "Hi")
     if _decoded(parts, prompt.tokens) != prompt.text:
         back = shortened(_decoded(parts, prompt.tokens))
         return Check(name, "note", f"{shortened(prompt.text)!r} comes back from its tokens as {back!r}")
-    return Check(name, "ok", f"a turn ends with {shortened(after.strip())!r}, which ends a completion")
+    end = answer_end(tokenizer, chat="auto", variables={})
+    said = f"a turn ends with {tokenizer.convert_ids_to_tokens(end)!s}, which ends a completion"
+    if end == tokenizer.eos_token_id:
+        return Check(name, "ok", said)
+    return Check(name, "note", f"{said}; the tokenizer's EOS is another ({tokenizer.eos_token})")
 
 
 def _rows(parts: Parts) -> tuple[list[list[int]], list[list[int]]]:

@@ -1,0 +1,212 @@
+"""The end of a turn where it is not the tokenizer's EOS: the same token is learnt, sampled, judged and exported."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests import running
+from tests.tiny_models import EOS, tiny_model
+from tinyrl.chat.speaker import load_speaker
+from tinyrl.chat.target import chat_target
+from tinyrl.components import Options, load_parts, load_sampling_parts
+from tinyrl.config.schema import Config
+from tinyrl.config.sections import RewardConfig
+from tinyrl.evaluation.versus import evaluate_target
+from tinyrl.export.bundle import export, plan_export
+from tinyrl.generation.engine import eos_token_ids
+from tinyrl.generation.turns_preview import show_episode
+from tinyrl.models.roles import Roles
+from tinyrl.rewards.gold_check import check_gold
+from tinyrl.tasks.prompts import token_ids
+from tinyrl.trainers import dpo, reward_model, sft
+
+TURN_END = "<|im_end|>"
+WORDS = ("<|im_start|>", TURN_END, "system", "user", "assistant", "tool", *"abcdefgh")
+# As Qwen2.5's, whose base models have another EOS than this end of a turn.
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CPU = Options(device="cpu")
+
+
+def chat_model(folder: Path, *, eos: str) -> Path:
+    """The same weights, template and generation configuration, and one of two EOS tokens."""
+    tiny_model(folder, "llama", vocabulary=WORDS)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", TURN_END]})
+    tokenizer.eos_token, tokenizer.chat_template = eos, TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[EOS, TURN_END])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_model(tmp_path_factory.mktemp("model"), eos=request.param)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose turns end with another token than its EOS."""
+    return chat_model(tmp_path_factory.mktemp("base"), eos=EOS)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Words are answered with the same two; a file of messages, and text.jsonl of texts and pairs."""
+    folder = tmp_path_factory.mktemp("rows")
+    asked = [f"{one} {other}" for one in "abcdefgh" for other in "abcd"]
+    answer = {"role": "assistant", "content": "e f"}
+    chats = [{"messages": [{"role": "user", "content": words}, answer]} for words in asked]
+    given = {"completion": "e f", "rejected": "h h h", "answer": "e"}
+    texts = [{"prompt": words, "chosen": words, **given} for words in asked]
+    for name, lines in (("rows", chats), ("text", texts)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "rows.jsonl"
+
+
+def settings(method: str, model: Path, data: Path, **sections: Any) -> Config:
+    rows = {"name": "rows", "data": str(data), "max_samples": None}
+    return running.config(method, model, **{**sections, "task": {**rows, **sections.get("task", {})}})
+
+
+def end_of(model: Path) -> int:
+    return AutoTokenizer.from_pretrained(model).convert_tokens_to_ids(TURN_END)
+
+
+def test_a_policy_that_learnt_from_chat_stops(model: Path, rows: Path, tmp_path: Path) -> None:
+    """In training and evaluation, in the chat and in the exported model, with every engine of this process."""
+    learn = settings(
+        "sft", model, rows, optim={"learning_rate": 1e-2}, run={"num_steps": 60, "eval_every": 0, "save_every": 60}
+    )
+    code, taught, _ = running.train(learn, tmp_path, name="sft")
+    assert code == 0
+    adapter = taught.checkpoints / "step-000060"
+    for engine in ("fused", "hf", "hf-merged"):
+        play = settings(
+            "grpo", model, rows.with_name("text.jsonl"),
+            optim={"learning_rate": 1e-5},
+            generation={"max_new_tokens": 12, "engine": engine, "temperature": 0.5},
+            run={"num_steps": 1, "eval_every": 1},
+        )  # fmt: skip
+        play.model.adapter = str(adapter)
+        code, run, _ = running.train(play, tmp_path, name=engine)
+        assert code == 0
+        lines = running.metrics(run)
+        assert [line["completion/truncated"] for line in lines if "completion/truncated" in line] == [0.0]
+        assert {line["eval/truncated"] for line in lines} == {0.0}
+    found = evaluate_target(
+        str(tmp_path / "fused"), vs="start", task=None, split="eval", num_prompts=8, samples=1, options=CPU
+    )
+    assert found["truncated"] == found["other"]["truncated"] == 0.0
+    with load_speaker(chat_target(str(tmp_path / "fused"), ["generation.max_new_tokens=12"]), options=CPU) as speaker:
+        assert speaker.say("a", lambda who, text: None).completion.tokens[-1] == end_of(model)
+    plan = plan_export(str(tmp_path / "fused"), merge=True, dtype="auto", output=None, overwrite=False)
+    listed = AutoModelForCausalLM.from_pretrained(export(plan).folder).generation_config.eos_token_id
+    assert set(listed) == {AutoTokenizer.from_pretrained(model).convert_tokens_to_ids(t) for t in (EOS, TURN_END)}
+
+
+@pytest.mark.parametrize("chat", ["auto", True, False])
+def test_completions_end_at_the_end_of_a_turn_where_prompts_are_chat(chat: Any, base: Path, rows: Path) -> None:
+    config = settings("grpo", base, rows, task={"chat": chat})
+    parts = load_parts(config, options=CPU)
+    assert eos_token_ids(parts.roles, parts.tokenizer) == {1, *([] if chat is False else [end_of(base)])}
+    parts.close()
+
+
+@pytest.mark.parametrize("chat", ["auto", False])
+def test_one_token_ends_what_is_learnt(chat: Any, base: Path, rows: Path) -> None:
+    """Answers that are text, to prompts that the template writes or does not; messages go on ending as it ends them."""
+    text = {"task": {"data": str(rows.with_name("text.jsonl")), "chat": chat}}
+    end = end_of(base) if chat == "auto" else 1
+    examples = sft.load(settings("sft", base, rows, **text), options=CPU)
+    pairs = dpo.load(settings("dpo", base, rows, **text), options=CPU)
+    judged = reward_model.load(settings("reward", base, rows, **text), options=CPU)
+    ends = {example.target[-1] for row in examples.train for example in row}
+    ends |= {answer[-1] for pair in pairs.train for answer in (pair.chosen, pair.rejected)}
+    ends |= {tokens[-1] for one in judged.rows.train for tokens in one.texts}
+    assert ends == {end}
+    if chat == "auto":
+        spoken = sft.load(settings("sft", base, rows), options=CPU)
+        assert {example.target[-1] for row in spoken.train for example in row} == {end}
+
+
+@pytest.mark.parametrize("form", [{}, {"chat": False}, {"system_prompt": "b"}], ids=["chat", "text", "system"])
+def test_ppo_shows_a_reward_adapter_the_end_it_learnt(
+    form: dict[str, Any], base: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever ended a completion: the end of the turn, EOS, a stop string, or the limit of tokens."""
+    text = {"data": str(rows.with_name("text.jsonl"))}
+    learn = settings("reward", base, rows, task={**text, **form}, run={"num_steps": 1, "eval_every": 0})
+    code, made, _ = running.train(learn, tmp_path, name="reward")
+    assert code == 0
+    learnt = reward_model.load(learn, options=CPU).rows.train
+    ppo = settings("ppo", base, rows, task=text)
+    ppo.reward = RewardConfig(model=str(made.checkpoints / "step-000001"))
+    parts = load_sampling_parts(ppo, options=CPU)
+    read: list[list[int]] = []
+    batch_of = Roles.batch
+
+    def noted(roles: Roles, prompts: list[list[int]], responses: list[list[int]], *rest: Any, **options: Any):
+        read.extend(p + r for p, r in zip(prompts, responses, strict=True))
+        return batch_of(roles, prompts, responses, *rest, **options)
+
+    monkeypatch.setattr(Roles, "batch", noted)
+    prompts = parts.train_prompts
+    for end in ([end_of(base)], [1], []):
+        for side in ("chosen", "rejected"):
+            said = [[*token_ids(parts.tokenizer, str(prompt.row[side])), *end] for prompt in prompts]
+            parts.scorer(prompts, said)
+        assert sorted(read) == sorted(tokens for one in learnt for tokens in one.texts)
+        read.clear()
+    check_gold(parts.scorer, prompts[0])
+    assert {tokens[-1] for tokens in read} == {tokens[-1] for one in learnt for tokens in one.texts}
+    parts.close()
+
+
+def test_episodes_go_on_behind_the_end_of_a_turn(base: Path, rows: Path, tmp_path: Path) -> None:
+    """What is read then is what the template writes behind it, also where another EOS has ended the turn."""
+    (tmp_path / "game.py").write_text("def respond(prompts, transcripts):\n    return ['g' for _ in prompts]\n")
+    config = settings(
+        "grpo",
+        base,
+        rows.with_name("text.jsonl"),
+        environment={"use": f"{tmp_path / 'game.py'}:respond", "max_observation_tokens": 4},
+    )
+    parts = load_sampling_parts(config, options=CPU)
+    assert parts.game is not None
+    prompt, game, tokenizer = parts.train_prompts[0], parts.game, parts.tokenizer
+    assert game.observations.end == end_of(base)
+    for end in (end_of(base), 1):
+        turn = [*token_ids(tokenizer, "e f"), end]
+        answer = game.observations("g", ended_at=end).tokens
+        said = [("user", prompt.prompt), ("assistant", "e f"), ("tool", "g")]
+        messages = [{"role": role, "content": text} for role, text in said]
+        whole = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        written = [*prompt.tokens, *turn, *answer]
+        assert [end_of(base) if token == 1 else token for token in written] == token_ids(tokenizer, whole)
+    shown = "\n".join(show_episode(game, prompt, parts.task, stop=[]))
+    assert TURN_END in shown
+    assert EOS not in shown
+    parts.close()
+
+
+def test_what_is_wrong_with_a_template_is_said_before_training(base: Path, rows: Path, tmp_path: Path) -> None:
+    """As `tinyrl doctor` says it: this template's turns end with no token that a completion could end with."""
+    folder = tmp_path / "speaks"
+    chat_model(folder, eos=EOS)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} h {% endfor %}assistant"
+    tokenizer.save_pretrained(folder)
+    for method in ("grpo", "sft", "dpo"):
+        text = {"data": str(rows.with_name("text.jsonl"))}
+        for path, chat, warned in ((folder, "auto", True), (folder, False, False), (base, "auto", False)):
+            config = settings(method, path, rows, task={**text, "chat": chat})
+            parts: Any = load_sampling_parts(config, options=CPU) if method == "grpo" else None
+            parts = parts or (sft if method == "sft" else dpo).load(config, options=CPU)
+            said = [line for line in parts.check() if line.startswith("warning: chat template: a turn ends with")]
+            assert len(said) == warned, (method, path)
+            parts.close()
