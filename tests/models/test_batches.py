@@ -1,13 +1,18 @@
 """The layout of a micro-batch, and that padding changes nothing."""
 
+import subprocess
+import sys
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tiny_models import TinyModels
-from tinyrl.models.batches import make_batch, trunk_of
+from tinyrl.models.batches import last_states, make_batch, response_states, states_at, trunk_of
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.micro_batches import plan_micro_batches
 from tinyrl.models.roles import Roles
@@ -56,6 +61,50 @@ def test_flat_values_go_back_to_their_rows_with_their_gradient():
     (rows * torch.tensor([[1.0, 9.0, 9.0], [2.0, 3.0, 4.0]])).sum().backward()
     assert flat.grad is not None
     assert flat.grad.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+class Adding(TorchDispatchMode):
+    """Keeps the names of operators that, on a CPU, add up in the order in which threads arrive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "index_put" in str(func) and len(args) > 3 and args[3]:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_no_gradient_is_added_up_in_the_order_of_threads(tiny: TinyModels, packed: bool):
+    """Rows of a group read the state of their prompt's last token, all of them."""
+    roles = Roles(load_causal_lm(str(tiny("llama")), dtype=torch.float32), device=torch.device("cpu"), reference=False)
+    roles.packs = packed
+    batch = roles.batch([[5, 6]] * 4, [[8], [9, 10], [11], [12, 13]], last_tokens=True)
+    with torch.autograd.set_multithreading_enabled(False), Adding() as adding:
+        states = response_states(roles.trunk("policy"), batch)
+        (states.square().sum() + last_states(roles.trunk("policy"), batch).square().sum()).backward()
+    assert adding.found == []
+
+
+@pytest.mark.slow
+def test_two_threads_beside_a_busy_process_give_the_same_gradient_every_time():
+    draw = torch.Generator().manual_seed(0)
+    index = torch.randint(0, 1200, (3000,), generator=draw)
+    grad, states = torch.randn(3000, 64, generator=draw), torch.randn(1200, 64, generator=draw, requires_grad=True)
+    threads = torch.get_num_threads()
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        torch.set_num_threads(1)
+        (alone,) = torch.autograd.grad(states[index], states, grad)
+        torch.set_num_threads(2)
+        gradients = [torch.autograd.grad(states_at(states, index), states, grad)[0] for _ in range(100)]
+    finally:
+        busy.kill()
+        busy.wait()
+        torch.set_num_threads(threads)
+    assert all(torch.equal(alone, gradient) for gradient in gradients)
 
 
 def test_micro_batches_by_padded_tokens_longest_first():

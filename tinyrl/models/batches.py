@@ -179,15 +179,22 @@ def library_states(trunk: nn.Module, batch: SequenceBatch) -> Tensor:
     return output.last_hidden_state.flatten(0, 1)
 
 
+def states_at(states: Tensor, index: Tensor) -> Tensor:
+    """states[index], whose backward adds up in the order of `index`. Rows that share a prompt read one state, and on a
+    CPU the backward of indexing adds in the order in which threads arrive; on a GPU it sorts, index_select's does not.
+    """
+    return states.index_select(0, index) if states.device.type == "cpu" else states[index]
+
+
 def response_states(trunk: nn.Module, batch: SequenceBatch) -> Tensor:
     """The hidden states that predict each response token, flat (N, H) in the order of `batch.row`, `batch.column`."""
-    return all_states(trunk, batch)[batch.state_index]
+    return states_at(all_states(trunk, batch), batch.state_index)
 
 
 def last_states(trunk: nn.Module, batch: SequenceBatch) -> Tensor:
     """The hidden state of each row's last token, (b, H): what a reward model scores."""
     assert batch.last_index is not None, "the batch was packed without its last tokens"
-    return all_states(trunk, batch)[batch.last_index]
+    return states_at(all_states(trunk, batch), batch.last_index)
 
 
 @torch.no_grad()
@@ -258,7 +265,7 @@ def _few_rows(trunk: nn.Module, make: Callable[..., SequenceBatch]) -> SequenceB
 def _read(states: Tensor, batch: SequenceBatch) -> Tensor:
     """Of all states those that are used."""
     assert batch.last_index is not None
-    return torch.cat([states[batch.state_index], states[batch.last_index]])
+    return torch.cat([states_at(states, index) for index in (batch.state_index, batch.last_index)])
 
 
 def _alike(ours: Tensor, trunk: nn.Module, batch: SequenceBatch) -> bool:
