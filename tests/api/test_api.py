@@ -183,3 +183,10 @@ def test_what_a_user_can_fix_is_a_sentence(tmp_path: Path):
         tinyrl.train("grpoo", output_dir=str(tmp_path))
     with pytest.raises(ValueError, match="is not a run"):
         tinyrl.open_run(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [{"num_prompts": -1}, {"num_prompts": 0}, {"samples": 0}, {"best_of": 1.5}])
+def test_a_count_below_one_is_refused(wrong: dict[str, Any], tmp_path: Path):
+    [(name, value)] = wrong.items()
+    with pytest.raises(ValueError, match=rf"{name}={value}: .*at least 1"):
+        tinyrl.evaluate(str(tmp_path), **wrong)
