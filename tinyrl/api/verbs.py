@@ -40,8 +40,9 @@ def train(
     """`tinyrl train METHOD [RECIPE] [settings]`, to its end or to an interrupt; the run says which.
 
     reward: functions with TRL's signature, or 'file.py:function', one or several, or {function: weight}; rows,
-    eval_rows: a file, a hub name, or rows as dictionaries (a data frame too). The same settings, rows and functions
-    give the same run as the command, bit for bit.
+    eval_rows: a file, a hub name, or rows as dictionaries (a data frame too). They are of the task `rows`, and take the
+    place of all that a recipe has, unless settings name a task. The same settings, rows and functions give the same run
+    as the command, bit for bit.
     Raises ValueError for what can be fixed, and while another run is going on in this process or in that folder.
     """
     with alone():
@@ -51,7 +52,7 @@ def train(
 
         check_new_run(output_dir, name=name, overwrite=overwrite)
         inputs = Path(output_dir) / INPUTS
-        overrides = [*overrides_of(settings), *given(reward, rows, eval_rows, inputs)]
+        overrides = given(overrides_of(settings), reward, rows, eval_rows, inputs)
         config = load_config(method, recipe, overrides=overrides)
         check_before_loading(config)
         prepare_libraries()

@@ -13,7 +13,7 @@ from pathlib import Path
 from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
 from tinyrl.data.judged import judged, objective_of
-from tinyrl.data.readers import Row, hub_name
+from tinyrl.data.readers import Row, hub_name, is_saved_set
 from tinyrl.data.rows import placed_rows
 from tinyrl.data.shapes import READINGS, text_examples
 from tinyrl.evaluation.targets import Asked, check_asked, find
@@ -219,7 +219,11 @@ def _read_example(config: Config, row: Row, first: Row) -> None:
 
 
 def _answers_at_once(source: str) -> bool:
-    """True for text files and for what is neither a file nor a hub name; parquet and the hub take seconds."""
+    """True for text files and for what is neither a file nor a hub name; parquet, a folder of save_to_disk and the hub
+    take seconds.
+    """
+    if is_saved_set(source):
+        return False
     suffix = Path(source).suffix.lower()
     if suffix == ".parquet":
         return not os.path.isfile(source)
