@@ -382,7 +382,6 @@ PAIRS: dict[tuple[str, str], tuple[str, str, str, str]] = {
     ("ppo.kl_horizon", "ppo.kl_controller"): ("ppo", "100.0", "", "ppo.kl_controller=adaptive"),
     ("ppo.stop_kl", "ppo.minibatch_size"): ("ppo", "0.1", "ppo.preset=a2c", "ppo.preset=a2c ppo.num_epochs=2"),
     ("ppo.value_coef", "critic.kind"): ("ppo", "0.5", "critic.kind=shared-detached", "critic.kind=shared"),
-    ("ppo.bootstrap_truncated", "reward.truncated"): ("ppo", "true", "reward.truncated=mask", ""),
     ("ppo.ptx_data", "ppo.ptx_coef"): ("ppo", "t.jsonl", "", "ppo.ptx_coef=0.5"),
     ("ppo.ptx_batch_size", "ppo.ptx_coef"): ("ppo", "8", "", "ppo.ptx_coef=0.5 ppo.ptx_data=t.jsonl"),
     ("dpo.label_smoothing", "dpo.loss"): ("dpo", "0.1", "dpo.loss=ipo", "dpo.loss=sigmoid"),

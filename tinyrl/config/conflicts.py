@@ -141,10 +141,6 @@ WITHOUT_EFFECT = [
         "only under critic.kind=shared do the losses of policy and critic move the same weights; the critic's pace "
         "is optim.critic_learning_rate",
     ),
-    Idle(
-        "ppo.bootstrap_truncated", "reward.truncated", lambda c: c.reward.truncated == "mask",
-        "responses cut off are left out",
-    ),
     Idle("ppo.ptx_data", "ppo.ptx_coef", lambda c: c.ppo.ptx_coef == 0, "a weight of 0 reads no text"),
     Idle("ppo.ptx_batch_size", "ppo.ptx_coef", lambda c: c.ppo.ptx_coef == 0, "a weight of 0 reads no text"),
     Idle("dpo.label_smoothing", "dpo.loss", lambda c: c.dpo.loss != "sigmoid", "only sigmoid has it"),

@@ -117,7 +117,7 @@ class PpoConfig(Section):
     )
     whiten_advantages: bool = Field(description="centre advantages and scale them to unit variance, once per rollout")
     bootstrap_truncated: bool = Field(
-        default=False, description="a response cut off goes on to the critic's value of its end"
+        default=False, description="a response cut off, by length or by turns, goes on to the critic's value of its end"
     )
     kl_coef: NonNegativeFloat = Field(
         default=0.05, description="weight of the KL to the reference; adaptive: where it starts"
