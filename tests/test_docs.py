@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tinyrl.chat.terminal import HELP
 from tinyrl.cli.commands import app
 from tinyrl.config.errors import fields_of, section_class
-from tinyrl.config.familiar import FAMILIAR, FAMILIAR_UNDER, REMARKS, UNNEEDED, familiar, known_elsewhere
+from tinyrl.config.familiar import FAMILIAR, FAMILIAR_UNDER, UNNEEDED, familiar, known_elsewhere, remark
 from tinyrl.config.recipe import load_config, packaged_recipes
 from tinyrl.config.settings import SECTIONS
 from tinyrl.tasks import check_rows
@@ -187,11 +187,11 @@ def test_names_from_elsewhere_are_the_ones_that_are_answered():
         assert len(listed) == len(dict(listed)), "a name stands twice"
         return dict(listed)
 
-    def expected(names: dict[str, str]) -> dict[str, tuple[str, str]]:
-        return {name: (here, REMARKS.get(name, "").lstrip(",: ")) for name, here in names.items()}
+    def expected(names: dict[str, str], method: str | None = None) -> dict[str, tuple[str, str]]:
+        return {name: (here, remark(name, method=method).lstrip(",: ")) for name, here in names.items()}
 
     assert mapping(settings) == expected(FAMILIAR)
-    assert mapping(of_dpo) == expected(FAMILIAR_UNDER["dpo"])
+    assert mapping(of_dpo) == expected(FAMILIAR_UNDER["dpo"], "dpo")
     found = [row for row in rows_of(unneeded) if row[0] != "elsewhere"]
     assert {name: why for names, why in found for name in names_of(names)} == UNNEEDED
 

@@ -126,7 +126,7 @@ class SamplingParts(Parts):
             return []
         self.scorer.start()
         first = self.train_prompts[0]
-        warning = check_gold(self.scorer, first).warning
+        warning = check_gold(self.scorer, self.train_prompts).warning
         warnings = [f"warning: {warning} (prompt {first.text[:60]!r})"] if warning else []
         warnings += self.template_warnings() + self._few_held_out()
         notes = [*self._engine_notes(), *(episode_notes(self.game) if self.game is not None else [])]
@@ -137,7 +137,7 @@ class SamplingParts(Parts):
         self._check_reference()
         self.scorer.start()
         prompt, most = self.train_prompts[0], self.config.generation.max_prompt_tokens
-        trial = check_gold(self.scorer, prompt)
+        trial = check_gold(self.scorer, self.train_prompts)
         tokens = [f"{visible(str(self.tokenizer.decode([t])))!r}:{t}" for t in prompt.tokens[:SHOWN_TOKENS]]
         lines = [
             f"prompt ({len(prompt.tokens)} tokens of at most {most}):",

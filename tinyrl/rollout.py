@@ -64,7 +64,7 @@ class Rollout:
                         old_logprobs; else None
     ref_logprobs        (B, T) under the reference, or None
     values              (B, T) of the critic before the update, or None
-    final_values        (B,) what follows a truncated response is worth to the critic, 0 for others; or None
+    final_values        (B,) what follows a response that is cut off is worth to the critic, 0 for others; or None
     scores              (B, R) of each reward, NaN = does not apply
     rewards              (B,) what training maximises, NaN = there is no reward
     finish_reasons      (B,) index into FINISH_REASONS
@@ -106,6 +106,11 @@ class Rollout:
     def truncated(self) -> Tensor:
         """(B,) bool: responses that ran into max_new_tokens."""
         return self.finish_reasons == FINISH_REASONS.index("length")
+
+    @property
+    def cut_off(self) -> Tensor:
+        """(B,) bool: truncated responses, and episodes that ran into environment.max_turns; neither has ended."""
+        return self.truncated | (self.finish_reasons == FINISH_REASONS.index("turns"))
 
     @property
     def loss_mask(self) -> Tensor:

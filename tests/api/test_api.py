@@ -168,14 +168,14 @@ def test_what_is_given_becomes_what_the_command_line_takes(tmp_path: Path):
     ]
     with pytest.raises(ValueError, match=r"'num_steps' is no section\.key"):
         overrides_of({"num_steps": 20})
-    words = given({"r.py:f": 0.5, "r.py:g": 2}, "rows.jsonl", [{"prompt": "a"}], tmp_path)
+    words = given([], {"r.py:f": 0.5, "r.py:g": 2}, "rows.jsonl", [{"prompt": "a"}], tmp_path)
     assert words[0] == 'reward.functions=[{"use": "r.py:f", "weight": 0.5}, {"use": "r.py:g", "weight": 2.0}]'
-    assert words[1] == "task.data=rows.jsonl"
-    key, _, file = words[2].partition("=")
+    assert words[1:3] == ["task.name=rows", "task.data=rows.jsonl"]
+    key, _, file = words[3].partition("=")
     assert (key, Path(file).read_text()) == ("task.eval_data", '{"prompt": "a"}\n')
     for rows, sentence in (([{"prompt": float("nan")}], "row 1 cannot be written"), (["text"], "row 1 is 'text'")):
         with pytest.raises(ValueError, match=sentence):
-            given(None, rows, None, tmp_path)
+            given([], None, rows, None, tmp_path)
 
 
 def test_what_a_user_can_fix_is_a_sentence(tmp_path: Path):
@@ -183,3 +183,19 @@ def test_what_a_user_can_fix_is_a_sentence(tmp_path: Path):
         tinyrl.train("grpoo", output_dir=str(tmp_path))
     with pytest.raises(ValueError, match="is not a run"):
         tinyrl.open_run(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [{"num_prompts": -1}, {"num_prompts": 0}, {"samples": 0}, {"best_of": 1.5}])
+def test_a_count_below_one_is_refused(wrong: dict[str, Any], tmp_path: Path):
+    [(name, value)] = wrong.items()
+    with pytest.raises(ValueError, match=rf"{name}={value}: .*at least 1"):
+        tinyrl.evaluate(str(tmp_path), **wrong)
+
+
+def test_own_rows_are_of_the_task_rows_whatever_recipe_lends_the_settings(tiny: TinyModels, tmp_path: Path):
+    few = {**FEW, "model.path": str(tiny("llama")), "run.num_steps": 1, "grpo.minibatch_size": None}
+    run = tinyrl.train("grpo", "starter-grpo", few, reward=variety, rows=ROWS, output_dir=str(tmp_path))
+    assert (run.exit_code, run.config.task.name) == (0, "rows")
+    mine = given(["task.name=gsm8k", "task.eval_data=b.jsonl"], None, "a.jsonl", None, tmp_path)
+    assert mine == ["task.name=gsm8k", "task.eval_data=b.jsonl", "task.data=a.jsonl"]
+    assert "task.eval_data=null" in given([], None, "a.jsonl", None, tmp_path)

@@ -28,9 +28,9 @@ def answer(settings: dict[str, Any], **result: Any) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that a table names."""
-    installed = {found.name.lower(): found.version for found in metadata.distributions()}
-    return {name: installed[name] for name in VERSIONS if name in installed}
+    """Of the packages that a table names, as far as this process runs them: what else is installed did not run."""
+    loaded = {name: sys.modules[name] for name in VERSIONS if name in sys.modules}
+    return {name: getattr(module, "__version__", None) or metadata.version(name) for name, module in loaded.items()}
 
 
 def resident_mb() -> float:

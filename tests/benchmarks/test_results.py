@@ -1,5 +1,11 @@
 """The arithmetic of the benchmarks' tables and of what processes measured, by hand."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.benchmarks.compare_learning import curve_table
@@ -74,3 +80,18 @@ def test_a_curve_is_averaged_over_seeds_and_ten_steps():
     assert curve_table({"ours": seeds}, steps=12) == (
         "| steps | 1-10 | 11-12 |\n| --- | --- | --- |\n| ours | 0.100 | 0.800 |"
     )
+
+
+def test_the_versions_are_those_that_run_in_a_process(tmp_path: Path):
+    """Not of what is installed beside them, nor found later on the path."""
+    for folder, version in (("runs", "1.12.0"), ("other", "1.16.0")):
+        (tmp_path / folder / f"trl-{version}.dist-info").mkdir(parents=True)
+        (tmp_path / folder / f"trl-{version}.dist-info" / "METADATA").write_text(f"Name: trl\nVersion: {version}\n")
+        (tmp_path / folder / "trl.py").write_text(f"__version__ = '{version}'\n")
+    path = os.pathsep.join([str(tmp_path / "runs"), str(tmp_path / "other"), str(Path(__file__).parents[2])])
+    for code, wanted in (("import trl; ", {"trl": "1.12.0"}), ("", {})):
+        code += "import json; from tests.benchmarks.measuring import versions; print(json.dumps(versions()))"
+        said = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, check=True
+        )
+        assert json.loads(said.stdout) == wanted

@@ -25,6 +25,23 @@ def refused(source: str) -> str:
     return message
 
 
+def test_a_folder_of_save_to_disk_gives_its_rows(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": [{"role": "user", "content": "1 + 1"}], "answer": "2"}, {"prompt": [], "answer": None}]
+    one = datasets.Dataset.from_list(rows)
+    one.save_to_disk(str(tmp_path / "one"))
+    assert [row for _, row in read_source(str(tmp_path / "one"))] == rows
+    both = datasets.DatasetDict(train=one, test=one.select([0]))
+    both.save_to_disk(str(tmp_path / "both"))
+    assert [row for _, row in read_source(str(tmp_path / "both"))] == rows
+    assert [row for _, row in read_source(str(tmp_path / "both" / "test"))] == rows[:1]
+    datasets.DatasetDict(dev=one).save_to_disk(str(tmp_path / "dev"))
+    assert "splits: dev" in refused(str(tmp_path / "dev"))
+    for file in (tmp_path / "one").glob("*.arrow"):
+        file.write_bytes(b"no arrow")
+    assert "one: a folder of save_to_disk that cannot be read" in refused(str(tmp_path / "one"))
+
+
 def test_jsonl_gives_rows_with_their_lines_and_skips_blank_ones(tmp_path):
     source = written(tmp_path, "a.jsonl", '{"q": "1", "n": 2}\n\n  \n{"q": "\u2028two\x85", "n": [true, null]}\r\n')
     assert read_source(source) == [

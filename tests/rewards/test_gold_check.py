@@ -4,6 +4,7 @@ import textwrap
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 
 from tests.tiny_models import tiny_tokenizer
@@ -21,10 +22,19 @@ REWARDS = """
 
     def in_message(prompts, completions, answer, **columns):
         return [float(a in c[0]["content"]) for c, a in zip(completions, answer)]
+
+    def raises(prompts, completions, answer, **columns):
+        return [1 / 0 for c in completions]
+
+    def raises_on_gold(prompts, completions, answer, **columns):
+        return [1 / (a not in c[0]["content"]) for c, a in zip(completions, answer)]
+
+    def raises_on_one_prompt(prompts, completions, answer, **columns):
+        return [1 / (a != "a") for a in answer]
 """
 
 
-def checked(folder: Path, function: str, *, answer: str | None) -> GoldCheck:
+def checked(folder: Path, function: str, *, answer: str | None, others: int = 0) -> GoldCheck:
     (folder / "rewards.py").write_text(textwrap.dedent(REWARDS))
     config = RewardConfig.model_validate({"functions": [{"use": f"{folder / 'rewards.py'}:{function}"}]})
     scorer = Scorer(
@@ -36,9 +46,9 @@ def checked(folder: Path, function: str, *, answer: str | None) -> GoldCheck:
         micro_batches=MicroBatches(torch.device("cpu")),
     )
     prompt = [{"role": "user", "content": "say a"}]
-    row = {"prompt": prompt, "answer": answer}
+    rows = [{"prompt": prompt, "answer": answer}, *({"prompt": prompt, "answer": "b"} for _ in range(others))]
     try:
-        return check_gold(scorer, PreparedPrompt(0, row, prompt, "say a", [1, 2], ""))
+        return check_gold(scorer, [PreparedPrompt(i, row, prompt, "say a", [1, 2], "") for i, row in enumerate(rows)])
     finally:
         scorer.close()
 
@@ -54,3 +64,21 @@ def test_a_reward_that_takes_messages_for_text_is_named(tmp_path: Path) -> None:
 def test_one_that_reads_the_message_is_not(tmp_path: Path) -> None:
     check = checked(tmp_path, "in_message", answer="a")
     assert (check.gold, check.empty, check.nonsense, check.warning) == (1.0, 0.0, 0.0, None)
+
+
+def test_what_a_function_raised_is_said(tmp_path: Path) -> None:
+    check = checked(tmp_path, "raises_on_gold", answer="a")
+    assert check.warning is not None
+    assert check.warning.startswith("the gold answer gets no score: `raises_on_gold` raised ZeroDivisionError")
+    assert "rewards.py, line" in check.warning
+
+
+@pytest.mark.parametrize("others", [0, 5])
+@pytest.mark.parametrize("answer", ["a", None])
+def test_one_that_always_raises_is_refused(others: int, answer: str | None, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"the reward fails on .*nonsense.*: `raises` raised ZeroDivisionError"):
+        checked(tmp_path, "raises", answer=answer, others=others)
+
+
+def test_a_prompt_whose_row_is_at_fault_refuses_nothing(tmp_path: Path) -> None:
+    assert "raised ZeroDivisionError" in str(checked(tmp_path, "raises_on_one_prompt", answer="a", others=1).warning)

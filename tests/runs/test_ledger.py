@@ -121,6 +121,18 @@ def test_hard_rows_are_written_to_train_on(tmp_path: Path) -> None:
     assert "hard.jsonl exists; give another name" in again.stderr
 
 
+def test_a_prompt_that_no_sample_shows_has_the_text_of_its_row(tmp_path: Path) -> None:
+    made, rows = with_rows(tmp_path)
+    done = shown(str(made))
+    assert done.exit_code == 0, done.stderr
+    assert f"prompt 0      0/4  {rows[0]['prompt']}" in done.stdout
+    (tmp_path / "rows.jsonl").unlink()
+    gone = shown(str(made))
+    assert gone.exit_code == 0
+    assert "prompt 0      0/4\n" in gone.stdout
+    assert "rows.jsonl: no such file" in gone.stderr
+
+
 def test_nothing_hard_writes_nothing(tmp_path: Path) -> None:
     made, _ = with_rows(tmp_path)
     (made / "prompts.jsonl").write_text(json.dumps({"step": 1, "prompts": [[0, "a", 4, 4]]}) + "\n")

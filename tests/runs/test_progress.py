@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tinyrl.runs import progress as module
-from tinyrl.runs.progress import Display, fitting
+from tinyrl.runs.progress import Display
 
 
 @pytest.fixture
@@ -91,7 +91,8 @@ def test_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch):
     shown.note("after the bar")
     text = terminal.getvalue()
     assert "sampling" in text
-    assert "step 1/4 · reward 0.5 · held-out 0.25\n" in text
+    assert "step    reward  held-out\n" in text
+    assert " 1/4       0.5      0.25\n" in text
     assert " 1/4 " in ESCAPES.sub("", text)
     assert "50 [bold]% :tada: done[/bold]" in text  # a note is text, not markup
 
@@ -99,10 +100,7 @@ def test_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch):
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-@pytest.mark.parametrize(
-    ("columns", "last"),
-    [(80, "kl 0.00369"), (100, "length 7.8"), (120, "tokens/s 15,234")],
-)
+@pytest.mark.parametrize(("columns", "last"), [(60, "entropy"), (72, "length"), (80, "tokens/s")])
 def test_a_line_a_step_stays_above_the_bar_and_fits(columns: int, last: str, monkeypatch: pytest.MonkeyPatch):
     terminal = open_terminal(monkeypatch, columns=columns)
     shown = Display(num_steps=60)
@@ -114,9 +112,14 @@ def test_a_line_a_step_stays_above_the_bar_and_fits(columns: int, last: str, mon
     shown.close()
     lines = ESCAPES.sub("", terminal.getvalue()).replace("\r", "\n").splitlines()
     assert max(map(len, lines)) <= columns
-    [line] = [line for line in lines if line.startswith("step 1/60")]
-    assert line.startswith("step 1/60 · reward 0.481 · held-out 0.412 · pass@1 0.39 · kl 0.00369")
-    assert line.endswith(last)
+    at = next(number for number, line in enumerate(lines) if line.startswith(" step"))
+    header, row = lines[at].split(), lines[at + 1].split()
+    assert header[:5] == ["step", "reward", "held-out", "pass@1", "kl"]
+    assert header[-1] == last
+    numbers = ["1/60", "0.481", "0.412", "0.39", "0.00369", "0.77", "7.8", "15,234"]
+    assert row == numbers[: len(row)]
+    assert len(row) == len(header)
+    assert len(lines[at]) == len(lines[at + 1])
     bar = [line for line in lines if line][-1]
     assert bar.startswith("evaluation ")
     assert " 1/60 " in bar
@@ -162,11 +165,44 @@ def test_a_pipe_that_is_closed_stops_nothing(monkeypatch: pytest.MonkeyPatch):
     assert terminal.getvalue() == "somebody reads this\n"
 
 
-def test_as_many_numbers_as_fit():
-    numbers = ["reward 0.5", "kl 1.2", "tokens/s 9,999"]
-    assert fitting(numbers, 19) == "reward 0.5 · kl 1.2"
-    assert fitting(numbers, 18) == "reward 0.5"
-    assert fitting(numbers, 5) == ""
+def test_one_header_stands_above_the_lines_and_no_number_twice(monkeypatch: pytest.MonkeyPatch):
+    terminal = open_terminal(monkeypatch)
+    shown = Display(num_steps=9)
+    shown.start()
+    for step in range(4):
+        held_out = {"eval/reward_mean": 0.5 * step, "eval/pass@1": 0.5 * step}
+        shown.step(step, held_out if step == 0 else {"reward/mean": 0.25, **held_out})
+    text = ESCAPES.sub("", terminal.getvalue())
+    assert text.count("held-out\n") == 1
+    assert "pass@1" not in text
+    shown.step(4, {"eval/pass@1": 0.25})
+    assert "held-out    pass@1\n" in (text := ESCAPES.sub("", terminal.getvalue()))
+    shown.step(5, {"eval/pass@1": 1.5})  # once shown it stays
+    shown.close()
+    assert ESCAPES.sub("", terminal.getvalue()).count("held-out") == text.count("held-out")
+
+
+def test_a_sample_follows_an_evaluation_in_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    sampled = {"kind": "eval", "prompt": "one", "completion": "sampled", "reward": 0.0}
+    greedy = {"kind": "eval-greedy", "prompt": "one\ntwo", "completion": "said " * 60, "reward": 1.0}
+    plain = Display(num_steps=9)
+    plain.start()
+    plain.sample([sampled, greedy])
+    assert capsys.readouterr().err == ""
+    terminal = open_terminal(monkeypatch, columns=80)
+    shown = Display(num_steps=9)
+    shown.start()
+    shown.sample([sampled, greedy])
+    shown.sample([])
+    shown.close()
+    lines = ESCAPES.sub("", terminal.getvalue()).replace("\r", "\n").splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("  prompt:"))
+    assert lines[at] == "  prompt: one two"
+    assert lines[at + 1].startswith("  policy (reward 1): said said")
+    assert len(lines[at + 1]) <= 80
+    assert "sampled" not in terminal.getvalue()
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

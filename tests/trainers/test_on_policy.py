@@ -236,7 +236,7 @@ def ppo_parts(request: pytest.FixtureRequest, tiny: TinyModels):
     loaded.close()
 
 
-def test_a_truncated_response_goes_on_to_the_critics_value_of_its_end(ppo_parts: SamplingParts) -> None:
+def test_a_response_cut_off_goes_on_to_the_critics_value_of_its_end(ppo_parts: SamplingParts) -> None:
     """Against the value of one more token, whatever it is, in an ordinary pass."""
     roles = ppo_parts.roles
     assert roles.value_head is not None
@@ -244,7 +244,7 @@ def test_a_truncated_response_goes_on_to_the_critics_value_of_its_end(ppo_parts:
     rollout = rollout_of([0.0, 0.0, 0.0], [[0.0, 0.0]] * 3)
     rollout.prompt_tokens = [[5, 6, 7]]
     rollout.response_tokens = torch.tensor([[8, 9], [10, 11], [12, 13]])
-    rollout.finish_reasons = torch.tensor([FINISH_REASONS.index(r) for r in ("length", "eos", "length")])
+    rollout.finish_reasons = torch.tensor([FINISH_REASONS.index(r) for r in ("length", "eos", "turns")])
     got = predict_final_values(rollout, ppo_parts)
     with torch.no_grad(), roles.acting(roles.value_role):
         batch = roles.batch([[5, 6, 7]] * 3, [[8, 9, 3], [10, 11, 3], [12, 13, 3]])

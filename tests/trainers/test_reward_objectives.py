@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import processors
 
 from tests import running
@@ -417,3 +418,16 @@ def test_rows_without_prompts_leave_the_prompts_to_the_reader(
     running.train(config, tmp_path, name="reward")
     command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("next"))
     assert f"tinyrl train ppo model.path={model} task.data=PROMPTS reward.model={tmp_path / 'reward'}" in command
+
+
+@ADAPTER_AND_MODEL
+@pytest.mark.parametrize(("kind", "moves"), [("margin", False), ("labels", True)])
+def test_the_heads_bias_learns_only_where_it_has_a_gradient(kind: str, moves: bool, lora: bool, tmp_path: Path) -> None:
+    """Of a pair only the difference of two scores counts, and rounding would move it."""
+    model = tiny_model(tmp_path / "model", "llama")
+    short = {"num_steps": 3, "save_every": 1, "eval_prompts": 0}
+    chosen = settings(model, write(tmp_path / "rows.jsonl", rows_of(kind)), lora=lora, run=short)
+    code, run, _ = running.train(chosen, tmp_path)
+    assert code == 0
+    bias = load_file(run.checkpoints / "step-000003" / "score_bias.safetensors")["bias"]
+    assert (bias.abs().max().item() > 0) == moves

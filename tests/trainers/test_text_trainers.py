@@ -285,9 +285,19 @@ def test_loss_on_all_keeps_separators_inside_a_text(model: Path, rows: Path) -> 
 
 
 @pytest.mark.parametrize("method", ["sft", "reward", "dpo"])
-def test_rows_of_one_prompt_leave_nothing_to_train_on(method: str, tmp_path: Path) -> None:
+def test_one_row_leaves_nothing_to_train_on(method: str, tmp_path: Path) -> None:
     row = {"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c"}
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 9)
     config = Config.model_validate({"method": method, "task": {"data": str(tmp_path / "rows.jsonl")}})
-    with pytest.raises(ValueError, match=r"rows\.jsonl: only one prompt, so none can be held out"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl: only one row, so none can be held out"):
         example_rows(config)
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": ""}, {"prompt": "a game:"}])
+def test_rows_of_one_prompt_are_split_by_row(prompt: dict[str, str], tmp_path: Path) -> None:
+    rows = [{**prompt, "completion": f"move {n}"} for n in range(30)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = Config.model_validate({"method": "sft", "task": {"data": str(tmp_path / "rows.jsonl")}})
+    train_rows, held_out = example_rows(config)
+    assert (len(train_rows), len(held_out)) == (27, 3)
+    assert [row for row in rows if row not in held_out] == train_rows

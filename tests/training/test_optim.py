@@ -188,3 +188,17 @@ def test_eight_bit_moments_without_bitsandbytes_are_refused_in_a_sentence(monkey
         RoleOptimizer.make(
             {"w": nn.Parameter(torch.ones(1))}, learning_rate=0.1, weight_decay=0, adam_eps=1e-8, kind="adamw8bit"
         )
+
+
+def test_state_of_what_an_earlier_version_trained_is_left_out():
+    """A run of pairs from when the score head's bias was trained goes on; any other stranger is refused."""
+    before = RoleOptimizer.make(
+        {"w": nn.Parameter(torch.ones(1, 1)), "score_head.bias": nn.Parameter(torch.ones(1))},
+        learning_rate=0.1, weight_decay=0.0, adam_eps=1e-8,
+    )  # fmt: skip
+    step(before, w=[[0.5]], **{"score_head.bias": [0.5]})
+    now = make(w=[[1.0]])
+    now.load_state_tensors(before.state_tensors())
+    assert {name.partition("|")[0] for name in now.state_tensors()} == {"w"}
+    with pytest.raises(ValueError, match="not trained here: w"):
+        make(v=[[1.0]]).load_state_tensors(before.state_tensors())

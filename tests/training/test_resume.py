@@ -294,11 +294,17 @@ def test_settings_of_a_run_without_a_checkpoint_are_those_it_was_made_with(model
     _, run, _ = running.train(settings, tmp_path)
     shutil.rmtree(run.checkpoints)
     run.metrics.unlink()
-    longer = run.read_config(["run.num_steps=2"])
-    with pytest.raises(ValueError, match=r"settings have changed since it was made.*\n  run.num_steps: 1 then, 2 now"):
-        running.go_on(run, config=longer)
-    assert running.go_on(run, config=longer, allow_config_change=True) == 0
-    assert dump_config(longer) == (run.path / "config.yaml").read_text()
+    other = run.read_config(["run.num_steps=2", "run.seed=5"])
+    with pytest.raises(ValueError, match=r"settings have changed since it was made.*\n  run.seed: \d+ then, 5 now"):
+        running.go_on(run, config=other)
+    assert running.go_on(run, config=other, allow_config_change=True) == 0
+    assert dump_config(other) == (run.path / "config.yaml").read_text()
+
+
+def test_fewer_steps_need_leave(model: Path, tmp_path: Path) -> None:
+    _, run, _ = running.train(running.config("grpo", model, run={"num_steps": 2}), tmp_path)
+    with pytest.raises(ValueError, match=r"run\.num_steps: 2 then, 1 now"):
+        running.go_on(run, config=run.read_config(["run.num_steps=1"]))
 
 
 # An edited checkpoint

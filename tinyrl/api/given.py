@@ -20,15 +20,21 @@ Reward = str | Callable[..., Any]  # 'file.py:function', or a function
 INPUTS = "inputs"  # the folder beside runs for them
 
 
-def given(reward: Any, rows: Any, eval_rows: Any, inputs: Path) -> list[str]:
-    """Overrides for rewards and rows, which are written to files where they are none yet."""
+def given(settings: list[str], reward: Any, rows: Any, eval_rows: Any, inputs: Path) -> list[str]:
+    """Overrides for settings, rewards and rows, which are written to files where they are none yet. Rows take the place
+    of a recipe's, and of its task, where the settings name no other.
+    """
     from tinyrl.config.recipe import as_override
 
-    found = []
+    found = [*settings]
     if reward is not None:
         weights = reward if isinstance(reward, Mapping) else dict.fromkeys(_as_list(reward), 1.0)
         uses = [{"use": _use(each, inputs), "weight": float(weight)} for each, weight in weights.items()]
         found.append(as_override("reward.functions", uses))
+    if rows is not None:
+        named = {setting.partition("=")[0] for setting in settings}
+        of_rows = {"task.name": "rows"} | ({"task.eval_data": None} if eval_rows is None else {})
+        found += [as_override(key, value) for key, value in of_rows.items() if not named & {"task", key}]
     for key, given in (("task.data", rows), ("task.eval_data", eval_rows)):
         if given is not None:
             found.append(as_override(key, given if isinstance(given, str) else str(_written_rows(given, inputs))))

@@ -10,6 +10,7 @@ returns the run; nothing here ends the process. Importing this file loads no tor
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from tinyrl.api.given import INPUTS, Reward, Settings, given, overrides_of
 from tinyrl.api.process import alone, interruptible, prepare_libraries
 from tinyrl.api.run import Run
 from tinyrl.runs.run_dir import open_run as open_folder
+from tinyrl.text import shortened
 
 
 def train(
@@ -38,8 +40,9 @@ def train(
     """`tinyrl train METHOD [RECIPE] [settings]`, to its end or to an interrupt; the run says which.
 
     reward: functions with TRL's signature, or 'file.py:function', one or several, or {function: weight}; rows,
-    eval_rows: a file, a hub name, or rows as dictionaries (a data frame too). The same settings, rows and functions
-    give the same run as the command, bit for bit.
+    eval_rows: a file, a hub name, or rows as dictionaries (a data frame too). They are of the task `rows`, and take the
+    place of all that a recipe has, unless settings name a task. The same settings, rows and functions give the same run
+    as the command, bit for bit.
     Raises ValueError for what can be fixed, and while another run is going on in this process or in that folder.
     """
     with alone():
@@ -49,7 +52,7 @@ def train(
 
         check_new_run(output_dir, name=name, overwrite=overwrite)
         inputs = Path(output_dir) / INPUTS
-        overrides = [*overrides_of(settings), *given(reward, rows, eval_rows, inputs)]
+        overrides = given(overrides_of(settings), reward, rows, eval_rows, inputs)
         config = load_config(method, recipe, overrides=overrides)
         check_before_loading(config)
         prepare_libraries()
@@ -80,6 +83,8 @@ def evaluate(
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """What `tinyrl eval TARGET --json` prints, as a dictionary. Raises ValueError for what can be fixed."""
+    num_prompts, samples = _count("num_prompts", num_prompts), _count("samples", samples)
+    best_of = _count("best_of", best_of)
     from tinyrl.cli.preflight import check_evaluation
 
     what, other, words = _path(target), None if vs is None else _path(vs), overrides_of(settings)
@@ -99,6 +104,17 @@ def evaluate(
 def open_run(path: str | os.PathLike[str]) -> Run:
     """A run that is there, finished or going on. Raises ValueError where there is none."""
     return Run(open_folder(os.fspath(path)))
+
+
+def _count(name: str, value: Any) -> int:
+    """A whole number of at least 1, of numpy's types too; ValueError for anything else."""
+    try:
+        count = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise ValueError(f"{name}={shortened(repr(value))}: it must be a whole number of at least 1")
+    return count
 
 
 def _path(target: str | Run) -> str:

@@ -85,11 +85,15 @@ def prompts(
     with sentences(debug):
         from tinyrl.runs.ledger import HARD, hard_keys, prompt_texts, read_ledger, render_ledger
         from tinyrl.runs.run_dir import open_run
+        from tinyrl.tasks.hard_rows import row_texts
 
         opened = open_run(run)
         ledger = read_ledger(opened.prompts, notes)
-        hard = {record.index for record in ledger if record.standing in HARD}
-        text = render_ledger(ledger, prompt_texts(opened.samples, hard), num=num)
+        hard = {record.index: record.key for record in ledger if record.standing in HARD}
+        texts = prompt_texts(opened.samples, {*hard})
+        if texts.keys() < hard.keys():
+            texts = row_texts(opened, hard, notes) | texts
+        text = render_ledger(ledger, texts, num=num)
         if export_hard is not None:
             from tinyrl.tasks.hard_rows import export_rows
 

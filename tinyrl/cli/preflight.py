@@ -6,6 +6,8 @@ They take under a second, and torch stays unimported.
 from __future__ import annotations
 
 import os
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
 from tinyrl.data.judged import judged, objective_of
-from tinyrl.data.readers import Row, hub_name
+from tinyrl.data.readers import Row, hub_name, is_saved_set
 from tinyrl.data.rows import placed_rows
 from tinyrl.data.shapes import READINGS, text_examples
 from tinyrl.evaluation.targets import Asked, check_asked, find
@@ -27,6 +29,7 @@ from tinyrl.workers.loading import parse_use
 
 TEXT_FILES = (".jsonl", ".json", ".csv")
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+HUB_PATIENCE_S = 5.0
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -46,6 +49,25 @@ def check_before_loading(config: Config) -> None:
     for setting, use in config.environment.functions:
         parse_use(use, setting=setting, classes=True)
     _check_rows(config)
+
+
+def ask_hub_once(config: Config) -> None:
+    """Where models or rows are on the hub, and it does not answer: work offline. What is kept on this machine is used
+    then, and what is not is missed at once, not after five tries for each file.
+    """
+    named = (config.model.path, config.critic.path, config.reward.model)
+    models = [path for path in named if path and starter_path(path) is None and not os.path.exists(path)]
+    rows = [source for source in (config.task.data, config.task.eval_data) if source and hub_name(source)]
+    if not (models or rows) or "HF_HUB_OFFLINE" in os.environ:
+        return
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    asked = urllib.request.Request(hub, method="HEAD")  # noqa: S310
+    try:
+        urllib.request.urlopen(asked, timeout=HUB_PATIENCE_S).close()  # noqa: S310
+    except urllib.error.HTTPError:
+        return  # it answers
+    except (OSError, ValueError):
+        os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def _check_processes(config: Config) -> None:
@@ -219,7 +241,11 @@ def _read_example(config: Config, row: Row, first: Row) -> None:
 
 
 def _answers_at_once(source: str) -> bool:
-    """True for text files and for what is neither a file nor a hub name; parquet and the hub take seconds."""
+    """True for text files and for what is neither a file nor a hub name; parquet, a folder of save_to_disk and the hub
+    take seconds.
+    """
+    if is_saved_set(source):
+        return False
     suffix = Path(source).suffix.lower()
     if suffix == ".parquet":
         return not os.path.isfile(source)

@@ -125,8 +125,9 @@ def plan_run(words: list[str], *, output_dir: str, timed: bool, how: How) -> Non
 
     with StopFlag(), sentences(how.debug):
         options = Options(device=how.device, trust_remote_code=how.trust_remote_code)
-        show_plan(plan(config, options=options, output_dir=output_dir))
-        if timed:
+        planned = plan(config, options=options, output_dir=output_dir)
+        show_plan(planned)
+        if timed and not planned.offline:
             print(time_steps(config, options=options))
 
 
@@ -172,7 +173,7 @@ def resume_run(run: str, words: list[str], *, besides: list[str], allow_config_c
 
 def _config_of(method: str | None, settings: list[str]) -> Config:
     """The configuration that the command line asks for, checked as far as that goes without torch."""
-    from tinyrl.cli.preflight import check_before_loading
+    from tinyrl.cli.preflight import ask_hub_once, check_before_loading
     from tinyrl.config.recipe import load_config, split_settings
 
     if method is None:
@@ -181,6 +182,7 @@ def _config_of(method: str | None, settings: list[str]) -> Config:
     recipe, overrides = split_settings(settings)
     config = load_config(method, recipe, overrides=overrides)
     check_before_loading(config)
+    ask_hub_once(config)
     return config
 
 

@@ -1,8 +1,11 @@
-"""Settings that changed between a checkpoint and its resume: refused with both values unless allowed."""
+"""Settings that changed between a checkpoint and its resume: refused with both values unless allowed. More steps are
+always allowed.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from tinyrl.config.schema import Config
@@ -14,15 +17,16 @@ MOST_SHOWN = 3
 def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed: bool) -> list[str]:
     """Compare a checkpoint's configuration with the one it is resumed under; returns a line for each difference.
 
-    Raises ValueError when there are some and `allowed` is false, and always when the method is another one.
+    Raises ValueError when there are some besides more steps and `allowed` is false, and always when the method is
+    another one.
     """
     if before["method"] != config.method:
         raise ValueError(
             f"{since} was written by `tinyrl train {before['method']}`; {config.method} cannot go on with it"
         )
-    return refuse(
-        "settings have changed", changed_settings(hidden(before), config.written()), since=since, allowed=allowed
-    )
+    changes = changed_settings(hidden(before), config.written())
+    refuse("settings have changed", [c for c in changes if not _longer(c)], since=since, allowed=allowed)
+    return changes
 
 
 def refuse(what: str, changes: list[str], *, since: str, allowed: bool) -> list[str]:
@@ -33,6 +37,12 @@ def refuse(what: str, changes: list[str], *, since: str, allowed: bool) -> list[
     lines = [f"{what} since {since}, so the run would not go on as it began:"]
     lines += [f"  {change}" for change in changes[:MOST_SHOWN]] + more
     raise ValueError("\n".join([*lines, "Put them back, or go on with the new values: --allow-config-change"]))
+
+
+def _longer(change: str) -> bool:
+    """Whether a line of `changed_settings` says that the run is to take more steps."""
+    found = re.fullmatch(r"run\.num_steps: (\d+) then, (\d+) now", change)
+    return found is not None and int(found[1]) < int(found[2])
 
 
 def keeps_rollout(change: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from tinyrl.config.familiar import REMARKS, UNNEEDED, familiar, known_elsewhere
+from tinyrl.config.familiar import UNNEEDED, familiar, known_elsewhere, remark
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import KeyPath, Source
@@ -51,7 +51,7 @@ def check_familiar(source: Source) -> None:
         setting = familiar(name, method=method)
         if setting is None:
             raise ValueError(f"{start}{UNNEEDED[name]}")
-        raise ValueError(f"{start}`{name}` is `{_for_method(setting, method)}` here{REMARKS.get(name, '')}")
+        raise ValueError(f"{start}`{name}` is `{_for_method(setting, method)}` here{remark(name, method=method)}")
 
 
 def _leaves(values: dict[Any, Any], within: KeyPath = ()) -> Iterator[KeyPath]:

@@ -83,6 +83,7 @@ FAMILIAR_UNDER = {
 
 # What else to know about one of them, after "... is `run.num_steps` here".
 REMARKS = {
+    "train_batch_size": ", as verl's; OpenRLHF's is what one optimizer step takes: minibatch_size, in completions",
     **dict.fromkeys(
         ("num_train_epochs", "total_epochs"), ", in steps: one step takes num_prompts prompts, an epoch all rows once"
     ),
@@ -151,6 +152,12 @@ def known_elsewhere(path: tuple[str, ...], *, method: Any = None) -> str:
     path = (path[0].lstrip("+"), *path[1:])  # verl's launcher adds a setting with +name=value
     ends = (".".join(path[start:]) for start in range(len(path)))
     return next((end for end in ends if familiar(end, method=method) or end in UNNEEDED), "")
+
+
+def remark(name: str, *, method: Any = None) -> str:
+    """What else to know about a name elsewhere; "" where a method has a setting of its own for it."""
+    under = FAMILIAR_UNDER.get(method, {}) if isinstance(method, str) else {}
+    return "" if name in under and name in FAMILIAR else REMARKS.get(name, "")
 
 
 def familiar(name: str, *, method: Any = None) -> str | None:

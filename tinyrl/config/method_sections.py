@@ -76,7 +76,7 @@ class GrpoConfig(Section):
     )
     mismatch_cap: PositiveFloat = Field(default=2.0, description="cap of those weights")
     mismatch_floor: Share = Field(default=0.0, description="of the masks: weights below it are zero, too (IcePop)")
-    gamma: Share = Field(default=1.0, description="discount of the discounted-return advantage")
+    gamma: Share = Field(default=1.0, description="discount of the return advantages")
     refill_rounds: NonNegative = Field(default=0, description="most rounds of fresh prompts for groups without spread")
 
     @model_validator(mode="before")
@@ -117,7 +117,7 @@ class PpoConfig(Section):
     )
     whiten_advantages: bool = Field(description="centre advantages and scale them to unit variance, once per rollout")
     bootstrap_truncated: bool = Field(
-        default=False, description="a response cut off goes on to the critic's value of its end"
+        default=False, description="a response cut off, by length or by turns, goes on to the critic's value of its end"
     )
     kl_coef: NonNegativeFloat = Field(
         default=0.05, description="weight of the KL to the reference; adaptive: where it starts"
@@ -136,7 +136,7 @@ class PpoConfig(Section):
     stop_kl: PositiveFloat | None = Field(
         default=None, description="KL per token that ends a rollout's epochs early; null: none"
     )
-    value_coef: NonNegativeFloat = Field(default=0.1, description="weight of the value loss")
+    value_coef: NonNegativeFloat = Field(default=0.1, description="weight of the value loss under critic.kind=shared")
     entropy_coef: NonNegativeFloat = Field(
         default=0.0, description="weight of the entropy bonus; with entropy_target: where it starts"
     )

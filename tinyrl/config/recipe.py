@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tinyrl.config.conflicts import without_effect
 from tinyrl.config.errors import check_familiar, explain, fields_of, section_class
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
 from tinyrl.config.schema import Config
@@ -144,7 +145,11 @@ def load_config(method: str, recipe: str | None, *, overrides: list[str]) -> Con
     source = apply_overrides(source, overrides)
     if is_method(written):
         source.values["method"] = method
-    return build_config(source)
+    config = build_config(source)
+    for problem in without_effect(config):
+        where = source.place(tuple(problem.partition("=")[0].split(".")))
+        raise ValueError(problem if where.startswith("override") else f"{where}: {problem}")
+    return config
 
 
 def method_of(words: list[str]) -> tuple[str | None, list[str]]:
@@ -205,4 +210,9 @@ def load_written_config(path: Path, *, overrides: Sequence[str] = ()) -> Config:
     task, run = values.get("task"), values.get("run")
     if isinstance(task, dict) and isinstance(run, dict) and "seed" in run:
         task.setdefault("split_seed", run["seed"])
-    return build_config(apply_overrides(Source(source.name, values, source.places), list(overrides)))
+    config = build_config(apply_overrides(Source(source.name, values, source.places), list(overrides)))
+    asked = {override.partition("=")[0] for override in overrides}
+    for problem in without_effect(config):
+        if problem.partition("=")[0] in asked:
+            raise ValueError(problem)
+    return config

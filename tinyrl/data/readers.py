@@ -1,4 +1,4 @@
-"""Readers of rows from files (jsonl, json, csv, parquet) and the Hugging Face hub, each row with its place.
+"""Readers of rows from files (jsonl, json, csv, parquet), folders of save_to_disk and the Hugging Face hub, placed.
 
 The text formats are read by hand because people's files are broken in ordinary ways and every error should name the
 file, the line and the value: a cut-off line, an Excel encoding, a key written twice, NaN. Everything a file can do
@@ -22,20 +22,28 @@ Row = dict[str, Any]
 Placed = list[tuple[str, Row]]  # a row and where it stands: "train.jsonl:12"
 
 _HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?(?:@(?P<split>[\w.\[\]:%+-]+))?")
+SAVED = ("dataset_info.json", "dataset_dict.json")  # what save_to_disk leaves in a folder of one split, and of several
 _SEPARATORS = re.compile(r"[\s,]*")
 _FOREIGN_STARTS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"PK\x03\x04": "zipped", b"\x1f\x8b": "gzipped"}
 
 
 def read_source(source: str, *, revision: str | None = None) -> Placed:
-    """The rows of a file, or of a hub data set "owner/name:config@split" (split: train when left out) at `revision`."""
+    """The rows of a file, of a folder that `datasets` has saved, or of a hub data set "owner/name:config@split", at
+    `revision`; of several splits train, where none is named.
+    """
     path = Path(source)
     read = FILE_READERS.get(path.suffix.lower())
     kinds = ", ".join(FILE_READERS)
-    if read is not None:
+    if is_saved_set(source):
+        placed = _read_saved(source)
+    elif read is not None:
         placed = read(source)
     elif source and path.exists():
         what = "is a folder" if path.is_dir() else f"has the ending '{path.suffix}'"
-        raise ValueError(f"{source}: {what}; data is a file ending in {kinds}, or a hub name such as openai/gsm8k:main")
+        raise ValueError(
+            f"{source}: {what}; data is a file ending in {kinds}, a folder of save_to_disk, or a hub name such as "
+            "openai/gsm8k:main"
+        )
     elif match := _HUB.fullmatch(source):
         placed = _read_hub(source, revision=revision, **match.groupdict())
     else:
@@ -194,6 +202,27 @@ def _read_parquet(source: str) -> Placed:
         rows = pyarrow.parquet.read_table(source).to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise ValueError(f"{source}: not a parquet file that can be read: {first_line(error)}") from error
+    return [(f"{source} row {number}", row) for number, row in enumerate(rows, start=1)]
+
+
+def is_saved_set(source: str) -> bool:
+    """Whether it is a folder of `datasets`' save_to_disk, of one split or of several."""
+    return any((Path(source) / name).is_file() for name in SAVED)
+
+
+def _read_saved(source: str) -> Placed:
+    import datasets  # seconds
+    from datasets.exceptions import DatasetsError
+
+    try:
+        saved = datasets.load_from_disk(source)
+        if isinstance(saved, datasets.DatasetDict):
+            if "train" not in saved:
+                raise ValueError(f"name the folder of one of its splits: {', '.join(map(str, saved))}")
+            saved = saved["train"]
+        rows = saved.to_list()
+    except (DatasetsError, OSError, KeyError, ValueError) as error:
+        raise ValueError(f"{source}: a folder of save_to_disk that cannot be read: {first_line(error)}") from error
     return [(f"{source} row {number}", row) for number, row in enumerate(rows, start=1)]
 
 

@@ -112,8 +112,8 @@ def example_rows(config: Config) -> tuple[list[Row], list[Row]]:
     """(training rows, held-out rows) of a method that learns from rows, by task.data and task.eval_data.
 
     Labels and ratings keep all answers of a held-out prompt, and are shuffled, keyed by task.split_seed, before any are
-    taken: such files often stand in the order of their labels. Raises ValueError where there are no rows, or none but
-    of one prompt.
+    taken: such files often stand in the order of their labels. Where all rows have one prompt (games, texts behind an
+    empty one), rows are held out, not prompts. Raises ValueError where there are no rows, or none but one.
     """
     where = config.task
     if where.data is None:
@@ -134,9 +134,11 @@ def example_rows(config: Config) -> tuple[list[Row], list[Row]]:
     rows = read(where.data)
     if where.eval_data is not None:
         return rows[: where.max_samples], read(where.eval_data)[: where.max_samples]
-    train_rows, held_out = hold_out(rows, prompt=shared_prompt, seed=where.split_seed, repeat=graded)
+    one_prompt = len({prompt_key(shared_prompt(row)) for row in rows}) == 1
+    by = row_key if one_prompt else shared_prompt
+    train_rows, held_out = hold_out(rows, prompt=by, seed=where.split_seed, repeat=graded)
     if not train_rows:
-        raise ValueError(f"{where.data}: only one prompt, so none can be held out; give task.eval_data too")
+        raise ValueError(f"{where.data}: only one row, so none can be held out; give task.eval_data too")
     return train_rows[: where.max_samples], held_out[: where.max_samples]
 
 

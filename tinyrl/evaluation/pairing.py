@@ -6,13 +6,13 @@ import math
 from typing import Any
 
 from tinyrl.evaluation.evaluate import Evaluation
-from tinyrl.evaluation.intervals import bootstrap_interval, mean, mean_interval
+from tinyrl.evaluation.intervals import interval, mean, mean_interval
 
 
 def paired_difference(ours: Evaluation, other: Evaluation) -> dict[str, Any]:
     """Mean reward difference prompt by prompt, with its interval; distinguishable when that is known and without 0."""
     pairs = [a - b for a, b in zip(ours.by_prompt, other.by_prompt, strict=True) if not math.isnan(a - b)]
-    low, high = bootstrap_interval(pairs)
+    low, high = interval(pairs)
     return {"reward_mean": mean(pairs), "reward_ci": [low, high], "distinguishable": low > 0.0 or high < 0.0}
 
 

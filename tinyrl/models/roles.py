@@ -155,6 +155,12 @@ class Roles:
         self.score_head = ValueHead(self.hidden_size("policy")).to(self.device)
         self.parameters["policy"] |= {f"score_head.{n}": p for n, p in self.score_head.named_parameters()}
 
+    def fix_score_bias(self) -> None:
+        """Leave the score head's bias at 0: in a difference of two scores it has no gradient but rounding's."""
+        assert self.score_head is not None
+        del self.parameters["policy"]["score_head.bias"]
+        self.score_head.bias.requires_grad_(False)
+
     def keep_trainable(self) -> None:
         """Undo what PEFT's bookkeeping does to requires_grad: exactly the roles' own parameters are trainable."""
         for model in (self.causal, self.critic_model):

@@ -1,4 +1,4 @@
-"""The progress display of a run: one line a step, and in a terminal a live bar below them.
+"""The progress display of a run: one line a step, and in a terminal columns under a header with a live bar below them.
 
 A terminal that is gone (a closed window, a broken pipe) never stops a run: metrics.jsonl is the record.
 """
@@ -13,7 +13,8 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from tinyrl.text import redact, visible
+from tinyrl.runs.records import messages_of, number
+from tinyrl.text import one_line, redact, visible
 
 SHOWN = (
     ("reward", "reward/mean"),
@@ -27,6 +28,7 @@ SHOWN = (
     ("length", "completion/mean_length"),
     ("tokens/s", "tokens_per_second"),
 )
+WIDTH = 10  # of a column
 
 
 class _Forgiving:
@@ -66,17 +68,6 @@ def tell(text: str) -> None:
 PHASE = "{:10}".format  # as wide as the longest, so that the bar stays where it is
 
 
-def fitting(parts: list[str], room: int) -> str:
-    """The first of `parts` on one line, as many as fit into `room` columns."""
-    text = ""
-    for part in parts:
-        longer = f"{text} · {part}" if text else part
-        if len(longer) > room:
-            break
-        text = longer
-    return text
-
-
 class Display:
     """Progress of one run, on standard error; results go to standard output. `silent`: of a process beside rank 0."""
 
@@ -85,6 +76,8 @@ class Display:
         self.console = Console(file=cast(TextIO, _Forgiving(sys.stderr)), highlight=False, emoji=False)
         self.num_steps, self._first, self._started = num_steps, 0, time.monotonic()
         self._latest: dict[str, float] = {}
+        self._header: list[str] = []  # the columns that stand above the lines
+        self._passes = False  # whether pass@1 has been another number than the held-out reward
         self._bar: Progress | None = None
 
     def start(self, *, done: int = 0) -> None:
@@ -106,18 +99,46 @@ class Display:
     def step(self, step: int, metrics: dict[str, Any]) -> None:
         """A line for a finished step, reward first; held-out numbers stay until there are newer ones.
 
-        In a terminal it has the numbers that fit beside each other, and the bar shows the time left.
+        In a terminal the numbers that fit are columns, and the bar shows the time left. pass@1 is left out as long as
+        it is the held-out reward.
         """
         self._latest |= {
             label: float(metrics[key]) for label, key in SHOWN if isinstance(metrics.get(key), int | float)
         }
-        numbers = [f"{label} {_short(self._latest[label])}" for label, _ in SHOWN if label in self._latest]
-        parts = [f"step {step}/{self.num_steps}", *numbers]
+        self._passes = self._passes or self._latest.get("pass@1") != self._latest.get("held-out")
+        labels = [label for label, _ in SHOWN if label in self._latest and (label != "pass@1" or self._passes)]
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
-            self._print(fitting(parts, self.console.width))
+            self._row(step, labels)
         else:
-            self._print(" · ".join([*parts, self._time_left(step)]))
+            numbers = [f"{label} {_short(self._latest[label])}" for label in labels]
+            self._print(" · ".join([f"step {step}/{self.num_steps}", *numbers, self._time_left(step)]))
+
+    def _row(self, step: int, labels: list[str]) -> None:
+        """The numbers of a step under the header, which is printed where there are other columns than before."""
+        first = max(len("step"), 2 * len(str(self.num_steps)) + 1)
+        labels = labels[: (self.console.width - first) // WIDTH]
+        if step == 0:  # before training: fewer numbers than the lines that follow
+            said = "".join(f" · {label} {_short(self._latest[label])}" for label in labels)
+            return self._print(f"step {step}/{self.num_steps}{said}")
+        place = f"{step}/{self.num_steps}"
+        lines = ["".join([f"{place:>{first}}", *(f"{_short(self._latest[label]):>{WIDTH}}" for label in labels)])]
+        if labels != self._header:
+            self._header = labels
+            lines.insert(0, "".join([f"{'step':>{first}}", *(f"{label:>{WIDTH}}" for label in labels)]))
+        self._print("\n".join(lines))
+
+    def sample(self, samples: list[dict[str, Any]]) -> None:
+        """In a terminal, of an evaluation's samples the greedy one to the first prompt: what it reads and writes, a
+        line each, with its reward.
+        """
+        shown = next((line for line in samples if line.get("kind") == "eval-greedy"), next(iter(samples), None))
+        if self._bar is None or shown is None:
+            return
+        turns = [("prompt", str(shown.get("prompt", ""))), *messages_of(shown)]
+        turns[-1] = (f"{turns[-1][0]} (reward {_short(number(shown.get('reward')))})", turns[-1][1])
+        width = self.console.width
+        self._print("\n".join(f"  {who}: {one_line(text, max(20, width - len(who) - 4))}" for who, text in turns))
 
     def phase(self, what: str) -> None:
         """Name the current part of a long step (only where there is a bar to show it on)."""

@@ -123,6 +123,7 @@ def check_rows(task: Task, rows: list[Row], *, places: list[str], verified: bool
                 raise ValueError(
                     f"{place}: no column '{column}', which task '{task.name}' needs.{meant} "
                     f"Columns: {listed(row)}. Rename one with task.columns.{column}=OLD"
+                    + (", or say that the rows are your own: task.name=rows" if task.name != "rows" else "")
                 )
         for column in RESERVED_COLUMNS:
             if column in row:

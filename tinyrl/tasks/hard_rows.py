@@ -7,7 +7,24 @@ from pathlib import Path
 
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import row_key
-from tinyrl.tasks import load_split
+from tinyrl.runs.run_dir import RunDir
+from tinyrl.tasks import load_split, load_task
+from tinyrl.text import first_line
+
+
+def row_texts(run: RunDir, keys: dict[int, str], notes: list[str]) -> dict[int, str]:
+    """The texts of prompts by the numbers and keys that a run's record of prompts has: of the training rows, where
+    they are still there; of messages the last. Rows that cannot be read are said in `notes`.
+    """
+    try:
+        config = run.read_config()
+        prompt = load_task(config.task.name or "rows").prompt
+        prompts = {row_key(row): prompt(row) for row in load_split(config, "train")}
+    except (OSError, ValueError) as error:
+        notes.append(f"prompts are shown as far as samples.jsonl has them: {first_line(error)}")
+        return {}
+    found = {index: prompts[key] for index, key in keys.items() if key in prompts}
+    return {index: said if isinstance(said, str) else str(said[-1]["content"]) for index, said in found.items()}
 
 
 def export_rows(config: Config, keys: set[str], file: Path) -> str:

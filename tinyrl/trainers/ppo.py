@@ -11,11 +11,12 @@ Schulman et al. (1707.06347), with the reward shaping of Ziegler et al. (1909.08
         6. adapt kl_coef to the KL observed, and entropy_coef to the entropy
 
 What differs from the papers: gamma is 1 by default and the value after the last token 0 (ppo.bootstrap_truncated takes
-the critic's for a response that was cut off); policy and critic have their own gradient norms and learning rates
-(except with critic.kind=shared, where the value loss also moves the policy's trunk, weighted by ppo.value_coef). The
-first critic.warmup rollouts train only the critic: against a critic that knows nothing, advantages are noise. The first
-critic.pretrain_steps do too, and regress on returns of lambda 1, into which no value of the critic's own enters but
-that of a bootstrapped end: the value pretraining of VC-PPO (2503.01491) and VAPO (2504.05118).
+the critic's for a response that was cut off, by max_new_tokens or by max_turns); policy and critic have their own
+gradient norms and learning rates (except with critic.kind=shared, where the value loss also moves the policy's trunk,
+weighted by ppo.value_coef). The first critic.warmup rollouts train only the critic: against a critic that knows
+nothing, advantages are noise. The first critic.pretrain_steps do too, and regress on returns of lambda 1, into which no
+value of the critic's own enters but that of a bootstrapped end: the value pretraining of VC-PPO (2503.01491) and VAPO
+(2504.05118).
 
 A2C (ppo.preset=a2c) is PPO with one epoch of one minibatch, lambda 1, advantages as they are and a plain square for the
 value: the ratio is 1 and never clipped, so what is left is the policy gradient (Huang et al., 2205.09123). Its

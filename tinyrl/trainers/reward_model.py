@@ -208,7 +208,10 @@ def load(config: Config, *, options: Options) -> RewardParts:
     """Read the base, give it a score head, tokenise the rows of task.data."""
     parts = load_parts(config, options=options)
     parts.roles.train_score_head()
-    return RewardParts(**vars(parts), rows=read_judged_rows(config, parts))
+    rows = read_judged_rows(config, parts)
+    if rows.objective == "pairs":
+        parts.roles.fix_score_bias()
+    return RewardParts(**vars(parts), rows=rows)
 
 
 def evaluate(parts: RewardParts) -> Evaluation:

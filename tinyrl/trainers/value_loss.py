@@ -31,9 +31,9 @@ def predict_values(rollout: Rollout, roles: Roles, collector: RolloutCollector) 
 
 
 def predict_final_values(rollout: Rollout, parts: SamplingParts) -> Tensor:
-    """(B,) the critic's value of what would have followed a truncated response; 0 for one that ended."""
+    """(B,) the critic's value of what would have followed a response that was cut off; 0 for one that ended."""
     roles, out = parts.roles, torch.zeros(len(rollout), device=parts.roles.device)
-    cut = (rollout.truncated & rollout.kept).nonzero().squeeze(-1).tolist()
+    cut = (rollout.cut_off & rollout.kept).nonzero().squeeze(-1).tolist()
 
     def run(rows: list[int]) -> None:
         prompts = [rollout.prompt_tokens[int(rollout.prompt_index[row])] for row in rows]

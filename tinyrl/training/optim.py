@@ -17,6 +17,8 @@ from tinyrl.config.sections import OptimConfig
 
 Parameters = dict[str, nn.Parameter]
 OptimizerKind = Literal["adamw", "adamw8bit"]
+# What an earlier version trained and left where it was: the bias that a reward model of pairs cannot learn.
+ONCE_TRAINED = ("score_head.bias",)
 
 
 @dataclass
@@ -75,6 +77,8 @@ class RoleOptimizer:
         self.optimizer.state.clear()
         for name, fields in by_name.items():
             parameter = self.parameters.get(name)
+            if parameter is None and name in ONCE_TRAINED:
+                continue
             if parameter is None:
                 raise ValueError(f"the optimizer's state is for a parameter that is not trained here: {name}")
             self.optimizer.state[parameter] = {

@@ -149,10 +149,13 @@ def beside_measured(plan: MemoryPlan, peak_gb: float) -> str:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan in words; `problem` says why the run does not fit, and what would (None: it does)."""
+    """A plan in words; `problem` says why the run does not fit, and what would (None: it does). `offline`: by shapes,
+    for the model is not here.
+    """
 
     text: str
     problem: str | None = None
+    offline: bool = False
 
 
 def plan_run(config: Config, *, options: Options, load: Callable[..., Parts], output_dir: str = "runs") -> Planned:

@@ -146,6 +146,7 @@ class Session:
     def _finish_step(self) -> None:
         settings, step = self.config.run, self.state.step
         last = step >= settings.num_steps
+        evaluation = None
         if self.evaluates_after(step):
             with self.timed("evaluation"):
                 evaluation = self._evaluate()
@@ -156,6 +157,8 @@ class Session:
         line = self.metrics.line(**{"memory/peak_gb": peak_memory_gb(self.parts.accelerator.device)})
         self.run.append_metrics(step, line)
         self.display.step(step, line)
+        if evaluation is not None:
+            self.display.sample(evaluation.samples)
         for warning in self.watch.look(step, line):
             self.display.note(f"warning: {warning}")
         self.trackers.log(line, step)
