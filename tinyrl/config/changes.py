@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tinyrl.config.schema import Config
-from tinyrl.text import hidden
+from tinyrl.config.schema import Config, without_secrets
 
 MOST_SHOWN = 3
 
@@ -21,7 +20,10 @@ def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed
             f"{since} was written by `tinyrl train {before['method']}`; {config.method} cannot go on with it"
         )
     return refuse(
-        "settings have changed", changed_settings(hidden(before), config.written()), since=since, allowed=allowed
+        "settings have changed",
+        changed_settings(without_secrets(before), config.written()),
+        since=since,
+        allowed=allowed,
     )
 
 

@@ -119,6 +119,7 @@ def read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
 
 
 def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
+    from tinyrl.config.schema import without_secrets
     from tinyrl.config.yaml_reader import parse_plain  # with yaml, which not every reader of records needs
 
     try:
@@ -129,7 +130,7 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     except (ValueError, RecursionError):
         notes.append(f"{path.name} could not be read: settings are missing from this report.")
         return {}
-    return hidden(loaded) if isinstance(loaded, dict) else {}
+    return without_secrets(loaded) if isinstance(loaded, dict) else {}
 
 
 def _read_env(path: Path, notes: list[str]) -> dict[str, Any]:
