@@ -184,7 +184,7 @@ async def _limited(response: httpx2.Response) -> bytes:
 
 
 @functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
+def _loop(pid: int) -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="http", daemon=True).start()
     return loop
@@ -192,7 +192,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def _until_done(work: Coroutine[Any, Any, Read]) -> Read:
     """The result of work in the loop's thread; a signal cancels it and raises Interrupted."""
-    result = asyncio.run_coroutine_threadsafe(work, _loop())
+    result = asyncio.run_coroutine_threadsafe(work, _loop(os.getpid()))  # a fork has no threads
     try:
         while not wait([result], timeout=POLL_S).done:
             check_stop()
