@@ -4,6 +4,7 @@ Lines that cannot be read are counted and reported (lines.py). Numbers that are 
 in a chart, never a zero.
 """
 
+import functools
 import json
 import math
 from dataclasses import dataclass, field
@@ -45,7 +46,14 @@ class Run:
 
     def metric_names(self) -> list[str]:
         """Every metric that has at least one finite number, sorted."""
-        return sorted({key for line in self.steps.values() for key in line if math.isfinite(number(line[key]))})
+        return sorted(self._measured)
+
+    @functools.cached_property
+    def _measured(self) -> set[str]:
+        found = set[str]()
+        for line in self.steps.values():
+            found.update(key for key in line.keys() - found if math.isfinite(number(line[key])))
+        return found
 
     def points(self, key: str) -> Points:
         """The metric by step, NaN where its line says null; empty when it never has a finite number."""
