@@ -25,7 +25,7 @@ LEVELS = (
     ("tasks",),
     ("environments",),
     ("models", "data", "report"),
-    ("workers", "distributed"),
+    ("workers", "distributed", "http_client"),
     ("runs",),
     ("config",),
     ("algorithms", "sandbox", "starter", "errors", "text"),

@@ -2,11 +2,25 @@
 
 import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tinyrl.report.markup import text_html
-from tinyrl.text import Excerpt, did_you_mean, excerpt, first_line, last_line, listed, number, one_line, shortened
+from tinyrl.text import (
+    Excerpt,
+    did_you_mean,
+    excerpt,
+    first_line,
+    last_line,
+    listed,
+    masked,
+    number,
+    one_line,
+    redact,
+    shortened,
+    whole_address,
+)
 
 
 def test_excerpt_keeps_both_ends() -> None:
@@ -75,3 +89,43 @@ def test_a_list_of_names_from_a_file_is_cut() -> None:
     assert listed(map(str, range(12))) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11"
     assert listed(map(str, range(2000)), most=3) == "0, 1, 2 and 1,997 more"
     assert listed(["x" * 500, "\x1b"]) == f"{'x' * 37}..., \\x1b"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://127.0.0.1:8000/v1", "http://127.0.0.1:8000/v1"),
+        ("http://me:hunter2@host/x", "http://***@host/x"),
+        ("http://hunter2@host", "http://***@host"),
+        ("http://me:hunt@er2@host:1/x@y", "http://***@host:1/x@y"),
+        ("http://host/@me/x", "http://host/@me/x"),
+        ("https://host/x?api_key=hunter2&k=hunter2", "https://host/x?api_key=***&k=***"),
+        ("https://host/x?hunter2", "https://host/x?***"),
+        ("https://host/x?a=hunter2?hunter2", "https://host/x?a=***"),
+        ("https://host/x#hunter2", "https://host/x#***"),
+        ("https://host:1#hunter2@x", "https://host:1#***"),
+        ("http://me:hunt/er2@host/x?a=hunter2", "http://***@host/x"),  # no address, and said of in a sentence
+        ("http://me:hunt?er2@host", "http://***@host"),
+        ("corpus.jsonl?a=b", "corpus.jsonl?a=b"),
+    ],
+)
+def test_a_url_is_shown_without_its_secrets(url: str, shown: str):
+    assert masked(url) == masked(shown) == shown
+    if "#" not in url and "hunt/" not in url and "hunt?" not in url:
+        assert "hunter2" not in redact(f"error at '{url}', sorry")
+        assert redact(f"({url})") == f"({shown})"
+
+
+def test_what_was_taken_from_a_url_is_in_the_environment(monkeypatch: pytest.MonkeyPatch):
+    name, shown = "TINYRL_GENERATION_URL", "http://***@host/v1?key=***"
+    assert whole_address("http://me:a@host", setting="generation.url") == "http://me:a@host"
+    monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=name):
+        whole_address(shown, setting="generation.url")
+    for wrong in ("http://me:hunter2@other/v1?key=b", "http://me:hunter2@host/v1", shown):
+        monkeypatch.setenv(name, wrong)
+        with pytest.raises(ValueError, match=name) as caught:
+            whole_address(shown, setting="generation.url")
+        assert "hunter2" not in str(caught.value)
+    monkeypatch.setenv(name, "http://me:a@host/v1?key=b")
+    assert whole_address(shown, setting="generation.url") == "http://me:a@host/v1?key=b"

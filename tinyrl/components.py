@@ -24,6 +24,7 @@ from tinyrl.models.vocabulary import check_ids, check_vocabulary
 from tinyrl.parts import Parts, SamplingParts
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
+from tinyrl.runs.rng_state import seed_generators
 from tinyrl.tasks import Task, load_split, load_task
 from tinyrl.tasks.prompts import PreparedPrompt, prepare_prompts
 
@@ -44,7 +45,7 @@ def load_parts(config: Config, *, options: Options) -> Parts:
     """Read the model and build policy, reference and critic. Random weights (LoRA's A) are drawn from run.seed."""
     accelerator = make_accelerator(options.device, dtype=config.model.dtype)
     dtype = resolve_dtype(config.model.dtype, on_cpu=accelerator.device.type == "cpu")
-    torch.manual_seed(config.run.seed)
+    seed_generators(config.run.seed)
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may add up in another order
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -18,6 +18,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -34,6 +35,7 @@ from tinyrl.runs.signals import check_stop
 TIMEOUT = timedelta(days=14)  # of a collective: longer than anything that one waits for
 LOOK_EVERY_S = 0.25  # at whether another process has left, while waiting
 SHORTEST_S, LONGEST_S = 5e-5, 5e-3  # between two looks at whether an exchange is done
+ANSWER_S = 5.0  # within which the store answers, unless rank 0, which may hold it, is stopped (SIGSTOP)
 PATIENCE_S = 60.0  # with which others wait for rank 0, which saves, before they end
 SAID_S = 2.0  # with which they wait for what rank 0 says of an error
 STOPPED, MAIN, LEFT, SAID = "tinyrl/stopped", "tinyrl/main", "tinyrl/left", "tinyrl/said"  # keys of the store
@@ -91,8 +93,11 @@ class Processes(World):
     def __init__(self, launch: Launched, store: Store) -> None:
         self.rank, self.size, self.local_size = launch.rank, launch.world_size, launch.local_world_size
         self.store, self.launcher = store, os.getppid()
+        self._asking = ThreadPoolExecutor(1)  # no thread of ours waits for the store without an end
+        self._asked: Future[Any] | None = None  # the last question
         if self.is_main:
             store.set(MAIN, f"{platform.node()} {os.getpid()}")
+        self.main_host, _, self.main_pid = store.get(MAIN).decode().rpartition(" ")
 
     def merge(self, own: list[Item]) -> list[Item]:
         each = self.gather(own)
@@ -126,9 +131,12 @@ class Processes(World):
                 )
 
     def announce(self, reason: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the store has gone with the launcher
+        def tell() -> None:
             if not self.store.check([STOPPED]):
                 self.store.set(STOPPED, f"process {self.rank} has left ({reason})")
+
+        with contextlib.suppress(RuntimeError):  # the store has gone with the launcher
+            self._ask(tell)
 
     def _all(self, tensor: Tensor) -> list[Tensor]:
         out = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -163,38 +171,67 @@ class Processes(World):
             raise self._lost(error) from error
 
     def _look(self) -> None:
-        if self.store.check([STOPPED]):
-            raise Interrupted(self.store.get(STOPPED).decode())
+        """Look whether another process has left; where the store is slow to answer, at the next look."""
+        if self._asked is None:
+            self._asked = self._asking.submit(self._why_stopped)
+        if wait([self._asked], timeout=LONGEST_S).done:
+            found, self._asked = self._asked.result(), None
+            if found is not None:
+                raise Interrupted(found)
+
+    def _why_stopped(self) -> str | None:
+        return self.store.get(STOPPED).decode() if self.store.check([STOPPED]) else None
+
+    def _ask(self, question: Callable[[], Item]) -> Item:
+        """What the store says. Raises RuntimeError where it does not answer in time."""
+        before, patience = self._asked, ANSWER_S
+        if before is not None and wait([before], timeout=patience).done:
+            self._asked = before = None
+        if before is None:
+            self._asked = self._asking.submit(question)
+            if wait([self._asked], timeout=patience).done:
+                answer, self._asked = self._asked, None
+                return answer.result()
+        raise RuntimeError("the store of the launch does not answer")
 
     def _lost(self, error: RuntimeError) -> Interrupted:
         """What a broken connection means: it is said by who left, or nobody could say it."""
         with contextlib.suppress(RuntimeError):
-            if self.store.check([STOPPED]):
-                return Interrupted(self.store.get(STOPPED).decode())
+            found = self._ask(self._why_stopped)
+            if found is not None:
+                return Interrupted(found)
         return Interrupted(f"another process has gone ({str(error).strip().splitlines()[0][:120]})")
 
     def speaks(self, sentence: str) -> bool:
         """Whether this process is to say a sentence: rank 0, and another one what rank 0 does not say."""
         with contextlib.suppress(RuntimeError):
             if self.is_main:
-                self.store.set(SAID, sentence)
+                self._ask(lambda: self.store.set(SAID, sentence))
                 return True
             until = time.monotonic() + SAID_S
             while time.monotonic() < until:
-                if self.store.check([SAID]):
-                    return self.store.get(SAID).decode() != sentence
+                if self._ask(lambda: self.store.check([SAID])):
+                    return self._ask(lambda: self.store.get(SAID)).decode() != sentence
                 time.sleep(LONGEST_S)
         return True
 
     def wait_for_main(self) -> None:
-        """Wait until rank 0 has left, or is no more: a launcher ends all when the first has failed."""
+        """Wait until rank 0 has left, is stopped or is no more: a launcher ends all when the first has failed."""
         until = time.monotonic() + PATIENCE_S
         with contextlib.suppress(RuntimeError):
-            host, pid = self.store.get(MAIN).decode().rsplit(" ", 1)
-            while time.monotonic() < until and not self.store.check([LEFT]):
-                if host == platform.node() and not os.path.exists(f"/proc/{pid}"):
+            while time.monotonic() < until and (self.main_host != platform.node() or _is_going(self.main_pid)):
+                if self._ask(lambda: self.store.check([LEFT])):
                     return
                 time.sleep(0.05)
+
+
+def _is_going(pid: str) -> bool:
+    """Whether a process of this machine is there and not stopped (SIGSTOP)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"T", b"t", b"Z", b"X")
+    except OSError:
+        return False
 
 
 def _as_bytes(value: Any) -> Tensor:
@@ -258,7 +295,7 @@ def leave(exit_code: int) -> None:
     ours.announce(f"exit code {exit_code}")
     if ours.is_main:
         with contextlib.suppress(RuntimeError):
-            ours.store.set(LEFT, "")
+            ours._ask(lambda: ours.store.set(LEFT, ""))
     else:
         ours.wait_for_main()
     sys.stdout.flush()

@@ -23,6 +23,7 @@ SHOWN_CHARACTERS = 80  # of a value that a sentence quotes
 ERROR_CHARACTERS = 300  # of a library's message
 
 HIDDEN = "[redacted]"
+MASK = "***"  # in the place of what may be secret in a URL
 # Names of settings whose values are secret; max_new_tokens, tokenizer and eos_token are not.
 SECRET = re.compile(
     r"(?i)(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!special_)token(?!s|iz|_id)|secret|passw(?:or)?d|api[ _-]?key"
@@ -35,6 +36,8 @@ _SECRET_VALUE = re.compile(
 )
 # A word is looked at from its beginning only, and never given back by letters: else a line of 64 KB takes minutes.
 _URL_LOGIN = re.compile(r"((?<!\w)\w++://)[^/\s]*@")
+_URL_QUERY = re.compile(r"((?<!\w)\w++://[^\s?\"'<>]*\?)([^\s\"'<>)\]]+)")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
 _BEARER = re.compile(r"(\b[Bb]earer\s+)[\w.~+/=-]{6,}")
 _NAMED_VALUE = re.compile(
     r"""(?i)((?:api|access|private)\ key|(?<![\w.-])[\w.-]++)(["']?\s*[=:]\s*)"""
@@ -130,8 +133,11 @@ def redact(text: str) -> str:
     """Take secrets out of a sentence: values of secret environment variables, logins in URLs, values that look like
     access tokens, values of settings named like one.
     """
-    text = _SECRET_VALUE.sub(HIDDEN, _URL_LOGIN.sub(rf"\1{HIDDEN}@", hidden(text)))
-    text = _NAMED_VALUE.sub(lambda m: f"{m[1]}{m[2]}{HIDDEN}" if SECRET.search(m[1]) else m[0], text)
+    text = _URL_QUERY.sub(lambda m: m[1] + _masked_query(m[2]), _URL_LOGIN.sub(rf"\1{MASK}@", hidden(text)))
+    text = _SECRET_VALUE.sub(HIDDEN, text)
+    text = _NAMED_VALUE.sub(
+        lambda m: f"{m[1]}{m[2]}{HIDDEN}" if SECRET.search(m[1]) and not m[3].startswith(MASK) else m[0], text
+    )
     return _BEARER.sub(rf"\1{HIDDEN}", text)
 
 
@@ -142,6 +148,44 @@ def is_address(url: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port that is no number, half a bracket
         return False
+
+
+def masked(url: str) -> str:
+    """A URL without what may be secret in it: its userinfo, the values of its query, its fragment. Other text stays."""
+    if not _URL.fullmatch(url):
+        return url
+    scheme, _, rest = url.partition("://")
+    if not is_address(url) and "@" in rest:  # such as a password with a slash
+        return f"{scheme}://{MASK}@{rest.rpartition('@')[2].partition('?')[0]}"
+    rest, hash_sign, _ = rest.partition("#")
+    place, question_mark, query = rest.partition("?")
+    host, slash, path = place.partition("/")
+    login, at, host = host.rpartition("@")
+    shown = f"{scheme}://{MASK if at else login}{at}{host}{slash}{path}{question_mark}{_masked_query(query)}"
+    return f"{shown}#{MASK}" if hash_sign else shown
+
+
+def _masked_query(query: str) -> str:
+    pairs = [pair.partition("=") for pair in query.split("&")] if query else []
+    return "&".join(f"{name}={MASK}" if equals else MASK for name, equals, _ in pairs)
+
+
+def whole_address(url: str, *, setting: str) -> str:
+    """The URL of a setting with what `masked` took from it, which is in the environment: generation.url's is in
+    TINYRL_GENERATION_URL. Raises ValueError, with what to do, where it is not.
+    """
+    if MASK not in url:
+        return url
+    variable = f"TINYRL_{setting.upper().replace('.', '_')}"
+    whole = os.environ.get(variable)
+    if whole is None:
+        raise ValueError(
+            f"{setting}={shortened(url)} is without its secrets, which no file of a run keeps: set the environment "
+            f"variable {variable} to the whole address"
+        )
+    if masked(whole) != masked(url) or MASK in whole:
+        raise ValueError(f"{variable} is the address {shortened(masked(whole))}, and {setting} is {shortened(url)}")
+    return whole
 
 
 def hidden(value: Any) -> Any:

@@ -147,6 +147,24 @@ def test_a_signal_at_any_moment_to_any_of_them(model: Path, tmp_path: Path) -> N
         assert workers_left({child.pid for child in ranks.all}) == []
 
 
+def test_a_signal_ends_a_process_while_rank_0_is_stopped(model: Path, tmp_path: Path) -> None:
+    """As under SIGSTOP by a scheduler; rank 0, which holds the store, goes on after that, notices, and saves."""
+    settings = settings_for(model, run={"num_steps": 500, "save_every": 0, "eval_prompts": 0})
+    ranks = Ranks(train, settings, tmp_path, folder=tmp_path)
+    until = time.monotonic() + 60
+    while not (tmp_path / "run/metrics.jsonl").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    ranks[0].send(signal.SIGSTOP)
+    time.sleep(2.0)
+    ranks[1].send(signal.SIGTERM)
+    first = ranks[1].wait(45.0)
+    ranks[0].send(signal.SIGCONT)
+    assert first == 75, ranks.said
+    assert ranks.end() == [75, 75], ranks.said
+    assert newest_sound(tmp_path / "run/checkpoints")[0] is not None
+    assert "stopped; nothing is lost" in ranks[0].said
+
+
 # ---- a slow reward ----
 
 

@@ -1,6 +1,9 @@
 """The client of a retrieval server, against servers that answer, hang, fail and talk nonsense."""
 
+import base64
 import json
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -8,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from tinyrl import http_client
 from tinyrl.environments import search_server
 from tinyrl.environments.search_server import SearchFailed, SearchServer
+from tinyrl.errors import Interrupted
+from tinyrl.runs.signals import StopFlag
 
 Answer = Callable[[BaseHTTPRequestHandler, bytes], None]
 
@@ -20,6 +26,7 @@ class Server:
     def __init__(self) -> None:
         self.answers: list[Answer] = []
         self.requests: list[tuple[str, str | None, Any]] = []
+        self.logins: list[str | None] = []
         self.ended = threading.Event()
         server = self
 
@@ -27,6 +34,7 @@ class Server:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 server.requests.append((self.path, self.headers["Content-Type"], json.loads(body)))
+                server.logins.append(self.headers["Authorization"])
                 answer = server.answers.pop(0) if len(server.answers) > 1 else server.answers[0]
                 answer(self, body)
 
@@ -46,6 +54,19 @@ class Server:
         while not self.ended.wait(0.02):
             handler.wfile.write(b" ")
             handler.wfile.flush()
+
+    def drip_header(self, handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        """A header that never ends."""
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+        while not self.ended.wait(0.02):
+            handler.wfile.write(b"x")
+
+    def stop_short(self, handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        """An answer without a length, of which nothing more comes."""
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(b'{"result": [')
+        self.ended.wait(60)
 
 
 @pytest.fixture
@@ -100,7 +121,7 @@ def test_a_megabyte_is_read(server: Server):
 
 
 def test_more_than_any_answer_has_is_not_read(server: Server, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(search_server, "MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(http_client, "MAX_BYTES", 1 << 20)
     server.answers = [says({"result": [documents("x" * 3_000_000)]})]
     with pytest.raises(SearchFailed, match="answered with more than 1 MB"):
         SearchServer(server.url).search(["q"], top_k=1)
@@ -134,7 +155,7 @@ def nothing(handler: BaseHTTPRequestHandler, body: bytes) -> None:
         (says({}, 429), "answered 429", 3),
         (says({}, 404), "answered 404 Not Found", 1),
         (says({"detail": "no"}, 422), "answered 422", 1),
-        (cut_short, r"did not answer \(IncompleteRead", 3),
+        (cut_short, r"did not answer \(peer closed connection", 3),
         (no_http, "did not answer", 3),
         (nothing, "did not answer", 3),
         (says(b""), "answered b'', which is no JSON", 1),
@@ -162,16 +183,16 @@ def test_every_other_answer_is_a_failure_with_its_reason(server: Server, answer:
     assert len(server.requests) == requests
 
 
-@pytest.mark.parametrize("how", ["hang", "drip"])
+@pytest.mark.parametrize("how", ["hang", "drip", "drip_header", "stop_short"])
 def test_a_server_that_does_not_come_to_an_end_is_given_up(server: Server, how: str):
     server.answers = [getattr(server, how)]
-    with pytest.raises(SearchFailed, match=r"did not answer \(timed out\)"):
+    with pytest.raises(SearchFailed, match=r"did not answer within 0.3 s \(environment.timeout_s\)"):
         SearchServer(server.url, timeout_s=0.3).search(["q"], top_k=1)
     assert len(server.requests) == 1
 
 
 def test_a_server_that_is_not_there_is_found_before_training():
-    with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:9/x did not answer \(.*refused.*Is it running"):
+    with pytest.raises(ValueError, match=r"127\.0\.0\.1:9/x did not answer \(Connection refused\). Is it running"):
         SearchServer("http://127.0.0.1:9/x", timeout_s=0.4).check()
 
 
@@ -193,3 +214,60 @@ def test_a_password_in_the_address_is_not_repeated(server: Server):
     with pytest.raises(SearchFailed) as caught:
         SearchServer(address).search(["q"], top_k=1)
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["hang", "drip", "drip_header", "stop_short"])
+def test_a_signal_ends_the_wait_for_an_answer(server: Server, how: str):
+    def interrupt(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        getattr(server, how)(handler, body)
+
+    server.answers = [interrupt]
+    with StopFlag(), pytest.raises(Interrupted, match="SIGTERM"):
+        SearchServer(server.url, timeout_s=3600).search(["q"], top_k=1)
+
+
+def test_login_and_query_of_the_address_are_sent(server: Server):
+    server.answers = [says({"result": [[]]})]
+    SearchServer(server.url.replace("http://", "http://me:hunt%40er2@") + "?api_key=a%20b").search(["q"], top_k=1)
+    assert server.requests[0][0] == "/retrieve?api_key=a%20b"
+    assert server.logins == ["Basic " + base64.b64encode(b"me:hunt@er2").decode()]
+
+
+def redirects(location: str, status: int = 307) -> Answer:
+    def answer(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        handler.send_response(status)
+        handler.send_header("Location", location)
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    return answer
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_redirect_on_the_same_server_is_followed_with_the_same_question(server: Server, status: int):
+    server.answers = [redirects("/other?a=b", status), says({"result": [documents("a")]})]
+    address = server.url.replace("http://", "http://me:hunter2@")
+    assert SearchServer(address).search(["q"], top_k=1) == [["a"]]
+    assert server.requests[1] == ("/other?a=b", *server.requests[0][1:])
+    assert server.logins[1] == server.logins[0] is not None
+
+
+@pytest.mark.parametrize(
+    "location",
+    ["http://localhost:{port}/", "http://127.0.0.1:1/", "https://127.0.0.1/", "file:///etc/passwd", "ftp://127.0.0.1/",
+     "//example.com/x?secret=hunter2", "http://u:hunter2@example.com/", "http://[::1/"],
+)  # fmt: skip
+def test_a_redirect_to_another_server_is_refused(server: Server, location: str):
+    server.answers = [redirects(location.format(port=server.http.server_port))]
+    with pytest.raises(SearchFailed, match="redirects to") as caught:
+        SearchServer(server.url).search(["q"], top_k=1)
+    assert len(server.requests) == 1
+    assert "hunter2" not in str(caught.value)
+
+
+def test_redirects_come_to_an_end(server: Server):
+    server.answers = [redirects("/retrieve")]
+    with pytest.raises(SearchFailed, match="redirects more than"):
+        SearchServer(server.url).search(["q"], top_k=1)
+    assert len(server.requests) == http_client.MOST_REDIRECTS + 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tinyrl.environments import Message, Reply, Transcript
+from tinyrl.environments import Message, Reply, Transcript, host
 from tinyrl.environments.calls import CALL_FAILED, MAX_REPLY_CHARS, Call, calls_of, text_of
 from tinyrl.environments.classes import ClassEnvironment
 from tinyrl.environments.tool_use import adapted, respond_with, schemas
@@ -643,3 +643,12 @@ def test_answering_loads_nothing_but_the_standard_library() -> None:
 class Unspeakable(Exception):
     def __str__(self) -> str:
         raise RuntimeError
+
+
+def test_a_reply_of_any_length_is_cut_before_it_is_sent_on():
+    long = "a" + "b" * (host.MAX_TEXT_CHARS * 3)
+    replies, problems = host.checked([long, Reply(long, reward=1.0), "short"], 3)
+    assert [len(text) for text, *_ in replies] == [host.MAX_TEXT_CHARS] * 2 + [5]
+    assert replies[1][0] == long[: host.MAX_TEXT_CHARS]
+    assert replies[1][2] == 1.0
+    assert not problems

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
 
 from tests import running
+from tests.environments.test_search_server import Server, documents, says
+from tests.faults.test_search_runs import lookup_query, searching
 from tests.training.test_resume import stopped_in_update
+from tinyrl.config.recipe import load_written_config
+from tinyrl.environments import search, search_server
 from tinyrl.report import write_report
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.settle import settle
@@ -71,3 +76,43 @@ def test_no_file_of_a_run_and_no_line_of_its_log_holds_a_secret(
         assert secret not in said.out + said.err
     assert "[redacted $JUDGE_KEY]" in (run.path / "config.yaml").read_text()
     assert run.read_config() == settle(settings)
+
+
+def test_secrets_of_a_search_servers_address_are_sent_and_in_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume asks for them; given again, in the environment or as a setting, they are no change."""
+    server, secret = Server(), "hunter2"
+    monkeypatch.setattr(search_server, "WAITS_S", (0.0, 0.0))
+    monkeypatch.setattr(search, "_between", lookup_query)
+    thread = threading.Thread(target=server.http.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        server.answers = [says({"result": [documents("a b")]})]
+        address = server.url.replace("//", f"//me:{secret}@") + f"?api_key={secret}"
+        variable = "TINYRL_ENVIRONMENT_CORPUS"
+        monkeypatch.delenv(variable, raising=False)
+        settings = searching(tmp_path, address, num_steps=2)
+        settings.environment.top_k = 1
+        _, run, looks = running.train(settings, tmp_path, name="whole")
+        _, run, _ = running.train(settings, tmp_path, stop_at=looks * 2 // 3)
+        write_report(run.path)
+        with pytest.raises(ValueError, match=variable):
+            running.go_on(run)
+        again = load_written_config(run.path / "config.yaml", overrides=[f"environment.corpus={address}"])
+        assert running.go_on(run, config=again, stop_at=8) == 75
+        monkeypatch.setenv(variable, address)
+        assert running.go_on(run) == 0
+        write_report(run.path)
+    finally:
+        server.ended.set()
+        server.http.shutdown()
+        server.http.server_close()
+        thread.join()
+    assert {path for path, *_ in server.requests} == {f"/retrieve?api_key={secret}"}
+    assert len({*server.logins}) == 1
+    assert server.logins[0] is not None
+    said = capsys.readouterr()
+    assert secret not in said.out + said.err
+    assert holding(tmp_path, secret) == []
+    assert f"{server.url.replace('//', '//***@')}?api_key=***" in (run.path / "config.yaml").read_text()

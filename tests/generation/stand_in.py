@@ -50,6 +50,9 @@ class Faults:
     reads_folders: bool = True
     noise: int = 0  # added to every seed
     busy: int = 0  # answers of 503 before the first other one
+    login: str | None = None  # the Authorization header without which everything is refused
+    query: str = ""  # and what must follow each path
+    stops_short: bool = False  # completions begin and do not end: no length is announced, and nothing more comes
 
 
 @dataclass
@@ -70,6 +73,7 @@ class StandIn:
         self.log: list[tuple[str, str]] = []
         self.applied: list[dict[str, Tensor]] = []
         self.completions = self.most_at_a_time = self.at_a_time = 0
+        self.ended = threading.Event()
         self._lock = threading.Lock()
 
     def __enter__(self) -> StandIn:
@@ -81,6 +85,7 @@ class StandIn:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.ended.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -199,7 +204,8 @@ class _Handler(BaseHTTPRequestHandler):
     server_side: StandIn
 
     def do_GET(self) -> None:
-        self._answer(self.server_side.models() if self.path == "/v1/models" else (404, {"detail": "Not Found"}))
+        known = self.path.removesuffix(self.server_side.faults.query) == "/v1/models"
+        self._answer(self.server_side.models() if known else (404, {"detail": "Not Found"}))
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -209,13 +215,24 @@ class _Handler(BaseHTTPRequestHandler):
             "/v1/unload_lora_adapter": self.server_side.unload,
             "/detokenize": self.server_side.detokenize,
         }
-        self._answer(endpoints[self.path](asked))
+        path = self.path.removesuffix(self.server_side.faults.query)
+        if path == "/v1/completions" and self.server_side.faults.stops_short:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"choices": [')
+            self.server_side.before()
+            self.server_side.ended.wait(60)
+        else:
+            self._answer(endpoints[path](asked))
 
     def _answer(self, answer: tuple[int, Any] | None) -> None:
         if answer is None:
             self.close_connection = True
             return
         status, said = answer
+        faults = self.server_side.faults
+        if self.headers["Authorization"] != faults.login or not self.path.endswith(faults.query):
+            status, said = 401, {"detail": "who are you?"}
         raw = (said if isinstance(said, str) else json.dumps(said)).encode()
         try:
             self.send_response(status)

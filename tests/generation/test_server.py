@@ -15,6 +15,7 @@ import torch
 from tests.generation.sampling import PROMPTS, assert_same, make_engine, sample, stir, tokens_of
 from tests.generation.stand_in import Faults, StandIn
 from tests.tiny_models import TinyModels
+from tinyrl import http_client
 from tinyrl.errors import GuardStop, Interrupted
 from tinyrl.generation import server_client
 from tinyrl.generation.engine import Request
@@ -27,7 +28,7 @@ from tinyrl.runs.signals import StopFlag
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_client, "WAITS_S", (0.01, 0.01))
-    monkeypatch.setattr(server_client, "POLL_S", 0.02)
+    monkeypatch.setattr(http_client, "POLL_S", 0.02)
 
 
 @pytest.fixture
@@ -41,6 +42,17 @@ def engines(server: StandIn, folder: Path, **options: Any) -> tuple[ServerEngine
     settings: dict[str, Any] = {"max_new_tokens": 6, **options}
     plain = make_engine(folder, lora=True, reference=True, **settings)
     stir(plain)
+    client = ServerClient(server.url, timeout_s=30.0)
+    return ServerEngine(plain.roles, plain.tokenizer, plain.settings, server=client, longest=40), plain
+
+
+made: dict[Path, tuple[ServerEngine, HfEngine]] = {}
+
+
+def shared_engine(tiny: TinyModels, server: StandIn) -> tuple[ServerEngine, HfEngine]:
+    """An engine that has not begun, over a model that is loaded once."""
+    folder = tiny("llama")
+    _, plain = made.setdefault(folder, engines(server, folder) if folder not in made else made[folder])
     client = ServerClient(server.url, timeout_s=30.0)
     return ServerEngine(plain.roles, plain.tokenizer, plain.settings, server=client, longest=40), plain
 
@@ -108,6 +120,20 @@ def test_so_many_requests_at_a_time(tiny: TinyModels):
         ours, _ = engines(server, tiny("llama"), max_new_tokens=1, max_rows=3)
         sample(ours, 4)
         assert server.most_at_a_time == 3
+
+
+def test_login_and_query_of_the_address_are_sent(tiny: TinyModels, served: StandIn, monkeypatch: pytest.MonkeyPatch):
+    ours, plain = shared_engine(tiny, served)
+    served.faults.login, served.faults.query = "Basic bWU6aHVudGVyMg==", "?api_key=a%20b"
+    with pytest.raises(ValueError, match="401"):
+        ours.start(PROMPTS)
+    shown, whole = (served.url.replace("//", f"//{login}@") + "/v1/" for login in ("***", "me:hunter2"))
+    monkeypatch.setenv("TINYRL_GENERATION_URL", f"{whole}?api_key=a%20b")
+    client = ServerClient(f"{shown}?api_key=***", timeout_s=30.0)
+    ours = ServerEngine(plain.roles, plain.tokenizer, plain.settings, server=client, longest=40)
+    lines = ours.start(PROMPTS)
+    assert_same(sample(ours), sample(plain))
+    assert "hunter2" not in f"{lines} {ours.command} {client.name}"
 
 
 # ---- what is refused before the first step ----
@@ -209,7 +235,7 @@ def test_a_server_that_takes_too_long(tiny: TinyModels):
     with StandIn(tiny("llama")) as server:
         ours, _ = engines(server, tiny("llama"))
         sample(ours, 1)
-        ours.server.timeout_s, server.faults.slow_s = 0.2, 1.0
+        ours.server.http.timeout_s, server.faults.slow_s = 0.2, 1.0
         with pytest.raises(Interrupted, match=r"did not answer within 0.2 s \(generation.timeout_s\)"):
             sample(ours, 1)
 
@@ -232,11 +258,92 @@ def test_a_signal_gives_up_what_is_under_way(tiny: TinyModels):
         held.set()
 
 
-def test_answers_without_tokens(tiny: TinyModels, served: StandIn, monkeypatch: pytest.MonkeyPatch):
-    ours, _ = engines(served, tiny("llama"))
-    monkeypatch.setattr(StandIn, "_draw", lambda *_: (None, [], "stop"))
-    with pytest.raises(ValueError, match="without a log-probability for each token id"):
+def drawn_as(last: Any = -1.0, **wrong: Any) -> dict[str, Any]:
+    """The answer to a request for six tokens, with another last log-probability or other fields."""
+    right = {"token_ids": [5] * 6, "logprobs": {"token_logprobs": [-1.0] * 5 + [last]}, "finish_reason": "length"}
+    return {"choices": [{**right, **wrong}]}
+
+
+def test_a_signal_ends_the_wait_for_an_answer_that_stopped(tiny: TinyModels, served: StandIn):
+    ours, _ = shared_engine(tiny, served)
+    ours.server.http.timeout_s = 3600.0
+    served.before = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    served.faults.stops_short = True
+    with StopFlag(), pytest.raises(Interrupted, match="SIGTERM"):
         ours.start(PROMPTS)
+
+
+NO_ANSWERS = (None, True, 3, "text", [], [[]], {}, {"choices": None}, {"data": None}, {"error": "busy"})
+FALSE_MODELS = (
+    *NO_ANSWERS,
+    {"data": {}},
+    {"data": [None]},
+    {"data": ["base"]},
+    {"data": []},
+    {"data": [{"parent": None}]},
+    *({"data": [{"id": wrong}]} for wrong in (None, 3, "", ["base"])),
+    *({"data": [{"id": "base", "root": wrong}]} for wrong in (3, ["x"])),
+    *({"data": [{"id": "base", "max_model_len": wrong}]} for wrong in ("512", -1, 0, 1.5, True)),
+    {"data": [{"id": "a", "parent": "base"}]},
+)
+FALSE_COMPLETIONS = (
+    *NO_ANSWERS,
+    *({"choices": wrong} for wrong in ({}, "a", [], [None], ["text"], [{}], [[]], drawn_as()["choices"] * 2)),
+    *(drawn_as(wrong) for wrong in (None, "-1.0", float("nan"), float("inf"), -float("inf"), 0.5, [0.1], True)),
+    *(drawn_as(token_ids=wrong) for wrong in (None, [], "5", [5] * 5, [5] * 7)),
+    *(drawn_as(token_ids=[5] * 5 + [wrong]) for wrong in ("5", 5.0, True, None, -1, 10**7, 10**30)),
+    drawn_as(token_ids=[5] * 48, logprobs={"token_logprobs": [-1.0] * 48}),
+    *(drawn_as(logprobs=wrong) for wrong in (None, [-1.0], {}, {"token_logprobs": None}, {"token_logprobs": {}})),
+    *(drawn_as(finish_reason=wrong) for wrong in (None, "abort", 1, "stop")),  # no text stops it here
+    drawn_as(token_ids=[5], logprobs={"token_logprobs": [-1.0]}),  # cut off where there was room
+)
+
+
+@pytest.mark.parametrize("answer", FALSE_MODELS, ids=repr)
+def test_a_false_list_of_models_is_a_sentence(
+    tiny: TinyModels, served: StandIn, monkeypatch: pytest.MonkeyPatch, answer: Any
+):
+    ours, _ = shared_engine(tiny, served)
+    monkeypatch.setattr(StandIn, "models", lambda self: (200, answer))
+    with pytest.raises(ValueError, match="/v1/models") as caught:
+        ours.start(PROMPTS)
+    assert "Start it with" in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", FALSE_COMPLETIONS, ids=repr)
+def test_a_false_completion_is_never_trained_on(
+    tiny: TinyModels, served: StandIn, monkeypatch: pytest.MonkeyPatch, answer: Any
+):
+    ours, _ = shared_engine(tiny, served)
+    monkeypatch.setattr(StandIn, "complete", lambda self, asked: (200, answer))
+    with pytest.raises(ValueError, match="/v1/completions"):
+        ours.start(PROMPTS)
+    ours._base = "base"  # as after a start that found nothing
+    with pytest.raises(Interrupted, match="/v1/completions"):
+        sample(ours, 1, role="base")
+
+
+def test_a_completion_goes_on_after_no_token_that_ends_it(
+    tiny: TinyModels, served: StandIn, monkeypatch: pytest.MonkeyPatch
+):
+    ours, _ = shared_engine(tiny, served)
+    ours._base = "base"
+    monkeypatch.setattr(StandIn, "complete", lambda self, asked: (200, drawn_as()))
+    assert {c.finish_reason for [c] in sample(ours, 1, role="base")} == {"length"}
+    ours.eos = [5]
+    with pytest.raises(Interrupted, match="/v1/completions"):
+        sample(ours, 1, role="base")
+
+
+def test_a_server_that_ignores_how_many_tokens_were_asked_for(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+    """As one behind a proxy that leaves out fields: 48 tokens where 6 were asked for."""
+    plain = StandIn.complete
+    with StandIn(tiny("llama")) as server:
+        ours, _ = engines(server, tiny("llama"))
+        sample(ours, 1)
+        monkeypatch.setattr(StandIn, "complete", lambda self, asked: plain(self, {**asked, "max_tokens": 48}))
+        with pytest.raises(Interrupted, match="where 6 were asked for"):
+            sample(ours, 4)
 
 
 def test_nothing_to_sample(tiny: TinyModels, served: StandIn):

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import torch
 
-from tinyrl.runs.rng_state import python_rng, restore_rng, rng_tensors
+from tinyrl.runs.rng_state import python_rng, restore_rng, rng_tensors, seed_generators
 
 
 def draw() -> tuple[float, float, float, float]:
@@ -23,3 +23,13 @@ def test_round_trip_through_json() -> None:
     assert [draw() for _ in range(3)] != expected
     restore_rng(tensors, python)
     assert [draw() for _ in range(3)] == expected
+
+
+def test_every_generator_that_is_saved_is_seeded() -> None:
+    drawn = []
+    for seed in (0, 0, 1, 10**17, 10**17):
+        seed_generators(seed)
+        drawn.append(draw())
+    assert drawn[0] == drawn[1]
+    assert drawn[3] == drawn[4]
+    assert all(a != b for a, b in zip(drawn[0], drawn[2], strict=True))

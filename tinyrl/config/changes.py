@@ -8,8 +8,7 @@ import json
 import re
 from typing import Any
 
-from tinyrl.config.schema import Config
-from tinyrl.text import hidden
+from tinyrl.config.schema import Config, without_secrets
 
 MOST_SHOWN = 3
 
@@ -24,7 +23,7 @@ def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed
         raise ValueError(
             f"{since} was written by `tinyrl train {before['method']}`; {config.method} cannot go on with it"
         )
-    changes = changed_settings(hidden(before), config.written())
+    changes = changed_settings(without_secrets(before), config.written())
     refuse("settings have changed", [c for c in changes if not _longer(c)], since=since, allowed=allowed)
     return changes
 

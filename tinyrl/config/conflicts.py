@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from tinyrl.config.methods import METHODS
-from tinyrl.text import is_address, redact, shortened
+from tinyrl.text import is_address, masked, shortened
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config
@@ -201,7 +201,7 @@ def _server(config: Config) -> Iterator[str]:
         return
     generation = config.generation
     if generation.url is not None and not is_address(generation.url):
-        url = shortened(redact(generation.url))
+        url = shortened(masked(generation.url))
         yield f"generation.url: '{url}' is not the address of a server: http://HOST:PORT, such as http://127.0.0.1:8000"
     if generation.engine != "server":
         return

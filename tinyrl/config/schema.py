@@ -16,6 +16,7 @@ from tinyrl.config.fields import Section
 from tinyrl.config.method_sections import DpoConfig, GrpoConfig, PpoConfig, RewardModelConfig, SftConfig
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName, is_method
 from tinyrl.config.sections import (
+    URL_SETTINGS,
     CriticConfig,
     EnvironmentConfig,
     GenerationConfig,
@@ -27,7 +28,7 @@ from tinyrl.config.sections import (
     RunConfig,
     TaskConfig,
 )
-from tinyrl.text import hidden
+from tinyrl.text import hidden, masked
 
 
 class Config(Section):
@@ -99,4 +100,15 @@ class Config(Section):
 
     def written(self) -> dict[str, Any]:
         """The sections that the method uses, as JSON values without secrets: what config.yaml and checkpoints hold."""
-        return hidden({name: value for name, value in self.model_dump(mode="json").items() if self.uses(name)})
+        values = self.model_dump(mode="json")
+        return without_secrets({name: value for name, value in values.items() if self.uses(name)})
+
+
+def without_secrets(values: dict[str, Any]) -> dict[str, Any]:
+    """Sections of settings without secrets: those of environment variables, and those in a URL."""
+    shown = hidden(values)
+    for section, name in URL_SETTINGS:
+        part = shown.get(section)
+        if isinstance(part, dict) and isinstance(part.get(name), str):
+            shown = {**shown, section: {**part, name: masked(part[name])}}
+    return shown

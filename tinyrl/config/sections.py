@@ -18,6 +18,7 @@ from tinyrl.config.fields import (
 )
 
 BUILT_IN_ENVIRONMENTS = ("search", "python")
+URL_SETTINGS = (("generation", "url"), ("environment", "corpus"))  # shown and kept without what is secret in a URL
 
 
 class ModelConfig(Section):

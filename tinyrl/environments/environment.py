@@ -15,7 +15,7 @@ from tinyrl.environments.python import check_available
 from tinyrl.environments.python import respond as run_cells
 from tinyrl.environments.search import open_retriever
 from tinyrl.environments.search import respond as look_up
-from tinyrl.text import redact
+from tinyrl.text import masked
 from tinyrl.workers.calls import RowFailure, Rows, WorkerFunction
 from tinyrl.workers.loading import parse_use
 from tinyrl.workers.process import quoted
@@ -162,7 +162,7 @@ def _search(config: EnvironmentConfig, length: Callable[[str], int]) -> tuple[Re
     retriever = open_retriever(config.corpus, timeout_s=config.seconds, say=_say)
     most = config.max_observation_tokens
     size = f" (passages: {len(retriever):,})" if isinstance(retriever, Corpus) else ""
-    said = f"of {redact(config.corpus)}{size}, {config.top_k} a query"
+    said = f"of {masked(config.corpus)}{size}, {config.top_k} a query"
     return functools.partial(look_up, retriever=retriever, top_k=config.top_k, max_length=most, length=length), said
 
 

@@ -14,6 +14,8 @@ from tinyrl.environments import MAX_REWARD
 from tinyrl.environments.tool_use import Adapted, adapted
 from tinyrl.workers.worker import parameters_of
 
+MAX_TEXT_CHARS = 1 << 20  # of a reply, which is cut to a number of tokens later: this keeps megabytes from travelling
+
 Checked = tuple[list[Any], list[tuple[int, str]]]
 
 
@@ -70,7 +72,7 @@ def checked(returned: Any, num_rows: int) -> Checked:
 
 def _reply(value: Any) -> tuple[list[Any] | None, str]:
     if value is None or isinstance(value, str):
-        return (None if value is None else [value, False, 0.0, False]), ""
+        return (None if value is None else [value[:MAX_TEXT_CHARS], False, 0.0, False]), ""
     if isinstance(value, Exception):
         return None, f"gave no answer: {value}"
     text, done, reward = (getattr(value, name, None) for name in ("text", "done", "reward"))
@@ -79,4 +81,4 @@ def _reply(value: Any) -> tuple[list[Any] | None, str]:
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= MAX_REWARD:
         shown = reward if isinstance(reward, float) and not math.isfinite(reward) else type(reward).__name__
         return None, f"gave the reward {shown}, not a number up to {MAX_REWARD:g}"
-    return [text, done, float(reward), bool(getattr(value, "invalid", False))], ""
+    return [text[:MAX_TEXT_CHARS], done, float(reward), bool(getattr(value, "invalid", False))], ""

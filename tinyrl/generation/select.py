@@ -29,7 +29,7 @@ from tinyrl.models.logprobs import head_of
 from tinyrl.models.lora_merge import is_plain_lora
 from tinyrl.models.roles import Roles
 from tinyrl.models.rounding import HALVES, as_exact, in_float32, ordinary_ids
-from tinyrl.text import first_line, redact
+from tinyrl.text import first_line, masked
 
 EngineName = Literal["auto", "fused", "hf-merged", "hf"]  # of this process
 COPY_SHARE = 0.5  # of the free memory that a private copy of the weights may take
@@ -62,7 +62,7 @@ def engine_of(
         assert config.url is not None, "the configuration has checked it"
         server = ServerClient(config.url, timeout_s=config.timeout_s)
         engine = ServerEngine(roles, tokenizer, settings, server=server, longest=longest)
-        return engine, f"generation.url={redact(config.url)}"
+        return engine, f"generation.url={masked(config.url)}"
     dtype = roles.dtype if config.dtype == "auto" else resolve_dtype(config.dtype, on_cpu=False)
     return select_engine(roles, tokenizer, settings, wanted=config.engine, dtype=dtype, longest=longest)
 

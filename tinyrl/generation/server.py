@@ -22,7 +22,6 @@ from tinyrl.errors import GuardStop, Interrupted
 from tinyrl.generation import server_checks as checks
 from tinyrl.generation.engine import (
     Completion,
-    FinishReason,
     Request,
     SampledRole,
     SamplingEngine,
@@ -38,7 +37,7 @@ from tinyrl.generation.server_command import serve_command
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.roles import Roles
 
-COMPLETIONS = "/v1/completions"
+MODELS, COMPLETIONS = "/v1/models", "/v1/completions"
 AT_A_TIME = 256  # requests under way where generation.max_rows says nothing else
 PROBED_PROMPTS, PROBED_TOKENS = 4, 64
 LOST = 404  # an adapter the server does not have: it was started anew
@@ -62,6 +61,7 @@ class ServerEngine(SamplingEngine):
         self.server, self.longest = server, longest
         self.max_rows = settings.max_rows
         self.eos = sorted(eos_token_ids(roles, tokenizer))
+        self.vocabulary = len(roles.causal.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
         self.adapters = ServedAdapters(server, roles)
         self.command = serve_command(roles, server, longest=longest)
         self.first_gap: float | None = None  # of the base, then of the first policy if that is larger
@@ -107,19 +107,18 @@ class ServerEngine(SamplingEngine):
 
     def _served_base(self) -> tuple[str, str]:
         """The base's name there, and what it was loaded from."""
-        listed = self.server.get("/v1/models")
-        models = listed.get("data", []) if isinstance(listed, dict) else []
-        base = next((m for m in models if not m.get("parent")), None)
+        listed = checks.read_as(checks.Models, self.server.get(MODELS), server=self.server, path=MODELS)
+        base = next((model for model in listed.data if not model.parent), None)
         if base is None:
-            raise ServerError(f"{self.server.name} lists no model under /v1/models")
-        room = base.get("max_model_len")
-        if isinstance(room, int) and room < self.longest:
+            raise ServerError(f"{self.server.name} lists no model under {MODELS}")
+        room = base.max_model_len
+        if room is not None and room < self.longest:
             raise ValueError(
                 f"{self.server.name} has room for {room} tokens of prompt and completion, and the run may need "
                 f"{self.longest}: start it with --max-model-len {self.longest}, or lower generation.max_prompt_tokens "
                 "or generation.max_new_tokens"
             )
-        return str(base["id"]), str(base.get("root") or base["id"])
+        return base.id, base.root or base.id
 
     def _check_base(self, base: str, root: str, prompts: list[list[int]]) -> float:
         """The gap of the base. Raises ValueError where the server's numbers are not those of our base."""
@@ -256,19 +255,15 @@ class ServerEngine(SamplingEngine):
 
     def _drawn(self, bodies: list[dict[str, Any]]) -> list[Completion]:
         answers = self.server.post_all(COMPLETIONS, bodies, most=self.max_rows or AT_A_TIME)
-        return [self._completion(answer) for answer in answers]
+        return [self._completion(answer, body) for answer, body in zip(answers, bodies, strict=True)]
 
-    def _completion(self, answer: Any) -> Completion:
-        """Raises ServerError where an answer lacks what was asked for."""
-        choice = answer["choices"][0] if isinstance(answer, dict) and answer.get("choices") else {}
-        tokens, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
-        if not tokens or not logprobs or len(tokens) != len(logprobs) or None in logprobs:
-            raise ServerError(
-                f"{self.server.name} answered {COMPLETIONS} without a log-probability for each token id "
-                "(it needs to know `return_token_ids` and `logprobs`)"
-            )
-        stopped: FinishReason = "stop" if choice.get("finish_reason") == "stop" else "length"
-        return Completion(tokens, logprobs, "eos" if tokens[-1] in self.eos else stopped)
+    def _completion(self, answer: Any, asked: dict[str, Any]) -> Completion:
+        """Raises ServerError where an answer is not one to what was asked for."""
+        choice = checks.read_completion(answer, asked, vocabulary=self.vocabulary, server=self.server, path=COMPLETIONS)
+        tokens = choice.token_ids
+        return Completion(
+            tokens, choice.logprobs.token_logprobs, "eos" if tokens[-1] in self.eos else choice.finish_reason
+        )
 
     def _sentence(self, error: ServerError) -> str:
         """What went wrong and what to do."""

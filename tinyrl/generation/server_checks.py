@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.generation.engine import Completion, SampledRole
-from tinyrl.generation.server_client import ServerClient
+from tinyrl.generation.server_client import ServerClient, ServerError
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.roles import Roles
 from tinyrl.text import shortened
@@ -23,6 +25,94 @@ TOKENS_AT_ONCE = 4096  # whose text is compared in one request
 STIRRED = 0.02  # deviation of the numbers added to LoRA's B, which is zero in a fresh adapter
 UNEXPLAINED = 0.1  # of the squares that the server's numbers may leave, where another model leaves 1 or more
 SMALLEST_GAP, TIMES = 1e-4, 5.0  # nats per token: a gap is too large above the first one, this many times
+ROUNDED = 1e-3  # by which a log-probability may be above 0
+
+
+class _Part(BaseModel):
+    """Of a server's answer: these fields as they are here, others are not looked at."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class ServedModel(_Part):
+    """A base, or an adapter, which has a parent; root: what it was loaded from."""
+
+    id: Annotated[str, Field(min_length=1)]
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: Annotated[int, Field(gt=0)] | None = None
+
+
+class Models(_Part):
+    """The answer of /v1/models."""
+
+    data: list[ServedModel]
+
+
+class _Logprobs(_Part):
+    token_logprobs: list[Annotated[float, Field(le=ROUNDED, allow_inf_nan=False)]]
+
+
+class Choice(_Part):
+    """A completion; `token_ids` with the one that ended it."""
+
+    token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    logprobs: _Logprobs
+    finish_reason: Literal["stop", "length"]
+
+
+class Completions(_Part):
+    """The answer of /v1/completions to a request for one."""
+
+    choices: Annotated[list[Choice], Field(min_length=1, max_length=1)]
+
+
+class Detokenized(_Part):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
+Shape = TypeVar("Shape", bound=_Part)
+
+
+def read_as(shape: type[Shape], answer: Any, *, server: ServerClient, path: str) -> Shape:
+    """A server's answer in its shape. Raises ServerError naming the first field that is not as it should be."""
+    try:
+        return shape.model_validate(answer)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the answer"
+        given = "" if first["type"] == "missing" else f", not {shortened(repr(first['input']), 40)}"
+        raise ServerError(f"{server.name} answered {path} with a wrong {place}: {first['msg']}{given}") from None
+
+
+def read_completion(answer: Any, asked: dict[str, Any], *, vocabulary: int, server: ServerClient, path: str) -> Choice:
+    """The one completion of an answer to the request `asked`, from a vocabulary of so many tokens. Raises ServerError
+    where it is not one that such a request can have.
+    """
+    [choice] = read_as(Completions, answer, server=server, path=path).choices
+    tokens, most = choice.token_ids, asked["max_tokens"]
+    logprobs = choice.logprobs.token_logprobs
+    beyond = next((token for token in tokens if token >= vocabulary), None)
+    early = next((token for token in tokens[:-1] if token in asked["stop_token_ids"]), None)
+    ended, said_so = tokens[-1] in asked["stop_token_ids"], choice.finish_reason == "stop"
+    wrong = ""
+    if len(tokens) > most:
+        wrong = f"{len(tokens)} tokens where {most} were asked for"
+    elif len(logprobs) != len(tokens):
+        wrong = f"{len(logprobs)} log-probabilities of {len(tokens)} tokens"
+    elif beyond is not None:
+        wrong = f"token {beyond}, and the vocabulary has {vocabulary:,}"
+    elif early is not None:
+        wrong = f"tokens that go on after {early}, which ends a completion"
+    elif said_so and not ended and not asked["stop"]:
+        wrong = "a completion that ends by itself, which was not asked for"
+    elif not said_so and not ended and len(tokens) < most:
+        wrong = f"{len(tokens)} tokens cut off for their length, where there was room for {most}"
+    if wrong:
+        raise ServerError(f"{server.name} answered {path} with {wrong}")
+    return choice
 
 
 def check_tokenizer(server: ServerClient, base: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -51,8 +141,8 @@ def _texts(
     """What tokens mean here and there; None where that is the same."""
     here = str(tokenizer.decode(tokens))
     there = server.post("/detokenize", {"model": base, "tokens": tokens})
-    there = there.get("prompt") if isinstance(there, dict) else None
-    return None if here == there else (here, str(there))
+    there = read_as(Detokenized, there, server=server, path="/detokenize").prompt
+    return None if here == there else (here, there)
 
 
 def rescored(

@@ -1,30 +1,23 @@
-"""An HTTP client of a serving engine: requests side by side, tried again with a limit, given up at once on a signal.
+"""A client of a serving engine: vLLM's protocol over our HTTP client, with refusals in words.
 
-The standard library's connections are enough for it, and go past any proxy: the server is on this machine, since it
-reads adapters from a folder of it.
+It goes past any proxy: the server is on this machine, since it reads adapters from a folder of it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
-import socket
-import threading
-import time
 import urllib.parse
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from tinyrl.runs.signals import check_stop
-from tinyrl.text import redact, shortened
+from tinyrl.http_client import Answer, HttpClient, NoAnswer
+from tinyrl.text import masked, shortened, whole_address
 
 WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before the second try and those after it
 TRY_AGAIN = (408, 425, 429, 502, 503, 504)
 MOST_SAID = 300  # characters of a refusal
 TELL_S = 5.0
-POLL_S = 0.2  # between two looks at whether a signal has come
 PORTS = {"http": 80, "https": 443}
 API_KEY = "VLLM_API_KEY"  # the variable from which vLLM's own server takes its key
 
@@ -38,23 +31,31 @@ class ServerError(Exception):
 
 
 class ServerClient:
-    """A server at an http address. `timeout_s` is for one request, however often it is tried."""
+    """A server at an http address, that of `generation.url`. `timeout_s` is for one request, however often it is tried.
+
+    Raises ValueError where the address lacks its password, which is in the environment.
+    """
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
-        parts = urllib.parse.urlsplit(url.rstrip("/").removesuffix("/v1"))
+        parts = urllib.parse.urlsplit(whole_address(url, setting="generation.url"))
         assert parts.scheme in ("http", "https"), "the configuration has checked it"
         assert parts.hostname
-        self.url = parts.geturl()
-        self.host, self.port, self.path = parts.hostname, parts.port or PORTS[parts.scheme], parts.path
-        self.timeout_s = timeout_s
-        self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._open: set[http.client.HTTPConnection] = set()
-        self._given_up = threading.Event()
+        path = parts.path.rstrip("/").removesuffix("/v1")
+        self.url = parts._replace(path=path, fragment="").geturl()
+        self.host, self.port = parts.hostname, parts.port or PORTS[parts.scheme]
+        self.http = HttpClient(
+            self.url,
+            timeout_s=timeout_s,
+            setting="generation.timeout_s",
+            waits_s=WAITS_S,
+            try_again=TRY_AGAIN,
+            proxies=False,
+        )
 
     @property
     def name(self) -> str:
         """For messages, without a password that the address may hold."""
-        return f"the server at {shortened(redact(self.url))}"
+        return f"the server at {shortened(masked(self.url))}"
 
     def get(self, path: str) -> Any:
         """What is at a path. Raises ServerError."""
@@ -74,83 +75,34 @@ class ServerClient:
 
     def tell(self, path: str, body: dict[str, Any]) -> None:
         """Send a request of which nothing depends: one try, whatever comes of it."""
-        self._given_up.clear()
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            self._once("POST", path, body, until=time.monotonic() + TELL_S)
+        with contextlib.suppress(NoAnswer):
+            self.http.ask("POST", path, [body], read=lambda answer: None, headers=_key(), once_s=TELL_S)
 
     def _all(self, method: str, path: str, bodies: list[Any], *, most: int) -> list[Any]:
-        self._given_up.clear()
-        with ThreadPoolExecutor(max(1, min(most, len(bodies)))) as pool:
-            calls = [pool.submit(self._asked, method, path, body) for body in bodies]
-            try:
-                while True:
-                    left = wait(calls, timeout=POLL_S, return_when=FIRST_EXCEPTION).not_done
-                    for call in calls:
-                        if call.done() and call.exception() is not None:
-                            call.result()
-                    if not left:
-                        return [call.result() for call in calls]
-                    check_stop()
-            finally:
-                self._give_up(calls)
+        def read(answer: Answer) -> Any:
+            return self._read(path, answer)
 
-    def _give_up(self, calls: list[Future[Any]]) -> None:
-        """Let go of what is still under way; the server then stops working on it."""
-        for call in calls:
-            call.cancel()
-        self._given_up.set()
-        for connection in list(self._open):
-            if connection.sock is not None:
-                with contextlib.suppress(OSError):  # it has just ended by itself
-                    connection.sock.shutdown(socket.SHUT_RDWR)
-
-    def _asked(self, method: str, path: str, body: Any) -> Any:
-        """The server's answer, from the first try that gets one; what another try cannot mend ends it."""
-        until, reason = time.monotonic() + self.timeout_s, ""
-        for pause in (*WAITS_S, None):
-            try:
-                status, raw = self._once(method, path, body, until=until)
-            except TimeoutError:
-                late = f"{self.name} did not answer within {self.timeout_s:g} s (generation.timeout_s)"
-                raise ServerError(late) from None
-            except (OSError, http.client.HTTPException) as error:
-                reason = f"did not answer ({shortened(str(error) or type(error).__name__)})"
-            else:
-                if status not in TRY_AGAIN:
-                    return self._read(path, status, raw)
-                reason = f"answered {path} with {status}"
-            if pause is None or time.monotonic() + pause >= until or self._given_up.wait(pause):
-                break
-        raise ServerError(f"{self.name} {reason}")
-
-    def _once(self, method: str, path: str, body: Any, *, until: float) -> tuple[int, bytes]:
-        key = os.environ.get(API_KEY)
-        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-        connection = self._connect(self.host, self.port, timeout=max(until - time.monotonic(), 0.001))
-        self._open.add(connection)
         try:
-            connection.connect()
-            if self._given_up.is_set():
-                raise ConnectionAbortedError("given up")
-            sent = None if body is None else json.dumps(body).encode()
-            connection.request(method, self.path + path, body=sent, headers=headers)
-            response = connection.getresponse()
-            return response.status, response.read()
-        finally:
-            self._open.discard(connection)
-            connection.close()
+            return self.http.ask(method, path, bodies, read=read, most=most, headers=_key())
+        except NoAnswer as error:
+            raise ServerError(f"{self.name} {error}") from None
 
-    def _read(self, path: str, status: int, raw: bytes) -> Any:
+    def _read(self, path: str, answer: Answer) -> Any:
         """An answer's JSON; as text where it is none, such as after a load. Raises ServerError for a refusal."""
-        text = raw.decode(errors="replace")
+        text = answer.body.decode(errors="replace")
         try:
-            answer = json.loads(text)
+            value = json.loads(text)
         except (ValueError, RecursionError):
-            answer = text
-        if status >= 400:
-            said = shortened(_said(answer), MOST_SAID)
-            raise ServerError(f"{self.name} answered {path} with {status}: {said}", status=status)
-        return answer
+            value = text
+        if answer.status >= 300:
+            said = shortened(_said(value), MOST_SAID)
+            raise ServerError(f"{self.name} answered {path} with {answer.status}: {said}", status=answer.status)
+        return value
+
+
+def _key() -> dict[str, str]:
+    key = os.environ.get(API_KEY)
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _said(answer: Any) -> str:

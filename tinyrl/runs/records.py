@@ -4,6 +4,7 @@ Lines that cannot be read are counted and reported (lines.py). Numbers that are 
 in a chart, never a zero.
 """
 
+import functools
 import json
 import math
 from dataclasses import dataclass, field
@@ -45,7 +46,14 @@ class Run:
 
     def metric_names(self) -> list[str]:
         """Every metric that has at least one finite number, sorted."""
-        return sorted({key for line in self.steps.values() for key in line if math.isfinite(number(line[key]))})
+        return sorted(self._measured)
+
+    @functools.cached_property
+    def _measured(self) -> set[str]:
+        found = set[str]()
+        for line in self.steps.values():
+            found.update(key for key in line.keys() - found if math.isfinite(number(line[key])))
+        return found
 
     def points(self, key: str) -> Points:
         """The metric by step, NaN where its line says null; empty when it never has a finite number."""
@@ -119,6 +127,7 @@ def read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
 
 
 def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
+    from tinyrl.config.schema import without_secrets
     from tinyrl.config.yaml_reader import parse_plain  # with yaml, which not every reader of records needs
 
     try:
@@ -129,7 +138,7 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     except (ValueError, RecursionError):
         notes.append(f"{path.name} could not be read: settings are missing from this report.")
         return {}
-    return hidden(loaded) if isinstance(loaded, dict) else {}
+    return without_secrets(loaded) if isinstance(loaded, dict) else {}
 
 
 def _read_env(path: Path, notes: list[str]) -> dict[str, Any]:

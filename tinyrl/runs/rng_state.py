@@ -13,6 +13,13 @@ import torch
 from torch import Tensor
 
 
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of Python, NumPy (which takes 32 bits) and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def python_rng() -> list[Any]:
     """The state of `random`, as JSON."""
     kind, numbers, gauss = random.getstate()

@@ -1,0 +1,201 @@
+"""An HTTP client for the servers that a run asks: requests side by side, each under one deadline, answers of a limited
+size, given up at once on a signal.
+
+Requests run in an event loop in a thread of its own, where a deadline or a signal cancels whatever they wait for: a
+connection, a header, the rest of an answer. The caller's thread only looks for signals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx2
+
+from tinyrl.runs.signals import check_stop
+from tinyrl.text import masked, shortened
+
+MAX_BYTES = 1 << 26  # of one answer
+MOST_REDIRECTS = 3
+POLL_S = 0.2  # between two looks at whether a signal has come
+REDIRECTS = (301, 302, 307, 308)  # after which the same request is sent once more
+
+Read = TypeVar("Read")
+
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # below that it logs whole addresses
+
+
+class NoAnswer(Exception):
+    """What a server did instead of answering: the end of a sentence that begins with its name."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A server's answer; `reason` is the text beside the status."""
+
+    status: int
+    reason: str
+    body: bytes
+
+
+class HttpClient:
+    """A server at an http address, whose userinfo and query go along with every request.
+
+    timeout_s: for one request, however often it is tried; setting: the field that says so; waits_s: before the second
+    try and those after it; try_again: statuses after which there is one; proxies: whether those of the environment are
+    used. A redirect is followed to the same server only. Raises ValueError for an address that is none.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float,
+        setting: str,
+        waits_s: Sequence[float],
+        try_again: Sequence[int],
+        proxies: bool,
+    ) -> None:
+        try:
+            address = httpx2.URL(url)
+        except httpx2.InvalidURL as error:
+            raise ValueError(f"'{shortened(masked(url))}' is not the address of a server: {error}") from None
+        login = (address.username, address.password) if address.userinfo else None
+        self.address = address.copy_with(username=None, password=None, fragment=None)
+        self.timeout_s, self.setting = timeout_s, setting
+        self.waits_s, self.try_again = tuple(waits_s), try_again
+        self._client = httpx2.AsyncClient(  # closed with the process: it holds no connection for long
+            auth=login, timeout=None, trust_env=proxies, limits=httpx2.Limits(max_connections=None)
+        )
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        bodies: Sequence[Any],
+        *,
+        read: Callable[[Answer], Read],
+        most: int = 1,
+        headers: dict[str, str] | None = None,
+        once_s: float | None = None,
+    ) -> list[Read]:
+        """What `read` makes of the answers to some requests, in their order, `most` of them under way at a time. A body
+        is JSON, or None. once_s: so many seconds for one try, in place of the client's own.
+
+        Raises NoAnswer, or what `read` raises, with the first that fails, and Interrupted once a stop was asked for;
+        the others are given up.
+        """
+        url = self.address.copy_with(path=self.address.path.rstrip("/") + path) if path else self.address
+        sent = {"Content-Type": "application/json", "Accept-Encoding": "identity", **(headers or {})}
+
+        async def all_of_them() -> list[Read]:
+            free = asyncio.Semaphore(max(1, most))
+
+            async def one(body: Any) -> Read:
+                content = None if body is None else json.dumps(body).encode()
+                request = httpx2.Request(method, url, content=content, headers=sent)
+                async with free:
+                    return read(await self._asked(request, once_s))
+
+            try:
+                async with asyncio.TaskGroup() as group:
+                    calls = [group.create_task(one(body)) for body in bodies]
+            except ExceptionGroup as failed:
+                raise failed.exceptions[0] from None
+            return [call.result() for call in calls]
+
+        return _until_done(all_of_them())
+
+    async def _asked(self, request: httpx2.Request, once_s: float | None) -> Answer:
+        """The answer of the first try that gets one, or of the last; what another try cannot mend ends it."""
+        timeout_s, waits_s = (self.timeout_s, self.waits_s) if once_s is None else (once_s, ())
+        until = time.monotonic() + timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                for pause in (*waits_s, None):
+                    last = pause is None or time.monotonic() + pause >= until
+                    try:
+                        answer = await self._once(request)
+                    except (httpx2.TransportError, OSError) as error:
+                        if last:
+                            raise NoAnswer(f"did not answer ({_cause(error)})") from None
+                    else:
+                        if last or answer.status not in self.try_again:
+                            return answer
+                    await asyncio.sleep(pause or 0.0)
+        except TimeoutError:
+            raise NoAnswer(f"did not answer within {timeout_s:g} s ({self.setting})") from None
+        raise AssertionError("unreachable")
+
+    async def _once(self, request: httpx2.Request) -> Answer:
+        for _ in range(MOST_REDIRECTS + 1):
+            response = await self._client.send(request, stream=True)
+            try:
+                if response.status_code not in REDIRECTS or "Location" not in response.headers:
+                    return Answer(response.status_code, response.reason_phrase, await _limited(response))
+            finally:
+                await response.aclose()
+            url = self._redirected(response.headers["Location"])
+            headers = {name: value for name, value in request.headers.items() if name not in ("host", "authorization")}
+            request = httpx2.Request(request.method, url, content=request.content, headers=headers)
+        raise NoAnswer(f"redirects more than {MOST_REDIRECTS} times")
+
+    def _redirected(self, location: str) -> httpx2.URL:
+        """Where a redirect leads. Raises NoAnswer where that is another server, or none at all."""
+        ours = self.address
+        try:
+            url = ours.join(location)
+        except httpx2.InvalidURL:
+            raise NoAnswer(f"redirects to {shortened(masked(location))}, which is no address") from None
+        same = (url.scheme, url.host, url.port) == (ours.scheme, ours.host, ours.port)
+        safer = (url.scheme, url.host, url.port, ours.scheme, ours.port) == ("https", ours.host, None, "http", None)
+        if not same and not safer:
+            raise NoAnswer(
+                f"redirects to {shortened(masked(str(url)))}, which is another server; nothing is sent there"
+            )
+        return url.copy_with(username=None, password=None)
+
+
+def _cause(error: BaseException) -> str:
+    """What was the matter first: libraries wrap it in errors that say less."""
+    while isinstance(error.__cause__ or error.__context__, Exception):
+        error = error.__cause__ or error.__context__  # pyright: ignore[reportAssignmentType]
+    if isinstance(error, OSError) and (error.errno or 0) > 0:
+        return os.strerror(error.errno or 0)
+    return shortened(str(error) or type(error).__name__)
+
+
+async def _limited(response: httpx2.Response) -> bytes:
+    body = bytearray()
+    async for block in response.aiter_raw():  # as it comes: nothing is unpacked that was asked for as it is
+        body += block
+        if len(body) > MAX_BYTES:
+            raise NoAnswer(f"answered with more than {MAX_BYTES >> 20} MB")
+    return bytes(body)
+
+
+@functools.cache
+def _loop(pid: int) -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="http", daemon=True).start()
+    return loop
+
+
+def _until_done(work: Coroutine[Any, Any, Read]) -> Read:
+    """The result of work in the loop's thread; a signal cancels it and raises Interrupted."""
+    result = asyncio.run_coroutine_threadsafe(work, _loop(os.getpid()))  # a fork has no threads
+    try:
+        while not wait([result], timeout=POLL_S).done:
+            check_stop()
+        return result.result()
+    finally:
+        result.cancel()
