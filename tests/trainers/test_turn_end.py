@@ -162,7 +162,7 @@ def test_ppo_shows_a_reward_adapter_the_end_it_learnt(
             parts.scorer(prompts, said)
         assert sorted(read) == sorted(tokens for one in learnt for tokens in one.texts)
         read.clear()
-    check_gold(parts.scorer, prompts[0])
+    check_gold(parts.scorer, prompts[:1])
     assert {tokens[-1] for tokens in read} == {tokens[-1] for one in learnt for tokens in one.texts}
     parts.close()
 

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from tinyrl.config.methods import METHODS
-from tinyrl.text import is_address, masked, shortened
+from tinyrl.text import is_address, masked, redact, shortened
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config
