@@ -78,6 +78,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="steps (or rollouts) of a process (6; turns 4; learning 60)")
     parser.add_argument("--threads", type=int, help="of each side (2; learning 1)")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16], help="grpo, text: the peer's")
+    work = ("PROMPTS", "GROUP", "TOKENS")
+    parser.add_argument("--work", type=int, nargs=3, metavar=work, help="grpo: of a step (8 8 128)")
     parser.add_argument("--critics", nargs="+", default=["separate", "adapter", "shared"], help="ppo, memory: ours")
     parser.add_argument("--axes", nargs="+", default=list(our_scaling.AXES), choices=list(our_scaling.AXES))
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="overrides for tinyrl")

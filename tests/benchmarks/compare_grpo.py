@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tests.benchmarks import our_recipe, processes, same_work
-from tests.benchmarks.fixed_work import SPEED, Grpo, prepare
+from tests.benchmarks.fixed_work import SPEED, Grpo, prepare, work_of
 from tests.benchmarks.floor import floor
 from tests.benchmarks.results import Result, above_imports, pooled, time_ratios
 from tests.benchmarks.sizes import SIZES
 from tests.benchmarks.tables import machine, markdown, median_phases, spread, versions
 
 MEMORY_MICRO_BATCH = 8  # the peer's micro-batch whose memory counts; the fastest one's time counts
-COLUMNS = ["seconds a step", "of them", "tokens a step", "peak MB above imports"]
+COLUMNS = ["seconds a step", "of CPU time", "of them", "tokens a step", "peak MB above imports"]
 
 
 @dataclass
@@ -46,9 +46,11 @@ def measure(files: Path, *, options: Namespace) -> Sides:
     """Pairs in alternation. The first pair tries every micro-batch of the peer, the others go on with the fastest."""
     sides = Sides()
     for pair in range(options.pairs):
-        sides.ours.append(ours_once(files, pair=pair, options=options))
+        sides.ours.append(ours_once(files, pair=pair, options=options, work=work_of(options)))
         for size in options.micro_batches if pair == 0 else [sides.fastest]:
-            sides.peer.setdefault(size, []).append(peer_once(files, size, pair=pair, options=options))
+            sides.peer.setdefault(size, []).append(
+                peer_once(files, size, pair=pair, options=options, work=work_of(options))
+            )
         print(f"pair {pair + 1} of {options.pairs}: done", flush=True)
     sides.peer = {size: results for size, results in sides.peer.items() if len(results) in (1, options.pairs)}
     return sides
@@ -58,7 +60,8 @@ def row(name: str, results: list[Result]) -> list[str]:
     """The cells of COLUMNS, after a name."""
     seconds, tokens = pooled(results, "seconds"), pooled(results, "tokens")
     phases = ", ".join(f"{name} {part:.2f}" for name, part in median_phases(pooled(results, "phases")).items())
-    return [name, spread(seconds), phases, f"{statistics.mean(tokens):.0f}", spread(above_imports(results), 0)]
+    cpu = spread(pooled(results, "cpu"))
+    return [name, spread(seconds), cpu, phases, f"{statistics.mean(tokens):.0f}", spread(above_imports(results), 0)]
 
 
 def one_size(size: str, *, options: Namespace) -> None:
@@ -82,8 +85,9 @@ def one_size(size: str, *, options: Namespace) -> None:
 
 
 def print_floor(size: str, ours: list[Result], *, options: Namespace) -> None:
-    completion = statistics.mean(pooled(ours, "tokens")) / (SPEED.num_prompts * SPEED.group_size)
-    least = floor(SIZES[size], completion, options=options)
+    work = work_of(options)
+    completion = statistics.mean(pooled(ours, "tokens")) / (work.num_prompts * work.group_size)
+    least = floor(SIZES[size], completion, options=options, work=work)
     over = statistics.median(pooled(ours, "seconds")) / least["seconds"]
     print(
         f"arithmetic floor {least['seconds']:.2f} s (sampling {least['sampling']:.2f} at {least['gflops_decode']:.0f} "

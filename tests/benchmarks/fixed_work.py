@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,14 @@ class Grpo:
 
 SPEED = Grpo()
 LEARNING = Grpo(num_prompts=64, max_new_tokens=16, kl_coef=0.0, learning_rate=1e-3, reward="sorted_letters")
+
+
+def work_of(options: Namespace) -> Grpo:
+    """The fixed work, at the size --work gives it."""
+    if options.work is None:
+        return SPEED
+    prompts, group, tokens = options.work
+    return replace(SPEED, num_prompts=prompts, group_size=group, max_new_tokens=tokens)
 
 
 def prepare(shape: Shape, *, options: Namespace) -> Path:

@@ -51,16 +51,19 @@ def _status(field: str) -> float:
 class Steps:
     """Seconds between the ends of successive steps, and of the phases within each; the first step is warm-up.
 
-    `phases` is a list a step of seconds by phase, `tokens` what was sampled in it.
+    `phases` is a list a step of seconds by phase, `tokens` what was sampled in it, `cpu` seconds of all threads, which
+    a machine that does other things too hardly changes.
     """
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self.cpu: list[float] = []
         self.phases: list[dict[str, float]] = []
         self.tokens: list[int] = []
         self._now: dict[str, float] = {}
         self._sampled = 0
         self._end: float | None = None
+        self._cpu = 0.0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -88,12 +91,13 @@ class Steps:
 
     def end(self) -> None:
         """A step is over."""
-        now = time.perf_counter()
+        now, cpu = time.perf_counter(), time.process_time()
         if self._end is not None:
             self.seconds.append(now - self._end)
+            self.cpu.append(cpu - self._cpu)
             self.phases.append(self._now)
             self.tokens.append(self._sampled)
-        self._end, self._now, self._sampled = now, {}, 0
+        self._end, self._cpu, self._now, self._sampled = now, cpu, {}, 0
 
     def result(self) -> dict[str, Any]:
-        return {"seconds": self.seconds, "phases": self.phases, "tokens": self.tokens}
+        return {"seconds": self.seconds, "cpu": self.cpu, "phases": self.phases, "tokens": self.tokens}

@@ -58,6 +58,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     measured = lines[1:]  # the first step is warm-up
     return {
         "seconds": steps.seconds,
+        "cpu": steps.cpu,
         "phases": [{p: line[f"time/{p}"] for p in PHASES if f"time/{p}" in line} for line in measured],
         "tokens": [int(line["completion/tokens"]) for line in measured],
         "memory": {key: value for key, value in lines[-1].items() if key.startswith("memory/")},

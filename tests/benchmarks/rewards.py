@@ -9,12 +9,14 @@ from typing import Any
 
 
 def even_words(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """The share of words "w<number>" of each completion whose number is even; 0 for an empty one."""
+    """The share of words "w<number>" of each completion whose number is even, of others whose length is; 0 for an
+    empty one.
+    """
     return [_share(completion.split()) for completion in completions]
 
 
 def _share(words: list[str]) -> float:
-    even = [word for word in words if word[1:].isdigit() and int(word[1:]) % 2 == 0]
+    even = [word for word in words if (int(word[1:]) if word[1:].isdigit() else len(word)) % 2 == 0]
     return len(even) / len(words) if words else 0.0
 
 

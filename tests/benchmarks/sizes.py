@@ -2,11 +2,14 @@
 
 A random model would never end a completion, so it is taught for 60 steps when to: on random words of which one in 60 is
 EOS. Completions are then of all lengths, as in practice. What the words are does not matter to time and memory.
+"real" is no random model but the folder TINYRL_REAL_MODEL (tests/real/make_model.py), asked for sums in words.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ POSITIONS = 1024
 PAD, EOS, FIRST_WORD = 0, 1, 3  # token ids; 2 is the unknown word, then come w3, w4, ...
 END_SHARE, LESSONS, LESSON_SHAPE, LESSON_RATE = 1 / 60, 60, (12, 96), 1e-3
 PROMPT_WORDS = (48, 64)  # fewest and most
+REAL_MODEL = "TINYRL_REAL_MODEL"
+TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
 @dataclass(frozen=True)
@@ -61,12 +66,21 @@ SIZES = {
         Shape("s", 256, 6, 1024, heads=4, kv_heads=2, head_size=64, vocabulary=4096),
         Shape("m", 512, 8, 2048, heads=8, kv_heads=2, head_size=64, vocabulary=4096),
         Shape("v", 256, 6, 1024, heads=4, kv_heads=2, head_size=64, vocabulary=32768, early_ends=False),
+        Shape("real", 576, 30, 1536, heads=9, kv_heads=3, head_size=64, vocabulary=49152),  # SmolLM2-135M-Instruct
     )
 }
 
 
+def copy_real(folder: Path) -> None:
+    """The model and tokenizer of TINYRL_REAL_MODEL, without the template: the prompts are rendered already."""
+    assert REAL_MODEL in os.environ, f"size real needs the folder of a model in {REAL_MODEL}"
+    shutil.copytree(os.environ[REAL_MODEL], folder, ignore=shutil.ignore_patterns("chat_template.jinja"))
+
+
 def build(shape: Shape, folder: Path) -> None:
     """Write the model and its tokenizer as `save_pretrained` does. The same shape gives the same weights."""
+    if shape.name == "real":
+        return copy_real(folder)
     import torch
     from transformers import Qwen2ForCausalLM
 
@@ -106,6 +120,10 @@ def teach_ends(model: Any) -> None:
 
 def prompt_texts(shape: Shape, count: int) -> list[str]:
     """Prompts of 48 to 64 random words, each one token. The first n do not depend on the count."""
+    if shape.name == "real":
+        from tinyrl.tasks import sums
+
+        return [TURN.format(row["prompt"]) for row in sums.rows("train")[:count]]
     draw = random.Random(0)
 
     def text() -> str:

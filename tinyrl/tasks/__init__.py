@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 TASKS: dict[str, str] = {
     "sort": "tinyrl.tasks.sort",
+    "sums": "tinyrl.tasks.sums",
     "reviews": "tinyrl.tasks.reviews",
     "lookup": "tinyrl.tasks.lookup",
     "gsm8k": "tinyrl.tasks.gsm8k",

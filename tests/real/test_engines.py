@@ -1,0 +1,102 @@
+"""Every sampling engine on a real model, whose logits are sharp: greedy tokens and log-probabilities in both dtypes."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import running
+from tinyrl.components import Options, load_sampling_parts
+from tinyrl.generation.engine import Completion, Request, SamplingSettings
+from tinyrl.generation.fused import FusedEngine
+from tinyrl.generation.hf import HfEngine, HfMergedEngine
+from tinyrl.generation.select import select_engine
+from tinyrl.parts import SamplingParts
+
+pytestmark = pytest.mark.real
+
+ENGINES: dict[str, Any] = {"hf": HfEngine, "hf-merged": HfMergedEngine, "fused": FusedEngine}
+SETTINGS = SamplingSettings(temperature=1.0, max_new_tokens=12)
+LONGEST = 512
+WORST = 1.5  # times the error of the library in bfloat16
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def parts(real: Path, request: pytest.FixtureRequest) -> Iterator[SamplingParts]:
+    """A policy whose adapter has moved."""
+    task = {"name": "sums"}
+    made = load_sampling_parts(
+        running.config("grpo", real, model={"dtype": request.param}, task=task, generation={"engine": "hf"}),
+        options=Options(device="cpu"),
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.roles.parameters["policy"].values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 1e-3)
+    yield made
+    made.close()
+
+
+def engine(parts: SamplingParts, name: str) -> Any:
+    options = {"dtype": parts.roles.causal.dtype} if name == "fused" else {}
+    return ENGINES[name](parts.roles, parts.tokenizer, SETTINGS, **options)
+
+
+def greedy(parts: SamplingParts, name: str) -> list[Completion]:
+    asked = [Request(prompt.tokens, prompt_row=i) for i, prompt in enumerate(parts.train_prompts[:3])]
+    return [group[0] for group in engine(parts, name).sample(asked, 1, seed=0, step=0, greedy=True)]
+
+
+@torch.no_grad()
+def in_float32(parts: SamplingParts, said: list[Completion]) -> list[Tensor]:
+    """Log-probabilities of completions by the library, in float32."""
+    out = []
+    with parts.roles.acting("policy") as model:
+        model = deepcopy(model).float()
+        for prompt, one in zip(parts.train_prompts, said, strict=False):
+            ids = torch.tensor([prompt.tokens + one.tokens])
+            logits = model(input_ids=ids).logits[0, len(prompt.tokens) - 1 : -1]
+            out.append(logits.log_softmax(-1).gather(1, ids[0, len(prompt.tokens) :, None]).squeeze(1))
+    return out
+
+
+def gap(parts: SamplingParts, said: list[Completion]) -> float:
+    """Mean distance, in nats a token, from a float32 pass."""
+    exact = torch.cat(in_float32(parts, said))
+    return float((torch.tensor([p for one in said for p in one.logprobs]) - exact).abs().mean())
+
+
+def test_every_engine_says_what_the_library_says(parts: SamplingParts):
+    """To rounding in float32; in bfloat16 each is about as far from a float32 pass as the library itself."""
+    said = {name: greedy(parts, name) for name in ENGINES}
+    library = gap(parts, said["hf"])
+    if parts.roles.causal.dtype == torch.float32:
+        assert all([c.tokens for c in one] == [c.tokens for c in said["hf"]] for one in said.values())
+        assert all(gap(parts, one) < 1e-3 for one in said.values())
+    else:
+        assert gap(parts, said["fused"]) < WORST * library + 0.01
+
+
+@pytest.mark.parametrize("wanted", ["auto", "fused"])
+def test_the_fused_engine_is_chosen(parts: SamplingParts, wanted: Any):
+    """For the longest sequences that runs have by default."""
+    dtype = parts.roles.causal.dtype
+    chosen, why = select_engine(parts.roles, parts.tokenizer, SETTINGS, wanted=wanted, dtype=dtype, longest=LONGEST)
+    assert chosen.name == "fused", why
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_begins_with_the_fused_engine(real: Path, dtype: str):
+    """With the adapter still at zero, and the settings as they are by default."""
+    config = running.config("grpo", real, model={"dtype": dtype}, task={"name": "sums"})
+    begun = load_sampling_parts(config, options=Options(device="cpu"))
+    begun.close()
+    assert begun.engine.name == "fused", begun.engine_reason
+
+
+def test_packed_rows_say_what_padded_ones_say(parts: SamplingParts):
+    assert parts.roles.packs
