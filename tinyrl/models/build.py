@@ -71,10 +71,11 @@ def check_reference(
         with torch.no_grad(), roles.acting(role), autocast():
             logprobs.append(roles.logprobs(role, batch, temperature=temperature)[0])
     gap = float((logprobs[0] - logprobs[1]).abs().max())
-    if not gap <= KL_AT_START.get(roles.causal.dtype, 1e-5):
+    if not gap <= KL_AT_START.get(roles.dtype, 1e-5):
         raise ValueError(
             f"policy and reference differ before the first step (log-probabilities by {gap:.2g}); "
-            f"the reference is {reference_of(roles)}"
+            f"the reference is {reference_of(roles)}; reference.kind=none trains without one, and model.dtype=float32 "
+            "shows whether rounding is the reason"
         )
 
 
