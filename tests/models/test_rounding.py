@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.generation.sampling import make_engine
 from tests.tiny_models import sharp_model
@@ -12,7 +13,7 @@ from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.select import select_engine
 from tinyrl.models import batches
 from tinyrl.models.loading import load_causal_lm
-from tinyrl.models.logprobs import Head, token_logprobs
+from tinyrl.models.logprobs import WIDENED_ELEMENTS, Head, head_of, token_logprobs
 from tinyrl.models.rounding import as_exact, in_float32, ordinary_ids
 
 IDS = torch.tensor([[30, 31, 90, 7, 120, 55]])
@@ -125,3 +126,39 @@ def test_a_trained_head_under_autocast_keeps_logits_and_has_the_gradient_of_the_
     torch.testing.assert_close(ours, plain, rtol=0, atol=1e-5)
     for found, wanted in zip(torch.autograd.grad(ours.sum(), [states, weight]), expected, strict=True):
         torch.testing.assert_close(found.float(), wanted, rtol=2**-6, atol=2**-6)
+
+
+def test_a_float32_pass_of_a_bfloat16_model_rounds_nothing_before_the_head(sharp: Path) -> None:
+    """As doctor reads it, by the trunk's states and the head; its measure would have an error of its own."""
+    halved, whole = (load_causal_lm(str(sharp), dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    targets = torch.arange(IDS.shape[1])
+    with torch.no_grad():
+        whole.load_state_dict(halved.state_dict())
+        with in_float32(halved):
+            states = batches.trunk_of(halved)(input_ids=IDS).last_hidden_state[0]
+            widened, _ = token_logprobs(states, head_of(halved), targets=targets, temperature=1.0)
+        states = batches.trunk_of(whole)(input_ids=IDS).last_hidden_state[0]
+        exact, _ = token_logprobs(states, head_of(whole), targets=targets, temperature=1.0)
+    torch.testing.assert_close(widened, exact, rtol=0, atol=1e-5)
+
+
+class LargestFloat32(TorchDispatchMode):
+    """Elements of the largest float32 tensor that any operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.dtype == torch.float32:
+            self.elements = max(self.elements, found.numel())
+        return found
+
+
+def test_a_bfloat16_head_on_a_cpu_is_widened_block_by_block() -> None:
+    """The copy of the whole would be written anew for every token sampled. The last block here is a short one."""
+    weight = torch.randn(3 * WIDENED_ELEMENTS // 256 + 5, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    states = torch.randn(2, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with LargestFloat32() as largest:
+        logits = Head(weight, None).logits(states)
+    assert largest.elements <= WIDENED_ELEMENTS
+    torch.testing.assert_close(logits, states.float() @ weight.float().t(), rtol=0, atol=1e-4)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from tinyrl.models.weight_checks import few_ids, few_tokens
 
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}  # logits in a chunk: 16 and 128 MB in float32
+WIDENED_ELEMENTS = 1 << 19  # of a half-precision head on a CPU, widened to float32 at a time: 2 MB
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,10 @@ class Head:
 
     def logits(self, states: Tensor) -> Tensor:
         """(N, H) -> (N, V) float32 logits, before the temperature."""
-        dtype = compute_dtype(self.weight)
+        dtype = compute_dtype(states, self.weight)
         if dtype == torch.float32:
-            z = nn.functional.linear(states.to(dtype), self.weight, self.bias)
+            bias = None if self.bias is None else self.bias.to(dtype)
+            z = nn.functional.linear(states.to(dtype), self.weight.to(dtype), bias)
         else:
             z = HalfProduct.apply(states.to(dtype), self.weight.to(dtype))
             z = z if self.bias is None else z + self.bias.float()
@@ -42,10 +44,14 @@ class Head:
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
 
-def compute_dtype(weight: Tensor) -> torch.dtype:
-    """What a product with this weight is computed in: its own dtype, or that of autocast."""
+def compute_dtype(states: Tensor, weight: Tensor) -> torch.dtype:
+    """What a product of these is computed in: the dtype of autocast, else the wider of the two (float32 states of a
+    model with a half-precision head come from a float32 pass of it).
+    """
     kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return torch.promote_types(states.dtype, weight.dtype)
 
 
 class HalfProduct(torch.autograd.Function):
@@ -58,7 +64,7 @@ class HalfProduct(torch.autograd.Function):
         if weight.device.type == "cuda":
             return torch.mm(states, weight.t(), out_dtype=torch.float32)
         with torch.autocast(weight.device.type, enabled=False):
-            return states.float() @ weight.float().t()
+            return widened_product(states.float(), weight)
 
     @staticmethod
     @once_differentiable
@@ -66,6 +72,18 @@ class HalfProduct(torch.autograd.Function):
         states, weight = ctx.saved_tensors
         grad = grad.to(weight.dtype)
         return grad @ weight, grad.t() @ states if ctx.needs_input_grad[1] else None
+
+
+def widened_product(states: Tensor, weight: Tensor) -> Tensor:
+    """h W^T in float32 of a half-precision weight, of which a block is widened at a time: what fits into a cache."""
+    out = states.new_empty(len(states), len(weight))
+    size = max(1, WIDENED_ELEMENTS // weight.shape[1])
+    wide = states.new_empty(min(size, len(weight)), weight.shape[1])
+    for start in range(0, len(weight), size):
+        rows = weight[start : start + size]
+        block = wide[: len(rows)].copy_(rows)
+        torch.mm(states, block.t(), out=out[:, start : start + len(rows)])
+    return out
 
 
 def head_of(model: nn.Module) -> Head:
