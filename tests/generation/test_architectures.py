@@ -81,7 +81,7 @@ def test_a_trial_that_raises_means_another_engine_and_says_so(
     def full(_: Any) -> Any:
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(select, "differences", full)
+    monkeypatch.setattr(select, "trial_logprobs", full)
     with pytest.raises(torch.OutOfMemoryError):
         choose(make_engine(tiny("llama")))
 

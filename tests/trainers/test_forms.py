@@ -143,7 +143,9 @@ def test_a_four_bit_base_trains(method: str, chat_model: Path, tmp_path: Path) -
     assert all("lora_" in n for n in after if n.startswith("adapter_model"))
 
 
-def test_a_reward_that_fails_drops_its_rows_and_a_broken_one_stops_the_run(chat_model: Path, tmp_path: Path) -> None:
+def test_a_reward_that_fails_drops_its_rows_and_a_broken_one_is_refused_before_step_1(
+    chat_model: Path, tmp_path: Path
+) -> None:
     (tmp_path / "rewards.py").write_text(
         "def moody(prompts, completions, **columns):\n"
         "    return [float('nan') if len(set(c)) % 5 == 0 else float(len(set(c))) for c in completions]\n"
@@ -157,6 +159,5 @@ def test_a_reward_that_fails_drops_its_rows_and_a_broken_one_stops_the_run(chat_
     assert sum(line.get("reward/dropped", 0) for line in running.metrics(run)) > 0
     reward = {"functions": [{"use": f"{tmp_path / 'rewards.py'}:broken"}], "timeout_s": 5}
     settings = running.config("ppo", chat_model, reward=reward, run={"num_steps": 5})
-    code, run, _ = running.train(settings, tmp_path, name="broken")
-    assert code == 3
-    assert len(running.metrics(run)) <= 3  # the third bad batch stops it
+    with pytest.raises(ValueError, match="the judge is away"):
+        running.train(settings, tmp_path, name="broken")

@@ -14,6 +14,7 @@ from tests import running
 from tests.faults.lookup_runs import lookup
 from tests.generation.stand_in import Faults, StandIn
 from tests.tiny_models import TinyModels
+from tinyrl import http_client
 from tinyrl.components import Options
 from tinyrl.config.schema import Config
 from tinyrl.generation import server_client
@@ -26,7 +27,7 @@ from tinyrl.training.update import Updater
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_client, "WAITS_S", (0.01, 0.01))
-    monkeypatch.setattr(server_client, "POLL_S", 0.02)
+    monkeypatch.setattr(http_client, "POLL_S", 0.02)
 
 
 def by_server(method: str, path: Path, server: StandIn, **sections: Any) -> Config:

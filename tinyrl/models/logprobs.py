@@ -49,7 +49,7 @@ def compute_dtype(states: Tensor, weight: Tensor) -> torch.dtype:
     model with a half-precision head come from a float32 pass of it).
     """
     kind = weight.device.type
-    if torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return torch.promote_types(states.dtype, weight.dtype)
 
@@ -61,7 +61,7 @@ class HalfProduct(torch.autograd.Function):
     def forward(ctx, states: Tensor, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """(N, H), (V, H) -> (N, V) float32."""
         ctx.save_for_backward(states, weight)
-        if weight.device.type == "cuda":
+        if weight.device.type in ("cuda", "meta"):
             return torch.mm(states, weight.t(), out_dtype=torch.float32)
         with torch.autocast(weight.device.type, enabled=False):
             return widened_product(states.float(), weight)
