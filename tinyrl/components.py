@@ -14,9 +14,8 @@ from tinyrl.generation.engine import SamplingEngine, end_at_turn_end
 from tinyrl.generation.game import Game, load_game
 from tinyrl.generation.planned import Unsampled, likely_engine
 from tinyrl.generation.select import engine_of
-from tinyrl.models.batches import make_batch
 from tinyrl.models.build import build_reward_model, build_roles
-from tinyrl.models.device import calibrate_threads, cores_here, make_accelerator, resolve_dtype
+from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, threads_for
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.outline import outline_roles
@@ -64,7 +63,7 @@ def load_parts(config: Config, *, options: Options) -> Parts:
 
 
 def settle_threads(parts: Parts) -> str:
-    """Choose torch's thread count (CPU only) by a short calibration with the run's own model, and say which."""
+    """Set torch's thread count (CPU only), by the model's width where run.threads is auto, and say which."""
     wanted = parts.config.run.threads
     if parts.accelerator.device.type != "cpu":
         return f"device {parts.accelerator.device} ({torch.cuda.get_device_name(parts.accelerator.device)})"
@@ -74,18 +73,11 @@ def settle_threads(parts: Parts) -> str:
     if parts.world.size > 1 and min(parts.world.gather(cores_here())) == 1:
         torch.set_num_threads(1)
         return f"device cpu, 1 thread ({parts.world.local_size} processes on this machine, a core for each)"
-    batch = make_batch([list(range(1, 17))] * 32, [list(range(1, 17))] * 32)
-
-    def work() -> None:
-        with torch.no_grad(), parts.roles.acting("policy"):
-            parts.roles.logprobs("policy", batch, temperature=1.0)
-
-    threads, seconds = calibrate_threads(work)
-    if parts.world.size > 1:  # one number for all: norms are summed by threads, and weights must stay the same
-        threads = parts.world.on_main(lambda: threads)
-        torch.set_num_threads(threads)
-    timings = ", ".join(f"{n}: {s * 1e3:.1f} ms" for n, s in seconds.items())
-    return f"device cpu, {threads} thread{'s' if threads > 1 else ''} (calibrated, {timings})"
+    width = parts.roles.causal.config.get_text_config().hidden_size
+    # One number for all processes: norms are summed by threads, and weights must stay the same.
+    threads = threads_for(width=width, cores=min(parts.world.gather(cores_here())))
+    torch.set_num_threads(threads)
+    return f"device cpu, {threads} thread{'s' if threads > 1 else ''} (run.threads=auto)"
 
 
 def load_sampling_parts(config: Config, *, options: Options) -> SamplingParts:

@@ -1,16 +1,16 @@
 """The Accelerator's settings, and the choice of a thread count."""
 
+import os
 import platform
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
 import torch
 
-from tinyrl.models.device import as_out_of_memory, calibrate_threads, make_accelerator, resolve_dtype
+from tinyrl.models.device import as_out_of_memory, make_accelerator, resolve_dtype, threads_for
 
 
 @pytest.fixture(autouse=True)
@@ -20,46 +20,12 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-class Clock:
-    """A clock that advances only while work is done, by an amount that depends on the thread count."""
-
-    def __init__(self, seconds: dict[int, float]) -> None:
-        self.seconds, self.now = seconds, 0.0
-        self.runs: list[int] = []
-
-    def work(self) -> None:
-        self.runs.append(torch.get_num_threads())
-        self.now += self.seconds[torch.get_num_threads()]
-
-
 @pytest.mark.parametrize(
-    ("cores", "seconds", "best"),
-    [
-        (1, {1: 1.0}, 1),
-        (2, {1: 1.0, 2: 0.85}, 2),
-        (2, {1: 1.0, 2: 0.95}, 1),  # not a tenth better: one thread is the safe choice
-        (2, {1: 1.0, 2: 10.0}, 1),
-        (8, {1: 1.0, 4: 0.5, 8: 0.48}, 4),
-        (8, {1: 1.0, 4: 0.95, 8: 0.5}, 8),
-    ],
+    ("width", "cores", "threads"),
+    [(96, 2, 1), (128, 64, 1), (255, 8, 1), (256, 1, 1), (256, 2, 2), (256, 64, 4), (576, 2, 2), (4096, 16, 16)],
 )
-def test_threads_are_the_fewest_that_are_clearly_fastest(
-    monkeypatch: pytest.MonkeyPatch, cores: int, seconds: dict[int, float], best: int
-):
-    clock = Clock(seconds)
-    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    chosen, medians = calibrate_threads(clock.work, repeats=3)
-    assert chosen == best == torch.get_num_threads()
-    assert medians == pytest.approx(seconds)
-    assert clock.runs == sorted(seconds) * 4  # one round to warm up
-
-
-def test_calibration_on_this_machine_returns_a_candidate():
-    chosen, medians = calibrate_threads(lambda: torch.ones(64, 64) @ torch.ones(64, 64), repeats=2)
-    assert chosen in medians
-    assert 1 in medians
-    assert torch.get_num_threads() == chosen
+def test_threads_follow_from_the_width_and_the_cores(width: int, cores: int, threads: int):
+    assert threads_for(width=width, cores=cores) == threads
 
 
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
@@ -126,3 +92,30 @@ def test_a_cpu_that_has_no_more_memory_says_so_as_a_gpu_does():
     with pytest.raises(RuntimeError, match="size") as caught, as_out_of_memory():
         torch.add(torch.ones(2), torch.ones(3))
     assert not isinstance(caught.value, torch.OutOfMemoryError)
+
+
+WATCH = """
+import os, sys
+class Watch:
+    def find_spec(self, name, *rest):
+        if name == "torch":
+            print("at torch:", os.environ.get("GOMP_SPINCOUNT"), os.environ.get("OMP_WAIT_POLICY"))
+            raise SystemExit
+sys.meta_path.insert(0, Watch())
+from tinyrl.cli.commands import main
+sys.argv = ["tinyrl", "train", "grpo", "--dry-run"]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [({}, "30000 None"), ({"GOMP_SPINCOUNT": "7"}, "7 None"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None ACTIVE")],
+)
+def test_threads_stop_spinning_before_torch_is_imported(given: dict[str, str], seen: str) -> None:
+    """libgomp reads its environment when it is loaded; what a person has set stays."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run(
+        [sys.executable, "-c", WATCH], env={**clean, **given}, capture_output=True, text=True, check=False
+    )
+    assert f"at torch: {seen}\n" in done.stdout

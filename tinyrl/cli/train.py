@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Turns of the loop in which an OpenMP thread waits before it sleeps: the most that costs nothing when alone. Two
 # threads on two cores, seconds of a GRPO step of a small model, alone and beside a process that computes: 300,000 turns
-# (libgomp's own) 3.2 alone, 30,000 3.1 and 20, 10,000 3.7 and 12. A step that got much slower is calibrated again.
+# (libgomp's own) 3.2 alone, 30,000 3.1 and 20, 10,000 3.7 and 12.
 SPINS = "30000"
 
 

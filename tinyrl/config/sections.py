@@ -227,7 +227,9 @@ class RunConfig(Section):
         default="eval/reward_mean", description="metric whose highest value marks the best checkpoint"
     )
     deterministic: bool = Field(default=False, description="deterministic kernels on a GPU, at a cost in speed")
-    threads: Literal["auto"] | Positive = Field(default="auto", description="CPU threads; auto: a short calibration")
+    threads: Literal["auto"] | Positive = Field(
+        default="auto", description="CPU threads; auto: by the model's width and the cores"
+    )
     trackers: list[Text] = Field(
         default_factory=list, description="beside metrics.jsonl: tensorboard, trackio, wandb, mlflow ..."
     )

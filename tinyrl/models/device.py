@@ -10,10 +10,8 @@ import contextlib
 import ctypes
 import os
 import resource
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -28,6 +26,8 @@ from tinyrl.workers.process import CGROUP_LIMIT
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 KEPT_BYTES = 1 << 30
 NO_MEMORY = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+WIDE = 256  # hidden size from which a layer is worth more than one thread
+THREAD_WIDTH = 64  # of it, for each thread
 SETTLING = 256  # rows of a product for which the library takes its buffers
 
 
@@ -97,29 +97,11 @@ def cores_here() -> int:
     return max(1, cores // world().local_size)
 
 
-def calibrate_threads(work: Callable[[], object], *, repeats: int = 5) -> tuple[int, dict[int, float]]:
-    """Pick torch's thread count by timing `work` under one and under all cores; returns (threads, seconds by count).
-
-    torch's default can be ten times slower than one thread on tiny models or on a busy machine. Runs alternate,
-    medians decide, and more threads must win by a tenth: when in doubt one thread is the safe choice.
+def threads_for(*, width: int, cores: int) -> int:
+    """torch's thread count on a CPU for a model of this hidden size: what follows from the work, never from a clock, so
+    that equal commands compute the same. In narrow layers threads mostly wait for each other, and for other processes.
     """
-    cores = cores_here()
-    candidates = sorted({1, cores} | ({cores // 2} if cores > 4 else set()))
-    seconds: dict[int, list[float]] = {count: [] for count in candidates}
-    for repeat in range(repeats + 1):
-        for count in candidates:
-            torch.set_num_threads(count)
-            start = time.perf_counter()
-            work()
-            if repeat > 0:  # the first round warms caches up
-                seconds[count].append(time.perf_counter() - start)
-    medians = {count: statistics.median(times) for count, times in seconds.items()}
-    best = 1
-    for count in candidates[1:]:
-        if medians[count] < 0.9 * medians[best]:
-            best = count
-    torch.set_num_threads(best)
-    return best, medians
+    return 1 if width < WIDE else max(1, min(cores, width // THREAD_WIDTH))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tinyrl.components import settle_threads
 from tinyrl.data.rows import keyed_order
 from tinyrl.errors import Interrupted
 from tinyrl.evaluation.evaluate import Evaluation
@@ -35,7 +34,6 @@ from tinyrl.runs.signals import stop_held
 from tinyrl.runs.tracking import Trackers
 from tinyrl.training.metrics import StepMetrics
 from tinyrl.training.optim import load_optimizers, optimizer_tensors, rate_factor, role_optimizers
-from tinyrl.training.pace import Pace
 from tinyrl.training.replicas import CHECK_EVERY, check_replicas
 from tinyrl.training.sources import Sources
 from tinyrl.training.state import Best, CheckpointState, RunState
@@ -62,7 +60,7 @@ class Session:
         self._evaluate = evaluate
         self.state = RunState()
         self.rollout: Rollout | None = None
-        self.metrics, self.pace = StepMetrics(), Pace()
+        self.metrics = StepMetrics()
         self.watch = Watch(self.config.written())
         trackers = self.config.run.trackers if self.world.is_main else []
         self.trackers = Trackers(trackers, run.path, config=self.config.written(), note=display.note)
@@ -163,20 +161,10 @@ class Session:
             self.display.note(f"warning: {warning}")
         self.trackers.log(line, step)
         self.metrics, self.state.phase = StepMetrics(), "rollout"
-        self._keep_pace(line["time/total"])
         if step % CHECK_EVERY == 0:
             check_replicas(self.world, self.updater.roles.parameters)
         if last or (settings.save_every and step % settings.save_every == 0):
             self.save()
-
-    def _keep_pace(self, seconds: float) -> None:
-        """Calibrate the threads again after a step that was far slower than usual: something else computes now."""
-        slower = self.pace.slowed(seconds) if self.world.size == 1 else None  # all have the same thread count
-        chosen_here = self.config.run.threads == "auto" and self.parts.accelerator.device.type == "cpu"
-        if slower and chosen_here and not self.config.run.deterministic:
-            self.display.note(
-                f"step {self.state.step} took {slower:.1f} times as long as usual: {settle_threads(self.parts)}"
-            )
 
     def _rate(self) -> float:
         return self.optimizers["policy"].optimizer.param_groups[0]["lr"] if "policy" in self.optimizers else 0.0
