@@ -143,9 +143,7 @@ def test_a_four_bit_base_trains(method: str, chat_model: Path, tmp_path: Path) -
     assert all("lora_" in n for n in after if n.startswith("adapter_model"))
 
 
-def test_a_reward_that_fails_drops_its_rows_and_a_broken_one_is_refused_before_step_1(
-    chat_model: Path, tmp_path: Path
-) -> None:
+def test_a_reward_that_fails_drops_its_rows_and_a_broken_one_is_refused(chat_model: Path, tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(
         "def moody(prompts, completions, **columns):\n"
         "    return [float('nan') if len(set(c)) % 5 == 0 else float(len(set(c))) for c in completions]\n"
