@@ -45,7 +45,8 @@ class Head:
 def compute_dtype(weight: Tensor) -> torch.dtype:
     """What a product with this weight is computed in: its own dtype, or that of autocast."""
     kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    available = torch.amp.is_autocast_available(kind)  # not on the meta device, where plans are made
+    return torch.get_autocast_dtype(kind) if available and torch.is_autocast_enabled(kind) else weight.dtype
 
 
 class HalfProduct(torch.autograd.Function):
