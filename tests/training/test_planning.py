@@ -15,10 +15,18 @@ from tests.tiny_models import TinyModels
 from tinyrl.components import Options
 from tinyrl.config.schema import Config
 from tinyrl.models.batches import fuses
+from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.training import planning
 from tinyrl.training.launch import plan, time_steps, trainer_of
 from tinyrl.training.memory_plan import MemoryPlan, Planner
-from tinyrl.training.planning import beside_measured, largest_group, largest_micro_batch, planner_of, tried_outline
+from tinyrl.training.planning import (
+    beside_measured,
+    largest_group,
+    largest_micro_batch,
+    planner_of,
+    tried_outline,
+    tried_plan,
+)
 
 GB = 10**9
 
@@ -161,6 +169,33 @@ def test_the_largest_micro_batch_and_group_that_fit(tiny: TinyModels):
     assert tight_group is not None
     assert tight_group < group
     assert largest_group(planner(small(tiny, method="ppo"))) is None
+
+
+@pytest.mark.parametrize(("by_memory", "tokens"), [(True, "auto"), (False, "auto"), (False, 32768)])
+def test_a_run_begins_with_the_micro_batches_that_fit(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, by_memory: bool, tokens: int | str
+):
+    """On a GPU, whose part is played here; not on a CPU, nor where the number is set."""
+    settings = small(tiny, run={"micro_batch_tokens": tokens}, generation={"max_new_tokens": 64})
+    made = planner(settings)
+    before = made.parts.micro_batches.tokens
+    room = made.plan(before // 8).peak
+    monkeypatch.setattr(planning, "memory_room", lambda device: room)
+    made.parts.micro_batches.by_memory = by_memory
+    outline = tried_outline(settings, options=Options(device="cpu"))
+    assert outline is not None
+    plan = tried_plan(made.parts, planning.Outline(outline.roles, None, 0))
+    assert plan is not None
+    assert plan.tokens == made.parts.micro_batches.tokens
+    assert plan.fits or not by_memory
+    assert (plan.tokens < before) == by_memory
+
+
+def test_memory_decides_on_a_gpu_only_where_no_number_is_set():
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert MicroBatches(gpu, "auto").by_memory
+    assert not MicroBatches(gpu, 4096).by_memory
+    assert not MicroBatches(cpu, "auto").by_memory
 
 
 def test_a_run_that_does_not_fit_says_what_would(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):

@@ -49,7 +49,8 @@ def compute_dtype(states: Tensor, weight: Tensor) -> torch.dtype:
     model with a half-precision head come from a float32 pass of it).
     """
     kind = weight.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
+    available = torch.amp.is_autocast_available(kind)  # not on the meta device, where plans are made
+    if available and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return torch.promote_types(states.dtype, weight.dtype)
 

@@ -199,6 +199,7 @@ class MicroBatches:
     ) -> None:
         self.device = device
         self.tokens = _TOKENS.get(device.type, _TOKENS_ELSEWHERE) if tokens == "auto" else tokens
+        self.by_memory = tokens == "auto" and device.type not in _TOKENS  # a plan of the run's memory says how many
         self.make_room: Callable[[], bool] = lambda: False
         self._made_room = False
 

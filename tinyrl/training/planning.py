@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import re
 import shutil
 import statistics
@@ -61,13 +63,20 @@ def tried_outline(config: Config, *, options: Options) -> Outline | None:
 
 
 def tried_plan(parts: Parts, outline: Outline | None) -> MemoryPlan | None:
-    """The memory of a run whose parts are loaded; None where its passes cannot be tried without numbers."""
-    if outline is None:
-        return None
-    try:
-        return planner_of(parts, outline).plan()
-    except RAISED:
-        return None
+    """The memory of a run whose parts are loaded; None where its passes cannot be tried without numbers.
+
+    Where memory decides on the micro-batches, they are from here on the largest that fit in every process.
+    """
+    plan = None
+    with contextlib.suppress(*RAISED):
+        if outline is not None:
+            planner = planner_of(parts, outline)
+            fitting = largest_micro_batch(planner) if parts.micro_batches.by_memory else None
+            plan = planner.plan(fitting)
+    if parts.micro_batches.by_memory:
+        own = parts.micro_batches.tokens if plan is None else plan.tokens
+        parts.micro_batches.tokens = min(parts.world.gather(own))
+    return plan
 
 
 def planner_of(parts: Parts, outline: Outline) -> Planner:
@@ -87,15 +96,13 @@ def largest_micro_batch(planner: Planner) -> int | None:
     rows, tokens = planner.rows, planner.parts.micro_batches.tokens
     everything = rows.sizes.cost(range(rows.minibatch))
     alone = max(rows.sizes.cost([row]) for row in range(rows.minibatch))
-    while not planner.plan(tokens).fits:
-        if tokens <= alone:
-            return None
-        tokens //= 2
-    for _ in range(MOST_DOUBLINGS):
-        if tokens >= everything or not planner.plan(2 * tokens).fits:
-            break
-        tokens *= 2
-    return tokens
+    candidates = [tokens]
+    while candidates[0] > alone:
+        candidates.insert(0, candidates[0] // 2)
+    while candidates[-1] < everything and candidates[-1] < tokens << MOST_DOUBLINGS:
+        candidates.append(2 * candidates[-1])
+    fitting = bisect.bisect_left(candidates, True, key=lambda budget: not planner.plan(budget).fits)
+    return candidates[fitting - 1] if fitting else None
 
 
 def largest_group(planner: Planner) -> int | None:
