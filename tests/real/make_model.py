@@ -12,6 +12,7 @@ Answers are a little worse than the original's.
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -32,7 +33,7 @@ def write(out: Path) -> None:
     read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     config = read.config.to_dict()
     config.pop("quantization_config", None)  # the weights are no longer rounded, and a model that says so is not saved
-    model = LlamaForCausalLM(LlamaConfig(**config))
+    model: Any = LlamaForCausalLM(LlamaConfig(**config))
     model.load_state_dict(read.state_dict())
     model.to(torch.bfloat16).save_pretrained(out)
     AutoTokenizer.from_pretrained(**where).save_pretrained(out)

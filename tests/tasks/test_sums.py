@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,8 @@ def test_no_sum_is_in_both_splits_and_rows_are_the_same_every_time() -> None:
 
 def test_gold_scores_full_marks_and_no_constant_answer_does() -> None:
     rows = TASK.rows("eval")
-    answer, prompts = [row["answer"] for row in rows], [TASK.prompt(row) for row in rows]
+    answer: list[int] = [row["answer"] for row in rows]
+    prompts: list[Any] = [TASK.prompt(row) for row in rows]
     assert verify(prompts, [TASK.gold(row) for row in rows], answer=answer) == [1.0] * 512
     assert all(str(row["answer"]) not in prompt.split() for row, prompt in zip(rows, prompts, strict=True))
     for constant in ("100", "", "12 + 30", "9" * 1_000_000):

@@ -35,10 +35,11 @@ def rows(split: str) -> list[Row]:
     pairs = [(a, b) for a in numbers for b in numbers if a <= b]
     draw.shuffle(pairs)
     chosen = {"train": pairs[: NUM_ROWS["train"]], "eval": pairs[NUM_ROWS["train"] :][: NUM_ROWS["eval"]]}[split]
-    return [_row(*draw.sample(pair, 2), draw) for pair in chosen]
+    return [_row(draw.sample(pair, 2), draw) for pair in chosen]
 
 
-def _row(first: int, second: int, draw: random.Random) -> Row:
+def _row(numbers: list[int], draw: random.Random) -> Row:
+    first, second = numbers
     name, thing = draw.choice(NAMES), draw.choice(THINGS)
     story = f"{name} has {first} {thing} and buys {second} more. How many {thing} does {name} have now? {ENDING}"
     return {"prompt": story, "answer": first + second, "first": first, "second": second}
