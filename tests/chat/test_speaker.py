@@ -132,6 +132,12 @@ def test_an_environment_answers_in_the_middle(tmp_path: Path):
         [(_, scores, why)] = speaker.rewards()
         assert why is None
         assert scores["reward"] in (0.0, 1.0)
+        # Its prompt typed in has the row's columns as well; of another nothing is known that could answer.
+        prompt = answer.prompt.text
+        typed = speaker.say(prompt, lambda who, piece: None)
+        assert (typed.prompt.row, typed.prompt.index) == (answer.prompt.row, answer.prompt.index)
+        with pytest.raises(ValueError, match=r"`world`.*/prompt"):
+            speaker.say("question: job of nobody ?", lambda who, piece: None)
 
 
 # ---- in a terminal ----

@@ -1,5 +1,6 @@
 """write_report: both files, whole, the same bytes every time, for any run."""
 
+import os
 import struct
 import subprocess
 import sys
@@ -106,3 +107,14 @@ def test_any_run_can_be_reported(tmp_path: Path, metrics: list[dict[str, Any]]) 
         paths = write_report(write_run(tmp_path / "试验", metrics))
     assert [path.name for path in paths] == ["report.html", "report.png"]
     assert all(path.stat().st_size > 1000 for path in paths)
+
+
+def test_a_backend_that_is_not_here_does_not_matter(tmp_path: Path) -> None:
+    """MPLBACKEND of a notebook's kernel, and a matplotlibrc that names another one: a process of its own imports it."""
+    run = write_run(tmp_path / "run", [{"step": 1, "reward/mean": 0.5}])
+    (tmp_path / "matplotlibrc").write_text("backend: nowhere\n")
+    code = f"from pathlib import Path; from tinyrl.report import write_report; write_report(Path({str(run)!r}))"
+    theirs = {"MPLBACKEND": "not_installed", "MATPLOTLIBRC": str(tmp_path / "matplotlibrc")}
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **theirs}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (run / "report.png").is_file()

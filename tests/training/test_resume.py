@@ -22,7 +22,7 @@ from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.training import sources
+from tinyrl.training import launch, sources
 from tinyrl.training.state import STATE
 from tinyrl.training.update import Updater
 
@@ -362,3 +362,16 @@ def test_weights_of_a_resumed_run_are_those_of_its_checkpoint(stopped: RunDir, t
     assert running.go_on(run, stop_at=30) == 75
     ours, theirs = running.weights(run, 1), running.weights(stopped, 1)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("error", [ValueError("not a backend"), MemoryError(), ImportError("no backend")])
+def test_a_report_that_cannot_be_drawn_does_not_change_the_exit_code(
+    error: Exception, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(launch, "write_report", fail)
+    code, run, _ = running.train(running.config("grpo", model, run={"num_steps": 1}), tmp_path)
+    assert code == 0
+    assert (run.checkpoints / "step-000001").is_dir()

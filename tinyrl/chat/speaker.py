@@ -17,6 +17,7 @@ from tinyrl.chat.spelling import Spelling
 from tinyrl.chat.target import ChatTarget
 from tinyrl.components import Options, load_parts, load_scorer
 from tinyrl.data.messages import Message, Prompt
+from tinyrl.data.readers import Row
 from tinyrl.environments.episode import Episode
 from tinyrl.generation.engine import Completion, Request, SampledRole, SamplingSettings
 from tinyrl.generation.game import Game, load_game
@@ -157,19 +158,22 @@ class Speaker:
         if not 0 <= index < len(rows):
             raise ValueError(f"held-out rows are 0 to {len(rows) - 1}, and not {index}")
         self.messages = []
+        return self._said(self._prepared_row(rows[index], index), hear)
+
+    def _prepared_row(self, row: Row, index: int) -> PreparedPrompt:
         where, game = self.target.config.task, self.game
         [prompt] = prepare_prompts(
             self.task,
-            [rows[index]],
+            [row],
             tokenizer=self.parts.tokenizer,
             chat=where.chat,
             system_prompt=where.system_prompt,
             variables=where.chat_template if game is None else game.variables,
             max_prompt_tokens=self.target.config.generation.max_prompt_tokens,
             long_prompts="error",
-            openings=None if game is None else game.openings(self.task, [rows[index]]),
+            openings=None if game is None else game.openings(self.task, [row]),
         )
-        return self._said(replace(prompt, index=index), hear)
+        return replace(prompt, index=index)
 
     def compare(self, hear: Hear) -> Answer:
         """What the start says to the last prompt, by the same random numbers. Raises ValueError without either."""
@@ -214,7 +218,20 @@ class Speaker:
         return answer
 
     def _prepared(self, prompt: Prompt) -> PreparedPrompt:
+        """A prompt ready for the model. Where an environment reads columns, they are those of the held-out row that has
+        this prompt; raises ValueError, naming them, where none has.
+        """
         where, game = self.target.config.task, self.game
+        if game is not None and game.environment.needed_columns:
+            asked = prompt if isinstance(prompt, str) or len(prompt) > 1 else prompt[0]["content"]
+            for index, row in enumerate(load_split(self.target.config, "eval")):
+                if self.task.prompt(row) in (prompt, asked):
+                    return self._prepared_row(row, index)
+            needed = ", ".join(f"`{name}`" for name in game.environment.needed_columns)
+            raise ValueError(
+                f"{game.environment.name} answers by the columns {needed} of a row, and no held-out row has this "
+                "prompt: /prompt I asks the one of row I"
+            )
         variables = where.chat_template if game is None else game.variables
         rendered = render_prompt(
             self.parts.tokenizer, prompt, chat=where.chat, system_prompt=where.system_prompt, variables=variables

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -93,6 +94,12 @@ class Environment:
     def has_openings(self) -> bool:
         """Whether it says something before the first turn. Then all episodes of a prompt have one seed, its row."""
         return bool(self._fact("opening"))
+
+    @property
+    def needed_columns(self) -> list[str]:
+        """Columns that a task's own answers cannot do without; a person's code says so itself when it is called."""
+        parameters = [] if self._respond is None else inspect.signature(self._respond).parameters.values()
+        return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
 
     def describe(self) -> str:
         """What answers, and within which limits, in a line for people."""

@@ -5,7 +5,9 @@ depends on the clock or on the user's matplotlibrc: the same run gives the same 
 """
 
 import io
+import os
 import re
+import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
@@ -24,6 +26,24 @@ if TYPE_CHECKING:
 COLUMN, GUTTER, HEIGHT = 344, 24, 196  # pixels of a panel on the page
 HEADLINE, HEADLINE_PHONE = (712, 470), (344, 270)
 PIXELS, DPI = 1200, 140
+
+
+def _figure_class() -> Any:
+    """matplotlib's Figure. Its first import reads neither MPLBACKEND nor a matplotlibrc of the user's, which may name
+    what is not in this environment: the backend is chosen here.
+    """
+    if "matplotlib" not in sys.modules:
+        ours = {"MPLBACKEND": "agg", "MATPLOTLIBRC": os.devnull}
+        before = {name: os.environ.get(name) for name in ours}
+        os.environ.update(ours)
+        try:
+            import matplotlib  # noqa: F401
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+    from matplotlib.figure import Figure
+
+    return Figure
 
 
 @contextmanager
@@ -58,9 +78,7 @@ def panel_svgs(panels: list[Panel]) -> list[list[str]]:
 
 
 def _svg(panel: Panel, prefix: str, size: tuple[int, int], *, named: bool) -> str:
-    from matplotlib.figure import Figure
-
-    width, height = size
+    Figure, (width, height) = _figure_class(), size
     buffer = io.StringIO()
     with _settings(11):
         figure = Figure(figsize=(width / 72, height / 72))
@@ -100,8 +118,7 @@ def _own_size(font: re.Match[str]) -> str:
 
 def picture_png(panels: list[Panel], *, title: str, about: str, outcome: str) -> bytes:
     """All panels in one picture, 1,200 pixels wide, with a title, what it is about and the outcome above them."""
-    from matplotlib.figure import Figure
-
+    Figure = _figure_class()
     lines = [line for paragraph in outcome.splitlines() for line in textwrap.wrap(paragraph, 126)]
     margin, row_height, gap = 28, 200, 62
     column = (PIXELS - margin - 12) / COLUMNS

@@ -47,6 +47,18 @@ from tinyrl.training.replicas import check_alike
 from tinyrl.training.session import Session
 from tinyrl.training.sources import Sources, read_sources
 
+DRAWING_ERRORS = (  # what a broken matplotlib of a person's, or no memory, ends in
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
 
 @dataclass
 class Launch:
@@ -97,7 +109,7 @@ class Launch:
         peak = peak_memory_gb(self.parts.accelerator.device)
         try:
             write_report(self.run.path)
-        except OSError as error:
+        except DRAWING_ERRORS as error:  # the run is done: nothing about its picture changes the exit code
             warn(f"warning: the report could not be written ({error}); later: tinyrl report {self.run.path}")
         tell(summary(self.run, prompts=self.parts.has_prompts()))
         if self.plan is not None:
