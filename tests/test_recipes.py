@@ -21,7 +21,7 @@ from tinyrl.data.rows import read_rows
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.starter.build import PLANS, write_blank_models, write_rows
 from tinyrl.starter.text import episode_rows, language_rows, reward_pairs
-from tinyrl.tasks import gsm8k, load_task
+from tinyrl.tasks import gsm8k, load_task, sums
 from tinyrl.tasks.prompts import render_prompt
 
 RECIPES = packaged_recipes()
@@ -187,6 +187,8 @@ def with_a_small_model(config: Config) -> list[str]:
         "knights_and_knaves": KNIGHTS,
         "search_qa": {"question": "How many apples ?", "golden_answers": ["2"]},
     }.get(config.task.name or "")
+    if config.task.name == "sums" and config.task.data is not None:
+        sums.write(Path("data"))
     if config.environment.corpus is not None:
         write_rows(Path("corpus.jsonl"), [{"id": "0", "contents": '"Apples"\nThere are 2 apples.'}])
         overrides += ["environment.corpus=corpus.jsonl"]
@@ -200,12 +202,12 @@ def with_a_small_model(config: Config) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "method"), METHODS_OF, ids=lambda word: word)
 def test_runs_two_steps(name: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As shipped where everything is at hand; recipes for models of the hub with a small one in its place."""
+    """As shipped where everything is at hand; recipes for models that are not with a small one in their place."""
     monkeypatch.chdir(tmp_path)
     config = settings_of(name, method)
-    on_hub = "/" in config.model.path
+    elsewhere = "/" in config.model.path or config.model.path == "smollm2"  # on the hub, or made by a script
     before(name)
-    overrides = with_a_small_model(config) if on_hub else as_shipped(name)
+    overrides = with_a_small_model(config) if elsewhere else as_shipped(name)
     with contextlib.ExitStack() as serving:
         if config.generation.engine == "server":
             server = serving.enter_context(StandIn(Path("model"), max_model_len=4096))

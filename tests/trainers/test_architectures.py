@@ -35,5 +35,5 @@ def test_an_architecture_trains_resumes_and_is_evaluated(
     result = evaluate_target(
         str(whole.path), vs="base", task=None, split="eval", num_prompts=4, samples=2, options=device
     )
-    assert result["kl"] > 1e-3
+    assert abs(result["kl"]) > 1e-3  # of eight samples, so it may be below 0
     assert result["other"]["kl"] == pytest.approx(0.0, abs=1e-4)
