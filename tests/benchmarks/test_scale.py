@@ -69,5 +69,4 @@ def test_a_device_is_measured(tmp_path: Path):
     options = scale.Namespace(out=tmp_path, threads=1, device="cpu")
     found = scale.measure("xs", options)
     assert min(found.decode_s, found.read_s, found.learn_s, found.alone_s) > 0
-    assert found.learn_s > found.read_s
     assert found.gradient_bytes == 4 * 16 * 2 * sum(a + b for a, b in scale.SIZES["xs"].matrices)
