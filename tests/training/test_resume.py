@@ -40,8 +40,12 @@ def reads_files(model: Path, folder: Path) -> Config:
     for name, words in (("rows", "abcdefgh"), ("eval", "uvwxyz")):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": f"say {w}:"}) + "\n" for w in words))
     (folder / "rewards.py").write_text(
-        "def variety(completions, **_):\n    return [len(set(c)) for c in completions]\n"
+        "from helper import scale\n\n\n"
+        "def variety(completions, **_):\n    return [scale * len(set(c)) for c in completions]\n"
     )
+    (folder / "helper.py").write_text("import words.known\n\nscale = 1.0 if words.known.WORDS else 0.0\n")
+    (folder / "words").mkdir(exist_ok=True)
+    (folder / "words" / "known.py").write_text("WORDS = 'abc'\n")
     task = {"name": "rows", "data": str(folder / "rows.jsonl"), "eval_data": str(folder / "eval.jsonl")}
     rewards = {"functions": [{"use": f"{folder / 'rewards.py'}:variety"}]}
     run = {"num_steps": STEPS, "save_every": 1, "eval_prompts": 4}
@@ -78,6 +82,11 @@ def other_weights(folder: Path) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
+def as_a_package(folder: Path) -> None:
+    (folder / "helper").mkdir()
+    (folder / "helper.py").rename(folder / "helper" / "__init__.py")
+
+
 def edited(file: Path, old: str, new: str) -> None:
     file.write_text(file.read_text().replace(old, new))
 
@@ -87,6 +96,9 @@ SOURCES: dict[str, tuple[Callable[[Path], object], str]] = {
     "base weights": (other_weights, "model.path: model.safetensors has changed"),
     "a template": (lambda f: (f / "model" / "tokenizer_config.json").open("a").write(" "), "tokenizer_config.json has"),
     "the reward": (lambda f: edited(f / "rewards.py", "len(set(c))", "len(c)"), "rewards.py has changed"),
+    "what the reward imports": (lambda f: edited(f / "helper.py", "1.0", "2.0"), "/helper.py has changed"),
+    "what that imports": (lambda f: edited(f / "words" / "known.py", "abc", "xyz"), "/words/known.py has changed"),
+    "a helper that is a package now": (as_a_package, "/helper.py is not there any more"),
 }
 
 

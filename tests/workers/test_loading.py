@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tinyrl.workers.loading import parse_use
+from tinyrl.workers.loading import imported_beside, parse_use
 
 
 @pytest.fixture
@@ -51,6 +51,32 @@ def test_a_function_in_a_module_is_found_without_importing_its_package(folder: P
 
 def test_an_installed_module_is_found(folder: Path):
     assert parse_use("json.encoder:py_encode_basestring", base_dir=folder).module == "json.encoder"
+
+
+def test_what_a_file_imports_from_beside_it_is_found_from_import_to_import(folder: Path):
+    (folder / "rewards.py").write_text(
+        "import json, torch, helper\nfrom people.inner import scores\n\n\n"
+        "def late(completions):\n    import lazy\n    return lazy.of(completions)\n"
+    )
+    (folder / "helper.py").write_text("import rewards, broken, namespace.deep\n")  # a circle, and a file with a mistake
+    (folder / "broken.py").write_text("def (:\n")
+    (folder / "lazy.py").write_text("")
+    (folder / "unused.py").write_text("")
+    (folder / "namespace").mkdir()
+    (folder / "namespace" / "deep.py").write_text("")
+    (folder / "people" / "inner" / "scores.py").write_text("from . import near\nfrom ..upper import x\n")
+    (folder / "people" / "inner" / "near.py").write_text("")
+    (folder / "people" / "upper.py").write_text("x = 1\n")
+    found = imported_beside(parse_use("rewards.py:late", base_dir=folder))
+    inner = {f"people/{name}.py" for name in ("__init__", "upper", "inner/__init__", "inner/near", "inner/scores")}
+    files = {"helper.py", "broken.py", "lazy.py", "namespace/deep.py", *inner}
+    assert {str(path.relative_to(folder)) for path in found} == files
+
+
+def test_a_module_comes_with_the_packages_it_is_in(folder: Path):
+    found = imported_beside(parse_use("people.inner.scores:deep", base_dir=folder))
+    assert [str(path.relative_to(folder)) for path in found] == ["people/__init__.py", "people/inner/__init__.py"]
+    assert imported_beside(parse_use("json.encoder:py_encode_basestring", base_dir=folder)) == []
 
 
 def test_a_module_that_gives_more_than_can_be_read_is_left_to_the_worker(folder: Path):

@@ -1,4 +1,5 @@
-"""Fingerprints of what a run reads besides its settings: rows, weights, reward files; and the versions it runs on.
+"""Fingerprints of what a run reads besides its settings: rows, weights, people's functions with what they import from
+beside them; and the versions it runs on.
 
 A resume under another fingerprint is refused as one under another setting is. Other versions are said: they need not
 change a number. Weights are hashed once; while a file keeps its size and time of change, its hash is taken as known.
@@ -21,7 +22,7 @@ from tinyrl.config.schema import Config
 from tinyrl.runs.checkpoint import MANIFEST
 from tinyrl.runs.environment import versions
 from tinyrl.starter import starter_path
-from tinyrl.workers.loading import parse_use
+from tinyrl.workers.loading import imported_beside, parse_use
 
 OF_A_MODEL = (".safetensors", ".json", ".jinja", ".model", ".txt")  # files of a folder that numbers depend on
 OF_A_RUN = (  # no weights
@@ -105,6 +106,9 @@ def _files(config: Config) -> Iterator[tuple[str, Path]]:
         source = parse_use(use, setting=setting, classes=True)
         if source.file is not None:
             yield f"{setting}: {use.rpartition(':')[0]}", source.file
+        beside = os.path.dirname(use.rpartition(":")[0]) if source.path else ""
+        for file in imported_beside(source):
+            yield f"{setting}: {os.path.join(beside, os.path.relpath(file, source.folder))}", file
 
 
 def _model_files(path: str, *, revision: str | None) -> list[Path]:

@@ -6,6 +6,7 @@ The source is read, not imported: a mistake in a recipe is answered at once, and
 import ast
 import importlib.machinery
 import importlib.util
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,49 @@ def parse_use(
     if source.file is not None:
         _check_function(source, setting=setting, classes=classes)
     return source
+
+
+def imported_beside(source: FunctionSource) -> list[Path]:
+    """The files beside a function's own that importing it may read, from import to import; sorted. The text decides: a
+    name that is put together while the program runs is not seen.
+    """
+    waiting = [source.file] if source.file else []
+    waiting += _modules(source.folder, source.module.split(".")) if source.module else []
+    found = set[Path]()
+    while waiting:
+        file = waiting.pop()
+        if file in found or (file != source.file and not file.is_relative_to(source.folder)):
+            continue
+        found.add(file)
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            continue  # the worker says what is wrong with it
+        for folder, names in _imports(tree, file=file, top=source.folder):
+            waiting += _modules(folder, names)
+    return sorted(found - {source.file})
+
+
+def _imports(tree: ast.Module, *, file: Path, top: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Every import of a file: the folder it begins in, and the names on its way."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((top, alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            folder = file.parents[min(node.level, len(file.parents)) - 1] if node.level else top
+            way = node.module.split(".") if node.module else []
+            if not way:  # from . import name: the package itself is read too
+                yield folder, ["__init__"]
+            yield from ((folder, [*way, alias.name]) for alias in node.names)
+
+
+def _modules(folder: Path, names: list[str]) -> Iterator[Path]:
+    """The source files of a module and of the packages it is in, as far as there are any below a folder."""
+    for name in names:
+        folder = folder / name
+        file = folder / "__init__.py" if folder.is_dir() else folder.with_name(f"{name}.py")
+        if file.is_file():
+            yield file
 
 
 def _existing_file(place: str, *, base: Path, use: str, setting: str) -> Path:
