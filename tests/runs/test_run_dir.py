@@ -12,6 +12,7 @@ import pytest
 from tinyrl.config.changes import check_changes
 from tinyrl.config.schema import Config
 from tinyrl.runs.environment import environment, redact_command
+from tinyrl.runs.lines import json_lines
 from tinyrl.runs.run_dir import RunDir, check_new_run, create_run, finite, open_run, run_of
 from tinyrl.text import hidden, redact, restored
 
@@ -184,7 +185,7 @@ def test_a_resume_forgets_what_came_after_its_checkpoint(tmp_path: Path):
     run.metrics.open("a").write('{"step": 3, "lo')  # killed in the middle of a line
     run.cut(lengths)
     assert read(run.metrics) == [{"step": 1}]
-    run.cut({"metrics.jsonl": 10_000})  # longer than the file: nothing is added; samples are not named: none are kept
+    assert run.cut({"metrics.jsonl": lengths["metrics.jsonl"]}) == []  # samples are not named: none are kept
     assert read(run.metrics) == [{"step": 1}]
     assert run.samples.read_bytes() == b""
     run.cut({})
@@ -192,7 +193,7 @@ def test_a_resume_forgets_what_came_after_its_checkpoint(tmp_path: Path):
 
 
 def test_half_a_line_is_not_joined_to_the_next(tmp_path: Path):
-    """Left by a power cut, or where a checkpoint counts bytes that the disk does not have."""
+    """Left by a power cut."""
     run = RunDir(tmp_path)
     run.append_metrics(1, {})
     whole = run.lengths()["metrics.jsonl"]
@@ -200,10 +201,61 @@ def test_half_a_line_is_not_joined_to_the_next(tmp_path: Path):
     run.append_samples([{"completion": "x" * 200_000}])
     os.truncate(run.metrics, whole + 5)
     os.truncate(run.samples, 150_000)
-    run.cut({"metrics.jsonl": 10_000, "samples.jsonl": 200_020})
+    run.cut({"metrics.jsonl": whole, "samples.jsonl": 0})
     run.append_metrics(2, {"loss": 0.25})
     assert read(run.metrics) == [{"step": 1}, {"step": 2, "loss": 0.25}]
     assert run.samples.read_bytes() == b""
+
+
+@pytest.mark.parametrize("size", [0, 1, 40, 600, 3_000_000])
+@pytest.mark.parametrize("left", ["nothing", "no file", "half", "half a line"])
+def test_what_a_checkpoint_counts_and_is_lost_is_said_and_marked(tmp_path: Path, left: str, size: int):
+    run = RunDir(tmp_path)
+    for step in (1, 2):
+        run.append_samples([{"step": step, "completion": "x" * size}])
+    lengths = run.lengths()
+    whole = lengths["samples.jsonl"] // 2
+    os.truncate(run.samples, {"half": whole, "half a line": whole + 20}.get(left, 0))
+    if left == "no file":
+        run.samples.unlink()
+    for _ in range(2):  # a kill before the next checkpoint: the marks are as long as what is lost
+        kept = [1] if left.startswith("half") else []
+        [said] = run.cut(lengths, step=2)
+        assert said.startswith("warning: samples.jsonl: ")
+        assert f"{lengths['samples.jsonl'] - len(kept) * whole:,}" in said
+        assert run.lengths() == lengths
+        run.append_samples([{"step": 3}])
+        notes: list[str] = []
+        assert [row["step"] for row in json_lines(run.samples, notes)] == [*kept, 3]
+        assert [row["step"] for row in json_lines(run.samples, notes, containing=b"3")] == [3]
+        assert notes[0] == notes[1]
+        assert "a gap" in notes[0]
+
+
+def test_an_older_checkpoint_marks_what_it_counts(tmp_path: Path):
+    run = RunDir(tmp_path)
+    run.append_metrics(1, {"loss": 0.123456789})
+    older = run.lengths()
+    run.append_metrics(2, {"loss": 0.123456789})
+    lengths = run.lengths()
+    run.metrics.unlink()
+    run.cut(lengths, step=2)
+    [said] = run.cut(older, step=1)
+    assert f"{older['metrics.jsonl']} of its" in said
+    assert (run.lengths(), json.loads(run.metrics.read_text())["step"]) == (older, 1)
+
+
+def test_lines_that_cannot_be_read_are_said_and_kept(tmp_path: Path):
+    run = RunDir(tmp_path)
+    for step in range(4):
+        run.append_metrics(step, {"loss": 0.5})
+    lengths = run.lengths()
+    damaged = bytearray(run.metrics.read_bytes())
+    damaged[30:40] = bytes(range(200, 210))
+    run.metrics.write_bytes(damaged)
+    [said] = run.cut(lengths, step=3)
+    assert "metrics.jsonl: 1 line could not be read" in said
+    assert run.metrics.read_bytes() == damaged
 
 
 def test_records_are_on_the_disk_before_a_checkpoint_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

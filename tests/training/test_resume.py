@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted
 from tinyrl.runs import checkpoint as checkpoints
+from tinyrl.runs.records import read_run
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training import launch, sources
 from tinyrl.training.state import STATE
@@ -127,6 +129,49 @@ def test_a_file_that_was_only_copied_is_no_change(model: Path, tmp_path: Path) -
     for file in (tmp_path / "model").iterdir():
         os.utime(file, (1, 1))
     assert running.go_on(run) == 0
+
+
+def random_bytes(file: Path) -> None:
+    file.write_bytes(random.Random(0).randbytes(file.stat().st_size))
+
+
+LOSSES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "no metrics": ("metrics.jsonl", Path.unlink),
+    "cut metrics": ("metrics.jsonl", lambda file: os.truncate(file, file.stat().st_size // 2)),
+    "metrics of random bytes": ("metrics.jsonl", random_bytes),
+    "no samples": ("samples.jsonl", Path.unlink),
+    "samples of random bytes": ("samples.jsonl", random_bytes),
+}
+
+
+@pytest.mark.parametrize("what", LOSSES)
+def test_a_record_that_was_lost_is_said_and_the_run_goes_on(
+    what: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = stopped_in_update(reads_files(model, tmp_path), tmp_path)
+    name, lose = LOSSES[what]
+    other = {"metrics.jsonl": "samples.jsonl", "samples.jsonl": "metrics.jsonl"}[name]
+    kept = (run.path / other).read_bytes()
+    lose(run.path / name)
+    capsys.readouterr()
+    assert running.go_on(run) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if ".jsonl: " in line]
+    assert warnings
+    assert all(line.startswith(f"warning: {name}: ") for line in warnings)
+    assert (run.path / other).read_bytes().startswith(kept)
+    read = read_run(run.path)
+    assert {2, 3} <= read.steps.keys()
+    assert any(note.startswith(f"{name}: ") for note in read.notes)
+
+
+def test_a_record_that_is_whole_is_not_spoken_of(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = stopped_in_update(reads_files(model, tmp_path), tmp_path)
+    (run.path / "metrics.jsonl").open("a").write('{"step": 2, "lo')
+    assert running.go_on(run) == 0
+    assert "warning: metrics" not in capsys.readouterr().err
+    assert read_run(run.path).notes == ()
 
 
 def test_weights_are_hashed_again_only_when_their_file_was_touched(

@@ -1,7 +1,8 @@
 """Lines of a run's records, read leniently: JSON objects with a step, numbers that may be none, messages of an episode.
 
 A last line without its line break is being written, so it is left out when it does not parse; any other line that does
-not parse is counted and reported.
+not parse is counted and reported. A line with LOST in the place of lines that a resume did not find any more is
+reported too, and read by nobody else.
 """
 
 import json
@@ -12,6 +13,8 @@ from typing import Any
 
 SPEAKERS = {"assistant": "policy"}  # all else that an episode holds was read
 LARGEST = 1e100
+LOST = "lost_bytes"
+MOST_OF_A_MARK = 1 << 20  # bytes
 
 
 def number(value: Any) -> float:
@@ -26,11 +29,13 @@ def number(value: Any) -> float:
 
 
 def json_lines(path: Path, notes: list[str], *, containing: bytes = b"") -> Iterator[dict[str, Any]]:
-    """The lines of a record that hold a step. Others are left out and, but for a cut-off last one, noted at the end."""
-    broken = 0
+    """The lines of a record that hold a step. Others are left out and, but for a cut-off last one, noted at the end, as
+    is what was lost.
+    """
+    broken, lost = 0, dict[int, int]()
     with path.open("rb") as file:
         for line in file:
-            if containing not in line or not line.strip():
+            if (containing not in line and LOST.encode() not in line[:64]) or not line.strip():
                 continue
             try:
                 row = json.loads(line.decode("utf-8", "replace"))
@@ -38,12 +43,27 @@ def json_lines(path: Path, notes: list[str], *, containing: bytes = b"") -> Iter
                 broken += line.endswith(b"\n")
                 continue
             step = row.get("step") if isinstance(row, dict) else None
-            if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53:
-                yield row
-            else:
+            if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**53:
                 broken += 1
+            elif isinstance(row.get(LOST), int):
+                lost[step] = lost.get(step, 0) + row[LOST]
+            else:
+                yield row
     if broken:
         notes.append(f"{path.name}: {broken} line{'s' * (broken > 1)} could not be read and are left out.")
+    for step, size in lost.items():
+        notes.append(f"{path.name}: {size:,} bytes of up to step {step} were lost before a resume: a gap.")
+
+
+def lost_lines(step: int, size: int) -> Iterator[bytes]:
+    """Lines of `size` bytes together that say that as many, of up to `step`, are lost. Being as long as what they stand
+    for, they leave the lengths true that checkpoints have of a record.
+    """
+    while size:
+        now = size if size < 2 * MOST_OF_A_MARK else MOST_OF_A_MARK
+        line = json.dumps({"step": step, LOST: now}).encode()
+        yield (line if len(line) < now else b"").ljust(now - 1) + b"\n"
+        size -= now
 
 
 def messages_of(row: dict[str, Any]) -> list[tuple[str, str]]:

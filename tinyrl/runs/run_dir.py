@@ -20,6 +20,7 @@ from typing import Any
 from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import dump_config, load_written_config
 from tinyrl.config.schema import Config
+from tinyrl.runs.lines import json_lines, lost_lines
 from tinyrl.runs.lock import LOCK, RunLock
 from tinyrl.starter import starter_path
 from tinyrl.text import did_you_mean, hidden
@@ -104,14 +105,14 @@ class RunDir:
                 os.fsync(record.fileno())
         return {file.name: _length(file) for file in self._records}
 
-    def cut(self, lengths: dict[str, int]) -> None:
+    def cut(self, lengths: dict[str, int], *, step: int = 0) -> list[str]:
         """Forget what was recorded after a checkpoint, so that curves hold no step twice, and half a line at the end,
-        which would spoil the next.
+        which would spoil the next. Where the checkpoint counts more than is left, marks take the place of what is lost.
+
+        `step`: the checkpoint's. A sentence for each record that lost something, or has lines that cannot be read.
         """
         self._unwritten.clear()
-        for file in self._records:
-            if self.writes and file.exists():
-                os.truncate(file, _whole_lines(file, min(lengths.get(file.name, 0), _length(file))))
+        return [note for file in self._records if self.writes for note in _cut(file, lengths.get(file.name, 0), step)]
 
     def _append(self, file: Path, rows: list[dict[str, Any]]) -> None:
         if not self.writes:
@@ -262,6 +263,27 @@ def _as_line(row: dict[str, Any]) -> str:
 
 def _length(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
+
+
+def _cut(file: Path, length: int, step: int) -> list[str]:
+    """Leave the whole lines of the first `length` bytes of a record, and marks in the place of what is missing."""
+    if not (file.exists() or length):
+        return []
+    notes = list[str]()
+    file.touch()
+    kept = _whole_lines(file, min(length, _length(file)))
+    os.truncate(file, kept)
+    for _ in json_lines(file, notes):
+        pass
+    if length > kept:
+        notes.append(f"{file.name}: {length - kept:,} of its {length:,} bytes of up to step {step} are lost")
+        try:
+            with file.open("ab") as record:
+                record.writelines(lost_lines(step, length - kept))
+        except OSError as error:
+            os.truncate(file, kept)
+            notes.append(f"{file.name}: the gap could not be marked: {error.strerror}")
+    return [f"warning: {note.removesuffix('.')}; the run goes on with the rest" for note in notes]
 
 
 def _whole_lines(file: Path, length: int) -> int:

@@ -61,7 +61,7 @@ def resume(
                 notes.append(settle_threads(parts))
                 run.cut({})
             else:
-                launch.session.restore(folder, kept)
+                notes += launch.session.restore(folder, kept)
                 notes += [*_versions(known, sources, since=since), *_settle(launch.session, changes, since=since)]
                 state, steps = launch.session.state, config.run.num_steps
                 were = kept.num_steps or steps

@@ -225,9 +225,9 @@ class Session:
             python_random=python_rng(),
         ).write(folder)
 
-    def restore(self, folder: Path, kept: CheckpointState) -> None:
+    def restore(self, folder: Path, kept: CheckpointState) -> list[str]:
         """Go on from a verified checkpoint, whose state.json is `kept`. The run's records are cut when all else is
-        done.
+        done; a line for each that is not whole.
         """
         self.parts.load_models(folder)
         if kept.setting("optim", "optimizer") in (None, self.config.optim.optimizer):
@@ -245,10 +245,11 @@ class Session:
         threads = kept.threads if self.world.size == 1 else min(kept.threads, *self.world.gather(cores_here()))
         torch.set_num_threads(threads if wanted == "auto" else wanted)
         restore_rng(load_file(folder / RANDOM), kept.python_random)
-        self.run.cut(kept.records)
+        notes = self.run.cut(kept.records, step=kept.run.step)
         there = self.world.is_main and self.run.metrics.is_file()
         self.watch.know(read_steps(self.run.metrics, []) if there else {})
         self.last_checkpoint = self.resumed_from = folder
+        return notes
 
     def sample_again(self) -> bool:
         """Let go of what was measured of sampling, and of the rollout of an update in hand (False: there is none),
