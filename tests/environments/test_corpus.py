@@ -274,6 +274,48 @@ def test_a_damaged_index_is_made_again(towns: Path, damage):
     assert beside(towns) == ["towns.jsonl", "towns.jsonl.fts5"]
 
 
+def changed(index: Path, old: bytes, new: bytes) -> None:
+    before = index.stat()
+    content = index.read_bytes()
+    assert old in content
+    index.write_bytes(content.replace(old, new))
+    os.utime(index, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    "damage", [(b"makes faience", b"makes pottery"), (b"harbour", b"harvest"), (b"rampart", b"rambart")]
+)
+def test_damage_inside_the_text_or_the_words_of_an_index_is_found_and_said(towns: Path, damage: tuple[bytes, bytes]):
+    Corpus.open(towns).close()
+    index = towns.parent / "towns.jsonl.fts5"
+    written = index.read_bytes()
+    changed(index, *damage)
+    said: list[str] = []
+    corpus = Corpus.open(towns, say=said.append)
+    assert corpus.search(["faience", "harbour", "ramparts"], top_k=1) == [[TOWNS[0]], [TOWNS[1]], [TOWNS[2]]]
+    assert [line.startswith(f"warning: {index} is damaged") for line in said] == [True, False]  # and made again
+    assert index.read_bytes() == written
+
+
+def test_a_damaged_index_of_a_corpus_that_has_changed_since_is_not_used(towns: Path):
+    fingerprint = Corpus.open(towns).fingerprint
+    changed(towns.parent / "towns.jsonl.fts5", b"makes faience", b"makes pottery")
+    write(towns, ["other"])
+    with pytest.raises(ValueError, match="not the passages that were opened before, and their index is gone"):
+        Corpus.open(towns, fingerprint=fingerprint)
+
+
+def test_an_index_of_before_there_were_checksums_is_used_and_said(towns: Path):
+    Corpus.open(towns).close()
+    index = towns.parent / "towns.jsonl.fts5"
+    index.write_bytes(index.read_bytes()[:-71].replace(b"tinyrl passages 2", b"tinyrl passages 1"))
+    written, said = index.read_bytes(), list[str]()
+    assert Corpus.open(towns, say=said.append).search(["harbour"], top_k=1) == [[TOWNS[1]]]
+    assert len(said) == 1
+    assert "no checksum" in said[0]
+    assert index.read_bytes() == written
+
+
 def pages_of(index: Path, word: bytes) -> tuple[bytearray, list[int]]:
     data = bytearray(index.read_bytes())
     return data, [at for at in range(0, len(data), 4096) if word in data[at : at + 4096]]

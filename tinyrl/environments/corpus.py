@@ -24,11 +24,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinyrl.environments.index_file import State, file_hash, index_places, state_of, written_alone
+from tinyrl.environments.index_file import State, file_hash, index_places, is_sealed, seal, state_of, written_alone
 from tinyrl.environments.passages import SearchFailed, read_passages
 from tinyrl.runs.signals import watched
 
-FORMAT = "tinyrl passages 1"
+FORMAT, UNSEALED = "tinyrl passages 2", "tinyrl passages 1"  # the latter of versions that wrote no checksum
 TOKENIZER = "porter unicode61 remove_diacritics 2"
 STATE = ("bytes", "modified", "changed")  # names of what state_of gives
 MAX_QUERY_CHARS = 1000  # a policy may ask anything
@@ -46,6 +46,7 @@ class _Index:
 
     place: Path
     connection: sqlite3.Connection
+    format: str
     fingerprint: str
     state: State
     passages: int
@@ -133,7 +134,7 @@ def _open_index(source: Path, *, fingerprint: str | None, say: Callable[[str], N
     """The index of a file, from where it is kept or newly made."""
     places, refused = index_places(source), list[OSError]()
     for place in places:
-        if index := _index_of(source, place, fingerprint=fingerprint):
+        if index := _index_of(source, place, fingerprint=fingerprint, say=say):
             return index
     for place in places:
         try:
@@ -144,8 +145,10 @@ def _open_index(source: Path, *, fingerprint: str | None, say: Callable[[str], N
     raise OSError(refused[0].errno, f"no place for the index of this corpus ({reasons})", str(source))
 
 
-def _index_of(source: Path, place: Path, *, fingerprint: str | None) -> _Index | None:
-    """The index at a place, if it is complete and that of the file (as it is, or with `fingerprint`)."""
+def _index_of(
+    source: Path, place: Path, *, fingerprint: str | None, say: Callable[[str], None] | None
+) -> _Index | None:
+    """The index at a place, if it is complete, undamaged and that of the file (as it is, or with `fingerprint`)."""
     index = _opened(place)
     if index is None:
         return None
@@ -155,6 +158,13 @@ def _index_of(source: Path, place: Path, *, fingerprint: str | None) -> _Index |
         state = state_of(source)
         # moved, copied or touched: the content decides
         same = index.state == state or (index.state[0] == state[0] and index.fingerprint == file_hash(source))
+    problem = None
+    if same and index.format == UNSEALED:
+        problem = "is of an earlier version and has no checksum, so damage inside it is not seen; delete it to have one"
+    elif same and not is_sealed(place):
+        same, problem = False, "is damaged: it is not what was written, so it is made again"
+    if problem and say is not None:
+        say(f"warning: {place} {problem}")
     if not same:
         index.connection.close()
     return index if same else None
@@ -169,9 +179,9 @@ def _opened(place: Path, file: Path | None = None) -> _Index | None:
         return None
     try:
         about = dict(connection.execute("SELECT name, value FROM about"))
-        if about["format"] == FORMAT:
+        if about["format"] in (FORMAT, UNSEALED):
             size, modified, changed, count = (int(about[name]) for name in (*STATE, "passages"))
-            return _Index(place, connection, about["fingerprint"], (size, modified, changed), count)
+            return _Index(place, connection, about["format"], about["fingerprint"], (size, modified, changed), count)
     except (sqlite3.DatabaseError, KeyError, ValueError, TypeError):
         pass  # damaged: it is made again
     connection.close()
@@ -180,7 +190,7 @@ def _opened(place: Path, file: Path | None = None) -> _Index | None:
 
 def _made_index(source: Path, place: Path, *, fingerprint: str | None, say: Callable[[str], None] | None) -> _Index:
     with written_alone(place) as writing:
-        if index := _index_of(source, place, fingerprint=fingerprint):
+        if index := _index_of(source, place, fingerprint=fingerprint, say=None):
             return index  # another process made it while this one waited
         state, found = state_of(source), file_hash(source)
         if fingerprint not in (None, found):
@@ -218,5 +228,4 @@ def _write(path: Path, source: Path, *, about: dict[str, str], state: State) -> 
             ) from None
         full = error.sqlite_errorcode == sqlite3.SQLITE_FULL
         raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(path)) from error
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    seal(path)

@@ -2,7 +2,7 @@
 
 An index stands beside its corpus, or in the user's cache where that folder takes no file, or with the temporary files.
 It is written by one process at a time under another name, which it loses when it is complete: a kill leaves no half
-index behind, only a file that the next writer uses.
+index behind, only a file that the next writer uses. It ends with its own checksum, which SQLite does not look at.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
-from tinyrl.runs.signals import check_stop
+from tinyrl.runs.signals import check_stop, watched
 
 ENDING = ".fts5"
 WAIT_S = 0.1
+_CHECKED = b"sha256 "  # begins the last 71 bytes of an index
+_BLOCK = 1 << 20
 
 State = tuple[int, int, int]
 
@@ -43,6 +46,32 @@ def file_hash(source: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise ValueError(f"{source}: cannot be read: {error.strerror}") from error
+
+
+def seal(index: Path) -> None:
+    """Add the checksum to the end of a new index, and have it all on the disk."""
+    with index.open("r+b") as file:
+        file.write(_checksum(file, index.stat().st_size))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def is_sealed(index: Path) -> bool:
+    """Whether an index is, byte for byte, what was written; about a second for each gigabyte."""
+    try:
+        with index.open("rb") as file:
+            size = index.stat().st_size - len(_CHECKED) - 64
+            return size >= 0 and _checksum(file, size) == file.read()
+    except OSError:
+        return False
+
+
+def _checksum(file: BinaryIO, size: int) -> bytes:
+    """What stands at the end of an index, after `size` bytes, which are read."""
+    digest = hashlib.sha256()
+    for start in watched(range(0, size, _BLOCK)):
+        digest.update(file.read(min(_BLOCK, size - start)))
+    return _CHECKED + digest.hexdigest().encode()
 
 
 def index_places(source: Path) -> list[Path]:
