@@ -47,6 +47,18 @@ def doing(does: str, *, always: bool = False) -> str:
     return textwrap.dedent(ANSWERING).format(bad=BAD, always=always, does=does)
 
 
+def test_an_environment_that_is_never_asked_is_said_at_step_0(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = answered_by(tmp_path, doing("pass"), generation={"max_new_tokens": 2})  # no turn ends in two tokens
+    code, run, _ = running.train(settings, tmp_path)
+    said = capfd.readouterr().err
+    assert code == 0, said
+    assert said.index("warning: environment hardly asked: ") < said.index("step 1/")
+    assert said.count("environment hardly asked") == 1
+    assert running.metrics(run)[0]["eval/environment/turns"] == 1
+
+
 @dataclass
 class Fault:
     """What an environment does to the bad prompt's episodes, and the reason that is given for dropping them."""

@@ -22,6 +22,8 @@ from tests.faults.children import workers_left
 from tests.tiny_models import tiny_reward_model
 from tests.trainers.test_resume import assert_same
 from tinyrl.config.schema import Config
+from tinyrl.runs.diagnosis import findings
+from tinyrl.runs.records import read_run
 from tinyrl.runs.run_dir import RunDir
 
 PROMPTS, GROUP = 8, 2
@@ -168,6 +170,7 @@ def test_a_reward_that_never_applies_stops_the_run(
     code, run, _ = running.train(settings_for(model, tmp_path, code_of_none, run={"num_steps": 8}), tmp_path)
     assert code == 3
     assert len(running.metrics(run)[1:]) == 2
+    assert "rewards dropped" in [one.name for one in findings(read_run(run.path))]
     assert "No completion got a reward, 3 batches in a row (last: 16 rows)" in capsys.readouterr().err
 
 

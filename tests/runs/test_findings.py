@@ -1,4 +1,4 @@
-"""`tinyrl doctor RUN`: each of ten planted faults is found, alone; runs that went well have none."""
+"""`tinyrl doctor RUN`: each planted fault is found, alone; runs that went well have none."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from tests.report.runs import sample, write_run
 from tinyrl.cli.commands import app
 from tinyrl.runs import diagnosis
 from tinyrl.runs.diagnosis import Watch, findings
-from tinyrl.runs.records import Run, read_steps
+from tinyrl.runs.records import Run, read_run, read_steps
 
 HEALTHY = sorted((Path(__file__).parent / "healthy").glob("*.jsonl"))
 Curve = Callable[[float], float]
@@ -113,6 +113,86 @@ def test_a_planted_fault_is_found_and_nothing_else(fault: str) -> None:
 @pytest.mark.parametrize("fault", JUST_FINE)
 def test_what_comes_near_a_fault_is_none(fault: str) -> None:
     assert named(rows(**JUST_FINE[fault])) == []
+
+
+Lines = list[dict[str, Any]]
+FIVE_TURNS = {"method": "grpo", "environment": {"max_turns": 5}}
+
+
+def dropping(share: float, *, tokens: bool = True) -> Lines:
+    """Two steps of 16 completions, after which the run was stopped."""
+    of = {"completion/mean_length": 7.0, **({"completion/tokens": 112.0} if tokens else {})}
+    scores = {"reward/mean": 0.0, "reward/std": 0.0, **({} if share == 1 else {"reward/right": 0.0})}
+    return [{"step": 0}, *({"step": step, **of, **scores, "reward/dropped": 16 * share} for step in (1, 2))]
+
+
+def turning(turns: float, *, cut: float = 0.98, held_out: bool = False) -> Lines:
+    names = ("eval/environment/turns", "eval/truncated") if held_out else ("environment/turns", "completion/truncated")
+    return [{"step": 0}, {"step": 0 if held_out else 1, **dict(zip(names, (turns, cut), strict=True))}]
+
+
+AT_ONCE: dict[str, tuple[Lines, str | None]] = {
+    "all rewards dropped": (dropping(1), "rewards dropped"),
+    "all rewards dropped, of unknown many": (dropping(1, tokens=False), "rewards dropped"),
+    "a third of the rewards dropped": (dropping(0.375), "rewards dropped"),
+    "an eighth of the rewards dropped": (dropping(0.125), None),
+    "some rewards dropped, of unknown many": (dropping(0.375, tokens=False), None),
+    "completions without tokens": (
+        [{"step": 1, "reward/dropped": 0.0, "completion/tokens": 0.0, "completion/mean_length": 0.0}],
+        None,
+    ),
+    "all losses null": ([{"step": step, "loss": None} for step in (1, 2, 3)], "loss is no number"),
+    "held-out losses null": ([{"step": 0, "eval/loss": None}, {"step": 1, "loss": 2.0}], "loss is no number"),
+    "all policy losses null lately": (
+        [{"step": step, "policy/loss": None if step > 4 else 0.1} for step in range(1, 15)],
+        "loss is no number",
+    ),
+    "one loss null": ([{"step": step, "loss": None if step == 3 else 2.0} for step in (1, 2, 3)], None),
+    "three steps skipped": (
+        [{"step": step, "optim/skipped_steps": float(step)} for step in (1, 2, 3)],
+        "non-finite steps",
+    ),
+    "two steps skipped": ([{"step": step, "optim/skipped_steps": min(step, 2)} for step in range(1, 9)], None),
+    "five steps skipped long ago": (
+        [{"step": step, "optim/skipped_steps": min(step, 5)} for step in range(1, 99)],
+        None,
+    ),
+    "one turn of five": (turning(1.05), "environment hardly asked"),
+    "one turn of five, held out at step 0": (turning(1.05, held_out=True), "environment hardly asked"),
+    "an answer at once": (turning(1.0, cut=0.0), "environment hardly asked"),
+    "some episodes with a second turn": (turning(1.4), None),
+}
+
+
+@pytest.mark.parametrize("what", AT_ONCE)
+def test_what_the_first_steps_show_is_found_and_nothing_else(what: str) -> None:
+    lines, name = AT_ONCE[what]
+    steps = {line["step"]: line for line in lines}
+    assert [one.name for one in findings(Run(Path(), steps, FIVE_TURNS))] == ([name] if name else [])
+
+
+def test_an_environment_of_one_turn_is_not_hardly_asked() -> None:
+    assert named(turning(1.0, cut=0.0), {"environment": {"max_turns": 1}}) == []
+
+
+def test_a_policy_that_never_ends_its_turn_is_said_at_step_0() -> None:
+    [said] = Watch(FIVE_TURNS).look(0, turning(1.05, held_out=True)[1])
+    assert "1.05 of 5 turns" in said
+    assert "generation.stop" in said
+
+
+def test_the_batches_that_a_stop_has_kept_are_counted(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [{"step": 0}, {"step": 1, "optim/skipped_steps": 0.0}])
+    (run / "nonfinite").mkdir()
+    for number in (1, 2, 3):
+        assert findings(read_run(run)) == []
+        (run / "nonfinite" / f"step-000001-{number}.json").write_text("{}")
+    (run / "nonfinite" / "step-000001.safetensors").write_text("")
+    [found] = findings(read_run(run))
+    assert (found.name, found.figures["skipped_steps"]) == ("non-finite steps", 3)
+    write_run(tmp_path / "later", [{"step": step, "optim/skipped_steps": 3.0} for step in range(40)])
+    (run / "nonfinite").rename(tmp_path / "later" / "nonfinite")  # resumed, and well since
+    assert findings(read_run(tmp_path / "later")) == []
 
 
 def test_findings_have_figures_and_one_change() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tinyrl.runs.finding import Finding, Row, has_steps
-from tinyrl.runs.policy_findings import OF_POLICY, held_out_falls
+from tinyrl.runs.policy_findings import OF_NUMBERS, OF_POLICY, held_out_falls
 from tinyrl.runs.records import Run, json_lines, messages_of, number
-from tinyrl.runs.rollout_findings import OF_ROLLOUTS
+from tinyrl.runs.rollout_findings import AT_ONCE, OF_ROLLOUTS
 from tinyrl.text import number as shown
 from tinyrl.text import one_line, visible
 
@@ -21,9 +21,8 @@ SHOWN_CHARACTERS = 200
 
 def findings(run: Run) -> list[Finding]:
     """What is wrong with a run, as far as its metrics say; [] for one that goes well, or is too short to tell."""
-    if not has_steps(run):  # sft, reward, dpo: nothing is sampled
-        return [found for found in (held_out_falls(run),) if found is not None]
-    return [found for check in (*OF_ROLLOUTS, *OF_POLICY) if (found := check(run)) is not None]
+    windows = (*OF_ROLLOUTS, *OF_POLICY) if has_steps(run) else (held_out_falls,)  # sft, reward, dpo sample nothing
+    return [found for check in (*OF_NUMBERS, *AT_ONCE, *windows) if (found := check(run)) is not None]
 
 
 def examples(path: Path, finding: Finding) -> list[Row]:

@@ -32,10 +32,10 @@ def json_lines(path: Path, notes: list[str], *, containing: bytes = b"") -> Iter
     """The lines of a record that hold a step. Others are left out and, but for a cut-off last one, noted at the end, as
     is what was lost.
     """
-    broken, lost = 0, dict[int, int]()
+    broken, lost, mark = 0, dict[int, int](), LOST.encode()
     with path.open("rb") as file:
         for line in file:
-            if (containing not in line and LOST.encode() not in line[:64]) or not line.strip():
+            if (containing not in line and mark not in line[:64]) or not line.strip():
                 continue
             try:
                 row = json.loads(line.decode("utf-8", "replace"))

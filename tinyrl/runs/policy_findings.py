@@ -1,15 +1,19 @@
-"""Findings about the policy and the critic: entropy, KL, held-out scores, explained variance, mismatch of sampling."""
+"""Findings about the policy and the critic: entropy, KL, held-out scores, explained variance, mismatch of sampling; and
+numbers that are none, which any method may have from its first step on.
+"""
 
 from __future__ import annotations
 
 import math
 from statistics import fmean
 
-from tinyrl.runs.finding import FEWEST_STEPS, Finding, early, known, recent, solved
-from tinyrl.runs.records import Points, Run
+from tinyrl.runs.finding import FEWEST_STEPS, Finding, early, known, recent, recent_points, solved
+from tinyrl.runs.records import Points, Run, number
+from tinyrl.text import one_line
 
 MOST_GAP = 0.05  # mean difference of log-probabilities; bfloat16 with other kernels comes to some 0.01
 MOST_KL = 10.0  # nats per response, and half a nat per token
+MOST_NONFINITE = 2  # optimizer steps that were skipped lately; three in a row stop a run
 CRITIC_STEPS = 60  # after which a critic should explain something; a third of that where it is worse than none
 
 
@@ -125,4 +129,45 @@ def mismatch(run: Run) -> Finding | None:
     )
 
 
+def nonfinite_steps(run: Run) -> Finding | None:
+    """Optimizer steps were lately skipped for numbers that are not finite. The step that a run stopped in has no line:
+    of that its kept batches tell.
+    """
+    points = [(0, 0.0), *run.finite("optim/skipped_steps")]
+    (since, before), (_, now) = points[-len(recent_points(points[1:])) - 1], points[-1]
+    skipped = max(now - before, sum(step >= since for step in run.nonfinite))
+    if not skipped > MOST_NONFINITE:
+        return None
+    rate = known(run.setting("optim.learning_rate"), math.nan)
+    lower = f"optim.learning_rate={rate / 3:.2g}" if math.isfinite(rate) else "a lower optim.learning_rate"
+    return Finding(
+        "non-finite steps",
+        f"{skipped:.0f} optimizer steps after step {since} had a loss or a gradient that is not finite and changed no "
+        "weight; the batches are in nonfinite/.",
+        f"Take {'model.dtype=float32' if run.setting('model.dtype') == 'float16' else lower}.",
+        {"skipped_steps": skipped},
+    )
+
+
+def loss_is_none(run: Run) -> Finding | None:
+    """A loss of training or of held-out rows was no finite number in the last ten lines that have it."""
+    values: dict[str, list[float]] = {}
+    for line in [*run.steps.values()][-500:]:
+        for key in (key for key in line if key.endswith("loss")):
+            values.setdefault(key, []).append(number(line[key]))
+    bad = sorted(key for key, found in values.items() if all(map(math.isnan, found[-10:])))
+    if not bad:
+        return None
+    named = ", ".join(one_line(key, 40) for key in bad)
+    return Finding(
+        "loss is no number",
+        f"{named}: not a finite number in any of the last {min(10, len(values[bad[0]]))} lines, so nothing is learnt "
+        "from it, or it cannot be told whether.",
+        "Look for what overflows: model.dtype=float32, and `tinyrl doctor MODEL`.",
+        {"lines": float(len(values[bad[0]]))},
+        kind="eval" if bad[0].startswith("eval/") else "train",
+    )
+
+
+OF_NUMBERS = (nonfinite_steps, loss_is_none)
 OF_POLICY = (entropy_collapse, kl_blow_up, held_out_falls, idle_critic, mismatch)

@@ -24,7 +24,9 @@ MOST_CONFIG_BYTES = 2_000_000
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory as data. `steps`: step to metrics."""
+    """A run directory as data. steps: step to metrics; nonfinite: for each batch that was kept because it gave numbers
+    that are not finite, how many steps were done.
+    """
 
     path: Path
     steps: dict[int, dict[str, Any]]
@@ -32,6 +34,7 @@ class Run:
     env: dict[str, Any] = field(default_factory=dict)
     held_out: HeldOut = field(default_factory=HeldOut)
     checkpoints: tuple[str, ...] = ()
+    nonfinite: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -101,8 +104,10 @@ def read_run(run_dir: Path) -> Run:
         raise ValueError(f"{metrics} holds no complete line yet. A report needs at least one step; try again after it.")
     held_out = read_held_out(run_dir / "samples.jsonl", notes)
     folders = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*") if path.is_dir())
+    kept = [path.stem.split("-")[1] for path in (run_dir / "nonfinite").glob("step-*-*.json")]
+    nonfinite = tuple(sorted(int(step) for step in kept if step.isdecimal()))
     config, env = _read_config(run_dir / "config.yaml", notes), _read_env(run_dir / "env.json", notes)
-    return Run(run_dir, steps, config, env, held_out, tuple(folders), (*notes, *_gaps(steps)))
+    return Run(run_dir, steps, config, env, held_out, tuple(folders), nonfinite, (*notes, *_gaps(steps)))
 
 
 def _not_a_run(run_dir: Path) -> str:

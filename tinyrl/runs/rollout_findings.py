@@ -1,4 +1,6 @@
-"""Findings about what a run samples and how it is rewarded: spread, ceiling, truncation, length, several rewards."""
+"""Findings about what a run samples and how it is rewarded: spread, ceiling, truncation, length, several rewards; and
+rewards and turns that there are none of, which the first steps show.
+"""
 
 from __future__ import annotations
 
@@ -97,6 +99,54 @@ def length_creep(run: Run) -> Finding | None:
     )
 
 
+def dropped_rewards(run: Run) -> Finding | None:
+    """A quarter of the completions or more have no reward. How many a step has follows from their tokens."""
+    shares = [(step, _dropped(line)) for step, line in run.steps.items() if number(line.get("reward/dropped")) >= 0]
+    share = recent(shares)
+    if not share >= 0.25:
+        return None
+    return Finding(
+        "rewards dropped",
+        f"{share:.0%} of the completions have no reward: its functions failed, or said that they do not apply.",
+        "See failed_rewards.jsonl, which has the reasons; without a line there every function gave None.",
+        {"dropped": share},
+        rank=lambda row: float(math.isnan(number(row.get("reward")))),
+    )
+
+
+def _dropped(line: Row) -> float:
+    """The share of a step's completions without a reward."""
+    dropped = number(line.get("reward/dropped"))
+    rows = number(line.get("completion/tokens")) / max(known(line.get("completion/mean_length"), 0.0), 1e-9)
+    if rows >= 1:
+        return min(1.0, dropped / rows)
+    functions = any(key.startswith("reward/") for key in line.keys() - NOT_FUNCTIONS)
+    return float(dropped > 0 and not functions)
+
+
+def hardly_asked(run: Run) -> Finding | None:
+    """Fewer than one episode in five has a second turn, where more are allowed; before training by held-out ones."""
+    before = "" if run.finite("environment/turns") else "eval/"
+    turns = recent(run.finite(f"{before}environment/turns"))
+    cut = recent(run.finite(f"{before or 'completion/'}truncated"))
+    most = known(run.setting("environment.max_turns"), 0.0)
+    if not (turns <= 1.2 and most >= 2):
+        return None
+    endless = cut >= 0.5
+    why = f"{cut:.0%} are cut at generation.max_new_tokens before their turn ends" if endless else "most answer at once"
+    return Finding(
+        "environment hardly asked",
+        f"An episode has {turns:.3g} of {most:.0f} turns: {why}, so the environment says next to nothing.",
+        "Let turns end: a string that closes a question in generation.stop, or `tinyrl train sft` on episodes first."
+        if endless
+        else "Show how to ask, in task.system_prompt or by `tinyrl train sft` on episodes first; where one turn is "
+        "all, environment.max_turns=1.",
+        {"turns": turns, "max_turns": most},
+        kind="eval" if before else "train",
+        rank=lambda row: float(row.get("finish_reason") == "length"),
+    )
+
+
 NOT_FUNCTIONS = {"reward/mean", "reward/std", "reward/dropped", "reward/zero_spread_groups", "reward/zero_spread_kept"}
 
 
@@ -142,4 +192,5 @@ def _of(row: Row, name: str) -> float:
     return known(rewards.get(name), 0.0) if isinstance(rewards, dict) else 0.0
 
 
+AT_ONCE = (dropped_rewards, hardly_asked)
 OF_ROLLOUTS = (zero_spread, ceiling, truncation, length_creep, reward_conflict)
