@@ -199,3 +199,9 @@ def test_own_rows_are_of_the_task_rows_whatever_recipe_lends_the_settings(tiny: 
     mine = given(["task.name=gsm8k", "task.eval_data=b.jsonl"], None, "a.jsonl", None, tmp_path)
     assert mine == ["task.name=gsm8k", "task.eval_data=b.jsonl", "task.data=a.jsonl"]
     assert "task.eval_data=null" in given([], None, "a.jsonl", None, tmp_path)
+
+
+def test_one_prompt_is_trained_on_where_nothing_is_evaluated(tiny: TinyModels, tmp_path: Path):
+    settings = {**FEW, "model.path": str(tiny("llama")), "run.num_steps": 1, "run.eval_every": 0, "run.eval_prompts": 0}
+    run = tinyrl.train("grpo", None, settings, reward=variety, rows=ROWS[:1], output_dir=str(tmp_path))
+    assert (run.exit_code, len(run.metrics)) == (0, 2)

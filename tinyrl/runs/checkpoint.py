@@ -60,7 +60,7 @@ def write_checkpoint(root: Path, step: int, *, write: Callable[[Path], None]) ->
             os.rename(final, aside)
         os.rename(temporary, final)
         _flush(root)
-    except Exception as error:  # noqa: BLE001  the tokenizers library raises nothing narrower for a full disk
+    except Exception as error:
         number = re.search(r"os error (\d+)", str(error))
         if isinstance(error, OSError) or not (number or isinstance(error, SafetensorError)):
             raise
