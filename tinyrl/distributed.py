@@ -267,7 +267,10 @@ def join(*, on_cpu: bool) -> World:
             f"{launch.local_world_size} processes were launched on a machine with {gpus} GPUs, and each needs its own: "
             f"accelerate launch --num_processes {gpus} -m tinyrl ..."
         )
-    store, rank, size = next(iter(rendezvous("env://", timeout=TIMEOUT)))
+    try:
+        store, rank, size = next(iter(rendezvous("env://", timeout=TIMEOUT)))
+    except dist.DistNetworkError as error:
+        raise ValueError(_unconnected(error)) from error
     store.set(f"tinyrl/here/{rank}", "")
     while not store.check([f"tinyrl/here/{other}" for other in range(size)]):
         check_stop()
@@ -280,6 +283,14 @@ def join(*, on_cpu: bool) -> World:
     _world = Processes(launch, store)
     VOICE.connected = _world.speaks
     return _world
+
+
+def _unconnected(error: Exception) -> str:
+    """Why the processes of a launch could not be connected, without the frames that torch adds."""
+    where = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}"
+    if "EADDRINUSE" in str(error):
+        return f"{where}: the port is taken by another program; choose another (--main_process_port, --master-port)"
+    return f"{where}: the processes could not be connected: {str(error).strip().splitlines()[0][:200]}"
 
 
 def leave(exit_code: int) -> None:

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -199,3 +200,62 @@ def test_own_rows_are_of_the_task_rows_whatever_recipe_lends_the_settings(tiny: 
     mine = given(["task.name=gsm8k", "task.eval_data=b.jsonl"], None, "a.jsonl", None, tmp_path)
     assert mine == ["task.name=gsm8k", "task.eval_data=b.jsonl", "task.data=a.jsonl"]
     assert "task.eval_data=null" in given([], None, "a.jsonl", None, tmp_path)
+
+
+def test_one_prompt_is_trained_on_where_nothing_is_evaluated(tiny: TinyModels, tmp_path: Path):
+    settings = {**FEW, "model.path": str(tiny("llama")), "run.num_steps": 1, "run.eval_every": 0, "run.eval_prompts": 0}
+    run = tinyrl.train("grpo", None, settings, reward=variety, rows=ROWS[:1], output_dir=str(tmp_path))
+    assert (run.exit_code, len(run.metrics)) == (0, 2)
+
+
+class Odd:
+    """What no setting can be."""
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"method": 3},
+        {"recipe": 1.5},
+        {"name": 7},
+        {"output_dir": None},
+        {"device": 0},
+        {"settings": [1]},
+        {"settings": 1.5},
+        {"settings": {"run.num_steps": Odd()}},
+        {"settings": {"run.num_steps": "ten"}},
+        {"settings": {"run": None}},
+        {"rows": 5},
+        {"rows": [1, 2]},
+        {"rows": b"x"},
+        {"eval_rows": 5},
+        {"reward": 3},
+        {"reward": {"r.py:f": "much"}},
+        {"reward": [None]},
+    ],
+)
+def test_a_wrong_type_is_a_sentence(given: dict[str, Any], tmp_path: Path):
+    sound = {"method": "grpo", "output_dir": str(tmp_path), "rows": ROWS, "reward": variety}
+    with pytest.raises(ValueError, match=r"\w"):
+        tinyrl.train(**{**sound, **given})
+
+
+def test_a_target_that_is_none_is_a_sentence():
+    for ask in (tinyrl.evaluate, tinyrl.open_run):
+        with pytest.raises(ValueError, match="text or a path"):
+            ask(None)  # pyright: ignore
+
+
+def test_paths_and_numbers_of_numpy_and_torch_are_settings(tmp_path: Path):
+    numbers = {"run.num_steps": np.int64(3), "optim.learning_rate": torch.tensor(0.5), "grpo.group_size": np.array(4)}
+    assert overrides_of({**numbers, "run": {"save_every": torch.tensor(2)}, "model.path": tmp_path}) == [
+        "run.num_steps=3",
+        "optim.learning_rate=0.5",
+        "grpo.group_size=4",
+        "run.save_every=2",
+        f"model.path={tmp_path}",
+    ]
+    words = given([], {variety: np.float32(0.5)}, tmp_path / "a.jsonl", [{"prompt": "a", "n": np.int64(2)}], tmp_path)
+    assert '"weight": 0.5' in words[0]
+    assert f"task.data={tmp_path / 'a.jsonl'}" in words
+    assert Path(words[-1].partition("=")[2]).read_text() == '{"prompt": "a", "n": 2}\n'

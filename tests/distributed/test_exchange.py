@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +21,10 @@ from tests.distributed.ranks import Ranks
 from tests.faults.children import Child
 from tests.tiny_models import tiny_model
 from tinyrl.config.schema import Config
-from tinyrl.distributed import ALONE, join
+from tinyrl.distributed import ALONE, World, join
 from tinyrl.models.micro_batches import RowSizes
 from tinyrl.training.optim import RoleOptimizer
-from tinyrl.training.replicas import sum_step
+from tinyrl.training.replicas import check_settings, sum_step
 
 
 def try_exchange(folder: Path) -> None:
@@ -135,3 +140,39 @@ def test_the_gradient_of_two_processes_is_that_of_one(tmp_path: Path) -> None:
     flat: list[Tensor] = [torch.cat([x[key].reshape(-1) for key in one]).double() for x in (one, two)]
     assert float((flat[1] - flat[0]).norm() / flat[0].norm()) < 1e-6
     assert all(torch.equal(two[key], on_the_other[key]) for key in two)
+
+
+class Two(World):
+    """Two processes, of which the other one has what `theirs` says."""
+
+    size = 2
+
+    def __init__(self, theirs: dict[str, Any]) -> None:
+        self.theirs = theirs
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, {**value, **self.theirs}]
+
+
+def test_settings_that_differ_are_named() -> None:
+    config = Config.model_validate({"method": "grpo", "run": {"seed": 1}})
+    check_settings(Two({}), config)
+    with pytest.raises(ValueError, match=r"processes 0 and 1 .*run\.seed \(1 and 7\)\."):
+        check_settings(Two({"run.seed": 7}), config)
+    with pytest.raises(ValueError, match="different settings: method"):
+        check_settings(Two({"method": "ppo"}), config)
+
+
+def test_a_port_that_is_taken_is_a_sentence() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        launch = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+        code = "from tinyrl.distributed import join\ntry:\n    join(on_cpu=True)\n"
+        code += "except ValueError as error:\n    print(error)"
+        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in launch.items()}}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"MASTER_PORT={port}" in done.stdout
+    assert len(done.stdout.splitlines()) == 1

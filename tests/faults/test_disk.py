@@ -80,9 +80,11 @@ def settings_for(model: Path, disk: Path, **trouble: Any) -> Config:
     )
 
 
-def train_on_small_disk(settings: Config, disk: Path, copy: Path, report: bool, optim: dict[str, float]) -> None:
+def train_on_small_disk(
+    settings: Config, disk: Path, copy: Path, report: bool, optim: dict[str, float], size: int = DISK
+) -> None:
     """Train on a small disk, then copy its contents to where they outlive this process."""
-    mount_small_disk(disk, DISK)
+    mount_small_disk(disk, size)
     setattr(session, "role_optimizers", running.optimizers_with(**optim))  # noqa: B010
     running.whole_runs(report)
     try:
@@ -140,8 +142,11 @@ def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint_and_no_line(
 def test_a_disk_that_stays_full_or_read_only_leaves_the_older_checkpoint_and_training_goes_on(
     read_only: bool, model: Path, disk: Path, whole: RunDir
 ) -> None:
-    """To the last step, without a report; with room again the run resumes from its last checkpoint."""
+    """To the last step, without a report; with room again the run resumes from its last checkpoint. With one to keep
+    there is none that could give way.
+    """
     settings = settings_for(model, disk, full_at=5, read_only=read_only)
+    settings = settings.model_copy(update={"run": settings.run.model_copy(update={"keep_checkpoints": 1})})
     code, run, said = on_small_disk(settings, disk, report=True)
     assert code == 4
     assert f"step {STEPS}/{STEPS}" in said, said
@@ -182,3 +187,18 @@ def test_a_disk_that_is_too_small_is_said_before_the_first_step(model: Path, dis
     assert "0.3 MB are free" in child.said
     assert "left on the disk: []" in child.said
     assert "Traceback" not in child.said
+
+
+@pytest.mark.slow
+def test_a_disk_with_room_for_four_checkpoints_keeps_the_last_step(model: Path, disk: Path) -> None:
+    """1.1 MB, where a checkpoint takes 0.24 and the run would keep five: older ones give way to the last."""
+    settings = settings_for(model, disk)
+    settings = settings.model_copy(
+        update={"run": settings.run.model_copy(update={"save_every": 1, "eval_every": 1, "keep_checkpoints": 5})}
+    )
+    child = Child(train_on_small_disk, settings, disk, disk.with_name("copy"), False, {}, 1_100_000,
+                  output=disk.with_name("said.txt"))  # fmt: skip
+    code, run = child.end(), RunDir(disk.with_name("copy") / "run")
+    assert code == 0, child.said
+    assert newest_sound(run.checkpoints) == (run.checkpoints / f"step-{STEPS:06d}", [])
+    assert warnings(child.said, "could not save") == []

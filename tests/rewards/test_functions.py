@@ -551,3 +551,41 @@ def test_an_empty_batch_starts_nothing(make_reward: MakeReward):
 def test_a_timeout_is_a_positive_number(make_reward: MakeReward, timeout_s: float):
     with pytest.raises(ValueError, match=r"^reward\.timeout_s: must be a number of seconds above 0"):
         make_reward("def score():\n    return []", timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "json.dumps = lambda *a, **k: 1 / 0",
+        "json.loads = lambda *a, **k: 1 / 0",
+        "json.loads = json.dumps = None",
+        "json.JSONEncoder.encode = lambda self, value: '[]'",
+        "json.JSONEncoder.default = json.JSONEncoder.iterencode = None",
+        "json.decoder.scanner = json.encoder.c_make_encoder = json._default_encoder = json._default_decoder = None",
+        "json.JSONDecoder.decode = lambda self, text: 3",
+    ],
+)
+def test_json_that_a_function_breaks_is_its_own(broken: str, make_reward: MakeReward):
+    reward = make_reward(f"import json\n{broken}\ndef score(completions, **columns):\n    return [1.0, 2.0]\n")
+    assert shown(score(reward, ["a", "b"])) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["[]", "3", "null", "{}", '{"error": 1}', '{"values": 3}', '{"values": [1, 2], "failures": 7}', "[" * 9999],
+)
+def test_a_false_reply_in_the_pipe_is_a_failure_of_the_function(written: str, make_reward: MakeReward):
+    """It looks for the pipe among the open files of its process, and finds it."""
+    reward = make_reward(f"""
+        import os
+        def score(completions, **columns):
+            for fd in range(3, 20):
+                try:
+                    os.write(fd, {written!r}.encode() + b"\\n")
+                except OSError:
+                    pass
+            return [1.0] * len(completions)
+    """)
+    call = score(reward, ["a", "b"])
+    assert shown(call) == [None, None]
+    assert all("`score`" in reason for reason in reasons(call).values())

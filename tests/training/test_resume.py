@@ -25,6 +25,7 @@ from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.records import read_run
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training import launch, sources
+from tinyrl.training.memory_plan import MemoryPlan
 from tinyrl.training.state import STATE
 from tinyrl.training.update import Updater
 
@@ -421,14 +422,16 @@ def test_weights_of_a_resumed_run_are_those_of_its_checkpoint(stopped: RunDir, t
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("error", [ValueError("not a backend"), MemoryError(), ImportError("no backend")])
-def test_a_report_that_cannot_be_drawn_does_not_change_the_exit_code(
-    error: Exception, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", ["write_report", "summary", "beside_measured", "peak_memory_gb"])
+@pytest.mark.parametrize("error", [ValueError("not a backend"), MemoryError(), KeyError("step")])
+def test_nothing_after_the_last_step_changes_the_exit_code(
+    where: str, error: Exception, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(folder: Path) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(launch, "write_report", fail)
+    monkeypatch.setattr(launch, where, fail)
+    monkeypatch.setattr(launch, "tried_plan", lambda *_: MemoryPlan("cpu", {}, {"update": {"weights": 1}}, 2, 1))
     code, run, _ = running.train(running.config("grpo", model, run={"num_steps": 1}), tmp_path)
     assert code == 0
     assert (run.checkpoints / "step-000001").is_dir()

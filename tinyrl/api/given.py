@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ def given(settings: list[str], reward: Any, rows: Any, eval_rows: Any, inputs: P
     found = [*settings]
     if reward is not None:
         weights = reward if isinstance(reward, Mapping) else dict.fromkeys(_as_list(reward), 1.0)
-        uses = [{"use": _use(each, inputs), "weight": float(weight)} for each, weight in weights.items()]
+        uses = [{"use": _use(each, inputs), "weight": _weight(each, weight)} for each, weight in weights.items()]
         found.append(as_override("reward.functions", uses))
     if rows is not None:
         named = {setting.partition("=")[0] for setting in settings}
@@ -37,7 +37,8 @@ def given(settings: list[str], reward: Any, rows: Any, eval_rows: Any, inputs: P
         found += [as_override(key, value) for key, value in of_rows.items() if not named & {"task", key}]
     for key, given in (("task.data", rows), ("task.eval_data", eval_rows)):
         if given is not None:
-            found.append(as_override(key, given if isinstance(given, str) else str(_written_rows(given, inputs))))
+            file = os.fspath(given) if isinstance(given, str | os.PathLike) else str(_written_rows(given, inputs))
+            found.append(as_override(key, file))
     return found
 
 
@@ -48,19 +49,51 @@ def _as_list(value: Any) -> list[Any]:
 def _use(reward: Reward, inputs: Path) -> str:
     from tinyrl.workers.written import written
 
-    return reward if isinstance(reward, str) else written(reward, inputs.absolute())
+    if isinstance(reward, str):
+        return reward
+    if not callable(reward):
+        raise ValueError(f"reward={shortened(repr(reward))}: it is a function, or 'file.py:function'")
+    return written(reward, inputs.absolute())
+
+
+def _weight(reward: Reward, weight: Any) -> float:
+    found = _plain(weight)
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise ValueError(f"reward: the weight of {shortened(repr(reward))} is {shortened(repr(weight))}, not a number")
+    return float(found)
+
+
+def path_of(name: str, value: Any) -> str:
+    """Text or a path as text; ValueError for anything else that `name` is given."""
+    if isinstance(value, str | os.PathLike) and isinstance(path := os.fspath(value), str):
+        return path
+    raise ValueError(f"{name}={shortened(repr(value))}: it must be text or a path")
+
+
+def _plain(value: Any) -> Any:
+    """A value as YAML would have it: paths as text; numbers, arrays and tensors of numpy and torch as Python's."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    tolist = getattr(value, "tolist", None)
+    return tolist() if callable(tolist) and not isinstance(value, type) else value
 
 
 def _written_rows(rows: Any, inputs: Path) -> Path:
     """Rows as a .jsonl file, named by its content, so that the same rows are the same file."""
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):
         rows = rows.to_dict("records")  # a data frame
+    if not isinstance(rows, Iterable) or isinstance(rows, Mapping | bytes):
+        raise ValueError(f"rows={shortened(repr(rows))}: they are a file, a hub name, or dictionaries, one a row")
     lines = []
     for at, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
             raise ValueError(f"row {at} is {shortened(repr(row))}, and a row is a dictionary of columns")
         try:
-            lines.append(json.dumps(dict(row), ensure_ascii=True, allow_nan=False) + "\n")
+            lines.append(json.dumps(_plain(row), ensure_ascii=True, allow_nan=False) + "\n")
         except (TypeError, ValueError) as error:
             raise ValueError(f"row {at} cannot be written as JSON: {error}") from None
     text = "".join(lines)
@@ -78,6 +111,8 @@ def overrides_of(settings: Settings | None) -> list[str]:
     from tinyrl.config.recipe import as_override
     from tinyrl.config.settings import SECTIONS
 
+    if not isinstance(settings, Mapping | None):
+        raise ValueError(f"settings={shortened(repr(settings))}: they are a dictionary, as {{'run.num_steps': 20}}")
     flat: dict[str, Any] = {}
     for key, value in (settings or {}).items():
         if key in SECTIONS and isinstance(value, Mapping):
@@ -86,4 +121,9 @@ def overrides_of(settings: Settings | None) -> list[str]:
             raise ValueError(f"settings: {shortened(repr(key))} is no section.key; sections: {listed(SECTIONS)}")
         else:
             flat[key] = value
-    return [as_override(key, value) for key, value in flat.items()]
+    try:
+        return [as_override(key, _plain(value)) for key, value in flat.items()]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"settings: a value is neither text, a number, a flag, a list nor a mapping: {error}"
+        ) from None

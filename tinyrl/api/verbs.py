@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tinyrl.api.given import INPUTS, Reward, Settings, given, overrides_of
+from tinyrl.api.given import INPUTS, Reward, Settings, given, overrides_of, path_of
 from tinyrl.api.process import alone, interruptible, prepare_libraries
 from tinyrl.api.run import Run
 from tinyrl.runs.run_dir import open_run as open_folder
@@ -25,14 +25,14 @@ from tinyrl.text import shortened
 
 def train(
     method: str,
-    recipe: str | None = None,
+    recipe: str | os.PathLike[str] | None = None,
     settings: Settings | None = None,
     *,
     reward: Reward | list[Reward] | dict[Any, float] | None = None,
-    rows: str | Iterable[Mapping[str, Any]] | None = None,
-    eval_rows: str | Iterable[Mapping[str, Any]] | None = None,
+    rows: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | None = None,
+    eval_rows: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | None = None,
     name: str | None = None,
-    output_dir: str = "runs",
+    output_dir: str | os.PathLike[str] = "runs",
     overwrite: bool = False,
     device: str = "auto",
     trust_remote_code: bool = False,
@@ -45,6 +45,9 @@ def train(
     as the command, bit for bit.
     Raises ValueError for what can be fixed, and while another run is going on in this process or in that folder.
     """
+    method, output_dir, device = path_of("method", method), path_of("output_dir", output_dir), path_of("device", device)
+    recipe = None if recipe is None else path_of("recipe", recipe)
+    name = None if name is None else path_of("name", name)
     with alone():
         from tinyrl.cli.preflight import check_before_loading
         from tinyrl.config.recipe import load_config
@@ -68,9 +71,9 @@ def train(
 
 
 def evaluate(
-    target: str | Run,
+    target: str | os.PathLike[str] | Run,
     *,
-    vs: str | Run | None = None,
+    vs: str | os.PathLike[str] | Run | None = None,
     task: str | None = None,
     data: str | None = None,
     settings: Settings | None = None,
@@ -103,7 +106,7 @@ def evaluate(
 
 def open_run(path: str | os.PathLike[str]) -> Run:
     """A run that is there, finished or going on. Raises ValueError where there is none."""
-    return Run(open_folder(os.fspath(path)))
+    return Run(open_folder(path_of("path", path)))
 
 
 def _count(name: str, value: Any) -> int:
@@ -117,5 +120,5 @@ def _count(name: str, value: Any) -> int:
     return count
 
 
-def _path(target: str | Run) -> str:
-    return str(target.path) if isinstance(target, Run) else str(target)
+def _path(target: Any) -> str:
+    return str(target.path) if isinstance(target, Run) else path_of("a run or a model", target)

@@ -113,7 +113,8 @@ def example_rows(config: Config) -> tuple[list[Row], list[Row]]:
 
     Labels and ratings keep all answers of a held-out prompt, and are shuffled, keyed by task.split_seed, before any are
     taken: such files often stand in the order of their labels. Where all rows have one prompt (games, texts behind an
-    empty one), rows are held out, not prompts. Raises ValueError where there are no rows, or none but one.
+    empty one), rows are held out, not prompts. Raises ValueError where there are no rows, or none but one, which
+    is trained on and not held out with run.eval_prompts=0.
     """
     where = config.task
     if where.data is None:
@@ -137,8 +138,12 @@ def example_rows(config: Config) -> tuple[list[Row], list[Row]]:
     one_prompt = len({prompt_key(shared_prompt(row)) for row in rows}) == 1
     by = row_key if one_prompt else shared_prompt
     train_rows, held_out = hold_out(rows, prompt=by, seed=where.split_seed, repeat=graded)
+    if not train_rows and not config.run.eval_prompts:
+        train_rows, held_out = rows, []
     if not train_rows:
-        raise ValueError(f"{where.data}: only one row, so none can be held out; give task.eval_data too")
+        raise ValueError(
+            f"{where.data}: only one row, so none can be held out; give task.eval_data too, or run.eval_prompts=0"
+        )
     return train_rows[: where.max_samples], held_out[: where.max_samples]
 
 

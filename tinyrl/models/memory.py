@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.roles import Roles
 
+STATE_BYTES = 32_000  # of a checkpoint that are no weights: random numbers, configuration, where the run stands
+
 
 def weight_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of distinct tensors (tied weights once)."""
@@ -37,6 +39,6 @@ def _of(module: nn.Module | None) -> list[Tensor]:
 
 
 def checkpoint_bytes(roles: Roles) -> int:
-    """Bytes of a checkpoint, about: trained weights and Adam's two moments in float32, and a megabyte for the rest."""
+    """Bytes of a checkpoint, about: trained weights and Adam's two moments in float32, and the run's state."""
     trained = sum(p.numel() for role in roles.parameters.values() for p in role.values())
-    return 3 * 4 * trained + 1_000_000
+    return 3 * 4 * trained + STATE_BYTES

@@ -60,8 +60,11 @@ def write_checkpoint(root: Path, step: int, *, write: Callable[[Path], None]) ->
             os.rename(final, aside)
         os.rename(temporary, final)
         _flush(root)
-    except SafetensorError as error:  # what safetensors raises for a write that failed
-        raise OSError(f"cannot write {name}: {error}") from error
+    except Exception as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if isinstance(error, OSError) or not (number or isinstance(error, SafetensorError)):
+            raise
+        raise OSError(int(number[1]) if number else errno.EIO, f"cannot write {name}: {error}") from error
     finally:
         if not final.exists() and aside.exists():
             os.rename(aside, final)
@@ -147,10 +150,9 @@ def checkpoint_of(path: Path) -> Path:
     return folder
 
 
-def prune(root: Path, *, keep: int, protected: Iterable[Path]) -> None:
-    """Delete all but the newest `keep` checkpoints and the protected ones, and what crashed writers left behind.
-
-    A checkpoint is renamed before it is deleted: a crash half-way leaves no half of one.
+def prune(root: Path, *, keep: int, protected: Iterable[Path]) -> bool:
+    """Delete all but the newest `keep` checkpoints and the protected ones, and what crashed writers left behind; says
+    whether any was deleted. One is renamed before it is deleted: a crash half-way leaves no half of one.
     """
     assert keep >= 1, keep
     there = list_checkpoints(root)
@@ -158,19 +160,23 @@ def prune(root: Path, *, keep: int, protected: Iterable[Path]) -> None:
     for leftover in [p for p in root.iterdir() if p.name.startswith((_ASIDE, _WRITING, _DELETING))]:
         if leftover not in there and leftover.resolve() not in safe:
             shutil.rmtree(leftover, ignore_errors=True)
-    for folder in there:
-        if folder.resolve() not in safe:
-            going = root / f"{_DELETING}{folder.name}"
-            os.rename(folder, going)
-            shutil.rmtree(going, ignore_errors=True)
+    superfluous = [folder for folder in there if folder.resolve() not in safe]
+    for folder in superfluous:
+        going = root / f"{_DELETING}{folder.name}"
+        os.rename(folder, going)
+        shutil.rmtree(going, ignore_errors=True)
+    return bool(superfluous)
 
 
-def check_room(folder: Path, *, needed: int) -> None:
-    """Raise OSError (ENOSPC) if the file system `folder` is or will be on has fewer than `needed` bytes free."""
+def check_room(folder: Path, *, needed: int, copies: int = 1) -> None:
+    """Raise OSError (ENOSPC) if the file system `folder` is or will be on has no room for so many checkpoints of
+    `needed` bytes.
+    """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
-    if free < needed:
-        sentence = f"a checkpoint takes about {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free"
+    if free < copies * needed:
+        each = "" if copies == 1 else " (and there are two while a new one takes the place of the old one)"
+        sentence = f"a checkpoint takes about {needed / 1e6:,.1f} MB{each}, and {free / 1e6:,.1f} MB are free"
         raise OSError(errno.ENOSPC, sentence, str(there))
 
 

@@ -74,6 +74,7 @@ def load_split(config: Config, split: str) -> list[Row]:
         seed=where.split_seed,
         verified=config.reward.is_verifier,
         revision=where.revision,
+        evaluated=config.run.eval_prompts > 0,
     )
 
 
@@ -88,12 +89,14 @@ def load_rows(
     seed: int = 0,
     revision: str | None = None,
     verified: bool = True,
+    evaluated: bool = True,
 ) -> list[Row]:
     """The rows of "train" or "eval": the task's own, or those of `data` and `eval_data`, at most `max_samples` a split.
 
     With `data` and no `eval_data` a tenth (1 to 512 rows) is held out for "eval", chosen by `seed`; rows with the same
     prompt never end up on both sides. `columns` {new: old} renames the columns of `data` and `eval_data`. `verified`:
     the task's verifier is the reward, so every row must be one that it can judge; `revision` is that of a hub data set.
+    A single prompt is trained on and not held out where nothing is `evaluated`.
     """
     assert split in ("train", "eval"), split
     if max_samples is not None and max_samples < 1:
@@ -109,8 +112,12 @@ def load_rows(
         rows = task.rows(split)
     if data is not None and eval_data is None:
         train, held_out = hold_out(rows, prompt=task.prompt, seed=seed)
+        if not train and not evaluated:
+            train, held_out = rows, []
         if not train:
-            raise ValueError(f"{data}: only one prompt, so none can be held out; give task.eval_data too")
+            raise ValueError(
+                f"{data}: only one prompt, so none can be held out; give task.eval_data too, or run.eval_prompts=0"
+            )
         rows = train if split == "train" else held_out
     return rows[:max_samples]
 

@@ -47,7 +47,7 @@ from tinyrl.training.replicas import check_alike
 from tinyrl.training.session import Session
 from tinyrl.training.sources import Sources, read_sources
 
-DRAWING_ERRORS = (  # what a broken matplotlib of a person's, or no memory, ends in
+AFTERWARDS = (  # what a broken matplotlib of a person's, a damaged file or no memory ends in
     ArithmeticError,
     AttributeError,
     ImportError,
@@ -106,14 +106,13 @@ class Launch:
             self.parts.close()
         if not world.is_main:
             return 0
-        peak = peak_memory_gb(self.parts.accelerator.device)
-        try:
+        with harmless(f"the report could not be written; later: tinyrl report {self.run.path}"):
             write_report(self.run.path)
-        except DRAWING_ERRORS as error:  # the run is done: nothing about its picture changes the exit code
-            warn(f"warning: the report could not be written ({error}); later: tinyrl report {self.run.path}")
-        tell(summary(self.run, prompts=self.parts.has_prompts()))
-        if self.plan is not None:
-            tell(beside_measured(self.plan, peak))
+        with harmless("the run could not be summed up"):
+            tell(summary(self.run, prompts=self.parts.has_prompts()))
+        with harmless("memory could not be compared with what was planned"):
+            if self.plan is not None:
+                tell(beside_measured(self.plan, peak_memory_gb(self.parts.accelerator.device)))
         return 0 if self.session.saved else self._unsaved("done, but the last step is not saved")
 
     def _unsaved(self, what: str) -> int:
@@ -148,7 +147,8 @@ def start(
             threads = settle_threads(parts)
             notes = [threads, *parts.check()]
         if parts.world.is_main:
-            checkpoints.check_room(Path(output_dir), needed=checkpoint_bytes(parts.roles))
+            copies = 2 if config.run.save_every else 1  # the newest one stays until the next is whole
+            checkpoints.check_room(Path(output_dir), needed=checkpoint_bytes(parts.roles), copies=copies)
         run = _folder(parts.world, output_dir, name=name, config=config, overwrite=overwrite)
         undo.callback(run.lock.release)
         run.write_config(config)
@@ -178,6 +178,15 @@ def undone_on_failure() -> Iterator[contextlib.ExitStack]:
     with contextlib.ExitStack() as undo:
         yield undo
         undo.pop_all()
+
+
+@contextlib.contextmanager
+def harmless(what: str) -> Iterator[None]:
+    """Around what comes after the last step: where it fails that is said, and the exit code is that of the run."""
+    try:
+        yield
+    except AFTERWARDS as error:
+        warn(f"warning: {what} ({type(error).__name__}: {error})")
 
 
 @contextlib.contextmanager

@@ -69,13 +69,29 @@ def check_alike(parts: Parts, also: str = "") -> None:
     world = parts.world
     if world.size == 1:
         return
-    world.agree("the settings", json.dumps(parts.config.written(), sort_keys=True))
+    check_settings(world, parts.config)
     world.agree("the rows", json.dumps(getattr(parts, "row_fingerprints", {}), sort_keys=True))
     if isinstance(parts, SamplingParts):
         prompts = [p.tokens for p in (*parts.train_prompts, *parts.eval_prompts)]
         world.agree("the prompts", hashlib.sha256(json.dumps(prompts).encode()).hexdigest())
         world.agree("the sampling engine", parts.engine.name)
     world.agree("the checkpoint", also)
+
+
+def check_settings(world: World, config: Config) -> None:
+    """Raise ValueError, on every process, that names the settings in which one differs from rank 0."""
+    sections = {name: value for name, value in config.written().items() if isinstance(value, dict)}
+    own = {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
+    first, *others = world.gather({"method": config.method, **own})
+    for rank, other in enumerate(others, start=1):
+        differing = [key for key in dict.fromkeys((*first, *other)) if first.get(key) != other.get(key)]
+        if differing:
+            each = (f"{key} ({json.dumps(first.get(key))} and {json.dumps(other.get(key))})" for key in differing[:3])
+            more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+            raise ValueError(
+                f"processes 0 and {rank} were started with different settings: {', '.join(each)}{more}. "
+                "Start all of them with the same command"
+            )
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -8,6 +8,7 @@ restore for sampling.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -21,7 +22,6 @@ from tinyrl.data.rows import keyed_order
 from tinyrl.errors import Interrupted
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.device import cores_here, peak_memory_gb
-from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.parts import Parts
 from tinyrl.rollout import Rollout
 from tinyrl.runs import checkpoint as checkpoints
@@ -181,18 +181,16 @@ class Session:
         if not self.world.is_main:
             return None
         try:
-            checkpoints.check_room(self.run.checkpoints, needed=checkpoint_bytes(self.parts.roles))
-            with stop_held():
-                self.last_checkpoint = checkpoints.write_checkpoint(
-                    self.run.checkpoints, self.state.step, write=self._write
-                )
+            try:
+                self._write_checkpoint()
+            except OSError as error:  # older ones than the newest give way, and only where that makes room
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._prune(keep=1):
+                    raise
+                self._write_checkpoint()
             if self.new_config:
                 self.run.write_config(self.config)
                 self.new_config = False
-            protected = [p for p in (self.last_checkpoint, self.resumed_from) if p is not None]
-            if self.state.best is not None:
-                protected.append(self.run.checkpoints / checkpoints.checkpoint_name(self.state.best.step))
-            checkpoints.prune(self.run.checkpoints, keep=self.config.run.keep_checkpoints, protected=protected)
+            self._prune(keep=self.config.run.keep_checkpoints)
         except OSError as error:
             intact = "Older checkpoints are intact" if self.has_checkpoint else "There is no checkpoint yet"
             self.display.note(f"warning: could not save step {self.state.step}: {error}. {intact}.")
@@ -200,6 +198,18 @@ class Session:
             return None
         self.saved = True
         return self.last_checkpoint
+
+    def _write_checkpoint(self) -> None:
+        with stop_held():
+            self.last_checkpoint = checkpoints.write_checkpoint(
+                self.run.checkpoints, self.state.step, write=self._write
+            )
+
+    def _prune(self, *, keep: int) -> bool:
+        protected = [p for p in (self.last_checkpoint, self.resumed_from) if p is not None]
+        if self.state.best is not None:
+            protected.append(self.run.checkpoints / checkpoints.checkpoint_name(self.state.best.step))
+        return checkpoints.prune(self.run.checkpoints, keep=keep, protected=protected)
 
     @property
     def has_checkpoint(self) -> bool:

@@ -106,8 +106,10 @@ class Worker:
         try:
             reply = json.loads(self._exchange(request, started + timeout_s + GRACE_S))
             self._take_output()
+            if not _is_reply(reply):
+                raise CallFailed("broke what its worker process answers with", worker_lost=True)
             lost = False
-        except (EOFError, json.JSONDecodeError) as error:
+        except (EOFError, ValueError, RecursionError) as error:  # no line, or one that is no JSON
             late = time.monotonic() - started >= timeout_s
             raise CallFailed(self._hung(timeout_s) if late else self._died(), worker_lost=True) from error
         finally:  # after an exception the worker's next reply would be to the wrong request
@@ -228,6 +230,23 @@ def _command(memory_bytes: int) -> list[str]:
     run = str(os.getpid())
     work = [sys.executable, "-P", worker.__file__, run]
     return [sys.executable, "-I", "-S", keeper.__file__, run, str(memory_bytes), *work]
+
+
+def _is_reply(reply: Any) -> bool:
+    """Whether it is one of the three that worker.py describes: people's code may have written into the pipe."""
+    if not isinstance(reply, dict):
+        return False
+    if "error" in reply:
+        return isinstance(reply["error"], str) and isinstance(reply.get("at"), str)
+    if "required" in reply:
+        return isinstance(reply["required"], list) and "whole_batch" in reply and "parameters" in reply
+    failures = reply.get("failures")
+    return (
+        isinstance(reply.get("values"), list)
+        and "read_as_text" in reply
+        and isinstance(failures, list)
+        and all(isinstance(each, list) and list(map(type, each)) == [int, str] for each in failures)
+    )
 
 
 def said(reply: dict[str, Any]) -> str:

@@ -51,6 +51,9 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # pyright: ignore  so that a crash loses no line
     del sys.argv[1:]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "json"]:
+        del sys.modules[name]  # people's code gets a copy of its own, which it may patch
+    importlib.import_module("json")
     function: Any = None
     file: str | None = None
     for line in requests:
