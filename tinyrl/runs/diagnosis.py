@@ -84,8 +84,8 @@ def _row(row: Row, width: int) -> str:
 
 class Watch:
     """The findings of a run while it trains, each said once. Looks are farther apart the longer the run is, so that
-    they cost next to nothing beside the steps. Of many lines between the first and the last ones, every second is let go, again
-    and again, so that memory does not grow with the steps.
+    they cost next to nothing beside the steps. Of many lines between the first and the last ones, every second is let
+    go, again and again, so that memory does not grow with the steps.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
