@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tests.report.runs import sample, write_run
 from tinyrl.cli.commands import app
 from tinyrl.runs import diagnosis
-from tinyrl.runs.diagnosis import Watch, findings
+from tinyrl.runs.diagnosis import MOST_LINES, Watch, findings
 from tinyrl.runs.records import Run, read_run, read_steps
 
 HEALTHY = sorted((Path(__file__).parent / "healthy").glob("*.jsonl"))
@@ -304,3 +304,14 @@ def test_a_healthy_run_is_said_to_be_one(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", rows())
     assert doctor(str(run)) == "run: 80 steps, nothing found.\n"
     assert json.loads(doctor(str(run), "--json")) == []
+
+
+def test_a_watch_of_a_long_run_keeps_a_bounded_number_of_lines():
+    watch = Watch({"method": "grpo"})
+    for step in range(1, 6001):
+        watch.look(step, {"reward/mean": 0.5} | ({"eval/reward_mean": 0.5} if step % 25 == 0 else {}))
+    steps = [*watch._run.steps]
+    assert len(steps) <= 2 * MOST_LINES
+    assert steps[:25] == [*range(1, 26)]
+    assert steps[-50:] == [*range(5951, 6001)]
+    assert [step for step in steps if step % 25 == 0] == [*range(25, 6001, 25)]  # 240 evaluations are not many

@@ -427,3 +427,12 @@ def test_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_git_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "")
     assert environment([])["git"] is None
+
+
+def test_a_long_run_keeps_every_second_fourth_or_eighth_turn_of_samples_and_turn_0(tmp_path: Path):
+    run = create(tmp_path, "thinned")
+    for turn in [*range(1, 65), 0]:
+        run.append_samples([{"step": turn, "completion": "x" * 400}], turn=turn, most_bytes=60)
+    kept = [json.loads(line)["step"] for line in run.samples.read_text().splitlines()]
+    assert kept == [8, 16, 24, 32, 40, 48, 56, 64, 0]  # a line of some 430 bytes is at most 8 x 60
+    assert run.lengths()["samples.jsonl"] == run.samples.stat().st_size

@@ -16,6 +16,7 @@ from tests.tiny_models import TinyModels
 from tests.trainers.test_on_policy import rollout_of
 from tinyrl.config.sections import RunConfig
 from tinyrl.data.rows import row_key
+from tinyrl.runs.records import read_run
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.trainers.step_records import Tried, allowed_bytes, pieces, shown_rows, token_lines
@@ -207,6 +208,15 @@ def test_as_many_samples_of_a_step_are_kept_as_is_asked(keep: int, model: Path, 
     _, run, _ = running.train(settings, tmp_path)
     assert [line["step"] for line in lines(run.samples)] == [step for step in (1, 2, 3) for _ in range(keep)]
     assert not run.tokens.exists()
+
+
+def test_samples_without_room_are_those_of_the_first_evaluation_and_the_last_step(model: Path, tmp_path: Path) -> None:
+    settings = running.config("grpo", model, run={"samples_mb": 1e-6, "eval_every": 1})
+    _, run, _ = running.train(settings, tmp_path)
+    found = {(line["step"], line["kind"]) for line in lines(run.samples)}
+    assert {(step, kind) for step, kind in found if kind == "train"} == {(3, "train")}
+    assert {step for step, kind in found if kind == "eval"} == {0, 3}
+    assert read_run(run.path).held_out.last_step == 3
 
 
 def test_every_step_says_which_prompts_it_tried(model: Path, tmp_path: Path) -> None:

@@ -222,6 +222,9 @@ class RunConfig(Section):
     eval_prompts: NonNegative = Field(default=64, description="held-out prompts an evaluation takes; 0: no evaluation")
     save_every: NonNegative = Field(default=25, description="save every so many steps, and at the last; 0: only then")
     keep_samples: NonNegative = Field(default=16, description="completions of each step that go into samples.jsonl")
+    samples_mb: PositiveFloat = Field(
+        default=160.0, description="of samples.jsonl in a whole run; a long one records every 2nd, 4th, 8th ... step"
+    )
     keep_checkpoints: Positive = Field(default=3, description="newest checkpoints that are kept, beside the best")
     best_metric: Text = Field(
         default="eval/reward_mean", description="metric whose highest value marks the best checkpoint"

@@ -43,7 +43,7 @@ def _service(made: Adapted, function: Any) -> Service:
         "respond": lambda **arguments: checked(made.respond(**arguments), len(next(iter(arguments.values())))),
     }
     if opening is not None:
-        calls["opening"] = lambda **arguments: (opening(**arguments), [])
+        calls["opening"] = lambda **arguments: ([_cut(text) for text in opening(**arguments)], [])
     if final_rewards is not None:
         calls["final_rewards"] = lambda **arguments: (final_rewards(**arguments), [])
     own = made.respond is function  # a person's respond function, called with what it takes
@@ -70,9 +70,13 @@ def checked(returned: Any, num_rows: int) -> Checked:
     return [reply for reply, _ in pairs], [(row, problem) for row, (_, problem) in enumerate(pairs) if problem]
 
 
+def _cut(text: str | None) -> str | None:
+    return None if text is None else text[:MAX_TEXT_CHARS]
+
+
 def _reply(value: Any) -> tuple[list[Any] | None, str]:
     if value is None or isinstance(value, str):
-        return (None if value is None else [value[:MAX_TEXT_CHARS], False, 0.0, False]), ""
+        return (None if value is None else [_cut(value), False, 0.0, False]), ""
     if isinstance(value, Exception):
         return None, f"gave no answer: {value}"
     text, done, reward = (getattr(value, name, None) for name in ("text", "done", "reward"))
@@ -81,4 +85,4 @@ def _reply(value: Any) -> tuple[list[Any] | None, str]:
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= MAX_REWARD:
         shown = reward if isinstance(reward, float) and not math.isfinite(reward) else type(reward).__name__
         return None, f"gave the reward {shown}, not a number up to {MAX_REWARD:g}"
-    return [text[:MAX_TEXT_CHARS], done, float(reward), bool(getattr(value, "invalid", False))], ""
+    return [_cut(text), done, float(reward), bool(getattr(value, "invalid", False))], ""

@@ -17,6 +17,7 @@ from tinyrl.text import one_line, visible
 
 NUM_SHOWN = 3  # completions of each finding
 SHOWN_CHARACTERS = 200
+MOST_LINES = 1000  # that a run keeps in memory, of steps with an evaluation and of others
 
 
 def findings(run: Run) -> list[Finding]:
@@ -82,24 +83,37 @@ def _row(row: Row, width: int) -> str:
 
 class Watch:
     """The findings of a run while it trains, each said once. Looks are farther apart the longer the run is, so that
-    they cost next to nothing beside the steps.
+    they cost next to nothing beside the steps. Of many lines between the first and the last ones, every second is let
+    go, again and again, so that memory does not grow with the steps.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._run = Run(Path(), {}, config)
         self._next, self._told = 0, set[str]()
+        self._kept: dict[bool, list[int]] = {False: [], True: []}  # steps without and with an evaluation
 
     def know(self, steps: dict[int, dict[str, Any]]) -> None:
         """Take over the metrics of a run that is resumed; what they say has been said."""
-        self._run.steps.update(steps)
+        for step, line in steps.items():
+            self._keep(step, line)
         self._told |= {one.name for one in findings(self._run)}
 
     def look(self, step: int, line: dict[str, Any]) -> list[str]:
         """Warnings that the metrics of this step, with those before, are the first to give."""
-        self._run.steps[step] = {"step": step, **line}
+        self._keep(step, {"step": step, **line})
         if step < self._next:
             return []
         self._next = step + max(5, step // 20)
         new = [one for one in findings(self._run) if one.name not in self._told]
         self._told |= {one.name for one in new}
         return [f"{one.name}: {one.what} {one.change}" for one in new]
+
+    def _keep(self, step: int, line: dict[str, Any]) -> None:
+        """Take in a line; the windows of a finding (finding.py), the first 25 and the last 50, stay whole."""
+        self._run.steps[step] = line
+        kept = self._kept[any(key.startswith("eval/") for key in line)]
+        kept.append(step)
+        if len(kept) > MOST_LINES:
+            for at in kept[25:-50:2]:
+                self._run.steps.pop(at, None)
+            del kept[25:-50:2]

@@ -71,9 +71,17 @@ class RunDir:
         """Add the line of a step to metrics.jsonl."""
         self._append(self.metrics, [{"step": step, **metrics}])
 
-    def append_samples(self, samples: list[dict[str, Any]]) -> None:
-        """Add lines to samples.jsonl."""
-        self._append(self.samples, samples)
+    def append_samples(self, samples: list[dict[str, Any]], *, turn: int = 0, most_bytes: float = math.inf) -> None:
+        """Add the lines of a step to samples.jsonl, or none of them: where they are more than `most_bytes`, which a
+        step has on average, only every 2nd, 4th, 8th ... `turn` has lines, and 0. That follows from the step alone, so
+        a run that is resumed keeps the same ones.
+        """
+        every = 1
+        size = sum(len(_as_line(row)) for row in samples) if turn else 0
+        while size > every * most_bytes:
+            every *= 2
+        if turn % every == 0:
+            self._append(self.samples, samples)
 
     def append_tokens(self, lines: Iterable[dict[str, Any]], *, most_bytes: float) -> None:
         """Add lines to tokens.jsonl, up to the first that would make it larger than `most_bytes`."""

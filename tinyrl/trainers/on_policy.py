@@ -218,7 +218,12 @@ class RolloutCollector:
                 numbered = ({"step": step + 1, **line} for line in lines)
                 run.append_tokens(numbered, most_bytes=allowed_bytes(settings, step + 1))
         samples = sample_lines(rollout, advantages, most=settings.keep_samples, **how)
-        run.append_samples([{"step": step + 1, **line} for line in samples])
+        last = step + 1 >= settings.num_steps
+        run.append_samples(
+            [{"step": step + 1, **line} for line in samples],
+            turn=0 if last else step + 1,
+            most_bytes=settings.samples_mb * 1e6 / 2 / settings.num_steps,
+        )
 
     def reward_metrics(self, rollout: Rollout) -> dict[str, float]:
         """Mean and spread of the rewards, the mean of each by name, rows without one."""

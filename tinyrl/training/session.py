@@ -149,7 +149,12 @@ class Session:
             with self.timed("evaluation"):
                 evaluation = self._evaluate()
             self.metrics.values |= evaluation.flat()
-            self.run.append_samples([{"step": step, **line} for line in evaluation.samples])
+            every = settings.eval_every or settings.num_steps
+            self.run.append_samples(
+                [{"step": step, **line} for line in evaluation.samples],
+                turn=0 if last else step // every,
+                most_bytes=settings.samples_mb * 1e6 / 2 / (settings.num_steps // every + 1),
+            )
             self.trackers.log_completions(evaluation.samples, step)
             self._note_best(evaluation)
         line = self.metrics.line(**{"memory/peak_gb": peak_memory_gb(self.parts.accelerator.device)})
