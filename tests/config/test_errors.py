@@ -218,7 +218,7 @@ def test_familiar_names_are_answered(values: dict[str, Any], method: str, expect
         ("data.train_batch_size=8", "ppo", "`train_batch_size` is `ppo.num_prompts` here, as verl's; OpenRLHF's"),
         ("data.train_batch_size=8", "dpo", "`train_batch_size` is `dpo.batch_size` here"),
         ("use_vllm=true", "grpo", "no serving engine is started"),
-        ("bf16=true", "grpo", "`bf16` is `model.dtype` here: bfloat16, float32 or auto"),
+        ("bf16=true", "grpo", "`bf16` is `model.dtype` here: bfloat16, float16, float32 or auto"),
         ("enable_thinking=false", "grpo", "`enable_thinking` is `task.chat_template` here: {enable_thinking"),
         ("run.logging_steps=1", "grpo", "every step is logged"),
         ("log_completions=true", "grpo", "completions are always kept, in samples.jsonl"),

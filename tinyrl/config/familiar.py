@@ -94,8 +94,8 @@ REMARKS = {
         ("per_device_train_batch_size", "gradient_accumulation_steps", "ppo_micro_batch_size_per_gpu"),
         ", in tokens; auto fits the memory, and no size changes the gradient",
     ),
-    "bf16": ": bfloat16, float32 or auto",
-    "fp16": ": bfloat16, float32 or auto (there is no float16)",
+    "bf16": ": bfloat16, float16, float32 or auto",
+    "fp16": ": bfloat16, float16, float32 or auto",
     "gamma_beta_ratio": ", the product of this ratio and dpo.beta",
     **dict.fromkeys(
         ("ref_model", "ref_model_path"), ": the reference is what training starts from, the adapter given or the base"

@@ -24,8 +24,9 @@ URL_SETTINGS = (("generation", "url"), ("environment", "corpus"))  # shown and k
 class ModelConfig(Section):
     path: Text = Field(default="starter", description="folder with safetensors, hub name, or embedded: starter, lookup")
     revision: Text | None = Field(default=None, description="commit, tag or branch of a hub model; null: the newest")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="of weights and autocast; auto: bfloat16 on a GPU that has it, else float32"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="of weights and autocast; auto: float32 on a CPU, bfloat16 on a GPU, or else float16",
     )
     attention: Literal["sdpa", "eager"] = Field(default="sdpa", description="PyTorch's fused kernel, or plain products")
     gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")
@@ -185,7 +186,9 @@ class GenerationConfig(Section):
     url: Text | None = Field(default=None, description="of engine=server: vLLM on this machine, http://127.0.0.1:8000")
     timeout_s: PositiveFloat = Field(default=600.0, description="seconds that one completion of a server may take")
     max_rows: Positive | None = Field(default=None, description="completions decoded at a time; null: all")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="of sampling; auto: the model's")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="of sampling; auto: the model's"
+    )
 
     @field_validator("engine", mode="before")
     @classmethod

@@ -19,7 +19,7 @@ from tinyrl.models.reward_model import (
 )
 from tinyrl.models.roles import Roles
 
-KL_AT_START = {torch.float32: 1e-5, torch.bfloat16: 0.05}
+KL_AT_START = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
 def build_roles(config: Config, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False) -> Roles:

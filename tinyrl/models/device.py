@@ -31,8 +31,23 @@ THREAD_WIDTH = 64  # of it, for each thread
 SETTLING = 256  # rows of a product for which the library takes its buffers
 
 
+class Float16Accelerator(Accelerator):
+    """Autocast in float16 on any device (accelerate has it on GPUs alone). The loss is scaled by the Updater."""
+
+    @property
+    def mixed_precision(self) -> str:
+        """As accelerate names it."""
+        return "fp16"
+
+    @contextlib.contextmanager
+    def autocast(self, autocast_handler: object = None) -> Iterator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """A context in which products are computed in float16."""
+        with torch.autocast(self.device.type, dtype=torch.float16):
+            yield
+
+
 def make_accelerator(device: str, *, dtype: str) -> Accelerator:
-    """The process's Accelerator for `device` (auto, cpu, cuda) with autocast in `dtype` (auto, float32, bfloat16).
+    """The process's Accelerator for `device` (auto, cpu, cuda) with autocast in `dtype` (auto, or a name of torch's).
 
     Accelerate keeps its settings per process; a second call (tests, `eval --vs`) resets them. Raises ValueError when
     a CUDA device is asked for and none is there.
@@ -45,7 +60,7 @@ def make_accelerator(device: str, *, dtype: str) -> Accelerator:
             "--device cuda: torch sees no CUDA device here (is this a CPU build of torch?); use --device auto or cpu"
         )
     on_cpu = device == "cpu" or not has_cuda
-    wanted = "bf16" if resolve_dtype(dtype, on_cpu=on_cpu) == torch.bfloat16 else "no"
+    wanted = resolve_dtype(dtype, on_cpu=on_cpu)
     if AcceleratorState._shared_state:
         AcceleratorState._reset_state(reset_partial_state=True)
     join(on_cpu=on_cpu)
@@ -54,7 +69,9 @@ def make_accelerator(device: str, *, dtype: str) -> Accelerator:
         keep_freed_memory()
     else:  # it makes a plan for every shape of attention, and packed shapes are nearly all new
         torch.backends.cuda.enable_cudnn_sdp(False)
-    return Accelerator(cpu=on_cpu, mixed_precision=wanted)
+    if wanted == torch.float16:
+        return Float16Accelerator(cpu=on_cpu)
+    return Accelerator(cpu=on_cpu, mixed_precision="bf16" if wanted == torch.bfloat16 else "no")
 
 
 def keep_freed_memory() -> bool:
@@ -84,11 +101,12 @@ def settled_bytes() -> int:
 
 
 def resolve_dtype(dtype: str, *, on_cpu: bool) -> torch.dtype:
-    """`auto` is bfloat16 on a GPU that has it and float32 elsewhere."""
+    """`auto` is float32 on a CPU, and on a GPU bfloat16 where it has that, else float16."""
     if dtype == "auto":
-        has_it = not on_cpu and torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if has_it else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+        if on_cpu:
+            return torch.float32
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
 
 
 def cores_here() -> int:

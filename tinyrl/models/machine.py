@@ -44,9 +44,8 @@ def _device() -> list[str]:
     lines = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        dtype = (
-            "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32, for it has no bfloat16"
-        )
+        has_it = torch.cuda.is_bf16_supported(including_emulation=False)
+        dtype = "bfloat16" if has_it else "float16 with a scaled loss, for it has no bfloat16"
         name = torch.cuda.get_device_name(index)
         lines.append(f"cuda:{index} {name}, {free / 1e9:,.1f} of {total / 1e9:,.1f} GB free, {dtype}")
     return lines

@@ -162,8 +162,9 @@ class Planner:
         rows, count = fullest.widest(tokens)
         pairs = fullest.pairs(rows)
         CHUNK_ELEMENTS["meta"] = CHUNK_ELEMENTS[self.device.type]
-        low = self.parts.accelerator.mixed_precision == "bf16"
-        acting = AsOn(self.device, autocast=torch.bfloat16 if low else None)
+        precision = self.parts.accelerator.mixed_precision
+        low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        acting = AsOn(self.device, autocast=low)
         with _with_gradients(self.outline, whole=count > 1), acting, LiveBytes() as live:
             before = _gradient_bytes(self.outline)
             for role in passes(self.outline, self.parts.config.method):

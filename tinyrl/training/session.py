@@ -230,8 +230,9 @@ class Session:
         metrics, updater = self.metrics, self.updater
         inside_update = {"values": metrics.values, "sums": metrics.sums}
         skips = {"skipped": updater.skipped, "skipped_in_a_row": updater.skipped_in_a_row}
+        scale = {"loss_scale": updater.scaler.state_dict()}
         CheckpointState(
-            run=self.state.model_copy(update={**inside_update, **skips}),
+            run=self.state.model_copy(update={**inside_update, **skips, **scale}),
             micro_batch_tokens=self.parts.micro_batches.tokens,
             threads=torch.get_num_threads(),
             sources=self._sources(),
@@ -252,6 +253,8 @@ class Session:
         self.state = kept.run
         self.metrics = StepMetrics(kept.run.values, kept.run.sums)
         self.updater.skipped, self.updater.skipped_in_a_row = kept.run.skipped, kept.run.skipped_in_a_row
+        if kept.run.loss_scale:
+            self.updater.scaler.load_state_dict(kept.run.loss_scale)
         if kept.setting("run", "micro_batch_tokens") == self.config.run.micro_batch_tokens:
             self.parts.micro_batches.tokens = kept.micro_batch_tokens  # what `auto` came to
         if (folder / ROLLOUT).exists():

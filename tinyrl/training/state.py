@@ -63,6 +63,7 @@ class RunState(_Strict):
     best: Best | None = None
     skipped: Count = 0
     skipped_in_a_row: Count = 0
+    loss_scale: dict[str, Number] = Field(default_factory=dict)
 
     @property
     def first_update(self) -> bool:

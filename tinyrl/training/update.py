@@ -2,7 +2,8 @@
 
 The caller gives the loss of a micro-batch. When memory runs out the step is redone in smaller micro-batches
 (models/micro_batches.py); the gradient is the same, because losses divide by the count of the whole step. A loss or
-gradient that is not finite changes no weight.
+gradient that is not finite changes no weight. In float16, where small gradients would vanish, the loss is scaled up
+(Micikevicius et al. 2018, 1710.03740): a gradient that overflows halves the scale and leaves out the step.
 """
 
 from __future__ import annotations
@@ -56,18 +57,26 @@ class Updater:
     skipped_in_a_row: int = 0
     world: World = ALONE  # each process of it has a share of the rows
 
+    def __post_init__(self) -> None:
+        in_float16 = self.accelerator.mixed_precision == "fp16"
+        self.scaler = torch.amp.GradScaler(self.accelerator.device.type, enabled=in_float16)
+
     def step(self, passes: Sequence[Pass], *, train: Iterable[str]) -> dict[str, float]:
         """Accumulate the gradient of every pass and step the optimizers named in `train`.
 
-        Returns the step's metrics as floats: those of the losses added up, and `optim/grad_norm`, `value/grad_norm`
-        before clipping. Raises GuardStop after three non-finite steps in a row, and after one that made weights so;
-        OutOfRoom if one sequence does not fit.
+        Returns the step's metrics as floats: those of the losses added up, `optim/grad_norm` and `value/grad_norm`
+        before clipping, and in float16 the `optim/loss_scale` they were computed with. Raises GuardStop after three
+        non-finite steps in a row, and after one that made weights so; OutOfRoom if one sequence does not fit.
         """
+        train = list(train)
         metrics = self._accumulate(passes)
+        scale = self._unscale(train)
         norms = {role: self.optimizers[role].clip(self.max_grad_norm) for role in train}
-        bad = [k for k, v in metrics.items() if k.endswith("loss") and not math.isfinite(v)]
-        bad += [f"gradient of {role}" for role, norm in norms.items() if not math.isfinite(norm)]
-        if bad:
+        bad_losses = [k for k, v in metrics.items() if k.endswith("loss") and not math.isfinite(v)]
+        bad = bad_losses + [f"gradient of {role}" for role, norm in norms.items() if not math.isfinite(norm)]
+        if bad and not bad_losses and scale > 1:  # an overflow in float16; the scale is halved by now
+            norms = {}
+        elif bad:
             self._skip(list(passes[0].rows), f"{', '.join(bad)} not finite")
         else:
             self.skipped_in_a_row = 0
@@ -76,7 +85,19 @@ class Updater:
                 self._check_weights(role)
         self._zero_grad()
         names = {"policy": "optim/grad_norm", "critic": "value/grad_norm"}
+        if self.scaler.is_enabled():
+            metrics["optim/loss_scale"] = scale
         return {**metrics, **{names.get(role, f"optim/{role}_grad_norm"): norm for role, norm in norms.items()}}
+
+    def _unscale(self, train: list[str]) -> float:
+        """Divide the gradients by the scale of the loss, which is returned (1 but in float16), and set the next one."""
+        scale = self.scaler.get_scale()
+        with_gradients = [r for r in train if any(p.grad is not None for p in self.optimizers[r].parameters.values())]
+        for role in with_gradients:
+            self.scaler.unscale_(self.optimizers[role].optimizer)
+        if with_gradients:
+            self.scaler.update()
+        return scale
 
     def _accumulate(self, passes: Sequence[Pass]) -> dict[str, float]:
         totals: dict[str, Tensor] = {}
@@ -92,7 +113,7 @@ class Updater:
                 with self.accelerator.autocast():
                     loss, metrics = one.loss(micro)
                 if loss.requires_grad:
-                    loss.backward()
+                    self.scaler.scale(loss).backward()
             for key, value in metrics.items():
                 totals[key] = totals.get(key, torch.zeros_like(value)) + value
 

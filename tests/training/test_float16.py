@@ -1,0 +1,120 @@
+"""float16, for GPUs without bfloat16: a scaled loss, overflows that cost a step, exact resumes."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import running
+from tests.tiny_models import sharp_model
+from tinyrl.config.schema import Config
+from tinyrl.models.device import make_accelerator, resolve_dtype
+from tinyrl.training.state import read_state
+from tinyrl.training.update import Updater
+
+
+@pytest.fixture(scope="module")
+def sharp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sharp_model(tmp_path_factory.mktemp("sharp"))
+
+
+def settings(method: str, model: Path, dtype: str = "float16", **sections: Any):
+    return running.config(
+        method,
+        model,
+        **{"model": {"dtype": dtype}, "run": {"num_steps": 3, "save_every": 1, "keep_checkpoints": 4}, **sections},
+    )
+
+
+def test_auto_is_float16_on_a_gpu_without_bfloat16(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert resolve_dtype("auto", on_cpu=False) == torch.float16
+    assert resolve_dtype("auto", on_cpu=True) == torch.float32
+    accelerator = make_accelerator("cpu", dtype="float16")
+    with accelerator.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float16
+    make_accelerator("cpu", dtype="float32")
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_the_first_step_is_close_to_that_of_float32(method: str, lora: bool, sharp: Path, tmp_path: Path):
+    """But a sample may turn out otherwise, and with it a reward."""
+    sections: dict[str, Any] = {"grpo": {"grpo": {"kl_coef": 0.05}}, "ppo": {"critic": {"warmup": 0}}}[method]
+    sections |= {"lora": {"enabled": lora}, "optim": {"learning_rate": 1e-6}}
+    found = {}
+    for dtype in ("float32", "float16"):
+        code, run, _ = running.train(settings(method, sharp, dtype, **sections), tmp_path, name=dtype)
+        assert code == 0
+        found[dtype] = running.metrics(run)[1]
+    exact, half = found["float32"], found["float16"]
+    assert half["optim/grad_norm"] == pytest.approx(exact["optim/grad_norm"], rel=0.5)
+    assert half["policy/sampling_gap"] < 0.02
+    assert abs(half["objective/kl"]) < 1e-3
+    assert 1024 <= half["optim/loss_scale"] <= 65536
+    assert "optim/loss_scale" not in exact
+
+
+def test_an_overflow_halves_the_scale_and_changes_no_weight(
+    sharp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Two planted overflows: steps that change nothing, are not counted as faults, and a run that goes on."""
+    accumulate, calls = Updater._accumulate, [0]
+
+    def planted(self: Updater, passes: Any) -> dict[str, float]:
+        metrics = accumulate(self, passes)
+        calls[0] += 1
+        if calls[0] <= 2:
+            next(p for p in self.optimizers["policy"].parameters.values() if p.grad is not None).grad.fill_(torch.inf)  # pyright: ignore
+        return metrics
+
+    monkeypatch.setattr(Updater, "_accumulate", planted)
+    code, run, _ = running.train(settings("grpo", sharp), tmp_path)
+    assert code == 0
+    lines = running.metrics(run)[1:]
+    assert [line["optim/loss_scale"] for line in lines] == [65536, 32768, 16384]
+    assert [line["optim/skipped_steps"] for line in lines] == [0, 0, 0]
+    weights = [running.weights(run, step) for step in range(4)]
+    same = [all(torch.equal(a[name], b[name]) for name in a) for a, b in itertools.pairwise(weights)]
+    assert same == [True, True, False]
+
+
+def test_a_resume_goes_on_with_the_scale_to_the_bit(sharp: Path, tmp_path: Path):
+    whole = settings("grpo", sharp)
+    code, straight, _ = running.train(whole, tmp_path, name="straight")
+    assert code == 0
+    code, stopped, _ = running.train(whole, tmp_path, name="stopped", stop_at=12)
+    assert code != 0
+    assert running.go_on(stopped) == 0
+    assert running.lasting(straight) == running.lasting(stopped)
+    states = [read_state(run.checkpoints / "step-000003").run for run in (straight, stopped)]
+    assert states[0].loss_scale == states[1].loss_scale
+    assert states[0].loss_scale["_growth_tracker"] == 3
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "reward"])
+def test_methods_of_text_learn_with_the_gradient_of_float32(method: str, sharp: Path, tmp_path: Path):
+    rows = [{"prompt": f"a{n}:", "completion": "yes", "chosen": "yes", "rejected": "no"} for n in range(32)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section, first = "reward_model" if method == "reward" else method, {}
+    for dtype in ("float32", "float16"):
+        config = Config.model_validate(
+            {
+                "method": method,
+                "model": {"path": str(sharp), "dtype": dtype},
+                "task": {"data": str(tmp_path / "rows.jsonl")},
+                "optim": {"learning_rate": 1e-2},
+                "run": {"num_steps": 10, "eval_every": 0, "save_every": 0, "threads": 1},
+                section: {"batch_size": 8},
+            }
+        )
+        code, run, _ = running.train(config, tmp_path, name=dtype)
+        assert code == 0
+        start, first[dtype], *_, last = running.metrics(run)
+        assert last["eval/loss"] < 0.5 * start["eval/loss"]
+        assert last["optim/skipped_steps"] == 0
+    if method != "sft":  # whose first step overflows here, at the largest scale
+        assert first["float16"]["optim/grad_norm"] == pytest.approx(first["float32"]["optim/grad_norm"], rel=0.02)
