@@ -12,8 +12,8 @@ from tinyrl.data.rows import fingerprints
 from tinyrl.environments.environment import Environment
 from tinyrl.generation.engine import SamplingEngine, end_at_turn_end
 from tinyrl.generation.game import Game, load_game
-from tinyrl.generation.planned import Unsampled, likely_engine
-from tinyrl.generation.select import engine_of
+from tinyrl.generation.planned import Unsampled
+from tinyrl.generation.select import engine_of, planned_engine
 from tinyrl.models.build import build_reward_model, build_roles
 from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, threads_for
 from tinyrl.models.loading import load_tokenizer
@@ -109,7 +109,14 @@ def _sampling_parts(config: Config, *, options: Options, judge: Scorer | None) -
         engine, why = engine_of(config.generation, parts.roles, parts.tokenizer, stop=stop, longest_response=longest)
     else:
         quantized = config.model.quantization is not None
-        engine, why = Unsampled(likely_engine(config.generation, parts.roles, quantized=quantized)), "not tried"
+        name = planned_engine(
+            config.generation,
+            parts.roles,
+            device=parts.accelerator.device,
+            longest_response=longest,
+            quantized=quantized,
+        )
+        engine, why = Unsampled(name), "not tried"
     parts.micro_batches.make_room = engine.release
     return SamplingParts(
         **vars(parts),

@@ -100,6 +100,7 @@ class Watch:
     def find_spec(self, name, *rest):
         if name == "torch":
             print("at torch:", os.environ.get("GOMP_SPINCOUNT"), os.environ.get("OMP_WAIT_POLICY"))
+            print("allocator:", os.environ.get("PYTORCH_ALLOC_CONF"))
             raise SystemExit
 sys.meta_path.insert(0, Watch())
 from tinyrl.cli.commands import main
@@ -114,8 +115,24 @@ main()
 )
 def test_threads_stop_spinning_before_torch_is_imported(given: dict[str, str], seen: str) -> None:
     """libgomp reads its environment when it is loaded; what a person has set stays."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    done = subprocess.run(
-        [sys.executable, "-c", WATCH], env={**clean, **given}, capture_output=True, text=True, check=False
-    )
-    assert f"at torch: {seen}\n" in done.stdout
+    assert f"at torch: {seen}\n" in watched_start(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "x:1"}, "x:1"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, None),
+    ],
+)
+def test_segments_of_a_gpus_memory_grow_unless_a_person_says_otherwise(given: dict[str, str], seen: str | None) -> None:
+    assert f"allocator: {seen}\n" in watched_start(given)
+
+
+def watched_start(given: dict[str, str]) -> str:
+    """What a start with these variables prints when torch is imported."""
+    kept = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    clean = {k: v for k, v in os.environ.items() if k not in kept}
+    words = [sys.executable, "-c", WATCH]
+    return subprocess.run(words, env={**clean, **given}, capture_output=True, text=True, check=False).stdout

@@ -14,8 +14,10 @@ from tests.running import config, go_on, metrics, train
 from tests.tiny_models import TinyModels
 from tinyrl.components import Options
 from tinyrl.config.schema import Config
+from tinyrl.generation import select
 from tinyrl.models.batches import fuses
 from tinyrl.models.micro_batches import MicroBatches
+from tinyrl.parts import SamplingParts
 from tinyrl.training import planning
 from tinyrl.training.launch import plan, time_steps, trainer_of
 from tinyrl.training.memory_plan import MemoryPlan, Planner
@@ -80,6 +82,51 @@ def test_a_sampling_copy_in_another_dtype_has_every_weight(tiny: TinyModels):
     made = planner(small(tiny, generation={"dtype": "bfloat16"}, lora={"enabled": False}))
     assert made.sampling is not None
     assert made.sampling.parts["sampling copy"] == 2 * sum(p.numel() for p in made.outline.causal.parameters())
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "full": {"lora": {"enabled": False}},
+    "bfloat16": {"model": {"dtype": "bfloat16"}},
+    "bfloat16, full": {"model": {"dtype": "bfloat16"}, "lora": {"enabled": False}},
+    "sampling in bfloat16": {"generation": {"dtype": "bfloat16"}},
+    "hf": {"generation": {"engine": "hf"}},
+    "hf-merged": {"generation": {"engine": "hf-merged"}},
+    "fused": {"generation": {"engine": "fused"}},
+}
+
+
+@pytest.mark.parametrize("free", [None, 1], ids=["", "no room"])
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mistral"])
+def test_the_plan_and_the_run_choose_one_engine(
+    kind: str, name: str, free: int | None, tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
+):
+    """Also where no copy of the weights fits: a sentence of one is a sentence of the other."""
+    settings = config("grpo", tiny(kind), **SETTINGS[name])
+    if free is not None:
+        monkeypatch.setattr(select, "free_bytes", lambda device: free)
+
+    def chosen(*, weights: bool) -> str:
+        try:
+            parts = trainer_of(settings).load(settings, options=Options(device="cpu", weights=weights))
+        except ValueError as error:
+            return str(error)
+        assert isinstance(parts, SamplingParts)
+        parts.close()
+        return parts.engine.name
+
+    assert chosen(weights=False) == chosen(weights=True)
+
+
+def test_states_of_a_token_that_graphs_keep_count_on_a_gpu(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+    made = planner(small(tiny))
+    sampling = made.sampling
+    assert sampling is not None
+    assert 0 < sampling.in_graphs <= sampling.parts["states of sampling"]
+    monkeypatch.setattr(Planner, "device", torch.device("cuda"))
+    kept = made._kept(sampling) - sampling.parts["cache"] - sampling.parts["sampling copy"]
+    assert kept == (sampling.in_graphs if made.parts.engine.name == "fused" else 0)  # pyright: ignore
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])

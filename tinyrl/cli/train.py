@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # threads on two cores, seconds of a GRPO step of a small model, alone and beside a process that computes: 300,000 turns
 # (libgomp's own) 3.2 alone, 30,000 3.1 and 20, 10,000 3.7 and 12.
 SPINS = "30000"
+ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # of torch; the second is the older name
 
 
 @dataclass(frozen=True)
@@ -193,11 +194,14 @@ def quiet_libraries() -> None:
     they then take turns with it at every barrier, and a step takes ten times as long. A person's own setting is kept.
 
     torch's large tensors begin at a page (THP_MEM_ALLOC_ENABLE), where glibc can give what one leaves to the next of
-    its size. Elsewhere scraps of less than 100 bytes stay between them: a third of a pass's peak was gaps.
+    its size. Elsewhere scraps of less than 100 bytes stay between them: a third of a pass's peak was gaps. On a GPU
+    segments grow, for micro-batches of every size would leave gaps of their own.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+    if not ALLOCATOR & set(os.environ):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

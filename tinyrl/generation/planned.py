@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from tinyrl.config.sections import GenerationConfig
@@ -19,11 +18,9 @@ from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import LOOK_EVERY, Completion, SamplingEngine, SamplingSettings
 from tinyrl.generation.fused import rows_that_fit
 from tinyrl.generation.slots import Slots
-from tinyrl.models.batches import trunk_of
-from tinyrl.models.fused_trunk import reads_like_llama
 from tinyrl.models.live_bytes import AsOn, LiveBytes
 from tinyrl.models.loading import POLICY_ADAPTER
-from tinyrl.models.lora_merge import adapted_parameter, is_plain_lora
+from tinyrl.models.lora_merge import adapted_parameter
 from tinyrl.models.memory import weight_bytes
 from tinyrl.models.outline import META
 from tinyrl.models.roles import Roles
@@ -43,19 +40,6 @@ class Unsampled(SamplingEngine):
         raise AssertionError("models without numbers do not sample")
 
 
-def likely_engine(config: GenerationConfig, roles: Roles, *, quantized: bool) -> str:
-    """The name of the engine that generation/select.py will choose, if its trial finds the numbers alike."""
-    if config.engine != "auto":
-        return config.engine
-    plain = all(is_plain_lora(layer) for layer in roles.adapted_layers(POLICY_ADAPTER))
-    if quantized or not plain:
-        return "hf"
-    trunk: Any = trunk_of(roles.causal)
-    if reads_like_llama(trunk) and not isinstance(trunk.embed_tokens, LoraLayer):
-        return "fused"
-    return "hf-merged" if roles.peft is None or roles.causal.dtype == torch.float32 else "hf"
-
-
 @dataclass(frozen=True)
 class Call:
     """What is sampled at a time: rows wanted, of how many prompts, tokens of the longest, new tokens of a row."""
@@ -68,11 +52,14 @@ class Call:
 
 @dataclass(frozen=True)
 class SamplingBytes:
-    """rows: decoded at a time; fit: how many of such rows the cache may hold; bytes by part."""
+    """rows: decoded at a time; fit: how many of such rows the cache may hold; bytes by part; in_graphs: of the states
+    of one token, which CUDA graphs keep.
+    """
 
     rows: int
     fit: int
     parts: dict[str, int]
+    in_graphs: int = 0
 
 
 @torch.no_grad()
@@ -119,10 +106,10 @@ def _fused(
         cache = weight_bytes([slots.cache.entries])
         prompts = min(rows, call.prompts, max(1, PREFILL_TOKENS[device.type] // call.prompt))
         _prefill(decoder, slots, prompts=prompts, length=call.prompt)
-        slots.advance(rows, width)
-    return SamplingBytes(
-        rows, fit, {"sampling copy": copy, "cache": cache, "states of sampling": live.most - copy - cache}
-    )
+        with LiveBytes() as token:
+            slots.advance(rows, width)
+    parts = {"sampling copy": copy, "cache": cache, "states of sampling": live.most - copy - cache}
+    return SamplingBytes(rows, fit, parts, in_graphs=token.most)
 
 
 def _prefill(decoder: Decoder, slots: Slots, *, prompts: int, length: int) -> Tensor:

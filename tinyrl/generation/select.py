@@ -27,6 +27,7 @@ from tinyrl.models.fused_trunk import reads_like_llama
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.lora_merge import is_plain_lora
+from tinyrl.models.memory import bytes_by_role
 from tinyrl.models.roles import Roles
 from tinyrl.models.rounding import HALVES, as_exact, in_float32, ordinary_ids
 from tinyrl.text import first_line, masked
@@ -63,8 +64,25 @@ def engine_of(
         server = ServerClient(config.url, timeout_s=config.timeout_s)
         engine = ServerEngine(roles, tokenizer, settings, server=server, longest=longest)
         return engine, f"generation.url={masked(config.url)}"
-    dtype = roles.dtype if config.dtype == "auto" else resolve_dtype(config.dtype, on_cpu=False)
+    dtype = sampling_dtype(config, roles)
     return select_engine(roles, tokenizer, settings, wanted=config.engine, dtype=dtype, longest=longest)
+
+
+def sampling_dtype(config: GenerationConfig, roles: Roles) -> torch.dtype:
+    """Of `generation.dtype`; auto: that of the model."""
+    return roles.dtype if config.dtype == "auto" else resolve_dtype(config.dtype, on_cpu=False)
+
+
+def planned_engine(
+    config: GenerationConfig, roles: Roles, *, device: torch.device, longest_response: int, quantized: bool
+) -> str:
+    """The name of the engine that a run of these models has. `roles` have no numbers: the trial is taken as passed."""
+    if config.engine == "server":
+        return "server"
+    dtype, longest = sampling_dtype(config, roles), config.max_prompt_tokens + longest_response
+    free = free_bytes(device) - sum(bytes_by_role(roles).values())
+    no_copy = why_no_copy(roles, dtype, quantized=quantized, free=free)
+    return engine_by_shape(roles, wanted=config.engine, dtype=dtype, longest=longest, no_copy=no_copy)[0]
 
 
 def select_engine(
@@ -80,18 +98,38 @@ def select_engine(
 
     Raises ValueError when the engine asked for by name cannot sample from this model correctly.
     """
-    if wanted == "hf":
-        return HfEngine(roles, tokenizer, settings), "generation.engine"
-    no_copy = why_no_copy(roles, dtype)
-    if wanted != "hf-merged" and no_copy is None:
+    quantized = bool(getattr(roles.causal, "is_quantized", False))
+    no_copy = why_no_copy(roles, dtype, quantized=quantized, free=free_bytes(roles.device))
+    name, why = engine_by_shape(roles, wanted=wanted, dtype=dtype, longest=longest, no_copy=no_copy)
+    if name == "fused":
         engine = FusedEngine(roles, tokenizer, settings, dtype=dtype)
-        fits, no_fused = tried(engine, longest)
+        fits, said = tried(engine)
         if fits:
-            return engine, no_fused
+            return engine, said
         if wanted == "fused" and not engine.exact and engine.decoders:
-            return engine, f"generation.engine; warning: {no_fused}"
-    else:
-        no_fused = no_copy or "generation.engine"
+            return engine, f"generation.engine; warning: {said}"
+        name, why = _other_engine(roles, wanted=wanted, dtype=dtype, no_fused=said, no_copy=no_copy)
+    kind = HfMergedEngine if name == "hf-merged" else HfEngine
+    return kind(roles, tokenizer, settings), why
+
+
+def engine_by_shape(
+    roles: Roles, *, wanted: EngineName, dtype: torch.dtype, longest: int, no_copy: str | None
+) -> tuple[EngineName, str]:
+    """The engine that a model of this shape has, and why; the fused one if its numbers turn out to be the model's. It
+    needs no weights, so plans ask it too. no_copy: `why_no_copy`. Raises ValueError as `select_engine` does.
+    """
+    if wanted == "hf":
+        return "hf", "generation.engine"
+    no_fused = no_copy or ("generation.engine" if wanted == "hf-merged" else why_not_fused(roles, longest))
+    if no_fused is None:
+        return "fused", ""
+    return _other_engine(roles, wanted=wanted, dtype=dtype, no_fused=no_fused, no_copy=no_copy)
+
+
+def _other_engine(
+    roles: Roles, *, wanted: EngineName, dtype: torch.dtype, no_fused: str, no_copy: str | None
+) -> tuple[EngineName, str]:
     if wanted == "fused":
         raise ValueError(f"generation.engine=fused: {no_fused}; use auto")
     if dtype not in (roles.causal.dtype, roles.dtype):
@@ -100,20 +138,22 @@ def select_engine(
         )
     no_merging = no_copy or why_not_merged(roles)
     if no_merging is None:
-        return HfMergedEngine(roles, tokenizer, settings), no_fused
+        return "hf-merged", no_fused
     if wanted == "hf-merged":
         raise ValueError(f"generation.engine=hf-merged: {no_merging}; use auto")
-    return HfEngine(roles, tokenizer, settings), no_fused if no_merging in no_fused else f"{no_fused}; {no_merging}"
+    return "hf", no_fused if no_merging in no_fused else f"{no_fused}; {no_merging}"
 
 
-def why_no_copy(roles: Roles, dtype: torch.dtype) -> str | None:
-    """Why copies of the weights with the adapter in them cannot be made; None where they can."""
-    if getattr(roles.causal, "is_quantized", False):
+def why_no_copy(roles: Roles, dtype: torch.dtype, *, quantized: bool, free: int) -> str | None:
+    """Why copies of the weights with the adapter in them cannot be made; None where they can. free: bytes of the device
+    with the models loaded.
+    """
+    if quantized:
         return "the base is quantised, so LoRA stays unmerged"
     if not all(is_plain_lora(layer) for layer in roles.adapted_layers(POLICY_ADAPTER)):
         return "the adapter is more than W + B A (DoRA, or with a bias), so it stays unmerged"
     needed = sum(p.numel() for p in roles.causal.parameters()) * dtype.itemsize
-    if needed > free_bytes(roles.device) * COPY_SHARE:
+    if needed > free * COPY_SHARE:
         return f"a merged copy of the weights ({needed / 1e9:.1f} GB) would take most of the free memory"
     return None
 
@@ -126,23 +166,28 @@ def why_not_merged(roles: Roles) -> str | None:
     return f"merged into {dtype} weights the first updates of LoRA would be rounded away, so it stays unmerged"
 
 
-def tried(engine: FusedEngine, longest: int) -> tuple[bool, str]:
-    """Whether the fused engine is for this model, and why; a trial that raises is a reason too, as what a strange
-    model's parts do is not known.
+def tried(engine: FusedEngine) -> tuple[bool, str]:
+    """Whether the fused engine has the model's numbers, and how they compare; a trial that raises is a reason too, as
+    what a strange model's parts do is not known.
     """
     kind = type(engine.roles.causal).__name__
     try:
-        other_shape = why_not_fused(engine, longest)
-        return (False, other_shape) if other_shape else numbers_agree(engine, kind)
+        return numbers_agree(engine, kind)
     except torch.OutOfMemoryError:
         raise
     except RAISED_BY_TRIALS as error:
         return False, f"its trial with {kind} ended in {type(error).__name__}: {first_line(error)}"
 
 
-def why_not_fused(engine: FusedEngine, longest: int) -> str | None:
+def why_not_fused(roles: Roles, longest: int) -> str | None:
     """What of this model's shape the fused engine does not know; None where there is nothing."""
-    model = engine.roles.causal
+    try:
+        return _unknown_shape(roles.causal, longest)
+    except RAISED_BY_TRIALS as error:
+        return f"{type(roles.causal).__name__} cannot be read by it ({type(error).__name__}: {first_line(error)})"
+
+
+def _unknown_shape(model: PreTrainedModel, longest: int) -> str | None:
     if not reads_like_llama(trunk_of(model)):
         return f"{type(model).__name__} is not built like Llama"
     if isinstance(trunk_of(model).embed_tokens, LoraLayer):

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from tinyrl.generation.planned import Call, SamplingBytes, sampling_bytes
+from tinyrl.generation.select import sampling_dtype
 from tinyrl.models.batches import SequenceBatch
-from tinyrl.models.device import KEPT_BYTES, resolve_dtype
+from tinyrl.models.device import KEPT_BYTES
 from tinyrl.models.live_bytes import AsOn, LiveBytes
 from tinyrl.models.loading import saved_dtype
 from tinyrl.models.logprobs import CHUNK_ELEMENTS, token_logprobs
@@ -103,13 +104,13 @@ class Planner:
         parts = self.parts
         if not isinstance(parts, SamplingParts):
             return None
-        config, dtype = parts.config, self.outline.causal.dtype
+        config = parts.config
         wanted = config.on_policy.num_prompts * (config.grpo.group_size if config.method == "grpo" else 1)
         held_out = min(config.run.eval_prompts, len(parts.eval_prompts))
         rows = min(max(wanted, held_out), config.generation.max_rows or 1 << 30)
         longest = max(len(p.tokens) for p in (*parts.train_prompts, *parts.eval_prompts))
         new = config.generation.max_new_tokens if parts.game is None else parts.game.columns
-        own = dtype if config.generation.dtype == "auto" else resolve_dtype(config.generation.dtype, on_cpu=False)
+        own = sampling_dtype(config.generation, self.outline)
         free = max(0, self.room - sum(self.standing.values()))
         call = Call(rows, max(config.on_policy.num_prompts, held_out), longest, new)
         return sampling_bytes(
@@ -139,12 +140,12 @@ class Planner:
 
     def _kept(self, sampling: SamplingBytes) -> int:
         """What is still there of sampling: on a CPU the C library keeps what is freed, in pieces that nothing else
-        fits; on a GPU graphs hold the fused engine's cache and its copy of the weights.
+        fits; on a GPU graphs hold the fused engine's cache, its copy of the weights and the states of a token.
         """
         if self.device.type == "cpu":
             return min(sum(sampling.parts.values()), KEPT_BYTES)
         by_graphs = isinstance(self.parts, SamplingParts) and self.parts.engine.name == "fused"
-        return sampling.parts["cache"] + sampling.parts["sampling copy"] if by_graphs else 0
+        return sampling.parts["cache"] + sampling.parts["sampling copy"] + sampling.in_graphs if by_graphs else 0
 
     def learn(self, role: Role, pairs: Sequences) -> None:
         """A forward and backward pass whose gradients are let go of: of real models too, to time it."""
