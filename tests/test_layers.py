@@ -6,8 +6,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).resolve().parents[1] / "tinyrl"
 
 # Highest first. A room is a file or a folder of tinyrl/; it may import itself and rooms in a line below its own.
@@ -67,17 +65,16 @@ def test_every_room_has_its_place():
     assert {room_of(path) for path in files()} == set(LEVEL_OF)
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_down(path: Path):
-    room = room_of(path)
-    up = [
-        f"{path.relative_to(PACKAGE.parent)}:{line} imports {other}"
-        for other, line in rooms_imported(path)
-        if other != room and LEVEL_OF[other] <= LEVEL_OF[room]
-    ]
+def test_imports_go_down():
+    up, together = [], []
+    for path in files():
+        room = room_of(path)
+        others = [(other, line) for other, line in rooms_imported(path) if other != room]
+        place = path.relative_to(PACKAGE.parent)
+        up += [f"{place}:{line} imports {other}" for other, line in others if LEVEL_OF[other] <= LEVEL_OF[room]]
+        together += [f"{place}:{line} imports {other}" for other, line in others if room in ALONE]
     assert not up
-    others = {other for other, _ in rooms_imported(path)} - {room}
-    assert room not in ALONE or not others, f"{room} imports {others}"
+    assert not together
 
 
 def test_one_file_knows_torch_distributed():
