@@ -139,8 +139,10 @@ UNNEEDED = {
     "adv_estimator": "it is the method (`tinyrl train ppo` for gae, `tinyrl train grpo` for grpo); "
     "grpo.preset has rloo and reinforce++, ppo.preset a2c",
     **dict.fromkeys(
-        ("n_gpus_per_node", "nnodes", "tensor_model_parallel_size", "num_processes"), "a run has one process and device"
+        ("n_gpus_per_node", "nnodes", "num_processes"),
+        "`torchrun` or `accelerate launch` says how many processes share a run",
     ),
+    "tensor_model_parallel_size": "each device holds the whole model",
     "center_rewards_coefficient": "scores are centred when they are saved (reward_model.center), not by a loss",
     "margin_loss": "rows with a `margin` column ask for it",
     "project_name": "a tracker's project is tinyrl, or what its own variable says (such as WANDB_PROJECT)",
