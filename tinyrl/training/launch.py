@@ -144,8 +144,8 @@ def start(
             parts = trainer.load(config, options=options)
             undo.callback(parts.close)
             check_alike(parts)
-            threads = settle_threads(parts)
-            notes = [threads, *parts.check()]
+            notes = [settle_threads(parts), *parts.check()]
+            config = parts.config = with_threads(config, parts)
         if parts.world.is_main:
             copies = 2 if config.run.save_every else 1  # the newest one stays until the next is whole
             checkpoints.check_room(Path(output_dir), needed=checkpoint_bytes(parts.roles), copies=copies)
@@ -158,6 +158,14 @@ def start(
         launch = open_session(run, trainer, parts, sources=sources, outline=outline)
         launch.say([f"run {run.path}", *notes])
         return launch
+
+
+def with_threads(config: Config, parts: Parts) -> Config:
+    """The configuration with the number of threads that run.threads=auto came to on a CPU: numbers depend on it."""
+    if parts.accelerator.device.type != "cpu":
+        return config
+    run = config.run.model_copy(update={"threads": torch.get_num_threads()})
+    return config.model_copy(update={"run": run})
 
 
 def _folder(world: World, output_dir: str, *, name: str | None, config: Config, overwrite: bool) -> RunDir:

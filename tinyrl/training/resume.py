@@ -39,6 +39,9 @@ def resume(
         kept, since = (read_state(folder), folder.name) if folder else (None, "it was made")
         config = settle(config or run.read_config())
         before = absolute_paths(kept.config if kept else run.read_config().written())
+        if config.run.threads == "auto":  # as the run has it, which an earlier version kept in state.json alone
+            run_section = config.run.model_copy(update={"threads": before["run"].get("threads", "auto")})
+            config = config.model_copy(update={"run": run_section})
         changes = check_changes(before, config, since=since, allowed=allow_config_change)
         notes = [f"warning: {w}; using {folder.name if folder else 'the start'} instead" for w in warnings[:1]]
         trainer = trainer_of(config)

@@ -259,9 +259,11 @@ class Session:
             self.parts.micro_batches.tokens = kept.micro_batch_tokens  # what `auto` came to
         if (folder / ROLLOUT).exists():
             self.rollout = Rollout.from_tensors(load_file(folder / ROLLOUT))
-        wanted = self.config.run.threads
-        threads = kept.threads if self.world.size == 1 else min(kept.threads, *self.world.gather(cores_here()))
-        torch.set_num_threads(threads if wanted == "auto" else wanted)
+        wanted, cores = self.config.run.threads, cores_here()
+        threads = kept.threads if wanted == "auto" else wanted  # auto: on a GPU
+        torch.set_num_threads(threads)
+        if threads > cores and self.parts.accelerator.device.type == "cpu":
+            self.display.note(f"warning: run.threads={threads} where each process has {cores} cores: slow, and as before")
         restore_rng(load_file(folder / RANDOM), kept.python_random)
         notes = self.run.cut(kept.records, step=kept.run.step)
         there = self.world.is_main and self.run.metrics.is_file()
