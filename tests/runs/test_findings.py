@@ -310,7 +310,7 @@ def test_a_watch_of_a_long_run_keeps_a_bounded_number_of_lines():
     watch = Watch({"method": "grpo"})
     for step in range(1, 6001):
         watch.look(step, {"reward/mean": 0.5} | ({"eval/reward_mean": 0.5} if step % 25 == 0 else {}))
-    steps = [*watch._run.steps]
+    steps = [*watch._steps]
     assert len(steps) <= 2 * MOST_LINES
     assert steps[:25] == [*range(1, 26)]
     assert steps[-50:] == [*range(5951, 6001)]

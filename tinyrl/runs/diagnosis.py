@@ -88,7 +88,7 @@ class Watch:
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._run = Run(Path(), {}, config)
+        self._config, self._steps = config, dict[int, dict[str, Any]]()
         self._next, self._told = 0, set[str]()
         self._kept: dict[bool, list[int]] = {False: [], True: []}  # steps without and with an evaluation
 
@@ -96,7 +96,7 @@ class Watch:
         """Take over the metrics of a run that is resumed; what they say has been said."""
         for step, line in steps.items():
             self._keep(step, line)
-        self._told |= {one.name for one in findings(self._run)}
+        self._told |= {one.name for one in findings(self._run())}
 
     def look(self, step: int, line: dict[str, Any]) -> list[str]:
         """Warnings that the metrics of this step, with those before, are the first to give."""
@@ -104,16 +104,19 @@ class Watch:
         if step < self._next:
             return []
         self._next = step + max(5, step // 20)
-        new = [one for one in findings(self._run) if one.name not in self._told]
+        new = [one for one in findings(self._run()) if one.name not in self._told]
         self._told |= {one.name for one in new}
         return [f"{one.name}: {one.what} {one.change}" for one in new]
 
+    def _run(self) -> Run:
+        return Run(Path(), self._steps, self._config)
+
     def _keep(self, step: int, line: dict[str, Any]) -> None:
         """Take in a line; the windows of a finding (finding.py), the first 25 and the last 50, stay whole."""
-        self._run.steps[step] = line
+        self._steps[step] = line
         kept = self._kept[any(key.startswith("eval/") for key in line)]
         kept.append(step)
         if len(kept) > MOST_LINES:
             for at in kept[25:-50:2]:
-                self._run.steps.pop(at, None)
+                self._steps.pop(at, None)
             del kept[25:-50:2]

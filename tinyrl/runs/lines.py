@@ -19,6 +19,8 @@ MOST_OF_A_MARK = 1 << 20  # bytes
 
 def number(value: Any) -> float:
     """A JSON value as a float; NaN for what is not a finite number, or so large that an axis cannot hold it."""
+    if type(value) is float:
+        return value if abs(value) < LARGEST else math.nan
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return math.nan
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyrl.runs.held_out import HeldOut, read_held_out
-from tinyrl.runs.lines import json_lines, messages_of, number
+from tinyrl.runs.lines import LARGEST, json_lines, messages_of, number
 from tinyrl.text import did_you_mean, hidden, one_line
 
 __all__ = ["Points", "Run", "json_lines", "messages_of", "number", "read_run", "read_steps", "reliability_of"]
@@ -60,12 +60,23 @@ class Run:
 
     def points(self, key: str) -> Points:
         """The metric by step, NaN where its line says null; empty when it never has a finite number."""
-        found = [(step, number(line[key])) for step, line in self.steps.items() if key in line]
-        return found if any(math.isfinite(value) for _, value in found) else []
+        return self._read(key)[0]
 
     def finite(self, key: str) -> Points:
         """The metric by step, finite values only."""
-        return [(step, value) for step, value in self.points(key) if math.isfinite(value)]
+        return self._read(key)[1]
+
+    def _read(self, key: str) -> tuple[Points, Points]:
+        """`points` and `finite` of a metric, read once: a run is asked for most of them several times."""
+        if key not in self._points:
+            found = [(step, number(line[key])) for step, line in self.steps.items() if key in line]
+            finite = [point for point in found if math.isfinite(point[1])]
+            self._points[key] = (found if finite else [], found if len(finite) == len(found) else finite)
+        return self._points[key]
+
+    @functools.cached_property
+    def _points(self) -> dict[str, tuple[Points, Points]]:
+        return {}
 
     def interval(self, key: str, step: int) -> tuple[float, float] | None:
         """A metric that is [low, high], at one step."""
@@ -161,11 +172,9 @@ def _gaps(steps: dict[int, dict[str, Any]]) -> list[str]:
     measured: set[str] = set()
     for step, line in steps.items():
         for key, value in line.items():
-            if isinstance(value, list):
-                continue
-            if math.isfinite(number(value)):
+            if (type(value) is float and -LARGEST < value < LARGEST) or math.isfinite(number(value)):
                 measured.add(key)
-            else:
+            elif not isinstance(value, list):
                 gaps.setdefault(key, []).append(step)
     notes = []
     for key in sorted(measured & gaps.keys())[:6]:

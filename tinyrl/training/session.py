@@ -263,7 +263,9 @@ class Session:
         threads = kept.threads if wanted == "auto" else wanted  # auto: on a GPU
         torch.set_num_threads(threads)
         if threads > cores and self.parts.accelerator.device.type == "cpu":
-            self.display.note(f"warning: run.threads={threads} where each process has {cores} cores: slow, and as before")
+            self.display.note(
+                f"warning: run.threads={threads} where each process has {cores} cores: slow, and as before"
+            )
         restore_rng(load_file(folder / RANDOM), kept.python_random)
         notes = self.run.cut(kept.records, step=kept.run.step)
         there = self.world.is_main and self.run.metrics.is_file()
