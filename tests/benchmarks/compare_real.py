@@ -22,7 +22,7 @@ from tests.benchmarks.tables import machine, markdown, spread, versions
 
 METHODS = ("sft", "reward", "dpo", "grpo", "ppo")
 RECIPES = Path(__file__).parents[2] / "recipes"
-FORM = {"num_steps": 5, "seed": 100}  # the SFT that comes before dpo, grpo and ppo
+FORM = {"num_steps": 8, "seed": 100}  # the SFT that comes before dpo, grpo and ppo
 JUDGED = 128  # held-out sums
 PEER_MICRO_BATCH = 8
 MEASURES = {
@@ -50,7 +50,7 @@ def start_of(method: str) -> str:
 
 
 def prepare(options: Namespace) -> dict[str, Path]:
-    """Folders by start, as fixed_work.py's: the real model, and the one that five steps of SFT made of it."""
+    """Folders by start, as fixed_work.py's: the real model, and the one that eight steps of SFT made of it."""
     work = options.out / "work"
     folders = {"real": work / "real", "form": work / "form"}
     data = work / "data"

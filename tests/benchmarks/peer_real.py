@@ -119,13 +119,8 @@ def of_samples(settings: dict[str, Any], given: dict[str, Any], common: dict[str
 
 def samples_of(recipe: dict[str, Any]) -> int:
     """Samples, rows or pairs of a step."""
-    of_method = {
-        "grpo": ("grpo", "num_prompts"),
-        "ppo": ("ppo", "num_prompts"),
-        "reward": ("reward_model", "batch_size"),
-    }
-    section, name = of_method.get(recipe["method"], (recipe["method"], "batch_size"))
-    return recipe[section][name] * (recipe["grpo"]["group_size"] if recipe["method"] == "grpo" else 1)
+    section = recipe["reward_model" if recipe["method"] == "reward" else recipe["method"]]
+    return section["num_prompts"] * section.get("group_size", 1) if "num_prompts" in section else section["batch_size"]
 
 
 def main() -> None:
@@ -133,6 +128,7 @@ def main() -> None:
     torch.set_num_threads(settings["threads"])
     recipe, files = settings["recipe"], Path(settings["files"])
     given = arguments(settings, samples=samples_of(recipe), learning_rate=recipe["optim"]["learning_rate"])
+    given["lr_scheduler_type"] = recipe["optim"].get("schedule", "constant")
     on_policy = recipe["method"] in ("grpo", "ppo")
     if not on_policy:
         given["max_steps"] = settings["steps"]
