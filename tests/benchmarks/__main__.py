@@ -8,6 +8,7 @@
     python -m tests.benchmarks memory   --peer-python TRL_VENV/bin/python [--ppo-peer-python TRL_1_12_VENV/bin/python]
     python -m tests.benchmarks scaling  [--axes group length vocabulary size]
     python -m tests.benchmarks learning --peer-python TRL_VENV/bin/python [--pairs 5] [--steps 60]
+    python -m tests.benchmarks real     --peer-python TRL_VENV/bin/python --ppo-peer-python TRL_1_12_VENV/bin/python
     python -m tests.benchmarks gpu      [--minutes 10] [--shapes 0.5b 1.5b 3b 7b] [--peer-python TRL_VENV/bin/python]
 
 TRL_VENV: `pip install torch==2.13.0 trl==1.16.0 peft` in an environment of its own; TRL_1_12_VENV has trl==1.12.0, the
@@ -33,6 +34,7 @@ from tests.benchmarks import (
     compare_learning,
     compare_memory,
     compare_ppo,
+    compare_real,
     compare_rollout,
     compare_text,
     compare_turns,
@@ -62,6 +64,7 @@ COMMANDS = {
     "memory": Command(compare_memory.main, ("s", "m", "v")),
     "scaling": Command(our_scaling.main, ("s", "m"), needs_a_peer=False),
     "learning": Command(compare_learning.main, steps=60, threads=1),
+    "real": Command(compare_real.main, threads=1),
     "gpu": Command(gpu.main, needs_a_peer=False),
 }
 
@@ -81,6 +84,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     work = ("PROMPTS", "GROUP", "TOKENS")
     parser.add_argument("--work", type=int, nargs=3, metavar=work, help="grpo: of a step (8 8 128)")
     parser.add_argument("--critics", nargs="+", default=["separate", "adapter", "shared"], help="ppo, memory: ours")
+    parser.add_argument("--methods", nargs="+", default=compare_real.METHODS, choices=compare_real.METHODS, help="real")
     parser.add_argument("--axes", nargs="+", default=list(our_scaling.AXES), choices=list(our_scaling.AXES))
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="overrides for tinyrl")
     parser.add_argument("--force", action="store_true", help="show ratios though the sides did not do the same work")

@@ -16,6 +16,7 @@ from tests.benchmarks.fixed_work import LEARNING, write_rows
 from tests.benchmarks.results import Result, alternate, interval
 from tests.benchmarks.tables import machine, markdown, versions
 from tinyrl.starter import starter_path
+from tinyrl.starter.sorting import sort_completion
 from tinyrl.tasks import load_rows, load_task
 
 PEER_MICRO_BATCH = 64
@@ -30,7 +31,8 @@ def prepare_sorting(options: Namespace) -> Path:
     assert embedded is not None
     shutil.copytree(embedded, folder / "model", dirs_exist_ok=True)
     for split, file in (("train", "prompts.jsonl"), ("eval", "eval.jsonl")):
-        write_rows(folder / file, load_rows(load_task("sort"), split))
+        rows = load_rows(load_task("sort"), split)
+        write_rows(folder / file, [{**row, "completion": sort_completion(row["answer"])} for row in rows])
     return folder
 
 

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.benchmarks import measuring
 from tests.benchmarks.fixed_work import read_rows
-from tinyrl.starter.sorting import sort_completion
 
 ROWS_AT_ONCE = 64
 
@@ -56,15 +55,23 @@ def answer_logprobs(
 
 
 def held_out(files: Path, adapter: str | None) -> dict[str, float]:
-    """Means over the held-out prompts of the sorting task: `exact` probability and share of `greedy` right answers."""
+    """Means over the held-out rows, of a prompt and its right completion: `exact` probability, and share that greedy
+    decoding gets right; with the standard error of each mean.
+    """
     tokenizer = AutoTokenizer.from_pretrained(files / "model")
     model: Any = AutoModelForCausalLM.from_pretrained(files / "model", dtype=torch.float32)
     model = (model if adapter is None else PeftModel.from_pretrained(model, adapter)).eval()
     rows = read_rows(files / "eval.jsonl")
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
-    answers = [[*tokenizer(sort_completion(row["answer"]))["input_ids"], tokenizer.eos_token_id] for row in rows]
-    exact, greedy = answer_probabilities(model, prompts, answers)
-    return {"exact": float(exact.mean()), "greedy": float(greedy.double().mean())}
+    answers = [[*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id] for row in rows]
+    exact, greedy = (found.double() for found in answer_probabilities(model, prompts, answers))
+    error = len(rows) ** -0.5
+    return {
+        "exact": float(exact.mean()),
+        "greedy": float(greedy.mean()),
+        "exact_error": float(exact.std() * error),
+        "greedy_error": float(greedy.std() * error),
+    }
 
 
 def main() -> None:

@@ -1,10 +1,12 @@
-"""The benchmarks' rewards, with TRL's signature, for both sides: even-numbered words, and letters in the right order.
+"""The benchmarks' rewards, with TRL's signature, for both sides: even-numbered words, letters in the right
+order, and right sums.
 
 Each side loads this file by itself, so it needs nothing beyond the standard library.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 
@@ -23,3 +25,9 @@ def _share(words: list[str]) -> float:
 def sorted_letters(prompts: list[str], completions: list[str], *, answer: list[str], **columns: Any) -> list[float]:
     """1.0 where a completion's letters, spaces aside, are exactly the answer ("abd"), else 0.0."""
     return [float("".join(text.split()) == right) for text, right in zip(completions, answer, strict=True)]
+
+
+def right_sums(prompts: list[str], completions: list[str], *, answer: list[int], **columns: Any) -> list[float]:
+    """1.0 where the last number of a completion is the answer, else 0.0."""
+    last = [(re.findall(r"\d+", text) or [""])[-1] for text in completions]
+    return [float(number == str(right)) for number, right in zip(last, answer, strict=True)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tinyrl.tasks.sums import TASK, talk, verify, write
+from tinyrl.tasks.sums import TASK, verify, write
 
 
 def test_no_sum_is_in_both_splits_and_rows_are_the_same_every_time() -> None:
@@ -14,9 +14,7 @@ def test_no_sum_is_in_both_splits_and_rows_are_the_same_every_time() -> None:
     assert {split: len(some) for split, some in pairs.items()} == {"train": 4096, "eval": 512}
     assert not pairs["train"] & pairs["eval"]
     assert TASK.rows("eval") == TASK.rows("eval")
-    assert TASK.rows("train")[0]["prompt"].startswith(
-        "Hugo has 16 marbles and buys 96 more. How many marbles does Hugo"
-    )
+    assert TASK.rows("train")[0]["prompt"] == "What is 866 + 396?"
     with pytest.raises(ValueError, match="no split 'test'"):
         TASK.rows("test")
 
@@ -49,13 +47,15 @@ def test_the_score_of_a_completion(completion: object, score: float) -> None:
     assert verify(["Ann has 12"], [completion], answer=[42]) == [score]
 
 
-def test_the_files_of_the_other_methods_end_with_the_sum(tmp_path: Path) -> None:
+def test_answers_in_the_files_end_with_the_sum_but_the_wrong_ones(tmp_path: Path) -> None:
     files = write(tmp_path)
-    assert sorted(p.name for p in files) == ["answers.eval.jsonl", "answers.jsonl", "pairs.eval.jsonl", "pairs.jsonl"]
+    assert sorted(p.name for p in files) == [
+        f"{n}{e}.jsonl" for n in ("answers", "pairs", "styles") for e in (".eval", "")
+    ]
     for file in files:
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         answer = [row["answer"] for row in rows]
         for column in {"completion", "chosen", "rejected"} & set(rows[0]):
             said = [row[column] for row in rows]
-            assert set(verify(said, said, answer=answer)) == {1.0}
-    assert talk(TASK.rows("eval")[0]).count(" ") > 20
+            right = 0.0 if column == "rejected" and file.name.startswith("pairs") else 1.0
+            assert set(verify(said, said, answer=answer)) == {right}

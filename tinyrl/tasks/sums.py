@@ -1,11 +1,12 @@
-"""The sums task: a story with two numbers to add, for chat models that are small; right where it ends with the sum.
+"""The sums task: two numbers to add, for chat models that are small; right where a completion ends with the sum.
 
     python -m tinyrl.tasks.sums OUT
 
-writes the stories as rows for the other methods, each with a held-out twin (`NAME.eval.jsonl`):
+writes rows for the methods that learn from text, each with a held-out twin (`NAME.eval.jsonl`):
 
     answers.jsonl    prompt, completion, answer            a format: the sum as an equation, and nothing else
-    pairs.jsonl      prompt, chosen, rejected, answer      the equation, and a talkative answer with the same number
+    pairs.jsonl      prompt, chosen, rejected, answer      the right equation, and one with another sum
+    styles.jsonl     prompt, chosen, rejected, answer      the right equation, and the same in words
 """
 
 import json
@@ -20,33 +21,39 @@ from tinyrl.tasks.grading import completion_text, last_number, numbers_equal
 from tinyrl.tasks.task import Task
 
 NUM_ROWS = {"train": 4096, "eval": 512}
-SMALLEST, LARGEST = 2, 99
-NAMES = ("Ann", "Ben", "Carla", "David", "Emma", "Farid", "Grace", "Hugo")
-THINGS = ("apples", "books", "coins", "marbles", "pencils", "shells", "stamps", "tickets")
-ENDING = "End your answer with the number."
+SMALLEST, LARGEST = 2, 999
+FARTHEST = 100  # of a wrong sum from the right one
 
 
 def rows(split: str) -> list[Row]:
-    """Rows {"prompt", "answer", "first", "second"}: no pair of numbers is in both splits, in either order."""
+    """Rows {"prompt", "answer", "first", "second", "wrong"}: no two numbers are in both splits, in either order."""
     if split not in NUM_ROWS:
         raise ValueError(f"task sums has no split {split!r}; there are {', '.join(NUM_ROWS)}")
-    numbers = range(SMALLEST, LARGEST + 1)
     draw = random.Random(0)
-    pairs = [(a, b) for a in numbers for b in numbers if a <= b]
-    draw.shuffle(pairs)
-    chosen = {"train": pairs[: NUM_ROWS["train"]], "eval": pairs[NUM_ROWS["train"] :][: NUM_ROWS["eval"]]}[split]
-    return [_row(draw.sample(pair, 2), draw) for pair in chosen]
+    pairs: dict[tuple[int, ...], list[int]] = {}
+    while len(pairs) < sum(NUM_ROWS.values()):
+        numbers = [draw.randint(SMALLEST, LARGEST) for _ in range(2)]
+        pairs.setdefault(tuple(sorted(numbers)), numbers)
+    train, held_out = NUM_ROWS["train"], NUM_ROWS["eval"]
+    chosen = list(pairs.values())[:train] if split == "train" else list(pairs.values())[train : train + held_out]
+    return [_row(numbers, draw) for numbers in chosen]
 
 
 def _row(numbers: list[int], draw: random.Random) -> Row:
     first, second = numbers
-    name, thing = draw.choice(NAMES), draw.choice(THINGS)
-    story = f"{name} has {first} {thing} and buys {second} more. How many {thing} does {name} have now? {ENDING}"
-    return {"prompt": story, "answer": first + second, "first": first, "second": second}
+    answer = first + second
+    wrong = answer + draw.choice((-1, 1)) * draw.randint(1, min(FARTHEST, answer))
+    return {
+        "prompt": f"What is {first} + {second}?",
+        "answer": answer,
+        "first": first,
+        "second": second,
+        "wrong": wrong,
+    }
 
 
 def prompt(row: Row) -> Prompt:
-    """The story and its question."""
+    """The question."""
     return row["prompt"]
 
 
@@ -61,48 +68,39 @@ def gold(row: Row) -> str:
     return f"{row['answer']}"
 
 
-def equation(row: Row) -> str:
+def equation(row: Row, total: int) -> str:
     """'12 + 30 = 42'."""
-    return f"{row['first']} + {row['second']} = {row['answer']}"
+    return f"{row['first']} + {row['second']} = {total}"
 
 
-def talk(row: Row) -> str:
-    """The same number after many words."""
-    return (
-        f"To find the answer, let us think about it step by step. First there were {row['first']}, and then "
-        f"{row['second']} more were bought. So we have to add the two numbers together, which gives {row['answer']}"
-    )
-
-
-def answer_rows(split: str) -> list[Row]:
-    """Rows of answers.jsonl."""
-    return [{"prompt": r["prompt"], "completion": equation(r), "answer": r["answer"]} for r in rows(split)]
-
-
-def pair_rows(split: str) -> list[Row]:
-    """Rows of pairs.jsonl."""
-    columns = {"chosen": equation, "rejected": talk}
-    return [
-        {"prompt": r["prompt"], **{name: text(r) for name, text in columns.items()}, "answer": r["answer"]}
-        for r in rows(split)
-    ]
+def text_rows(split: str) -> dict[str, list[Row]]:
+    """The rows of each file by its name."""
+    files: dict[str, list[Row]] = {"answers": [], "pairs": [], "styles": []}
+    for row in rows(split):
+        right = equation(row, row["answer"])
+        wrong, words = equation(row, row["wrong"]), f"The sum of {row['first']} and {row['second']} is {row['answer']}."
+        common = {"prompt": row["prompt"], "answer": row["answer"]}
+        files["answers"].append({**common, "completion": right})
+        files["pairs"].append({**common, "chosen": right, "rejected": wrong})
+        files["styles"].append({**common, "chosen": right, "rejected": words})
+    return files
 
 
 def write(out: Path) -> list[Path]:
-    """Write the four files; returns them."""
+    """Write the files; returns them."""
     out.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, rows_of in {"answers": answer_rows, "pairs": pair_rows}.items():
-        for split in NUM_ROWS:
+    for split in NUM_ROWS:
+        for name, some in text_rows(split).items():
             path = out / f"{name}{'' if split == 'train' else '.eval'}.jsonl"
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(split)), encoding="utf-8")
+            path.write_text("".join(json.dumps(row) + "\n" for row in some), encoding="utf-8")
             written.append(path)
     return written
 
 
 TASK = Task(
     name="sums",
-    summary="stories of one sum, for small chat models (right or wrong)",
+    summary="sums of two numbers, for small chat models (right or wrong)",
     rows=rows,
     prompt=prompt,
     verify=verify,
