@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from tinyrl import __version__
 from tinyrl.cli.commands import app
-from tinyrl.cli.errors import sentences
+from tinyrl.cli.errors import memory_sentences, sentences
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
 from tinyrl.errors import GuardStop, Interrupted, OutOfRoom
@@ -408,3 +408,56 @@ def test_a_report_of_several_runs_is_beside_them_or_where_one_says(folder: Path)
     done = run("report", "runs/a", "runs/b", "--output", "here")
     assert done.stdout.splitlines() == ["here/report.html", "here/report.png"]
     assert "2 runs" in Path("here/report.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(12, "Cannot allocate memory"),
+        RuntimeError("can't start new thread"),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory\n  frame #0: c10"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+    ],
+)
+def test_no_memory_is_a_sentence_wherever_it_arises(error: Exception, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(typer.Exit) as caught, sentences(False):
+        raise error
+    assert caught.value.exit_code == 4
+    with pytest.raises(SystemExit) as left, memory_sentences(False):
+        raise ValueError("a library in between") from error
+    assert left.value.code == 4
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all("memory" in line for line in lines)
+    with pytest.raises(type(error)), memory_sentences(True):
+        raise error
+
+
+def test_a_bug_is_no_lack_of_memory():
+    for around in (sentences, memory_sentences):
+        with pytest.raises(RuntimeError, match="shape"), around(False):
+            raise RuntimeError("shape")
+
+
+def test_frames_of_torch_are_not_shown(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(typer.Exit), sentences(False):
+        raise ValueError("no connection\nException raised from connect at socket.cpp:1 (first call):\nframe #0: c10")
+    assert capsys.readouterr().err == "tinyrl: no connection\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="address space is limited as Linux does it")
+@pytest.mark.parametrize("megabytes", [150, 300, 600, 800])
+def test_a_limit_on_address_space_is_a_sentence(megabytes: int):
+    """Each stops the imports of a command at another place; far less than any torch needs."""
+    code = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({megabytes << 20},) * 2)\n"
+        "from tinyrl.cli.commands import main\nmain()"
+    )
+    command = [sys.executable, "-c", code, "train", "grpo", "run.num_steps=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode in (0, 4), done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 0 or "memory" in done.stderr

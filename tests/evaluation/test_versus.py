@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests import running
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tinyrl.components import Options
 from tinyrl.config.sections import RewardConfig
-from tinyrl.evaluation.versus import evaluate_target
+from tinyrl.evaluation.versus import Side, evaluate_target
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.tasks import load_rows, load_task
@@ -127,3 +128,11 @@ def test_a_reward_adapter_judges_its_own_vocabulary_only(tmp_path: Path) -> None
     assert scorer.reading(same).tokenizer is same
     with pytest.raises(ValueError, match="another vocabulary"):
         scorer.reading(tiny_tokenizer(pad_is_eos=True))
+
+
+@pytest.mark.parametrize("split", ["eval", "train"])
+def test_a_split_without_prompts_is_a_sentence(split: str):
+    """As of a run trained on one prompt, with run.eval_prompts=0."""
+    side = Side(SimpleNamespace(eval_prompts=[], train_prompts=[]), "policy", "one")  # pyright: ignore
+    with pytest.raises(ValueError, match=f"one has no prompts of split {split}"):
+        side.prompts(split)

@@ -589,3 +589,32 @@ def test_a_false_reply_in_the_pipe_is_a_failure_of_the_function(written: str, ma
     call = score(reward, ["a", "b"])
     assert shown(call) == [None, None]
     assert all("`score`" in reason for reason in reasons(call).values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "import sys; sys.stdout = sys.stderr = None",
+        "import sys, io; sys.stdout = io.BytesIO(); sys.stdout.flush = lambda: 1 / 0",
+        "import sys; sys.stdout = sys.stderr = type('Out', (), {'flush': lambda self: 1 / 0})()",
+        "import os; os.write(1, b'{\"values\": [9, 9]}\\n' * 1000)",
+        "import os; os.close(1)",
+        "import os; os.closerange(0, 64)",
+        "import os; os._exit(0)",
+        "raise SystemExit",
+        "raise KeyboardInterrupt",
+        "raise GeneratorExit",
+        "import numpy; return numpy.array([numpy.float16(1), numpy.int8(2)])",
+        "return [float('nan'), float('inf')]",
+        "import signal, os; os.kill(os.getpid(), signal.SIGTERM)",
+        "import sys; sys.setrecursionlimit(20)",
+    ],
+)
+def test_no_attack_on_its_process_is_more_than_a_failed_call(attack: str, make_reward: MakeReward):
+    reward = make_reward(f"def score(completions, **columns):\n    {attack}\n    return [1.0, 2.0]\n")
+    call = score(reward, ["a", "b"])
+    failed = [row for row, value in enumerate(shown(call)) if value is None]
+    assert shown(call) == [1.0, 2.0] or failed == [0, 1]
+    assert sorted(reasons(call)) == failed
+    assert all("`score`" in reason and "\n" not in reason for reason in reasons(call).values())

@@ -18,7 +18,7 @@ import typer
 
 import tinyrl
 from tinyrl.cli import checkup, judging, looking, taking, trials
-from tinyrl.cli.errors import sentences
+from tinyrl.cli.errors import memory_sentences, sentences
 from tinyrl.cli.options import Debug, Device, TrustRemoteCode, complete_setting
 from tinyrl.cli.train import How, plan_run, resume_run, show_run, start_run
 from tinyrl.config.methods import METHODS, or_list
@@ -50,7 +50,8 @@ OutputDir = Annotated[str, typer.Option(help="where run folders are made")]
 def main() -> None:
     """Entry point of the `tinyrl` script."""
     try:
-        app()
+        with memory_sentences("--debug" in sys.argv):
+            app()
     finally:
         gc.freeze()  # else Python looks through all objects of the libraries once more before it ends: over a second
 

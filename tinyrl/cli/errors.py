@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import sys
 from collections.abc import Iterator
@@ -9,10 +10,11 @@ from contextlib import contextmanager
 
 import typer
 
-from tinyrl.errors import Interrupted, Stop
+from tinyrl.errors import MAY_BE_MEMORY, Interrupted, OutOfRoom, Stop, no_memory
 from tinyrl.runs.launched import VOICE, launched_rank
 
 MOST_LINES = 6
+FRAMES = "\nException raised from "  # what torch's C++ adds to an error begins so
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
@@ -21,16 +23,53 @@ def sentences(debug: bool) -> Iterator[None]:
     """Turn errors a user can fix into at most six lines and an exit code; a traceback only with `debug`."""
     try:
         yield
-    except (ValueError, OSError, Stop) as error:
-        if debug:
+    except (ValueError, Stop, *MAY_BE_MEMORY) as error:
+        known = _of_memory(error) or error
+        if debug or not isinstance(known, ValueError | OSError | Stop):
             raise
-        from tinyrl.text import redact, visible
+        raise typer.Exit(_tell(known)) from None
 
-        text = visible(redact(_sentence(error)))  # it may quote any file
-        aside = isinstance(error, Interrupted) and launched_rank() > 0  # rank 0 says that the run has stopped
-        if not aside and VOICE.speaks(text):
-            print("\n".join(f"tinyrl: {text}".splitlines()[:MOST_LINES]), file=sys.stderr)
-        raise typer.Exit(_exit_code(error)) from None
+
+@contextmanager
+def memory_sentences(debug: bool) -> Iterator[None]:
+    """Around a whole command: memory that runs out anywhere, in an import too, is a sentence and exit code 4."""
+    try:
+        yield
+    except (ValueError, *MAY_BE_MEMORY) as error:
+        known = _of_memory(error)
+        if debug or known is None:
+            raise
+        sys.exit(_tell(known))
+
+
+def _of_memory(error: Exception) -> OutOfRoom | None:
+    """What to tell in place of an error that is about memory."""
+    said, limit = None if isinstance(error, Stop) else no_memory(error), _limit()
+    if limit and isinstance(error, SystemError):  # what Python says where C code was refused memory and kept it quiet
+        said = str(error)
+    return None if said is None else OutOfRoom(f"out of memory ({said.splitlines()[0][:120]}){limit}")
+
+
+def _limit() -> str:
+    """The limit on a process's memory that a shell or a scheduler has set, if any."""
+    with contextlib.suppress(ImportError):  # not on every system
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit != resource.RLIM_INFINITY:
+            return f"; a process may have {limit / 1e9:.3g} GB of address space here (`ulimit -v`)"
+    return ""
+
+
+def _tell(error: Exception) -> int:
+    """Print what an error says; the exit code."""
+    from tinyrl.text import redact, visible
+
+    text = visible(redact(_sentence(error)))  # it may quote any file
+    aside = isinstance(error, Interrupted) and launched_rank() > 0  # rank 0 says that the run has stopped
+    if not aside and VOICE.speaks(text):
+        print("\n".join(f"tinyrl: {text}".splitlines()[:MOST_LINES]), file=sys.stderr)
+    return _exit_code(error)
 
 
 def _sentence(error: Exception) -> str:
@@ -38,7 +77,7 @@ def _sentence(error: Exception) -> str:
         return f"stopped: {error}"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error)
+    return str(error).partition(FRAMES)[0]
 
 
 def _exit_code(error: Exception) -> int:

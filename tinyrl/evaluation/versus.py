@@ -68,8 +68,14 @@ class Side:
     trained_on: frozenset[str] = frozenset()
 
     def prompts(self, split: str) -> list[PreparedPrompt]:
-        """Those of a split, as this side's tokenizer reads them."""
-        return self.parts.eval_prompts if split == "eval" else self.parts.train_prompts
+        """Those of a split, as this side's tokenizer reads them. Raises ValueError where there are none."""
+        found = self.parts.eval_prompts if split == "eval" else self.parts.train_prompts
+        if not found:
+            raise ValueError(
+                f"{self.name} has no prompts of split {split}: evaluate those of training (--split train), or other "
+                "rows (--data FILE)"
+            )
+        return found
 
 
 def evaluate_target(

@@ -21,11 +21,11 @@ from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor, nn
 
 from tinyrl.distributed import join, world
+from tinyrl.errors import MAY_BE_MEMORY, no_memory
 from tinyrl.workers.process import CGROUP_LIMIT
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 KEPT_BYTES = 1 << 30
-NO_MEMORY = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 WIDE = 256  # hidden size from which a layer is worth more than one thread
 THREAD_WIDTH = 64  # of it, for each thread
 SETTLING = 256  # rows of a product for which the library takes its buffers
@@ -125,17 +125,15 @@ def threads_for(*, width: int, cores: int) -> int:
 @contextlib.contextmanager
 def as_out_of_memory() -> Iterator[None]:
     """Raise torch.OutOfMemoryError, as torch's allocator on CUDA does, for what others report in other ways: that on a
-    CPU, CUDA itself (of graphs), and its libraries.
+    CPU, CUDA itself (of graphs), and its libraries; a thread, a process or a library that found no room.
     """
     try:
         yield
-    except MemoryError as error:
-        raise torch.OutOfMemoryError("the system has no more memory") from error
-    except RuntimeError as error:
-        said = next((text for text in NO_MEMORY if text in str(error)), None)
+    except MAY_BE_MEMORY as error:
+        said = no_memory(error)
         if isinstance(error, torch.OutOfMemoryError) or said is None:
             raise
-        raise torch.OutOfMemoryError(str(error).partition(said)[2].strip() or said) from error
+        raise torch.OutOfMemoryError(said) from error
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:

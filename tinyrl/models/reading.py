@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tinyrl.errors import Stop
+from tinyrl.errors import Stop, no_memory
 from tinyrl.text import ERROR_CHARACTERS, first_line, last_line, shortened
 
 TOKENIZER_FILES = (
@@ -54,8 +54,7 @@ def reading(
 
 def _is_about_room(error: Exception) -> bool:
     """Memory or disk ran out, however it is told."""
-    no_memory = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
-    return no_memory or (isinstance(error, OSError) and error.errno in NO_ROOM)
+    return no_memory(error) is not None or (isinstance(error, OSError) and error.errno in NO_ROOM)
 
 
 def said(error: Exception, *, about: str = "") -> str:
