@@ -17,7 +17,12 @@ from tests.tiny_models import sharp_model
 from tinyrl.config.schema import Config
 from tinyrl.runs.run_dir import RunDir
 
-WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 SAMPLED = {"generation": {"max_new_tokens": 24}}
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"grpo": {"num_prompts": 8, "group_size": 8, "kl_coef": 0.05}},
