@@ -15,6 +15,19 @@ from tests.tiny_models import TinyModels
 whole_runs(False)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test marked `wide`, the first is fast, and stands for the others in a newcomer's check."""
+    seen = set[tuple[Path, str]]()
+    for item in items:
+        if item.get_closest_marker("wide") is None or item.get_closest_marker("slow") is not None:
+            continue
+        name = (item.path, item.name.partition("[")[0])
+        if name in seen:
+            item.add_marker("slow")
+        seen.add(name)
+
+
 @pytest.fixture(autouse=True)
 def _whole(request: pytest.FixtureRequest) -> Iterator[None]:
     marked = request.node.get_closest_marker("whole") is not None

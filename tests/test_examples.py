@@ -37,6 +37,7 @@ def test_an_example_is_read_in_one_sitting(path: Path) -> None:
 
 
 @SKLEARN
+@pytest.mark.slow
 def test_a_drawing_is_scored_as_it_was_drawn() -> None:
     """At the first update the ratio is 1, and the model is its own reference."""
     flow = load("flow_digits")

@@ -106,6 +106,7 @@ def test_a_key_has_a_meaning(row: list[str]):
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.wide
 def test_every_key_of_a_run_is_in_the_glossary(method: str, tiny: TinyModels, tmp_path: Path):
     config = running.config(method, tiny("qwen2"), run={"num_steps": 1})
     code, run, _ = running.train(config, tmp_path)

@@ -86,6 +86,7 @@ def test_uses_the_names_of_this_house(name: str):
 
 
 @pytest.mark.skipif(shared_data() is None, reason="needs ../shared/data")
+@pytest.mark.slow
 def test_every_problem_of_gsm8k_fits_its_recipes(tmp_path: Path):
     """Prompts that are too long are refused before step 1: 13 of the 7,473 have more than 256 tokens here."""
     data = shared_data()

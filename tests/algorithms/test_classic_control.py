@@ -115,6 +115,7 @@ def test_greedy_for_reward_never_arrives() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.wide
 def test_ppo_learns_to_walk_right(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits, values = torch.zeros(5, 2, requires_grad=True), torch.zeros(5, requires_grad=True)

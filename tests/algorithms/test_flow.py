@@ -84,6 +84,7 @@ def toy_marginals(num_steps: int, *, noise_level: float) -> list[tuple[float, fl
 
 
 @pytest.mark.parametrize("noise_level", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.wide
 def test_with_any_noise_the_marginals_are_those_of_the_flow(noise_level: float) -> None:
     def worst(num_steps: int) -> float:
         marginals = toy_marginals(num_steps, noise_level=noise_level)

@@ -105,6 +105,7 @@ def trained_with_kl_in_the_reward(estimator: str) -> float:
     return (logprobs.exp() * (rewards - (logprobs - reference))).sum().item()
 
 
+@pytest.mark.slow
 def test_in_the_reward_only_k1_trains_to_the_optimum() -> None:
     """The optimum is log sum_a reference(a) exp(r(a))."""
     best = math.log(0.4 + 0.3 * math.exp(0.5) + 0.2 * math.exp(1.0) + 0.1 * math.exp(2.0))

@@ -73,6 +73,7 @@ def test_a_run_leaves_what_design_says(grpo_run: Path) -> None:
     assert (grpo_run / "report.html").read_text().count("<svg") >= 4
 
 
+@pytest.mark.slow
 def test_eval_vs_base_as_json_and_for_people(grpo_run: Path) -> None:
     arguments = ("eval", str(grpo_run), "--vs", "base", "--num-prompts", "32", "--samples", "2")
     result = json.loads(tinyrl(*arguments, "--json", folder=grpo_run).stdout)
@@ -103,6 +104,7 @@ def test_eval_vs_base_as_json_and_for_people(grpo_run: Path) -> None:
     assert start["other"]["target"] == "start"
 
 
+@pytest.mark.slow
 def test_eval_by_another_reward_and_best_of_n(grpo_run: Path, tmp_path: Path) -> None:
     (tmp_path / "short.py").write_text("def short(completions, **columns): return [-len(c) for c in completions]\n")
     arguments = ("eval", str(grpo_run), "reward.functions=[{use: short.py:short}]", "--vs", "start", "--best-of", "3")
@@ -119,6 +121,7 @@ def test_a_run_against_itself_is_not_distinguishable(grpo_run: Path) -> None:
     assert "not distinguishable" in text
 
 
+@pytest.mark.slow
 def test_ppo_with_the_embedded_reward_model(tmp_path: Path) -> None:
     done = tinyrl("train", "ppo", *FEW, "ppo.num_prompts=16", "ppo.minibatch_size=8", folder=tmp_path)
     assert "held-out reward, mean" in done.stdout
@@ -127,6 +130,7 @@ def test_ppo_with_the_embedded_reward_model(tmp_path: Path) -> None:
     assert {"value/loss", "value/explained_variance", "value/grad_norm", "objective/kl", "reward/model"} <= last.keys()
 
 
+@pytest.mark.slow
 def test_own_rows_and_reward(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "letters: {a} b sorted:"}}\n' for a in "cdefghij"))
     (tmp_path / "rewards.py").write_text(

@@ -29,6 +29,7 @@ def tinyrl(*words: str, said: str = "", code: int = 0) -> subprocess.CompletedPr
     return done
 
 
+@pytest.mark.slow
 def test_export_prints_the_folder_and_what_to_type_next(run: Path):
     lines = tinyrl("export", str(run), "--merge", "--dtype", "float32").stdout.splitlines()
     assert lines[0] == f"{run}/export/merged-float32"
@@ -38,6 +39,7 @@ def test_export_prints_the_folder_and_what_to_type_next(run: Path):
     assert refused == f"tinyrl: {run}/export/merged-float32 exists; choose another --output, or use --overwrite\n"
 
 
+@pytest.mark.slow
 def test_chat_answers_the_lines_that_it_reads(run: Path):
     said = tinyrl("chat", str(run), "--device", "cpu", said="letters: b a sorted:\n/compare\n/reward\n").stdout
     assert said.startswith("run/step-000003 (no chat template: each line is a prompt of its own)")

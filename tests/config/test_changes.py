@@ -46,6 +46,7 @@ def test_an_edited_config_is_refused_and_nothing_of_the_run_changes(model: Path,
     assert run.lengths() == records
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_made_longer(model: Path, tmp_path: Path) -> None:
     """As if it had been that long from the beginning: only the number of steps differs."""
     code, whole, _ = running.train(running.config("grpo", model, run={"num_steps": 5}), tmp_path, name="whole")

@@ -343,6 +343,7 @@ TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=2
     seed=st.integers(0, 10**18 - 1),
 )
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.slow
 def test_config_yaml_holds_any_text_and_number(tmp_path: Path, prompt, stop, columns, label, rate, seed):
     config = Config.model_validate(
         {

@@ -56,6 +56,7 @@ def try_exchange(folder: Path) -> None:
     (folder / f"{world.rank}.json").write_text(json.dumps(got))
 
 
+@pytest.mark.slow
 def test_what_processes_exchange(tmp_path: Path) -> None:
     ranks = Ranks(try_exchange, tmp_path, folder=tmp_path)
     assert ranks.end() == [0, 0], ranks.said
@@ -163,6 +164,7 @@ def test_settings_that_differ_are_named() -> None:
         check_settings(Two({"method": "ppo"}), config)
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_a_sentence() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

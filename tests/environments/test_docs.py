@@ -43,6 +43,7 @@ def test_the_function_answers_and_ends_episodes(folder: Path) -> None:
     assert "warning" not in said
 
 
+@pytest.mark.slow
 def test_the_tool_knows_its_episode_and_the_model_is_not_told(folder: Path) -> None:
     said = run("env", "test", "tools.py:look", "--tools", "--data", "rows.jsonl")
     assert said.startswith("tools: look(place);")
@@ -59,6 +60,7 @@ def test_the_class_is_played(folder: Path) -> None:
     assert "warning" not in said
 
 
+@pytest.mark.slow
 def test_a_dry_run_plays_the_function(folder: Path) -> None:
     said = run("train", "grpo", "task.data=rows.jsonl", "environment.use=game.py:respond", "--dry-run")
     assert "environment respond; at most 4 turns" in said
@@ -66,6 +68,7 @@ def test_a_dry_run_plays_the_function(folder: Path) -> None:
     assert "the episode ended: eos" in said
 
 
+@pytest.mark.slow
 def test_the_episode_of_the_page_is_what_a_dry_run_shows(folder: Path) -> None:
     page = [line.strip() for line in PAGE.partition("tinyrl train grpo lookup --dry-run\n")[2].splitlines()[:5]]
     said = [line.strip() for line in run("train", "grpo", "lookup", "--dry-run").splitlines()]

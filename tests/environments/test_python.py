@@ -198,6 +198,7 @@ def test_random_numbers_are_the_same_again_and_others_in_another_episode():
 
 
 @needs_isolation
+@pytest.mark.slow
 def test_a_stopped_cell_is_not_run_again_and_leaves_nothing():
     stopped = "x = 0\nwhile True: pass"
     assert episode("x = 1", stopped, "x", timeout_s=2) == [NO_OUTPUT, TIMED_OUT, "1"]
@@ -237,6 +238,7 @@ def test_a_stopped_cell_is_known_by_its_answer_also_when_that_was_cut():
         ("import sys\nprint('finished', file=sys.stderr, flush=True)\nimport os\nos._exit(0)", CRASHED),
     ],
 )
+@pytest.mark.wide
 def test_a_cell_that_is_stopped_is_answered_with_one_sentence(code: str, said: str):
     assert episode(code, "1 + 1", timeout_s=2) == [said, "2"]
 

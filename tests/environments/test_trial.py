@@ -98,6 +98,7 @@ def test_a_function_is_asked_about_gold_answers_nothing_and_nonsense(files: Path
     assert "warning" not in done.stdout
 
 
+@pytest.mark.slow
 def test_tools_are_called_rightly_and_wrongly(files: Path) -> None:
     done = tried("env.py:add", "--tools")
     found = table(done)
@@ -108,6 +109,7 @@ def test_tools_are_called_rightly_and_wrongly(files: Path) -> None:
     assert done.stdout.startswith("tools: add(a, b); at most 4 turns")
 
 
+@pytest.mark.slow
 def test_a_class_is_played_from_its_opening(files: Path) -> None:
     done = tried("env.py:Guessing")
     found = table(done)

@@ -70,6 +70,7 @@ def numbers(found: dict[str, Any]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("run", ["sft", "full", "dpo", "judge"])
+@pytest.mark.wide
 def test_a_run_is_measured_as_it_measured_itself(folder: Path, run: str) -> None:
     result = ask(folder, run)
     assert result.keys() == {"target", "held_out"}

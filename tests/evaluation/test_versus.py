@@ -77,6 +77,7 @@ SAME = {"reward_mean": 0.0, "reward_ci": [0.0, 0.0], "distinguishable": False}
     ],
     ids=lambda sections: next(iter(sections)),
 )
+@pytest.mark.wide
 def test_the_same_policy_differs_by_nothing(folder: Path, tmp_path: Path, sections: dict[str, dict[str, Any]]) -> None:
     sections = json.loads(json.dumps(sections).replace("REWARDS", f"{folder}/rewards.py"))
     result = compare(folder, variant(folder, tmp_path.name, **sections))
@@ -88,6 +89,7 @@ def test_the_same_policy_differs_by_nothing(folder: Path, tmp_path: Path, sectio
     assert result["greedy"]["reward_mean"] == result["other"]["greedy"]["reward_mean"]
 
 
+@pytest.mark.slow
 def test_prompts_that_the_other_run_was_trained_on_are_left_out_and_counted(folder: Path, tmp_path: Path) -> None:
     other = variant(folder, tmp_path.name, task={"split_seed": 1, "max_samples": 100})
     rows = str(folder / "rows.jsonl")
@@ -101,6 +103,7 @@ def test_prompts_that_the_other_run_was_trained_on_are_left_out_and_counted(fold
     assert compare(folder, other, num_prompts=10)["num_prompts"] == 10
 
 
+@pytest.mark.slow
 def test_a_comparison_on_what_the_other_run_was_trained_on_is_refused(folder: Path, tmp_path: Path) -> None:
     other = variant(folder, tmp_path.name, task={"split_seed": 1})
     with pytest.raises(ValueError, match=r"was trained on 3\d of the 40 held-out prompts of first/.*--split train"):

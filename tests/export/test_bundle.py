@@ -71,6 +71,7 @@ def test_an_adapter_is_read_by_peft_alone_and_says_the_same(folder: Path):
 
 
 @pytest.mark.parametrize("name", ["lora", "full"])
+@pytest.mark.wide
 def test_a_merged_model_is_read_by_transformers_alone_and_says_the_same(folder: Path, name: str, tmp_path: Path):
     bundle = exported(folder / name, merge=True, dtype="float32", output=str(tmp_path / "out"))
     model = AutoModelForCausalLM.from_pretrained(bundle.folder)

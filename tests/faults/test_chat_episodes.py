@@ -83,6 +83,7 @@ def secret_of(line: dict[str, Any]) -> str:
     return line["prompt"].partition("hint ")[2].split()[0]
 
 
+@pytest.mark.slow
 def test_an_environment_class_plays_a_chat_from_its_opening_to_its_reward(model: Path, tmp_path: Path) -> None:
     settings = playing(model, tmp_path)
     parts = load_sampling_parts(settings, options=Options(device="cpu"))
@@ -116,6 +117,7 @@ def test_an_environment_class_plays_a_chat_from_its_opening_to_its_reward(model:
 @pytest.mark.parametrize(
     "reward", ["1e300", *(pytest.param(odd, marks=pytest.mark.release) for odd in ("float('nan')", "'1'", "1 / 0"))]
 )
+@pytest.mark.slow
 def test_a_reward_that_is_no_number_drops_the_episodes(
     reward: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +137,7 @@ def test_a_reward_that_is_no_number_drops_the_episodes(
 
 @pytest.mark.sandbox
 @pytest.mark.skipif(why_not_isolated() is not None, reason=str(why_not_isolated()))
+@pytest.mark.slow
 def test_cells_that_never_end_do_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second turn of a batch runs for ever; the others print, with the cells before them but not the endless."""
 

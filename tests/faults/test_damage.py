@@ -87,6 +87,7 @@ def run(whole: RunDir, tmp_path: Path) -> RunDir:
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.wide
 def test_a_damaged_newest_checkpoint_gives_way_with_one_warning(
     kind: str, run: RunDir, whole: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:

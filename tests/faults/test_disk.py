@@ -124,6 +124,7 @@ def warnings(said: str, of: str) -> list[str]:
 
 
 @pytest.mark.parametrize("left", [0, 60_000])
+@pytest.mark.wide
 def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint_and_no_line(
     left: int, model: Path, disk: Path, whole: RunDir
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint_and_no_line(
 
 
 @pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.wide
 def test_a_disk_that_stays_full_or_read_only_leaves_the_older_checkpoint_and_training_goes_on(
     read_only: bool, model: Path, disk: Path, whole: RunDir
 ) -> None:

@@ -87,6 +87,7 @@ QUICK = ("raises", "hangs", "dies", "reward NaN")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FAULTS])
+@pytest.mark.wide
 def test_an_environment_that_breaks_costs_its_episodes_and_not_the_run(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,6 +113,7 @@ def test_an_environment_that_breaks_costs_its_episodes_and_not_the_run(
 
 
 @pytest.mark.parametrize("always", [False, True])
+@pytest.mark.wide
 def test_three_batches_without_answers_stop_the_run(
     always: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,6 +142,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
+@pytest.mark.wide
 def test_odd_text_is_read_cut_and_shown_harmlessly(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,6 +195,7 @@ def test_an_environment_that_never_says_done_is_ended_by_the_turns(tmp_path: Pat
 
 
 @pytest.mark.parametrize("reply", ["None", "Reply('over ;', True, 0.5)"])
+@pytest.mark.wide
 def test_an_environment_that_ends_at_once_leaves_one_turn(reply: str, tmp_path: Path) -> None:
     _, run, _ = running.train(answered_by(tmp_path, doing(f"replies[row] = {reply}", always=True)), tmp_path)
     for line in running.metrics(run)[1:]:

@@ -155,6 +155,7 @@ def assert_killed_runs_resume(whole: Whole, folder: Path, *, times: int, seed: i
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.wide
 def test_a_run_that_was_killed_ends_as_if_it_had_not_been(
     method: str, wholes: dict[str, Whole], tmp_path: Path
 ) -> None:
@@ -204,6 +205,7 @@ def assert_killed_saves_resume(whole: Whole, folder: Path, *, call: str, number:
     assert_same(whole.run, run, STEPS)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_while_it_saved_ends_as_if_it_had_not_been(
     wholes: dict[str, Whole], tmp_path: Path
 ) -> None:
@@ -222,6 +224,7 @@ def test_a_kill_at_any_call_of_a_save_loses_nothing(call: str, wholes: dict[str,
             assert_killed_saves_resume(whole, tmp_path / f"{method}-{attempt}", call=call, number=number)
 
 
+@pytest.mark.slow
 def test_a_resume_that_was_killed_while_it_cut_the_records_holds_no_line_twice(
     wholes: dict[str, Whole], tmp_path: Path
 ) -> None:

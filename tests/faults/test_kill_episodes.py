@@ -127,6 +127,7 @@ def stopped_run(method: str, number: int, place: str, folder: Path) -> tuple[Chi
         for place in PLACES
     ],
 )
+@pytest.mark.wide
 def test_a_run_stopped_in_any_turn_ends_as_if_it_had_not_been(
     method: str, name: str, place: str, wholes: dict[str, RunDir], tmp_path: Path
 ) -> None:

@@ -144,6 +144,7 @@ def assert_alike(run: RunDir, whole: RunDir) -> None:
         assert numbers == pytest.approx({key: other[key] for key in numbers}, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_an_update_that_does_not_fit_is_redone_in_smaller_micro_batches(wide_model: Path, tmp_path: Path) -> None:
     """Sixteen completions of 64 tokens take some 130 MB; samples and losses are as with room for all."""
     settings = settings_for(wide_model, generation={"max_new_tokens": 64})
@@ -159,6 +160,7 @@ STOP_SOON = {"max_new_tokens": 300, "stop": [chr(code) for code in range(33, 127
 
 
 @pytest.mark.parametrize("room_mb", [pytest.param(250, marks=pytest.mark.slow), 110])
+@pytest.mark.slow
 def test_sampling_that_does_not_fit_is_split_and_samples_are_the_same(
     room_mb: int, deep_cache_model: Path, tmp_path: Path
 ) -> None:
@@ -187,6 +189,7 @@ def assert_explained(within: Ended, when: str) -> None:
     assert "memory of weights: base " in said
 
 
+@pytest.mark.slow
 def test_one_sequence_that_does_not_fit_into_an_update_ends_the_run_and_is_explained(
     wider_model: Path, tmp_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ def changed(run: RunDir, step: int) -> list[str]:
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.wide
 def test_a_batch_without_finite_numbers_changes_nothing_and_the_run_goes_on(
     method: str, broken_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +92,7 @@ def test_a_batch_without_finite_numbers_changes_nothing_and_the_run_goes_on(
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.wide
 def test_three_batches_in_a_row_without_finite_numbers_stop_the_run(
     method: str, broken_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +144,7 @@ def test_a_learning_rate_that_overflows_stops_the_run_with_a_sentence(
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.wide
 def test_weights_that_a_step_makes_infinite_are_never_saved(
     method: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

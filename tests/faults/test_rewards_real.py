@@ -105,6 +105,7 @@ def failed_rows(run: RunDir) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in FAULTS])
+@pytest.mark.wide
 def test_a_reward_that_breaks_costs_its_rows_and_not_the_run(
     name: str, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +191,7 @@ def test_a_reward_model_without_numbers_stops_the_run(
     assert len(failed_rows(run)) == 3 * 16
 
 
+@pytest.mark.slow
 def test_what_a_reward_prints_is_in_the_runs_log(model: Path, tmp_path: Path) -> None:
     talking = "def score(prompts, completions):\n    print('judging', len(prompts))\n    return [1.0] * len(prompts)"
     settings = settings_for(model, tmp_path, talking, run={"num_steps": 3})
@@ -206,6 +208,7 @@ def test_what_a_reward_prints_is_in_the_runs_log(model: Path, tmp_path: Path) ->
     assert said[-2:] == steps[-2:]
 
 
+@pytest.mark.slow
 def test_three_bad_batches_in_a_row_stop_the_run(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,6 +231,7 @@ def test_bad_batches_before_a_stop_count_after_it(model: Path, tmp_path: Path) -
     assert running.go_on(run) == 3
 
 
+@pytest.mark.slow
 def test_failed_rows_stand_once_in_their_file_after_a_resume(model: Path, tmp_path: Path) -> None:
     """Stopped inside the second step, whose failures are recorded again by the resume and replace the first record."""
     settings = settings_for(model, tmp_path, code_of("scores[row] = float('nan')", IN_BAD_ROWS), run={"num_steps": 3})

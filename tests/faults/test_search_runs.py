@@ -78,6 +78,7 @@ def on_search(monkeypatch: pytest.MonkeyPatch, number: int, do: Callable[[Corpus
         (b"", "corpus.jsonl"),
     ],
 )
+@pytest.mark.wide
 def test_a_damaged_corpus_is_refused_before_the_run(content: bytes, said: str, tmp_path: Path) -> None:
     settings = searching(tmp_path)
     (tmp_path / "corpus.jsonl").write_bytes(content)
@@ -110,6 +111,7 @@ def removed(corpus: Corpus) -> None:
 
 
 @pytest.mark.parametrize("change", [replaced, removed])
+@pytest.mark.wide
 def test_a_corpus_changed_during_a_run_changes_nothing_for_it(
     change: Callable[[Corpus], object], whole: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +139,7 @@ def test_a_search_that_can_go_on_no_more_drops_its_episodes_and_stops_the_run(
     assert run.failed_rewards.exists()
 
 
+@pytest.mark.slow
 def test_a_corpus_replaced_before_a_resume_is_refused(tmp_path: Path) -> None:
     _, _, looks = running.train(searching(tmp_path), tmp_path, name="first")
     code, run, _ = running.train(searching(tmp_path), tmp_path, name="second", stop_at=looks * 2 // 3)
@@ -167,6 +170,7 @@ def found_for_each(handler: Any, body: bytes) -> None:
     says({"result": [documents("Amy\nfound Amy ;") for _ in queries]})(handler, body)
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_away_costs_the_episodes_that_asked_and_stops_the_run(
     tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:

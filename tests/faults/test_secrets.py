@@ -41,6 +41,7 @@ def holding(folder: Path, secret: str) -> list[str]:
     return [str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and secret.encode() in p.read_bytes()]
 
 
+@pytest.mark.slow
 def test_no_file_of_a_run_and_no_line_of_its_log_holds_a_secret(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +79,7 @@ def test_no_file_of_a_run_and_no_line_of_its_log_holds_a_secret(
     assert run.read_config() == settle(settings)
 
 
+@pytest.mark.slow
 def test_secrets_of_a_search_servers_address_are_sent_and_in_no_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,7 @@ def train_until(settings: Config, folder: Path, number: int, phase: str) -> None
         for name in SIGNALS
     ],
 )
+@pytest.mark.wide
 def test_a_signal_in_any_phase_leaves_a_checkpoint_and_loses_nothing(
     name: str, phase: str, model: Path, whole: RunDir, tmp_path: Path
 ) -> None:
@@ -228,6 +229,7 @@ def wait_until_idle(process: subprocess.Popen[Any]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_leaves_at_once_though_the_disk_hangs(model: Path, tmp_path: Path) -> None:
     """Typed at a terminal. The first is noted and acknowledged, but what it waits for never comes."""
     words = ("train", "ppo", recipe(settings_for(model, tmp_path, reward=HANGING_DISK), tmp_path), "--name", "run")

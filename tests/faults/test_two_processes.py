@@ -29,6 +29,7 @@ def refused(child: Child, by: Child, run: RunDir) -> None:
     assert "Traceback" not in child.said
 
 
+@pytest.mark.slow
 def test_a_run_that_is_trained_is_neither_resumed_nor_overwritten_and_a_kill_frees_it(
     settings: Config, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ def choose(made: Any, *, longest: int = 64, **settings: Any) -> tuple[Any, str]:
 
 
 @pytest.mark.parametrize("kind", ALL)
+@pytest.mark.wide
 def test_recorded_log_probabilities_are_those_of_a_training_pass(tiny: TinyModels, kind: str) -> None:
     """Rows of different lengths, some of which end early: cached, dropped and batched, against one row at a time
     through the model's own forward pass, and against the layout that training uses.
@@ -48,6 +49,7 @@ def test_recorded_log_probabilities_are_those_of_a_training_pass(tiny: TinyModel
 
 
 @pytest.mark.parametrize("kind", MORE_KINDS)
+@pytest.mark.wide
 def test_merged_and_unmerged_adapters_sample_the_same(tiny: TinyModels, kind: str) -> None:
     engines = [make_engine(tiny(kind), name, lora=True, reference=True) for name in ("hf", "hf-merged")]
     for engine in engines:

@@ -13,6 +13,7 @@ from tinyrl.generation.engine import Request, join, split
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+@pytest.mark.wide
 def test_a_sample_does_not_depend_on_its_batch(tiny: TinyModels, kind: str):
     """Alone (no padding), backwards, a few rows at a time, and split groups. EOS ends some rows early."""
     engine = make_engine(tiny(kind), max_new_tokens=24)

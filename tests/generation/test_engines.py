@@ -48,6 +48,7 @@ def eos(engine: Any, below: int) -> Any:
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize(("name", "kind"), [("hf-merged", k) for k in KINDS] + [("fused", k) for k in LIKE_LLAMA])
+@pytest.mark.wide
 def test_the_same_seed_gives_the_same_samples_from_every_engine(tiny: TinyModels, name: str, kind: str, lora: bool):
     engines = [make_engine(tiny(kind), n, lora=lora, max_new_tokens=24, temperature=0.9) for n in ("hf", name)]
     results = []
@@ -62,6 +63,7 @@ def test_the_same_seed_gives_the_same_samples_from_every_engine(tiny: TinyModels
 
 @pytest.mark.parametrize("look_every", [1, 2, 7, 16])
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 5, 8, 16, None])
+@pytest.mark.wide
 def test_samples_do_not_depend_on_the_places_there_are(tiny: TinyModels, max_rows: int | None, look_every: int):
     """Few slots, so that samples wait and enter as others leave; finished rows are looked for seldom, as on a GPU."""
     expected = make_engine(tiny("qwen2"), max_new_tokens=24)
@@ -126,6 +128,7 @@ def test_finished_rows_are_not_computed_and_a_prompt_is_read_once(tiny: TinyMode
 
 
 @pytest.mark.parametrize("fits", [1, 3, 8])
+@pytest.mark.wide
 def test_out_of_memory_halves_the_places_and_gives_the_same_samples(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, fits: int
 ):
@@ -233,6 +236,7 @@ def choose(engine: Any, wanted: str = "auto", *, dtype: torch.dtype = torch.floa
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.wide
 def test_the_engine_is_chosen_by_its_numbers(tiny: TinyModels, kind: str):
     made = make_engine(tiny(kind), lora=True)
     stir(made)

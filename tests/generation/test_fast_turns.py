@@ -107,6 +107,7 @@ def test_reading_on_in_bfloat16_is_reading_token_by_token(tiny: TinyModels):
 
 @pytest.mark.parametrize("max_rows", [3, None])
 @pytest.mark.parametrize("kind", LIKE_LLAMA)
+@pytest.mark.wide
 def test_fast_turns_give_the_episodes_of_plain_turns(tiny: TinyModels, kind: str, max_rows: int | None):
     """Ragged turns, prompts and answers; EOS, stop strings and limits; greedy and sampled."""
     fast, slow, hf = (make(tiny(kind), name, stop=["a", "Z", "}"]) for name in ("fused", "fused", "hf"))
@@ -128,6 +129,7 @@ def test_fast_turns_give_the_episodes_of_plain_turns(tiny: TinyModels, kind: str
 @pytest.mark.parametrize("slow_answers", [Delayed, Threaded])
 @pytest.mark.parametrize("look_every", [1, 4])
 @pytest.mark.parametrize("max_rows", [1, 3, 7, None])
+@pytest.mark.wide
 def test_episodes_do_not_depend_on_when_answers_come(
     tiny: TinyModels, slow_answers: type[Scripted], look_every: int, max_rows: int | None
 ):
@@ -258,6 +260,7 @@ def test_there_is_no_barrier_between_turns(tiny: TinyModels):
 
 
 @pytest.mark.parametrize("where", ["new_cache", "extend"])
+@pytest.mark.wide
 def test_out_of_memory_begins_all_episodes_again_in_fewer_rows(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, where: str
 ):

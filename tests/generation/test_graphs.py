@@ -63,6 +63,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("max_rows", [3, 6, None])
+@pytest.mark.wide
 def test_samples_from_graphs_are_the_same_samples(tiny: TinyModels, shapes: set[tuple[int, int]], max_rows: int | None):
     """Rows are rounded up, so empty slots are computed as well; the cache is read further than it is filled."""
     slow, engine = (make_engine(tiny("qwen3"), name, max_new_tokens=24) for name in ("hf", "fused"))
@@ -75,6 +76,7 @@ def test_samples_from_graphs_are_the_same_samples(tiny: TinyModels, shapes: set[
 
 @pytest.mark.parametrize("look_every", [1, 5])
 @pytest.mark.parametrize("max_rows", [3, 6, None])
+@pytest.mark.wide
 def test_parked_rows_are_kept_from_what_graphs_compute_behind_the_live_ones(
     tiny: TinyModels, shapes: set[tuple[int, int]], max_rows: int | None, look_every: int
 ):

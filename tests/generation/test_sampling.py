@@ -29,6 +29,7 @@ def scored(engine: Engine, prompts: list[list[int]], responses: list[list[int]])
 
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.wide
 def test_sampled_shares_are_the_scored_probabilities(tiny: TinyModels, temperature: float, name: str):
     """Chi-square over every completion of at most two tokens, on a vocabulary of eight; 1 % of seeds would fail."""
     engine = make_engine(tiny("llama", vocabulary=WORDS), name, temperature=temperature, max_new_tokens=2)
@@ -49,6 +50,7 @@ def test_sampled_shares_are_the_scored_probabilities(tiny: TinyModels, temperatu
 
 
 @pytest.mark.parametrize(("name", "kind"), EVERY_ENGINE)
+@pytest.mark.wide
 def test_greedy_is_what_the_library_generates(tiny: TinyModels, name: str, kind: str):
     """Against `generate` on each prompt by itself, so left padding and Gemma-2's window of 8 are tested too."""
     engine = make_engine(tiny(kind), name, max_new_tokens=24)
@@ -65,6 +67,7 @@ def test_greedy_is_what_the_library_generates(tiny: TinyModels, name: str, kind:
 
 
 @pytest.mark.parametrize(("name", "kind"), EVERY_ENGINE)
+@pytest.mark.wide
 def test_recorded_log_probabilities_are_those_of_a_training_pass(tiny: TinyModels, name: str, kind: str):
     engine = make_engine(tiny(kind), name, lora=True, temperature=0.8, max_new_tokens=24)
     stir(engine)
@@ -93,6 +96,7 @@ def test_greedy_does_not_depend_on_the_seed_and_samples_do(tiny: TinyModels):
 
 
 @pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.wide
 def test_each_role_samples_from_itself(tiny: TinyModels, name: str):
     """Each from its current weights: an update between two calls shows."""
     engine = make_engine(tiny("llama"), name, lora=True)

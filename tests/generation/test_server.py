@@ -59,6 +59,7 @@ def shared_engine(tiny: TinyModels, server: StandIn) -> tuple[ServerEngine, HfEn
 
 @pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("role", ["policy", "reference", "base"])
+@pytest.mark.wide
 def test_completions_are_those_of_the_hf_engine(tiny: TinyModels, served: StandIn, role: Any, greedy: bool):
     ours, plain = engines(served, tiny("llama"))
     assert_same(sample(ours, role=role, greedy=greedy), sample(plain, role=role, greedy=greedy))
@@ -67,6 +68,7 @@ def test_completions_are_those_of_the_hf_engine(tiny: TinyModels, served: StandI
 @pytest.mark.parametrize(
     "options", [{"temperature": 0.7}, {"stop": ["a", "%"], "max_new_tokens": 20}, {"max_new_tokens": 3}]
 )
+@pytest.mark.wide
 def test_settings_reach_the_server(tiny: TinyModels, served: StandIn, options: dict[str, Any]):
     ours, plain = engines(served, tiny("llama"), **options)
     drawn = sample(ours, 4)
@@ -76,6 +78,7 @@ def test_settings_reach_the_server(tiny: TinyModels, served: StandIn, options: d
 
 
 @pytest.mark.parametrize("options", [{"top_p": 0.5}, {"top_k": 3}])
+@pytest.mark.wide
 def test_truncated_sampling_draws_the_same_tokens(tiny: TinyModels, served: StandIn, options: dict[str, Any]):
     ours, plain = engines(served, tiny("llama"), **options)
     assert tokens_of(sample(ours)) == tokens_of(sample(plain))
@@ -122,6 +125,7 @@ def test_so_many_requests_at_a_time(tiny: TinyModels):
         assert server.most_at_a_time == 3
 
 
+@pytest.mark.slow
 def test_login_and_query_of_the_address_are_sent(tiny: TinyModels, served: StandIn, monkeypatch: pytest.MonkeyPatch):
     ours, plain = shared_engine(tiny, served)
     served.faults.login, served.faults.query = "Basic bWU6aHVudGVyMg==", "?api_key=a%20b"
@@ -164,6 +168,7 @@ def test_nobody_there(tiny: TinyModels):
         ({"faults": Faults(shift_after=0)}, "another base"),
     ],
 )
+@pytest.mark.wide
 def test_a_server_that_is_not_ours(tiny: TinyModels, wrong: dict[str, Any], said: str):
     with StandIn(tiny("llama"), **wrong) as server:
         ours, _ = engines(server, tiny("llama"))
@@ -188,6 +193,7 @@ def test_log_probabilities_before_the_temperature(tiny: TinyModels):
 # ---- what happens later ----
 
 
+@pytest.mark.slow
 def test_a_load_that_is_ignored_is_found_at_once(tiny: TinyModels):
     """The test adapter and the first version are used, the second is taken and the first goes on being sampled."""
     with StandIn(tiny("llama"), faults=Faults(loads_applied=2)) as server:
@@ -210,6 +216,7 @@ def test_log_probabilities_that_are_another_models(tiny: TinyModels):
             sample(ours, 1)
 
 
+@pytest.mark.slow
 def test_a_busy_server_is_asked_again(tiny: TinyModels, served: StandIn):
     ours, plain = engines(served, tiny("llama"))
     sample(ours, 1)
@@ -300,6 +307,7 @@ FALSE_COMPLETIONS = (
 
 
 @pytest.mark.parametrize("answer", FALSE_MODELS, ids=repr)
+@pytest.mark.wide
 def test_a_false_list_of_models_is_a_sentence(
     tiny: TinyModels, served: StandIn, monkeypatch: pytest.MonkeyPatch, answer: Any
 ):
@@ -311,6 +319,7 @@ def test_a_false_list_of_models_is_a_sentence(
 
 
 @pytest.mark.parametrize("answer", FALSE_COMPLETIONS, ids=repr)
+@pytest.mark.wide
 def test_a_false_completion_is_never_trained_on(
     tiny: TinyModels, served: StandIn, monkeypatch: pytest.MonkeyPatch, answer: Any
 ):
@@ -335,6 +344,7 @@ def test_a_completion_goes_on_after_no_token_that_ends_it(
         sample(ours, 1, role="base")
 
 
+@pytest.mark.slow
 def test_a_server_that_ignores_how_many_tokens_were_asked_for(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
     """As one behind a proxy that leaves out fields: 48 tokens where 6 were asked for."""
     plain = StandIn.complete

@@ -64,6 +64,7 @@ def test_a_completion_ends_at_max_new_tokens(tiny: TinyModels, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("pad_is_eos", [False, True], ids=["pad", "pad=eos"])
+@pytest.mark.wide
 def test_each_of_several_eos_tokens_ends(tiny: TinyModels, tmp_path: Path, pad_is_eos: bool):
     """As in chat models: the generation configuration lists more than the tokenizer's one."""
     shutil.copytree(tiny("llama", pad_is_eos=pad_is_eos), folder := tmp_path / "model")
@@ -94,6 +95,7 @@ def test_a_model_without_a_generation_configuration_ends_at_the_tokenizers_eos(t
         ("x" * 40 + "STOP" + "y", ["STOP"], "x" * 40 + "STOP"),
     ],
 )
+@pytest.mark.wide
 def test_stop_strings(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, said: str, stop: list[str], kept: str):
     """The stop string stays: the sampled tokens are those that are scored and trained."""
     (completion,) = spoken(tiny, monkeypatch, [said], stop=stop)

@@ -70,6 +70,7 @@ def assert_same(ours: Played, theirs: Played) -> None:
 
 @pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("way", ["overlapping", "plainly", "hf", "hf-merged"])
+@pytest.mark.wide
 def test_every_engine_and_both_ways_give_the_same_episodes(
     way: str, greedy: bool, fused: SamplingParts, sampled: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_branch_keeps_what_merging_into_bfloat16_rounds_away() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("rank", [3, 4])
+@pytest.mark.wide
 def test_joined_branches_are_those_of_each_projection(tiny: TinyModels, kind: str, rank: int) -> None:
     """Against the library's modules with PEFT's branches, both in bfloat16; ranks are padded to a multiple of 8."""
     roles = in_lora(load_causal_lm(str(tiny(kind)), dtype=torch.bfloat16), rank=rank)

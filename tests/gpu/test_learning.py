@@ -93,6 +93,7 @@ def test_packed_rows_have_the_gradient_of_padded_ones(tiny: TinyModels, device: 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["packed", "flex"])
+@pytest.mark.wide
 def test_attention_of_a_long_group_is_that_of_padded_rows(device: torch.device, kind: str, dtype: str):
     """Grouped queries, responses of different lengths; on a GPU forward and backward at lengths that are trained on."""
     gpu = device.type == "cuda"
@@ -136,6 +137,7 @@ def launched(settings: Any, folder: Path, device: torch.device) -> Any:
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.wide
 def test_a_bfloat16_policy_has_float32_adapters_that_learn(
     tiny: TinyModels, device: torch.device, method: str, tmp_path: Path
 ):
@@ -163,6 +165,7 @@ def test_a_base_in_four_bits_is_trained_on(tiny: TinyModels, device: torch.devic
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.wide
 def test_an_update_waits_as_often_whatever_its_micro_batches(
     tiny: TinyModels, device: torch.device, method: str, tmp_path: Path
 ):

@@ -74,6 +74,7 @@ def assert_ran(code: int, run: Any, *, steps: int = 2) -> None:
 
 
 @pytest.mark.parametrize("form", slow_on_a_cpu(FORMS, SLOW))
+@pytest.mark.wide
 def test_every_form_of_rl_runs(tiny: TinyModels, device: torch.device, form: str, tmp_path: Path):
     method, sections = FORMS[form]
     if "adamw8bit" in form:
@@ -85,6 +86,7 @@ def test_every_form_of_rl_runs(tiny: TinyModels, device: torch.device, form: str
 
 
 @pytest.mark.parametrize("method", list(ROWS))
+@pytest.mark.wide
 def test_every_method_on_text_runs(tiny: TinyModels, device: torch.device, method: str, tmp_path: Path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({**ROWS[method], "prompt": f"{i} and {i}:"}) + "\n" for i in range(24)))
@@ -113,6 +115,7 @@ def in_a_sandbox() -> Config:
 
 
 @pytest.mark.parametrize("name", slow_on_a_cpu(ENVIRONMENTS, ("class", "tools", "search", "python")))
+@pytest.mark.wide
 def test_every_environment_is_played(device: torch.device, name: str, tmp_path: Path):
     if name == "python" and why_not_isolated() is not None:
         pytest.skip(f"programs cannot be isolated here: {why_not_isolated()}")
@@ -122,6 +125,7 @@ def test_every_environment_is_played(device: torch.device, name: str, tmp_path: 
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.wide
 def test_a_deterministic_run_resumes_to_the_bit(tiny: TinyModels, device: torch.device, method: str, tmp_path: Path):
     """Stopped by SIGTERM within its update; on a GPU as far as torch has deterministic kernels."""
     settings = running.config(method, tiny("qwen3"), run={"num_steps": 3, "deterministic": True})

@@ -55,6 +55,7 @@ def logprobs_of(model: Any, prompt: list[int], tokens: list[int], device: torch.
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("max_rows", [3, 12, None])
+@pytest.mark.wide
 def test_every_bucket_says_what_a_full_forward_pass_says(
     tiny: TinyModels, device: torch.device, dtype: str, max_rows: int | None
 ):
@@ -85,6 +86,7 @@ def test_graphs_and_the_plain_path_draw_the_same_tokens(tiny: TinyModels, device
     assert_same(sample(graphs, 1, greedy=True), greedy, tolerance=MOST_IN_FLOAT32)
 
 
+@pytest.mark.slow
 def test_a_graph_is_captured_once_for_a_bucket_and_used_again(
     tiny: TinyModels, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
@@ -122,6 +124,7 @@ def waits_of(engine: Any, device: torch.device, *, new: int) -> int:
 
 
 @pytest.mark.parametrize("name", ["fused", "hf"])
+@pytest.mark.wide
 def test_nothing_waits_between_two_looks(tiny: TinyModels, device: torch.device, name: str):
     """A look at finished rows every few tokens is all that a longer completion adds, however many rows there are. (What
     the library's own forward pass asks of its mask is not counted.)

@@ -123,6 +123,7 @@ def test_micro_batches_hold_every_row_once_within_the_budget(lengths: list[int],
 
 @pytest.mark.parametrize("pad_is_eos", [False, True], ids=["pad", "pad=eos"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2", "gemma2", "cohere"])
+@pytest.mark.wide
 def test_padded_log_probabilities_are_the_unpadded_ones(tiny: TinyModels, kind: str, pad_is_eos: bool):
     """Against the model's own logits of each row by itself; responses hold the pad token."""
     model = load_causal_lm(str(tiny(kind, pad_is_eos=pad_is_eos)), dtype=torch.float32)

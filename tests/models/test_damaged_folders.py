@@ -196,6 +196,7 @@ def answer_to(use: Callable[[], None]) -> str | None:
 
 
 @pytest.mark.parametrize("role", CASES)
+@pytest.mark.wide
 def test_a_damaged_folder_is_refused_in_a_sentence(sound: Sound, role: str, monkeypatch: pytest.MonkeyPatch):
     """Any other exception than a ValueError fails here with its own traceback."""
     monkeypatch.setattr(templates, "SECONDS", 0.5)

@@ -65,6 +65,7 @@ print(kept, *(faults_after_a_step() for _ in range(6)))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+@pytest.mark.slow
 def test_memory_that_was_freed_is_used_again():
     """By default the kernel has to supply its pages anew, each at a page fault. The heap may still grow in a step, so
     the one with fewest counts.
@@ -113,6 +114,7 @@ main()
     ("given", "seen"),
     [({}, "30000 None"), ({"GOMP_SPINCOUNT": "7"}, "7 None"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None ACTIVE")],
 )
+@pytest.mark.wide
 def test_threads_stop_spinning_before_torch_is_imported(given: dict[str, str], seen: str) -> None:
     """libgomp reads its environment when it is loaded; what a person has set stays."""
     assert f"at torch: {seen}\n" in watched_start(given)
@@ -126,6 +128,7 @@ def test_threads_stop_spinning_before_torch_is_imported(given: dict[str, str], s
         ({"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, None),
     ],
 )
+@pytest.mark.wide
 def test_segments_of_a_gpus_memory_grow_unless_a_person_says_otherwise(given: dict[str, str], seen: str | None) -> None:
     assert f"allocator: {seen}\n" in watched_start(given)
 

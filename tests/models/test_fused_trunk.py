@@ -75,6 +75,7 @@ def assert_as_the_library(roles: Roles) -> None:
 
 @pytest.mark.parametrize("targets", TARGETS, ids=["all", "two", "five"])
 @pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.wide
 def test_states_and_gradients_of_lora(tiny: TinyModels, kind: str, targets: Any):
     model = AutoModelForCausalLM.from_pretrained(tiny(kind), dtype=torch.float32)
     roles = Roles(

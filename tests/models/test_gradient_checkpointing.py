@@ -54,6 +54,7 @@ def check_same_gradients(roles: Roles, role: str = "policy") -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
 @pytest.mark.parametrize("make", [lora_roles, full_roles])
+@pytest.mark.wide
 def test_the_gradient_is_the_same(tiny: TinyModels, make, kind: str):
     """gpt2 has a dropout of 0.1, so a dropout that is on would show."""
     check_same_gradients(make(tiny(kind)))

@@ -37,6 +37,7 @@ def test_a_known_model_has_as_many_weights_as_published(name: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo", "sft", "dpo", "reward"])
+@pytest.mark.wide
 def test_a_plan_without_a_hub_goes_by_shapes(method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

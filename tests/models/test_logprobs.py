@@ -108,6 +108,7 @@ def as_float64(states: Tensor, head: Head) -> tuple[Tensor, Head, list[Tensor]]:
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+@pytest.mark.wide
 def test_chunked_is_dense(
     monkeypatch: pytest.MonkeyPatch, trainable: bool, bias: bool, softcap: float | None, entropy_grad: bool, chunk: int
 ):

@@ -30,6 +30,7 @@ COMBINATIONS = [
 
 
 @pytest.mark.parametrize(("case", "kind", "dtype"), COMBINATIONS)
+@pytest.mark.wide
 def test_parameters_are_those_of_the_models_with_numbers(tiny: TinyModels, case: str, kind: str, dtype: torch.dtype):
     settings = config(path=tiny(kind), **CASES[case])
     real = build_roles(settings, device=CPU, dtype=dtype)

@@ -110,6 +110,7 @@ def assert_same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) ->
 
 @pytest.mark.parametrize("pad_is_eos", [False, True], ids=["pad", "pad=eos"])
 @pytest.mark.parametrize("kind", PACKING)
+@pytest.mark.wide
 def test_log_probabilities_and_entropies_are_those_of_padded_rows(tiny: TinyModels, kind: str, pad_is_eos: bool):
     roles = lora_roles(tiny(kind, pad_is_eos=pad_is_eos))
     stir(roles.parameters["policy"])
@@ -137,6 +138,7 @@ def test_a_mask_changes_which_tokens_are_scored_and_not_how(tiny: TinyModels, ki
 
 @pytest.mark.parametrize("make", [lora_roles, full_roles])
 @pytest.mark.parametrize("kind", PACKING)
+@pytest.mark.wide
 def test_gradients_are_those_of_padded_rows(tiny: TinyModels, kind: str, make):
     roles = make(tiny(kind))
     stir(roles.parameters["policy"])
@@ -198,6 +200,7 @@ def test_autocast_is_close(tiny: TinyModels, kind: str):
 
 
 @pytest.mark.parametrize(("with_lora", "kind"), [(True, "adapter"), (True, "separate"), (False, "separate")])
+@pytest.mark.wide
 def test_values_are_those_of_padded_rows(tiny: TinyModels, with_lora: bool, kind: Any):
     roles = roles_with_critic(tiny("qwen2"), with_lora=with_lora, kind=kind)
     stir(roles.parameters["critic"])

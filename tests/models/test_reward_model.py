@@ -54,6 +54,7 @@ def by_hand(folder: Path, text: str, label: int) -> float:
 
 @pytest.mark.parametrize("pad_is_eos", [False, True], ids=["pad", "pad=eos"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+@pytest.mark.wide
 def test_the_score_is_that_of_the_last_token(tiny: TinyModels, kind: str, pad_is_eos: bool):
     """Texts that end in EOS are scored there, where the library would take EOS for padding when pad == eos."""
     folder = tiny.reward(kind, pad_is_eos=pad_is_eos)

@@ -45,6 +45,7 @@ def test_adapters_off_is_the_base(tiny: TinyModels, kind: str):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", [lora_roles, full_roles])
+@pytest.mark.wide
 def test_reference_is_the_policy_at_the_start_and_stays(tmp_path: Path, make, dtype: torch.dtype):
     roles = make(sharp_model(tmp_path, num_hidden_layers=12), dtype=dtype)
 
@@ -104,6 +105,7 @@ def changed_by_a_step(roles: Roles, role: str) -> set[int]:
 
 
 @pytest.mark.parametrize(("with_lora", "kind"), CRITICS, ids=CRITIC_IDS)
+@pytest.mark.wide
 def test_every_parameter_of_a_role_moves_and_no_other(tiny: TinyModels, with_lora: bool, kind: CriticKind):
     roles = roles_with_critic(tiny("llama"), with_lora=with_lora, kind=kind)
     for parameters in roles.parameters.values():
@@ -150,6 +152,7 @@ def test_the_policy_acts_again_after_an_exception(tiny: TinyModels):
 
 
 @pytest.mark.parametrize(("with_lora", "kind"), CRITICS, ids=CRITIC_IDS)
+@pytest.mark.wide
 def test_what_trains_is_float32_on_a_bfloat16_base(tiny: TinyModels, with_lora: bool, kind: CriticKind):
     roles = roles_with_critic(tiny("llama"), with_lora=with_lora, kind=kind, dtype=torch.bfloat16)
     trainable = {n: t for n, t in every_tensor(roles).items() if t.requires_grad}
@@ -164,6 +167,7 @@ def test_what_trains_is_float32_on_a_bfloat16_base(tiny: TinyModels, with_lora: 
     assert values(roles).isfinite().all()
 
 
+@pytest.mark.slow
 def test_value_head_says_zero_at_the_start(tiny: TinyModels):
     for with_lora, kind in CRITICS:
         roles = roles_with_critic(tiny("llama"), with_lora=with_lora, kind=kind)
@@ -192,6 +196,7 @@ def two_passes(roles: Roles, role: str = "policy") -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.wide
 def test_dropout_is_off_in_every_role(tiny: TinyModels, tmp_path, kind: str):
     """GPT-2's own 0.1, a fresh LoRA's, a loaded one's, a frozen copy's, a critic's."""
     fresh = lora_roles(tiny(kind), dropout=0.5)

@@ -72,6 +72,7 @@ def test_the_fused_engine_is_chosen_in_bfloat16_on_sharp_logits(sharp: Path) -> 
     assert "from float32" in why
 
 
+@pytest.mark.slow
 def test_a_bfloat16_decoder_that_is_wrong_is_refused_and_asked_for_it_warns(
     sharp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

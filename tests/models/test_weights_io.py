@@ -35,6 +35,7 @@ def save(roles: Roles, folder: Path, base: Path) -> None:
 
 
 @pytest.mark.parametrize(("with_lora", "kind"), CRITICS, ids=CRITIC_IDS)
+@pytest.mark.wide
 def test_every_role_comes_back(tiny: TinyModels, tmp_path: Path, with_lora: bool, kind: CriticKind):
     base = tiny("qwen2")
     trained = roles_with_critic(base, with_lora=with_lora, kind=kind)
@@ -84,6 +85,7 @@ def greedy(model: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.wide
 def test_the_adapter_is_plain_peft(tiny: TinyModels, tmp_path: Path, kind: str):
     roles = lora_roles(tiny(kind))
     stir(roles.parameters["policy"])
@@ -102,6 +104,7 @@ def test_the_adapter_is_plain_peft(tiny: TinyModels, tmp_path: Path, kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.wide
 def test_a_full_checkpoint_is_a_plain_model_with_its_tokenizer(tiny: TinyModels, tmp_path: Path, kind: str):
     roles = full_roles(tiny(kind), reference=False)
     stir(roles.parameters["policy"])

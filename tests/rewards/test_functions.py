@@ -211,6 +211,7 @@ def test_the_rows_are_tried_in_a_fresh_process(make_reward: MakeReward):
         ("os.closerange(3, 100), time.sleep(1000)", 30, "broke off its connection to us"),
     ],
 )
+@pytest.mark.wide
 def test_a_row_that_hangs_or_crashes_is_found(make_reward: MakeReward, fault: str, timeout_s: float, reason: str):
     code = f"""
         import ctypes, os, re, signal, sys, time
@@ -574,6 +575,7 @@ def test_json_that_a_function_breaks_is_its_own(broken: str, make_reward: MakeRe
     "written",
     ["[]", "3", "null", "{}", '{"error": 1}', '{"values": 3}', '{"values": [1, 2], "failures": 7}', "[" * 9999],
 )
+@pytest.mark.wide
 def test_a_false_reply_in_the_pipe_is_a_failure_of_the_function(written: str, make_reward: MakeReward):
     """It looks for the pipe among the open files of its process, and finds it."""
     reward = make_reward(f"""

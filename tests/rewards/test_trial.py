@@ -72,6 +72,7 @@ def test_a_good_reward_has_no_warning(files: Path) -> None:
         ("crash", "100% of the rows failed; a run stops after three batches like that"),
     ],
 )
+@pytest.mark.wide
 def test_what_is_warned_of(files: Path, function: str, warning: str) -> None:
     assert warning in tried(files, function).warnings()
 

@@ -297,6 +297,7 @@ def test_normalised_text():
     ],
     ids=lambda text: text[:8],
 )
+@pytest.mark.wide
 def test_a_megabyte_of_anything_is_answered(text):
     for judge in (parse_number, first_number, last_number, boxed, normalised_text, think_answer_format):
         judge(text)

@@ -111,6 +111,7 @@ def test_its_own_rows_come_from_the_hub(monkeypatch):
 
 @pytest.mark.skipif(shared_data() is None, reason="needs ../shared/data")
 @pytest.mark.parametrize(("split", "count"), [("train", 7473), ("eval", 1319)])
+@pytest.mark.wide
 def test_every_gold_answer_of_the_real_data_has_full_marks(split, count):
     folder = f"{shared_data()}/gsm8k"
     rows = load_rows(TASK, split, data=f"{folder}/train.jsonl", eval_data=f"{folder}/test.jsonl")

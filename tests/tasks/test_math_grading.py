@@ -51,6 +51,7 @@ def right(said: str, reference: str) -> float | None:
 
 @needs_math_verify
 @pytest.mark.parametrize(("said", "reference"), EQUAL)
+@pytest.mark.wide
 def test_equal_answers_are_right_however_they_are_marked(said: str, reference: str) -> None:
     assert right(f"So it is <answer>{said}</answer>", reference) == 1.0
     assert right(f"therefore \\boxed{{{said}}}.", reference) == 1.0
@@ -60,6 +61,7 @@ def test_equal_answers_are_right_however_they_are_marked(said: str, reference: s
 
 @needs_math_verify
 @pytest.mark.parametrize(("said", "reference"), DIFFERENT)
+@pytest.mark.wide
 def test_different_answers_are_wrong(said: str, reference: str) -> None:
     assert right(f"<answer>{said}</answer>", reference) == 0.0
 

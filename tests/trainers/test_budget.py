@@ -31,6 +31,7 @@ def budgets(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.wide
 def test_methods_that_sample(method: str, tiny: TinyModels, budgets: list[int], tmp_path: Path) -> None:
     """Values, rescoring, update, evaluation and a reward model of its own."""
     reward: dict[str, Any] = {"functions": [], "model": str(tiny.reward("llama"))}

@@ -65,6 +65,7 @@ def ppo(base: Path, **sections: Any) -> Config:
     ],
     ids=["adapter", "adapter of another rank", "separate", "full", "full under adapters", "head alone"],
 )
+@pytest.mark.wide
 def test_a_run_goes_on_with_the_critic_of_another(
     first: dict[str, Any], second: dict[str, Any], tiny: TinyModels, tmp_path: Path
 ) -> None:
@@ -74,6 +75,7 @@ def test_a_run_goes_on_with_the_critic_of_another(
     begun.close()
 
 
+@pytest.mark.slow
 def test_a_shared_critic_goes_with_its_policy(tiny: TinyModels, tmp_path: Path) -> None:
     for name, lora in (("lora", {}), ("full", FULL)):
         run, end = learnt(ppo(tiny("llama"), **lora, critic={"kind": "shared", "warmup": 0}), tmp_path, name)
@@ -84,6 +86,7 @@ def test_a_shared_critic_goes_with_its_policy(tiny: TinyModels, tmp_path: Path) 
         begun.close()
 
 
+@pytest.mark.slow
 def test_a_critic_that_began_with_a_critic_that_began_with_a_model(tiny: TinyModels, tmp_path: Path) -> None:
     """Adapters on a base of their own: what that is says the configuration of the run that made them."""
     other = str(tiny("llama", seed=3))
@@ -97,6 +100,7 @@ def test_a_critic_that_began_with_a_critic_that_began_with_a_model(tiny: TinyMod
     begun.close()
 
 
+@pytest.mark.slow
 def test_such_a_run_trains_and_resumes_to_the_bit(tiny: TinyModels, tmp_path: Path) -> None:
     """What it began with is among the files that a resume compares."""
     first, _ = learnt(ppo(tiny("llama")), tmp_path, "first")
@@ -122,6 +126,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.wide
 def test_a_critic_starts_with_the_scores_of_a_reward_model(
     lora: bool, tiny: TinyModels, rows: Path, tmp_path: Path
 ) -> None:

@@ -213,6 +213,7 @@ def gradients(parts: dpo.DpoParts, *, tokens: int) -> tuple[dict[str, float], di
 
 
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.wide
 def test_losses_and_gradients_are_those_of_a_plain_loop(name: str, model: Path, tmp_path: Path) -> None:
     """The library's own logits, one answer at a time, and the formula of the paper; away from the start."""
     parts, plain, reference = apart(six(model, tmp_path, dpo=LOSSES[name]), model)
@@ -230,6 +231,7 @@ def test_losses_and_gradients_are_those_of_a_plain_loop(name: str, model: Path, 
 
 @pytest.mark.parametrize("packs", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.wide
 def test_micro_batches_change_neither_metrics_nor_gradient(name: str, packs: bool, model: Path, tmp_path: Path) -> None:
     parts, _, _ = apart(six(model, tmp_path, dpo=LOSSES[name]), model)
     parts.roles.packs = packs
@@ -265,6 +267,7 @@ START = {"sigmoid": math.log(2), "sigmoid, smoothed": math.log(2), "ipo": 1.0, "
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("name", START)
+@pytest.mark.wide
 def test_the_loss_at_the_start_is_known(
     name: str, lora: bool, model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -289,6 +292,7 @@ def test_the_loss_at_the_start_is_known(
         ("full", "a frozen copy of the model"),
     ],
 )
+@pytest.mark.wide
 def test_a_reference_that_is_another_model_stops_the_run_and_is_named(
     name: str, kind: str, which: str, model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,6 +339,7 @@ STEPS_0_AND_3 = ("step-000000", "step-000003")
 
 @pytest.mark.parametrize("loss", ["orpo", "simpo"])
 @pytest.mark.parametrize("kind", ["lora", "adapter", "full"])
+@pytest.mark.wide
 def test_losses_without_a_reference_hold_none(loss: str, kind: str, model: Path, rows: Path, tmp_path: Path) -> None:
     config = settings(model, rows, lora=kind != "full", dpo={"loss": loss}, run={"num_steps": 1})
     if kind == "adapter":
@@ -380,6 +385,7 @@ def test_the_reference_reads_a_row_at_its_first_use_and_never_again(
 
 
 @pytest.mark.parametrize("what", ["rows", "model.dtype"])
+@pytest.mark.wide
 def test_what_is_known_of_a_reference_is_let_go_when_rows_or_models_change(
     what: str, model: Path, rows: Path, tmp_path: Path
 ) -> None:
@@ -442,6 +448,7 @@ RESUMED: dict[str, dict[str, Any]] = {
     "name",
     [pytest.param(n, marks={"sigmoid": [], "kto": pytest.mark.slow}.get(n, pytest.mark.release)) for n in RESUMED],
 )
+@pytest.mark.slow
 def test_stopped_anywhere_and_resumed_is_bit_equal(name: str, model: Path, rows: Path, tmp_path: Path) -> None:
     """With LoRA's dropout, across an epoch of the data: in the reference's pass, the update, evaluations."""
     sections = {**RESUMED[name]}

@@ -29,6 +29,7 @@ def sharp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("preset", ["grpo", "rloo", "reinforce++", "ppo"])
+@pytest.mark.wide
 def test_in_bfloat16_the_kl_at_step_1_is_zero(preset: str, lora: bool, sharp: Path, tmp_path: Path) -> None:
     """Policy and reference are the same model, so what the sampler rounds otherwise must not be in their KL."""
     method, sections = ("ppo", {}) if preset == "ppo" else ("grpo", {"grpo": {"preset": preset, "kl_coef": 0.05}})
@@ -53,6 +54,7 @@ def test_in_bfloat16_the_kl_at_step_1_is_zero(preset: str, lora: bool, sharp: Pa
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
 @pytest.mark.parametrize("kind", [k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+@pytest.mark.wide
 def test_every_architecture_trains(kind: str, method: str, lora: bool, models: dict[str, Path], tmp_path: Path) -> None:
     """Ratio 1, clipfrac 0 and KL 0 at the first update; the policy and the critic move; the checkpoint loads back."""
     sections = (
@@ -89,6 +91,7 @@ def test_every_architecture_trains(kind: str, method: str, lora: bool, models: d
 
 
 @pytest.mark.parametrize("kind", ["adapter", "shared", "shared-detached", "separate"])
+@pytest.mark.wide
 def test_warm_up_trains_the_critic_only(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
     settings = running.config(
         "ppo",
@@ -106,6 +109,7 @@ def test_warm_up_trains_the_critic_only(kind: str, models: dict[str, Path], tmp_
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.wide
 def test_micro_batches_do_not_change_training(method: str, models: dict[str, Path], tmp_path: Path) -> None:
     """One micro-batch or many: the same weights to float32 rounding, because losses divide by the step's counts."""
     ends = []
@@ -126,6 +130,7 @@ def test_micro_batches_do_not_change_training(method: str, models: dict[str, Pat
 @pytest.mark.parametrize(
     "preset", ["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce++", "reinforce++-baseline"]
 )
+@pytest.mark.wide
 def test_every_preset_trains(preset: str, models: dict[str, Path], tmp_path: Path) -> None:
     settings = running.config(
         "grpo",

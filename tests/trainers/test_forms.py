@@ -78,6 +78,7 @@ def test_messages_reach_the_reward_as_messages(chat_model: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.wide
 def test_bfloat16_base_with_float32_adapters(method: str, chat_model: Path, tmp_path: Path) -> None:
     """The gap between sampling and training is logged and corrected; adapters and their Adam state stay float32."""
     model = {"dtype": "bfloat16", "gradient_checkpointing": True}
@@ -89,6 +90,7 @@ def test_bfloat16_base_with_float32_adapters(method: str, chat_model: Path, tmp_
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.wide
 def test_neither_the_engine_nor_the_layout_changes_a_result(
     method: str, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +113,7 @@ def test_neither_the_engine_nor_the_layout_changes_a_result(
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.wide
 def test_bfloat16_sampling_for_a_float32_model_is_logged_and_corrected(
     method: str, chat_model: Path, tmp_path: Path
 ) -> None:
@@ -128,6 +131,7 @@ def test_bfloat16_sampling_for_a_float32_model_is_logged_and_corrected(
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.wide
 def test_a_four_bit_base_trains(method: str, chat_model: Path, tmp_path: Path) -> None:
     """Sampled, scored and trained through the quantised base with LoRA unmerged; adapters alone are saved."""
     pytest.importorskip("bitsandbytes")

@@ -113,6 +113,7 @@ def gradient(parts: SamplingParts, role: Any, loss: Any, rows: list[int]) -> Ten
 
 
 @pytest.mark.parametrize("name", GRPO)
+@pytest.mark.wide
 def test_numbers_at_observed_tokens_move_no_gradient_of_grpo(name: str, parts: SamplingParts, rollout: Rollout) -> None:
     config = lookup(grpo={**GRPO[name], "group_size": 4}).grpo
     rows = list(range(len(rollout)))

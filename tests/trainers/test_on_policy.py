@@ -190,6 +190,7 @@ def test_rewards_are_logged_as_they_were_before_groups_were_replaced(tiny: TinyM
     assert "reward/zero_spread_kept" not in plain
 
 
+@pytest.mark.slow
 def test_ppo_and_grpo_log_how_far_sampling_and_training_differ(tiny: TinyModels, tmp_path: Path) -> None:
     """Measured by the first minibatch's own pass: rounding, but not 0, and not the drift of later minibatches."""
     for method, several in (
@@ -204,6 +205,7 @@ def test_ppo_and_grpo_log_how_far_sampling_and_training_differ(tiny: TinyModels,
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.wide
 def test_an_entropy_coefficient_follows_the_entropy_from_the_second_step_on(
     method: str, tiny: TinyModels, tmp_path: Path
 ) -> None:

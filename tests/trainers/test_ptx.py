@@ -85,6 +85,7 @@ def plain_nll(roles: Roles, text: Sequence[Example]) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["adapter", "shared"])
 @pytest.mark.parametrize("micro_batch_tokens", [10_000, 40])
+@pytest.mark.wide
 def test_it_adds_its_gradient_to_that_of_ppo_and_no_other(
     kind: str, micro_batch_tokens: int, tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +165,7 @@ def test_what_the_text_is_taken_for_is_said(parts: PpoParts) -> None:
         ([{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}], "no chat template"),
     ],
 )
+@pytest.mark.wide
 def test_a_text_that_cannot_be_learnt_is_refused_with_its_place(
     rows: list[dict[str, Any]], sentence: str, tiny: TinyModels, tmp_path: Path
 ) -> None:

@@ -65,6 +65,7 @@ def assert_same(one: running.RunDir, other: running.RunDir, step: int) -> None:
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in VARIANTS])
+@pytest.mark.wide
 def test_stopped_and_resumed_is_bit_equal(name: str, model: Path, tmp_path: Path) -> None:
     """Stopped by SIGTERM at moments spread over the whole run: in sampling, in the update, in evaluations."""
     method, sections = VARIANTS[name]
@@ -88,6 +89,7 @@ INSIDE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("sections", INSIDE.values(), ids=INSIDE.keys())
+@pytest.mark.wide
 def test_stopped_twice_inside_an_update(sections: dict[str, Any], model: Path, tmp_path: Path) -> None:
     """A stop inside an update keeps the rollout: the resumed run samples nothing for that step again."""
     settings = running.config("ppo", model, **sections)
@@ -125,6 +127,7 @@ def test_changed_data_is_refused(model: Path, tmp_path: Path) -> None:
         running.go_on(run)
 
 
+@pytest.mark.slow
 def test_damaged_newest_checkpoint_falls_back_and_ends_equal(model: Path, tmp_path: Path) -> None:
     settings = running.config("grpo", model, run={"num_steps": 5})
     _, whole, _ = running.train(settings, tmp_path, name="whole")

@@ -89,6 +89,7 @@ def test_loss_and_gradient_are_those_of_trl(name: str, packs: bool, tmp_path: Pa
 
 @pytest.mark.parametrize("objective", ["pairs", "labels", "ratings"])
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.wide
 def test_layout_and_split_change_no_gradient(objective: str, lora: bool, tmp_path: Path) -> None:
     parts = parts_of(tmp_path, lora=lora)
     parts.rows = replace(parts.rows, objective=cast(Objective, objective))

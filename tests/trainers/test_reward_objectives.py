@@ -68,6 +68,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @ADAPTER_AND_MODEL
 @pytest.mark.parametrize("kind", ["labels", "ratings"])
+@pytest.mark.wide
 def test_labels_and_ratings_are_learnt(kind: str, lora: bool, model: Path, tmp_path: Path) -> None:
     """Unseen prompts: a score of 0 tells labels apart, in rating units the error is far below the spread of 5.6."""
     config = settings(model, write(tmp_path / "rows.jsonl", rows_of(kind)), lora=lora)
@@ -84,6 +85,7 @@ def test_labels_and_ratings_are_learnt(kind: str, lora: bool, model: Path, tmp_p
 
 @ADAPTER_AND_MODEL
 @pytest.mark.parametrize("kind", ["margin", "labels", "ratings"])
+@pytest.mark.wide
 def test_stopped_and_resumed_is_bit_equal(kind: str, lora: bool, model: Path, tmp_path: Path) -> None:
     """With LoRA's dropout on, and micro-batches smaller than a step."""
     config = settings(model, write(tmp_path / "rows.jsonl", rows_of(kind)), lora=lora, run={"micro_batch_tokens": 100})
@@ -100,6 +102,7 @@ def test_stopped_and_resumed_is_bit_equal(kind: str, lora: bool, model: Path, tm
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.slow
 def test_a_margin_changes_what_is_learnt(model: Path, tmp_path: Path) -> None:
     """The same pairs with a margin of 0 are those without one, to the bit; with 2 they end further apart."""
     plain = [{name: value for name, value in row.items() if name != "margin"} for row in rows_of("margin")]
@@ -212,6 +215,7 @@ FORMS: dict[str, Form] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @ADAPTER_AND_MODEL
+@pytest.mark.wide
 def test_what_is_learnt_is_what_ppo_reads(
     lora: bool, form: str, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +346,7 @@ BAD: dict[str, tuple[list[Row], Row, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
+@pytest.mark.wide
 def test_bad_rows_are_refused_before_training(name: str, chat_model: Path, tmp_path: Path) -> None:
     rows, sections, sentence = BAD[name]
     config = settings(chat_model, write(tmp_path / "rows.jsonl", rows), **sections)
@@ -391,6 +396,7 @@ def test_rows_that_teach_nothing_and_long_ones_are_said(
         ("ratings", "ratings: 10 to 25, mean 17.394; a score of 1 is one standard deviation (5.589) above it"),
     ],
 )
+@pytest.mark.wide
 def test_what_rows_are_taken_for_is_said_and_what_to_type_next_can_be_typed(
     kind: str, said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -422,6 +428,7 @@ def test_rows_without_prompts_leave_the_prompts_to_the_reader(
 
 @ADAPTER_AND_MODEL
 @pytest.mark.parametrize(("kind", "moves"), [("margin", False), ("labels", True)])
+@pytest.mark.wide
 def test_the_heads_bias_learns_only_where_it_has_a_gradient(kind: str, moves: bool, lora: bool, tmp_path: Path) -> None:
     """Of a pair only the difference of two scores counts, and rounding would move it."""
     model = tiny_model(tmp_path / "model", "llama")

@@ -46,6 +46,7 @@ def completions(run: RunDir) -> list[str]:
 
 
 @pytest.mark.parametrize("method", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_the_numbers_are_those_of_a_run_without_a_server(method: str, tiny: TinyModels, tmp_path: Path) -> None:
     """Three steps with evaluations: the same samples, and metrics to rounding."""
     with StandIn(tiny("llama")) as server:
@@ -78,6 +79,7 @@ def test_episodes_are_those_of_a_run_without_a_server(tmp_path: Path) -> None:
         assert here == pytest.approx(there, rel=1e-4, abs=1e-5, nan_ok=True)
 
 
+@pytest.mark.slow
 def test_a_load_that_is_ignored_stops_the_run_in_the_next_step(tiny: TinyModels, tmp_path: Path) -> None:
     """The adapter of the first update is taken and not used: nothing is sampled with the old one."""
     with StandIn(tiny("llama"), faults=Faults(loads_applied=2)) as server:
@@ -103,6 +105,7 @@ def test_a_server_that_dies_leaves_a_run_that_goes_on(tiny: TinyModels, tmp_path
     assert running.lasting(run) == running.lasting(whole)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_inside_an_update_goes_on_as_if_it_had_not_been(
     tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +136,7 @@ def test_a_run_stopped_inside_an_update_goes_on_as_if_it_had_not_been(
     assert first[2] != second[2]
 
 
+@pytest.mark.slow
 def test_a_dry_run_names_the_server_and_what_is_asked_of_it(tiny: TinyModels) -> None:
     with StandIn(tiny("llama")) as server:
         preview = dry_run(by_server("grpo", tiny("llama"), server), options=Options(device="cpu"))

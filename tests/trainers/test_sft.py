@@ -263,6 +263,7 @@ def test_loss_and_gradients_are_those_of_trl(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.wide
 def test_conversations_are_learnt(lora: bool, model: Path, tmp_path: Path) -> None:
     rows = [talk(f"say {c}", c * 3, "again", c * 3) for c in "abcdefghijklmnopqrst"]
     code, run, _ = running.train(settings(model, written(tmp_path, rows), lora=lora), tmp_path)
@@ -274,6 +275,7 @@ def test_conversations_are_learnt(lora: bool, model: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("template", [PLAIN, STRIPS], ids=["one text", "turns apart"])
+@pytest.mark.wide
 def test_conversations_resume_exactly(template: str, tmp_path: Path) -> None:
     folder = chat_model(tmp_path / "model", template)
     rows = [talk(f"say {c}", f"<think>{c}</think>{c}", "again", c) for c in "abcdefghij"]

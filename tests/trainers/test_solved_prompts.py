@@ -98,6 +98,7 @@ def drawn(run: running.RunDir) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("refill_rounds", [0, 1])
+@pytest.mark.wide
 def test_a_run_leaves_out_what_is_solved_and_keeps_what_is_not(
     refill_rounds: int, tiny: TinyModels, tmp_path: Path
 ) -> None:

@@ -154,6 +154,7 @@ def test_a_prompt_counts_the_completions_that_had_a_reward() -> None:
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.wide
 def test_a_run_shows_eight_completions_of_the_steps_that_are_evaluated(
     method: str, model: Path, tmp_path: Path
 ) -> None:
@@ -188,6 +189,7 @@ def test_what_an_environment_said_is_shown_and_not_judged(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.wide
 def test_to_be_shown_changes_nothing_of_a_run(
     method: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +205,7 @@ def test_to_be_shown_changes_nothing_of_a_run(
 
 
 @pytest.mark.parametrize("keep", [0, 3])
+@pytest.mark.wide
 def test_as_many_samples_of_a_step_are_kept_as_is_asked(keep: int, model: Path, tmp_path: Path) -> None:
     settings = running.config("grpo", model, run={"keep_samples": keep, "eval_prompts": 0})
     _, run, _ = running.train(settings, tmp_path)

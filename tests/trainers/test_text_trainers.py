@@ -59,6 +59,7 @@ def settings(method: str, model: Path, rows: Path, *, lora: bool, **sections) ->
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("loss_on", ["completion", "all"])
+@pytest.mark.wide
 def test_sft_learns(lora: bool, loss_on: str, model: Path, rows: Path, tmp_path: Path) -> None:
     code, run, _ = running.train(settings("sft", model, rows, lora=lora, sft={"loss_on": loss_on}), tmp_path)
     assert code == 0
@@ -68,6 +69,7 @@ def test_sft_learns(lora: bool, loss_on: str, model: Path, rows: Path, tmp_path:
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("method", ["sft", "reward", "dpo"])
+@pytest.mark.wide
 def test_text_training_resumes_exactly(method: str, lora: bool, model: Path, rows: Path, tmp_path: Path) -> None:
     """With LoRA's dropout on: its generator is part of the checkpoint. A step that is stopped between two micro-batches
     is done again with the dropout that it began with.
@@ -86,6 +88,7 @@ def test_text_training_resumes_exactly(method: str, lora: bool, model: Path, row
 
 
 @pytest.mark.parametrize("method", ["sft", "reward", "dpo"])
+@pytest.mark.wide
 def test_a_batch_is_at_most_all_rows(method: str, model: Path, rows: Path, tmp_path: Path) -> None:
     """Of 104 rows 94 are trained on: a larger batch is these, each once, and not a billion of them."""
     section = METHODS[method].own
@@ -155,6 +158,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.wide
 def test_the_accuracy_reported_is_the_one_ppo_reads(
     lora: bool, form: str, chat_model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +219,7 @@ def test_the_accuracy_reported_is_the_one_ppo_reads(
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.wide
 def test_what_train_reward_says_at_its_end_can_be_typed_anywhere(
     lora: bool, model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -249,6 +254,7 @@ def test_what_train_reward_says_at_its_end_can_be_typed_anywhere(
     assert running.go_on(moved, config=longer, allow_config_change=True) == 0
 
 
+@pytest.mark.slow
 def test_reward_adapter_scores_in_ppo_on_the_shared_base(model: Path, rows: Path, tmp_path: Path) -> None:
     code, made, _ = running.train(settings("reward", model, rows, lora=True), tmp_path, name="reward")
     assert code == 0

@@ -77,6 +77,7 @@ def end_of(model: Path) -> int:
     return AutoTokenizer.from_pretrained(model).convert_tokens_to_ids(TURN_END)
 
 
+@pytest.mark.wide
 def test_a_policy_that_learnt_from_chat_stops(model: Path, rows: Path, tmp_path: Path) -> None:
     """In training and evaluation, in the chat and in the exported model, with every engine of this process."""
     learn = settings(
@@ -135,6 +136,7 @@ def test_one_token_ends_what_is_learnt(chat: Any, base: Path, rows: Path) -> Non
 
 
 @pytest.mark.parametrize("form", [{}, {"chat": False}, {"system_prompt": "b"}], ids=["chat", "text", "system"])
+@pytest.mark.wide
 def test_ppo_shows_a_reward_adapter_the_end_it_learnt(
     form: dict[str, Any], base: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +196,7 @@ def test_episodes_go_on_behind_the_end_of_a_turn(base: Path, rows: Path, tmp_pat
     parts.close()
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_a_template_is_said_before_training(base: Path, rows: Path, tmp_path: Path) -> None:
     """As `tinyrl doctor` says it: this template's turns end with no token that a completion could end with."""
     folder = tmp_path / "speaks"

@@ -41,6 +41,7 @@ def test_auto_is_float16_on_a_gpu_without_bfloat16(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.wide
 def test_the_first_step_is_close_to_that_of_float32(method: str, lora: bool, sharp: Path, tmp_path: Path):
     """But a sample may turn out otherwise, and with it a reward."""
     sections: dict[str, Any] = {"grpo": {"grpo": {"kl_coef": 0.05}}, "ppo": {"critic": {"warmup": 0}}}[method]
@@ -82,6 +83,7 @@ def test_an_overflow_halves_the_scale_and_changes_no_weight(
     assert same == [True, True, False]
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_with_the_scale_to_the_bit(sharp: Path, tmp_path: Path):
     whole = settings("grpo", sharp)
     code, straight, _ = running.train(whole, tmp_path, name="straight")
@@ -96,6 +98,7 @@ def test_a_resume_goes_on_with_the_scale_to_the_bit(sharp: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo", "reward"])
+@pytest.mark.wide
 def test_methods_of_text_learn_with_the_gradient_of_float32(method: str, sharp: Path, tmp_path: Path):
     rows = [{"prompt": f"a{n}:", "completion": "yes", "chosen": "yes", "rejected": "no"} for n in range(32)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -34,6 +34,7 @@ def settings(method: str, model: Path, rows: Path, **run: int) -> Config:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("method", ["grpo", "ppo", "sft", "reward", "dpo"])
+@pytest.mark.wide
 def test_no_held_out_prompts_asked_for_is_no_evaluation(
     method: str, model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -48,6 +49,7 @@ def test_no_held_out_prompts_asked_for_is_no_evaluation(
 
 
 @pytest.mark.parametrize("method", ["grpo", "sft", "reward", "dpo"])
+@pytest.mark.wide
 def test_few_held_out_prompts_are_said_before_the_first_step(
     method: str, model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,6 +58,7 @@ def test_few_held_out_prompts_are_said_before_the_first_step(
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_a_run_without_a_verifier_says_nothing_of_one(
     model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

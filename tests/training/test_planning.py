@@ -99,6 +99,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("free", [None, 1], ids=["", "no room"])
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mistral"])
+@pytest.mark.wide
 def test_the_plan_and_the_run_choose_one_engine(
     kind: str, name: str, free: int | None, tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
 ):
@@ -132,6 +133,7 @@ def test_states_of_a_token_that_graphs_keep_count_on_a_gpu(tiny: TinyModels, mon
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
 @pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.wide
 def test_every_kind_of_model_can_be_planned(tiny: TinyModels, method: str, kind: str, lora: bool):
     made = planner(config(method, tiny(kind), lora={"enabled": lora})).plan()
     assert made.phases["updating"]["activations"] > 0
@@ -140,6 +142,7 @@ def test_every_kind_of_model_can_be_planned(tiny: TinyModels, method: str, kind:
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 @pytest.mark.parametrize("method", ["sft", "dpo", "reward"])
+@pytest.mark.wide
 def test_methods_that_learn_from_text_can_be_planned(tiny: TinyModels, tmp_path: Path, method: str, kind: str):
     """Mistral looks through a window, so rows are padded."""
     example = (
@@ -166,6 +169,7 @@ def test_under_autocast_the_librarys_layers_are_planned(tiny: TinyModels):
     assert low.plan(480).phases["updating"]["activations"] != exact.plan(480).phases["updating"]["activations"]
 
 
+@pytest.mark.slow
 def test_larger_micro_batches_take_more_and_recomputed_layers_less(tiny: TinyModels):
     made = planner(small(tiny))
     activations = [made.plan(tokens).phases["updating"]["activations"] for tokens in (30, 120, 480)]
@@ -192,6 +196,7 @@ def test_what_sampling_frees_on_a_cpu_is_there_while_weights_are_updated(tiny: T
         assert made.phases[phase]["kept from sampling"] == sampled
 
 
+@pytest.mark.slow
 def test_a_plan_leaves_nothing_behind_and_changes_no_number(tiny: TinyModels):
     made = planner(small(tiny, method="ppo"))
     before = torch.get_rng_state()
@@ -200,6 +205,7 @@ def test_a_plan_leaves_nothing_behind_and_changes_no_number(tiny: TinyModels):
     assert all(p.grad is None for p in made.outline.causal.parameters())
 
 
+@pytest.mark.slow
 def test_the_largest_micro_batch_and_group_that_fit(tiny: TinyModels):
     roomy = planner(small(tiny))
     most = largest_micro_batch(roomy)
@@ -219,6 +225,7 @@ def test_the_largest_micro_batch_and_group_that_fit(tiny: TinyModels):
 
 
 @pytest.mark.parametrize(("by_memory", "tokens"), [(True, "auto"), (False, "auto"), (False, 32768)])
+@pytest.mark.wide
 def test_a_run_begins_with_the_micro_batches_that_fit(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, by_memory: bool, tokens: int | str
 ):
@@ -245,6 +252,7 @@ def test_memory_decides_on_a_gpu_only_where_no_number_is_set():
     assert not MicroBatches(cpu, "auto").by_memory
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_says_what_would(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
     settings = small(tiny)
     monkeypatch.setattr(planning, "memory_room", lambda device: 1000 * GB)
@@ -265,6 +273,7 @@ def test_a_step_is_timed_without_changing_a_weight(tiny: TinyModels):
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_the_end_of_a_run_says_what_was_planned_and_measured(tiny: TinyModels, tmp_path: Path, capsys: Any):
     settings = small(tiny)
     code, run, _ = train(settings, tmp_path)
@@ -277,6 +286,7 @@ def test_the_end_of_a_run_says_what_was_planned_and_measured(tiny: TinyModels, t
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_a_model_that_cannot_be_tried_is_trained_without_a_plan(
     tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):

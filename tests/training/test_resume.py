@@ -106,6 +106,7 @@ SOURCES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("what", SOURCES)
+@pytest.mark.wide
 def test_another_source_is_refused_unless_it_is_allowed(
     what: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +126,7 @@ def test_another_source_is_refused_unless_it_is_allowed(
     assert running.go_on(run) == 0  # what it reads now is what the newest checkpoint was made with
 
 
+@pytest.mark.slow
 def test_a_file_that_was_only_copied_is_no_change(model: Path, tmp_path: Path) -> None:
     run = stopped_in_update(reads_files(model, tmp_path), tmp_path)
     for file in (tmp_path / "model").iterdir():
@@ -146,6 +148,7 @@ LOSSES: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("what", LOSSES)
+@pytest.mark.wide
 def test_a_record_that_was_lost_is_said_and_the_run_goes_on(
     what: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +168,7 @@ def test_a_record_that_was_lost_is_said_and_the_run_goes_on(
     assert any(note.startswith(f"{name}: ") for note in read.notes)
 
 
+@pytest.mark.slow
 def test_a_record_that_is_whole_is_not_spoken_of(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,6 +219,7 @@ def test_hashes_that_a_manifest_or_the_hubs_client_has_are_taken(tmp_path: Path)
     assert sources._fingerprint(saved / "a.safetensors", None).sha256 != known.sha256
 
 
+@pytest.mark.slow
 def test_other_versions_are_said_and_the_run_goes_on(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +234,7 @@ def test_other_versions_are_said_and_the_run_goes_on(
 # Without checkpoints
 
 
+@pytest.mark.slow
 def test_a_run_whose_checkpoints_are_gone_is_refused_and_its_record_stays(model: Path, tmp_path: Path) -> None:
     settings = reads_files(model, tmp_path)
     code, whole, _ = running.train(settings, tmp_path, name="whole")
@@ -247,6 +253,7 @@ def test_a_run_whose_checkpoints_are_gone_is_refused_and_its_record_stays(model:
     assert_same(whole, run, STEPS)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(model: Path, tmp_path: Path) -> None:
     settings = reads_files(model, tmp_path)
     code, run, _ = running.train(settings, tmp_path)
@@ -306,6 +313,7 @@ CHANGES: dict[str, tuple[dict[str, Any], list[str], bool]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.wide
 def test_settings_changed_inside_an_update(
     name: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -322,6 +330,7 @@ def test_settings_changed_inside_an_update(
         assert ["objective/kl" in line for line in running.metrics(run)] == [False, False, True, True]
 
 
+@pytest.mark.slow
 def test_a_resume_under_new_settings_that_fails_leaves_the_run_as_it_was(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,6 +356,7 @@ def test_a_resume_under_new_settings_that_fails_leaves_the_run_as_it_was(
     assert_same(whole, run, STEPS)
 
 
+@pytest.mark.slow
 def test_settings_of_a_run_without_a_checkpoint_are_those_it_was_made_with(model: Path, tmp_path: Path) -> None:
     settings = running.config("grpo", model, run={"num_steps": 1, "save_every": 1})
     _, run, _ = running.train(settings, tmp_path)
@@ -396,6 +406,7 @@ def stopped(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 @pytest.mark.parametrize("name", EDITS)
+@pytest.mark.wide
 def test_a_state_that_was_edited_and_sealed_again_is_a_sentence(name: str, stopped: RunDir, tmp_path: Path) -> None:
     run = RunDir(shutil.copytree(stopped.path, tmp_path / "run"))
     newest = checkpoints.list_checkpoints(run.checkpoints)[-1]
@@ -424,6 +435,7 @@ def test_weights_of_a_resumed_run_are_those_of_its_checkpoint(stopped: RunDir, t
 
 @pytest.mark.parametrize("where", ["write_report", "summary", "beside_measured", "peak_memory_gb"])
 @pytest.mark.parametrize("error", [ValueError("not a backend"), MemoryError(), KeyError("step")])
+@pytest.mark.wide
 def test_nothing_after_the_last_step_changes_the_exit_code(
     where: str, error: Exception, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

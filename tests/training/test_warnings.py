@@ -12,6 +12,7 @@ from tinyrl.runs.records import read_run
 SECTIONS = {"run": {"num_steps": 40, "eval_every": 0, "save_every": 16}, "optim": {"learning_rate": 1e-6}}
 
 
+@pytest.mark.slow
 def test_a_run_whose_completions_are_cut_off_says_so_once(
     tiny: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -22,6 +23,7 @@ def test_a_run_whose_completions_are_cut_off_says_so_once(
     assert "truncation" in [one.name for one in findings(read_run(run.path))]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_says_it_no_more_and_watching_changes_nothing(
     tiny: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

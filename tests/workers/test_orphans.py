@@ -128,6 +128,7 @@ def noted_pids(folder: Path) -> list[int]:
         ("hang_with_lock", 1000),
     ],
 )
+@pytest.mark.wide
 def test_nothing_outlives_a_killed_parent(folder: Path, function: str, timeout_s: float):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", textwrap.dedent(PARENT), function, str(timeout_s)]
@@ -161,6 +162,7 @@ def test_nothing_outlives_close(folder: Path, function: str):
         ("kill_its_group", 10, "died of SIGKILL"),
     ],
 )
+@pytest.mark.wide
 def test_nothing_outlives_a_lost_call(folder: Path, function: str, timeout_s: float, reason: str):
     with FunctionReward(f"rewards.py:{function}", timeout_s=timeout_s) as reward:
         call = reward(["p"], ["c"], {})
