@@ -15,6 +15,7 @@ from tests.tiny_models import TinyModels
 from tinyrl.components import Options
 from tinyrl.config.schema import Config
 from tinyrl.generation import select
+from tinyrl.models import logprobs
 from tinyrl.models.batches import fuses
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.parts import SamplingParts
@@ -128,6 +129,18 @@ def test_states_of_a_token_that_graphs_keep_count_on_a_gpu(tiny: TinyModels, mon
     monkeypatch.setattr(Planner, "device", torch.device("cuda"))
     kept = made._kept(sampling) - sampling.parts["cache"] - sampling.parts["sampling copy"]
     assert kept == (sampling.in_graphs if made.parts.engine.name == "fused" else 0)  # pyright: ignore
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["frozen head", "trained head"])
+def test_two_chunks_of_logits_stand_for_all(lora: bool, tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+    """A head that is trained goes through autograd, where what was left out would be missed."""
+    made = planner(small(tiny, lora={"enabled": lora}))
+    monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", 5 * made.outline.head("policy").weight.shape[0])
+    shortened = made.plan(256).phases["updating"]
+    own = logprobs._chunks
+    monkeypatch.setattr(logprobs, "_chunks", lambda *args, device: own(*args, device=torch.device("cpu")))
+    whole = made.plan(256).phases["updating"]
+    assert sum(shortened.values()) == pytest.approx(sum(whole.values()), rel=0.02)
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])

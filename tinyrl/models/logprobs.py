@@ -142,8 +142,8 @@ def dense_logprobs(states: Tensor, head: Head, targets: Tensor, temperature: flo
 def _recomputed(
     states: Tensor, head: Head, targets: Tensor, temperature: float, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    parts = []
-    for chunk in _chunks(len(states), head.weight.shape[0], device=states.device):
+    parts, chunks = [], _chunks(len(states), head.weight.shape[0], device=states.device)
+    for chunk in chunks:
         logprobs, entropy = checkpoint(
             dense_logprobs,
             states[chunk],
@@ -156,6 +156,8 @@ def _recomputed(
         parts.append((logprobs, entropy if entropy_grad else entropy.detach()))
     if not parts:
         return states.new_zeros(0, dtype=torch.float32), states.new_zeros(0, dtype=torch.float32)
+    if (left_out := len(states) - chunks[-1].stop) > 0:
+        parts.append((states.new_zeros(left_out, dtype=torch.float32),) * 2)
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 

@@ -5,6 +5,7 @@ A small budget is right on a CPU: what a micro-batch computes stays in the cache
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -76,13 +77,8 @@ class RowSizes:
             groups.setdefault(self.groups[row] if self.packed else row, []).append(row)
         parts = list(groups.values()) if len(groups) >= 2 * count else [[row] for row in rows]
         costs = [self.cost(part) for part in parts]
-        shares: list[list[int]] = [[] for _ in range(count)]
-        filled = [0] * count
-        for i in sorted(range(len(parts)), key=lambda i: (-costs[i], i)):  # the widest first, each to the lightest
-            lightest = filled.index(min(filled))
-            shares[lightest] += parts[i]
-            filled[lightest] += costs[i]
-        return shares
+        widest_first = sorted(range(len(parts)), key=lambda i: (-costs[i], i))
+        return [[row for i in share for row in parts[i]] for share in _spread(widest_first, costs, count)]
 
     def smaller(self, plan: Sequence[Sequence[int]]) -> int | None:
         """A budget that breaks the widest micro-batch of a plan in two; None when each is a single row."""
@@ -116,15 +112,21 @@ class RowSizes:
         alone = [[row] for row in longest_first if self.responses[row] > room]
         fewest = max(1, -(-sum(self.responses[row] for row in rest) // max(1, room)))
         for count in range(fewest, len(rest)):
-            parts: list[list[int]] = [[] for _ in range(count)]
-            filled = [0] * count
-            for row in rest:  # the longest first, each to the lightest part
-                lightest = filled.index(min(filled))
-                parts[lightest].append(row)
-                filled[lightest] += self.responses[row]
-            if max(filled) <= room:
+            parts = _spread(rest, self.responses, count)
+            if max(sum(self.responses[row] for row in part) for part in parts) <= room:
                 return [*alone, *(sorted(part) for part in parts if part)]
         return alone + [[row] for row in rest]
+
+
+def _spread(indices: Iterable[int], costs: Sequence[int], count: int) -> list[list[int]]:
+    """Indices in `count` parts, each to the lightest so far, the first of equally light ones."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    lightest = [(0, place) for place in range(count)]  # a heap
+    for index in indices:
+        filled, place = lightest[0]
+        parts[place].append(index)
+        heapq.heapreplace(lightest, (filled + costs[index], place))
+    return parts
 
 
 @dataclass(frozen=True)
