@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests import running
+from tests.distributed.ranks import Ranks
 from tests.tiny_models import sharp_model
 from tinyrl.config.schema import Config
+from tinyrl.distributed import World, join
 from tinyrl.models.device import make_accelerator, resolve_dtype
+from tinyrl.runs.run_dir import open_run
+from tinyrl.training import update
 from tinyrl.training.state import read_state
 from tinyrl.training.update import Updater
 
@@ -27,6 +32,19 @@ def settings(method: str, model: Path, dtype: str = "float16", **sections: Any):
         model,
         **{"model": {"dtype": dtype}, "run": {"num_steps": 3, "save_every": 1, "keep_checkpoints": 4}, **sections},
     )
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, value: float, *, steps: int, rank: int = 0) -> None:
+    """Have the gradient of one parameter be `value` in the first steps, on one of the processes."""
+    plain, calls = update.sum_step, [0]
+
+    def planted(world: World, metrics: dict[str, float], parameters: list[torch.nn.Parameter]) -> dict[str, float]:
+        calls[0] += 1
+        if calls[0] <= steps and world.rank == rank:
+            next(p.grad for p in parameters if p.grad is not None).fill_(value)
+        return plain(world, metrics, parameters)
+
+    monkeypatch.setattr(update, "sum_step", planted)
 
 
 def test_auto_is_float16_on_a_gpu_without_bfloat16(monkeypatch: pytest.MonkeyPatch):
@@ -63,16 +81,7 @@ def test_an_overflow_halves_the_scale_and_changes_no_weight(
     sharp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Two planted overflows: steps that change nothing, are not counted as faults, and a run that goes on."""
-    accumulate, calls = Updater._accumulate, [0]
-
-    def planted(self: Updater, passes: Any) -> dict[str, float]:
-        metrics = accumulate(self, passes)
-        calls[0] += 1
-        if calls[0] <= 2:
-            next(p for p in self.optimizers["policy"].parameters.values() if p.grad is not None).grad.fill_(torch.inf)  # pyright: ignore
-        return metrics
-
-    monkeypatch.setattr(Updater, "_accumulate", planted)
+    plant(monkeypatch, torch.inf, steps=2)
     code, run, _ = running.train(settings("grpo", sharp), tmp_path)
     assert code == 0
     lines = running.metrics(run)[1:]
@@ -81,6 +90,48 @@ def test_an_overflow_halves_the_scale_and_changes_no_weight(
     weights = [running.weights(run, step) for step in range(4)]
     same = [all(torch.equal(a[name], b[name]) for name in a) for a, b in itertools.pairwise(weights)]
     assert same == [True, True, False]
+
+
+def test_a_gradient_that_no_scale_would_help_is_a_fault(sharp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its elements are finite and its norm is not, so the scale stays; three such steps stop the run."""
+    plant(monkeypatch, 3e30, steps=8)
+    code, run, _ = running.train(settings("grpo", sharp, run={"num_steps": 8, "save_every": 1}), tmp_path)
+    assert code == 3
+    lines = running.metrics(run)[1:]
+    assert [line["optim/skipped_steps"] for line in lines] == [1, 2]
+    assert {line["optim/loss_scale"] for line in lines} == {65536}
+
+
+def train_with_an_overflow_on_one(settings: Config, folder: Path) -> None:
+    """Train, and write down the scale and the weights that this process came to."""
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch, torch.inf, steps=1, rank=1)
+        kept: list[Updater] = []
+        plain = Updater.step
+        patch.setattr(Updater, "step", lambda self, *args, **kwargs: kept.append(self) or plain(self, *args, **kwargs))
+        code, *_ = running.train(settings, folder)
+    assert code == 0
+    scale = {"scale": torch.tensor(kept[-1].scaler.get_scale())}
+    save_file({**scale, **kept[-1].optimizers["policy"].parameters}, folder / f"{join(on_cpu=True).rank}.safetensors")
+
+
+@pytest.mark.slow
+def test_processes_leave_out_a_step_together(sharp: Path, tmp_path: Path):
+    ranks = Ranks(train_with_an_overflow_on_one, settings("grpo", sharp), tmp_path, folder=tmp_path)
+    assert ranks.end() == [0, 0], ranks.said
+    one, other = (load_file(tmp_path / f"{rank}.safetensors") for rank in range(2))
+    assert float(one["scale"]) == 32768
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    lines = running.metrics(open_run(tmp_path / "run"))[1:]
+    assert [line["optim/loss_scale"] for line in lines] == [65536, 32768, 32768]
+
+
+@pytest.mark.parametrize("launched", ["bf16", "fp8"])
+def test_a_launcher_does_not_choose_the_dtype(launched: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    accelerator = make_accelerator("cpu", dtype="float16")
+    assert (accelerator.mixed_precision, accelerator.state.mixed_precision) == ("fp16", "no")
+    make_accelerator("cpu", dtype="float32")
 
 
 @pytest.mark.slow

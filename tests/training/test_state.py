@@ -27,6 +27,13 @@ def written(tmp_path: Path) -> tuple[Path, CheckpointState]:
         ),
         best=Best(step=5, value=0.5),
         skipped=1,
+        loss_scale={
+            "scale": 512.0,
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": 2000,
+            "_growth_tracker": 0,
+        },
     )
     state = CheckpointState(
         run=run,
@@ -65,6 +72,11 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a negative KL weight": (lambda s: s["run"]["controllers"].update(kl_coef=-1.0), "run.controllers.kl_coef: "),
     "a negative entropy weight": (lambda s: s["run"]["controllers"].update(entropy_coef=-1.0), "entropy_coef: "),
     "a row solved in no epoch": (lambda s: s["run"]["controllers"]["solved"].update(ab="x"), "controllers.solved.ab: "),
+    "a scale without its growth": (lambda s: s["run"]["loss_scale"].pop("_growth_tracker"), "run.loss_scale: "),
+    "a scale of 0": (lambda s: s["run"]["loss_scale"].update(scale=0), "run.loss_scale: "),
+    "a negative scale": (lambda s: s["run"]["loss_scale"].update(scale=-1.0), "run.loss_scale.scale."),
+    "a scale that is no number": (lambda s: s["run"]["loss_scale"].update(scale=math.inf), "run.loss_scale.scale."),
+    "no scale": (lambda s: s["run"]["loss_scale"].update(scale=None), "run.loss_scale.scale."),
     "more threads than a machine has": (lambda s: s.update(threads=10**9), "threads: "),
     "a generator of two": (lambda s: s.update(python_random=[3, []]), "python_random: "),
     "a generator of text": (lambda s: s["python_random"][1].__setitem__(0, "a"), "is no state of Python's generator"),

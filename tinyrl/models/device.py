@@ -70,7 +70,7 @@ def make_accelerator(device: str, *, dtype: str) -> Accelerator:
     else:  # it makes a plan for every shape of attention, and packed shapes are nearly all new
         torch.backends.cuda.enable_cudnn_sdp(False)
     if wanted == torch.float16:
-        return Float16Accelerator(cpu=on_cpu)
+        return Float16Accelerator(cpu=on_cpu, mixed_precision="no")  # not what the launcher's environment says
     return Accelerator(cpu=on_cpu, mixed_precision="bf16" if wanted == torch.bfloat16 else "no")
 
 

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from tinyrl.runs.checkpoint import checkpoint_step
@@ -63,7 +64,14 @@ class RunState(_Strict):
     best: Best | None = None
     skipped: Count = 0
     skipped_in_a_row: Count = 0
-    loss_scale: dict[str, Number] = Field(default_factory=dict)
+    loss_scale: dict[str, Count | Annotated[Finite, Field(gt=0)]] = Field(default_factory=dict)
+
+    @field_validator("loss_scale")
+    @classmethod
+    def _is_of_a_scaler(cls, state: dict[str, Any]) -> dict[str, Any]:
+        if state and (state.keys() != torch.amp.GradScaler("cpu").state_dict().keys() or not state["scale"]):
+            raise ValueError("is no state of a torch.amp.GradScaler")
+        return state
 
     @property
     def first_update(self) -> bool:

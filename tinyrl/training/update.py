@@ -74,7 +74,7 @@ class Updater:
         norms = {role: self.optimizers[role].clip(self.max_grad_norm) for role in train}
         bad_losses = [k for k, v in metrics.items() if k.endswith("loss") and not math.isfinite(v)]
         bad = bad_losses + [f"gradient of {role}" for role, norm in norms.items() if not math.isfinite(norm)]
-        if bad and not bad_losses and scale > 1:  # an overflow in float16; the scale is halved by now
+        if bad and not bad_losses and 1 < scale > self.scaler.get_scale():  # an overflow, which halved it
             norms = {}
         elif bad:
             self._skip(list(passes[0].rows), f"{', '.join(bad)} not finite")
