@@ -38,7 +38,8 @@ SHORTEST_S, LONGEST_S = 5e-5, 5e-3  # between two looks at whether an exchange i
 ANSWER_S = 5.0  # within which the store answers, unless rank 0, which may hold it, is stopped (SIGSTOP)
 PATIENCE_S = 60.0  # with which others wait for rank 0, which saves, before they end
 SAID_S = 2.0  # with which they wait for what rank 0 says of an error
-STOPPED, MAIN, LEFT, SAID = "tinyrl/stopped", "tinyrl/main", "tinyrl/left", "tinyrl/said"  # keys of the store
+STOPPED, HERE, LEFT, SAID = "tinyrl/stopped", "tinyrl/here/", "tinyrl/left", "tinyrl/said"  # keys of the store
+ENDED, HELD = ("Z", "X"), ("T", "t")  # what Linux says of a process that has ended, and of a stopped one (SIGSTOP)
 
 Item = TypeVar("Item")
 
@@ -95,9 +96,8 @@ class Processes(World):
         self.store, self.launcher = store, os.getppid()
         self._asking = ThreadPoolExecutor(1)  # no thread of ours waits for the store without an end
         self._asked: Future[Any] | None = None  # the last question
-        if self.is_main:
-            store.set(MAIN, f"{platform.node()} {os.getpid()}")
-        self.main_host, _, self.main_pid = store.get(MAIN).decode().rpartition(" ")
+        places = [store.get(f"{HERE}{rank}").decode().rpartition(" ") for rank in range(self.size)]
+        self.nearby = {rank: pid for rank, (host, _, pid) in enumerate(places) if host == platform.node()}
 
     def merge(self, own: list[Item]) -> list[Item]:
         each = self.gather(own)
@@ -162,7 +162,7 @@ class Processes(World):
                 pause = min(2 * pause, LONGEST_S)
                 check_stop()
                 if time.monotonic() > look:
-                    self._look()
+                    self._look(work)
                     look = time.monotonic() + LOOK_EVERY_S
             work.wait()
         except torch.OutOfMemoryError:  # a RuntimeError too
@@ -170,14 +170,23 @@ class Processes(World):
         except RuntimeError as error:
             raise self._lost(error) from error
 
-    def _look(self) -> None:
-        """Look whether another process has left; where the store is slow to answer, at the next look."""
+    def _look(self, work: Any) -> None:
+        """Look whether another process has left; where the store is slow to answer, at the next look.
+
+        One may have left while this one, which holds the store, was stopped: it could not say so, and gloo, which was
+        stopped too, does not always notice that the connection has gone.
+        """
         if self._asked is None:
             self._asked = self._asking.submit(self._why_stopped)
         if wait([self._asked], timeout=LONGEST_S).done:
             found, self._asked = self._asked.result(), None
             if found is not None:
                 raise Interrupted(found)
+        gone = [rank for rank, pid in self.nearby.items() if _state(pid) in ENDED]
+        if gone:
+            time.sleep(LOOK_EVERY_S)  # what it sent before its end arrives
+            if not work.is_completed():
+                raise Interrupted(f"process {gone[0]} has gone")
 
     def _why_stopped(self) -> str | None:
         return self.store.get(STOPPED).decode() if self.store.check([STOPPED]) else None
@@ -219,19 +228,19 @@ class Processes(World):
         """Wait until rank 0 has left, is stopped or is no more: a launcher ends all when the first has failed."""
         until = time.monotonic() + PATIENCE_S
         with contextlib.suppress(RuntimeError):
-            while time.monotonic() < until and (self.main_host != platform.node() or _is_going(self.main_pid)):
+            while time.monotonic() < until and (0 not in self.nearby or _state(self.nearby[0]) not in (*ENDED, *HELD)):
                 if self._ask(lambda: self.store.check([LEFT])):
                     return
                 time.sleep(0.05)
 
 
-def _is_going(pid: str) -> bool:
-    """Whether a process of this machine is there and not stopped (SIGSTOP)."""
+def _state(pid: str) -> str:
+    """What Linux says a process of this machine does, by a letter: "X" where there is none; "" on other systems."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] not in (b"T", b"t", b"Z", b"X")
+            return file.read().rpartition(b")")[2].split()[0].decode()
     except OSError:
-        return False
+        return "X" if sys.platform == "linux" else ""
 
 
 def _as_bytes(value: Any) -> Tensor:
@@ -271,8 +280,8 @@ def join(*, on_cpu: bool) -> World:
         store, rank, size = next(iter(rendezvous("env://", timeout=TIMEOUT)))
     except dist.DistNetworkError as error:
         raise ValueError(_unconnected(error)) from error
-    store.set(f"tinyrl/here/{rank}", "")
-    while not store.check([f"tinyrl/here/{other}" for other in range(size)]):
+    store.set(f"{HERE}{rank}", f"{platform.node()} {os.getpid()}")
+    while not store.check([f"{HERE}{other}" for other in range(size)]):
         check_stop()
         time.sleep(LONGEST_S)
     if not on_cpu:

@@ -54,7 +54,7 @@ def no_memory(error: BaseException) -> str | None:
     something else.
     """
     if isinstance(error, MemoryError):
-        return "the system has no more memory"
+        return str(error) or "the system has no more memory"
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return "Cannot allocate memory"
     text = str(error)

@@ -449,15 +449,15 @@ def test_frames_of_torch_are_not_shown(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is limited as Linux does it")
-@pytest.mark.parametrize("megabytes", [150, 300, 600, 800])
+@pytest.mark.parametrize("megabytes", [150, 300, 450, 600, 800, 900])
 def test_a_limit_on_address_space_is_a_sentence(megabytes: int):
-    """Each stops the imports of a command at another place; far less than any torch needs."""
+    """Less than any torch needs, which is found before it is imported: its C++ would end or hang."""
     code = (
         f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({megabytes << 20},) * 2)\n"
         "from tinyrl.cli.commands import main\nmain()"
     )
     command = [sys.executable, "-c", code, "train", "grpo", "run.num_steps=1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode in (0, 4), done.stderr
+    assert done.returncode == 4, done.stderr
     assert "Traceback" not in done.stderr
-    assert done.returncode == 0 or "memory" in done.stderr
+    assert "memory" in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -15,14 +16,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed import HashStore, Work
 
 from tests import running
 from tests.distributed.ranks import Ranks
 from tests.faults.children import Child
 from tests.tiny_models import tiny_model
 from tinyrl.config.schema import Config
-from tinyrl.distributed import ALONE, World, join
+from tinyrl.distributed import ALONE, HERE, Processes, World, join
+from tinyrl.errors import Interrupted
 from tinyrl.models.micro_batches import RowSizes
+from tinyrl.runs.launched import Launched
 from tinyrl.training.optim import RoleOptimizer
 from tinyrl.training.replicas import check_settings, sum_step
 
@@ -54,6 +58,25 @@ def try_exchange(folder: Path) -> None:
         "problem": problem,
     }
     (folder / f"{world.rank}.json").write_text(json.dumps(got))
+
+
+class NeverDone(Work):
+    """An exchange whose broken connection gloo has missed."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="whether a process has ended is read from /proc")
+def test_a_process_that_ended_without_a_word_is_not_waited_for() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    store = HashStore()
+    for rank, pid in enumerate([os.getpid(), ended.pid]):
+        store.set(f"{HERE}{rank}", f"{platform.node()} {pid}")
+    processes = Processes(Launched(0, 2, 0, 2), store)
+    with pytest.raises(Interrupted, match="process 1 has gone"):
+        processes._finish(NeverDone())
 
 
 @pytest.mark.slow

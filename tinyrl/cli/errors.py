@@ -44,21 +44,25 @@ def memory_sentences(debug: bool) -> Iterator[None]:
 
 def _of_memory(error: Exception) -> OutOfRoom | None:
     """What to tell in place of an error that is about memory."""
-    said, limit = None if isinstance(error, Stop) else no_memory(error), _limit()
-    if limit and isinstance(error, SystemError):  # what Python says where C code was refused memory and kept it quiet
+    said, limit = None if isinstance(error, Stop) else no_memory(error), address_space()
+    if limit is not None and isinstance(
+        error, SystemError
+    ):  # what Python says where C code was refused memory and kept it quiet
         said = str(error)
-    return None if said is None else OutOfRoom(f"out of memory ({said.splitlines()[0][:120]}){limit}")
+    if said is None:
+        return None
+    bound = "" if limit is None else f"; a process may have {limit / 1e9:.3g} GB of address space here (`ulimit -v`)"
+    return OutOfRoom(f"out of memory ({said.splitlines()[0][:120]}){bound}")
 
 
-def _limit() -> str:
-    """The limit on a process's memory that a shell or a scheduler has set, if any."""
+def address_space() -> int | None:
+    """Bytes that this process may have by a limit which a shell or a scheduler has set, if any."""
     with contextlib.suppress(ImportError):  # not on every system
         import resource
 
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-        if limit != resource.RLIM_INFINITY:
-            return f"; a process may have {limit / 1e9:.3g} GB of address space here (`ulimit -v`)"
-    return ""
+        return None if limit == resource.RLIM_INFINITY else limit
+    return None
 
 
 def _tell(error: Exception) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tinyrl.cli.errors import sentences
+from tinyrl.cli.errors import address_space, sentences
 from tinyrl.config.methods import METHODS, or_list
 from tinyrl.errors import OutOfRoom
 from tinyrl.runs.launched import forget_launcher, launched
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # threads on two cores, seconds of a GRPO step of a small model, alone and beside a process that computes: 300,000 turns
 # (libgomp's own) 3.2 alone, 30,000 3.1 and 20, 10,000 3.7 and 12.
 SPINS = "30000"
+LIBRARIES_GB = 1.0  # of address space that a build of torch for CPUs, transformers and PEFT take at least
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # of torch; the second is the older name
 
 
@@ -188,7 +189,8 @@ def _config_of(method: str | None, settings: list[str]) -> Config:
 
 
 def quiet_libraries() -> None:
-    """Keep libraries' progress bars and advice from drowning what a run says, and their threads from spinning.
+    """Before torch is imported: keep libraries' progress bars and advice from drowning what a run says, and their
+    threads from spinning. Raises MemoryError where there is no room for them, which their C++ would end or hang on.
 
     Threads of OpenMP that wait for each other spin, by default for milliseconds. Where another process has their core,
     they then take turns with it at every barrier, and a step takes ten times as long. A person's own setting is kept.
@@ -197,6 +199,9 @@ def quiet_libraries() -> None:
     its size. Elsewhere scraps of less than 100 bytes stay between them: a third of a pass's peak was gaps. On a GPU
     segments grow, for micro-batches of every size would leave gaps of their own.
     """
+    limit = address_space()
+    if limit is not None and limit < LIBRARIES_GB * 1e9:
+        raise MemoryError(f"the libraries alone take {LIBRARIES_GB:g} GB of address space")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
