@@ -2,6 +2,7 @@
 after training.
 """
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -81,9 +82,22 @@ def last_line(run: RunDir) -> dict[str, Any]:
     return line
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-@pytest.mark.parametrize("method", list(SECTIONS))
+def kinds_of_run() -> list[Any]:
+    """Methods with LoRA and with every weight, in both dtypes; CI tries the ways that people go first."""
+    first = {*((method, "lora", "bfloat16") for method in SECTIONS), ("grpo", "full", "float32")}
+    return [
+        pytest.param(
+            case[0],
+            case[1] == "lora",
+            case[2],
+            id="-".join(case),
+            marks=[pytest.mark.release] * (case not in first),
+        )
+        for case in itertools.product(SECTIONS, ("lora", "full"), ("float32", "bfloat16"))
+    ]
+
+
+@pytest.mark.parametrize(("method", "lora", "dtype"), kinds_of_run())
 def test_every_method_trains(method: str, lora: bool, dtype: str, real: Path, data: Path, tmp_path: Path):
     """One step: it moves, nothing is infinite, and before it policy and reference were the same."""
     config = settings(method, real, data, model={"dtype": dtype}, lora={"enabled": lora})
@@ -95,7 +109,7 @@ def test_every_method_trains(method: str, lora: bool, dtype: str, real: Path, da
         assert abs(line["objective/kl"]) < NO_MORE_THAN_NOISE
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.release), "bfloat16"])
 def test_stopped_and_resumed_is_bit_equal(dtype: str, real: Path, tmp_path: Path):
     config = settings("grpo", real, model={"dtype": dtype}, run={"num_steps": 2})
     code, whole, looks = running.train(config, tmp_path, name="whole")
