@@ -77,9 +77,9 @@ def test_links_and_files_are_there(page: str):
     folder = ROOT if page.startswith("README") else ROOT / "docs"
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", PAGES[page]):
         assert (folder / link).is_file(), link
-    for file in re.findall(r"(?<![\w/.])((?:recipes|tests|tinyrl|examples)/[\w./-]+\.\w+)\b", PAGES[page]):
+    for file in re.findall(r"(?<![\w/.])((?:recipes|tests|tinyrl|examples|benchmarks)/[\w./-]+\.\w+)\b", PAGES[page]):
         assert (ROOT / file).is_file(), file
-    for module in re.findall(r"python -m ((?:tests|tinyrl)[\w.]+)", PAGES[page]):
+    for module in re.findall(r"python -m ((?:tests|tinyrl|benchmarks)[\w.]+)", PAGES[page]):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), module
 

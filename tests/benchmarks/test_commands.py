@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.__main__ import COMMANDS, parse, problem
-from tests.benchmarks.processes import ROOT
+from benchmarks.__main__ import COMMANDS, parse, problem
+from benchmarks.processes import ROOT
 
 
 def test_a_command_has_its_own_defaults_and_the_command_line_wins():
@@ -50,7 +50,7 @@ def test_what_cannot_be_measured_is_refused():
 )
 def test_a_command_runs_without_a_peer(tmp_path: Path, words: list[str], columns: str, row: str):
     small = ["--sizes", "xs", "--pairs", "1", "--steps", "2", "--threads", "1", "--out", str(tmp_path)]
-    command = [sys.executable, "-m", "tests.benchmarks", *words, *small]
+    command = [sys.executable, "-m", "benchmarks", *words, *small]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert columns in done.stdout

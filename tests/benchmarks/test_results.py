@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.compare_learning import curve_table
-from tests.benchmarks.results import above_imports, alternate, interval, pooled, time_ratios
-from tests.benchmarks.same_work import within
-from tests.benchmarks.tables import exponent, markdown, median_phases, spread, versions
+from benchmarks.compare_learning import curve_table
+from benchmarks.results import above_imports, alternate, interval, pooled, time_ratios
+from benchmarks.same_work import within
+from benchmarks.tables import exponent, markdown, median_phases, spread, versions
 
 
 def test_exponent_of_a_power_law():
@@ -90,7 +90,7 @@ def test_the_versions_are_those_that_run_in_a_process(tmp_path: Path):
         (tmp_path / folder / "trl.py").write_text(f"__version__ = '{version}'\n")
     path = os.pathsep.join([str(tmp_path / "runs"), str(tmp_path / "other"), str(Path(__file__).parents[2])])
     for code, wanted in (("import trl; ", {"trl": "1.12.0"}), ("", {})):
-        code += "import json; from tests.benchmarks.measuring import versions; print(json.dumps(versions()))"
+        code += "import json; from benchmarks.measuring import versions; print(json.dumps(versions()))"
         said = subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, check=True
         )

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import scale
-from tests.benchmarks.scale import Device, Link, Step, break_even, parallel_s, pays_until, served_s
-from tests.benchmarks.scale_figure import draw, parts_s, tables
+from benchmarks import scale
+from benchmarks.scale import Device, Link, Step, break_even, parallel_s, pays_until, served_s
+from benchmarks.scale_figure import draw, parts_s, tables
 
 DEVICE = Device("d", decode_s=0.01, decode_row_s=1e-3, read_s=1e-4, learn_s=3e-4, alone_s=0.5, gradient_bytes=1000)
 LINK = Link("slow", bandwidth=1000.0, latency=0.25)

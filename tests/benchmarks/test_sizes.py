@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.benchmarks.rewards import even_words, sorted_letters
-from tests.benchmarks.sizes import EOS, SIZES, build, prompt_texts
+from benchmarks.rewards import even_words, sorted_letters
+from benchmarks.sizes import EOS, SIZES, build, prompt_texts
 from tinyrl.models.loading import load_tokenizer
 
 

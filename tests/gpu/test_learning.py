@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.attention import KINDS, tensors
 from tests import running
-from tests.benchmarks.gpu.attention import KINDS, tensors
 from tests.gpu.waits import counting_waits
 from tests.models.building import full_roles, lora_roles
 from tests.tiny_models import TinyModels

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.sizes import SIZES, build, prompt_texts
+from benchmarks.sizes import SIZES, build, prompt_texts
 
 TO = 0.15  # of the measured peak
 GRPO = ["grpo.num_prompts=8", "grpo.group_size=8"]

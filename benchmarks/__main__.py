@@ -1,0 +1,129 @@
+"""Speed, memory and learning beside TRL, and against the arithmetic floor. Run by hand; tables go into RESULTS.md.
+
+    python -m benchmarks grpo     --peer-python TRL_VENV/bin/python [--sizes s m v] [--pairs 5] [--steps 6]
+    python -m benchmarks ppo      --peer-python TRL_1_12_VENV/bin/python [--sizes s]
+    python -m benchmarks rollout  [--peer-python TRL_VENV/bin/python] [--sizes s m]
+    python -m benchmarks turns    [--peer-python TRL_VENV/bin/python] [--sizes s m] [--pairs 5] [--steps 4]
+    python -m benchmarks text     --peer-python TRL_VENV/bin/python [--sizes s] [--micro-batches 16]
+    python -m benchmarks memory   --peer-python TRL_VENV/bin/python [--ppo-peer-python TRL_1_12_VENV/bin/python]
+    python -m benchmarks scaling  [--axes group length vocabulary size]
+    python -m benchmarks learning --peer-python TRL_VENV/bin/python [--pairs 5] [--steps 60]
+    python -m benchmarks real     --peer-python TRL_VENV/bin/python --ppo-peer-python TRL_1_12_VENV/bin/python
+    python -m benchmarks gpu      [--minutes 10] [--shapes 0.5b 1.5b 3b 7b] [--peer-python TRL_VENV/bin/python]
+
+TRL_VENV: `pip install torch==2.13.0 trl==1.16.0 peft` in an environment of its own; TRL_1_12_VENV has trl==1.12.0, the
+last release with PPO. Both sides run in processes of their own, in alternation, with the same number of threads; the
+first step of each process is warm-up. `--sizes xs --pairs 1 --steps 2` tries a command out in about a minute.
+`gpu` measures what it can within --minutes, cell by cell, into cells.jsonl and table.md; run again, it goes on where it
+was. `gpu --shapes tiny` runs all of it on a CPU in seconds, at sizes that say nothing.
+Of tinyrl alone, each with --help: benchmarks.start_up, .checkpoint_cost, .stopping, .starter_claims,
+.forgetting
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import (
+    compare_grpo,
+    compare_learning,
+    compare_memory,
+    compare_ppo,
+    compare_real,
+    compare_rollout,
+    compare_text,
+    compare_turns,
+    our_scaling,
+)
+from benchmarks.gpu import command as gpu
+from benchmarks.sizes import SIZES
+
+
+@dataclass(frozen=True)
+class Command:
+    """What runs, and its defaults."""
+
+    main: Callable[[argparse.Namespace], None]
+    sizes: tuple[str, ...] = ()
+    needs_a_peer: bool = True
+    steps: int = 6
+    threads: int = 2
+
+
+COMMANDS = {
+    "grpo": Command(compare_grpo.main, ("s", "m", "v")),
+    "ppo": Command(compare_ppo.main, ("s",)),
+    "rollout": Command(compare_rollout.main, ("s", "m"), needs_a_peer=False),
+    "turns": Command(compare_turns.main, ("s", "m"), needs_a_peer=False, steps=4),
+    "text": Command(compare_text.main, ("s",)),
+    "memory": Command(compare_memory.main, ("s", "m", "v")),
+    "scaling": Command(our_scaling.main, ("s", "m"), needs_a_peer=False),
+    "learning": Command(compare_learning.main, steps=60, threads=1),
+    "real": Command(compare_real.main, threads=1),
+    "gpu": Command(gpu.main, needs_a_peer=False),
+}
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=COMMANDS)
+    parser.add_argument("--peer-python", help="Python of a virtual environment with TRL")
+    parser.add_argument("--ppo-peer-python", help="memory, gpu: Python of one with TRL 1.12, the last release with PPO")
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES))
+    parser.add_argument("--pairs", type=int, default=5, help="processes of each side; learning: seeds, at most 10")
+    parser.add_argument("--steps", type=int, help="steps (or rollouts) of a process (6; turns 4; learning 60)")
+    parser.add_argument("--threads", type=int, help="of each side (2; learning 1)")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16], help="grpo, text: the peer's")
+    work = ("PROMPTS", "GROUP", "TOKENS")
+    parser.add_argument("--work", type=int, nargs=3, metavar=work, help="grpo: of a step (8 8 128)")
+    parser.add_argument("--critics", nargs="+", default=["separate", "adapter", "shared"], help="ppo, memory: ours")
+    parser.add_argument("--methods", nargs="+", default=compare_real.METHODS, choices=compare_real.METHODS, help="real")
+    parser.add_argument("--axes", nargs="+", default=list(our_scaling.AXES), choices=list(our_scaling.AXES))
+    parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="overrides for tinyrl")
+    parser.add_argument("--force", action="store_true", help="show ratios though the sides did not do the same work")
+    parser.add_argument("--out", type=Path, help="folder to keep models and results in (default: a temporary one)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="gpu: of this slice")
+    parser.add_argument("--shapes", nargs="+", default=gpu.NAMES, choices=[*gpu.NAMES, "tiny"], help="gpu: models")
+    parser.add_argument("--again", action="store_true", help="gpu: try again what failed")
+    options = parser.parse_args(words)
+    command = COMMANDS[options.what]
+    options.sizes = options.sizes or list(command.sizes)
+    options.steps = command.steps if options.steps is None else options.steps
+    options.threads = command.threads if options.threads is None else options.threads
+    return options
+
+
+def problem(options: argparse.Namespace) -> str | None:
+    """A sentence where these options cannot work."""
+    if COMMANDS[options.what].needs_a_peer and not options.peer_python:
+        return f"{options.what} needs --peer-python: the Python of a virtual environment with TRL"
+    if options.steps < 2:
+        return "--steps must be at least 2: the first is warm-up"
+    if "tiny" in options.shapes and len(options.shapes) > 1:
+        return "--shapes: tiny goes by itself, it is for a CPU"
+    if options.what == "learning" and options.pairs > 10:
+        return "--pairs: learning takes at most 10 seeds"
+    return None
+
+
+def main() -> None:
+    options = parse()
+    sentence = problem(options)
+    if sentence is not None:
+        print(sentence, file=sys.stderr)
+        raise SystemExit(2)
+    fresh = Path("gpu-benchmark") if options.what == "gpu" else Path(tempfile.mkdtemp(prefix="benchmarks-"))
+    options.out = (options.out or fresh).resolve()
+    print(f"models and every process's settings and answers are in {options.out}", flush=True)
+    COMMANDS[options.what].main(options)
+
+
+if __name__ == "__main__":
+    main()
