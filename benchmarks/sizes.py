@@ -2,7 +2,7 @@
 
 A random model would never end a completion, so it is taught for 60 steps when to: on random words of which one in 60 is
 EOS. Completions are then of all lengths, as in practice. What the words are does not matter to time and memory.
-"real" is no random model but the folder TINYRL_REAL_MODEL (tests/real/make_model.py), asked for sums in words.
+"real" is no random model but the folder TINYRL_REAL_MODEL (python -m tinyrl.starter.smollm2), asked for sums in words.
 """
 
 from __future__ import annotations

