@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tinyrl.config.conflicts import WITHOUT_EFFECT
-from tinyrl.config.method_sections import GrpoConfig
+from tinyrl.config.method_sections import PRESETS, GrpoConfig
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
-from tinyrl.config.presets import PRESETS
 from tinyrl.config.recipe import dump_config, load_config, load_written_config
-from tinyrl.config.schema import Config
+from tinyrl.config.schema import WITHOUT_EFFECT, Config
 
 
 def make(method: str = "grpo", **sections: Any) -> Config:

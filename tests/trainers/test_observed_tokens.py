@@ -13,7 +13,7 @@ from tests.faults.lookup_runs import lookup
 from tinyrl.algorithms.advantages import gae
 from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.components import Options, load_sampling_parts
-from tinyrl.config.presets import PRESETS
+from tinyrl.config.method_sections import PRESETS
 from tinyrl.environments.episode import Episode
 from tinyrl.generation.engine import Completion
 from tinyrl.models.batches import SequenceBatch

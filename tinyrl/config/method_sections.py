@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from tinyrl.config.fields import (
+from tinyrl.config.sections import (
     AboveOne,
     AtLeastOne,
     NonNegative,
@@ -19,19 +19,88 @@ from tinyrl.config.fields import (
     Share,
     Text,
 )
-from tinyrl.config.presets import DAPO, KL_ESTIMATOR, PPO, PPO_PRESETS, PRESETS
+
+Presets = dict[str, dict[str, Any]]  # plain fields; the first preset has them all, others the differences from it
+PRESETS: Presets = {
+    "dapo": {
+        "num_prompts": 32, "num_epochs": 1, "minibatch_size": None, "advantage": "group", "advantage_scale": "std",
+        "loss": "clipped", "ratio_level": "token", "clip_eps": 0.2, "clip_eps_high": 0.28, "aggregation": "token",
+        "kl_coef": 0.0, "kl_placement": "loss",
+    },
+    "grpo": {"clip_eps_high": 0.2, "aggregation": "sequence", "kl_coef": 0.04},
+    "dr_grpo": {"clip_eps_high": 0.2, "aggregation": "constant", "advantage_scale": "none"},
+    "gspo": {"ratio_level": "sequence", "aggregation": "sequence", "clip_eps": 3e-4, "clip_eps_high": 4e-4},
+    "gdpo": {"normalize_rewards": "each"},
+    "cispo": {"loss": "cispo"},
+    "rloo": {"advantage": "leave-one-out", "clip_eps_high": 0.2, "aggregation": "sequence-sum", "kl_coef": 0.05,
+             "kl_placement": "reward"},
+    "reinforce++": {"advantage": "discounted-return", "clip_eps_high": 0.2, "kl_coef": 0.01, "kl_placement": "reward"},
+    "reinforce++-baseline": {"advantage": "baseline-return", "clip_eps_high": 0.2, "kl_coef": 0.01,
+                             "kl_estimator": "k2"},
+}  # fmt: skip
+PPO_PRESETS: Presets = {
+    "ppo": {
+        "num_prompts": 128, "num_epochs": 4, "minibatch_size": 64, "clip_eps": 0.2, "value_clip_eps": 0.2,
+        "gae_lambda": 0.95, "whiten_advantages": True, "kl_coef": 0.05, "kl_placement": "reward",
+    },
+    "a2c": {"num_epochs": 1, "minibatch_size": None, "value_clip_eps": None, "gae_lambda": 1.0,
+            "whiten_advantages": False},
+}  # fmt: skip
+KL_ESTIMATOR = {"loss": "k3", "reward": "k1"}  # by kl_placement, where nothing else is asked for
 
 
-class GrpoConfig(Section):
+class OnPolicySection(Section):
+    """What GRPO and PPO have in common: both learn from their own samples."""
+
+    presets: ClassVar[Presets]
+    preset: Any  # one of them, which gives the fields of the section their defaults
+    num_prompts: NumPrompts = Field(description="prompts per step")
+    num_epochs: Positive = Field(description="passes over one rollout")
+    minibatch_size: Positive | None = Field(description="sequences per optimizer step; null: the whole rollout")
+    clip_eps: Rate = Field(
+        description="the ratio is clipped at 1 - clip_eps and 1 + clip_eps (grpo: above at 1 + clip_eps_high)"
+    )
+    dual_clip: AboveOne | None = Field(
+        default=None, description="bound of the ratio where advantages are negative; null: none"
+    )
+    gamma: Share = Field(default=1.0, description="discount of rewards (grpo: of the return advantages)")
+    kl_coef: NonNegativeFloat = Field(
+        description="weight of the KL to the reference; 0: none; under kl_controller=adaptive: where it starts"
+    )
+    kl_placement: Literal["loss", "reward"] = Field(description="a term of the loss, or of the reward")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        description="(Schulman 2020): k1 in the reward, k3 or k2 in the loss"
+    )
+    entropy_coef: NonNegativeFloat = Field(
+        default=0.0, description="weight of the entropy bonus; with entropy_target: where it starts"
+    )
+    entropy_target: PositiveFloat | None = Field(
+        default=None,
+        description="entropy, nats per token, to keep by steering entropy_coef (Skywork-OR1); null: not steered",
+    )
+    entropy_coef_step: PositiveFloat = Field(default=0.005, description="how far a step moves a steered entropy_coef")
+    entropy_coef_max: PositiveFloat = Field(default=1.0, description="most that a steered entropy_coef comes to")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_preset(cls, data: Any) -> Any:
+        """The preset's fields, and the KL estimator that the placement asks for, unless they are given."""
+        if not isinstance(data, dict):
+            return data
+        first = next(iter(cls.presets))
+        preset = data.get("preset", first)
+        filled = {**cls.presets[first], **(cls.presets.get(preset, {}) if isinstance(preset, str) else {}), **data}
+        placement = filled["kl_placement"]
+        default = KL_ESTIMATOR.get(placement, "k1") if isinstance(placement, str) else "k1"
+        return {"kl_estimator": default, **filled}
+
+
+class GrpoConfig(OnPolicySection):
+    presets = PRESETS
     preset: Literal[
         "dapo", "grpo", "dr_grpo", "gspo", "gdpo", "cispo", "rloo", "reinforce++", "reinforce++-baseline"
-    ] = Field(default="dapo", description="gives the fields below their defaults")
-    num_prompts: NumPrompts = Field(default=32, description="prompts per step")
+    ] = Field(default="dapo", description="gives the fields here their defaults")
     group_size: Annotated[int, Field(ge=1, le=100_000)] = Field(default=8, description="completions per prompt")
-    num_epochs: Positive = Field(default=1, description="passes over one rollout")
-    minibatch_size: Positive | None = Field(
-        default=None, description="sequences per optimizer step; null: the whole rollout"
-    )
     advantage: Literal["group", "leave-one-out", "discounted-return", "baseline-return"] = Field(
         description="a score against its group, the others of it, the batch, or group and batch"
     )
@@ -45,68 +114,34 @@ class GrpoConfig(Section):
     ratio_level: Literal["token", "sequence", "sequence-token"] = Field(
         description="new to old probability of a token, or of the sequence (GSPO, GSPO-token)"
     )
-    clip_eps: Rate = Field(description="the ratio is clipped below at 1 - clip_eps")
     clip_eps_high: PositiveFloat = Field(description="the ratio is clipped above at 1 + clip_eps_high")
-    dual_clip: AboveOne | None = Field(
-        default=None, description="bound of the ratio where advantages are negative; null: none"
-    )
     ratio_cap: AtLeastOne = Field(default=5.0, description="cap of the importance weight under loss=cispo")
     aggregation: Literal["token", "sequence", "sequence-sum", "constant"] = Field(
         description="mean over tokens, mean of means or of sums, or sum by max_new_tokens"
     )
-    kl_coef: NonNegativeFloat = Field(description="weight of the KL to the reference; 0: no reference pass")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        description="(Schulman 2020): k1 in the reward, k3 or k2 in the loss"
-    )
-    kl_placement: Literal["loss", "reward"] = Field(description="a term of the loss, or of the reward")
     kl_ratio_weight: bool = Field(
         default=False, description="weight the KL in the loss by the ratio: unbiased off-policy"
     )
-    entropy_coef: NonNegativeFloat = Field(
-        default=0.0, description="weight of the entropy bonus; with entropy_target: where it starts"
-    )
-    entropy_target: PositiveFloat | None = Field(
-        default=None,
-        description="entropy, nats per token, to keep by steering entropy_coef (Skywork-OR1); null: not steered",
-    )
-    entropy_coef_step: PositiveFloat = Field(default=0.005, description="how far a step moves a steered entropy_coef")
-    entropy_coef_max: PositiveFloat = Field(default=1.0, description="most that a steered entropy_coef comes to")
     mismatch: Literal["token", "sequence", "token-mask", "sequence-mask", "none"] = Field(
         default="token", description="where sampling is not exact: weights, capped, or zero beyond the cap; or none"
     )
     mismatch_cap: PositiveFloat = Field(default=2.0, description="cap of those weights")
     mismatch_floor: Share = Field(default=0.0, description="of the masks: weights below it are zero, too (IcePop)")
-    gamma: Share = Field(default=1.0, description="discount of the return advantages")
     refill_rounds: NonNegative = Field(default=0, description="most rounds of fresh prompts for groups without spread")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_preset(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        preset = data.get("preset", "dapo")
-        return _with_estimator({**DAPO, **(PRESETS.get(preset, {}) if isinstance(preset, str) else {}), **data})
 
     @property
     def batch_size(self) -> int:
         return self.num_prompts * self.group_size
 
 
-class PpoConfig(Section):
+class PpoConfig(OnPolicySection):
+    presets = PPO_PRESETS
     preset: Literal["ppo", "a2c"] = Field(
         default="ppo", description="gives epochs, minibatches, value clip, lambda and whitening their defaults"
-    )
-    num_prompts: NumPrompts = Field(default=128, description="prompts per step, one completion each")
-    num_epochs: Positive = Field(description="passes over one rollout")
-    minibatch_size: Positive | None = Field(description="sequences per optimizer step; null: the whole rollout")
-    clip_eps: Rate = Field(default=0.2, description="the ratio is clipped to 1 - clip_eps ... 1 + clip_eps")
-    dual_clip: AboveOne | None = Field(
-        default=None, description="bound of the ratio where advantages are negative; null: none"
     )
     value_clip_eps: PositiveFloat | None = Field(
         description="the loss does not reward values for moving further than this; null: the plain square"
     )
-    gamma: Share = Field(default=1.0, description="discount of rewards")
     gae_lambda: Share = Field(description="lambda of generalised advantage estimation")
     critic_gae_lambda: Share | None = Field(
         default=None, description="lambda of the returns the critic learns (VC-PPO: 1); null: as the advantages'"
@@ -119,15 +154,6 @@ class PpoConfig(Section):
     bootstrap_truncated: bool = Field(
         default=False, description="a response cut off, by length or by turns, goes on to the critic's value of its end"
     )
-    kl_coef: NonNegativeFloat = Field(
-        default=0.05, description="weight of the KL to the reference; adaptive: where it starts"
-    )
-    kl_placement: Literal["reward", "loss"] = Field(
-        default="reward", description="a term of the reward, or of the loss"
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        description="(Schulman 2020): k1 in the reward, k3 or k2 in the loss"
-    )
     kl_controller: Literal["fixed", "adaptive"] = Field(
         default="fixed", description="keep kl_coef, or steer it towards target_kl (Ziegler 2019)"
     )
@@ -137,15 +163,6 @@ class PpoConfig(Section):
         default=None, description="KL per token that ends a rollout's epochs early; null: none"
     )
     value_coef: NonNegativeFloat = Field(default=0.1, description="weight of the value loss under critic.kind=shared")
-    entropy_coef: NonNegativeFloat = Field(
-        default=0.0, description="weight of the entropy bonus; with entropy_target: where it starts"
-    )
-    entropy_target: PositiveFloat | None = Field(
-        default=None,
-        description="entropy, nats per token, to keep by steering entropy_coef (Skywork-OR1); null: not steered",
-    )
-    entropy_coef_step: PositiveFloat = Field(default=0.005, description="how far a step moves a steered entropy_coef")
-    entropy_coef_max: PositiveFloat = Field(default=1.0, description="most that a steered entropy_coef comes to")
     whiten_rewards: bool = Field(default=False, description="scale token rewards to unit variance, and keep their mean")
     clip_rewards: PositiveFloat | None = Field(
         default=None, description="scores are clipped to plus or minus this; null: not at all"
@@ -158,25 +175,14 @@ class PpoConfig(Section):
     )
     ptx_batch_size: Positive = Field(default=16, description="rows of it per optimizer step, at most all there are")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_preset(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        preset = data.get("preset", "ppo")
-        fields = {**PPO, **(PPO_PRESETS.get(preset, {}) if isinstance(preset, str) else {})}
-        return _with_estimator({"kl_placement": "reward", **fields, **data})
+    @property
+    def group_size(self) -> int:
+        """One completion for each prompt."""
+        return 1
 
     @property
     def batch_size(self) -> int:
         return self.num_prompts
-
-
-def _with_estimator(data: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a method, with the KL estimator that its placement asks for unless they name one."""
-    placement = data["kl_placement"]
-    default = KL_ESTIMATOR.get(placement, "k1") if isinstance(placement, str) else "k1"
-    return {"kl_estimator": default, **data}
 
 
 class SftConfig(Section):

@@ -13,10 +13,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tinyrl.config.conflicts import without_effect
-from tinyrl.config.errors import check_familiar, explain, fields_of, section_class
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
-from tinyrl.config.schema import Config
+from tinyrl.config.schema import Config, without_effect
+from tinyrl.config.settings import check_familiar, explain, fields_of, section_class
 from tinyrl.config.yaml_reader import Source, dump_plain, parse_plain
 from tinyrl.text import decode_utf8, did_you_mean, restored, shortened
 
