@@ -12,10 +12,9 @@ from torch import Tensor
 from tests.benchmarks import measuring, our_recipe
 from tests.benchmarks.fixed_batch import GROUP_SIZE, Batch, fixed_batch
 from tests.benchmarks.fixed_work import SPEED
-from tinyrl.components import Options
+from tinyrl.components import Options, SamplingParts
 from tinyrl.config.recipe import load_config
 from tinyrl.models.weights_io import load_policy
-from tinyrl.parts import SamplingParts
 from tinyrl.rollout import Rollout
 from tinyrl.trainers.on_policy import RolloutCollector
 from tinyrl.trainers.policy_loss import PolicyLoss
@@ -53,13 +52,13 @@ def loss_and_gradient(settings: dict[str, Any]) -> tuple[float, dict[str, Tensor
         overwrite=False,
         command=[],
     )
-    parts = launch.parts
+    parts = launch.trainer
     assert isinstance(parts, SamplingParts)
     assert config.grpo is not None
     load_policy(parts.roles, Path(settings["files"]) / "adapter")
     batch = fixed_batch(parts.roles.causal.config.get_text_config().vocab_size, max_new_tokens=SPEED.max_new_tokens)
     rollout, rows = as_rollout(batch), list(range(len(batch.responses)))
-    collector = RolloutCollector(launch.session, parts, num_prompts=len(batch.prompts), group_size=GROUP_SIZE)
+    collector = RolloutCollector(launch.session, parts)
     collector.compute_logprobs(rollout, reference=True, several_steps=False)
     rollout.old_logprobs, rollout.advantages = rollout.ref_logprobs, torch.tensor(batch.advantages)
     loss_settings = collector.loss_settings(config.grpo, kl_coef=config.grpo.kl_coef)

@@ -70,7 +70,10 @@ def sentence(values: dict[str, Any], method: str = "grpo") -> str:
             {"optim": {"learning_rate": -1}},
             "r.yaml: `optim.learning_rate` is -1; it must be a number above 0 and",
         ),
-        ({"grpo": 3}, "r.yaml: `grpo` is 3; it must be a section (preset, num_prompts, num_epochs, minibatch_size, ...)."),
+        (
+            {"grpo": 3},
+            "r.yaml: `grpo` is 3; it must be a section (preset, num_prompts, num_epochs, minibatch_size, ...).",
+        ),
         ({"reward": {"functions": "f"}}, "r.yaml: `reward.functions` is 'f'; it must be a list of {use, weight}."),
         ({"reward": {"functions": [{}]}}, "r.yaml: `reward.functions[0].use` is missing; it must be text"),
         (

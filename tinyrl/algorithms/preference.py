@@ -1,4 +1,4 @@
-"""Preference losses on pairs of a chosen and a rejected response: DPO, IPO, KTO, ORPO, SimPO, and Bradley-Terry.
+"""Preference losses: DPO, IPO, KTO, ORPO, SimPO and Bradley-Terry on pairs; labels and ratings of single responses.
 
 What differs from the papers: `denominator` (the pairs of the whole optimizer step; None: of this batch), so that
 micro-batching changes neither gradient nor metrics; with it the metrics of micro-batches add up. A tie counts as half
@@ -159,6 +159,46 @@ def bradley_terry_loss(
     """
     _assert_pairs(chosen_scores, rejected_scores, *([] if margin is None else [margin]))
     return _pairwise_loss(chosen_scores.float(), rejected_scores.float(), label_smoothing, denominator, asked=margin)
+
+
+def label_loss(
+    scores: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, denominator: float | None = None
+) -> tuple[Tensor, Metrics]:
+    """Binary cross-entropy: mean of -y log sigmoid(s) - (1 - y) log sigmoid(-s), so that s becomes the log-odds of y.
+
+    y in {0, 1}; as in Cobbe et al. (2110.14168) for verifiers. With label_smoothing a, a label is right with
+    probability 1 - a: y is replaced by (1 - a) y + a (1 - y).
+    Metrics: loss, rewards/mean (of the scores), rewards/accuracy (s > 0 where y is 1, s < 0 where it is 0).
+    scores, labels: (B,), [b] with b in [0, B) -> 0-dim. Raises AssertionError on shapes.
+    """
+    _assert_pairs(scores, labels)
+    count = _count(scores, denominator)
+    assert 0 <= label_smoothing < 0.5, f"label_smoothing is {label_smoothing}"
+    scores, labels = scores.float(), labels.float()
+    right = (1 - label_smoothing) * labels + label_smoothing * (1 - labels)
+    loss = -(right * functional.logsigmoid(scores) + (1 - right) * functional.logsigmoid(-scores)).sum() / count
+    with torch.no_grad():
+        toward = (2 * labels - 1) * scores
+        wins = (toward > 0).float() + 0.5 * (toward == 0).float()
+        metrics = {
+            "loss": loss.detach(),
+            "rewards/mean": scores.sum() / count,
+            "rewards/accuracy": wins.sum() / count,
+        }
+    return loss, metrics
+
+
+def rating_loss(scores: Tensor, ratings: Tensor, *, denominator: float | None = None) -> tuple[Tensor, Metrics]:
+    """Regression: mean of (s - r)^2, so that s becomes the mean rating of such a response (HelpSteer2, 2406.08673).
+
+    Metrics: loss, rewards/mean (of the scores).
+    scores, ratings: (B,), [b] with b in [0, B) -> 0-dim. Raises AssertionError on shapes.
+    """
+    _assert_pairs(scores, ratings)
+    count = _count(scores, denominator)
+    loss = (scores.float() - ratings.float()).square().sum() / count
+    with torch.no_grad():
+        return loss, {"loss": loss.detach(), "rewards/mean": scores.float().sum() / count}
 
 
 def _assert_pairs(first: Tensor, *others: Tensor) -> None:

@@ -24,54 +24,57 @@ from tinyrl.algorithms.advantages import (
 )
 from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.algorithms.reward_shaping import token_rewards
-from tinyrl.components import load_sampling_parts as load
 from tinyrl.config.method_sections import GrpoConfig
-from tinyrl.parts import SamplingParts
 from tinyrl.rollout import Rollout
-from tinyrl.trainers.entropy_control import steer_entropy
-from tinyrl.trainers.on_policy import RolloutCollector
-from tinyrl.trainers.on_policy import evaluate_heldout as evaluate
+from tinyrl.trainers.on_policy import OnPolicyTrainer, RolloutCollector, steer_entropy
 from tinyrl.trainers.policy_loss import PolicyLoss
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
 
-__all__ = ["evaluate", "load", "train"]
 
+class Grpo(OnPolicyTrainer):
+    """GRPO and its family."""
 
-def train(session: Session, parts: SamplingParts) -> None:
-    """Run GRPO from the session's current step to run.num_steps."""
-    config = parts.config.grpo
-    collector = RolloutCollector(session, parts, num_prompts=config.num_prompts, group_size=config.group_size)
-    several_steps = config.num_epochs > 1 or (config.minibatch_size or config.batch_size) < config.batch_size
-    for step in session.steps():
-        settings, rollout = collector.loss_settings(config, kl_coef=config.kl_coef), session.rollout
-        if rollout is None:
-            # 1. A group of responses for each prompt, and their scores.
-            with session.timed("rollout"):
-                rollout, rewards = sample_groups(collector, config, step)
-            # 2. Their log-probabilities under the reference, and before the update.
-            with session.timed("reference"):
-                collector.compute_logprobs(
-                    rollout,
-                    reference=config.kl_coef > 0,
-                    several_steps=several_steps,
-                    scored=kl_in_score(config),
-                )
-            session.start_update(rollout, **rewards, **collector.metrics(rollout), **collector.end_sampling(step))
-        # 3. How much better a response is than its group.
-        rollout.advantages = advantages_of(rollout, config, weights=parts.scorer.weights)
-        flat = not rollout.advantages.any()
-        # 4. An optimizer step for each minibatch.
-        sizes = rollout.sizes(parts.roles)
-        with session.timed("update"):
-            for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
-                loss = PolicyLoss(rollout, rows, roles=parts.roles, settings=settings, first=session.state.first_update)
-                metrics = session.updater.step([Pass("policy", loss, rows, sizes)], train=["policy"])
-                collector.watch_sampling(metrics)
-                session.metrics.add(metrics)
-        collector.record(rollout, rollout.advantages, step)
-        flat_steps = collector.count_flat(flat=flat)
-        session.end_step(**{"optim/flat_steps": flat_steps}, **steer_entropy(config, session))
+    @property
+    def readings(self) -> int:
+        return int(self.config.grpo.kl_coef > 0)
+
+    def train(self, session: Session) -> None:
+        """Run GRPO from the session's current step to run.num_steps."""
+        config = self.config.grpo
+        collector = RolloutCollector(session, self)
+        several_steps = config.num_epochs > 1 or (config.minibatch_size or config.batch_size) < config.batch_size
+        for step in session.steps():
+            settings, rollout = collector.loss_settings(config, kl_coef=config.kl_coef), session.rollout
+            if rollout is None:
+                # 1. A group of responses for each prompt, and their scores.
+                with session.timed("rollout"):
+                    rollout, rewards = sample_groups(collector, config, step)
+                # 2. Their log-probabilities under the reference, and before the update.
+                with session.timed("reference"):
+                    collector.compute_logprobs(
+                        rollout,
+                        reference=config.kl_coef > 0,
+                        several_steps=several_steps,
+                        scored=kl_in_score(config),
+                    )
+                session.start_update(rollout, **rewards, **collector.metrics(rollout), **collector.end_sampling(step))
+            # 3. How much better a response is than its group.
+            rollout.advantages = advantages_of(rollout, config, weights=self.scorer.weights)
+            flat = not rollout.advantages.any()
+            # 4. An optimizer step for each minibatch.
+            sizes = rollout.sizes(self.roles)
+            with session.timed("update"):
+                for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
+                    loss = PolicyLoss(
+                        rollout, rows, roles=self.roles, settings=settings, first=session.state.first_update
+                    )
+                    metrics = session.updater.step([Pass("policy", loss, rows, sizes)], train=["policy"])
+                    collector.watch_sampling(metrics)
+                    session.metrics.add(metrics)
+            collector.record(rollout, rollout.advantages, step)
+            flat_steps = collector.count_flat(flat=flat)
+            session.end_step(**{"optim/flat_steps": flat_steps}, **steer_entropy(config, session))
 
 
 def sample_groups(collector: RolloutCollector, config: GrpoConfig, step: int) -> tuple[Rollout, dict[str, float]]:

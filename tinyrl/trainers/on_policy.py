@@ -1,46 +1,90 @@
-"""Rollout collection shared by GRPO and PPO: prompts, sampling, rescoring, the failure guard, metrics."""
+"""Learning from a policy's own samples, shared by GRPO and PPO: prompts, sampling, rescoring, guard, metrics.
+
+Prompts all of whose last responses were right are left out for a while under task.skip_solved: a group without spread
+teaches nothing, and one that is all right will mostly be so again, so its prompt gives its place in the next epochs to
+others, and is then tried again. Skywork-OR1 (2505.22312) and others drop such prompts for good. One that is all wrong
+is kept: it comes once an epoch as before, and more often the more prompts are solved.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tinyrl.algorithms.kl import applied_entropy_coef, next_entropy_coef
+from tinyrl.components import SamplingParts
 from tinyrl.config.method_sections import GrpoConfig, PpoConfig
-from tinyrl.data.rows import batch_indices, keyed_order
+from tinyrl.config.sections import TaskConfig
+from tinyrl.data.rows import batch_indices, keyed_order, replaced_indices, row_key
 from tinyrl.distributed import ALONE, World
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batches import SequenceBatch
-from tinyrl.parts import SamplingParts
+from tinyrl.models.micro_batches import RowSizes, StepRows
+from tinyrl.models.roles import Role, Roles
 from tinyrl.rewards.guard import FailureGuard, describe_failure
 from tinyrl.rollout import Rollout
 from tinyrl.runs.signals import stop_held
 from tinyrl.sampling import forward_pass, sample_and_score, settle_truncated
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.trainers.entropy_control import entropy_coef
 from tinyrl.trainers.policy_loss import LossSettings
-from tinyrl.trainers.solved_prompts import SolvedPrompts
 from tinyrl.trainers.step_records import Tried, allowed_bytes, sample_lines, shown_rows, token_lines, written
 from tinyrl.training.session import Session
+from tinyrl.training.trainer import Trainer
 
 EXACT_TO = 1e-5  # sampling log-probabilities this close to a training pass's are used as old_logprobs
+
+
+class OnPolicyTrainer(SamplingParts, Trainer):
+    """A method that learns from its own samples."""
+
+    def evaluate(self) -> Evaluation:
+        """On held-out prompts, sampled once and greedily."""
+        return evaluate(self, num_prompts=self.config.run.eval_prompts)
+
+    @property
+    def num_epochs(self) -> int:
+        return self.config.on_policy.num_epochs
+
+    def step_rows(self) -> StepRows:
+        """The longest prompts, with responses as long as they may be."""
+        section, new = self.config.on_policy, self.longest_response
+        longest = sorted((p.tokens for p in self.train_prompts), key=len, reverse=True)
+        prompts = [longest[i % len(longest)] for i in range(section.num_prompts) for _ in range(section.group_size)]
+        sizes = RowSizes.of(prompts, [new] * len(prompts), packed=self.roles.packs)
+        minibatch = min(section.minibatch_size or len(prompts), len(prompts))
+        return StepRows([[(prompt, [0] * new)] for prompt in prompts], sizes, minibatch)
+
+    def planned_loss(self, roles: Roles, role: Role, batch: SequenceBatch) -> Tensor:
+        """The policy's loss with its entropy bonus, and what a critic on the policy's states adds."""
+        if role == "critic":
+            return roles.values(batch).sum()
+        section, states = self.config.on_policy, roles.policy_states(batch)
+        bonus = section.entropy_coef > 0 or section.entropy_target is not None
+        logprobs, entropy = roles.logprobs("policy", batch, temperature=1.0, states=states, entropy_grad=bonus)
+        loss = logprobs.sum() + (entropy.sum() if bonus else 0.0)
+        if roles.critic_kind in ("shared", "shared-detached"):
+            read = states if roles.critic_kind == "shared" else states.detach()
+            loss = loss + roles.values(batch, states=read).sum()
+        return loss
 
 
 class RolloutCollector:
     """Collects the rollouts of a run: draws prompts, samples, scores, and watches for failing rewards."""
 
-    def __init__(self, session: Session, parts: SamplingParts, *, num_prompts: int, group_size: int) -> None:
+    def __init__(self, session: Session, parts: SamplingParts) -> None:
         self.session, self.parts = session, parts
-        self.num_prompts, self.group_size = num_prompts, group_size
+        section = parts.config.on_policy
+        self.num_prompts, self.group_size = section.num_prompts, section.group_size
         self._told: set[str] = set()
         self._texts = {prompt.index: prompt.text for prompt in parts.train_prompts}
         self.tried = Tried(parts.config.task.solved_reward)
         self.solved = SolvedPrompts(
             parts.config.task,
             parts.train_prompts,
-            num_prompts=num_prompts,
+            num_prompts=section.num_prompts,
             seed=parts.config.run.seed,
             record=session.state.controllers.solved,
         )
@@ -252,6 +296,96 @@ class RolloutCollector:
         return out
 
 
-def evaluate_heldout(parts: SamplingParts) -> Evaluation:
-    """The evaluation during a run: run.eval_prompts held-out prompts, sampled once and greedily."""
-    return evaluate(parts, num_prompts=parts.config.run.eval_prompts)
+@dataclass
+class SolvedPrompts:
+    """Which of the training prompts are left out. `record` is the run's state: rows by fingerprint, so that it fits
+    data that has changed, and the epoch in which each was solved. It changes only at the end of a step's sampling.
+    """
+
+    task: TaskConfig
+    prompts: list[PreparedPrompt]
+    num_prompts: int
+    seed: int
+    record: dict[str, int]
+    keys: list[str] = field(init=False)  # of each prompt
+    groups: dict[str, bool] = field(init=False, default_factory=dict)  # of this step: whether all of them were right
+
+    def __post_init__(self) -> None:
+        self.keys = [row_key(p.row) for p in self.prompts] if self.task.skip_solved else []
+
+    def epoch(self, step: int) -> int:
+        """The epoch of the data that a step begins in."""
+        return step * self.num_prompts // len(self.prompts)
+
+    def skipped(self, step: int) -> set[int]:
+        """Places in the list of prompts that are left out in a step."""
+        now = self.epoch(step)  # a record of a later one is from before the data or grpo.num_prompts changed
+        since = now - self.task.skip_solved
+        return {i for i, key in enumerate(self.keys) if key in self.record and since <= self.record[key] <= now}
+
+    def replace(self, places: list[int], step: int) -> list[int]:
+        """The prompts of a step, others in the place of those left out; these stay where nothing else is left."""
+        self.groups = {}
+        key = f"unsolved {self.seed} {step}"
+        return replaced_indices(places, skipped=self.skipped(step), key=key, num_rows=len(self.prompts))
+
+    def look(self, prompts: list[PreparedPrompt], rollout: Rollout) -> None:
+        """Note which groups of a rollout are all right; of a prompt with several, all must be."""
+        if not self.task.skip_solved:
+            return
+        rewards = rollout.rewards.reshape(len(prompts), -1)
+        right = (rewards >= self.task.solved_reward) | rewards.isnan()
+        solved = right.all(1) & ~rewards.isnan().all(1)
+        for prompt, all_right in zip(prompts, solved.tolist(), strict=True):
+            key = row_key(prompt.row)
+            self.groups[key] = all_right and self.groups.get(key, True)
+
+    def keep(self, step: int) -> dict[str, float]:
+        """Put what the step's groups showed on record; the metrics of the step."""
+        if not self.task.skip_solved:
+            return {}
+        skipped = len(self.skipped(step))
+        for key, all_right in self.groups.items():
+            if all_right:
+                self.record[key] = self.epoch(step)
+            else:
+                self.record.pop(key, None)
+        return {"reward/skipped_prompts": float(skipped)}
+
+
+# ---- the weight of the entropy bonus: as it is set, or steered to a target entropy ----
+
+
+def entropy_coef(section: GrpoConfig | PpoConfig, session: Session) -> float:
+    """What the bonus is multiplied by in this step."""
+    if section.entropy_target is None:
+        return section.entropy_coef
+    observed = session.state.controllers.entropy
+    return applied_entropy_coef(
+        _coef(section, session), observed_entropy=observed, target_entropy=section.entropy_target
+    )
+
+
+def steer_entropy(section: GrpoConfig | PpoConfig, session: Session) -> dict[str, float]:
+    """At the end of a step: set the weight for the next one by the entropy that this one's updates saw, a mean over
+    them; nothing changes where none saw one. Returns the step's metrics: policy/entropy_coef.
+    """
+    if section.entropy_target is None:
+        return {}
+    used, controllers = entropy_coef(section, session), session.state.controllers
+    if "policy/entropy" in session.metrics.sums:
+        total, count = session.metrics.sums["policy/entropy"]
+        controllers.entropy = total / count
+        controllers.entropy_coef = next_entropy_coef(
+            _coef(section, session),
+            observed_entropy=controllers.entropy,
+            target_entropy=section.entropy_target,
+            step=section.entropy_coef_step,
+            largest=section.entropy_coef_max,
+        )
+    return {"policy/entropy_coef": used}
+
+
+def _coef(section: GrpoConfig | PpoConfig, session: Session) -> float:
+    steered = session.state.controllers.entropy_coef
+    return section.entropy_coef if steered is None else steered

@@ -17,15 +17,16 @@ from torch import Tensor
 from tinyrl.algorithms.kl import ESTIMATORS
 from tinyrl.algorithms.losses import (
     Metrics,
+    Mismatch,
     RatioLevel,
     cispo_loss,
     clipped_policy_loss,
     entropy_bonus,
     importance_ratio,
     kl_loss,
+    mismatch_weights,
 )
 from tinyrl.algorithms.masking import Aggregation, masked_sum
-from tinyrl.algorithms.mismatch import Mismatch, mismatch_weights
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.roles import Roles
 from tinyrl.rollout import PolicyBatch, Rollout

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tinyrl.algorithms.masking import masked_mean
 from tinyrl.algorithms.reward_shaping import token_rewards
+from tinyrl.components import SamplingParts
 from tinyrl.config.sections import RunConfig
 from tinyrl.data.rows import row_key
 from tinyrl.environments.episode import policy_text
-from tinyrl.parts import SamplingParts
 from tinyrl.rollout import FINISH_REASONS, Rollout
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.text import hidden

@@ -11,19 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from tinyrl.components import Options, settle_threads
+from tinyrl.components import Options, Parts, settle_threads, trainer_of
 from tinyrl.config.schema import Config
 from tinyrl.distributed import World
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
-from tinyrl.evaluation.held_out import Trainer, trainer_of
 from tinyrl.models.device import as_out_of_memory, peak_memory_gb
 from tinyrl.models.known_shapes import SHAPES, stand_in
 from tinyrl.models.memory import checkpoint_bytes
-from tinyrl.parts import Parts
 from tinyrl.report import write_report
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.environment import environment
@@ -46,6 +43,7 @@ from tinyrl.training.planning import (
 from tinyrl.training.replicas import check_alike
 from tinyrl.training.session import Session
 from tinyrl.training.sources import Sources, read_sources
+from tinyrl.training.trainer import Trainer
 
 AFTERWARDS = (  # what a broken matplotlib of a person's, a damaged file or no memory ends in
     ArithmeticError,
@@ -66,7 +64,6 @@ class Launch:
 
     run: RunDir
     trainer: Trainer
-    parts: Parts
     session: Session
     plan: MemoryPlan | None = None
 
@@ -81,11 +78,11 @@ class Launch:
             return self._train()
 
     def _train(self) -> int:
-        world = self.parts.world
+        world = self.trainer.world
         self.session.display.start(done=self.session.state.step)
         try:
             with out_of_memory_stops("while training"):
-                self.trainer.train(self.session, self.parts)
+                self.trainer.train(self.session)
         except Interrupted as reason:
             saved = self.session.interrupted(reason)
             if not world.is_main:
@@ -98,21 +95,21 @@ class Launch:
             world.announce(str(stop))
             self.session.display.note(str(stop))
             if isinstance(stop, OutOfRoom):
-                self.session.display.note(self.parts.describe_memory())
+                self.session.display.note(self.trainer.describe_memory())
             return stop.exit_code
         finally:
             self.session.display.close()
             self.session.trackers.close()
-            self.parts.close()
+            self.trainer.close()
         if not world.is_main:
             return 0
         with harmless(f"the report could not be written; later: tinyrl report {self.run.path}"):
             write_report(self.run.path)
         with harmless("the run could not be summed up"):
-            tell(summary(self.run, prompts=self.parts.has_prompts()))
+            tell(summary(self.run, prompts=self.trainer.has_prompts))
         with harmless("memory could not be compared with what was planned"):
             if self.plan is not None:
-                tell(beside_measured(self.plan, peak_memory_gb(self.parts.accelerator.device)))
+                tell(beside_measured(self.plan, peak_memory_gb(self.trainer.accelerator.device)))
         return 0 if self.session.saved else self._unsaved("done, but the last step is not saved")
 
     def _unsaved(self, what: str) -> int:
@@ -137,25 +134,24 @@ def start(
     """Load everything, check it, and make the run's folder. Raises ValueError before anything is written."""
     check_trackers(config.run.trackers)
     config = settle(config)
-    trainer = trainer_of(config)
     with undone_on_failure() as undo:
         outline = tried_outline(config, options=options)
         with out_of_memory_stops("before the first step"):
-            parts = trainer.load(config, options=options)
-            undo.callback(parts.close)
-            check_alike(parts)
-            notes = [settle_threads(parts), *parts.check()]
-            config = parts.config = with_threads(config, parts)
-        if parts.world.is_main:
+            trainer: Trainer = trainer_of(config.method)(config, options=options)
+            undo.callback(trainer.close)
+            check_alike(trainer)
+            notes = [settle_threads(trainer), *trainer.check()]
+            config = trainer.config = with_threads(config, trainer)
+        if trainer.world.is_main:
             copies = 2 if config.run.save_every else 1  # the newest one stays until the next is whole
-            checkpoints.check_room(Path(output_dir), needed=checkpoint_bytes(parts.roles), copies=copies)
-        run = _folder(parts.world, output_dir, name=name, config=config, overwrite=overwrite)
+            checkpoints.check_room(Path(output_dir), needed=checkpoint_bytes(trainer.roles), copies=copies)
+        run = _folder(trainer.world, output_dir, name=name, config=config, overwrite=overwrite)
         undo.callback(run.lock.release)
         run.write_config(config)
-        _write_environment(run, parts, command)
-        reading = partial(read_sources, config, rows=parts.row_fingerprints, known={})
+        _write_environment(run, trainer, command)
+        reading = partial(read_sources, config, rows=trainer.row_fingerprints, known={})
         sources = later(reading) if run.writes else Sources
-        launch = open_session(run, trainer, parts, sources=sources, outline=outline)
+        launch = open_session(run, trainer, sources=sources, outline=outline)
         launch.say([f"run {run.path}", *notes])
         return launch
 
@@ -208,18 +204,18 @@ def out_of_memory_stops(when: str) -> Iterator[None]:
 
 
 def open_session(
-    run: RunDir, trainer: Trainer, parts: Any, *, sources: Callable[[], Sources], outline: Outline | None = None
+    run: RunDir, trainer: Trainer, *, sources: Callable[[], Sources], outline: Outline | None = None
 ) -> Launch:
     """A launch whose session stands at the beginning of the run."""
-    parts.keep_output(RewardOutput(run.path, warn=run.warn).append if run.writes else lambda text: None)
+    trainer.keep_output(RewardOutput(run.path, warn=run.warn).append if run.writes else lambda text: None)
     session = Session(
-        parts,
+        trainer,
         run,
-        evaluate=lambda: trainer.evaluate(parts),
-        display=Display(num_steps=parts.config.run.num_steps, silent=not parts.world.is_main),
+        evaluate=trainer.evaluate,
+        display=Display(num_steps=trainer.config.run.num_steps, silent=not trainer.world.is_main),
         sources=sources,
     )
-    return Launch(run, trainer, parts, session, tried_plan(parts, outline))
+    return Launch(run, trainer, session, tried_plan(trainer, outline))
 
 
 def later(work: Callable[[], Sources]) -> Callable[[], Sources]:
@@ -246,14 +242,13 @@ def _write_environment(run: RunDir, parts: Parts, command: list[str]) -> None:
 
 def plan(config: Config, *, options: Options, output_dir: str = "runs") -> Planned:
     """Memory and disk of a run, before any weight is loaded; offline by the shapes that are known of its model."""
-    load = trainer_of(config).load
     try:
-        return plan_run(config, options=options, load=load, output_dir=output_dir)
+        return plan_run(config, options=options, output_dir=output_dir)
     except ValueError:
         if os.environ.get("HF_HUB_OFFLINE") != "1" or config.model.path not in SHAPES:
             raise
     with tempfile.TemporaryDirectory() as folder:
-        planned = plan_run(stand_in(config, Path(folder)), options=options, load=load, output_dir=output_dir)
+        planned = plan_run(stand_in(config, Path(folder)), options=options, output_dir=output_dir)
     known = f"offline: by the shapes of {config.model.path}, with prompts and answers as long as they may be"
     return replace(planned, text=f"{known}\n{planned.text}", offline=True)
 
@@ -261,22 +256,22 @@ def plan(config: Config, *, options: Options, output_dir: str = "runs") -> Plann
 def time_steps(config: Config, *, options: Options) -> str:
     """How long a step takes, by a short calibration."""
     with out_of_memory_stops("while a step was timed"):
-        parts = trainer_of(config).load(config, options=options)
+        trainer = trainer_of(config.method)(config, options=options)
         try:
-            return f"{settle_threads(parts)}\n{seconds_in_words(parts)}"
+            return f"{settle_threads(trainer)}\n{seconds_in_words(trainer)}"
         finally:
-            parts.close()
+            trainer.close()
 
 
 def dry_run(config: Config, *, options: Options) -> str:
     """Everything up to the first step, without a run folder: what `--dry-run` shows besides the configuration."""
     with out_of_memory_stops("before the first step"):
-        parts = trainer_of(config).load(config, options=options)
+        trainer = trainer_of(config.method)(config, options=options)
         try:
-            settle_threads(parts)
-            return f"{seconds_in_words(parts)}\n{parts.preview()}"
+            settle_threads(trainer)
+            return f"{seconds_in_words(trainer)}\n{trainer.preview()}"
         finally:
-            parts.close()
+            trainer.close()
 
 
 def warn(text: str) -> None:

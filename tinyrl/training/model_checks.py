@@ -13,14 +13,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tinyrl.components import Options, load_parts
+from tinyrl.components import Options, Parts
 from tinyrl.config.schema import Config
 from tinyrl.generation.engine import Completion, Request, SamplingEngine, eos_token_ids
 from tinyrl.generation.select import engine_of
 from tinyrl.models.batches import SequenceBatch, make_batch
 from tinyrl.models.rounding import MOST_IN_FLOAT32, as_exact, in_float32, ordinary_ids
 from tinyrl.models.vocabulary import embedding_rows
-from tinyrl.parts import Parts
 from tinyrl.runs.settle import settle
 from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import render_prompt, token_ids
@@ -43,7 +42,7 @@ class Check:
 
 def check_model(config: Config, *, options: Options) -> list[Check]:
     """Try the model of a configuration. Raises ValueError for one that cannot be loaded."""
-    parts = load_parts(settle(config), options=options)
+    parts = Parts(settle(config), options=options)
     try:
         checks = [*_tokens(parts), _template(parts), *_batches(parts), *_adapters(parts)]
         generation = parts.config.generation
