@@ -42,7 +42,7 @@ from tinyrl.training.planning import (
 )
 from tinyrl.training.replicas import check_alike
 from tinyrl.training.session import Session
-from tinyrl.training.sources import Sources, read_sources
+from tinyrl.training.state import Sources, read_sources
 from tinyrl.training.trainer import Trainer
 
 AFTERWARDS = (  # what a broken matplotlib of a person's, a damaged file or no memory ends in

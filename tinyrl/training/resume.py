@@ -17,8 +17,7 @@ from tinyrl.training.optim import stretched_schedule
 from tinyrl.training.planning import tried_outline
 from tinyrl.training.replicas import check_alike
 from tinyrl.training.session import Session
-from tinyrl.training.sources import HELD_OUT, Sources, changed_sources, changed_versions, read_sources
-from tinyrl.training.state import read_state
+from tinyrl.training.state import HELD_OUT, Sources, changed_sources, changed_versions, read_sources, read_state
 from tinyrl.training.trainer import Trainer
 
 MOST_SHOWN = 3  # changes in an error
