@@ -89,12 +89,10 @@ class Parts:
 
     @property
     def world(self) -> World:
-        """The processes of the run."""
         return world()
 
     @property
     def positions(self) -> int:
-        """How many tokens the model has positions for."""
         return positions_of(self.roles.causal.config.get_text_config())
 
     def check(self) -> list[str]:
@@ -107,7 +105,6 @@ class Parts:
         return template_fault(self.tokenizer, ends, chat=where.chat, variables=where.chat_template)
 
     def template_warnings(self) -> list[str]:
-        """A line that says so."""
         fault = self.template_fault()
         return [f"warning: chat template: {fault}"] if fault else []
 
@@ -116,21 +113,17 @@ class Parts:
         return "configuration, model and rows are fine"
 
     def memory(self) -> dict[str, int]:
-        """Bytes of weights by role, and of the optimizers once they have stepped."""
         trained = sum(p.numel() for role in self.roles.parameters.values() for p in role.values())
         per_parameter = 8 if self.config.optim.optimizer == "adamw" else 2
         return {**bytes_by_role(self.roles), "optimizers": trained * per_parameter}
 
     def describe_memory(self) -> str:
-        """One line for the log."""
         return "memory of weights: " + ", ".join(f"{n} {b / 1e6:,.1f} MB" for n, b in self.memory().items() if b)
 
     def save_models(self, folder: Path) -> None:
-        """Write the models of a run into a checkpoint folder."""
         save_roles(self.roles, folder, tokenizer=self.tokenizer)
 
     def load_models(self, folder: Path) -> None:
-        """Put back what `save_models` wrote."""
         load_roles(self.roles, folder)
 
     def forget(self) -> None:
@@ -198,7 +191,6 @@ class SamplingParts(Parts):
         return self.config.generation.max_new_tokens if self.game is None else self.game.columns
 
     def _prompts(self, split: str) -> list[PreparedPrompt]:
-        """The prompts of a split, tokenised and checked."""
         where, generation, game = self.config.task, self.config.generation, self.game
         rows, longest, limit = load_split(self.config, split), self.longest_response, generation.max_prompt_tokens
         positions = getattr(self.roles.causal.config, "max_position_embeddings", None)
@@ -275,7 +267,6 @@ class SamplingParts(Parts):
         check_reference(self.roles, prompts, temperature=temperature, autocast=self.accelerator.autocast)
 
     def memory(self) -> dict[str, int]:
-        """With the reward model, and the copy that sampling reads."""
         model = self.scorer.model.model if self.scorer.model is not None else None
         roles = bytes_by_role(self.roles, reward_model=model)
         return {**roles, "sampling copy": self.engine.copy_bytes, "optimizers": super().memory()["optimizers"]}
@@ -292,7 +283,6 @@ class SamplingParts(Parts):
 
     @property
     def truncation(self) -> Truncation:
-        """How truncated responses are treated."""
         reward, most = self.config.reward, self.config.generation.max_new_tokens
         return Truncation(reward.truncated, reward.truncated_penalty, reward.overlong_tokens, most)
 

@@ -139,7 +139,6 @@ class PpoConfig(OnPolicySection):
 
     @property
     def group_size(self) -> int:
-        """One completion for each prompt."""
         return 1
 
     @property
@@ -174,5 +173,4 @@ class DpoConfig(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss measures against a reference."""
         return self.loss not in ("orpo", "simpo")

@@ -27,12 +27,10 @@ class Method:
 
     @property
     def sections(self) -> tuple[str, ...]:
-        """The sections that some methods have and this one reads."""
         return (*self.others, self.own)
 
     @property
     def samples(self) -> bool:
-        """Whether completions are sampled and scored."""
         return self.rows == "prompts"
 
 

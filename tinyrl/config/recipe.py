@@ -30,7 +30,6 @@ def recipe_folder() -> Path:
 
 
 def packaged_recipes() -> dict[str, Path]:
-    """Name and file of every recipe that ships with tinyrl."""
     return {path.stem: path for path in sorted(recipe_folder().glob("*.yaml"))}
 
 

@@ -86,12 +86,10 @@ class Config(Section):
         return self
 
     def uses(self, section: str) -> bool:
-        """Whether the method reads a section."""
         return section not in OPTIONAL_SECTIONS or section in METHODS[self.method].sections
 
     @property
     def has_reference(self) -> bool:
-        """Whether the run keeps a reference."""
         wanted = self.uses("reference") and self.reference.kind == "auto"
         return wanted and getattr(self.own, "needs_reference", True)
 
@@ -109,7 +107,6 @@ class Config(Section):
 
     @property
     def samples(self) -> bool:
-        """Whether the method learns from its own samples."""
         return METHODS[self.method].samples
 
     def written(self) -> dict[str, Any]:

@@ -132,7 +132,6 @@ class EnvironmentConfig(Section):
 
     @property
     def seconds(self) -> float:
-        """Seconds that a call, or a cell of python, may take."""
         return self.timeout_s or (5.0 if self.use == "python" else 30.0)
 
     @property

@@ -73,7 +73,6 @@ def _leaves(values: dict[Any, Any], within: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def _unused(method: Any) -> set[str]:
-    """Sections that a method does not look at."""
     return {*OPTIONAL_SECTIONS} - {*METHODS[method].sections} if is_method(method) else set()
 
 

@@ -56,7 +56,6 @@ class Pair(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Tokens of the prompt with the longer answer."""
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
 
@@ -86,7 +85,6 @@ class Dpo(RowTrainer):
         self.forget()
 
     def train(self, session: Session) -> None:
-        """Run preference optimization from the session's current step to run.num_steps."""
         for rows in self.batches(session):
             # 1. The pairs of this step.
             pairs = [self.train_rows[row] for row in rows]
@@ -139,12 +137,10 @@ class Dpo(RowTrainer):
         }
 
     def check(self) -> list[str]:
-        """What the rows are taken for, the loss before the first step, and whether held-out scores can say much."""
         few = few_held_out([pair.prompt for pair in self.held_out]) if self.config.run.eval_prompts else []
         return [*self.notes, *self.template_warnings(), *check_start(self), *few]
 
     def preview(self) -> str:
-        """A pair as it is read, and what `check` says."""
         shown = [
             f"{name} ({len(tokens)} tokens): {visible(shortened(str(self.tokenizer.decode(tokens)), 400))}"
             for name, tokens in self.train_rows[0]._asdict().items()
@@ -153,12 +149,10 @@ class Dpo(RowTrainer):
         return "\n".join([*shown, counts, *self.check()])
 
     def step_rows(self) -> StepRows:
-        """The longest pairs."""
         pairs = sorted(self.train_rows, key=lambda pair: -pair.longest)[: self.batch_size]
         return StepRows([[(p.prompt, answer) for answer in p[1:]] for p in pairs], sizes_of(self, pairs), len(pairs))
 
     def save_models(self, folder: Path) -> None:
-        """With what is known of the reference."""
         super().save_models(folder)
         if self.roles.has_reference:
             save_file({**self.reference}, folder / REFERENCE_LOGPROBS)
@@ -173,7 +167,6 @@ class Dpo(RowTrainer):
 def pair_loss(
     parts: Dpo, pairs: list[Pair], reference: Tensor | None, *, kl: float, denominator: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of pairs in one batch, under the acting policy."""
     logprobs = pair_logprobs(parts, "policy", pairs)
     lengths = lengths_of(pairs)
     loss, metrics = preference_loss(parts.config.dpo, logprobs, reference, lengths, kl=kl, denominator=denominator)
@@ -314,7 +307,6 @@ def tokenised(rows: list[Row], parts: Parts) -> list[Pair]:
 
 
 def most_tokens(parts: Parts) -> int:
-    """How many tokens a prompt with an answer may have."""
     return min(parts.config.dpo.max_tokens or parts.positions, parts.positions)
 
 

@@ -40,7 +40,6 @@ class Grpo(OnPolicyTrainer):
         return int(self.config.grpo.kl_coef > 0)
 
     def train(self, session: Session) -> None:
-        """Run GRPO from the session's current step to run.num_steps."""
         config = self.config.grpo
         collector = RolloutCollector(session, self)
         several_steps = config.num_epochs > 1 or (config.minibatch_size or config.batch_size) < config.batch_size

@@ -41,7 +41,6 @@ class OnPolicyTrainer(SamplingParts, Trainer):
     """A method that learns from its own samples."""
 
     def evaluate(self) -> Evaluation:
-        """On held-out prompts, sampled once and greedily."""
         return evaluate(self, num_prompts=self.config.run.eval_prompts)
 
     @property
@@ -123,7 +122,6 @@ class RolloutCollector:
         return rollout
 
     def count_flat(self, *, flat: bool) -> int:
-        """How many steps so far had nothing to learn from; the first is told."""
         controllers = self.session.state.controllers
         if flat and not controllers.flat_steps:
             self.session.display.note(
@@ -155,7 +153,6 @@ class RolloutCollector:
         self.session.state.controllers.failing_batches = guard.bad_batches
 
     def _set_aside(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:
-        """Append the rows whose reward failed to failed_rewards.jsonl, with the reason."""
         lines = []
         for failure in rollout.failures:
             prompt = prompts[failure.row // self.group_size]
@@ -314,7 +311,6 @@ class SolvedPrompts:
         self.keys = [row_key(p.row) for p in self.prompts] if self.task.skip_solved else []
 
     def epoch(self, step: int) -> int:
-        """The epoch of the data that a step begins in."""
         return step * self.num_prompts // len(self.prompts)
 
     def skipped(self, step: int) -> set[int]:
@@ -357,7 +353,6 @@ class SolvedPrompts:
 
 
 def entropy_coef(section: GrpoConfig | PpoConfig, session: Session) -> float:
-    """What the bonus is multiplied by in this step."""
     if section.entropy_target is None:
         return section.entropy_coef
     observed = session.state.controllers.entropy

@@ -75,7 +75,6 @@ class Counts:
 
     @classmethod
     def of(cls, mask: Tensor) -> Counts:
-        """Of a minibatch's response mask (b, T)."""
         return cls(max(1, int(mask.sum())), max(1, int(mask.any(1).sum())), len(mask))
 
     def denominator(self, settings: LossSettings) -> int:

@@ -101,7 +101,6 @@ class Ppo(OnPolicyTrainer):
         return 1 + self.roles.has_reference
 
     def train(self, session: Session) -> None:
-        """Run PPO from the session's current step to run.num_steps."""
         config, critic = self.config.ppo, self.config.critic
         collector = RolloutCollector(session, self)
         for step in session.steps():
@@ -222,8 +221,6 @@ def adapted_kl_coef(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> f
 
 
 def predict_values(rollout: Rollout, roles: Roles, collector: RolloutCollector) -> Tensor:
-    """The critic's values before this rollout's update, (B, T)."""
-
     own = roles.value_role == "critic"
 
     def compute(batch: SequenceBatch) -> tuple[Tensor, ...]:
@@ -263,7 +260,6 @@ class ValueLoss:
         return self.of_values(rows, batch, self.roles.values(batch))
 
     def of_values(self, rows: list[int], batch: SequenceBatch, values: Tensor) -> tuple[Tensor, Metrics]:
-        """The same from values (b, T) that were computed elsewhere."""
         rollout = self.rollout
         assert rollout.values is not None
         assert rollout.returns is not None
@@ -307,7 +303,6 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def text_of(row: Row, parts: Parts, *, place: str) -> list[Example]:
-    """The examples of a row, as sft reads it. Raises ValueError with the row's place."""
     try:
         found = joined(turns_of(row, parts, system_prompt=None))
     except ValueError as error:

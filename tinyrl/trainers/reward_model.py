@@ -106,7 +106,6 @@ class RewardModel(RowTrainer):
             self.notes += few_held_out([one.prompt or one.answers for _, one in held_out])
 
     def train(self, session: Session) -> None:
-        """Train the reward model from the session's current step to run.num_steps."""
         for rows in self.batches(session):
             chosen = [self.train_rows[i] for i in rows]
 
@@ -116,7 +115,6 @@ class RewardModel(RowTrainer):
             self.learn(session, loss_of, sizes_of(self, chosen))
 
     def evaluate(self) -> Evaluation:
-        """How held-out rows are told apart, and how far predictions can be trusted."""
         examples = self.held_out[: self.config.run.eval_prompts]
         scores = self.scores(examples, world=self.world)
         targets = torch.tensor([one.target for one in examples], dtype=torch.float64)
@@ -131,14 +129,12 @@ class RewardModel(RowTrainer):
         return Evaluation(metrics, [], [])
 
     def check(self) -> list[str]:
-        """What rows are taken for, and whether held-out scores can say something."""
         return self.notes
 
     def preview(self) -> str:
         return "\n".join([*self.notes, super().preview()])
 
     def step_rows(self) -> StepRows:
-        """The longest rows; what the sides of a pair begin with is their prompt."""
         longest = sorted(self.train_rows, key=lambda one: -sum(map(len, one.texts)))[: self.batch_size]
         starts = [max(1, shared_start(one.texts)) for one in longest]
         sequences = [[(t[:n], t[n:]) for t in one.texts] for n, one in zip(starts, longest, strict=True)]
@@ -324,7 +320,6 @@ class _Reader:
         return tokens(self.room)
 
     def notes(self) -> list[str]:
-        """What was cut off."""
         if not self.cut:
             return []
         return [

@@ -46,12 +46,10 @@ class Example(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many tokens the model reads."""
         return len(self.prompt) + len(self.target)
 
     @property
     def num_counted(self) -> int:
-        """How many tokens the loss counts."""
         return len(self.target) if self.counts is None else sum(self.counts)
 
 
@@ -68,7 +66,6 @@ class Sft(RowTrainer):
         self.row_fingerprints = fingerprints(rows, held_out_rows)
 
     def train(self, session: Session) -> None:
-        """Run supervised fine-tuning from the session's current step to run.num_steps."""
         for rows in self.batches(session):
             examples = [example for row in rows for example in self.train_rows[row]]
             tokens = sum(example.num_counted for example in examples)
@@ -97,17 +94,14 @@ class Sft(RowTrainer):
         return Evaluation({"loss": loss, "perplexity": float(torch.tensor(loss).exp()), "num_rows": len(rows)}, [], [])
 
     def check(self) -> list[str]:
-        """What the rows were taken for, and whether the chat template and held-out scores can say something."""
         few = few_held_out(self.held_out) if self.config.run.eval_prompts else []
         return [*self.notes, *self.template_warnings(), *few]
 
     def preview(self) -> str:
-        """What the rows were taken for, and one as the model reads it."""
         count = f"rows: {len(self.train_rows)} to train on, {len(self.held_out)} held out"
         return "\n".join([super().preview(), *self.check(), *shown(self.train_rows[0][0], self.tokenizer), count])
 
     def step_rows(self) -> StepRows:
-        """The longest examples."""
         longest = sorted(self.train_rows, key=lambda row: -sum(one.length for one in row))[: self.batch_size]
         examples = [example for row in longest for example in row]
         return StepRows([[(e.prompt, e.target)] for e in examples], sizes_of(self, examples), len(examples))
@@ -123,7 +117,6 @@ def negative_log_likelihood(parts: Parts, examples: list[Example]) -> Tensor:
 
 
 def sizes_of(parts: Parts, examples: list[Example]) -> RowSizes:
-    """What some examples cost a forward pass."""
     return RowSizes.of([e.prompt for e in examples], [len(e.target) for e in examples], packed=parts.roles.packs)
 
 
@@ -204,7 +197,6 @@ def spans(example: Example) -> Iterator[tuple[bool, list[int]]]:
 
 
 def shown(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The pieces of an example as a preview shows them."""
     lines = []
     for counts, tokens in spans(example):
         cut = excerpt(str(tokenizer.decode(tokens)), SHOWN)
@@ -214,5 +206,4 @@ def shown(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def tokens_of(row: list[Example]) -> list[int]:
-    """Every token of a row's examples."""
     return [token for example in row for token in (*example.prompt, *example.target)]

@@ -24,13 +24,10 @@ CHARACTER_TOKENS = 8  # no character is made of more
 
 
 class Decodes(Protocol):
-    """What is asked of a tokenizer here."""
-
     def decode(self, token_ids: list[int], **options: Any) -> Any: ...
 
 
 def written(rollout: Rollout, row: int, parts: SamplingParts) -> str:
-    """What the policy wrote."""
     if rollout.transcripts is not None:
         return policy_text(rollout.transcripts[row])
     return parts.scorer.text(rollout.response(row))
@@ -165,7 +162,6 @@ class Tried:
         self._counts: dict[int, tuple[str, int, int]] = {}
 
     def look(self, prompts: list[PreparedPrompt], rollout: Rollout) -> None:
-        """Count the groups of a rollout."""
         rewards = rollout.rewards.reshape(len(prompts), -1)
         tried, solved = (~rewards.isnan()).sum(1).tolist(), (rewards >= self.solved_reward).sum(1).tolist()
         for prompt, n, right in zip(prompts, tried, solved, strict=True):

@@ -68,7 +68,6 @@ class Launch:
     plan: MemoryPlan | None = None
 
     def say(self, notes: list[str]) -> None:
-        """Show what was found and chosen while the run was opened."""
         for note in notes:
             self.session.display.note(note)
 
@@ -254,7 +253,6 @@ def plan(config: Config, *, options: Options, output_dir: str = "runs") -> Plann
 
 
 def time_steps(config: Config, *, options: Options) -> str:
-    """How long a step takes, by a short calibration."""
     with out_of_memory_stops("while a step was timed"):
         trainer = trainer_of(config.method)(config, options=options)
         try:

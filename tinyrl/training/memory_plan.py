@@ -51,17 +51,14 @@ class MemoryPlan:
 
     @property
     def highest(self) -> str:
-        """The phase that takes most."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
     def peak(self) -> int:
-        """The most that there is at a time."""
         return sum(self.standing.values()) + sum(self.phases[self.highest].values())
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for it."""
         return self.peak <= self.room
 
 
@@ -149,7 +146,6 @@ class Planner:
             self._pass(role, pairs)
 
     def read(self, role: Role, pairs: Sequences) -> None:
-        """A forward pass without gradient."""
         with torch.no_grad(), self.outline.acting(role), self.trainer.accelerator.autocast():
             self.trainer.planned_loss(self.outline, role, self._batch(pairs))
 
@@ -193,7 +189,6 @@ class Planner:
         return replace(batch, attention_mask=torch.zeros(count, 1, width, width, dtype=dtype, device=META))
 
     def _chunk_bytes(self, pairs: Sequences) -> int:
-        """Of the logits that are there at a time."""
         head, count = self.outline.head("policy"), sum(len(r) for _, r in pairs)
         with torch.no_grad(), LiveBytes() as live:
             states = torch.empty(count, head.weight.shape[1], dtype=head.weight.dtype, device=META)
@@ -209,7 +204,6 @@ class Planner:
 
 
 def trained(roles: Roles) -> list[nn.Parameter]:
-    """Every parameter that learns."""
     return [p for of_role in roles.parameters.values() for p in of_role.values()]
 
 

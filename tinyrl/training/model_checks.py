@@ -55,7 +55,6 @@ def check_model(config: Config, *, options: Options) -> list[Check]:
 
 
 def render_checks(checks: list[Check]) -> str:
-    """A line for each check, and what it comes to."""
     counts = Counter(one.result for one in checks)
     end = ", ".join(f"{counts[result]} {result}" for result in ("wrong", "ok", "note") if counts[result])
     lines = (f"{one.result:6}{one.name}: {one.said}" for one in checks)

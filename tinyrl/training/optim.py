@@ -52,7 +52,6 @@ class RoleOptimizer:
         return cls(parameters, learning_rate, optimizer)
 
     def set_rate(self, factor: float) -> None:
-        """Use `factor` times the role's learning rate from now on."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate * factor
 
@@ -89,7 +88,6 @@ class RoleOptimizer:
         return count.clone() if isinstance(self.optimizer, torch.optim.AdamW) else int(count)
 
     def state_bytes(self) -> int:
-        """Bytes of Adam's state as it is now."""
         return sum(v.numel() * v.itemsize for v in self.state_tensors().values())
 
 

@@ -80,7 +80,6 @@ def tried_plan(trainer: Trainer, outline: Outline | None) -> MemoryPlan | None:
 
 
 def planner_of(trainer: Trainer, outline: Outline) -> Planner:
-    """For the device that the trainer is for."""
     outline.roles.packs = trainer.roles.packs  # where its numbers were compared
     with trainer.accelerator.autocast():
         fuse_alike(outline.roles.trunk("policy"), trainer.roles.trunk("policy"))
@@ -114,7 +113,6 @@ def largest_group(planner: Planner) -> int | None:
 
 
 def disk_bytes(planner: Planner) -> int:
-    """Checkpoints that are kept, the best one, and one that is being written, each inside an update."""
     run, rows = planner.trainer.config.run, planner.rows
     rollout = ROLLOUT_BYTES * sum(rows.sizes.responses) if planner.sampling is not None else 0
     return (run.keep_checkpoints + 2) * (checkpoint_bytes(planner.outline) + rollout)
@@ -124,17 +122,14 @@ def disk_bytes(planner: Planner) -> int:
 
 
 def size(count: float) -> str:
-    """Bytes as people read them."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def parts_in_words(parts: dict[str, int]) -> str:
-    """Each part that is there, the largest first."""
     return ", ".join(f"{name} {size(count)}" for name, count in sorted(parts.items(), key=lambda p: -p[1]) if count)
 
 
 def in_words(plan: MemoryPlan) -> list[str]:
-    """The plan as lines: the most, then what it consists of."""
     phases = sorted(plan.phases.items(), key=lambda phase: -sum(phase[1].values()))
     return [
         f"memory on {plan.device}: {size(plan.peak)} at most, while {plan.highest}; there are {size(plan.room)}",

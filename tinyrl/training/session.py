@@ -67,13 +67,11 @@ class StepMetrics:
                 total[1] += 1
 
     def end_update(self, metrics: dict[str, float]) -> None:
-        """The means, and what else the step came to."""
         self.values |= {key: total / count for key, (total, count) in self.sums.items()} | metrics
         self.sums = {}
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the seconds of a block to `time/<phase>`."""
         start = time.perf_counter()
         try:
             yield
@@ -129,7 +127,6 @@ class Session:
 
     @property
     def finished(self) -> bool:
-        """Whether the last step is done."""
         return self.state.phase == "rollout" and self.state.step >= self.config.run.num_steps
 
     # ---- a step ----
@@ -168,7 +165,6 @@ class Session:
             state.epoch, state.minibatch = state.epoch + 1, 0
 
     def end_step(self, **metrics: float) -> None:
-        """The step is done: evaluate and save when due, write its line."""
         optim = {"optim/learning_rate": self._rate(), "optim/skipped_steps": self.updater.skipped}
         self.metrics.end_update(metrics | optim)
         self.state.step += 1
@@ -176,14 +172,12 @@ class Session:
         self._finish_step()
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether there is an evaluation when so many steps are done."""
         run = self.config.run
         due = bool(run.eval_every) and step % run.eval_every == 0
         return run.eval_prompts > 0 and (due or step == 0 or step >= run.num_steps)
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the time of a block to `time/<phase>` of this step."""
         self.display.phase(phase)
         with self.metrics.timed(phase):
             yield
@@ -265,7 +259,6 @@ class Session:
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether there is one to go on from."""
         return bool(checkpoints.list_checkpoints(self.run.checkpoints))
 
     def _write(self, folder: Path) -> None:
@@ -340,7 +333,6 @@ class Session:
         return self.save()
 
     def _keep_batch(self, rows: list[int], why: str) -> None:
-        """Write the samples of a step that gave non-finite numbers, for inspection."""
         if not self.world.is_main:
             return
         folder = self.run.path / "nonfinite"

@@ -65,8 +65,6 @@ class Sources(_Strict):
 
 
 class Best(_Strict):
-    """The best held-out result so far."""
-
     step: Count
     value: Finite
 
@@ -113,7 +111,6 @@ class RunState(_Strict):
 
     @property
     def first_update(self) -> bool:
-        """Whether no optimizer step has used the rollout in hand."""
         return self.epoch == self.minibatch == 0
 
 
@@ -168,7 +165,6 @@ class CheckpointState(_Strict):
         return state
 
     def write(self, folder: Path) -> None:
-        """Write state.json into a checkpoint folder."""
         (folder / STATE).write_text(json.dumps(self.model_dump(), indent=1), encoding="utf-8")
 
 

@@ -27,7 +27,6 @@ class Trainer(Parts):
     has_prompts = True  # whether another method finds prompts in the rows of task.data
 
     def train(self, session: Session) -> None:
-        """Go on from the current step of a session to the last."""
         raise NotImplementedError
 
     def evaluate(self) -> Evaluation:
