@@ -180,11 +180,7 @@ def label_loss(
     with torch.no_grad():
         toward = (2 * labels - 1) * scores
         wins = (toward > 0).float() + 0.5 * (toward == 0).float()
-        metrics = {
-            "loss": loss.detach(),
-            "rewards/mean": scores.sum() / count,
-            "rewards/accuracy": wins.sum() / count,
-        }
+        metrics = {"loss": loss.detach(), "rewards/mean": scores.sum() / count, "rewards/accuracy": wins.sum() / count}
     return loss, metrics
 
 
@@ -227,12 +223,7 @@ def _count(rewards: Tensor, denominator: float | None) -> float:
 
 
 def _pairwise_loss(
-    chosen: Tensor,
-    rejected: Tensor,
-    label_smoothing: float,
-    denominator: float | None,
-    *,
-    asked: Tensor | None = None,
+    chosen: Tensor, rejected: Tensor, label_smoothing: float, denominator: float | None, *, asked: Tensor | None = None
 ) -> tuple[Tensor, Metrics]:
     assert 0 <= label_smoothing < 0.5, f"label_smoothing is {label_smoothing}"
     pairs = _count(chosen, denominator)

@@ -55,8 +55,7 @@ class Config(Section):
         default_factory=RewardModelConfig, description="learning a reward model from pairs, labels or ratings"
     )
     dpo: DpoConfig = Field(
-        default_factory=lambda: DpoConfig.model_validate({}),
-        description="a policy from pairs: DPO and its kin",
+        default_factory=lambda: DpoConfig.model_validate({}), description="a policy from pairs: DPO and its kin"
     )
     run: RunConfig = Field(default_factory=RunConfig, description="length, seed, evaluation, checkpoints")
 

@@ -16,12 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tinyrl.algorithms.advantages import (
-    decoupled_advantages,
-    discounted_returns,
-    group_advantages,
-    rloo_advantages,
-)
+from tinyrl.algorithms.advantages import decoupled_advantages, discounted_returns, group_advantages, rloo_advantages
 from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.algorithms.reward_shaping import token_rewards
 from tinyrl.config.method_sections import GrpoConfig
@@ -52,10 +47,7 @@ class Grpo(OnPolicyTrainer):
                 # 2. Their log-probabilities under the reference, and before the update.
                 with session.timed("reference"):
                     collector.compute_logprobs(
-                        rollout,
-                        reference=config.kl_coef > 0,
-                        several_steps=several_steps,
-                        scored=kl_in_score(config),
+                        rollout, reference=config.kl_coef > 0, several_steps=several_steps, scored=kl_in_score(config)
                     )
                 session.start_update(rollout, **rewards, **collector.metrics(rollout), **collector.end_sampling(step))
             # 3. How much better a response is than its group.

@@ -177,13 +177,7 @@ def advantages_and_returns(
 
 
 def update(
-    session: Session,
-    parts: Ppo,
-    collector: RolloutCollector,
-    rollout: Rollout,
-    *,
-    kl_coef: float,
-    warming_up: bool,
+    session: Session, parts: Ppo, collector: RolloutCollector, rollout: Rollout, *, kl_coef: float, warming_up: bool
 ) -> bool:
     """The optimizer steps of a rollout; True where `ppo.stop_kl` ended them early."""
     config = parts.config.ppo

@@ -122,13 +122,7 @@ class Launch:
 
 
 def start(
-    config: Config,
-    *,
-    options: Options,
-    output_dir: str,
-    name: str | None,
-    overwrite: bool,
-    command: list[str],
+    config: Config, *, options: Options, output_dir: str, name: str | None, overwrite: bool, command: list[str]
 ) -> Launch:
     """Load everything, check it, and make the run's folder. Raises ValueError before anything is written."""
     check_trackers(config.run.trackers)

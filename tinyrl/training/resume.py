@@ -24,11 +24,7 @@ MOST_SHOWN = 3  # changes in an error
 
 
 def resume(
-    run: RunDir,
-    *,
-    options: Options,
-    config: Config | None = None,
-    allow_config_change: bool = False,
+    run: RunDir, *, options: Options, config: Config | None = None, allow_config_change: bool = False
 ) -> Launch | None:
     """Go on from the newest checkpoint that verifies, or from the beginning. None: the run is finished.
 
