@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from pydantic import Field, model_validator
 
 from tinyrl.config.method_sections import DpoConfig, GrpoConfig, PpoConfig, RewardModelConfig, SftConfig
-from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName, is_method
+from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, Method, MethodName, is_method
 from tinyrl.config.sections import (
     URL_SETTINGS,
     CriticConfig,
@@ -85,7 +85,7 @@ class Config(Section):
         return self
 
     def uses(self, section: str) -> bool:
-        return section not in OPTIONAL_SECTIONS or section in METHODS[self.method].sections
+        return section not in OPTIONAL_SECTIONS or section in self.trains.sections
 
     @property
     def has_reference(self) -> bool:
@@ -93,9 +93,14 @@ class Config(Section):
         return wanted and getattr(self.own, "needs_reference", True)
 
     @property
+    def trains(self) -> Method:
+        """What the method is: its sections, trainer, kind of rows, and whether it makes a policy."""
+        return METHODS[self.method]
+
+    @property
     def own(self) -> GrpoConfig | PpoConfig | SftConfig | RewardModelConfig | DpoConfig:
         """The section that only this method has."""
-        return getattr(self, METHODS[self.method].own)
+        return getattr(self, self.trains.own)
 
     @property
     def on_policy(self) -> GrpoConfig | PpoConfig:
@@ -106,7 +111,7 @@ class Config(Section):
 
     @property
     def samples(self) -> bool:
-        return METHODS[self.method].samples
+        return self.trains.samples
 
     def written(self) -> dict[str, Any]:
         """The sections that the method uses, as JSON values without secrets: what config.yaml and checkpoints hold."""

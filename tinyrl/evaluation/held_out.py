@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from tinyrl.components import Options, settle_threads, trainer_of
-from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
 from tinyrl.models.weights_io import load_policy
 
@@ -18,7 +17,7 @@ def measure(config: Config, checkpoint: Path | None, *, split: str, most: int, o
     run = config.run.model_copy(update={"eval_prompts": most})
     trainer = trainer_of(config.method)(config.model_copy(update={"run": run}), options=options)
     try:
-        if checkpoint is not None and METHODS[config.method].policy:  # of any method: that of another run too
+        if checkpoint is not None and config.trains.policy:  # of any method: that of another run too
             load_policy(trainer.roles, checkpoint)
         elif checkpoint is not None:
             trainer.load_models(checkpoint)

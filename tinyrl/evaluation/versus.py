@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from tinyrl.components import Options, SamplingParts, settle_threads
-from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import prompt_key
 from tinyrl.evaluation.evaluate import Evaluation, Role, evaluate
@@ -225,7 +224,7 @@ def load_side(target: Target, *, options: Options, judge: Scorer | None = None) 
 def _other_measured(config: Config, vs: str, how: How, *, options: Options) -> dict[str, Any]:
     """The other side's numbers on the rows of the first one, whose configuration `config` is."""
     if vs in ("base", "start"):
-        if not METHODS[config.method].policy:
+        if not config.trains.policy:
             raise ValueError(
                 f"--vs {vs}: a reward model starts from nothing; name another run of `tinyrl train reward`"
             )
