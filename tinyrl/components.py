@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
@@ -22,12 +23,13 @@ from tinyrl.generation.planned import Unsampled
 from tinyrl.generation.select import engine_of, planned_engine
 from tinyrl.generation.turns_preview import episode_notes, show_episode
 from tinyrl.models.build import build_reward_model, build_roles, check_reference
-from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, threads_for
+from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, threads_for, to_device
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.models.memory import bytes_by_role
-from tinyrl.models.micro_batches import MicroBatches
+from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.outline import outline_roles
 from tinyrl.models.reward_model import positions_of
+from tinyrl.models.roles import Role
 from tinyrl.models.vocabulary import check_ids, check_vocabulary
 from tinyrl.models.weights_io import load_roles, save_roles
 from tinyrl.rewards.gold_check import check_gold
@@ -125,6 +127,31 @@ class Parts:
 
     def load_models(self, folder: Path) -> None:
         load_roles(self.roles, folder)
+
+    def each_row(
+        self,
+        compute: Callable[[list[int]], Tensor],
+        sizes: RowSizes,
+        *,
+        role: Role,
+        width: int,
+        rows: list[int] | None = None,
+        among: World | None = None,
+    ) -> Tensor:
+        """(N, width) numbers of each row without gradient, on the CPU; 0 for those not in `rows` (None: all are).
+
+        Each process of `among` (None: all) computes some of them.
+        """
+        device, among = self.roles.device, self.world if among is None else among
+        out = torch.zeros(len(sizes), width, device=device)
+
+        def run(micro: list[int]) -> None:
+            out[to_device(torch.as_tensor(micro), device)] = compute(micro).float()
+
+        with torch.no_grad(), self.roles.acting(role), self.accelerator.autocast():
+            self.micro_batches.run(Work(sizes, run, own_rows(sizes, rows, among)))
+        among.sum(out)
+        return out.cpu()
 
     def forget(self) -> None:
         """Invalidate what was computed from rows or frozen models, which are others now."""

@@ -151,10 +151,7 @@ def load_config(method: str, recipe: str | None, *, overrides: list[str]) -> Con
 
 
 def method_of(words: list[str]) -> tuple[str | None, list[str]]:
-    """(method, what follows it) of words that may begin with a method or with a recipe, which says its own.
-
-    Raises ValueError for a recipe that says none.
-    """
+    """(method, what follows it) of words that begin with a method, or with a recipe, which must say its own."""
     if not words or "=" in words[0]:
         return None, words
     if words[0] in METHODS:

@@ -146,10 +146,7 @@ SECTIONS = tuple(name for name, kind in fields_of(Config).items() if fields_of(k
 
 
 def _walk(loc: KeyPath) -> tuple[KeyPath, Any]:
-    """The part of an error's location that names a setting, and what that setting allows.
-
-    Inside a union pydantic adds the alternatives it tried to the location; those are not part of the setting.
-    """
+    """The part of an error's location that names a setting, without tried alternatives of a union, and what it allows."""
     path: list[str | int] = []
     kind: Any = Config
     for part in loc:
@@ -232,10 +229,7 @@ def _limit(rule: Any) -> str:
 
 
 def describe_settings(section: str | None = None, *, width: int = WIDTH) -> str:
-    """One section, or all: YAML that a recipe may hold, in at most `width` columns, what a setting does beside it.
-
-    Raises ValueError for a section there is not.
-    """
+    """One section, or all, as YAML that a recipe may hold, with what each setting does beside it."""
     if section is not None and section not in SECTIONS:
         homes = [name for name in SECTIONS if section in fields_of(section_class(name))]
         near = f" `{section}` is in {and_list(homes)}." if homes else did_you_mean(section, [*SECTIONS])

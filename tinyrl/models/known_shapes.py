@@ -59,7 +59,7 @@ def stand_in(config: Config, folder: Path) -> Config:
     answer = prompt if samples else _text(model, TEXT_TOKENS)
     row = {"completion": answer, "chosen": answer, "rejected": answer[::-1], "label": True, "score": 1.0}
     row = {} if samples else {name: row[name] for name in _columns(config)}
-    count = max(config.run.eval_prompts, config.on_policy.num_prompts if samples else _batch(config))
+    count = max(config.run.eval_prompts, config.on_policy.num_prompts if samples else config.own.batch_size)
     rows.write_text((json.dumps({"prompt": prompt, **row}) + "\n") * count, encoding="utf-8")
     values = config.model_dump()
     values["model"] |= {"path": str(model), "revision": None}
@@ -77,10 +77,6 @@ def _columns(config: Config) -> tuple[str, ...]:
         of = {"labels": ("completion", "label"), "ratings": ("completion", "score")}
         return of.get(config.reward_model.objective, ("chosen", "rejected"))
     return ("chosen", "rejected") if config.trains.rows == "pairs" else ("completion",)
-
-
-def _batch(config: Config) -> int:
-    return getattr(config, config.trains.own).batch_size
 
 
 def _text(model: Path, tokens: int) -> str:

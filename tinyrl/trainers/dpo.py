@@ -33,8 +33,7 @@ from tinyrl.data.rows import example_rows, few_held_out, fingerprints
 from tinyrl.data.shapes import preference
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.build import reference_of
-from tinyrl.models.device import to_device
-from tinyrl.models.micro_batches import RowSizes, StepRows, Work, own_rows
+from tinyrl.models.micro_batches import RowSizes, StepRows
 from tinyrl.models.vocabulary import check_ids
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import render_answer
@@ -117,10 +116,7 @@ class Dpo(RowTrainer):
         return Evaluation({**named, "loss": float(loss), **sides, "num_pairs": len(pairs)}, [], [])
 
     def reference_logprobs(self, split: Split, rows: Sequence[int]) -> Tensor | None:
-        """(B, 2): the reference's log-probabilities of chosen and rejected; None where the loss needs no reference.
-
-        Rows that come up for the first time are computed, all in one pass, and kept.
-        """
+        """(B, 2) of chosen and rejected, computed at first use and kept; None where the loss needs no reference."""
         if not self.roles.has_reference:
             return None
         pairs, known = self.train_rows if split == "training" else self.held_out, self.reference[split]
@@ -183,9 +179,7 @@ def preference_loss(
     kl: float,
     denominator: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss that `dpo` names. logprobs and reference (None where it needs none), of chosen and rejected, summed over
-    their tokens, and how many these are: (B, 2).
-    """
+    """The loss that `dpo` names. logprobs, reference (sums over tokens) and lengths: (B, 2), chosen and rejected."""
     lengths = lengths.to(logprobs)
     if reference is None:
         chosen, rejected = (logprobs / lengths).unbind(1)
@@ -207,10 +201,7 @@ def preference_loss(
 
 
 def reference_point(parts: Dpo, pairs: list[Pair]) -> float:
-    """KTO's z_0: the mean log-ratio, at least 0, of the answers of all pairs of a step behind each other's prompts.
-
-    0 for the other losses.
-    """
+    """KTO's z_0: the mean log-ratio, at least 0, of each answer behind the next pair's prompt; 0 for other losses."""
     others = mismatched(pairs, most=most_tokens(parts)) if parts.config.dpo.loss == "kto" else []
     if not others:
         return 0.0
@@ -218,9 +209,7 @@ def reference_point(parts: Dpo, pairs: list[Pair]) -> float:
 
 
 def check_start(parts: Dpo) -> list[str]:
-    """The loss before the first step as a line; none where it has no value of its own. Raises ValueError, naming the
-    reference, where it is not what it is while policy and reference agree.
-    """
+    """The loss before the first step, as a line. Raises ValueError where policy and reference differ already."""
     dpo = parts.config.dpo
     if not parts.roles.has_reference:
         return []
@@ -252,24 +241,15 @@ def pair_logprobs(parts: Parts, role: Literal["policy", "reference"], pairs: lis
 
 def logprobs_of(parts: Parts, role: Literal["policy", "reference"], pairs: list[Pair]) -> Tensor:
     """`pair_logprobs` of any number of pairs, without gradient, on the CPU."""
-    device = parts.roles.device
-    out = torch.zeros(len(pairs), 2, device=device)
 
-    def run(rows: list[int]) -> None:
-        said = pair_logprobs(parts, role, [pairs[i] for i in rows]).float()
-        out[to_device(torch.as_tensor(rows), device)] = said
+    def compute(rows: list[int]) -> Tensor:
+        return pair_logprobs(parts, role, [pairs[i] for i in rows])
 
-    with torch.no_grad(), parts.roles.acting(role), parts.accelerator.autocast():
-        sizes = sizes_of(parts, pairs)
-        parts.micro_batches.run(Work(sizes, run, own_rows(sizes, None, parts.world)))
-    parts.world.sum(out)
-    return out.cpu()
+    return parts.each_row(compute, sizes_of(parts, pairs), role=role, width=2)
 
 
 def sizes_of(parts: Parts, pairs: list[Pair]) -> RowSizes:
-    """What a pair costs a forward pass: packed, the prompt (once for all pairs that share it) and both answers; else
-    twice the prompt with the longer answer.
-    """
+    """Cost of a pair in a forward pass: packed, prompts once and both answers; else twice the longer side."""
     if not parts.roles.packs:
         return RowSizes.alone([2 * pair.longest for pair in pairs], packed=False)
     prompts, answers = [p.prompt for p in pairs], [len(p.chosen) + len(p.rejected) for p in pairs]
@@ -311,9 +291,7 @@ def most_tokens(parts: Parts) -> int:
 
 
 def usable(pairs: list[Pair], parts: Parts, *, notes: list[str]) -> list[Pair]:
-    """Without pairs whose answers are the same, which say nothing, and, under task.long_prompts=drop, those that are
-    too long; `notes` gets a line that says how many. Raises ValueError for long ones otherwise, and where none is left.
-    """
+    """Pairs without those of one answer twice or, under long_prompts=drop, too long; `notes` say how many."""
     most = most_tokens(parts)
     long = [pair for pair in pairs if pair.longest > most]
     if long and parts.config.task.long_prompts == "error":

@@ -94,9 +94,7 @@ def sample_groups(collector: RolloutCollector, config: GrpoConfig, step: int) ->
 
 
 def kl_in_score(config: GrpoConfig) -> bool:
-    """Whether the KL of a response is a part of its score, which is compared with its group: as in RLOO (2402.14740),
-    unlike REINFORCE++ (2501.03262), whose KL is token by token.
-    """
+    """Whether the KL of a response is compared with its group: as in RLOO, unlike REINFORCE++, whose KL is by token."""
     return config.kl_placement == "reward" and config.kl_coef > 0 and config.advantage in ("group", "leave-one-out")
 
 

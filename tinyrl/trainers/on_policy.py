@@ -362,9 +362,7 @@ def entropy_coef(section: GrpoConfig | PpoConfig, session: Session) -> float:
 
 
 def steer_entropy(section: GrpoConfig | PpoConfig, session: Session) -> dict[str, float]:
-    """At the end of a step: set the weight for the next one by the entropy that this one's updates saw, a mean over
-    them; nothing changes where none saw one. Returns the step's metrics: policy/entropy_coef.
-    """
+    """Set the next step's weight by the entropy that this step's updates saw; metrics: policy/entropy_coef."""
     if section.entropy_target is None:
         return {}
     used, controllers = entropy_coef(section, session), session.state.controllers

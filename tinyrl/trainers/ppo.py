@@ -55,8 +55,6 @@ from tinyrl.data.described import described
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import batch_indices, fingerprint, placed_rows
 from tinyrl.models.batches import SequenceBatch
-from tinyrl.models.device import to_device
-from tinyrl.models.micro_batches import Work, own_rows
 from tinyrl.models.roles import Role, Roles
 from tinyrl.models.vocabulary import check_ids
 from tinyrl.rollout import Rollout
@@ -144,9 +142,7 @@ class Ppo(OnPolicyTrainer):
 
 
 def shaped_rewards(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> Tensor:
-    """(B, T): score on the last token, the environment's rewards on the last of each turn, and the KL penalty where it
-    belongs to the reward.
-    """
+    """(B, T): score on the last token, the environment's rewards on each turn's last, the KL penalty if it is one."""
     scores = torch.nan_to_num(rollout.final_scores)
     if config.clip_rewards is not None:
         scores = scores.clamp(-config.clip_rewards, config.clip_rewards)
@@ -225,19 +221,15 @@ def predict_values(rollout: Rollout, roles: Roles, collector: RolloutCollector) 
 
 def predict_final_values(rollout: Rollout, parts: SamplingParts) -> Tensor:
     """(B,) the critic's value of what would have followed a response that was cut off; 0 for one that ended."""
-    roles, out = parts.roles, torch.zeros(len(rollout), device=parts.roles.device)
-    cut = (rollout.cut_off & rollout.kept).nonzero().squeeze(-1).tolist()
+    roles = parts.roles
 
-    def run(rows: list[int]) -> None:
+    def compute(rows: list[int]) -> Tensor:
         prompts = [rollout.prompt_tokens[int(rollout.prompt_index[row])] for row in rows]
         batch = roles.batch(prompts, [rollout.response(row) for row in rows], last_tokens=True)
-        out[to_device(torch.as_tensor(rows), roles.device)] = roles.final_values(batch).float()
+        return roles.final_values(batch).unsqueeze(1)
 
-    with torch.no_grad(), roles.acting(roles.value_role), parts.accelerator.autocast():
-        sizes = rollout.sizes(roles)
-        parts.micro_batches.run(Work(sizes, run, own_rows(sizes, cut, parts.world)))
-    parts.world.sum(out)
-    return out.cpu()
+    cut = (rollout.cut_off & rollout.kept).nonzero().squeeze(-1).tolist()
+    return parts.each_row(compute, rollout.sizes(roles), role=roles.value_role, width=1, rows=cut).squeeze(1)
 
 
 @dataclass(frozen=True)
@@ -265,9 +257,7 @@ class ValueLoss:
 
 @dataclass(frozen=True)
 class SharedTrunkLoss:
-    """Policy and value from one forward pass of the policy's trunk. While the critic warms up, and for a detached one
-    always, no gradient of the value reaches the trunk.
-    """
+    """Policy and value from one forward pass; no gradient of a detached, or warming up, value reaches the trunk."""
 
     policy: PolicyLoss
     value: ValueLoss
@@ -308,9 +298,7 @@ def text_of(row: Row, parts: Parts, *, place: str) -> list[Example]:
 
 
 def ptx_pass(parts: Ppo, state: RunState) -> Pass:
-    """The policy's pass over the text batch of the optimizer step at which `state` stands. Metric: policy/ptx_loss,
-    nats per token, before the coefficient.
-    """
+    """The policy's pass over the text batch where `state` stands. Metric: policy/ptx_loss, before the coefficient."""
     config, seed = parts.config.ppo, parts.config.run.seed
     size = min(config.ptx_batch_size, len(parts.text))  # none twice in a batch, but where an epoch ends in it
     minibatches = -(-config.batch_size // (config.minibatch_size or config.batch_size))

@@ -35,8 +35,7 @@ from tinyrl.distributed import ALONE, World
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.reward_models import label_metrics, pair_metrics, rating_metrics
 from tinyrl.models.batches import SequenceBatch, trunk_of
-from tinyrl.models.device import to_device
-from tinyrl.models.micro_batches import RowSizes, StepRows, Work, own_rows
+from tinyrl.models.micro_batches import RowSizes, StepRows
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_room
 from tinyrl.models.roles import Role, Roles
 from tinyrl.models.vocabulary import check_ids
@@ -192,21 +191,13 @@ class RewardModel(RowTrainer):
         return float(torch.cat(self.scores(self.train_rows[:CENTERED_ON], world=ALONE)).mean())  # while rank 0 saves
 
     def scores(self, examples: list[JudgedTokens], *, world: World) -> tuple[Tensor, ...]:
-        """Scores (n,) of the chosen and of the rejected sides, or of single answers, without gradient; each process of
-        `world` computes some of them.
-        """
-        device = self.roles.device
-        out = torch.zeros(len(examples), 2 if self.objective == "pairs" else 1, device=device)
+        """Scores (n,) of each side, chosen and rejected or the only one, without gradient."""
 
-        def run(rows: list[int]) -> None:
-            scores = torch.stack(answer_scores(self, [examples[i] for i in rows]), 1).float()
-            out[to_device(torch.as_tensor(rows), device)] = scores
+        def compute(rows: list[int]) -> Tensor:
+            return torch.stack(answer_scores(self, [examples[i] for i in rows]), 1)
 
-        with torch.no_grad(), self.roles.acting("policy"), self.accelerator.autocast():
-            sizes = sizes_of(self, examples)
-            self.micro_batches.run(Work(sizes, run, own_rows(sizes, None, world)))
-        world.sum(out)
-        return out.cpu().unbind(1)
+        sides = 2 if self.objective == "pairs" else 1
+        return self.each_row(compute, sizes_of(self, examples), role="policy", width=sides, among=world).unbind(1)
 
 
 def score_loss(
@@ -224,9 +215,7 @@ def score_loss(
 
 
 def answer_scores(parts: Parts, examples: list[JudgedTokens]) -> tuple[Tensor, ...]:
-    """Scores of the answers, one (n,) for each side. What two sides begin with is the prompt, which a packed batch
-    reads once.
-    """
+    """Scores of the answers, one (n,) for each side; a packed batch reads what two sides begin with once."""
     starts = [max(1, shared_start(one.texts)) for one in examples]
     sides = zip(*(one.texts for one in examples), strict=True)
     cut = [(text[:n], text[n:]) for side in sides for n, text in zip(starts, side, strict=True)]
@@ -254,9 +243,7 @@ def sizes_of(parts: Parts, examples: list[JudgedTokens]) -> RowSizes:
 
 
 def _usable(rows: list[Row], objective: Objective, notes: list[str]) -> list[tuple[Row, Judged]]:
-    """Rows, as they are and as they are read, without those that teach nothing, which `notes` tell of. Raises
-    ValueError where none is left.
-    """
+    """Rows, as they are and as read, without those that teach nothing (ValueError: all of them); `notes` tell."""
     found: list[tuple[Row, Judged]] = []
     for row in watched(rows):
         with quoting(row):

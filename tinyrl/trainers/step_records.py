@@ -61,9 +61,7 @@ def _place(rollout: Rollout, row: int, texts: dict[int, str], group_size: int) -
 
 
 def shown_rows(rollout: Rollout, *, group_size: int) -> list[int]:
-    """The rows that are shown token by token: of each prompt the one with the highest and the one with the lowest
-    reward, then others, of those that count.
-    """
+    """Rows shown token by token: of each prompt those with the highest and lowest reward, then others that count."""
     rewards, kept = rollout.rewards.tolist(), rollout.kept.tolist()
     first: list[int] = []
     for start in range(0, len(rollout), group_size):
@@ -122,9 +120,7 @@ def token_lines(
 
 
 def pieces(tokenizer: Decodes, tokens: list[int], *, before: list[int]) -> list[str]:
-    """The text that each token adds behind `before`; all of a character that several tokens make is the last one's.
-    Together they are the whole text.
-    """
+    """The text each token adds behind `before`; a character of several tokens is the last one's."""
     out: list[str] = []
     ids, known, read = [*before, *tokens], 0, len(before)
 
@@ -142,9 +138,7 @@ def pieces(tokenizer: Decodes, tokens: list[int], *, before: list[int]) -> list[
 
 
 def allowed_bytes(run: RunConfig, step: int) -> float:
-    """How large tokens.jsonl may be after an evaluation at `step`: its share of the whole run's, so that a long run
-    is shown to its end.
-    """
+    """Largest size of tokens.jsonl after an evaluation at `step`: its share of the whole run's."""
     every = run.eval_every or run.num_steps
     ahead = max(0, run.num_steps - step)
     done = -(-step // every)

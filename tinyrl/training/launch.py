@@ -8,13 +8,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from tinyrl.components import Options, Parts, settle_threads, trainer_of
+from tinyrl.components import Options, settle_threads, trainer_of
 from tinyrl.config.schema import Config
 from tinyrl.distributed import World
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
@@ -45,17 +46,9 @@ from tinyrl.training.session import Session
 from tinyrl.training.state import Sources, read_sources
 from tinyrl.training.trainer import Trainer
 
-AFTERWARDS = (  # what a broken matplotlib of a person's, a damaged file or no memory ends in
-    ArithmeticError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+# What a broken matplotlib of a person's, a damaged file or no memory ends in.
+AFTERWARDS = (ArithmeticError, AttributeError, ImportError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
+              ValueError)  # fmt: skip
 
 
 @dataclass
@@ -134,27 +127,34 @@ def start(
             undo.callback(trainer.close)
             check_alike(trainer)
             notes = [settle_threads(trainer), *trainer.check()]
-            config = trainer.config = with_threads(config, trainer)
+            if trainer.accelerator.device.type == "cpu":  # numbers depend on what run.threads=auto came to
+                run_section = config.run.model_copy(update={"threads": torch.get_num_threads()})
+                config = trainer.config = config.model_copy(update={"run": run_section})
         if trainer.world.is_main:
             copies = 2 if config.run.save_every else 1  # the newest one stays until the next is whole
             checkpoints.check_room(Path(output_dir), needed=checkpoint_bytes(trainer.roles), copies=copies)
         run = _folder(trainer.world, output_dir, name=name, config=config, overwrite=overwrite)
         undo.callback(run.lock.release)
         run.write_config(config)
-        _write_environment(run, trainer, command)
+        device, processes = trainer.accelerator.device, trainer.world.size
+        name_of_device = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        facts = environment(
+            command,
+            device=name_of_device if processes == 1 else f"{processes} processes, each {name_of_device}",
+            threads=torch.get_num_threads(),
+            seed=config.run.seed,
+            dtype=str(trainer.roles.causal.dtype).removeprefix("torch."),
+        )
+        run.write_environment(facts)
         reading = partial(read_sources, config, rows=trainer.row_fingerprints, known={})
-        sources = later(reading) if run.writes else Sources
+        sources = Sources
+        if run.writes:  # beside the training: large weights take seconds
+            pool = ThreadPoolExecutor(1)
+            sources = pool.submit(reading).result
+            pool.shutdown(wait=False)
         launch = open_session(run, trainer, sources=sources, outline=outline)
         launch.say([f"run {run.path}", *notes])
         return launch
-
-
-def with_threads(config: Config, parts: Parts) -> Config:
-    """The configuration with the number of threads that run.threads=auto came to on a CPU: numbers depend on it."""
-    if parts.accelerator.device.type != "cpu":
-        return config
-    run = config.run.model_copy(update={"threads": torch.get_num_threads()})
-    return config.model_copy(update={"run": run})
 
 
 def _folder(world: World, output_dir: str, *, name: str | None, config: Config, overwrite: bool) -> RunDir:
@@ -183,7 +183,7 @@ def harmless(what: str) -> Iterator[None]:
     try:
         yield
     except AFTERWARDS as error:
-        warn(f"warning: {what} ({type(error).__name__}: {error})")
+        print(f"warning: {what} ({type(error).__name__}: {error})", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -211,28 +211,6 @@ def open_session(
     return Launch(run, trainer, session, tried_plan(trainer, outline))
 
 
-def later(work: Callable[[], Sources]) -> Callable[[], Sources]:
-    """Begin some work beside the training, and return where its result is to be had: large weights take seconds."""
-    pool = ThreadPoolExecutor(1)
-    result = pool.submit(work)
-    pool.shutdown(wait=False)
-    return result.result
-
-
-def _write_environment(run: RunDir, parts: Parts, command: list[str]) -> None:
-    device = parts.accelerator.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    run.write_environment(
-        environment(
-            command,
-            device=name if parts.world.size == 1 else f"{parts.world.size} processes, each {name}",
-            threads=torch.get_num_threads(),
-            seed=parts.config.run.seed,
-            dtype=str(parts.roles.causal.dtype).removeprefix("torch."),
-        )
-    )
-
-
 def plan(config: Config, *, options: Options, output_dir: str = "runs") -> Planned:
     """Memory and disk of a run, before any weight is loaded; offline by the shapes that are known of its model."""
     try:
@@ -247,24 +225,14 @@ def plan(config: Config, *, options: Options, output_dir: str = "runs") -> Plann
 
 
 def time_steps(config: Config, *, options: Options) -> str:
-    with out_of_memory_stops("while a step was timed"):
-        trainer = trainer_of(config.method)(config, options=options)
-        try:
-            return f"{settle_threads(trainer)}\n{seconds_in_words(trainer)}"
-        finally:
-            trainer.close()
+    when = "while a step was timed"
+    with out_of_memory_stops(when), closing(trainer_of(config.method)(config, options=options)) as trainer:
+        return f"{settle_threads(trainer)}\n{seconds_in_words(trainer)}"
 
 
 def dry_run(config: Config, *, options: Options) -> str:
     """Everything up to the first step, without a run folder: what `--dry-run` shows besides the configuration."""
-    with out_of_memory_stops("before the first step"):
-        trainer = trainer_of(config.method)(config, options=options)
-        try:
-            settle_threads(trainer)
-            return f"{seconds_in_words(trainer)}\n{trainer.preview()}"
-        finally:
-            trainer.close()
-
-
-def warn(text: str) -> None:
-    print(text, file=sys.stderr)
+    when = "before the first step"
+    with out_of_memory_stops(when), closing(trainer_of(config.method)(config, options=options)) as trainer:
+        settle_threads(trainer)
+        return f"{seconds_in_words(trainer)}\n{trainer.preview()}"

@@ -122,9 +122,7 @@ class Planner:
         return MemoryPlan(self.device.type, self.standing, phases, self.room, tokens, self.sampling)
 
     def _as_read(self) -> int:
-        """Bytes of the base's files that are in memory beside the model while it is loaded. On a CPU a model in the
-        dtype of its files is the files' own memory.
-        """
+        """Bytes of the base's files beside the model while it is loaded; none on a CPU where the dtype is theirs."""
         model, dtype = self.trainer.config.model, self.outline.causal.dtype
         if self.device.type != "cpu" or model.random_init:
             return 0

@@ -83,8 +83,7 @@ def _decoded(parts: Parts, tokens: list[int]) -> str:
 
 
 def _template(parts: Parts) -> Check:
-    """A turn of the assistant ends with a token that ends a completion, and a prompt begins with one BOS (which
-    some templates begin every turn with)."""
+    """Whether a turn of the assistant ends with a token that ends a completion."""
     name, tokenizer = "chat template", parts.tokenizer
     if not tokenizer.chat_template:
         return Check(name, "note", "there is none, so prompts are text (task.chat=false)")
@@ -120,9 +119,7 @@ def _logprobs(
 
 
 def _gap(parts: Parts, name: str, ours: Tensor, theirs: Tensor, exact: Callable[[], Tensor]) -> Check:
-    """Whether two sets of log-probabilities agree: every one in float32; in half precision both are as near to `exact`,
-    which is computed in float32.
-    """
+    """Whether log-probabilities agree: in half precision, whether both are as near to `exact`, of float32."""
     gap = (ours - theirs).abs()
     said = f"log-probabilities differ by at most {float(gap.max()):.1g}"
     if parts.roles.causal.dtype == torch.float32 and parts.accelerator.mixed_precision == "no":

@@ -140,9 +140,7 @@ def stretched_schedule(optim: OptimConfig, *, step: int, before: int, now: int) 
 
 
 def rate_factor(schedule: str, step: int, *, num_steps: int, warmup_steps: int) -> float:
-    """The factor of the learning rate at `step` (0-based): linear warm-up, then constant, or linear or cosine towards
-    0, which would be reached one step after the last.
-    """
+    """Factor of the learning rate at `step` (0-based): linear warm-up, then constant, linear or cosine towards 0."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))

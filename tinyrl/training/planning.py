@@ -151,9 +151,7 @@ def beside_measured(plan: MemoryPlan, peak_gb: float) -> str:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan in words; `problem` says why the run does not fit, and what would (None: it does). `offline`: by shapes,
-    for the model is not here.
-    """
+    """A plan in words; problem: why the run does not fit, and what would; offline: by known shapes alone."""
 
     text: str
     problem: str | None = None
@@ -161,9 +159,7 @@ class Planned:
 
 
 def plan_run(config: Config, *, options: Options, output_dir: str = "runs") -> Planned:
-    """Memory and disk of a run, before any weight is loaded. Raises ValueError for what the
-    run itself would refuse; a model that cannot be tried without numbers has no plan.
-    """
+    """Memory and disk of a run before any weight is loaded. Raises ValueError for what the run would refuse."""
     options = replace(options, weights=False)
     try:
         trainer = trainer_of(config.method)(config, options=options)

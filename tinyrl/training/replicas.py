@@ -24,9 +24,7 @@ CHECK_EVERY = 25  # steps
 
 
 def sum_step(world: World, metrics: dict[str, float], parameters: Sequence[nn.Parameter]) -> dict[str, float]:
-    """Add up gradients, in place, and metrics over the processes. A parameter without a gradient on all of them is left
-    without one, so that no optimizer moves it.
-    """
+    """Add up gradients, in place, and metrics over the processes. What has no gradient anywhere is left without one."""
     if world.size == 1:
         return metrics
     there = "".join("1" if p.grad is not None else "0" for p in parameters)

@@ -79,9 +79,7 @@ def resume(
 
 
 def _check_beginning(run: RunDir) -> None:
-    """Raise ValueError where the run is not at its beginning and yet has no checkpoint: they were moved, their disk is
-    not mounted, or none could be written. To begin again would delete the record.
-    """
+    """Raise ValueError for a run past its beginning without a checkpoint: to begin again would delete the record."""
     last = max(read_steps(run.metrics, []), default=0) if run.metrics.is_file() else 0
     if last > 0:
         what = "is empty" if run.checkpoints.is_dir() else "does not exist"
@@ -143,9 +141,7 @@ def _longer(change: str) -> bool:
 
 
 def keeps_rollout(change: str) -> bool:
-    """Whether an update goes on with the rollout it has after a changed setting (a line of `changed_settings`): one
-    that says how it is learnt from and not what is in it, nor which of its rows make a minibatch.
-    """
+    """Whether a changed setting (a line of `changed_settings`) leaves the rollout in hand and its minibatches valid."""
     key = change.partition(":")[0]
     return key.startswith(("optim.", "run.")) and key != "run.seed"
 

@@ -43,11 +43,7 @@ OPTIMIZER, ROLLOUT, RANDOM = "optimizer.safetensors", "rollout.safetensors", "ra
 
 
 class StepMetrics:
-    """The metrics of a step: known once, averaged over its optimizer steps, or timed.
-
-    Values and sums are JSON and go into a checkpoint, so that a step resumed inside its update says the same;
-    times do not.
-    """
+    """Metrics of a step; values and sums go into a checkpoint, so a step resumed in its update says the same."""
 
     def __init__(self, values: dict[str, Any] | None = None, sums: dict[str, list[float]] | None = None) -> None:
         self.values = {} if values is None else values
@@ -151,9 +147,7 @@ class Session:
         self.metrics.start_update(metrics)
 
     def minibatches(self, num_rows: int, *, num_epochs: int, size: int | None) -> Iterator[list[int]]:
-        """Rows of each optimizer step: every epoch all rows once, shuffled by (seed, step, epoch), from where the
-        state stands.
-        """
+        """Rows of each optimizer step from where the state stands: each epoch all, shuffled by (seed, step, epoch)."""
         state, size = self.state, size or num_rows
         while state.epoch < num_epochs:
             key = f"minibatch {self.config.run.seed} {state.step} {state.epoch}"
@@ -282,9 +276,7 @@ class Session:
         ).write(folder)
 
     def restore(self, folder: Path, kept: CheckpointState) -> list[str]:
-        """Go on from a verified checkpoint, whose state.json is `kept`. The run's records are cut when all else is
-        done; a line for each that is not whole.
-        """
+        """Go on from a verified checkpoint, whose state.json is `kept`; a line for each record that is not whole."""
         self.parts.load_models(folder)
         if kept.setting("optim", "optimizer") in (None, self.config.optim.optimizer):
             load_optimizers(self.optimizers, load_file(folder / OPTIMIZER))
@@ -314,9 +306,7 @@ class Session:
         return notes
 
     def sample_again(self) -> bool:
-        """Let go of what was measured of sampling, and of the rollout of an update in hand (False: there is none),
-        whose step then begins again.
-        """
+        """Discard what was measured of sampling, and the rollout of an update in hand; False where there is none."""
         self.state.controllers.exact_sampling = None
         if self.state.phase != "update":
             return False
@@ -325,9 +315,7 @@ class Session:
         return True
 
     def interrupted(self, reason: Interrupted) -> Path | None:
-        """Keep everything done so far. Work inside an optimizer step or a rollout is repeated by the resume; nothing
-        else is. Other processes are told, and wait for nothing any more.
-        """
+        """Tell other processes, and save all that is done. A resume repeats the optimizer step or rollout in hand."""
         self.world.announce(str(reason))
         self.display.note(f"{reason}: saving step {self.state.step} ({self.state.phase})")
         return self.save()
