@@ -285,21 +285,13 @@ def conflicts(config: Config) -> Iterator[str]:
 def _models(config: Config) -> Iterator[str]:
     lora, model = config.lora, config.model
     if config.samples and lora.dropout > 0:
-        yield (
-            f"lora.dropout={lora.dropout}: dropout makes the ratio of new to old log-probabilities random, "
-            "so ppo and grpo need 0"
-        )
+        yield f"lora.dropout={lora.dropout} makes the ratio of new to old probabilities random: ppo and grpo need 0"
     if not lora.enabled and model.quantization:
         yield f"model.quantization={model.quantization} needs lora.enabled=true: quantised weights cannot be trained"
     if not lora.enabled and model.adapter:
-        yield (
-            f"model.adapter={model.adapter} needs lora.enabled=true "
-            "(to fine-tune every weight from it, merge the adapter into the base first)"
-        )
+        yield f"model.adapter={model.adapter} needs lora.enabled=true; to train all weights, merge it into the base"
     if config.uses("critic") and not lora.enabled and config.critic.kind == "adapter":
-        yield (
-            "critic.kind=adapter needs lora.enabled=true; with full fine-tuning use separate, shared or shared-detached"
-        )
+        yield "critic.kind=adapter needs lora.enabled=true; else use separate, shared or shared-detached"
 
 
 def _episodes(config: Config) -> Iterator[str]:
@@ -311,17 +303,13 @@ def _episodes(config: Config) -> Iterator[str]:
             yield f"task.chat_template: {shortened(repr(name))} is {what}; give what the model's template asks for"
     if task.chat_template and task.chat is False:
         yield f"task.chat_template={task.chat_template} goes to the chat template, which task.chat=false does without"
-    if environment.use and environment.tools:
-        yield (
-            f"environment.tools are answered by tinyrl, and environment.use={environment.use} answers itself; give one"
-        )
-    if environment.use == "search" and environment.corpus is None:
+    use = environment.use
+    if use and environment.tools:
+        yield f"environment.tools are answered by tinyrl, and environment.use={use} answers itself; give one"
+    if use == "search" and environment.corpus is None:
         yield "environment.use=search needs environment.corpus: a .jsonl or .parquet file, or a retrieval server's URL"
     if task.skip_solved and getattr(config.own, "group_size", 1) == 1:
-        yield (
-            f"task.skip_solved={task.skip_solved} goes by groups that are all right, which only grpo has, with a "
-            "grpo.group_size of at least 2"
-        )
+        yield f"task.skip_solved={task.skip_solved} goes by grpo's groups: it needs a grpo.group_size of at least 2"
 
 
 def _sampling(config: Config) -> Iterator[str]:
@@ -329,43 +317,33 @@ def _sampling(config: Config) -> Iterator[str]:
     if not generation.allow_truncated_sampling and (generation.top_p < 1 or generation.top_k):
         name = "top_k" if generation.top_k else "top_p"
         yield (
-            f"generation.{name}={getattr(generation, name)} cuts the distribution that is sampled but not the one "
-            "that is scored (KL turns negative, ratios lie); "
-            "set generation.allow_truncated_sampling=true to train like that anyway"
+            f"generation.{name}={getattr(generation, name)} cuts the distribution that is sampled, not the one that is "
+            "scored: KL turns negative, ratios lie. To train so, generation.allow_truncated_sampling=true"
         )
-    if config.reward.overlong_tokens > generation.max_new_tokens:
-        yield (
-            f"reward.overlong_tokens={config.reward.overlong_tokens} is more than "
-            f"generation.max_new_tokens={generation.max_new_tokens}, so every answer would be penalised"
-        )
-    if section.minibatch_size and section.batch_size % section.minibatch_size:
-        size, total = section.minibatch_size, section.batch_size
+    overlong, longest = config.reward.overlong_tokens, generation.max_new_tokens
+    if overlong > longest:
+        yield f"reward.overlong_tokens={overlong} penalises every answer: generation.max_new_tokens={longest} is less"
+    size, total = section.minibatch_size, section.batch_size
+    if size and total % size:
         most = min(size, total)
         fits = next((n for n in range(most, max(0, most - 10_000), -1) if total % n == 0), 1)
-        yield (
-            f"{method}.minibatch_size={size} does not divide the {total} sequences of a step; {fits} would, "
-            "and null means all of them at once"
-        )
-    if section.entropy_target is not None and section.entropy_coef > section.entropy_coef_max:
-        yield (
-            f"{method}.entropy_coef={section.entropy_coef} starts above "
-            f"{method}.entropy_coef_max={section.entropy_coef_max}"
-        )
+        yield f"{method}.minibatch_size={size} does not divide the {total} sequences of a step; {fits} would, null: all"
+    start, most = section.entropy_coef, section.entropy_coef_max
+    if section.entropy_target is not None and start > most:
+        yield f"{method}.entropy_coef={start} starts above {method}.entropy_coef_max={most}"
 
 
 def _kl(config: Config) -> Iterator[str]:
     section, method = config.on_policy, config.method
+    placement, estimator = section.kl_placement, section.kl_estimator
     if section.kl_coef == 0:
         return
-    if section.kl_placement == "loss" and section.kl_estimator == "k1":
+    if placement == "loss" and estimator == "k1":
+        yield f"{method}.kl_estimator=k1 in the loss has zero mean gradient; use k3, k2 or {method}.kl_placement=reward"
+    if placement == "reward" and estimator != "k1":
         yield (
-            f"{method}.kl_estimator=k1 in the loss has zero mean gradient; "
-            f"use k3 or k2, or {method}.kl_placement=reward"
-        )
-    if section.kl_placement == "reward" and section.kl_estimator != "k1":
-        yield (
-            f"{method}.kl_estimator={section.kl_estimator} in the reward has a gradient that is not KL's, and training "
-            f"ends elsewhere; use k1, or {method}.kl_placement=loss"
+            f"{method}.kl_estimator={estimator} in the reward has a gradient that is not KL's, and training ends "
+            f"elsewhere; use k1, or {method}.kl_placement=loss"
         )
     if config.reference.kind == "none":
         yield f"{method}.kl_coef={section.kl_coef} needs a reference; set it to 0, or reference.kind=auto"
@@ -381,10 +359,7 @@ def _server(config: Config) -> Iterator[str]:
     if generation.url is None:
         yield "generation.engine=server needs generation.url, the address of a server: http://127.0.0.1:8000"
     if not config.lora.enabled:
-        yield (
-            "generation.engine=server takes LoRA adapters, not whole weights, so it needs lora.enabled=true; "
-            "with full fine-tuning sample in this process (generation.engine=auto)"
-        )
+        yield "generation.engine=server takes LoRA adapters, so it needs lora.enabled=true; else use engine=auto"
     if generation.dtype != "auto":
         yield f"generation.dtype={generation.dtype} is not for generation.engine=server: it is the server's own --dtype"
 
@@ -392,10 +367,7 @@ def _server(config: Config) -> Iterator[str]:
 def _grpo(config: Config) -> Iterator[str]:
     grpo, reward = config.grpo, config.reward
     if grpo.group_size == 1 and grpo.advantage != "discounted-return":
-        yield (
-            f"grpo.group_size=1 leaves nothing to compare a response with under "
-            f"grpo.advantage={grpo.advantage}; 2 or more, or grpo.preset=reinforce++"
-        )
+        yield f"grpo.group_size=1 leaves nothing to compare with for grpo.advantage={grpo.advantage}; take 2 or more"
     if grpo.normalize_rewards == "each":
         if grpo.advantage != "group":
             yield f"grpo.normalize_rewards=each is for grpo.advantage=group; it is {grpo.advantage} here"
@@ -421,11 +393,6 @@ def _ppo(config: Config) -> Iterator[str]:
 def _dpo(config: Config) -> Iterator[str]:
     dpo = config.dpo
     if dpo.needs_reference and config.reference.kind == "none":
-        yield (
-            f"reference.kind=none leaves dpo.loss={dpo.loss} nothing to measure against; "
-            "use reference.kind=auto, or dpo.loss=orpo or simpo, which need no reference"
-        )
+        yield f"reference.kind=none leaves dpo.loss={dpo.loss} nothing to measure against; auto, or loss=orpo or simpo"
     if dpo.loss == "kto" and dpo.batch_size == 1:
-        yield (
-            "dpo.batch_size=1 leaves dpo.loss=kto no answers of other prompts to estimate the KL from; take 2 or more"
-        )
+        yield "dpo.batch_size=1 leaves dpo.loss=kto no answers of other prompts for its KL; take 2 or more"

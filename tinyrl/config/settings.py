@@ -146,7 +146,7 @@ SECTIONS = tuple(name for name, kind in fields_of(Config).items() if fields_of(k
 
 
 def _walk(loc: KeyPath) -> tuple[KeyPath, Any]:
-    """The part of an error's location that names a setting, without tried alternatives of a union, and what it allows."""
+    """The part of an error's location that names a setting (no alternatives of a union), and what it allows."""
     path: list[str | int] = []
     kind: Any = Config
     for part in loc:

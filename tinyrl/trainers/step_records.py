@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +21,6 @@ from tinyrl.text import hidden
 TOKEN_BY_TOKEN = 8  # completions of an evaluation step in tokens.jsonl
 MOST_TOKEN_BYTES = 20_000_000  # of tokens.jsonl
 CHARACTER_TOKENS = 8  # no character is made of more
-
-
-class Decodes(Protocol):
-    def decode(self, token_ids: list[int], **options: Any) -> Any: ...
 
 
 def written(rollout: Rollout, row: int, parts: SamplingParts) -> str:
@@ -119,7 +115,7 @@ def token_lines(
         }
 
 
-def pieces(tokenizer: Decodes, tokens: list[int], *, before: list[int]) -> list[str]:
+def pieces(tokenizer: Any, tokens: list[int], *, before: list[int]) -> list[str]:
     """The text each token adds behind `before`; a character of several tokens is the last one's."""
     out: list[str] = []
     ids, known, read = [*before, *tokens], 0, len(before)
