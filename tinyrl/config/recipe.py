@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def read_recipe(path: Path, *, max_bytes: int = MAX_RECIPE_BYTES) -> Source:
 
 def apply_overrides(source: Source, overrides: list[str]) -> Source:
     """Return `source` with `section.key=value` overrides laid over it; values are read as YAML."""
-    values, places = _copied(source.values), dict(source.places)
+    values, places = deepcopy(source.values), dict(source.places)
     for override in overrides:
         where = f"override '{shortened(override)}'"
         key, equals, text = override.partition("=")
@@ -113,10 +114,6 @@ def as_override(key: str, value: Any) -> str:
     except ValueError:
         plain = False
     return f"{key}={value if plain else json.dumps(value, ensure_ascii=False)}"
-
-
-def _copied(value: Any) -> Any:
-    return {key: _copied(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
 def load_config(method: str, recipe: str | None, *, overrides: list[str]) -> Config:

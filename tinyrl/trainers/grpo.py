@@ -21,7 +21,7 @@ from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.algorithms.reward_shaping import token_rewards
 from tinyrl.config.method_sections import GrpoConfig
 from tinyrl.rollout import Rollout
-from tinyrl.trainers.on_policy import OnPolicyTrainer, RolloutCollector, steer_entropy
+from tinyrl.trainers.on_policy import OnPolicyTrainer, steer_entropy
 from tinyrl.trainers.policy_loss import PolicyLoss
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
@@ -36,20 +36,20 @@ class Grpo(OnPolicyTrainer):
 
     def train(self, session: Session) -> None:
         config = self.config.grpo
-        collector = RolloutCollector(session, self)
+        self.begin(session)
         several_steps = config.num_epochs > 1 or (config.minibatch_size or config.batch_size) < config.batch_size
         for step in session.steps():
-            settings, rollout = collector.loss_settings(config, kl_coef=config.kl_coef), session.rollout
+            settings, rollout = self.loss_settings(kl_coef=config.kl_coef), session.rollout
             if rollout is None:
                 # 1. A group of responses for each prompt, and their scores.
                 with session.timed("rollout"):
-                    rollout, rewards = sample_groups(collector, config, step)
+                    rollout, rewards = sample_groups(self, config, step)
                 # 2. Their log-probabilities under the reference, and before the update.
                 with session.timed("reference"):
-                    collector.compute_logprobs(
+                    self.compute_logprobs(
                         rollout, reference=config.kl_coef > 0, several_steps=several_steps, scored=kl_in_score(config)
                     )
-                session.start_update(rollout, **rewards, **collector.metrics(rollout), **collector.end_sampling(step))
+                session.start_update(rollout, **rewards, **self.metrics(rollout), **self.end_sampling(step))
             # 3. How much better a response is than its group.
             rollout.advantages = advantages_of(rollout, config, weights=self.scorer.weights)
             flat = not rollout.advantages.any()
@@ -61,30 +61,30 @@ class Grpo(OnPolicyTrainer):
                         rollout, rows, roles=self.roles, settings=settings, first=session.state.first_update
                     )
                     metrics = session.updater.step([Pass("policy", loss, rows, sizes)], train=["policy"])
-                    collector.watch_sampling(metrics)
+                    self.watch_sampling(metrics)
                     session.metrics.add(metrics)
-            collector.record(rollout, rollout.advantages, step)
-            flat_steps = collector.count_flat(flat=flat)
+            self.record(rollout, rollout.advantages, step)
+            flat_steps = self.count_flat(flat=flat)
             session.end_step(**{"optim/flat_steps": flat_steps}, **steer_entropy(config, session))
 
 
-def sample_groups(collector: RolloutCollector, config: GrpoConfig, step: int) -> tuple[Rollout, dict[str, float]]:
+def sample_groups(trainer: OnPolicyTrainer, config: GrpoConfig, step: int) -> tuple[Rollout, dict[str, float]]:
     """(rollout, reward metrics of the step's own prompts). With `grpo.refill_rounds`, fresh prompts replace groups
     without spread: DAPO's dynamic sampling, in at most so many rounds. The metrics are from before, since the groups
     that are kept are a choice by their rewards.
     """
-    prompts = collector.prompts(step)
-    rollout = collector.collect(prompts, step)
+    prompts = trainer.prompts(step)
+    rollout = trainer.collect(prompts, step)
     drawn = {p.index for p in prompts}
     without_spread = zero_spread(rollout, config)
-    metrics = {**collector.reward_metrics(rollout), "reward/zero_spread_groups": float(without_spread.float().mean())}
+    metrics = {**trainer.reward_metrics(rollout), "reward/zero_spread_groups": float(without_spread.float().mean())}
     for refill_round in range(config.refill_rounds):
         flat = without_spread.nonzero().squeeze(-1).tolist()
-        fresh = collector.fresh_prompts(step, refill_round, count=len(flat), without=drawn)
+        fresh = trainer.fresh_prompts(step, refill_round, count=len(flat), without=drawn)
         if not fresh:
             break
         drawn |= {p.index for p in fresh}
-        topped_up = collector.collect(fresh, step)
+        topped_up = trainer.collect(fresh, step)
         good = (~zero_spread(topped_up, config)).nonzero().squeeze(-1).tolist()
         rollout = rollout.with_groups(topped_up, good, places=flat[: len(good)], group_size=config.group_size)
         without_spread = zero_spread(rollout, config)

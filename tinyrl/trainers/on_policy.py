@@ -38,7 +38,7 @@ EXACT_TO = 1e-5  # sampling log-probabilities this close to a training pass's ar
 
 
 class OnPolicyTrainer(SamplingParts, Trainer):
-    """A method that learns from its own samples."""
+    """A method that learns from its own samples: draws prompts, samples, scores, and watches for failing rewards."""
 
     def evaluate(self) -> Evaluation:
         return evaluate(self, num_prompts=self.config.run.eval_prompts)
@@ -69,35 +69,28 @@ class OnPolicyTrainer(SamplingParts, Trainer):
             loss = loss + roles.values(batch, states=read).sum()
         return loss
 
+    # ---- rollouts ----
 
-class RolloutCollector:
-    """Collects the rollouts of a run: draws prompts, samples, scores, and watches for failing rewards."""
-
-    def __init__(self, session: Session, parts: SamplingParts) -> None:
-        self.session, self.parts = session, parts
-        section = parts.config.on_policy
-        self.num_prompts, self.group_size = section.num_prompts, section.group_size
+    def begin(self, session: Session) -> None:
+        """Collect rollouts for a session from now on."""
+        task, section = self.config.task, self.config.on_policy
+        self.session, self.group_size = session, section.group_size
         self._told: set[str] = set()
-        self._texts = {prompt.index: prompt.text for prompt in parts.train_prompts}
-        self.tried = Tried(parts.config.task.solved_reward)
-        self.solved = SolvedPrompts(
-            parts.config.task,
-            parts.train_prompts,
-            num_prompts=section.num_prompts,
-            seed=parts.config.run.seed,
-            record=session.state.controllers.solved,
-        )
+        self._texts = {prompt.index: prompt.text for prompt in self.train_prompts}
+        self.tried = Tried(task.solved_reward)
+        count, seed, record = section.num_prompts, self.config.run.seed, session.state.controllers.solved
+        self.solved = SolvedPrompts(task, self.train_prompts, num_prompts=count, seed=seed, record=record)
 
     def prompts(self, step: int) -> list[PreparedPrompt]:
         """The prompts of a step: a function of (seed, step), and under task.skip_solved of what was solved so far."""
-        rows, seed = self.parts.train_prompts, self.parts.config.run.seed
-        places = batch_indices(seed, step, num_prompts=self.num_prompts, num_rows=len(rows))
+        rows, seed = self.train_prompts, self.config.run.seed
+        places = batch_indices(seed, step, num_prompts=self.config.on_policy.num_prompts, num_rows=len(rows))
         return [rows[i] for i in self.solved.replace(places, step)]
 
     def fresh_prompts(self, step: int, refill_round: int, *, count: int, without: set[int]) -> list[PreparedPrompt]:
         """Prompts to top up a step's batch: a function of (seed, step, round) and of what was drawn before."""
-        rows, skipped = self.parts.train_prompts, self.solved.skipped(step)
-        order = keyed_order(f"refill {self.parts.config.run.seed} {step} {refill_round}", len(rows))
+        rows, skipped = self.train_prompts, self.solved.skipped(step)
+        order = keyed_order(f"refill {self.config.run.seed} {step} {refill_round}", len(rows))
         return [rows[i] for i in order if rows[i].index not in without and i not in skipped][:count]
 
     def collect(self, prompts: list[PreparedPrompt], step: int) -> Rollout:
@@ -105,15 +98,15 @@ class RolloutCollector:
         self.session.display.phase("sampling")
         rollout = sample_and_score(
             prompts,
-            self.parts.engine,
-            self.parts.scorer,
+            self.engine,
+            self.scorer,
             group_size=self.group_size,
-            seed=self.parts.config.run.seed,
+            seed=self.config.run.seed,
             step=step,
-            game=self.parts.game,
-            world=self.session.world,
+            game=self.game,
+            world=self.world,
         )
-        settle_truncated(rollout, self.parts.truncation)
+        settle_truncated(rollout, self.truncation)
         self.solved.look(prompts, rollout)
         self.tried.look(prompts, rollout)
         self._watch(rollout, prompts, step)
@@ -133,7 +126,7 @@ class RolloutCollector:
 
     def _watch(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:
         guard = FailureGuard(self.session.state.controllers.failing_batches)
-        retried = self.parts.scorer.retried | (self.parts.game.environment.retried if self.parts.game else {})
+        retried = self.scorer.retried | (self.game.environment.retried if self.game else {})
         for name, why in retried.items():
             if name not in self._told:
                 self._told.add(name)
@@ -162,7 +155,7 @@ class RolloutCollector:
                     "prompt_index": prompt.index,
                     "sample": failure.row % self.group_size,
                     "prompt": prompt.text,
-                    "completion": written(rollout, failure.row, self.parts),
+                    "completion": written(rollout, failure.row, self),
                     **rollout.episode_of(failure.row),
                     "reason": failure.reason,
                 }
@@ -187,7 +180,7 @@ class RolloutCollector:
         if controllers.exact_sampling is None:
             rescored = self._logprobs(read, "policy")
             gap = float(torch.where(rollout.loss_mask, rescored - rollout.sampling_logprobs, 0.0).abs().max())
-            exact = controllers.exact_sampling = self.parts.engine.exact and gap < EXACT_TO
+            exact = controllers.exact_sampling = self.engine.exact and gap < EXACT_TO
             rollout.old_logprobs = rollout.sampling_logprobs if exact else rescored
         else:
             exact = controllers.exact_sampling
@@ -196,7 +189,7 @@ class RolloutCollector:
     @property
     def samples_exactly(self) -> bool:
         """Whether the engine's log-probabilities are those of a training pass, up to rounding in float32."""
-        return self.parts.engine.exact and self.parts.accelerator.mixed_precision == "no"
+        return self.engine.exact and self.accelerator.mixed_precision == "no"
 
     def watch_sampling(self, metrics: dict[str, float]) -> None:
         """Measure anew, by a rescoring pass, whether sampling is exact when an update's pass says it is not."""
@@ -204,7 +197,7 @@ class RolloutCollector:
             self.session.state.controllers.exact_sampling = None
 
     def _logprobs(self, rollout: Rollout, role: Any, *, world: World | None = None) -> Tensor:
-        roles, generation = self.parts.roles, self.parts.config.generation
+        roles, generation = self.roles, self.config.generation
 
         def compute(batch: SequenceBatch) -> tuple[Tensor, ...]:
             return roles.logprobs(role, batch, temperature=generation.temperature)[:1]
@@ -216,18 +209,18 @@ class RolloutCollector:
         """One (B, T) tensor from a pass over the rollout without gradient, by the processes of `world` (None: all)."""
         return forward_pass(
             rollout,
-            self.parts.roles,
+            self.roles,
             role=role,
             compute=compute,
-            micro_batches=self.parts.micro_batches,
-            autocast=self.parts.accelerator.autocast,
-            world=self.session.world if world is None else world,
+            micro_batches=self.micro_batches,
+            autocast=self.accelerator.autocast,
+            world=self.world if world is None else world,
         )[0]
 
-    def loss_settings(self, section: GrpoConfig | PpoConfig, *, kl_coef: float) -> LossSettings:
+    def loss_settings(self, *, kl_coef: float) -> LossSettings:
         """The settings of the policy loss. A KL in the reward is not one in the loss: `kl_coef` is 0 there."""
-        generation = self.parts.config.generation
-        in_loss = section.kl_placement == "loss" and self.parts.roles.has_reference
+        section, generation = self.config.on_policy, self.config.generation
+        in_loss = section.kl_placement == "loss" and self.roles.has_reference
         return LossSettings.of(
             section,
             temperature=generation.temperature,
@@ -248,10 +241,10 @@ class RolloutCollector:
         them. No signal stops it: what comes before and after it in a step is not to be done twice. Rank 0 does it, and
         waits for nobody.
         """
-        if not self.session.world.is_main:
+        if not self.world.is_main:
             return
-        run, settings = self.session.run, self.parts.config.run
-        how: Any = {"parts": self.parts, "texts": self._texts, "group_size": self.group_size}
+        run, settings = self.session.run, self.config.run
+        how: Any = {"parts": self, "texts": self._texts, "group_size": self.group_size}
         if self.session.evaluates_after(step + 1) and (rows := shown_rows(rollout, group_size=self.group_size)):
             with stop_held(), self.session.timed("evaluation"):
                 now = self._logprobs(rollout.select(rows), "policy", world=ALONE)
@@ -274,7 +267,7 @@ class RolloutCollector:
             "reward/std": float(valid.std()) if len(valid) > 1 else 0.0,
             "reward/dropped": float(rollout.rewards.isnan().sum()),
         }
-        for name, column in zip(self.parts.scorer.names, rollout.scores.T, strict=True):
+        for name, column in zip(self.scorer.names, rollout.scores.T, strict=True):
             applies = column[~column.isnan()]
             if len(applies):
                 out[f"reward/{name}"] = float(applies.mean())

@@ -59,7 +59,7 @@ from tinyrl.models.roles import Role, Roles
 from tinyrl.models.vocabulary import check_ids
 from tinyrl.rollout import Rollout
 from tinyrl.runs.signals import watched
-from tinyrl.trainers.on_policy import OnPolicyTrainer, RolloutCollector, steer_entropy
+from tinyrl.trainers.on_policy import OnPolicyTrainer, steer_entropy
 from tinyrl.trainers.policy_loss import PolicyLoss
 from tinyrl.trainers.sft import Example, joined, negative_log_likelihood, sizes_of, tokens_of, turns_of
 from tinyrl.training.session import Session
@@ -100,23 +100,23 @@ class Ppo(OnPolicyTrainer):
 
     def train(self, session: Session) -> None:
         config, critic = self.config.ppo, self.config.critic
-        collector = RolloutCollector(session, self)
+        self.begin(session)
         for step in session.steps():
             controllers, rollout = session.state.controllers, session.rollout
             kl_coef = config.kl_coef if controllers.kl_coef is None else controllers.kl_coef
             if rollout is None:
                 # 1. A response for each prompt, and its score.
                 with session.timed("rollout"):
-                    rollout = collector.collect(collector.prompts(step), step)
+                    rollout = self.collect(self.prompts(step), step)
                 # 2. Their log-probabilities under the reference and before the update, and the critic's values.
                 with session.timed("reference"):
-                    collector.compute_logprobs(rollout, reference=self.roles.has_reference, several_steps=True)
+                    self.compute_logprobs(rollout, reference=self.roles.has_reference, several_steps=True)
                 with session.timed("values"):
-                    rollout.values = predict_values(rollout, self.roles, collector)
+                    rollout.values = predict_values(rollout, self)
                     if config.bootstrap_truncated:
                         rollout.final_values = predict_final_values(rollout, self)
-                rewards_by_name = collector.reward_metrics(rollout)
-                metrics = collector.metrics(rollout) | collector.end_sampling(step) | {"objective/kl_coef": kl_coef}
+                rewards_by_name = self.reward_metrics(rollout)
+                metrics = self.metrics(rollout) | self.end_sampling(step) | {"objective/kl_coef": kl_coef}
                 session.start_update(rollout, **rewards_by_name, **metrics)
             # 3. One reward for each token.
             rewards, mask = shaped_rewards(rollout, config, kl_coef=kl_coef), rollout.loss_mask
@@ -129,11 +129,11 @@ class Ppo(OnPolicyTrainer):
             # 5. Minibatches, each an optimizer step of the policy and of the critic.
             warming_up = pretraining or step < critic.warmup
             with session.timed("update"):
-                stopped = update(session, self, collector, rollout, kl_coef=kl_coef, warming_up=warming_up)
+                stopped = update(session, self, rollout, kl_coef=kl_coef, warming_up=warming_up)
             # 6. A KL above its target gets a larger weight from the next step on, one below it a smaller.
             if config.kl_controller == "adaptive" and rollout.ref_logprobs is not None and not pretraining:
                 controllers.kl_coef = adapted_kl_coef(rollout, config, kl_coef=kl_coef)
-            collector.record(rollout, advantages, step, rewards=rewards)
+            self.record(rollout, advantages, step, rewards=rewards)
             explained = explained_variance(rollout.values, returns, mask)
             session.end_step(
                 **{"value/explained_variance": explained, "policy/early_stop": float(stopped)},
@@ -172,26 +172,24 @@ def advantages_and_returns(
     return advantages, returns if critic_lambda is None else estimate(gae_lambda=critic_lambda)[1]
 
 
-def update(
-    session: Session, parts: Ppo, collector: RolloutCollector, rollout: Rollout, *, kl_coef: float, warming_up: bool
-) -> bool:
+def update(session: Session, trainer: Ppo, rollout: Rollout, *, kl_coef: float, warming_up: bool) -> bool:
     """The optimizer steps of a rollout; True where `ppo.stop_kl` ended them early."""
-    config = parts.config.ppo
-    settings = collector.loss_settings(config, kl_coef=kl_coef)
-    trained, sizes = ["critic"] if warming_up else ["policy", "critic"], rollout.sizes(parts.roles)
+    config = trainer.config.ppo
+    settings = trainer.loss_settings(kl_coef=kl_coef)
+    trained, sizes = ["critic"] if warming_up else ["policy", "critic"], rollout.sizes(trainer.roles)
     with_text = config.ptx_coef > 0 and not warming_up
     for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
-        policy = PolicyLoss(rollout, rows, roles=parts.roles, settings=settings, first=session.state.first_update)
-        value = ValueLoss(rollout, parts.roles, config, tokens=policy.counts.tokens)
-        if parts.roles.critic_kind in ("shared", "shared-detached"):
+        policy = PolicyLoss(rollout, rows, roles=trainer.roles, settings=settings, first=session.state.first_update)
+        value = ValueLoss(rollout, trainer.roles, config, tokens=policy.counts.tokens)
+        if trainer.roles.critic_kind in ("shared", "shared-detached"):
             passes = [Pass("policy", SharedTrunkLoss(policy, value, warming_up=warming_up), rows, sizes)]
         else:
             passes = [] if warming_up else [Pass("policy", policy, rows, sizes)]
             passes += [Pass("critic", value, rows, sizes)]
         if with_text:
-            passes += [ptx_pass(parts, session.state)]
+            passes += [ptx_pass(trainer, session.state)]
         metrics = session.updater.step(passes, train=trained)
-        collector.watch_sampling(metrics)
+        trainer.watch_sampling(metrics)
         session.metrics.add(metrics)
         if config.stop_kl is not None and metrics.get("policy/approx_kl", 0.0) > config.stop_kl:
             return True
@@ -210,13 +208,14 @@ def adapted_kl_coef(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> f
 # ---- the critic ----
 
 
-def predict_values(rollout: Rollout, roles: Roles, collector: RolloutCollector) -> Tensor:
+def predict_values(rollout: Rollout, trainer: Ppo) -> Tensor:
+    roles = trainer.roles
     own = roles.value_role == "critic"
 
     def compute(batch: SequenceBatch) -> tuple[Tensor, ...]:
         return (roles.values(batch, states=None if own else roles.policy_states(batch)),)
 
-    return collector.forward(rollout, role=roles.value_role, compute=compute)
+    return trainer.forward(rollout, role=roles.value_role, compute=compute)
 
 
 def predict_final_values(rollout: Rollout, parts: SamplingParts) -> Tensor:

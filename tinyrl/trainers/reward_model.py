@@ -68,6 +68,8 @@ class RewardModel(RowTrainer):
     def __init__(self, config: Config, *, options: Options) -> None:
         super().__init__(config, options=options)
         self.roles.train_score_head()
+        with_adapter = self.roles.peft is not None
+        self.room = self.positions if with_adapter else classifier_room(self.roles.causal.config, self.tokenizer)
         self._read_rows()
         if self.objective == "pairs":
             self.roles.fix_score_bias()
@@ -91,18 +93,38 @@ class RewardModel(RowTrainer):
         values = [one.value for _, one in train]
         # A rating is mean + deviation * target.
         self.mean, self.deviation, target_of, said = _targets(objective, values, [one.value for _, one in held_out])
-        reader = _Reader(self)
+        cut: list[bool] = []  # for each text
         self.train_rows, self.held_out = (
-            [JudgedTokens(reader.texts(row, one), target_of(one.value)) for row, one in watched(part)]
+            [JudgedTokens(self._texts(row, one, cut=cut), target_of(one.value)) for row, one in watched(part)]
             for part in (train, held_out)
         )
         self.has_prompts = all(row.get("prompt") is not None for row in rows)
-        self.notes += [*said, *reader.notes()]
+        self.notes += said
+        if any(cut):
+            self.notes.append(
+                f"warning: {sum(cut):,} of {len(cut):,} texts have more than the {self.room:,} tokens that the model "
+                "reads; their beginnings are cut off, as they will be in scoring"
+            )
         self.row_fingerprints = fingerprints(rows, held_out_rows)
         texts = (text for one in self.train_rows + self.held_out for text in one.texts)
         check_ids(texts, self.tokenizer, self.roles.causal)
         if self.config.run.eval_prompts:
             self.notes += few_held_out([one.prompt or one.answers for _, one in held_out])
+
+    def _texts(self, row: Row, one: Judged, *, cut: list[bool]) -> tuple[list[int], ...]:
+        """Tokens of each answer behind its prompt, by the functions that score completions later; `cut` notes whether
+        its beginning is cut off. Raises ValueError, quoting the row, where no policy writes such.
+        """
+        how = {"text_format": self.text_format, "adapter": self.roles.peft is not None}
+        texts = []
+        with quoting(row):
+            for answer in one.answers:
+                text = judged_tokens(self.tokenizer, one.prompt, answer, max_tokens=self.room + 1, **how)
+                cut.append(len(text) > self.room)
+                if cut[-1]:
+                    text = judged_tokens(self.tokenizer, one.prompt, answer, max_tokens=self.room, **how)
+                texts.append(text)
+        return tuple(texts)
 
     def train(self, session: Session) -> None:
         for rows in self.batches(session):
@@ -276,40 +298,3 @@ def _targets(
         f"({number(deviation)}) above it"
     )
     return mean, deviation, lambda rating: (rating - mean) / deviation, [said]
-
-
-class _Reader:
-    """Tokeniser of answers, by the functions that score completions later. State: how many were too long."""
-
-    def __init__(self, parts: RewardModel) -> None:
-        self.tokenizer, self.text_format = parts.tokenizer, parts.text_format
-        self.adapter = parts.roles.peft is not None
-        self.room = parts.positions if self.adapter else classifier_room(parts.roles.causal.config, parts.tokenizer)
-        self.read, self.cut = 0, 0
-
-    def texts(self, row: Row, one: Judged) -> tuple[list[int], ...]:
-        """Tokens of each answer behind its prompt. Raises ValueError, quoting the row, where no policy writes such."""
-        with quoting(row):
-            return tuple(self._tokens(one, side) for side in range(len(one.answers)))
-
-    def _tokens(self, one: Judged, side: int) -> list[int]:
-        def tokens(most: int) -> list[int]:
-            return judged_tokens(
-                self.tokenizer, one.prompt, one.answers[side],
-                text_format=self.text_format, max_tokens=most, adapter=self.adapter,
-            )  # fmt: skip
-
-        found = tokens(self.room + 1)
-        self.read += 1
-        if len(found) <= self.room:
-            return found
-        self.cut += 1
-        return tokens(self.room)
-
-    def notes(self) -> list[str]:
-        if not self.cut:
-            return []
-        return [
-            f"warning: {self.cut:,} of {self.read:,} texts have more than the {self.room:,} tokens that the model "
-            "reads; their beginnings are cut off, as they will be in scoring"
-        ]
