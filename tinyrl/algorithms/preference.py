@@ -39,51 +39,30 @@ def dpo_loss(
     return _pairwise_loss(chosen, rejected, label_smoothing, denominator)
 
 
-def ipo_loss(
-    chosen_logprobs: Tensor,
-    rejected_logprobs: Tensor,
-    ref_chosen_logprobs: Tensor,
-    ref_rejected_logprobs: Tensor,
-    *,
-    beta: float,
-    denominator: float | None = None,
-) -> tuple[Tensor, Metrics]:
+def ipo_loss(*logprobs: Tensor, beta: float, denominator: float | None = None) -> tuple[Tensor, Metrics]:
     """Identity preference optimization: mean of (h - 1 / (2 beta))^2, h = (log p - log q)(chosen) - (...)(rejected).
 
     IPO (2310.12036) Eq. 17; beta is its tau. Reward: beta (log p - log q), so a pair is learnt at a margin of 1/2.
     With summed log-probabilities this is the equation as it stands. With means over the response's tokens it is TRL's
     `ipo`, by whose account the paper's authors confirmed them: 1 / (2 beta) is then in nats a token.
-    All four: (B,), [b] with b in [0, B) -> 0-dim. Raises AssertionError on shapes and beta <= 0.
+    logprobs: the four of `dpo_loss`, (B,) -> 0-dim. Raises AssertionError on shapes and beta <= 0.
     """
-    chosen, rejected = _rewards(
-        chosen_logprobs, rejected_logprobs, ref_chosen_logprobs, ref_rejected_logprobs, beta=beta
-    )
+    chosen, rejected = _rewards(*logprobs, beta=beta)
     pairs = _count(chosen, denominator)
     loss = (((chosen - rejected - 0.5) / beta) ** 2).sum() / pairs
     return loss, _pair_metrics(loss, chosen, rejected, pairs)
 
 
-def kto_loss(
-    chosen_logprobs: Tensor,
-    rejected_logprobs: Tensor,
-    ref_chosen_logprobs: Tensor,
-    ref_rejected_logprobs: Tensor,
-    *,
-    beta: float,
-    kl: float,
-    denominator: float | None = None,
-) -> tuple[Tensor, Metrics]:
+def kto_loss(*logprobs: Tensor, beta: float, kl: float, denominator: float | None = None) -> tuple[Tensor, Metrics]:
     """Kahneman-Tversky optimization on pairs: mean over both sides of 1 - sigmoid(+-beta (log p - log q - kl)).
 
     KTO (2402.01306) Sec. 4: a chosen response is desirable (+), a rejected one undesirable (-), each an example of its
     own with weight 1 (lambda_D = lambda_U), so the sum is divided by twice the pairs. Reward: beta (log p - log q).
     kl is the reference point z_0 in nats, without gradient: `mismatched_kl` over all pairs of the step.
-    All four: (B,), [b] with b in [0, B) -> 0-dim. Raises AssertionError on shapes, beta <= 0 and kl < 0.
+    logprobs: the four of `dpo_loss`, (B,) -> 0-dim. Raises AssertionError on shapes, beta <= 0 and kl < 0.
     """
     assert not kl < 0, f"kl is {kl}"
-    chosen, rejected = _rewards(
-        chosen_logprobs, rejected_logprobs, ref_chosen_logprobs, ref_rejected_logprobs, beta=beta
-    )
+    chosen, rejected = _rewards(*logprobs, beta=beta)
     pairs = _count(chosen, denominator)
     loss = (torch.sigmoid(beta * kl - chosen) + torch.sigmoid(rejected - beta * kl)).sum() / (2 * pairs)
     return loss, _pair_metrics(loss, chosen, rejected, pairs)

@@ -45,19 +45,14 @@ class Outline:
     process: int
 
 
-def outline_of(config: Config, *, options: Options) -> Outline:
-    """Before any weight is loaded. Raises ValueError for a model that cannot be read."""
-    on_cpu = options.device == "cpu" or not torch.cuda.is_available()
-    dtype, trust = resolve_dtype(config.model.dtype, on_cpu=on_cpu), options.trust_remote_code
-    roles = outline_roles(config, dtype=dtype, trust_remote_code=trust)
-    judge = outline_reward_model(config, dtype=dtype, trust_remote_code=trust)
-    return Outline(roles, judge, settled_bytes() if on_cpu else 0)
-
-
 def tried_outline(config: Config, *, options: Options) -> Outline | None:
-    """The same, or None where it cannot be made: loading then says why, or does what this cannot."""
+    """Made before any weight is loaded; None where it cannot be: loading then says why, or does what this cannot."""
+    on_cpu, trust = options.device == "cpu" or not torch.cuda.is_available(), options.trust_remote_code
     try:
-        return outline_of(config, options=options)
+        dtype = resolve_dtype(config.model.dtype, on_cpu=on_cpu)
+        roles = outline_roles(config, dtype=dtype, trust_remote_code=trust)
+        judge = outline_reward_model(config, dtype=dtype, trust_remote_code=trust)
+        return Outline(roles, judge, settled_bytes() if on_cpu else 0)
     except RAISED:
         return None
 
