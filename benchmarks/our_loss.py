@@ -15,9 +15,8 @@ from benchmarks.fixed_work import SPEED
 from tinyrl.components import Options
 from tinyrl.config.recipe import load_config
 from tinyrl.models.weights_io import load_policy
-from tinyrl.parts import SamplingParts
 from tinyrl.rollout import Rollout
-from tinyrl.trainers.on_policy import RolloutCollector
+from tinyrl.trainers.on_policy import OnPolicyTrainer
 from tinyrl.trainers.policy_loss import PolicyLoss
 from tinyrl.training.launch import start
 
@@ -53,16 +52,16 @@ def loss_and_gradient(settings: dict[str, Any]) -> tuple[float, dict[str, Tensor
         overwrite=False,
         command=[],
     )
-    parts = launch.parts
-    assert isinstance(parts, SamplingParts)
+    parts = launch.trainer
+    assert isinstance(parts, OnPolicyTrainer)
     assert config.grpo is not None
     load_policy(parts.roles, Path(settings["files"]) / "adapter")
     batch = fixed_batch(parts.roles.causal.config.get_text_config().vocab_size, max_new_tokens=SPEED.max_new_tokens)
     rollout, rows = as_rollout(batch), list(range(len(batch.responses)))
-    collector = RolloutCollector(launch.session, parts, num_prompts=len(batch.prompts), group_size=GROUP_SIZE)
-    collector.compute_logprobs(rollout, reference=True, several_steps=False)
+    parts.begin(launch.session)
+    parts.compute_logprobs(rollout, reference=True, several_steps=False)
     rollout.old_logprobs, rollout.advantages = rollout.ref_logprobs, torch.tensor(batch.advantages)
-    loss_settings = collector.loss_settings(config.grpo, kl_coef=config.grpo.kl_coef)
+    loss_settings = parts.loss_settings(kl_coef=config.grpo.kl_coef)
     loss_of = PolicyLoss(rollout, rows, roles=parts.roles, settings=loss_settings, first=True)
     with parts.roles.acting("policy"):
         loss, _ = loss_of(rows)

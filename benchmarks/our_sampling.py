@@ -11,7 +11,7 @@ import transformers  # noqa: F401
 
 from benchmarks import measuring, our_recipe
 from benchmarks.fixed_work import SPEED, texts
-from tinyrl.components import Options, load_parts
+from tinyrl.components import Options, Parts
 from tinyrl.config.recipe import load_config
 from tinyrl.generation.engine import Request
 from tinyrl.generation.select import engine_of
@@ -23,7 +23,7 @@ def main() -> None:
     files = Path(settings["files"])
     config = load_config("grpo", str(our_recipe.write(settings)), overrides=settings["overrides"])
     torch.set_num_threads(settings["threads"])
-    base = load_parts(config, options=Options(device="cpu"))
+    base = Parts(config, options=Options(device="cpu"))
     load_policy(base.roles, files / "adapter")
     engine, _ = engine_of(
         config.generation,

@@ -18,12 +18,11 @@ import transformers  # noqa: F401
 from benchmarks import measuring, our_recipe
 from benchmarks.fixed_work import SPEED
 from benchmarks.scripted_tool import TURNS
-from tinyrl.components import Options, load_sampling_parts
+from tinyrl.components import Options, SamplingParts
 from tinyrl.config.recipe import load_config
 from tinyrl.generation.engine import Completion, FinishReason, Request
 from tinyrl.generation.turns import Episodes, PlaysEpisodes, _play_plainly
 from tinyrl.models.weights_io import load_policy
-from tinyrl.parts import SamplingParts
 
 
 class LimitedTurns(Episodes):
@@ -61,7 +60,7 @@ def main() -> None:
     files = Path(settings["files"])
     config = load_config("grpo", str(our_recipe.write(settings)), overrides=settings["overrides"])
     torch.set_num_threads(settings["threads"])
-    parts = load_sampling_parts(config, options=Options(device="cpu"))
+    parts = SamplingParts(config, options=Options(device="cpu"))
     load_policy(parts.roles, files / "adapter")
     seconds, tokens, read = [], [], []
     for step in range(settings["steps"]):

@@ -160,7 +160,7 @@ def measure(size: str, options: Namespace) -> Device:
     recipe.write_text(json.dumps(our_recipe.grpo(files, steps=1, options=options)))
     config = load_config("grpo", str(recipe), overrides=[])
     torch.set_num_threads(options.threads)
-    parts = grpo.load(config, options=Options(device=options.device))
+    parts = grpo.Grpo(config, options=Options(device=options.device))
     try:
         planner, rows = Planner(parts, parts.roles, 0, 0), parts.step_rows()
         micro, _ = rows.widest(parts.micro_batches.tokens)

@@ -16,7 +16,6 @@ LEVELS = (
     ("training", "export", "chat"),
     ("evaluation",),
     ("components",),
-    ("parts",),
     ("sampling",),
     ("rollout",),
     ("generation", "rewards"),

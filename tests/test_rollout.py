@@ -8,8 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import running
 from tests.tiny_models import tiny_model
-from tinyrl.components import Options, load_sampling_parts
-from tinyrl.parts import SamplingParts
+from tinyrl.components import Options, SamplingParts
 from tinyrl.rollout import Rollout
 from tinyrl.sampling import Truncation, sample_and_score, settle_truncated
 
@@ -17,7 +16,7 @@ from tinyrl.sampling import Truncation, sample_and_score, settle_truncated
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory):
     model = tiny_model(tmp_path_factory.mktemp("model"), "qwen2", pad_is_eos=True)
-    loaded = load_sampling_parts(running.config("grpo", model), options=Options(device="cpu"))
+    loaded = SamplingParts(running.config("grpo", model), options=Options(device="cpu"))
     yield loaded
     loaded.close()
 

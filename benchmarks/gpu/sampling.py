@@ -15,7 +15,7 @@ from benchmarks.fixed_work import texts
 from benchmarks.gpu.meter import peak_gb, timed
 from benchmarks.gpu.shapes import Work
 from benchmarks.gpu.training import recipe_of
-from tinyrl.components import Options, load_parts
+from tinyrl.components import Options, Parts
 from tinyrl.config.recipe import load_config
 from tinyrl.generation.engine import Request
 from tinyrl.generation.fused import FusedEngine
@@ -28,7 +28,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     recipe = recipe_of("grpo", Path(settings["files"]), work, steps=1, settings=settings)
     overrides = [*settings["overrides"], f"generation.engine={'hf' if name == 'hf' else 'fused'}"]
     config = load_config("grpo", str(our_recipe.write({**settings, "recipe": recipe})), overrides=overrides)
-    base = load_parts(config, options=Options(device=settings["device"]))
+    base = Parts(config, options=Options(device=settings["device"]))
     engine: Any = engine_of(
         config.generation, base.roles, base.tokenizer, stop=[], longest_response=config.generation.max_new_tokens
     )[0]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tinyrl.algorithms.entropy import applied_entropy_coef, next_entropy_coef
+from tinyrl.algorithms.kl import applied_entropy_coef, next_entropy_coef
 
 
 def test_the_weight_follows_the_entropy_within_its_bounds() -> None:

@@ -6,7 +6,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from tinyrl.algorithms.mismatch import Mismatch, mismatch_weights
+from tinyrl.algorithms.losses import Mismatch, mismatch_weights
 
 NAN = math.nan
 

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from tinyrl.algorithms.preference import bradley_terry_loss
-from tinyrl.algorithms.score_losses import label_loss, rating_loss
+from tinyrl.algorithms.preference import bradley_terry_loss, label_loss, rating_loss
 
 
 def minus_log_sigmoid(x: float) -> float:

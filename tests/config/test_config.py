@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tinyrl.config.conflicts import WITHOUT_EFFECT
-from tinyrl.config.method_sections import GrpoConfig
+from tinyrl.config.method_sections import PRESETS, GrpoConfig
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
-from tinyrl.config.presets import PRESETS
 from tinyrl.config.recipe import dump_config, load_config, load_written_config
-from tinyrl.config.schema import Config
+from tinyrl.config.schema import WITHOUT_EFFECT, Config
 
 
 def make(method: str = "grpo", **sections: Any) -> Config:
@@ -249,13 +247,13 @@ def test_a_whole_number_is_a_number():
 @pytest.mark.parametrize(
     ("method", "sections", "sentence"),
     [
-        ("grpo", {"lora": {"dropout": 0.1}}, "lora.dropout=0.1: dropout makes the ratio"),
+        ("grpo", {"lora": {"dropout": 0.1}}, "lora.dropout=0.1 makes the ratio"),
         ("grpo", {"lora": {"enabled": False}, "model": {"quantization": "4bit"}}, "model.quantization=4bit needs lora"),
         ("grpo", {"lora": {"enabled": False}, "model": {"adapter": "a"}}, "model.adapter=a needs lora.enabled=true"),
         ("ppo", {"lora": {"enabled": False}, "critic": {"kind": "adapter"}}, "critic.kind=adapter needs lora"),
         ("grpo", {"generation": {"top_k": 5}}, "generation.top_k=5 cuts the distribution"),
         ("ppo", {"generation": {"top_p": 0.5}}, "generation.top_p=0.5 cuts the distribution"),
-        ("grpo", {"reward": {"overlong_tokens": 257}}, "reward.overlong_tokens=257 is more than"),
+        ("grpo", {"reward": {"overlong_tokens": 257}}, "reward.overlong_tokens=257 penalises every answer"),
         ("grpo", {"grpo": {"minibatch_size": 100}}, "does not divide the 256 sequences of a step; 64 would"),
         ("ppo", {"ppo": {"num_prompts": 32}}, "ppo.minibatch_size=64 does not divide the 32 sequences of a step; 32"),
         (
@@ -294,12 +292,12 @@ def test_a_whole_number_is_a_number():
             "ppo.entropy_coef=2.0 starts above ppo.entropy_coef_max=1.0",
         ),
         ("grpo", {"grpo": {"entropy_target": 1.0, "entropy_coef": 2.0}}, "grpo.entropy_coef=2.0 starts above"),
-        ("ppo", {"task": {"skip_solved": 1}}, "task.skip_solved=1 goes by groups that are all right"),
-        ("sft", {"task": {"skip_solved": 1}}, "task.skip_solved=1 goes by groups that are all right"),
+        ("ppo", {"task": {"skip_solved": 1}}, "task.skip_solved=1 goes by grpo's groups"),
+        ("sft", {"task": {"skip_solved": 1}}, "task.skip_solved=1 goes by grpo's groups"),
         (
             "grpo",
             {"task": {"skip_solved": 2}, "grpo": {"preset": "reinforce++", "group_size": 1}},
-            "task.skip_solved=2 goes by groups that are all right, which only grpo has, with a grpo.group_size of at",
+            "task.skip_solved=2 goes by grpo's groups: it needs a grpo.group_size of at",
         ),
         ("dpo", {"reference": {"kind": "none"}}, "reference.kind=none leaves dpo.loss=sigmoid nothing to measure"),
         ("dpo", {"dpo": {"loss": "kto", "batch_size": 1}}, "dpo.batch_size=1 leaves dpo.loss=kto no answers of other"),

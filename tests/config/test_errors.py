@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tinyrl.config.errors import allowed, dotted, fields_of, section_class
 from tinyrl.config.familiar import FAMILIAR, FAMILIAR_UNDER
 from tinyrl.config.recipe import build_config, load_config
 from tinyrl.config.schema import Config
+from tinyrl.config.settings import allowed, dotted, fields_of, section_class
 from tinyrl.config.yaml_reader import Source
 from tinyrl.text import did_you_mean
 
@@ -70,7 +70,10 @@ def sentence(values: dict[str, Any], method: str = "grpo") -> str:
             {"optim": {"learning_rate": -1}},
             "r.yaml: `optim.learning_rate` is -1; it must be a number above 0 and",
         ),
-        ({"grpo": 3}, "r.yaml: `grpo` is 3; it must be a section (preset, num_prompts, group_size, num_epochs, ...)."),
+        (
+            {"grpo": 3},
+            "r.yaml: `grpo` is 3; it must be a section (preset, num_prompts, num_epochs, minibatch_size, ...).",
+        ),
         ({"reward": {"functions": "f"}}, "r.yaml: `reward.functions` is 'f'; it must be a list of {use, weight}."),
         ({"reward": {"functions": [{}]}}, "r.yaml: `reward.functions[0].use` is missing; it must be text"),
         (

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tinyrl.config.errors import fields_of, section_class
 from tinyrl.config.familiar import FAMILIAR
+from tinyrl.config.method_sections import PRESETS
 from tinyrl.config.methods import METHODS
-from tinyrl.config.presets import PRESETS
 from tinyrl.config.recipe import (
     MAX_RECIPE_BYTES,
     apply_overrides,
@@ -26,6 +25,7 @@ from tinyrl.config.recipe import (
     split_settings,
 )
 from tinyrl.config.schema import Config
+from tinyrl.config.settings import fields_of, section_class
 from tinyrl.config.yaml_reader import Source
 
 SORT = "method: grpo\ntask: {name: sort}\n"

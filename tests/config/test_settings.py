@@ -30,8 +30,7 @@ def test_every_field_has_a_description_of_one_line() -> None:
 def test_the_page_of_a_section() -> None:
     assert describe_settings("reference") == (
         "reference:    # the policy to stay near to (read by grpo, ppo and dpo)\n"
-        "  kind: auto  # auto: the policy that training starts from, frozen\n"
-        "              # (auto or none)"
+        "  kind: auto  # auto: the policy at the start, frozen (auto or none)"
     )
 
 

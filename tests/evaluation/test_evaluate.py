@@ -8,7 +8,7 @@ import pytest
 
 from tests import running
 from tests.tiny_models import tiny_model
-from tinyrl.components import Options, load_sampling_parts
+from tinyrl.components import Options, SamplingParts
 from tinyrl.evaluation.evaluate import best_of_kl, best_rows, evaluate
 from tinyrl.evaluation.verdicts import majority_passes, pass_at_k
 
@@ -35,7 +35,7 @@ def test_the_most_frequent_answer_decides_and_ties_share() -> None:
 
 
 def test_evaluation_is_repeatable_and_counts_what_it_says(tmp_path: Path) -> None:
-    parts = load_sampling_parts(running.config("grpo", tiny_model(tmp_path, "llama")), options=Options(device="cpu"))
+    parts = SamplingParts(running.config("grpo", tiny_model(tmp_path, "llama")), options=Options(device="cpu"))
     first, second = (evaluate(parts, num_prompts=6, samples=4) for _ in range(2))
     parts.close()
     assert first.metrics == second.metrics
@@ -63,7 +63,7 @@ def test_best_of_n_is_chosen_from_samples_beyond_those_it_is_compared_with(tmp_p
     """Two samples a prompt, each the best of three: of eight samples a prompt the best of the third to fifth, and of
     the sixth to eighth. The first two are what another policy, or this one without a choice, is judged by.
     """
-    parts = load_sampling_parts(running.config("grpo", tiny_model(tmp_path, "llama")), options=Options(device="cpu"))
+    parts = SamplingParts(running.config("grpo", tiny_model(tmp_path, "llama")), options=Options(device="cpu"))
     plain, best = evaluate(parts, num_prompts=5, samples=8), evaluate(parts, num_prompts=5, samples=2, best_of=3)
     parts.close()
     drawn = [line for line in plain.samples if line["kind"] == "eval"]
@@ -105,7 +105,7 @@ def own_evaluation(tmp_path: Path, rows: list[dict], **sections):
     path = str(tmp_path / "rows.jsonl")
     task = {"name": "rows", "data": path, "eval_data": path}
     settings = running.config("grpo", tiny_model(tmp_path / "model", "llama"), task=task, **sections)
-    parts = load_sampling_parts(settings, options=Options(device="cpu"))
+    parts = SamplingParts(settings, options=Options(device="cpu"))
     try:
         return evaluate(parts, num_prompts=8, samples=2)
     finally:

@@ -8,7 +8,7 @@ import pytest
 
 from tests import running
 from tests.tiny_models import tiny_model
-from tinyrl.components import Options, load_sampling_parts
+from tinyrl.components import Options, SamplingParts
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import prompt_key
 from tinyrl.evaluation.evaluate import evaluate
@@ -138,7 +138,7 @@ def test_a_text_run_is_sampled_where_a_reward_is_named(folder: Path) -> None:
     result = ask(folder, "sft", settings=[reward, SHORT], samples=2, vs="start")
     assert result["held_out"] == ask(folder, "sft")["held_out"]
     assert result["num_prompts"] == 10
-    parts = load_sampling_parts(
+    parts = SamplingParts(
         running.config(
             "grpo",
             folder / "base",

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from tests import running
 from tests.faults.lookup_runs import lookup, samples
 from tests.tiny_models import EOS, tiny_model
-from tinyrl.components import Options, load_sampling_parts
+from tinyrl.components import Options, SamplingParts
 from tinyrl.config.schema import Config
 from tinyrl.environments import python
 from tinyrl.environments.python import TIMED_OUT
@@ -86,7 +86,7 @@ def secret_of(line: dict[str, Any]) -> str:
 @pytest.mark.slow
 def test_an_environment_class_plays_a_chat_from_its_opening_to_its_reward(model: Path, tmp_path: Path) -> None:
     settings = playing(model, tmp_path)
-    parts = load_sampling_parts(settings, options=Options(device="cpu"))
+    parts = SamplingParts(settings, options=Options(device="cpu"))
     parts.close()
     assert parts.train_prompts[0].text.startswith("tools guess [user] guess")
     code, run, _ = running.train(settings, tmp_path)

@@ -100,7 +100,7 @@ def train_within(settings: Config, folder: Path, name: str, room_mb: int | None,
         limit = address_space() + room_mb * MB
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     code = launch.go()
-    rows, tokens = getattr(launch.parts, "engine").max_rows, launch.parts.micro_batches.tokens  # noqa: B009
+    rows, tokens = getattr(launch.trainer, "engine").max_rows, launch.trainer.micro_batches.tokens  # noqa: B009
     facts.write_text(json.dumps({"max_rows": rows, "micro_batch_tokens": tokens}))
     sys.exit(code)
 

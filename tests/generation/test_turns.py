@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from tests.faults.lookup_runs import lookup
-from tinyrl.components import Options, load_sampling_parts
+from tinyrl.components import Options, SamplingParts
 from tinyrl.environments import Reply
 from tinyrl.environments.episode import Episode
 from tinyrl.generation import turns
 from tinyrl.generation.engine import Completion, Request
 from tinyrl.generation.rng import sample_keys, uniforms
 from tinyrl.generation.turns import Episodes, play
-from tinyrl.parts import SamplingParts
 
 GROUP, SEED, STEP = 8, 3, 2
 Played = tuple[list[Completion], list[Episode]]
@@ -27,7 +26,7 @@ Played = tuple[list[Completion], list[Episode]]
 def make_parts(engine: str = "fused", **sections: Any) -> SamplingParts:
     """The lookup model with an adapter that is not zero, the same in every call."""
     sections["generation"] = {"max_new_tokens": 24, "max_prompt_tokens": 32, "stop": [";", "."], "engine": engine}
-    parts = load_sampling_parts(lookup(**sections), options=Options(device="cpu"))
+    parts = SamplingParts(lookup(**sections), options=Options(device="cpu"))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in parts.roles.parameters["policy"].values():

@@ -142,7 +142,7 @@ def test_a_bfloat16_policy_has_float32_adapters_that_learn(
     tiny: TinyModels, device: torch.device, method: str, tmp_path: Path
 ):
     launch = launched(running.config(method, tiny("qwen3"), model={"dtype": "bfloat16"}), tmp_path, device)
-    roles = launch.parts.roles
+    roles = launch.trainer.roles
     trained = {id(p) for of_role in roles.parameters.values() for p in of_role.values()}
     before = {n: p.detach().clone() for n, p in roles.causal.named_parameters()}
     assert {p.dtype for p in roles.causal.parameters() if id(p) not in trained} == {torch.bfloat16}
@@ -157,7 +157,7 @@ def test_a_bfloat16_policy_has_float32_adapters_that_learn(
 def test_a_base_in_four_bits_is_trained_on(tiny: TinyModels, device: torch.device, tmp_path: Path):
     pytest.importorskip("bitsandbytes")
     launch = launched(running.config("grpo", tiny("llama"), model={"quantization": "4bit"}), tmp_path, device)
-    assert launch.parts.engine.name == "hf"
+    assert launch.trainer.engine.name == "hf"
     assert launch.go() == 0
     lines = [line for line in running.metrics(launch.run) if "optim/grad_norm" in line]
     assert all(line["optim/grad_norm"] > 0 for line in lines)
@@ -190,7 +190,7 @@ def test_an_update_waits_as_often_whatever_its_micro_batches(
         updater.step = counted
         assert launch.go() == 0
         waits.append(seen[-1])
-    assert waits[0] == waits[1] <= 2 + 2 * len(launch.parts.roles.parameters)
+    assert waits[0] == waits[1] <= 2 + 2 * len(launch.trainer.roles.parameters)
 
 
 def test_too_little_room_halves_the_micro_batches_and_changes_no_gradient(tiny: TinyModels, device: torch.device):

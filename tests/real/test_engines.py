@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from tests import running
-from tinyrl.components import Options, load_sampling_parts
+from tinyrl.components import Options, SamplingParts
 from tinyrl.generation.engine import Completion, Request, SamplingSettings
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.hf import HfEngine, HfMergedEngine
 from tinyrl.generation.select import select_engine
-from tinyrl.parts import SamplingParts
 
 pytestmark = pytest.mark.real
 
@@ -29,7 +28,7 @@ WORST = 1.5  # times the error of the library in bfloat16
 def parts(real: Path, request: pytest.FixtureRequest) -> Iterator[SamplingParts]:
     """A policy whose adapter has moved."""
     task = {"name": "sums"}
-    made = load_sampling_parts(
+    made = SamplingParts(
         running.config("grpo", real, model={"dtype": request.param}, task=task, generation={"engine": "hf"}),
         options=Options(device="cpu"),
     )
@@ -93,7 +92,7 @@ def test_the_fused_engine_is_chosen(parts: SamplingParts, wanted: Any):
 def test_a_run_begins_with_the_fused_engine(real: Path, dtype: str):
     """With the adapter still at zero, and the settings as they are by default."""
     config = running.config("grpo", real, model={"dtype": dtype}, task={"name": "sums"})
-    begun = load_sampling_parts(config, options=Options(device="cpu"))
+    begun = SamplingParts(config, options=Options(device="cpu"))
     begun.close()
     assert begun.engine.name == "fused", begun.engine_reason
 

@@ -11,11 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 import tinyrl.starter
-from tinyrl.components import Options, load_sampling_parts
+from tinyrl.components import Options, SamplingParts
 from tinyrl.config.recipe import load_config
 from tinyrl.generation.engine import Request
 from tinyrl.models.loading import load_tokenizer
-from tinyrl.parts import SamplingParts
 from tinyrl.starter.build import build
 from tinyrl.starter.lookup import (
     ATTRIBUTES,
@@ -146,7 +145,7 @@ def test_rebuilding_gives_the_same_model(tmp_path: Path) -> None:
 def parts() -> SamplingParts:
     torch.set_num_threads(1)
     config = load_config("grpo", "lookup", overrides=["run.threads=1", "task.max_samples=128"])
-    return load_sampling_parts(config, options=Options())
+    return SamplingParts(config, options=Options())
 
 
 def played(parts: SamplingParts, *, greedy: bool) -> tuple[float, float]:

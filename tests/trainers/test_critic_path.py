@@ -10,11 +10,10 @@ from torch import Tensor
 
 from tests import running
 from tests.tiny_models import TinyModels
-from tinyrl.components import Options, load_sampling_parts
+from tinyrl.components import Options, SamplingParts
 from tinyrl.config.schema import Config
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.reward_model import load_reward_model
-from tinyrl.parts import SamplingParts
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.settle import settle
 
@@ -24,7 +23,7 @@ SEPARATE = {"critic": {"kind": "separate"}}
 
 
 def load(config: Config) -> SamplingParts:
-    return load_sampling_parts(settle(config), options=Options(device="cpu"))
+    return SamplingParts(settle(config), options=Options(device="cpu"))
 
 
 def values(parts: SamplingParts) -> Tensor:

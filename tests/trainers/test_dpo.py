@@ -20,7 +20,7 @@ from tinyrl.config.sections import OptimConfig
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.roles import Roles
 from tinyrl.trainers import dpo
-from tinyrl.trainers.preference_pairs import Pair, logprobs_of, pair_logprobs, sizes_of
+from tinyrl.trainers.dpo import Pair, logprobs_of, pair_logprobs, sizes_of
 from tinyrl.training.optim import role_optimizers
 from tinyrl.training.update import Pass, Updater
 
@@ -78,8 +78,8 @@ def settings(model: Path, rows: Path, *, lora: bool = True, dropout: float = 0.0
     return Config.model_validate({**values, **sections})
 
 
-def loaded(config: Config) -> dpo.DpoParts:
-    return dpo.load(config, options=Options(device="cpu"))
+def loaded(config: Config) -> dpo.Dpo:
+    return dpo.Dpo(config, options=Options(device="cpu"))
 
 
 def six(model: Path, folder: Path, **sections: Any) -> Config:
@@ -181,7 +181,7 @@ def plain_loss(name: str, model: Any, reference: Any, pairs: list[Pair]) -> Tens
 AWAY = 6  # a seed that makes answers behind others' prompts likelier, so that KTO's reference point is not 0
 
 
-def apart(config: Config, model: Path) -> tuple[dpo.DpoParts, Any, Any]:
+def apart(config: Config, model: Path) -> tuple[dpo.Dpo, Any, Any]:
     """The parts, a plain policy and a plain reference of the same weights, all moved from where training starts."""
     parts = loaded(config)
     plain, reference = (AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2))
@@ -190,9 +190,9 @@ def apart(config: Config, model: Path) -> tuple[dpo.DpoParts, Any, Any]:
     return parts, plain, reference
 
 
-def gradients(parts: dpo.DpoParts, *, tokens: int) -> tuple[dict[str, float], dict[str, Tensor]]:
+def gradients(parts: dpo.Dpo, *, tokens: int) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Metrics and gradient of a step on all pairs, in micro-batches of so many tokens."""
-    pairs, rows = parts.train, range(len(parts.train))
+    pairs, rows = parts.train_rows, range(len(parts.train_rows))
     reference, kl = parts.reference_logprobs("training", rows), dpo.reference_point(parts, pairs)
     updater = Updater(
         parts.accelerator,
@@ -217,9 +217,9 @@ def gradients(parts: dpo.DpoParts, *, tokens: int) -> tuple[dict[str, float], di
 def test_losses_and_gradients_are_those_of_a_plain_loop(name: str, model: Path, tmp_path: Path) -> None:
     """The library's own logits, one answer at a time, and the formula of the paper; away from the start."""
     parts, plain, reference = apart(six(model, tmp_path, dpo=LOSSES[name]), model)
-    assert name != "kto" or dpo.reference_point(parts, parts.train) > 0.1
+    assert name != "kto" or dpo.reference_point(parts, parts.train_rows) > 0.1
     metrics, ours = gradients(parts, tokens=10_000)
-    loss = plain_loss(name, plain, reference, parts.train)
+    loss = plain_loss(name, plain, reference, parts.train_rows)
     loss.backward()
     assert metrics["preference/loss"] == pytest.approx(loss.item(), rel=1e-5)
     wanted = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
@@ -254,9 +254,9 @@ def test_a_prompt_is_read_once(model: Path, tmp_path: Path, monkeypatch: pytest.
         return batch
 
     monkeypatch.setattr(Roles, "batch", noted)
-    logprobs_of(parts, "policy", parts.train)
-    prompts = {tuple(pair.prompt) for pair in parts.train}
-    answers = sum(len(pair.chosen) + len(pair.rejected) - 2 for pair in parts.train)  # the last token predicts nothing
+    logprobs_of(parts, "policy", parts.train_rows)
+    prompts = {tuple(pair.prompt) for pair in parts.train_rows}
+    answers = sum(len(pair.chosen) + len(pair.rejected) - 2 for pair in parts.train_rows)
     assert sum(read) == sum(map(len, prompts)) + answers
 
 
@@ -302,7 +302,7 @@ def test_a_reference_that_is_another_model_stops_the_run_and_is_named(
     parts = loaded(config)
     assert parts.check()
     stir(parts.roles.parameters["policy"])
-    monkeypatch.setattr(dpo, "load", lambda config, *, options: parts)
+    monkeypatch.setattr(dpo, "Dpo", lambda config, *, options: parts)
     with pytest.raises(ValueError, match="policy and reference differ before the first step: the loss is") as caught:
         running.train(config, tmp_path)
     assert str(caught.value).endswith(f"the reference is {which}")
@@ -320,7 +320,7 @@ def test_a_start_adapter_is_the_reference(model: Path, rows: Path, tmp_path: Pat
     config = settings(model, rows)
     config.model.adapter = str(start_adapter(model, rows, tmp_path))
     parts = loaded(config)
-    pairs = parts.train[:8]
+    pairs = parts.train_rows[:8]
     policy, reference = logprobs_of(parts, "policy", pairs), logprobs_of(parts, "reference", pairs)
     assert torch.equal(policy, reference)
     with torch.no_grad(), parts.roles.acting("base"):
@@ -406,7 +406,7 @@ def test_what_is_known_of_a_reference_is_let_go_when_rows_or_models_change(
     parts = loaded(changed)
     known = kept["training"][:, 2].bool()
     assert 0 < int(known.sum()) <= 32
-    wanted = logprobs_of(parts, "reference", parts.train)
+    wanted = logprobs_of(parts, "reference", parts.train_rows)
     torch.testing.assert_close(
         kept["training"][known, :2], wanted[known], rtol=1e-2 if what != "rows" else 1e-4, atol=0.1
     )
@@ -499,7 +499,7 @@ def test_pairs_with_the_same_answer_twice_are_left_out_and_said(model: Path, tmp
     same = {"prompt": "x", "chosen": "a", "rejected": "a"}
     data = str(write(tmp_path / "rows.jsonl", [*SIX, same, same]))
     parts = loaded(settings(model, Path(data), task={"data": data, "eval_data": data}))
-    assert (len(parts.train), len(parts.held_out)) == (6, 6)
+    assert (len(parts.train_rows), len(parts.held_out)) == (6, 6)
     assert "warning: 2 of 8 pairs are left out: 2 with the same answer twice" in parts.notes
     assert refused(model, tmp_path, [same]) == ("of 1 pairs none can be learnt from: 1 with the same answer twice")
 
@@ -515,7 +515,7 @@ def test_pairs_that_are_too_long_are_refused_or_left_out(model: Path, tmp_path: 
     data = str(write(tmp_path / "rows.jsonl", [*SIX, long]))
     task = {"data": data, "eval_data": data, "long_prompts": "drop"}
     parts = loaded(settings(model, Path(data), task=task, dpo={"max_tokens": 30}))
-    assert len(parts.train) == 5
+    assert len(parts.train_rows) == 5
     assert "warning: 2 of 7 pairs are left out: 2 that are too long" in parts.notes
 
 
@@ -552,7 +552,7 @@ def test_a_pair_in_one_of_its_other_shapes_is_the_same_pair(model: Path, tmp_pat
     for name, lines in (("inside", inside), ("given", given)):
         data = str(write(tmp_path / f"{name}.jsonl", lines))
         parts = loaded(settings(model, Path(data), task={"data": data, "eval_data": data}))
-        found.append(parts.train)
+        found.append(parts.train_rows)
         assert parts.notes[0].startswith("rows: 4 of `chosen` and `rejected` (text)")
         assert "say 0:" in parts.notes[1]
     assert found[0] == found[1]

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests import running
 from tests.tiny_models import tiny_model
-from tinyrl.components import Options, load_sampling_parts
+from tinyrl.components import Options, SamplingParts
 from tinyrl.config.schema import Config
 from tinyrl.trainers import dpo, reward_model, sft
 
@@ -37,19 +37,18 @@ def test_variables_of_the_template_reach_every_prompt_and_are_recorded(chat_mode
     end = "[assistant] <think>\nlow "
     settings = running.config("grpo", chat_model, task=task)
     assert settings.written()["task"]["chat_template"] == {"effort": "low"}
-    parts = load_sampling_parts(settings, options=Options(device="cpu"))
+    parts = SamplingParts(settings, options=Options(device="cpu"))
     assert all(prompt.text.endswith(end) for prompt in (*parts.train_prompts, *parts.eval_prompts))
     values = {"model": {"path": str(chat_model)}, "task": task}
     methods: dict[str, tuple[Any, Callable[[Any], list[int]]]] = {
-        "reward": (reward_model, lambda row: row.texts[0]),
-        "dpo": (dpo, lambda row: row.prompt),
-        "sft": (sft, lambda row: row[0].prompt),
+        "reward": (reward_model.RewardModel, lambda row: row.texts[0]),
+        "dpo": (dpo.Dpo, lambda row: row.prompt),
+        "sft": (sft.Sft, lambda row: row[0].prompt),
     }
     for method, (trainer, tokens_of) in methods.items():
         settings = Config.model_validate({"method": method, **values})
-        loaded = trainer.load(settings, options=Options(device="cpu"))
-        kept = loaded.rows if method == "reward" else loaded
-        assert all(end in loaded.tokenizer.decode(tokens_of(row)) for row in (*kept.train, *kept.held_out))
+        loaded = trainer(settings, options=Options(device="cpu"))
+        assert all(end in loaded.tokenizer.decode(tokens_of(row)) for row in (*loaded.train_rows, *loaded.held_out))
 
 
 def test_messages_reach_the_reward_as_messages(chat_model: Path, tmp_path: Path) -> None:

@@ -12,12 +12,11 @@ from torch import Tensor
 from tests.faults.lookup_runs import lookup
 from tinyrl.algorithms.advantages import gae
 from tinyrl.algorithms.masking import masked_whiten
-from tinyrl.components import Options, load_sampling_parts
-from tinyrl.config.presets import PRESETS
+from tinyrl.components import Options, SamplingParts
+from tinyrl.config.method_sections import PRESETS
 from tinyrl.environments.episode import Episode
 from tinyrl.generation.engine import Completion
 from tinyrl.models.batches import SequenceBatch
-from tinyrl.parts import SamplingParts
 from tinyrl.rollout import Rollout
 from tinyrl.sampling import (
     Truncation,
@@ -47,7 +46,7 @@ PER_TOKEN = ("sampling_logprobs", "old_logprobs", "ref_logprobs", "values")
 @pytest.fixture(scope="module")
 def parts() -> SamplingParts:
     """A PPO run's models: policy, reference and critic; the adapters are not zero."""
-    made = load_sampling_parts(lookup("ppo", environment={"max_turns": 4}), options=Options(device="cpu"))
+    made = SamplingParts(lookup("ppo", environment={"max_turns": 4}), options=Options(device="cpu"))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for role in made.roles.parameters.values():

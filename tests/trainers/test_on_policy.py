@@ -9,9 +9,8 @@ import torch
 
 from tests import running
 from tests.tiny_models import TinyModels
-from tinyrl.components import Options, load_sampling_parts
+from tinyrl.components import Options, SamplingParts
 from tinyrl.config.method_sections import GrpoConfig, PpoConfig
-from tinyrl.parts import SamplingParts
 from tinyrl.rollout import FINISH_REASONS, Rollout
 from tinyrl.trainers.grpo import advantages_of, zero_spread
 from tinyrl.trainers.ppo import adapted_kl_coef, predict_final_values
@@ -233,7 +232,7 @@ def test_an_entropy_bonus_keeps_more_entropy(tiny: TinyModels, tmp_path: Path) -
 @pytest.fixture(scope="module", params=["adapter", "shared", "separate"])
 def ppo_parts(request: pytest.FixtureRequest, tiny: TinyModels):
     settings = running.config("ppo", tiny("gpt2"), critic={"kind": request.param})
-    loaded = load_sampling_parts(settings, options=Options(device="cpu"))
+    loaded = SamplingParts(settings, options=Options(device="cpu"))
     yield loaded
     loaded.close()
 

@@ -163,9 +163,9 @@ def test_the_returns_of_pretraining_are_those_of_lambda_1(
     """What a token is followed by, whatever the critic thinks; after pretraining the critic's values are mixed in."""
     seen: list[tuple[Rollout, float]] = []
 
-    def noted(session: Any, parts: Any, collector: Any, rollout: Rollout, **options: Any) -> bool:
+    def noted(session: Any, trainer: Any, rollout: Rollout, **options: Any) -> bool:
         seen.append((rollout, options["kl_coef"]))
-        return update(session, parts, collector, rollout, **options)
+        return update(session, trainer, rollout, **options)
 
     from tinyrl.trainers.ppo import update
 

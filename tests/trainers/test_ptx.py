@@ -13,9 +13,8 @@ from tests import running
 from tests.tiny_models import POSITIONS, TinyModels
 from tinyrl.components import Options
 from tinyrl.models.roles import Roles
-from tinyrl.trainers.examples import Example
-from tinyrl.trainers.ppo import load
-from tinyrl.trainers.ptx import PpoParts, ptx_pass
+from tinyrl.trainers.ppo import Ppo, ptx_pass
+from tinyrl.trainers.sft import Example
 from tinyrl.training.state import RunState
 from tinyrl.training.update import Pass, Updater
 
@@ -29,27 +28,27 @@ def with_text(coef: float = 0.5, **fields: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def parts(tiny: TinyModels):
     """Eight prompts in two minibatches, two epochs; three rows of text in each optimizer step."""
-    loaded = load(running.config("ppo", tiny("llama"), **with_text(ptx_batch_size=3)), options=Options(device="cpu"))
+    loaded = Ppo(running.config("ppo", tiny("llama"), **with_text(ptx_batch_size=3)), options=Options(device="cpu"))
     yield loaded
     loaded.close()
 
 
-def drawn(parts: PpoParts, monkeypatch: pytest.MonkeyPatch, *, step: int, epoch: int, minibatch: int) -> list[int]:
+def drawn(parts: Ppo, monkeypatch: pytest.MonkeyPatch, *, step: int, epoch: int, minibatch: int) -> list[int]:
     """The rows of one optimizer step, read off the loss of its pass."""
     seen: list[int] = []
 
-    def noted(parts: PpoParts, examples: Sequence[Any]) -> Tensor:
+    def noted(parts: Ppo, examples: Sequence[Any]) -> Tensor:
         seen.extend(parts.text.index([one]) for one in examples)
         return torch.zeros(())
 
-    monkeypatch.setattr("tinyrl.trainers.ptx.negative_log_likelihood", noted)
+    monkeypatch.setattr("tinyrl.trainers.ppo.negative_log_likelihood", noted)
     one = ptx_pass(parts, RunState(phase="update", step=step, epoch=epoch, minibatch=minibatch))
     one.loss(list(one.rows))
     return seen
 
 
 def test_rows_are_a_stream_of_shuffled_epochs_keyed_by_where_the_update_stands(
-    parts: PpoParts, monkeypatch: pytest.MonkeyPatch
+    parts: Ppo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps of two epochs of two minibatches of three rows are 24 rows: all ten, all ten, and four."""
     at = [(step, epoch, minibatch) for step in (0, 1) for epoch in (0, 1) for minibatch in (0, 1)]
@@ -61,7 +60,7 @@ def test_rows_are_a_stream_of_shuffled_epochs_keyed_by_where_the_update_stands(
     assert drawn(parts, monkeypatch, step=1, epoch=0, minibatch=1) == rows[15:18]  # again, and nothing else before
 
 
-def test_what_is_learnt_of_a_row_is_what_sft_learns(parts: PpoParts) -> None:
+def test_what_is_learnt_of_a_row_is_what_sft_learns(parts: Ppo) -> None:
     tokenizer = parts.tokenizer
     eos = tokenizer.eos_token_id
     lines = [json.loads(line) for line in TEXT.read_text().splitlines()]
@@ -92,7 +91,7 @@ def test_it_adds_its_gradient_to_that_of_ppo_and_no_other(
     """Every optimizer step of a run, accumulated with and without the text (all ten rows): the policy's gradients
     differ by the coefficient times that of the plain mean, the critic's not at all.
     """
-    parts: list[PpoParts] = []
+    parts: list[Ppo] = []
     accumulate, seen = Updater._accumulate, []
 
     def noted(self: Updater, passes: Sequence[Pass]) -> dict[str, float]:
@@ -117,7 +116,7 @@ def test_it_adds_its_gradient_to_that_of_ppo_and_no_other(
         return updater.roles.parameters.items()
 
     monkeypatch.setattr(Updater, "_accumulate", noted)
-    monkeypatch.setattr("tinyrl.trainers.ppo.load", lambda *a, **k: parts.append(load(*a, **k)) or parts[0])
+    monkeypatch.setattr("tinyrl.trainers.ppo.Ppo", lambda *a, **k: parts.append(Ppo(*a, **k)) or parts[0])
     settings = running.config(
         "ppo",
         tiny("llama"),
@@ -140,13 +139,13 @@ def test_while_only_the_critic_trains_there_is_no_text(tiny: TinyModels, tmp_pat
 
 
 def test_a_run_without_text_reads_and_says_nothing_of_it(tiny: TinyModels, tmp_path: Path) -> None:
-    loaded = load(running.config("ppo", tiny("llama")), options=Options(device="cpu"))
+    loaded = Ppo(running.config("ppo", tiny("llama")), options=Options(device="cpu"))
     assert (loaded.text, loaded.text_notes) == ([], [])
     assert set(loaded.row_fingerprints) == {"training", "held-out"}
     loaded.close()
 
 
-def test_what_the_text_is_taken_for_is_said(parts: PpoParts) -> None:
+def test_what_the_text_is_taken_for_is_said(parts: Ppo) -> None:
     shown = parts.preview()
     assert "ppo.ptx_data, rows: 6 of `text`; 4 of `prompt` and `completion`" in shown
     assert "the cat sat on the mat" in shown
@@ -173,7 +172,7 @@ def test_a_text_that_cannot_be_learnt_is_refused_with_its_place(
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = running.config("ppo", tiny("llama"), ppo={"ptx_coef": 1.0, "ptx_data": str(file)})
     with pytest.raises(ValueError, match=r"\S") as caught:
-        load(settings, options=Options(device="cpu"))
+        Ppo(settings, options=Options(device="cpu"))
     assert sentence.format(file=file) in str(caught.value)
 
 

@@ -1,6 +1,5 @@
 """The loss and gradient of a reward model beside TRL's, and under any layout and split of the batch."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -12,15 +11,14 @@ from tests.tiny_models import tiny_model
 from tinyrl.components import Options
 from tinyrl.config.schema import Config
 from tinyrl.data.judged import Objective
-from tinyrl.trainers.reward_model import RewardParts, load, score_loss
-from tinyrl.trainers.reward_rows import JudgedTokens
+from tinyrl.trainers.reward_model import JudgedTokens, RewardModel, score_loss
 
 CHOSEN = [[10, 11, 12, 13, 14], [20, 21, 22], [10, 11, 40, 41, 42, 43, 44], [30, 31, 50, 51]]
 REJECTED = [[10, 11, 60, 61], [20, 70, 71, 72, 73, 74], [10, 11, 40, 45], [30, 31, 50, 52]]
 MARGINS = [0.0, 0.5, 1.5, 0.25]
 
 
-def parts_of(folder: Path, *, lora: bool = False) -> RewardParts:
+def parts_of(folder: Path, *, lora: bool = False) -> RewardModel:
     """A reward model on the tiny llama of seed 0, its head's weights 32 numbers from -1 to 1."""
     rows = folder / "rows.jsonl"
     line = '{"prompt": "p%d", "chosen": "a", "rejected": "b"}\n'
@@ -33,14 +31,14 @@ def parts_of(folder: Path, *, lora: bool = False) -> RewardParts:
             "task": {"data": str(rows)},
         }
     )
-    parts = load(config, options=Options(device="cpu"))
+    parts = RewardModel(config, options=Options(device="cpu"))
     assert parts.roles.score_head is not None
     with torch.no_grad():
         parts.roles.score_head.weight.copy_(torch.linspace(-1, 1, 32).unsqueeze(0))
     return parts
 
 
-def gradients(parts: RewardParts, examples: list[JudgedTokens], splits: list[slice]) -> tuple[float, dict[str, Tensor]]:
+def gradients(parts: RewardModel, examples: list[JudgedTokens], splits: list[slice]) -> tuple[float, dict[str, Tensor]]:
     """The loss and the gradient by name, summed over some rows at a time."""
     total = 0.0
     for rows in splits:
@@ -92,7 +90,7 @@ def test_loss_and_gradient_are_those_of_trl(name: str, packs: bool, tmp_path: Pa
 @pytest.mark.wide
 def test_layout_and_split_change_no_gradient(objective: str, lora: bool, tmp_path: Path) -> None:
     parts = parts_of(tmp_path, lora=lora)
-    parts.rows = replace(parts.rows, objective=cast(Objective, objective))
+    parts.objective = cast(Objective, objective)
     targets = {"pairs": MARGINS, "labels": [0.0, 1.0, 1.0, 0.0], "ratings": [-1.0, 0.5, 2.0, 0.0]}[objective]
     sides = zip(CHOSEN, REJECTED, strict=True) if objective == "pairs" else ((text,) for text in CHOSEN)
     examples = [JudgedTokens(tuple(texts), target) for texts, target in zip(sides, targets, strict=True)]

@@ -15,7 +15,7 @@ from tokenizers import processors
 
 from tests import running
 from tests.tiny_models import tiny_model, tiny_tokenizer
-from tinyrl.components import Options, load_sampling_parts
+from tinyrl.components import Options, SamplingParts
 from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardConfig
@@ -23,7 +23,7 @@ from tinyrl.evaluation.reward_models import concordance
 from tinyrl.models import reward_model as reward_models
 from tinyrl.models.roles import Roles
 from tinyrl.tasks.prompts import prepare_prompts, token_ids
-from tinyrl.trainers.reward_model import load
+from tinyrl.trainers.reward_model import RewardModel
 
 Row = dict[str, Any]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -117,14 +117,14 @@ def test_a_margin_changes_what_is_learnt(model: Path, tmp_path: Path) -> None:
 
 def test_a_held_out_prompt_keeps_all_its_answers(model: Path, tmp_path: Path) -> None:
     data = write(tmp_path / "rows.jsonl", rows_of("labels"))
-    parts = load(settings(model, data), options=Options(device="cpu"))
-    assert sorted(one.target for one in parts.rows.held_out) == [0.0] * 7 + [1.0] * 7  # of 78 prompts
-    assert len(parts.rows.train) == 2 * 71
-    text = {one.target: parts.tokenizer.decode(one.texts[0]) for one in parts.rows.train[:40]}
+    parts = RewardModel(settings(model, data), options=Options(device="cpu"))
+    assert sorted(one.target for one in parts.held_out) == [0.0] * 7 + [1.0] * 7  # of 78 prompts
+    assert len(parts.train_rows) == 2 * 71
+    text = {one.target: parts.tokenizer.decode(one.texts[0]) for one in parts.train_rows[:40]}
     assert ("yy" in text[1.0], "nn" in text[0.0]) == (True, True)
     pairs = write(tmp_path / "pairs.jsonl", rows_of("margin") * 2)
-    parts = load(settings(model, pairs), options=Options(device="cpu"))
-    assert len(parts.rows.held_out) == 7
+    parts = RewardModel(settings(model, pairs), options=Options(device="cpu"))
+    assert len(parts.held_out) == 7
 
 
 @pytest.mark.parametrize("eval_data", [True, False])
@@ -133,10 +133,10 @@ def test_rows_in_the_order_of_their_labels_are_shuffled(eval_data: bool, model: 
     rows = sorted(rows_of("labels"), key=lambda row: row["label"])
     task = {"data": str(write(tmp_path / "rows.jsonl", rows)), "max_samples": 60, "split_seed": 3}
     task |= {"eval_data": task["data"]} if eval_data else {}
-    first, again = (load(settings(model, tmp_path, task=task), options=Options(device="cpu")).rows for _ in range(2))
-    assert first == again
-    assert len(first.train) == 60
-    for part in (first.train[:20], first.train, first.held_out[:20]):
+    first, again = (RewardModel(settings(model, tmp_path, task=task), options=Options(device="cpu")) for _ in range(2))
+    assert (first.train_rows, first.held_out, first.notes) == (again.train_rows, again.held_out, again.notes)
+    assert len(first.train_rows) == 60
+    for part in (first.train_rows[:20], first.train_rows, first.held_out[:20]):
         assert 0.2 < sum(one.target for one in part) / len(part) < 0.8
 
 
@@ -225,27 +225,27 @@ def test_what_is_learnt_is_what_ppo_reads(
     config = settings(chat_model, data, lora=lora, run={"num_steps": 2, "eval_every": 0})
     code, run, _ = running.train(config, tmp_path, name="reward")
     assert code == 0
-    trained = load(config, options=Options(device="cpu"))
+    trained = RewardModel(config, options=Options(device="cpu"))
     read, scored = scorer_of(chat_model, data, run.checkpoints / "step-000002", tmp_path, monkeypatch)
 
     judged = [one for _, each in made for one in each]
     scores = scored(judged)
-    learnt = [text for one in trained.rows.train + trained.rows.held_out for text in one.texts]
+    learnt = [text for one in trained.train_rows + trained.held_out for text in one.texts]
     assert sorted(read) == sorted(learnt)
 
     by_tokens = {
         tuple(tokens): score for tokens, score in zip(read_in_order(scored, judged, read), scores, strict=True)
     }
-    held_out = [[by_tokens[tuple(text)] for text in one.texts] for one in trained.rows.held_out]
+    held_out = [[by_tokens[tuple(text)] for text in one.texts] for one in trained.held_out]
     line = running.metrics(run)[-1]
     if len(held_out[0]) == 2:
         won = [(chosen > rejected) + (chosen == rejected) / 2 for chosen, rejected in held_out]
         assert sum(won) / len(won) == pytest.approx(line["eval/accuracy"])
         assert sum(c - r for c, r in held_out) / len(held_out) == pytest.approx(line["eval/margin"], abs=1e-5)
     else:
-        order = concordance([score for (score,) in held_out], [one.target for one in trained.rows.held_out])
+        order = concordance([score for (score,) in held_out], [one.target for one in trained.held_out])
         assert order == pytest.approx(line["eval/auc" if form.startswith("labelled") else "eval/accuracy"])
-    both = [by_tokens[tuple(text)] for one in trained.rows.train for text in one.texts]
+    both = [by_tokens[tuple(text)] for one in trained.train_rows for text in one.texts]
     assert sum(both) / len(both) == pytest.approx(0, abs=1e-5)
 
 
@@ -254,7 +254,7 @@ def scorer_of(model: Path, data: Path, reward: Path, folder: Path, monkeypatch: 
     prompts = write(folder / "prompts.jsonl", [{"prompt": p} for p in PROMPTS])
     ppo = running.config("ppo", model, task={"name": "rows", "data": str(prompts), "max_samples": None})
     ppo.reward = RewardConfig(model=str(reward))
-    parts = load_sampling_parts(ppo, options=Options(device="cpu"))
+    parts = SamplingParts(ppo, options=Options(device="cpu"))
     read: list[list[int]] = []
     batch_of, make = Roles.batch, reward_models.make_batch
 
@@ -362,10 +362,10 @@ def test_texts_without_a_prompt_need_a_model_without_a_template(chat_model: Path
         running.train(settings(chat_model, data), tmp_path, name="refused")
     for lora in (True, False):
         config = settings(chat_model, data, lora=lora, task={"chat": False})
-        parts = load(config, options=Options(device="cpu"))
+        parts = RewardModel(config, options=Options(device="cpu"))
         bos, eos = parts.tokenizer.bos_token_id, parts.tokenizer.eos_token_id
         inside = token_ids(parts.tokenizer, rows[0]["text"])
-        texts = [text for one in parts.rows.train + parts.rows.held_out for text in one.texts]
+        texts = [text for one in parts.train_rows + parts.held_out for text in one.texts]
         assert [bos, *inside, *([eos] if lora else [])] in texts
 
 

@@ -152,7 +152,7 @@ def test_a_dry_run_names_the_server_and_what_is_asked_of_it(tiny: TinyModels) ->
         ({"generation": {"engine": "server", "url": "localhost:8000"}}, "'localhost:8000' is not the address"),
         (
             {"generation": {"engine": "server", "url": "http://h:1"}, "lora": {"enabled": False}},
-            "takes LoRA adapters, not whole weights",
+            "takes LoRA adapters, so it needs lora.enabled",
         ),
         (
             {"generation": {"engine": "server", "url": "http://h:1", "dtype": "float32"}},

@@ -14,9 +14,8 @@ from tests.conftest import shared_data
 from tests.tiny_models import POSITIONS, tiny_model
 from tinyrl.components import Options
 from tinyrl.config.schema import Config
-from tinyrl.trainers.examples import Example, joined, spans
-from tinyrl.trainers.ptx import text_of
-from tinyrl.trainers.sft import TextParts, evaluate, load, negative_log_likelihood
+from tinyrl.trainers.ppo import text_of
+from tinyrl.trainers.sft import Example, Sft, joined, negative_log_likelihood, spans
 from tinyrl.training.launch import dry_run
 
 PLAIN = (
@@ -75,11 +74,11 @@ def settings(model: Path, data: str, *, lora: bool = False, **sections: Any) -> 
     return Config.model_validate({**values, **{k: {**values.get(k, {}), **v} for k, v in sections.items()}})
 
 
-def loaded(model: Path, folder: Path, rows: list[dict[str, Any]], **sections: Any) -> TextParts:
-    return load(settings(model, written(folder, rows), **sections), options=Options(device="cpu"))
+def loaded(model: Path, folder: Path, rows: list[dict[str, Any]], **sections: Any) -> Sft:
+    return Sft(settings(model, written(folder, rows), **sections), options=Options(device="cpu"))
 
 
-def shown(parts: TextParts, example: Example) -> list[str]:
+def shown(parts: Sft, example: Example) -> list[str]:
     """The pieces of an example as text, those that are learnt between stars."""
     pieces = [(counts, str(parts.tokenizer.decode(tokens))) for counts, tokens in spans(example)]
     return [f"*{text}*" if counts else text for counts, text in pieces]
@@ -90,7 +89,7 @@ def shown(parts: TextParts, example: Example) -> list[str]:
 
 def test_turns_of_one_growing_text_are_read_once(model: Path, tmp_path: Path) -> None:
     parts = loaded(model, tmp_path, TALKS[:1])
-    (row,) = parts.train
+    (row,) = parts.train_rows
     (example,) = row
     assert shown(parts, example) == [
         "[user]2+2?<eos>\n[assistant]", "*4<eos>*",
@@ -102,15 +101,15 @@ def test_turns_of_one_growing_text_are_read_once(model: Path, tmp_path: Path) ->
 
 def test_text_beside_ppo_is_read_in_the_same_way_and_without_the_system_prompt(model: Path, tmp_path: Path) -> None:
     parts = loaded(model, tmp_path, TALKS[:1])
-    assert text_of(TALKS[0], parts, place="") == parts.train[0]
+    assert text_of(TALKS[0], parts, place="") == parts.train_rows[0]
     briefly = loaded(model, tmp_path, TALKS[:1], task={"system_prompt": "be brief"})
-    assert "be brief" in shown(briefly, briefly.train[0][0])[0]
-    assert text_of(TALKS[0], briefly, place="") == parts.train[0]
+    assert "be brief" in shown(briefly, briefly.train_rows[0][0])[0]
+    assert text_of(TALKS[0], briefly, place="") == parts.train_rows[0]
 
 
 def test_turns_whose_thinking_is_stripped_later_are_read_apart(tmp_path: Path) -> None:
     parts = loaded(chat_model(tmp_path, STRIPS), tmp_path, TALKS[2:])
-    (row,) = parts.train
+    (row,) = parts.train_rows
     assert [shown(parts, example) for example in row] == [
         ["[user]2+2?<eos>\n[assistant]", "*<think>2</think>4<eos>*"],
         ["[user]2+2?<eos>\n[assistant]4<eos>\n[user]so?<eos>\n[assistant]", "*4<eos>*"],
@@ -120,7 +119,7 @@ def test_turns_whose_thinking_is_stripped_later_are_read_apart(tmp_path: Path) -
 def test_loss_on_all_counts_every_token_of_a_conversation_once(model: Path, tmp_path: Path) -> None:
     row = {"messages": [*TALKS[0]["messages"], {"role": "user", "content": "unanswered"}]}
     parts = loaded(model, tmp_path, [row], sft={"loss_on": "all"})
-    ((example,),) = parts.train
+    ((example,),) = parts.train_rows
     first, last = "[user]2+2?<eos>\n[assistant]4<eos>\n[user]3+3?<eos>\n", "[user]sure?<eos>\n[assistant]yes<eos>"
     assert shown(parts, example) == ["<eos>", f"*{first}[assistant]six<eos>\n{last}*"]
 
@@ -138,7 +137,7 @@ def test_reading_turns_at_once_changes_no_gradient(kind: str, tmp_path: Path) ->
     """Against each turn alone behind its own prompt, in the library's model; whatever the layout of a batch is."""
     folder = chat_model(tmp_path / "model", kind=kind)
     parts = loaded(folder, tmp_path, TALKS)
-    examples = [example for row in parts.train for example in row]
+    examples = [example for row in parts.train_rows for example in row]
     assert len(examples) == 3  # of six turns
     causal = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     total = torch.zeros(())
@@ -244,7 +243,7 @@ def test_loss_and_gradients_are_those_of_trl(form: str, tmp_path: Path) -> None:
         tokenizer.chat_template = PLAIN
         tokenizer.save_pretrained(folder)
     parts = loaded(folder, tmp_path, rows)
-    examples = [example for row in parts.train for example in row]
+    examples = [example for row in parts.train_rows for example in row]
     wanted = OF_TRL[form]
     assert sum(example.num_counted for example in examples) == wanted["tokens"]
     with parts.roles.acting("policy"):
@@ -302,7 +301,7 @@ def test_held_out_loss_is_a_mean_over_the_tokens_of_the_turns(model: Path, tmp_p
                 logprobs = causal(torch.tensor([tokens])).logits[0].log_softmax(-1)
             for at, counts in enumerate(example.counts or [True] * len(example.target), len(example.prompt)):
                 total, count = total - float(logprobs[at - 1, tokens[at]]) * counts, count + counts
-    metrics = evaluate(parts).metrics
+    metrics = parts.evaluate().metrics
     assert metrics["loss"] == pytest.approx(total / count, rel=1e-5)
     assert metrics["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
     assert metrics["num_rows"] == 3
@@ -341,14 +340,14 @@ def test_a_row_longer_than_the_models_positions_is_said(model: Path, tmp_path: P
     where = written(tmp_path, [TALKS[1], long])
     tokens = len("[user]hi.[assistant]hello.[user]more.[assistant].") + 3 + POSITIONS  # three line breaks
     with pytest.raises(ValueError, match=r"^1 of 3 examples have more tokens than the model's 512 positions") as caught:
-        load(settings(model, where), options=Options(device="cpu"))
+        Sft(settings(model, where), options=Options(device="cpu"))
     assert f"(first: row 2 with {tokens}, which begins {{'messages': [{{'role': 'user', 'content': 'hi'}}" in str(
         caught.value
     )
     assert "task.long_prompts=drop" in str(caught.value)
-    parts = load(settings(model, where, task={"long_prompts": "drop"}), options=Options(device="cpu"))
-    assert [len(row) for row in parts.train] == [1, 1]
-    assert parts.train[1][0].num_counted == len("hello") + 1
+    parts = Sft(settings(model, where, task={"long_prompts": "drop"}), options=Options(device="cpu"))
+    assert [len(row) for row in parts.train_rows] == [1, 1]
+    assert parts.train_rows[1][0].num_counted == len("hello") + 1
     assert any(line.startswith("warning: 1 of 3 examples have more tokens") for line in parts.check())
     with pytest.raises(ValueError, match="1 of 1 examples have more tokens"):
         loaded(model, tmp_path, [{"text": "x" * POSITIONS}], task={"long_prompts": "drop"})
@@ -381,8 +380,8 @@ def test_gsm8k_by_renaming_its_columns(model: Path, tmp_path: Path) -> None:
     assert data is not None
     columns = {"prompt": "question", "completion": "answer"}
     where = {"data": str(data / "gsm8k/test.jsonl"), "eval_data": None, "columns": columns, "long_prompts": "drop"}
-    parts = load(settings(model, "", task=where), options=Options(device="cpu"))
-    (example,) = parts.train[0]
+    parts = Sft(settings(model, "", task=where), options=Options(device="cpu"))
+    (example,) = parts.train_rows[0]
     (prompt, answer) = shown(parts, example)
     assert prompt.startswith("[user]")
     assert prompt.endswith("<eos>\n[assistant]")

@@ -12,7 +12,7 @@ from tests.tiny_models import TinyModels
 from tests.trainers.test_on_policy import rollout_of, write_reward
 from tinyrl.config.sections import TaskConfig
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.trainers.solved_prompts import SolvedPrompts
+from tinyrl.trainers.on_policy import SolvedPrompts
 from tinyrl.training.state import read_state
 
 PROMPTS = [PreparedPrompt(i, {"prompt": f"p{i}"}, f"p{i}", f"p{i}", [1], "") for i in range(4)]

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 
 from tests import running
 from tests.tiny_models import tiny_model, tiny_tokenizer
-from tinyrl.components import Options, load_sampling_parts
+from tinyrl.components import Options, SamplingParts
 from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
@@ -26,8 +26,7 @@ from tinyrl.models.roles import Roles
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import prepare_prompts, token_ids
 from tinyrl.trainers import reward_model
-from tinyrl.trainers.examples import turns_of
-from tinyrl.trainers.sft import load
+from tinyrl.trainers.sft import Sft, turns_of
 
 RUN = {"num_steps": 30, "eval_every": 10, "save_every": 10, "threads": 1}
 
@@ -169,12 +168,12 @@ def test_the_accuracy_reported_is_the_one_ppo_reads(
     config.task = config.task.model_copy(update=FORMATS[form])
     code, made, _ = running.train(config, tmp_path, name="reward")
     assert code == 0
-    trained = reward_model.load(config, options=Options(device="cpu"))
+    trained = reward_model.RewardModel(config, options=Options(device="cpu"))
     folder = made.checkpoints / "step-000003"
 
     ppo = running.config("ppo", chat_model, task={"name": "rows", "data": str(rows), "max_samples": None})
     ppo.reward = RewardConfig(model=str(folder))
-    parts = load_sampling_parts(ppo, options=Options(device="cpu"))
+    parts = SamplingParts(ppo, options=Options(device="cpu"))
     bos, eos = parts.tokenizer.bos_token_id, parts.tokenizer.eos_token_id
     assert isinstance(bos, int)
     assert isinstance(eos, int)
@@ -204,8 +203,8 @@ def test_the_accuracy_reported_is_the_one_ppo_reads(
 
     train, held_out = example_rows(config)
     for index, side in enumerate(("chosen", "rejected")):
-        assert scored(train, side)[1] == sorted(one.texts[index] for one in trained.rows.train)
-        assert scored(held_out, side)[1] == sorted(one.texts[index] for one in trained.rows.held_out)
+        assert scored(train, side)[1] == sorted(one.texts[index] for one in trained.train_rows)
+        assert scored(held_out, side)[1] == sorted(one.texts[index] for one in trained.held_out)
     chosen, rejected = scored(held_out, "chosen")[0], scored(held_out, "rejected")[0]
     accuracy = sum((a > b) + (a == b) / 2 for a, b in zip(chosen, rejected, strict=True)) / len(chosen)
     line = running.metrics(made)[-1]
@@ -278,7 +277,7 @@ def test_reward_adapter_scores_in_ppo_on_the_shared_base(model: Path, rows: Path
 def test_loss_on_all_keeps_separators_inside_a_text(model: Path, rows: Path) -> None:
     """Where bos is eos, only the token in front is the sequence's start; the others end turns."""
     chosen = settings("sft", model, rows, lora=True, sft={"loss_on": "all"})
-    parts = load(chosen, options=Options(device="cpu"))
+    parts = Sft(chosen, options=Options(device="cpu"))
     tokenizer = parts.tokenizer
     eos = tokenizer.eos_token_id
     tokenizer.bos_token = tokenizer.eos_token

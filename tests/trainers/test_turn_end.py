@@ -11,7 +11,7 @@ from tests import running
 from tests.tiny_models import EOS, tiny_model
 from tinyrl.chat.speaker import load_speaker
 from tinyrl.chat.target import chat_target
-from tinyrl.components import Options, load_parts, load_sampling_parts
+from tinyrl.components import Options, Parts, SamplingParts
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardConfig
 from tinyrl.evaluation.versus import evaluate_target
@@ -113,7 +113,7 @@ def test_a_policy_that_learnt_from_chat_stops(model: Path, rows: Path, tmp_path:
 @pytest.mark.parametrize("chat", ["auto", True, False])
 def test_completions_end_at_the_end_of_a_turn_where_prompts_are_chat(chat: Any, base: Path, rows: Path) -> None:
     config = settings("grpo", base, rows, task={"chat": chat})
-    parts = load_parts(config, options=CPU)
+    parts = Parts(config, options=CPU)
     assert eos_token_ids(parts.roles, parts.tokenizer) == {1, *([] if chat is False else [end_of(base)])}
     parts.close()
 
@@ -123,16 +123,16 @@ def test_one_token_ends_what_is_learnt(chat: Any, base: Path, rows: Path) -> Non
     """Answers that are text, to prompts that the template writes or does not; messages go on ending as it ends them."""
     text = {"task": {"data": str(rows.with_name("text.jsonl")), "chat": chat}}
     end = end_of(base) if chat == "auto" else 1
-    examples = sft.load(settings("sft", base, rows, **text), options=CPU)
-    pairs = dpo.load(settings("dpo", base, rows, **text), options=CPU)
-    judged = reward_model.load(settings("reward", base, rows, **text), options=CPU)
-    ends = {example.target[-1] for row in examples.train for example in row}
-    ends |= {answer[-1] for pair in pairs.train for answer in (pair.chosen, pair.rejected)}
-    ends |= {tokens[-1] for one in judged.rows.train for tokens in one.texts}
+    examples = sft.Sft(settings("sft", base, rows, **text), options=CPU)
+    pairs = dpo.Dpo(settings("dpo", base, rows, **text), options=CPU)
+    judged = reward_model.RewardModel(settings("reward", base, rows, **text), options=CPU)
+    ends = {example.target[-1] for row in examples.train_rows for example in row}
+    ends |= {answer[-1] for pair in pairs.train_rows for answer in (pair.chosen, pair.rejected)}
+    ends |= {tokens[-1] for one in judged.train_rows for tokens in one.texts}
     assert ends == {end}
     if chat == "auto":
-        spoken = sft.load(settings("sft", base, rows), options=CPU)
-        assert {example.target[-1] for row in spoken.train for example in row} == {end}
+        spoken = sft.Sft(settings("sft", base, rows), options=CPU)
+        assert {example.target[-1] for row in spoken.train_rows for example in row} == {end}
 
 
 @pytest.mark.parametrize("form", [{}, {"chat": False}, {"system_prompt": "b"}], ids=["chat", "text", "system"])
@@ -145,10 +145,10 @@ def test_ppo_shows_a_reward_adapter_the_end_it_learnt(
     learn = settings("reward", base, rows, task={**text, **form}, run={"num_steps": 1, "eval_every": 0})
     code, made, _ = running.train(learn, tmp_path, name="reward")
     assert code == 0
-    learnt = reward_model.load(learn, options=CPU).rows.train
+    learnt = reward_model.RewardModel(learn, options=CPU).train_rows
     ppo = settings("ppo", base, rows, task=text)
     ppo.reward = RewardConfig(model=str(made.checkpoints / "step-000001"))
-    parts = load_sampling_parts(ppo, options=CPU)
+    parts = SamplingParts(ppo, options=CPU)
     read: list[list[int]] = []
     batch_of = Roles.batch
 
@@ -178,7 +178,7 @@ def test_episodes_go_on_behind_the_end_of_a_turn(base: Path, rows: Path, tmp_pat
         rows.with_name("text.jsonl"),
         environment={"use": f"{tmp_path / 'game.py'}:respond", "max_observation_tokens": 4},
     )
-    parts = load_sampling_parts(config, options=CPU)
+    parts = SamplingParts(config, options=CPU)
     assert parts.game is not None
     prompt, game, tokenizer = parts.train_prompts[0], parts.game, parts.tokenizer
     assert game.observations.end == end_of(base)
@@ -208,8 +208,8 @@ def test_what_is_wrong_with_a_template_is_said_before_training(base: Path, rows:
         text = {"data": str(rows.with_name("text.jsonl"))}
         for path, chat, warned in ((folder, "auto", True), (folder, False, False), (base, "auto", False)):
             config = settings(method, path, rows, task={**text, "chat": chat})
-            parts: Any = load_sampling_parts(config, options=CPU) if method == "grpo" else None
-            parts = parts or (sft if method == "sft" else dpo).load(config, options=CPU)
+            parts: Any = SamplingParts(config, options=CPU) if method == "grpo" else None
+            parts = parts or (sft.Sft if method == "sft" else dpo.Dpo)(config, options=CPU)
             said = [line for line in parts.check() if line.startswith("warning: chat template: a turn ends with")]
             assert len(said) == warned, (method, path)
             parts.close()

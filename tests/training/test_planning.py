@@ -12,13 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.running import config, go_on, metrics, train
 from tests.tiny_models import TinyModels
-from tinyrl.components import Options
+from tinyrl.components import Options, SamplingParts
 from tinyrl.config.schema import Config
 from tinyrl.generation import select
 from tinyrl.models import logprobs
 from tinyrl.models.batches import fuses
 from tinyrl.models.micro_batches import MicroBatches
-from tinyrl.parts import SamplingParts
 from tinyrl.training import planning
 from tinyrl.training.launch import plan, time_steps, trainer_of
 from tinyrl.training.memory_plan import MemoryPlan, Planner
@@ -36,7 +35,7 @@ GB = 10**9
 
 def planner(settings: Config, *, room: int = 1000 * GB) -> Planner:
     options = Options(device="cpu", weights=False)
-    parts = trainer_of(settings).load(settings, options=options)
+    parts = trainer_of(settings.method)(settings, options=options)
     outline = tried_outline(settings, options=options)
     assert outline is not None
     made = planner_of(parts, outline)
@@ -111,7 +110,7 @@ def test_the_plan_and_the_run_choose_one_engine(
 
     def chosen(*, weights: bool) -> str:
         try:
-            parts = trainer_of(settings).load(settings, options=Options(device="cpu", weights=weights))
+            parts = trainer_of(settings.method)(settings, options=Options(device="cpu", weights=weights))
         except ValueError as error:
             return str(error)
         assert isinstance(parts, SamplingParts)
@@ -128,7 +127,7 @@ def test_states_of_a_token_that_graphs_keep_count_on_a_gpu(tiny: TinyModels, mon
     assert 0 < sampling.in_graphs <= sampling.parts["states of sampling"]
     monkeypatch.setattr(Planner, "device", torch.device("cuda"))
     kept = made._kept(sampling) - sampling.parts["cache"] - sampling.parts["sampling copy"]
-    assert kept == (sampling.in_graphs if made.parts.engine.name == "fused" else 0)  # pyright: ignore
+    assert kept == (sampling.in_graphs if made.trainer.engine.name == "fused" else 0)  # pyright: ignore
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["frozen head", "trained head"])
@@ -175,7 +174,7 @@ def test_under_autocast_the_librarys_layers_are_planned(tiny: TinyModels):
     every = {"lora": {"enabled": False}, "generation": {"max_new_tokens": 64}}
     low = planner(small(tiny, model={"dtype": "bfloat16"}, **every))
     assert low.outline.causal.dtype == torch.float32
-    assert low.parts.accelerator.mixed_precision == "bf16"
+    assert low.trainer.accelerator.mixed_precision == "bf16"
     assert not fuses(low.outline.trunk("policy"))
     exact = planner(small(tiny, **every))
     assert fuses(exact.outline.trunk("policy"))
@@ -245,15 +244,15 @@ def test_a_run_begins_with_the_micro_batches_that_fit(
     """On a GPU, whose part is played here; not on a CPU, nor where the number is set."""
     settings = small(tiny, run={"micro_batch_tokens": tokens}, generation={"max_new_tokens": 64})
     made = planner(settings)
-    before = made.parts.micro_batches.tokens
+    before = made.trainer.micro_batches.tokens
     room = made.plan(before // 8).peak
     monkeypatch.setattr(planning, "memory_room", lambda device: room)
-    made.parts.micro_batches.by_memory = by_memory
+    made.trainer.micro_batches.by_memory = by_memory
     outline = tried_outline(settings, options=Options(device="cpu"))
     assert outline is not None
-    plan = tried_plan(made.parts, planning.Outline(outline.roles, None, 0))
+    plan = tried_plan(made.trainer, planning.Outline(outline.roles, None, 0))
     assert plan is not None
-    assert plan.tokens == made.parts.micro_batches.tokens
+    assert plan.tokens == made.trainer.micro_batches.tokens
     assert plan.fits or not by_memory
     assert (plan.tokens < before) == by_memory
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tinyrl.runs.rng_state import python_rng
-from tinyrl.training.sources import Sources
-from tinyrl.training.state import STATE, Best, CheckpointState, Controllers, RunState, read_state
+from tinyrl.training.state import STATE, Best, CheckpointState, Controllers, RunState, Sources, read_state
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Preference losses on pairs of a chosen and a rejected response: DPO, IPO, KTO, ORPO, SimPO, and Bradley-Terry.
+"""Preference losses: DPO, IPO, KTO, ORPO, SimPO and Bradley-Terry on pairs; labels and ratings of single responses.
 
 What differs from the papers: `denominator` (the pairs of the whole optimizer step; None: of this batch), so that
 micro-batching changes neither gradient nor metrics; with it the metrics of micro-batches add up. A tie counts as half
@@ -39,51 +39,30 @@ def dpo_loss(
     return _pairwise_loss(chosen, rejected, label_smoothing, denominator)
 
 
-def ipo_loss(
-    chosen_logprobs: Tensor,
-    rejected_logprobs: Tensor,
-    ref_chosen_logprobs: Tensor,
-    ref_rejected_logprobs: Tensor,
-    *,
-    beta: float,
-    denominator: float | None = None,
-) -> tuple[Tensor, Metrics]:
+def ipo_loss(*logprobs: Tensor, beta: float, denominator: float | None = None) -> tuple[Tensor, Metrics]:
     """Identity preference optimization: mean of (h - 1 / (2 beta))^2, h = (log p - log q)(chosen) - (...)(rejected).
 
     IPO (2310.12036) Eq. 17; beta is its tau. Reward: beta (log p - log q), so a pair is learnt at a margin of 1/2.
     With summed log-probabilities this is the equation as it stands. With means over the response's tokens it is TRL's
     `ipo`, by whose account the paper's authors confirmed them: 1 / (2 beta) is then in nats a token.
-    All four: (B,), [b] with b in [0, B) -> 0-dim. Raises AssertionError on shapes and beta <= 0.
+    logprobs: the four of `dpo_loss`, (B,) -> 0-dim. Raises AssertionError on shapes and beta <= 0.
     """
-    chosen, rejected = _rewards(
-        chosen_logprobs, rejected_logprobs, ref_chosen_logprobs, ref_rejected_logprobs, beta=beta
-    )
+    chosen, rejected = _rewards(*logprobs, beta=beta)
     pairs = _count(chosen, denominator)
     loss = (((chosen - rejected - 0.5) / beta) ** 2).sum() / pairs
     return loss, _pair_metrics(loss, chosen, rejected, pairs)
 
 
-def kto_loss(
-    chosen_logprobs: Tensor,
-    rejected_logprobs: Tensor,
-    ref_chosen_logprobs: Tensor,
-    ref_rejected_logprobs: Tensor,
-    *,
-    beta: float,
-    kl: float,
-    denominator: float | None = None,
-) -> tuple[Tensor, Metrics]:
+def kto_loss(*logprobs: Tensor, beta: float, kl: float, denominator: float | None = None) -> tuple[Tensor, Metrics]:
     """Kahneman-Tversky optimization on pairs: mean over both sides of 1 - sigmoid(+-beta (log p - log q - kl)).
 
     KTO (2402.01306) Sec. 4: a chosen response is desirable (+), a rejected one undesirable (-), each an example of its
     own with weight 1 (lambda_D = lambda_U), so the sum is divided by twice the pairs. Reward: beta (log p - log q).
     kl is the reference point z_0 in nats, without gradient: `mismatched_kl` over all pairs of the step.
-    All four: (B,), [b] with b in [0, B) -> 0-dim. Raises AssertionError on shapes, beta <= 0 and kl < 0.
+    logprobs: the four of `dpo_loss`, (B,) -> 0-dim. Raises AssertionError on shapes, beta <= 0 and kl < 0.
     """
     assert not kl < 0, f"kl is {kl}"
-    chosen, rejected = _rewards(
-        chosen_logprobs, rejected_logprobs, ref_chosen_logprobs, ref_rejected_logprobs, beta=beta
-    )
+    chosen, rejected = _rewards(*logprobs, beta=beta)
     pairs = _count(chosen, denominator)
     loss = (torch.sigmoid(beta * kl - chosen) + torch.sigmoid(rejected - beta * kl)).sum() / (2 * pairs)
     return loss, _pair_metrics(loss, chosen, rejected, pairs)
@@ -161,6 +140,42 @@ def bradley_terry_loss(
     return _pairwise_loss(chosen_scores.float(), rejected_scores.float(), label_smoothing, denominator, asked=margin)
 
 
+def label_loss(
+    scores: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, denominator: float | None = None
+) -> tuple[Tensor, Metrics]:
+    """Binary cross-entropy: mean of -y log sigmoid(s) - (1 - y) log sigmoid(-s), so that s becomes the log-odds of y.
+
+    y in {0, 1}; as in Cobbe et al. (2110.14168) for verifiers. With label_smoothing a, a label is right with
+    probability 1 - a: y is replaced by (1 - a) y + a (1 - y).
+    Metrics: loss, rewards/mean (of the scores), rewards/accuracy (s > 0 where y is 1, s < 0 where it is 0).
+    scores, labels: (B,), [b] with b in [0, B) -> 0-dim. Raises AssertionError on shapes.
+    """
+    _assert_pairs(scores, labels)
+    count = _count(scores, denominator)
+    assert 0 <= label_smoothing < 0.5, f"label_smoothing is {label_smoothing}"
+    scores, labels = scores.float(), labels.float()
+    right = (1 - label_smoothing) * labels + label_smoothing * (1 - labels)
+    loss = -(right * functional.logsigmoid(scores) + (1 - right) * functional.logsigmoid(-scores)).sum() / count
+    with torch.no_grad():
+        toward = (2 * labels - 1) * scores
+        wins = (toward > 0).float() + 0.5 * (toward == 0).float()
+        metrics = {"loss": loss.detach(), "rewards/mean": scores.sum() / count, "rewards/accuracy": wins.sum() / count}
+    return loss, metrics
+
+
+def rating_loss(scores: Tensor, ratings: Tensor, *, denominator: float | None = None) -> tuple[Tensor, Metrics]:
+    """Regression: mean of (s - r)^2, so that s becomes the mean rating of such a response (HelpSteer2, 2406.08673).
+
+    Metrics: loss, rewards/mean (of the scores).
+    scores, ratings: (B,), [b] with b in [0, B) -> 0-dim. Raises AssertionError on shapes.
+    """
+    _assert_pairs(scores, ratings)
+    count = _count(scores, denominator)
+    loss = (scores.float() - ratings.float()).square().sum() / count
+    with torch.no_grad():
+        return loss, {"loss": loss.detach(), "rewards/mean": scores.float().sum() / count}
+
+
 def _assert_pairs(first: Tensor, *others: Tensor) -> None:
     assert first.dim() == 1, f"one number per response, (B,), not {tuple(first.shape)}"
     for other in others:
@@ -187,12 +202,7 @@ def _count(rewards: Tensor, denominator: float | None) -> float:
 
 
 def _pairwise_loss(
-    chosen: Tensor,
-    rejected: Tensor,
-    label_smoothing: float,
-    denominator: float | None,
-    *,
-    asked: Tensor | None = None,
+    chosen: Tensor, rejected: Tensor, label_smoothing: float, denominator: float | None, *, asked: Tensor | None = None
 ) -> tuple[Tensor, Metrics]:
     assert 0 <= label_smoothing < 0.5, f"label_smoothing is {label_smoothing}"
     pairs = _count(chosen, denominator)

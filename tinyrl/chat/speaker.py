@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tinyrl.chat.spelling import Spelling
 from tinyrl.chat.target import ChatTarget
-from tinyrl.components import Options, load_parts, load_scorer
+from tinyrl.components import Options, Parts, load_scorer
 from tinyrl.data.messages import Message, Prompt
 from tinyrl.data.readers import Row
 from tinyrl.environments.episode import Episode
@@ -25,7 +25,6 @@ from tinyrl.generation.hf import HfEngine
 from tinyrl.generation.turns import play
 from tinyrl.models.vocabulary import check_ids
 from tinyrl.models.weights_io import load_policy
-from tinyrl.parts import Parts
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.tasks import Task, load_split, load_task
 from tinyrl.tasks.prompts import PreparedPrompt, in_chat, prepare_prompts, render_prompt
@@ -260,7 +259,7 @@ class Speaker:
 def load_speaker(target: ChatTarget, *, options: Options) -> Speaker:
     """Load the model, the policy's weights, and what answers it. Raises ValueError for what a user can fix."""
     config = target.config
-    parts = load_parts(config, options=options)
+    parts = Parts(config, options=options)
     task = load_task(config.task.name or "rows", grading=config.task.grading)
     game = load_game(config, task, tokenizer=parts.tokenizer, roles=parts.roles)
     if target.checkpoint is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinyrl.config.methods import METHODS, and_list
+from tinyrl.config.methods import and_list
 from tinyrl.config.recipe import apply_overrides, build_config
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import Source
@@ -47,7 +47,7 @@ def chat_target(path: str, settings: list[str]) -> ChatTarget:
         values: dict[str, Any] = {"method": "grpo", "model": {"path": path}, "reference": {"kind": "none"}}
         return ChatTarget(path, _built(values, settings), None)
     config = open_run(run).read_config()
-    if not METHODS[config.method].policy:
+    if not config.trains.policy:
         raise ValueError(f"{path} is a reward model, which writes nothing")
     checkpoint = checkpoint_of(Path(path))
     return ChatTarget(f"{run.resolve().name}/{checkpoint.name}", _built(_as_policy(config), settings), checkpoint)
@@ -56,7 +56,7 @@ def chat_target(path: str, settings: list[str]) -> ChatTarget:
 def _as_policy(config: Config) -> dict[str, Any]:
     """The sections that a policy is loaded, prompted and answered by; no critic, no trackers, no dropout."""
     names = ["model", "lora", "task", "run"]
-    names += ["generation", "environment", "reward", "reference"] if METHODS[config.method].samples else []
+    names += ["generation", "environment", "reward", "reference"] if config.samples else []
     values: dict[str, Any] = {name: getattr(config, name).model_dump() for name in names}
     values["run"] |= {"trackers": []}
     values["lora"] |= {"dropout": 0.0}

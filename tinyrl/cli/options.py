@@ -9,9 +9,8 @@ import typer
 
 def complete_setting(incomplete: str) -> list[str]:
     """Packaged recipes and `section.key=` that begin like this."""
-    from tinyrl.config.errors import fields_of, section_class
     from tinyrl.config.recipe import packaged_recipes
-    from tinyrl.config.settings import SECTIONS
+    from tinyrl.config.settings import SECTIONS, fields_of, section_class
 
     keys = [f"{section}.{key}=" for section in SECTIONS for key in fields_of(section_class(section))]
     return [name for name in [*packaged_recipes(), *keys] if name.startswith(incomplete)]

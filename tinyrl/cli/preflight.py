@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
 from tinyrl.data.judged import judged, objective_of
 from tinyrl.data.readers import Row, hub_name, is_saved_set
@@ -94,7 +93,7 @@ def _check_rewards(config: Config) -> None:
 
 
 def _check_rows(config: Config) -> None:
-    if METHODS[config.method].samples:
+    if config.samples:
         _check_prompts(config)
         if config.ppo.ptx_data is not None:
             _check_readings(config.ppo.ptx_data, lambda row, _: text_examples(row), columns={})
@@ -241,7 +240,7 @@ def _check_readings(source: str, read: Callable[[Row, Row], object], *, columns:
 
 def _read_example(config: Config, row: Row, first: Row) -> None:
     """Raise ValueError for a row that is not of the kind that the method learns from, or not of the first row's."""
-    kind = METHODS[config.method].rows
+    kind = config.trains.rows
     assert kind != "prompts"
     if kind == "judged":
         judged(row, objective_of(first, config.reward_model.objective))

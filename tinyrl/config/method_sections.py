@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from tinyrl.config.fields import (
+from tinyrl.config.sections import (
     AboveOne,
     AtLeastOne,
     NonNegative,
@@ -19,200 +19,152 @@ from tinyrl.config.fields import (
     Share,
     Text,
 )
-from tinyrl.config.presets import DAPO, KL_ESTIMATOR, PPO, PPO_PRESETS, PRESETS
+
+Advantage = Literal["group", "leave-one-out", "discounted-return", "baseline-return"]
+Scale = Literal["std", "batch", "none"]
+RatioLevel = Literal["token", "sequence", "sequence-token"]
+Aggregation = Literal["token", "sequence", "sequence-sum", "constant"]
+Mismatch = Literal["token", "sequence", "token-mask", "sequence-mask", "none"]
+KlController = Literal["fixed", "adaptive"]
+RowKind = Literal["auto", "pairs", "labels", "ratings"]
+PairLoss = Literal["sigmoid", "ipo", "ipo_sum", "kto", "orpo", "simpo"]
+Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
+
+Presets = dict[str, dict[str, Any]]  # plain fields; the first preset has them all, others the differences from it
+PRESETS: Presets = {
+    "dapo": {
+        "num_prompts": 32, "num_epochs": 1, "minibatch_size": None, "advantage": "group", "advantage_scale": "std",
+        "loss": "clipped", "ratio_level": "token", "clip_eps": 0.2, "clip_eps_high": 0.28, "aggregation": "token",
+        "kl_coef": 0.0, "kl_placement": "loss",
+    },
+    "grpo": {"clip_eps_high": 0.2, "aggregation": "sequence", "kl_coef": 0.04},
+    "dr_grpo": {"clip_eps_high": 0.2, "aggregation": "constant", "advantage_scale": "none"},
+    "gspo": {"ratio_level": "sequence", "aggregation": "sequence", "clip_eps": 3e-4, "clip_eps_high": 4e-4},
+    "gdpo": {"normalize_rewards": "each"},
+    "cispo": {"loss": "cispo"},
+    "rloo": {"advantage": "leave-one-out", "clip_eps_high": 0.2, "aggregation": "sequence-sum", "kl_coef": 0.05,
+             "kl_placement": "reward"},
+    "reinforce++": {"advantage": "discounted-return", "clip_eps_high": 0.2, "kl_coef": 0.01, "kl_placement": "reward"},
+    "reinforce++-baseline": {"advantage": "baseline-return", "clip_eps_high": 0.2, "kl_coef": 0.01,
+                             "kl_estimator": "k2"},
+}  # fmt: skip
+PPO_PRESETS: Presets = {
+    "ppo": {
+        "num_prompts": 128, "num_epochs": 4, "minibatch_size": 64, "clip_eps": 0.2, "value_clip_eps": 0.2,
+        "gae_lambda": 0.95, "whiten_advantages": True, "kl_coef": 0.05, "kl_placement": "reward",
+    },
+    "a2c": {"num_epochs": 1, "minibatch_size": None, "value_clip_eps": None, "gae_lambda": 1.0,
+            "whiten_advantages": False},
+}  # fmt: skip
+KL_ESTIMATOR = {"loss": "k3", "reward": "k1"}  # by kl_placement, where nothing else is asked for
 
 
-class GrpoConfig(Section):
-    preset: Literal[
-        "dapo", "grpo", "dr_grpo", "gspo", "gdpo", "cispo", "rloo", "reinforce++", "reinforce++-baseline"
-    ] = Field(default="dapo", description="gives the fields below their defaults")
-    num_prompts: NumPrompts = Field(default=32, description="prompts per step")
-    group_size: Annotated[int, Field(ge=1, le=100_000)] = Field(default=8, description="completions per prompt")
-    num_epochs: Positive = Field(default=1, description="passes over one rollout")
-    minibatch_size: Positive | None = Field(
-        default=None, description="sequences per optimizer step; null: the whole rollout"
-    )
-    advantage: Literal["group", "leave-one-out", "discounted-return", "baseline-return"] = Field(
-        description="a score against its group, the others of it, the batch, or group and batch"
-    )
-    advantage_scale: Literal["std", "batch", "none"] = Field(
-        description="what advantages are divided by: the group's deviation, the batch's, or nothing"
-    )
-    normalize_rewards: Literal["sum", "each"] = Field(
-        default="sum", description="several rewards against the group: their sum, or each on its own (GDPO)"
-    )
-    loss: Literal["clipped", "cispo"] = Field(description="PPO's clipped surrogate, or CISPO's capped weights")
-    ratio_level: Literal["token", "sequence", "sequence-token"] = Field(
-        description="new to old probability of a token, or of the sequence (GSPO, GSPO-token)"
-    )
-    clip_eps: Rate = Field(description="the ratio is clipped below at 1 - clip_eps")
-    clip_eps_high: PositiveFloat = Field(description="the ratio is clipped above at 1 + clip_eps_high")
-    dual_clip: AboveOne | None = Field(
-        default=None, description="bound of the ratio where advantages are negative; null: none"
-    )
-    ratio_cap: AtLeastOne = Field(default=5.0, description="cap of the importance weight under loss=cispo")
-    aggregation: Literal["token", "sequence", "sequence-sum", "constant"] = Field(
-        description="mean over tokens, mean of means or of sums, or sum by max_new_tokens"
-    )
-    kl_coef: NonNegativeFloat = Field(description="weight of the KL to the reference; 0: no reference pass")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        description="(Schulman 2020): k1 in the reward, k3 or k2 in the loss"
-    )
+class OnPolicySection(Section):
+    """What GRPO and PPO have in common: both learn from their own samples."""
+
+    presets: ClassVar[Presets]
+    preset: Any  # one of them, which gives the fields of the section their defaults
+    num_prompts: NumPrompts = Field(description="prompts per step")
+    num_epochs: Positive = Field(description="passes over one rollout")
+    minibatch_size: Positive | None = Field(description="sequences per optimizer step; null: the whole rollout")
+    clip_eps: Rate = Field(description="the ratio is clipped at 1 - clip_eps and 1 + clip_eps (grpo: clip_eps_high)")
+    dual_clip: AboveOne | None = Field(default=None, description="bound of ratios at negative advantages; null: none")
+    gamma: Share = Field(default=1.0, description="discount of rewards (grpo: of the return advantages)")
+    kl_coef: NonNegativeFloat = Field(description="of the KL to the reference; adaptive: where it starts; 0: none")
     kl_placement: Literal["loss", "reward"] = Field(description="a term of the loss, or of the reward")
-    kl_ratio_weight: bool = Field(
-        default=False, description="weight the KL in the loss by the ratio: unbiased off-policy"
-    )
-    entropy_coef: NonNegativeFloat = Field(
-        default=0.0, description="weight of the entropy bonus; with entropy_target: where it starts"
-    )
-    entropy_target: PositiveFloat | None = Field(
-        default=None,
-        description="entropy, nats per token, to keep by steering entropy_coef (Skywork-OR1); null: not steered",
-    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(description="k1 in the reward, k3 or k2 in the loss")
+    entropy_coef: NonNegativeFloat = Field(default=0.0, description="of the entropy bonus; with a target: its start")
+    entropy_target: PositiveFloat | None = Field(default=None, description="nats per token to steer entropy_coef to")
     entropy_coef_step: PositiveFloat = Field(default=0.005, description="how far a step moves a steered entropy_coef")
     entropy_coef_max: PositiveFloat = Field(default=1.0, description="most that a steered entropy_coef comes to")
-    mismatch: Literal["token", "sequence", "token-mask", "sequence-mask", "none"] = Field(
-        default="token", description="where sampling is not exact: weights, capped, or zero beyond the cap; or none"
-    )
-    mismatch_cap: PositiveFloat = Field(default=2.0, description="cap of those weights")
-    mismatch_floor: Share = Field(default=0.0, description="of the masks: weights below it are zero, too (IcePop)")
-    gamma: Share = Field(default=1.0, description="discount of the return advantages")
-    refill_rounds: NonNegative = Field(default=0, description="most rounds of fresh prompts for groups without spread")
 
     @model_validator(mode="before")
     @classmethod
     def _fill_preset(cls, data: Any) -> Any:
+        """The preset's fields, and the KL estimator that the placement asks for, unless they are given."""
         if not isinstance(data, dict):
             return data
-        preset = data.get("preset", "dapo")
-        return _with_estimator({**DAPO, **(PRESETS.get(preset, {}) if isinstance(preset, str) else {}), **data})
+        first = next(iter(cls.presets))
+        preset = data.get("preset", first)
+        filled = {**cls.presets[first], **(cls.presets.get(preset, {}) if isinstance(preset, str) else {}), **data}
+        placement = filled["kl_placement"]
+        default = KL_ESTIMATOR.get(placement, "k1") if isinstance(placement, str) else "k1"
+        return {"kl_estimator": default, **filled}
+
+
+class GrpoConfig(OnPolicySection):
+    presets = PRESETS
+    preset: Literal[
+        "dapo", "grpo", "dr_grpo", "gspo", "gdpo", "cispo", "rloo", "reinforce++", "reinforce++-baseline"
+    ] = Field(default="dapo", description="gives the fields here their defaults")
+    group_size: Annotated[int, Field(ge=1, le=100_000)] = Field(default=8, description="completions per prompt")
+    advantage: Advantage = Field(description="a score against its group, the rest of it, the batch, or group and batch")
+    advantage_scale: Scale = Field(description="what it is divided by: the group's deviation, the batch's, or nothing")
+    normalize_rewards: Literal["sum", "each"] = Field(default="sum", description="their sum, or each alone (GDPO)")
+    loss: Literal["clipped", "cispo"] = Field(description="PPO's clipped surrogate, or CISPO's capped weights")
+    ratio_level: RatioLevel = Field(description="new to old probability of a token, or of the sequence (GSPO)")
+    clip_eps_high: PositiveFloat = Field(description="the ratio is clipped above at 1 + clip_eps_high")
+    ratio_cap: AtLeastOne = Field(default=5.0, description="cap of the importance weight under loss=cispo")
+    aggregation: Aggregation = Field(description="mean over tokens, mean of means or of sums, sum by max_new_tokens")
+    kl_ratio_weight: bool = Field(default=False, description="weight the KL loss by the ratio: unbiased off-policy")
+    mismatch: Mismatch = Field(default="token", description="weights for inexact sampling: capped, masked, or none")
+    mismatch_cap: PositiveFloat = Field(default=2.0, description="cap of those weights")
+    mismatch_floor: Share = Field(default=0.0, description="of the masks: weights below it are zero, too (IcePop)")
+    refill_rounds: NonNegative = Field(default=0, description="most rounds of fresh prompts for groups without spread")
 
     @property
     def batch_size(self) -> int:
         return self.num_prompts * self.group_size
 
 
-class PpoConfig(Section):
-    preset: Literal["ppo", "a2c"] = Field(
-        default="ppo", description="gives epochs, minibatches, value clip, lambda and whitening their defaults"
-    )
-    num_prompts: NumPrompts = Field(default=128, description="prompts per step, one completion each")
-    num_epochs: Positive = Field(description="passes over one rollout")
-    minibatch_size: Positive | None = Field(description="sequences per optimizer step; null: the whole rollout")
-    clip_eps: Rate = Field(default=0.2, description="the ratio is clipped to 1 - clip_eps ... 1 + clip_eps")
-    dual_clip: AboveOne | None = Field(
-        default=None, description="bound of the ratio where advantages are negative; null: none"
-    )
-    value_clip_eps: PositiveFloat | None = Field(
-        description="the loss does not reward values for moving further than this; null: the plain square"
-    )
-    gamma: Share = Field(default=1.0, description="discount of rewards")
+class PpoConfig(OnPolicySection):
+    presets = PPO_PRESETS
+    preset: Literal["ppo", "a2c"] = Field(default="ppo", description="gives the fields here their defaults")
+    value_clip_eps: PositiveFloat | None = Field(description="values moving further gain nothing; null: plain square")
     gae_lambda: Share = Field(description="lambda of generalised advantage estimation")
-    critic_gae_lambda: Share | None = Field(
-        default=None, description="lambda of the returns the critic learns (VC-PPO: 1); null: as the advantages'"
-    )
-    gae_lambda_alpha: PositiveFloat | None = Field(
-        default=None,
-        description="advantages' lambda is 1 - 1 / (alpha * tokens), 0 at least (VAPO: 0.05); null: gae_lambda",
-    )
+    critic_gae_lambda: Share | None = Field(default=None, description="of the critic (VC-PPO: 1); null: gae_lambda")
+    gae_lambda_alpha: PositiveFloat | None = Field(default=None, description="lambda = 1 - 1 / (alpha * tokens) (VAPO)")
     whiten_advantages: bool = Field(description="centre advantages and scale them to unit variance, once per rollout")
-    bootstrap_truncated: bool = Field(
-        default=False, description="a response cut off, by length or by turns, goes on to the critic's value of its end"
-    )
-    kl_coef: NonNegativeFloat = Field(
-        default=0.05, description="weight of the KL to the reference; adaptive: where it starts"
-    )
-    kl_placement: Literal["reward", "loss"] = Field(
-        default="reward", description="a term of the reward, or of the loss"
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        description="(Schulman 2020): k1 in the reward, k3 or k2 in the loss"
-    )
-    kl_controller: Literal["fixed", "adaptive"] = Field(
-        default="fixed", description="keep kl_coef, or steer it towards target_kl (Ziegler 2019)"
-    )
+    bootstrap_truncated: bool = Field(default=False, description="value of the end for a response that is cut off")
+    kl_controller: KlController = Field(default="fixed", description="keep kl_coef, or steer it towards target_kl")
     target_kl: PositiveFloat = Field(default=6.0, description="of the adaptive controller, in nats per response")
     kl_horizon: AtLeastOne = Field(default=10_000, description="of the adaptive controller, in completions")
-    stop_kl: PositiveFloat | None = Field(
-        default=None, description="KL per token that ends a rollout's epochs early; null: none"
-    )
+    stop_kl: PositiveFloat | None = Field(default=None, description="KL per token that ends the epochs; null: none")
     value_coef: NonNegativeFloat = Field(default=0.1, description="weight of the value loss under critic.kind=shared")
-    entropy_coef: NonNegativeFloat = Field(
-        default=0.0, description="weight of the entropy bonus; with entropy_target: where it starts"
-    )
-    entropy_target: PositiveFloat | None = Field(
-        default=None,
-        description="entropy, nats per token, to keep by steering entropy_coef (Skywork-OR1); null: not steered",
-    )
-    entropy_coef_step: PositiveFloat = Field(default=0.005, description="how far a step moves a steered entropy_coef")
-    entropy_coef_max: PositiveFloat = Field(default=1.0, description="most that a steered entropy_coef comes to")
     whiten_rewards: bool = Field(default=False, description="scale token rewards to unit variance, and keep their mean")
-    clip_rewards: PositiveFloat | None = Field(
-        default=None, description="scores are clipped to plus or minus this; null: not at all"
-    )
-    ptx_coef: NonNegativeFloat = Field(
-        default=0.0, description="weight of the next-token loss on ppo.ptx_data in every update (InstructGPT); 0: none"
-    )
-    ptx_data: Text | None = Field(
-        default=None, description="rows of text as sft reads them: .jsonl, .json, .csv, .parquet, or a hub name"
-    )
+    clip_rewards: PositiveFloat | None = Field(default=None, description="scores are clipped to +- this; null: not")
+    ptx_coef: NonNegativeFloat = Field(default=0.0, description="of the next-token loss on ptx_data (InstructGPT)")
+    ptx_data: Text | None = Field(default=None, description="rows of text as sft reads them: a file, or a hub name")
     ptx_batch_size: Positive = Field(default=16, description="rows of it per optimizer step, at most all there are")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_preset(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        preset = data.get("preset", "ppo")
-        fields = {**PPO, **(PPO_PRESETS.get(preset, {}) if isinstance(preset, str) else {})}
-        return _with_estimator({"kl_placement": "reward", **fields, **data})
+    @property
+    def group_size(self) -> int:
+        return 1
 
     @property
     def batch_size(self) -> int:
         return self.num_prompts
 
 
-def _with_estimator(data: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a method, with the KL estimator that its placement asks for unless they name one."""
-    placement = data["kl_placement"]
-    default = KL_ESTIMATOR.get(placement, "k1") if isinstance(placement, str) else "k1"
-    return {"kl_estimator": default, **data}
-
-
 class SftConfig(Section):
     batch_size: Positive = Field(default=16, description="rows per optimizer step, at most all there are")
-    loss_on: Literal["completion", "all"] = Field(
-        default="completion", description="which tokens count: the answer's, or all"
-    )
+    loss_on: Literal["completion", "all"] = Field(default="completion", description="the answer's tokens, or all")
 
 
 class RewardModelConfig(Section):
-    objective: Literal["auto", "pairs", "labels", "ratings"] = Field(
-        default="auto",
-        description="chosen over rejected, label true or false, a rated answer; auto: as the columns say",
-    )
+    objective: RowKind = Field(default="auto", description="what rows say of answers; auto: as their columns say")
     batch_size: Positive = Field(default=32, description="rows per optimizer step, at most all there are")
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
-        default=0.0, description="share of pairs or labels taken to be wrong"
-    )
+    label_smoothing: Smoothing = Field(default=0.0, description="share of pairs or labels taken to be wrong")
     center: bool = Field(default=True, description="subtract the training rows' mean score: PPO starts near 0")
 
 
 class DpoConfig(Section):
-    loss: Literal["sigmoid", "ipo", "ipo_sum", "kto", "orpo", "simpo"] = Field(
-        default="sigmoid", description="DPO's; IPO by tokens (as TRL) or summed (the paper's); KTO; ORPO; SimPO"
-    )
-    beta: PositiveFloat = Field(
-        description="how near the policy stays to the reference; IPO's tau, ORPO's lambda; 0.1, for simpo 2"
-    )
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
-        default=0.0, description="of sigmoid: share of pairs taken to be labelled wrongly (conservative DPO)"
-    )
+    loss: PairLoss = Field(default="sigmoid", description="DPO; IPO by tokens (as TRL) or summed; KTO; ORPO; SimPO")
+    beta: PositiveFloat = Field(description="how near the reference; IPO's tau, ORPO's lambda; 0.1, for simpo 2")
+    label_smoothing: Smoothing = Field(default=0.0, description="of sigmoid: share of pairs labelled wrongly (cDPO)")
     target_margin: NonNegativeFloat = Field(default=1.0, description="of simpo: the margin to win by, its gamma")
     batch_size: Positive = Field(default=32, description="pairs per optimizer step, at most all there are")
-    max_tokens: Positive | None = Field(
-        default=None, description="longest prompt with an answer; null: the positions that the model has"
-    )
+    max_tokens: Positive | None = Field(default=None, description="prompt with answer; null: the model's positions")
 
     @model_validator(mode="before")
     @classmethod
@@ -221,5 +173,4 @@ class DpoConfig(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss measures against a reference."""
         return self.loss not in ("orpo", "simpo")

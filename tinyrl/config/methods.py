@@ -14,9 +14,8 @@ Rows = Literal["prompts", "text", "pairs", "judged"]
 
 @dataclass(frozen=True)
 class Method:
-    """own: the section only this method has; others: optional sections it reads too; trainer: its file in
-    tinyrl/trainers; rows: what a row is; recipe: the one used when none is given; policy: whether what it makes can be
-    sampled from.
+    """own: the section only this method has; others: optional sections it reads too; trainer: its class; rows: what a
+    row is; recipe: the one used when none is given; policy: whether what it makes can be sampled from.
     """
 
     own: str
@@ -28,23 +27,20 @@ class Method:
 
     @property
     def sections(self) -> tuple[str, ...]:
-        """The sections that some methods have and this one reads."""
         return (*self.others, self.own)
 
     @property
     def samples(self) -> bool:
-        """Whether completions are sampled and scored."""
         return self.rows == "prompts"
 
 
+EPISODES = ("reward", "environment", "generation")
 METHODS: dict[str, Method] = {
-    "grpo": Method("grpo", ("reference", "reward", "environment", "generation"), "grpo", "prompts", "starter-grpo"),
-    "ppo": Method(
-        "ppo", ("reference", "critic", "reward", "environment", "generation"), "ppo", "prompts", "starter-ppo"
-    ),
-    "sft": Method("sft", (), "sft", "text"),
-    "reward": Method("reward_model", (), "reward_model", "judged", policy=False),
-    "dpo": Method("dpo", ("reference",), "dpo", "pairs"),
+    "grpo": Method("grpo", ("reference", *EPISODES), "tinyrl.trainers.grpo:Grpo", "prompts", "starter-grpo"),
+    "ppo": Method("ppo", ("reference", "critic", *EPISODES), "tinyrl.trainers.ppo:Ppo", "prompts", "starter-ppo"),
+    "sft": Method("sft", (), "tinyrl.trainers.sft:Sft", "text"),
+    "reward": Method("reward_model", (), "tinyrl.trainers.reward_model:RewardModel", "judged", policy=False),
+    "dpo": Method("dpo", ("reference",), "tinyrl.trainers.dpo:Dpo", "pairs"),
 }
 OPTIONAL_SECTIONS = tuple(dict.fromkeys(name for method in METHODS.values() for name in method.sections))
 
@@ -54,15 +50,11 @@ def is_method(name: object) -> bool:
     return isinstance(name, str) and name in METHODS
 
 
-def or_list(names: list[str]) -> str:
+def or_list(names: list[str], *, word: str = "or") -> str:
     """Names as a sentence lists them: "grpo, ppo or sft"."""
-    return _in_a_row(names, "or")
+    return f"{', '.join(names[:-1])} {word} {names[-1]}" if len(names) > 1 else "".join(names)
 
 
 def and_list(names: list[str]) -> str:
     """Names as a sentence lists them: "grpo, ppo and sft"."""
-    return _in_a_row(names, "and")
-
-
-def _in_a_row(names: list[str], word: str) -> str:
-    return f"{', '.join(names[:-1])} {word} {names[-1]}" if len(names) > 1 else "".join(names)
+    return or_list(names, word="and")

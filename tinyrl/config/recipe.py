@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from tinyrl.config.conflicts import without_effect
-from tinyrl.config.errors import check_familiar, explain, fields_of, section_class
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
-from tinyrl.config.schema import Config
+from tinyrl.config.schema import Config, without_effect
+from tinyrl.config.settings import check_familiar, explain, fields_of, section_class
 from tinyrl.config.yaml_reader import Source, dump_plain, parse_plain
 from tinyrl.text import decode_utf8, did_you_mean, restored, shortened
 
@@ -31,7 +31,6 @@ def recipe_folder() -> Path:
 
 
 def packaged_recipes() -> dict[str, Path]:
-    """Name and file of every recipe that ships with tinyrl."""
     return {path.stem: path for path in sorted(recipe_folder().glob("*.yaml"))}
 
 
@@ -85,7 +84,7 @@ def read_recipe(path: Path, *, max_bytes: int = MAX_RECIPE_BYTES) -> Source:
 
 def apply_overrides(source: Source, overrides: list[str]) -> Source:
     """Return `source` with `section.key=value` overrides laid over it; values are read as YAML."""
-    values, places = _copied(source.values), dict(source.places)
+    values, places = deepcopy(source.values), dict(source.places)
     for override in overrides:
         where = f"override '{shortened(override)}'"
         key, equals, text = override.partition("=")
@@ -115,10 +114,6 @@ def as_override(key: str, value: Any) -> str:
     except ValueError:
         plain = False
     return f"{key}={value if plain else json.dumps(value, ensure_ascii=False)}"
-
-
-def _copied(value: Any) -> Any:
-    return {key: _copied(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
 def load_config(method: str, recipe: str | None, *, overrides: list[str]) -> Config:
@@ -153,10 +148,7 @@ def load_config(method: str, recipe: str | None, *, overrides: list[str]) -> Con
 
 
 def method_of(words: list[str]) -> tuple[str | None, list[str]]:
-    """(method, what follows it) of words that may begin with a method or with a recipe, which says its own.
-
-    Raises ValueError for a recipe that says none.
-    """
+    """(method, what follows it) of words that begin with a method, or with a recipe, which must say its own."""
     if not words or "=" in words[0]:
         return None, words
     if words[0] in METHODS:

@@ -1,4 +1,4 @@
-"""The configuration of a run: its sections, and what depends on several of them.
+"""The configuration of a run: its sections, what depends on several of them, and what cannot go together.
 
 Fields, with type, range and default, are in sections.py and method_sections.py. Defaults that depend on other fields (a
 learning rate for LoRA or full fine-tuning) are None there and filled in by `Config`, so that config.yaml never holds a
@@ -7,14 +7,15 @@ blank that code has to guess. Nothing here imports torch, so `tinyrl --help` and
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple
 
 from pydantic import Field, model_validator
 
-from tinyrl.config.conflicts import conflicts
-from tinyrl.config.fields import Section
 from tinyrl.config.method_sections import DpoConfig, GrpoConfig, PpoConfig, RewardModelConfig, SftConfig
-from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName, is_method
+from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, Method, MethodName, is_method
 from tinyrl.config.sections import (
     URL_SETTINGS,
     CriticConfig,
@@ -26,9 +27,10 @@ from tinyrl.config.sections import (
     ReferenceConfig,
     RewardConfig,
     RunConfig,
+    Section,
     TaskConfig,
 )
-from tinyrl.text import hidden, masked
+from tinyrl.text import hidden, is_address, masked, redact, shortened
 
 
 class Config(Section):
@@ -53,8 +55,7 @@ class Config(Section):
         default_factory=RewardModelConfig, description="learning a reward model from pairs, labels or ratings"
     )
     dpo: DpoConfig = Field(
-        default_factory=lambda: DpoConfig.model_validate({}),
-        description="a policy from pairs: DPO and its kin",
+        default_factory=lambda: DpoConfig.model_validate({}), description="a policy from pairs: DPO and its kin"
     )
     run: RunConfig = Field(default_factory=RunConfig, description="length, seed, evaluation, checkpoints")
 
@@ -84,19 +85,33 @@ class Config(Section):
         return self
 
     def uses(self, section: str) -> bool:
-        """Whether the method reads a section."""
-        return section not in OPTIONAL_SECTIONS or section in METHODS[self.method].sections
+        return section not in OPTIONAL_SECTIONS or section in self.trains.sections
 
     @property
     def has_reference(self) -> bool:
-        """Whether the run keeps a reference."""
         wanted = self.uses("reference") and self.reference.kind == "auto"
-        return wanted and (self.method != "dpo" or self.dpo.needs_reference)
+        return wanted and getattr(self.own, "needs_reference", True)
+
+    @property
+    def trains(self) -> Method:
+        """What the method is: its sections, trainer, kind of rows, and whether it makes a policy."""
+        return METHODS[self.method]
+
+    @property
+    def own(self) -> GrpoConfig | PpoConfig | SftConfig | RewardModelConfig | DpoConfig:
+        """The section that only this method has."""
+        return getattr(self, self.trains.own)
 
     @property
     def on_policy(self) -> GrpoConfig | PpoConfig:
-        """The section of a method that learns from its own samples."""
-        return self.ppo if self.method == "ppo" else self.grpo
+        """The section of a method that learns from its own samples; no other method has one."""
+        own = self.own
+        assert isinstance(own, GrpoConfig | PpoConfig), f"{self.method} samples nothing"
+        return own
+
+    @property
+    def samples(self) -> bool:
+        return self.trains.samples
 
     def written(self) -> dict[str, Any]:
         """The sections that the method uses, as JSON values without secrets: what config.yaml and checkpoints hold."""
@@ -112,3 +127,272 @@ def without_secrets(values: dict[str, Any]) -> dict[str, Any]:
         if isinstance(part, dict) and isinstance(part.get(name), str):
             shown = {**shown, section: {**part, name: masked(part[name])}}
     return shown
+
+
+# ---- settings without effect ----
+
+
+class Idle(NamedTuple):
+    """A setting that has no effect under another one. where: whether it has none; why: what it is for."""
+
+    setting: str
+    under: str
+    where: Callable[[Config], bool]
+    why: str
+
+
+def _each(settings: str, under: str, where: Callable[[Config], bool], why: str) -> list[Idle]:
+    """The same for several settings of a section: "lora.r alpha dropout"."""
+    section, _, names = settings.partition(".")
+    return [Idle(f"{section}.{name}", under, where, why) for name in names.split()]
+
+
+def _either(setting: str, under: str, where: Callable[[Any], bool], why: str) -> list[Idle]:
+    """The same in the sections of grpo and of ppo; `where` gets the section."""
+    return [
+        Idle(f"{own}.{setting}", f"{own}.{under}", lambda config, own=own: where(getattr(config, own)), why)
+        for own in ("grpo", "ppo")
+    ]
+
+
+def _one_update(config: Config) -> bool:
+    ppo = config.ppo
+    return ppo.num_epochs == 1 and ppo.minibatch_size in (None, ppo.batch_size)
+
+
+def _own_trunk(config: Config) -> bool:
+    undecided = config.critic.path is not None and "kind" not in config.critic.model_fields_set  # a run may decide
+    return config.critic.kind != "shared" and not undecided
+
+
+WITHOUT_EFFECT = [
+    *_each(
+        "lora.r alpha dropout target_modules", "lora.enabled", lambda c: not c.lora.enabled,
+        "it is of the adapters, and every weight is trained here",
+    ),
+    Idle("task.solved_reward", "task.skip_solved", lambda c: c.task.skip_solved == 0, "nothing is skipped as solved"),
+    *_each(
+        "reward.model_label model_weight", "reward.model", lambda c: c.reward.model is None, "there is no reward model"
+    ),
+    Idle(
+        "reward.truncated_penalty", "reward.truncated", lambda c: c.reward.truncated != "penalize",
+        "only reward.truncated=penalize subtracts it",
+    ),
+    *_each(
+        "environment.corpus top_k", "environment.use", lambda c: c.environment.use not in (None, "search"),
+        "only environment.use=search has passages",
+    ),
+    *_each(
+        "generation.url timeout_s", "generation.engine", lambda c: c.generation.engine != "server",
+        "only generation.engine=server asks one",
+    ),
+    Idle(
+        "grpo.advantage_scale", "grpo.advantage", lambda c: c.grpo.advantage != "group",
+        "only advantages against the group are divided by a deviation",
+    ),
+    Idle("grpo.gamma", "grpo.advantage", lambda c: not c.grpo.advantage.endswith("-return"), "only returns discount"),
+    *_each(
+        "grpo.clip_eps clip_eps_high dual_clip", "grpo.loss", lambda c: c.grpo.loss == "cispo",
+        "cispo has no clipped ratio, and grpo.ratio_cap is its bound",
+    ),
+    Idle("grpo.ratio_cap", "grpo.loss", lambda c: c.grpo.loss != "cispo", "it is the cap of cispo's weights"),
+    Idle(
+        "grpo.mismatch_cap", "grpo.mismatch", lambda c: c.grpo.mismatch == "none",
+        "there are no weights against a mismatch",
+    ),
+    Idle(
+        "grpo.mismatch_floor", "grpo.mismatch", lambda c: not c.grpo.mismatch.endswith("mask"),
+        "only the masks, token-mask and sequence-mask, have a floor",
+    ),
+    Idle("grpo.refill_rounds", "grpo.group_size", lambda c: c.grpo.group_size == 1, "a group of one has no spread"),
+    *_either("kl_placement", "kl_coef", lambda own: own.kl_coef == 0, "there is no KL term"),
+    *_either("kl_estimator", "kl_coef", lambda own: own.kl_coef == 0, "there is no KL term"),
+    Idle("grpo.kl_ratio_weight", "grpo.kl_coef", lambda c: c.grpo.kl_coef == 0, "there is no KL term"),
+    Idle(
+        "grpo.kl_ratio_weight", "grpo.kl_placement", lambda c: c.grpo.kl_placement == "reward",
+        "only a KL in the loss is weighted by the ratio",
+    ),
+    *_either(
+        "entropy_coef_step", "entropy_target", lambda own: own.entropy_target is None, "entropy_coef is not steered"
+    ),
+    *_either(
+        "entropy_coef_max", "entropy_target", lambda own: own.entropy_target is None, "entropy_coef is not steered"
+    ),
+    Idle(
+        "ppo.gae_lambda", "ppo.gae_lambda_alpha", lambda c: c.ppo.gae_lambda_alpha is not None,
+        "the length of a response gives lambda; the critic's own is ppo.critic_gae_lambda",
+    ),
+    Idle(
+        "ppo.target_kl", "ppo.kl_controller", lambda c: c.ppo.kl_controller == "fixed",
+        "only the adaptive controller has a target",
+    ),
+    Idle(
+        "ppo.kl_horizon", "ppo.kl_controller", lambda c: c.ppo.kl_controller == "fixed",
+        "only the adaptive controller has a horizon",
+    ),
+    Idle("ppo.stop_kl", "ppo.minibatch_size", _one_update, "a rollout's only update cannot end early"),
+    Idle(
+        "ppo.value_coef", "critic.kind", _own_trunk,
+        "only under critic.kind=shared do the losses of policy and critic move the same weights; the critic's pace "
+        "is optim.critic_learning_rate",
+    ),
+    *_each("ppo.ptx_data ptx_batch_size", "ppo.ptx_coef", lambda c: c.ppo.ptx_coef == 0, "a weight of 0 reads no text"),
+    Idle("dpo.label_smoothing", "dpo.loss", lambda c: c.dpo.loss != "sigmoid", "only sigmoid has it"),
+    Idle("dpo.target_margin", "dpo.loss", lambda c: c.dpo.loss != "simpo", "only simpo has a margin"),
+]  # fmt: skip
+
+
+def without_effect(config: Config) -> Iterator[str]:
+    """A sentence for each setting that has no effect under another one, unless it is the default or the preset's.
+
+    This is for what people ask for, not for config.yaml: a run of an earlier version may hold such settings, and they
+    change nothing about it.
+    """
+    for idle in WITHOUT_EFFECT:
+        (section, name), (other, word) = idle.setting.split("."), idle.under.split(".")
+        if not (config.uses(section) and config.uses(other)):
+            continue
+        chosen = getattr(config, section)
+        preset = {"preset": chosen.preset} if hasattr(chosen, "preset") else {}
+        value, default = getattr(chosen, name), getattr(type(chosen).model_validate(preset), name)
+        if value != default and idle.where(config):
+            under = f"{idle.under}={as_written(getattr(getattr(config, other), word))}"
+            yield f"{idle.setting}={as_written(value)} has no effect under {under}: {idle.why}"
+
+
+def as_written(value: Any) -> str:
+    """A value as an override says it, without secrets."""
+    return shortened(redact(value if isinstance(value, str) else json.dumps(value)))
+
+
+# ---- conflicts ----
+
+# What apply_chat_template has as arguments of its own, and what decides how a prompt ends.
+OUR_ARGUMENTS = {
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "self",
+}  # fmt: skip
+
+
+def conflicts(config: Config) -> Iterator[str]:
+    """A sentence for each pair of settings that cannot go together, most telling first."""
+    sampling = (_sampling, _kl, _server) if config.samples else ()
+    of_method = {"grpo": (_grpo,), "ppo": (_ppo,), "dpo": (_dpo,)}.get(config.method, ())
+    return chain.from_iterable(rules(config) for rules in (_models, _episodes, *sampling, *of_method))
+
+
+def _models(config: Config) -> Iterator[str]:
+    lora, model = config.lora, config.model
+    if config.samples and lora.dropout > 0:
+        yield f"lora.dropout={lora.dropout} makes the ratio of new to old probabilities random: ppo and grpo need 0"
+    if not lora.enabled and model.quantization:
+        yield f"model.quantization={model.quantization} needs lora.enabled=true: quantised weights cannot be trained"
+    if not lora.enabled and model.adapter:
+        yield f"model.adapter={model.adapter} needs lora.enabled=true; to train all weights, merge it into the base"
+    if config.uses("critic") and not lora.enabled and config.critic.kind == "adapter":
+        yield "critic.kind=adapter needs lora.enabled=true; else use separate, shared or shared-detached"
+
+
+def _episodes(config: Config) -> Iterator[str]:
+    """Chat templates, environments, and prompts that are skipped."""
+    task, environment = config.task, config.environment
+    for name in task.chat_template:
+        if name in OUR_ARGUMENTS or not name.isidentifier():
+            what = "tinyrl's to set" if name in OUR_ARGUMENTS else "no name of a variable"
+            yield f"task.chat_template: {shortened(repr(name))} is {what}; give what the model's template asks for"
+    if task.chat_template and task.chat is False:
+        yield f"task.chat_template={task.chat_template} goes to the chat template, which task.chat=false does without"
+    use = environment.use
+    if use and environment.tools:
+        yield f"environment.tools are answered by tinyrl, and environment.use={use} answers itself; give one"
+    if use == "search" and environment.corpus is None:
+        yield "environment.use=search needs environment.corpus: a .jsonl or .parquet file, or a retrieval server's URL"
+    if task.skip_solved and getattr(config.own, "group_size", 1) == 1:
+        yield f"task.skip_solved={task.skip_solved} goes by grpo's groups: it needs a grpo.group_size of at least 2"
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    generation, section, method = config.generation, config.on_policy, config.method
+    if not generation.allow_truncated_sampling and (generation.top_p < 1 or generation.top_k):
+        name = "top_k" if generation.top_k else "top_p"
+        yield (
+            f"generation.{name}={getattr(generation, name)} cuts the distribution that is sampled, not the one that is "
+            "scored: KL turns negative, ratios lie. To train so, generation.allow_truncated_sampling=true"
+        )
+    overlong, longest = config.reward.overlong_tokens, generation.max_new_tokens
+    if overlong > longest:
+        yield f"reward.overlong_tokens={overlong} penalises every answer: generation.max_new_tokens={longest} is less"
+    size, total = section.minibatch_size, section.batch_size
+    if size and total % size:
+        most = min(size, total)
+        fits = next((n for n in range(most, max(0, most - 10_000), -1) if total % n == 0), 1)
+        yield f"{method}.minibatch_size={size} does not divide the {total} sequences of a step; {fits} would, null: all"
+    start, most = section.entropy_coef, section.entropy_coef_max
+    if section.entropy_target is not None and start > most:
+        yield f"{method}.entropy_coef={start} starts above {method}.entropy_coef_max={most}"
+
+
+def _kl(config: Config) -> Iterator[str]:
+    section, method = config.on_policy, config.method
+    placement, estimator = section.kl_placement, section.kl_estimator
+    if section.kl_coef == 0:
+        return
+    if placement == "loss" and estimator == "k1":
+        yield f"{method}.kl_estimator=k1 in the loss has zero mean gradient; use k3, k2 or {method}.kl_placement=reward"
+    if placement == "reward" and estimator != "k1":
+        yield (
+            f"{method}.kl_estimator={estimator} in the reward has a gradient that is not KL's, and training ends "
+            f"elsewhere; use k1, or {method}.kl_placement=loss"
+        )
+    if config.reference.kind == "none":
+        yield f"{method}.kl_coef={section.kl_coef} needs a reference; set it to 0, or reference.kind=auto"
+
+
+def _server(config: Config) -> Iterator[str]:
+    generation = config.generation
+    if generation.url is not None and not is_address(generation.url):
+        url = shortened(masked(generation.url))
+        yield f"generation.url: '{url}' is not the address of a server: http://HOST:PORT, such as http://127.0.0.1:8000"
+    if generation.engine != "server":
+        return
+    if generation.url is None:
+        yield "generation.engine=server needs generation.url, the address of a server: http://127.0.0.1:8000"
+    if not config.lora.enabled:
+        yield "generation.engine=server takes LoRA adapters, so it needs lora.enabled=true; else use engine=auto"
+    if generation.dtype != "auto":
+        yield f"generation.dtype={generation.dtype} is not for generation.engine=server: it is the server's own --dtype"
+
+
+def _grpo(config: Config) -> Iterator[str]:
+    grpo, reward = config.grpo, config.reward
+    if grpo.group_size == 1 and grpo.advantage != "discounted-return":
+        yield f"grpo.group_size=1 leaves nothing to compare with for grpo.advantage={grpo.advantage}; take 2 or more"
+    if grpo.normalize_rewards == "each":
+        if grpo.advantage != "group":
+            yield f"grpo.normalize_rewards=each is for grpo.advantage=group; it is {grpo.advantage} here"
+        in_sum = [f"reward.truncated={reward.truncated}"] if reward.truncated == "penalize" else []
+        in_sum += [f"reward.overlong_tokens={reward.overlong_tokens}"] if reward.overlong_tokens else []
+        in_sum += ["grpo.kl_placement=reward"] if grpo.kl_coef and grpo.kl_placement == "reward" else []
+        for setting in in_sum:
+            yield f"{setting} is a part of the sum of rewards, which grpo.normalize_rewards=each does without"
+    if grpo.loss == "cispo" and grpo.ratio_level != "token":
+        yield f"grpo.ratio_level={grpo.ratio_level} is for grpo.loss=clipped; cispo weighs tokens"
+    if grpo.mismatch_cap <= grpo.mismatch_floor:
+        yield f"grpo.mismatch_cap={grpo.mismatch_cap} must be above grpo.mismatch_floor={grpo.mismatch_floor}"
+
+
+def _ppo(config: Config) -> Iterator[str]:
+    ppo = config.ppo
+    if ppo.kl_controller == "adaptive" and ppo.kl_coef == 0:
+        yield "ppo.kl_coef=0 stays 0 under ppo.kl_controller=adaptive, which multiplies it; start above 0"
+    if ppo.ptx_coef > 0 and ppo.ptx_data is None:
+        yield f"ppo.ptx_coef={ppo.ptx_coef} needs ppo.ptx_data: rows of text, as `tinyrl train sft` reads them"
+
+
+def _dpo(config: Config) -> Iterator[str]:
+    dpo = config.dpo
+    if dpo.needs_reference and config.reference.kind == "none":
+        yield f"reference.kind=none leaves dpo.loss={dpo.loss} nothing to measure against; auto, or loss=orpo or simpo"
+    if dpo.loss == "kto" and dpo.batch_size == 1:
+        yield "dpo.batch_size=1 leaves dpo.loss=kto no answers of other prompts for its KL; take 2 or more"

@@ -75,7 +75,6 @@ class Source:
         return self.name
 
     def value(self, path: KeyPath) -> Any:
-        """The value at `path`; None where there is none."""
         found: Any = self.values
         for part in path:
             inside: Any = dict(enumerate(found)) if isinstance(found, list) else found

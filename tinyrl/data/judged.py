@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from tinyrl.config.fields import LARGEST
+from tinyrl.config.sections import LARGEST
 from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
 from tinyrl.data.shapes import Side, labelled, preference

@@ -124,7 +124,7 @@ def example_rows(config: Config) -> tuple[list[Row], list[Row]]:
         )
 
     def graded(row: Row) -> bool:
-        return config.method == "reward" and objective_of(row, config.reward_model.objective) != "pairs"
+        return config.trains.rows == "judged" and objective_of(row, config.reward_model.objective) != "pairs"
 
     def read(source: str) -> list[Row]:
         rows = read_rows(source, columns=where.columns, revision=where.revision)

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import torch
 
+from tinyrl.components import SamplingParts
 from tinyrl.environments.episode import policy_text
 from tinyrl.evaluation.intervals import mean, mean_interval
 from tinyrl.evaluation.verdicts import verdict_metrics
-from tinyrl.parts import SamplingParts
 from tinyrl.rollout import FINISH_REASONS
 from tinyrl.sampling import forward_pass, sample_and_score
 from tinyrl.tasks.prompts import PreparedPrompt

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from tinyrl.algorithms.preference import bradley_terry_loss
-from tinyrl.algorithms.score_losses import label_loss
+from tinyrl.algorithms.preference import bradley_terry_loss, label_loss
 
 Bin = tuple[float, float, int]  # mean prediction, mean of what turned out, rows
 BINS = 10

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tinyrl.config.methods import METHODS, and_list
+from tinyrl.config.methods import and_list
 from tinyrl.config.recipe import apply_overrides, build_config
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import Source
@@ -70,7 +70,7 @@ class Target:
     @property
     def is_policy(self) -> bool:
         """Whether it can be sampled from, and not only measured."""
-        return self.measured is None or METHODS[self.measured.method].policy
+        return self.measured is None or self.measured.trains.policy
 
 
 def find(path: str, asked: Asked) -> Target:
@@ -80,7 +80,7 @@ def find(path: str, asked: Asked) -> Target:
     if run is None:
         return Target(path, None, _model(path, asked), None)
     config = open_run(run).read_config()
-    method = METHODS[config.method]
+    method = config.trains
     if method.samples:
         return Target(path, run, config if asked.nothing else _as_asked(config.model_dump(), asked), None)
     if not method.policy and (asked.judge or asked.settings):
@@ -128,7 +128,7 @@ def trained_on(path: str) -> frozenset[str]:
 
 def prompt_keys(config: Config, split: str) -> frozenset[str]:
     """Keys of the prompts in a split of a run's rows, whatever its method makes of them."""
-    if METHODS[config.method].samples:
+    if config.samples:
         prompt, rows = load_task(config.task.name or "rows").prompt, load_split(config, split)
         return frozenset(prompt_key(prompt(row)) for row in rows)
     train, held_out = example_rows(config)
@@ -152,7 +152,7 @@ def measured_by(first: Config, other: Target) -> Config:
     """
     theirs = other.measured or other.sampled
     assert theirs is not None
-    if METHODS[first.method].policy is not other.is_policy:
+    if first.trains.policy is not other.is_policy:
         kinds = ("a reward model", "a policy")
         raise ValueError(
             f"{other.path} is {kinds[other.is_policy]} and the first one is {kinds[not other.is_policy]}: they have no "

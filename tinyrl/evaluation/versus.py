@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tinyrl.components import Options, load_judged_parts, load_sampling_parts, settle_threads
-from tinyrl.config.methods import METHODS
+from tinyrl.components import Options, SamplingParts, settle_threads
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import prompt_key
 from tinyrl.evaluation.evaluate import Evaluation, Role, evaluate
@@ -35,7 +34,6 @@ from tinyrl.evaluation.targets import (
     trained_on,
 )
 from tinyrl.models.weights_io import load_policy
-from tinyrl.parts import SamplingParts
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.runs.run_dir import finite, run_of
 from tinyrl.tasks.prompts import PreparedPrompt
@@ -204,17 +202,14 @@ def _other(vs: str, ours: Side, *, asked: Asked, options: Options) -> Side:
     config = judged_by(first, target.sampled, own=OWN_SAMPLING)
     side = load_side(replace(target, sampled=config), options=options, judge=ours.parts.scorer)
     run = side.parts.config.run.model_copy(update={"seed": first.run.seed})  # whose uniforms the samples are drawn by
-    parts = replace(side.parts, config=side.parts.config.model_copy(update={"run": run}))
-    return replace(side, parts=parts, trained_on=trained_on(vs))
+    side.parts.config = side.parts.config.model_copy(update={"run": run})
+    return replace(side, trained_on=trained_on(vs))
 
 
 def load_side(target: Target, *, options: Options, judge: Scorer | None = None) -> Side:
     """The side of a target that is sampled; judged by another side's scorer where one is given."""
     assert target.sampled is not None
-    if judge is None:
-        parts = load_sampling_parts(target.sampled, options=options)
-    else:
-        parts = load_judged_parts(target.sampled, options=options, judge=judge)
+    parts = SamplingParts(target.sampled, options=options, judge=judge)
     for line in parts.template_warnings() if parts.world.is_main else ():
         print(f"{target.name}: {line}", file=sys.stderr)
     if target.checkpoint is None:
@@ -229,7 +224,7 @@ def load_side(target: Target, *, options: Options, judge: Scorer | None = None) 
 def _other_measured(config: Config, vs: str, how: How, *, options: Options) -> dict[str, Any]:
     """The other side's numbers on the rows of the first one, whose configuration `config` is."""
     if vs in ("base", "start"):
-        if not METHODS[config.method].policy:
+        if not config.trains.policy:
             raise ValueError(
                 f"--vs {vs}: a reward model starts from nothing; name another run of `tinyrl train reward`"
             )

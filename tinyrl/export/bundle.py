@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Literal
 
 import tinyrl
-from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
 from tinyrl.export.model_card import PICTURE, Exported, model_card
 from tinyrl.export.next_lines import next_lines
@@ -64,7 +63,7 @@ def plan_export(target: str, *, merge: bool, dtype: Dtype, output: str | None, o
     run = open_run(found or target)
     config = run.read_config()
     lora = config.lora.enabled
-    if not METHODS[config.method].policy:
+    if not config.trains.policy:
         raise ValueError(f"{target} is a reward model; it is used as it is: reward.model={target}")
     if lora and merge and config.model.random_init:
         raise ValueError(f"{target}: its adapter is on weights drawn at random, which are in no file to merge it into")

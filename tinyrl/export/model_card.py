@@ -141,7 +141,7 @@ def _rewards(config: Config) -> list[str]:
         if reward.model is not None:
             lines.append(f"- a reward model, {_plain(Path(reward.model).name)}, weight {reward.model_weight:g}")
         return ["\n".join(lines) or f"The verifier of task {_plain(config.task.name or 'rows')}."]
-    learns = "pairs of answers" if config.method == "dpo" else "written examples"
+    learns = "pairs of answers" if config.trains.rows == "pairs" else "written examples"
     return [f"None: it learnt from {learns}."]
 
 
@@ -170,7 +170,7 @@ def _settings(config: Config) -> list[str]:
         shown["base while training"] = config.model.quantization
     if config.uses("generation"):
         shown |= {"temperature": config.generation.temperature, "max new tokens": config.generation.max_new_tokens}
-    if config.method == "grpo":
+    if config.uses("grpo"):
         shown |= {"prompts a step": config.grpo.num_prompts, "group size": config.grpo.group_size}
     shown |= {"optimizer": optim.optimizer, "schedule": optim.schedule}
     return ["\n".join(f"- {name}: {_plain(str(value))}" for name, value in shown.items())]

@@ -111,13 +111,13 @@ def _adapter_config(run: Config | None, path: str | None, model: PreTrainedModel
     """The configuration of the adapter that a run's critic, or its reward model, consists of."""
     if run is None or path is None or not run.lora.enabled:
         return None
-    return read_lora_config(f"{path}/critic" if run.method == "ppo" else path, model)
+    return read_lora_config(f"{path}/critic" if run.uses("critic") else path, model)
 
 
 def _load_from_run(roles: Roles, run: Config, folder: Path) -> None:
     """Weights and head of a ppo run's critic, or of a reward model of adapters."""
     assert roles.value_head is not None
-    if run.method == "reward":
+    if not run.trains.policy:
         assert roles.peft is not None
         load_adapter_weights(roles.peft, "critic", folder / ADAPTER_FILE)
         load_head(roles.value_head, folder / SCORE_HEAD)

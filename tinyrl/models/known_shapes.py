@@ -11,7 +11,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import Source
@@ -55,12 +54,12 @@ def stand_in(config: Config, folder: Path) -> Config:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(starter / name, model / name)
     (model / "config.json").write_text(json.dumps(facts), encoding="utf-8")
-    samples, environment = METHODS[config.method].samples, config.environment
+    samples, environment = config.samples, config.environment
     prompt = _text(model, config.generation.max_prompt_tokens if samples else TEXT_TOKENS)
     answer = prompt if samples else _text(model, TEXT_TOKENS)
     row = {"completion": answer, "chosen": answer, "rejected": answer[::-1], "label": True, "score": 1.0}
     row = {} if samples else {name: row[name] for name in _columns(config)}
-    count = max(config.run.eval_prompts, config.on_policy.num_prompts if samples else _batch(config))
+    count = max(config.run.eval_prompts, config.on_policy.num_prompts if samples else config.own.batch_size)
     rows.write_text((json.dumps({"prompt": prompt, **row}) + "\n") * count, encoding="utf-8")
     values = config.model_dump()
     values["model"] |= {"path": str(model), "revision": None}
@@ -74,14 +73,10 @@ def stand_in(config: Config, folder: Path) -> Config:
 
 def _columns(config: Config) -> tuple[str, ...]:
     """What a row of a method that learns from rows has beside its prompt."""
-    if METHODS[config.method].rows == "judged":
+    if config.trains.rows == "judged":
         of = {"labels": ("completion", "label"), "ratings": ("completion", "score")}
         return of.get(config.reward_model.objective, ("chosen", "rejected"))
-    return ("chosen", "rejected") if METHODS[config.method].rows == "pairs" else ("completion",)
-
-
-def _batch(config: Config) -> int:
-    return getattr(config, METHODS[config.method].own).batch_size
+    return ("chosen", "rejected") if config.trains.rows == "pairs" else ("completion",)
 
 
 def _text(model: Path, tokens: int) -> str:

@@ -56,7 +56,7 @@ def outline_roles(config: Config, *, dtype: torch.dtype, trust_remote_code: bool
             roles.add_adapter("reward", config=read_lora_config(path, roles.causal))
             roles.score_head = ValueHead(roles.hidden_size("policy")).requires_grad_(False)
             roles.keep_trainable()
-        if config.method == "reward":
+        if config.trains.rows == "judged":
             roles.train_score_head()
         if config.lora.dropout > 0:
             roles.use_lora_dropout()

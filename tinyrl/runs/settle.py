@@ -11,7 +11,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import Source
@@ -34,7 +33,7 @@ def settle(config: Config) -> Config:
         values[section][name] = path and (checkpoint_named(path, f"{section}.{name}") or path)
     values = absolute_paths(values)
     values["critic"]["kind"] = _critic_kind(config, bases=(values["model"]["path"], values["critic"]["path"]))
-    positions = _positions(values["model"]["path"]) if METHODS[config.method].samples else None
+    positions = _positions(values["model"]["path"]) if config.samples else None
     if positions is not None:
         generation, environment = config.generation, config.environment
         if "max_new_tokens" not in generation.model_fields_set:
@@ -86,7 +85,7 @@ def critic_run(config: Config) -> Config | None:
     critic.path is not given, or is a whole model, which a fully fine-tuned run is too.
     """
     found = _run_at(config.critic.path)
-    if found is None or found.method == "ppo":
+    if found is None or found.uses("critic"):
         return found if found and _trunk_of(found.critic.kind) == _trunk_of(config.critic.kind) else None
     return found if found.lora.enabled else None
 
@@ -126,7 +125,7 @@ def _run_at(path: str | None) -> Config | None:
 
 def _kind_of(run: Config) -> str | None:
     """The kind of critic that starts from a run: its own; an adapter from a reward model's; else a whole model."""
-    if run.method == "ppo":
+    if run.uses("critic"):
         return run.critic.kind
     return "adapter" if run.lora.enabled else "separate"
 
@@ -140,12 +139,12 @@ def _unfit(key: str, path: str, config: Config) -> str | None:
     """What is wrong with naming a run of this configuration as `key`; None where nothing is."""
     if key == "reward.model":
         made_elsewhere = f"is a {config.method} run; a reward model is made by `tinyrl train reward`"
-        return None if config.method == "reward" else made_elsewhere
-    if key != "critic.path" and config.method == "reward":
+        return made_elsewhere if config.trains.policy else None
+    if key != "critic.path" and not config.trains.policy:
         return f"is a reward model: reward.model={path}"
     if key == "model.adapter":
         return None if config.lora.enabled else f"was fully fine-tuned, so it is a model: model.path={path}"
-    if not config.lora.enabled or (key == "critic.path" and config.method in ("ppo", "reward")):
+    if not config.lora.enabled or (key == "critic.path" and (config.uses("critic") or not config.trains.policy)):
         return None
     base = f"its base and it are model.path={config.model.path} model.adapter={path}"
     critic = "and no critic: that of a ppo run, a reward run, or a run with lora.enabled=false can be named"

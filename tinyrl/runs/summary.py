@@ -6,7 +6,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import as_override
 from tinyrl.config.schema import Config
 from tinyrl.runs.checkpoint import list_checkpoints
@@ -67,9 +66,9 @@ def next_command(path: Path, config: Config, *, prompts: bool = True) -> str | N
     """The command that uses what a run has made: judge a policy, or train one with a reward model, on the prompts of
     its rows where they have such. None for a text model, whose next prompts and reward only its owner knows.
     """
-    if METHODS[config.method].samples:
+    if config.samples:
         return shlex.join(["tinyrl", "eval", str(path), "--vs", "base"])
-    if config.method != "reward":
+    if config.trains.policy:
         return None
     where, model = config.task, config.model
     settings = {

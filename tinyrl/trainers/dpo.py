@@ -16,152 +16,153 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tinyrl.algorithms.preference import dpo_loss, ipo_loss, kto_loss, mismatched_kl, orpo_loss, simpo_loss
-from tinyrl.components import Options, load_parts
+from tinyrl.components import Options, Parts
 from tinyrl.config.method_sections import DpoConfig
 from tinyrl.config.schema import Config
-from tinyrl.data.described import described
-from tinyrl.data.rows import batch_indices, example_rows, few_held_out, fingerprints
+from tinyrl.data.described import described, quoting
+from tinyrl.data.readers import Row
+from tinyrl.data.rows import example_rows, few_held_out, fingerprints
+from tinyrl.data.shapes import preference
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.build import reference_of
-from tinyrl.models.micro_batches import StepRows
+from tinyrl.models.micro_batches import RowSizes, StepRows
 from tinyrl.models.vocabulary import check_ids
-from tinyrl.parts import Parts
+from tinyrl.runs.signals import watched
+from tinyrl.tasks.answers import render_answer
 from tinyrl.text import number, shortened, visible
-from tinyrl.trainers.preference_pairs import (
-    Pair,
-    lengths_of,
-    logprobs_of,
-    mismatched,
-    most_tokens,
-    pair_logprobs,
-    sizes_of,
-    tokenised,
-    usable,
-)
 from tinyrl.training.session import Session
-from tinyrl.training.update import Pass
+from tinyrl.training.trainer import RowTrainer
 
 REFERENCE_LOGPROBS = "reference_logprobs.safetensors"
 START_TO = 1e-5  # of the loss before the first step, relative where it is above 1
 Split = Literal["training", "held-out"]
 
 
-@dataclass
-class DpoParts(Parts):
-    """What preference optimization needs: tokenised pairs, and what the reference has said of them so far.
+class Pair(NamedTuple):
+    """Tokens of a prompt and of two answers to it, each through the end of its turn."""
 
-    State: `reference`, for each split (N, 3): log-probabilities of chosen and rejected, and 1 where they are known.
+    prompt: list[int]
+    chosen: list[int]
+    rejected: list[int]
+
+    @property
+    def longest(self) -> int:
+        return len(self.prompt) + max(len(self.chosen), len(self.rejected))
+
+
+class Dpo(RowTrainer):
+    """Preference optimization. A row is a pair.
+
+    State: `reference`, for each split (N, 3): the reference's log-probabilities of chosen and rejected, and 1 where
+    they are known.
     """
 
-    train: list[Pair]
+    train_rows: list[Pair]
     held_out: list[Pair]
-    row_fingerprints: dict[str, str]
-    notes: list[str]  # what the rows were taken for, and how many were left out
-    reference: dict[Split, Tensor] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def __init__(self, config: Config, *, options: Options) -> None:
+        super().__init__(config, options=options)
+        rows, held_out_rows = example_rows(config)
+        self.notes, self.row_fingerprints = described(rows, "pairs"), fingerprints(rows, held_out_rows)
+        self.train_rows, self.held_out = (
+            usable(tokenised(each, self), self, notes=self.notes) for each in (rows, held_out_rows)
+        )
+        if config.dpo.loss == "kto" and len(self.train_rows) < 2:
+            raise ValueError(
+                "dpo.loss=kto estimates a KL from the answers to other prompts, so it needs 2 pairs or more"
+            )
+        pairs = self.train_rows + self.held_out
+        check_ids((p.prompt + answer for p in pairs for answer in p[1:]), self.tokenizer, self.roles.causal)
         self.forget()
 
-    def forget(self) -> None:
-        self.reference = {"training": torch.zeros(len(self.train), 3), "held-out": torch.zeros(len(self.held_out), 3)}
+    def train(self, session: Session) -> None:
+        for rows in self.batches(session):
+            # 1. The pairs of this step.
+            pairs = [self.train_rows[row] for row in rows]
 
-    def check(self) -> list[str]:
-        """What the rows are taken for, the loss before the first step, and whether held-out scores can say much."""
-        few = few_held_out([pair.prompt for pair in self.held_out]) if self.config.run.eval_prompts else []
-        return [*self.notes, *self.template_warnings(), *check_start(self), *few]
+            # 2. What the reference says of them; for KTO, how far the policy is from it elsewhere.
+            reference, kl = None, 0.0
+            if self.roles.has_reference:
+                with session.timed("reference"):
+                    reference, kl = self.reference_logprobs("training", rows), reference_point(self, pairs)
 
-    def step_rows(self) -> StepRows:
-        """The longest pairs."""
-        size = min(self.config.dpo.batch_size, len(self.train))
-        pairs = sorted(self.train, key=lambda pair: -pair.longest)[:size]
-        return StepRows([[(p.prompt, answer) for answer in p[1:]] for p in pairs], sizes_of(self, pairs), size)
+            # 3. One optimizer step.
+            def loss_of(
+                micro: list[int], pairs: list[Pair] = pairs, reference: Tensor | None = reference, kl: float = kl
+            ) -> tuple[Tensor, dict[str, Tensor]]:
+                said = None if reference is None else reference[micro]
+                return pair_loss(self, [pairs[i] for i in micro], said, kl=kl, denominator=len(pairs))
 
-    def preview(self) -> str:
-        """A pair as it is read, and what `check` says."""
-        shown = [
-            f"{name} ({len(tokens)} tokens): {visible(shortened(str(self.tokenizer.decode(tokens)), 400))}"
-            for name, tokens in self.train[0]._asdict().items()
-        ]
-        counts = f"pairs: {len(self.train)} to train on, {len(self.held_out)} held out"
-        return "\n".join([*shown, counts, *self.check()])
+            more = {"preference/kl": kl} if self.config.dpo.loss == "kto" else {}
+            tokens = float(lengths_of(pairs).sum())
+            self.learn(session, loss_of, sizes_of(self, pairs), **{"completion/tokens": tokens}, **more)
 
-    def on_training_rows(self) -> DpoParts:
-        """The same with the rows that are trained on in place of the held-out ones."""
-        return replace(self, held_out=self.train)
-
-    def save_models(self, folder: Path) -> None:
-        """With what is known of the reference."""
-        super().save_models(folder)
-        if self.roles.has_reference:
-            save_file({**self.reference}, folder / REFERENCE_LOGPROBS)
-
-    def load_models(self, folder: Path) -> None:
-        """Put back what `save_models` wrote."""
-        super().load_models(folder)
-        if (folder / REFERENCE_LOGPROBS).is_file():  # not where the run began with a loss that needs none
-            kept = load_file(folder / REFERENCE_LOGPROBS)
-            self.reference = {"training": kept["training"], "held-out": kept["held-out"]}
+    def evaluate(self) -> Evaluation:
+        """Accuracy (a tie counts half), margin and loss on held-out pairs, and the rewards of both sides."""
+        pairs = self.held_out[: self.config.run.eval_prompts]
+        policy, reference = logprobs_of(self, "policy", pairs), self.reference_logprobs("held-out", range(len(pairs)))
+        kl = reference_point(self, pairs)
+        loss, metrics = preference_loss(self.config.dpo, policy, reference, lengths_of(pairs), kl=kl)
+        named = {name: float(metrics[f"rewards/{name}"]) for name in ("accuracy", "margin")}
+        sides = {name: float(metrics[name]) for name in ("rewards/chosen", "rewards/rejected")}
+        return Evaluation({**named, "loss": float(loss), **sides, "num_pairs": len(pairs)}, [], [])
 
     def reference_logprobs(self, split: Split, rows: Sequence[int]) -> Tensor | None:
-        """(B, 2): the reference's log-probabilities of chosen and rejected; None where the loss needs no reference.
-
-        Rows that come up for the first time are computed, all in one pass, and kept.
-        """
+        """(B, 2) of chosen and rejected, computed at first use and kept; None where the loss needs no reference."""
         if not self.roles.has_reference:
             return None
-        pairs, known = self.train if split == "training" else self.held_out, self.reference[split]
+        pairs, known = self.train_rows if split == "training" else self.held_out, self.reference[split]
         new = [row for row in dict.fromkeys(rows) if not known[row, 2]]
         if new:
             known[new, :2] = logprobs_of(self, "reference", [pairs[row] for row in new])
             known[new, 2] = 1.0
         return known[list(rows), :2]
 
+    def forget(self) -> None:
+        self.reference: dict[Split, Tensor] = {
+            "training": torch.zeros(len(self.train_rows), 3),
+            "held-out": torch.zeros(len(self.held_out), 3),
+        }
 
-def train(session: Session, parts: DpoParts) -> None:
-    """Run preference optimization from the session's current step to run.num_steps."""
-    config = parts.config.dpo
-    size = min(config.batch_size, len(parts.train))  # at most all there are
-    parts.roles.use_lora_dropout()
-    for step in session.steps():
-        # 1. The pairs of this step.
-        rows = batch_indices(parts.config.run.seed, step, num_prompts=size, num_rows=len(parts.train))
-        pairs = [parts.train[row] for row in rows]
+    def check(self) -> list[str]:
+        few = few_held_out([pair.prompt for pair in self.held_out]) if self.config.run.eval_prompts else []
+        return [*self.notes, *self.template_warnings(), *check_start(self), *few]
 
-        # 2. What the reference says of them; for KTO, how far the policy is from it elsewhere.
-        reference, kl = None, 0.0
-        if parts.roles.has_reference:
-            with session.timed("reference"):
-                reference, kl = parts.reference_logprobs("training", rows), reference_point(parts, pairs)
+    def preview(self) -> str:
+        shown = [
+            f"{name} ({len(tokens)} tokens): {visible(shortened(str(self.tokenizer.decode(tokens)), 400))}"
+            for name, tokens in self.train_rows[0]._asdict().items()
+        ]
+        counts = f"pairs: {len(self.train_rows)} to train on, {len(self.held_out)} held out"
+        return "\n".join([*shown, counts, *self.check()])
 
-        # 3. One optimizer step.
-        session.start_update()
+    def step_rows(self) -> StepRows:
+        pairs = sorted(self.train_rows, key=lambda pair: -pair.longest)[: self.batch_size]
+        return StepRows([[(p.prompt, answer) for answer in p[1:]] for p in pairs], sizes_of(self, pairs), len(pairs))
 
-        def loss_of(
-            micro: list[int], pairs: list[Pair] = pairs, reference: Tensor | None = reference, kl: float = kl
-        ) -> tuple[Tensor, dict[str, Tensor]]:
-            said = None if reference is None else reference[micro]
-            return pair_loss(parts, [pairs[i] for i in micro], said, kl=kl, denominator=len(pairs))
+    def save_models(self, folder: Path) -> None:
+        super().save_models(folder)
+        if self.roles.has_reference:
+            save_file({**self.reference}, folder / REFERENCE_LOGPROBS)
 
-        one_pass = Pass("policy", loss_of, range(size), sizes_of(parts, pairs))
-        with session.timed("update"):
-            session.metrics.add(session.updater.step([one_pass], train=["policy"]))
-        more = {"preference/kl": kl} if config.loss == "kto" else {}
-        session.end_step(**{"completion/tokens": float(lengths_of(pairs).sum())}, **more)
+    def load_models(self, folder: Path) -> None:
+        super().load_models(folder)
+        if (folder / REFERENCE_LOGPROBS).is_file():  # not where the run began with a loss that needs none
+            kept = load_file(folder / REFERENCE_LOGPROBS)
+            self.reference = {"training": kept["training"], "held-out": kept["held-out"]}
 
 
 def pair_loss(
-    parts: DpoParts, pairs: list[Pair], reference: Tensor | None, *, kl: float, denominator: float
+    parts: Dpo, pairs: list[Pair], reference: Tensor | None, *, kl: float, denominator: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of pairs in one batch, under the acting policy."""
     logprobs = pair_logprobs(parts, "policy", pairs)
     lengths = lengths_of(pairs)
     loss, metrics = preference_loss(parts.config.dpo, logprobs, reference, lengths, kl=kl, denominator=denominator)
@@ -178,9 +179,7 @@ def preference_loss(
     kl: float,
     denominator: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss that `dpo` names. logprobs and reference (None where it needs none), of chosen and rejected, summed over
-    their tokens, and how many these are: (B, 2).
-    """
+    """The loss that `dpo` names. logprobs, reference (sums over tokens) and lengths: (B, 2), chosen and rejected."""
     lengths = lengths.to(logprobs)
     if reference is None:
         chosen, rejected = (logprobs / lengths).unbind(1)
@@ -201,27 +200,22 @@ def preference_loss(
     return dpo_loss(*four, beta=dpo.beta, label_smoothing=dpo.label_smoothing, denominator=denominator)
 
 
-def reference_point(parts: DpoParts, pairs: list[Pair]) -> float:
-    """KTO's z_0: the mean log-ratio, at least 0, of the answers of all pairs of a step behind each other's prompts.
-
-    0 for the other losses.
-    """
+def reference_point(parts: Dpo, pairs: list[Pair]) -> float:
+    """KTO's z_0: the mean log-ratio, at least 0, of each answer behind the next pair's prompt; 0 for other losses."""
     others = mismatched(pairs, most=most_tokens(parts)) if parts.config.dpo.loss == "kto" else []
     if not others:
         return 0.0
     return mismatched_kl(logprobs_of(parts, "policy", others), logprobs_of(parts, "reference", others))
 
 
-def check_start(parts: DpoParts) -> list[str]:
-    """The loss before the first step as a line; none where it has no value of its own. Raises ValueError, naming the
-    reference, where it is not what it is while policy and reference agree.
-    """
+def check_start(parts: Dpo) -> list[str]:
+    """The loss before the first step, as a line. Raises ValueError where policy and reference differ already."""
     dpo = parts.config.dpo
     if not parts.roles.has_reference:
         return []
     values = {"sigmoid": ("log 2", math.log(2.0)), "kto": ("1/2", 0.5)}
     name, wanted = values.get(dpo.loss, ("1 / (4 beta^2)", 0.25 / dpo.beta / dpo.beta))
-    pairs = sorted(parts.train, key=lambda pair: pair.longest)[:4]
+    pairs = sorted(parts.train_rows, key=lambda pair: pair.longest)[:4]
     policy, reference = (logprobs_of(parts, role, pairs) for role in ("policy", "reference"))
     kl = mismatched_kl(policy, reference)
     loss = float(preference_loss(dpo, policy, reference, lengths_of(pairs), kl=kl)[0])
@@ -234,25 +228,86 @@ def check_start(parts: DpoParts) -> list[str]:
     return [f"loss before the first step: {number(loss)}, {name}; {which}"]
 
 
-def load(config: Config, *, options: Options) -> DpoParts:
-    """Read the model and tokenise the pairs of task.data; a tenth is held out unless task.eval_data says otherwise."""
-    parts = load_parts(config, options=options)
-    rows, held_out_rows = example_rows(config)
-    notes = described(rows, "pairs")
-    train, held_out = (usable(tokenised(each, parts), parts, notes=notes) for each in (rows, held_out_rows))
-    if config.dpo.loss == "kto" and len(train) < 2:
-        raise ValueError("dpo.loss=kto estimates a KL from the answers to other prompts, so it needs 2 pairs or more")
-    check_ids((p.prompt + answer for p in train + held_out for answer in p[1:]), parts.tokenizer, parts.roles.causal)
-    known = fingerprints(rows, held_out_rows)
-    return DpoParts(**vars(parts), train=train, held_out=held_out, row_fingerprints=known, notes=notes)
+# ---- log-probabilities ----
 
 
-def evaluate(parts: DpoParts) -> Evaluation:
-    """Accuracy (a tie counts half), margin and loss on held-out pairs, and the rewards of both sides."""
-    pairs = parts.held_out[: parts.config.run.eval_prompts]
-    policy, reference = logprobs_of(parts, "policy", pairs), parts.reference_logprobs("held-out", range(len(pairs)))
-    kl = reference_point(parts, pairs)
-    loss, metrics = preference_loss(parts.config.dpo, policy, reference, lengths_of(pairs), kl=kl)
-    named = {name: float(metrics[f"rewards/{name}"]) for name in ("accuracy", "margin")}
-    sides = {name: float(metrics[name]) for name in ("rewards/chosen", "rewards/rejected")}
-    return Evaluation({**named, "loss": float(loss), **sides, "num_pairs": len(pairs)}, [], [])
+def pair_logprobs(parts: Parts, role: Literal["policy", "reference"], pairs: list[Pair]) -> Tensor:
+    """(B, 2): log-probabilities of chosen and rejected, summed over their tokens; the role must be acting."""
+    answers = [*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)]
+    batch = parts.roles.batch([pair.prompt for pair in pairs] * 2, answers)
+    logprobs, _ = parts.roles.logprobs(role, batch, temperature=1.0)  # 0 behind the end of an answer
+    return logprobs.sum(1).view(2, len(pairs)).T
+
+
+def logprobs_of(parts: Parts, role: Literal["policy", "reference"], pairs: list[Pair]) -> Tensor:
+    """`pair_logprobs` of any number of pairs, without gradient, on the CPU."""
+
+    def compute(rows: list[int]) -> Tensor:
+        return pair_logprobs(parts, role, [pairs[i] for i in rows])
+
+    return parts.each_row(compute, sizes_of(parts, pairs), role=role, width=2)
+
+
+def sizes_of(parts: Parts, pairs: list[Pair]) -> RowSizes:
+    """Cost of a pair in a forward pass: packed, prompts once and both answers; else twice the longer side."""
+    if not parts.roles.packs:
+        return RowSizes.alone([2 * pair.longest for pair in pairs], packed=False)
+    prompts, answers = [p.prompt for p in pairs], [len(p.chosen) + len(p.rejected) for p in pairs]
+    return RowSizes.of(prompts, answers, packed=True)
+
+
+def lengths_of(pairs: list[Pair]) -> Tensor:
+    """(B, 2): tokens of chosen and rejected."""
+    return torch.tensor([[len(pair.chosen), len(pair.rejected)] for pair in pairs])
+
+
+def mismatched(pairs: list[Pair], *, most: int) -> list[Pair]:
+    """Each prompt with both answers of the next pair, where that is of another prompt; at most `most` tokens."""
+    nexts = zip(pairs, pairs[1:] + pairs[:1], strict=True)
+    others = (Pair(a.prompt, b.chosen, b.rejected) for a, b in nexts if a.prompt != b.prompt)
+    return [pair for pair in others if pair.longest <= most]
+
+
+# ---- from rows ----
+
+
+def tokenised(rows: list[Row], parts: Parts) -> list[Pair]:
+    """The tokens of every row. Raises ValueError, quoting the row, where one is no pair or cannot be rendered."""
+    where = parts.config.task
+    how = {"chat": where.chat, "system_prompt": where.system_prompt, "variables": where.chat_template}
+    pairs = []
+    for row in watched(rows):
+        with quoting(row):
+            pair = preference(row)
+            answers = (pair.chosen, pair.rejected)
+            sides = [render_answer(parts.tokenizer, pair.prompt, answer, **how) for answer in answers]
+        (prompt, chosen), (_, rejected) = sides
+        pairs.append(Pair(prompt, chosen, rejected))
+    return pairs
+
+
+def most_tokens(parts: Parts) -> int:
+    return min(parts.config.dpo.max_tokens or parts.positions, parts.positions)
+
+
+def usable(pairs: list[Pair], parts: Parts, *, notes: list[str]) -> list[Pair]:
+    """Pairs without those of one answer twice or, under long_prompts=drop, too long; `notes` say how many."""
+    most = most_tokens(parts)
+    long = [pair for pair in pairs if pair.longest > most]
+    if long and parts.config.task.long_prompts == "error":
+        limit = f"dpo.max_tokens={most}" if most == parts.config.dpo.max_tokens else f"the model's {most} positions"
+        start = visible(str(parts.tokenizer.decode(long[0].prompt))[:60])
+        raise ValueError(
+            f"{len(long)} of {len(pairs)} pairs have more tokens, prompt and answer, than {limit} (the longest "
+            f"{max(pair.longest for pair in long)}; the first begins {start!r}). Leave them out with "
+            "task.long_prompts=drop"
+        )
+    same = sum(pair.chosen == pair.rejected for pair in pairs)
+    kept = [pair for pair in pairs if pair.chosen != pair.rejected and pair.longest <= most]
+    why = {"with the same answer twice": same, "that are too long": len(long)}
+    reasons = ", ".join(f"{count} {reason}" for reason, count in why.items() if count)
+    if not kept:
+        raise ValueError(f"of {len(pairs)} pairs none can be learnt from: {reasons}")
+    if len(kept) < len(pairs):
+        notes.append(f"warning: {len(pairs) - len(kept)} of {len(pairs)} pairs are left out: {reasons}")
+    return kept

@@ -16,81 +16,75 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tinyrl.algorithms.advantages import (
-    decoupled_advantages,
-    discounted_returns,
-    group_advantages,
-    rloo_advantages,
-)
+from tinyrl.algorithms.advantages import decoupled_advantages, discounted_returns, group_advantages, rloo_advantages
 from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.algorithms.reward_shaping import token_rewards
-from tinyrl.components import load_sampling_parts as load
 from tinyrl.config.method_sections import GrpoConfig
-from tinyrl.parts import SamplingParts
 from tinyrl.rollout import Rollout
-from tinyrl.trainers.entropy_control import steer_entropy
-from tinyrl.trainers.on_policy import RolloutCollector
-from tinyrl.trainers.on_policy import evaluate_heldout as evaluate
+from tinyrl.trainers.on_policy import OnPolicyTrainer, steer_entropy
 from tinyrl.trainers.policy_loss import PolicyLoss
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
 
-__all__ = ["evaluate", "load", "train"]
+
+class Grpo(OnPolicyTrainer):
+    """GRPO and its family."""
+
+    @property
+    def readings(self) -> int:
+        return int(self.config.grpo.kl_coef > 0)
+
+    def train(self, session: Session) -> None:
+        config = self.config.grpo
+        self.begin(session)
+        several_steps = config.num_epochs > 1 or (config.minibatch_size or config.batch_size) < config.batch_size
+        for step in session.steps():
+            settings, rollout = self.loss_settings(kl_coef=config.kl_coef), session.rollout
+            if rollout is None:
+                # 1. A group of responses for each prompt, and their scores.
+                with session.timed("rollout"):
+                    rollout, rewards = sample_groups(self, config, step)
+                # 2. Their log-probabilities under the reference, and before the update.
+                with session.timed("reference"):
+                    self.compute_logprobs(
+                        rollout, reference=config.kl_coef > 0, several_steps=several_steps, scored=kl_in_score(config)
+                    )
+                session.start_update(rollout, **rewards, **self.metrics(rollout), **self.end_sampling(step))
+            # 3. How much better a response is than its group.
+            rollout.advantages = advantages_of(rollout, config, weights=self.scorer.weights)
+            flat = not rollout.advantages.any()
+            # 4. An optimizer step for each minibatch.
+            sizes = rollout.sizes(self.roles)
+            with session.timed("update"):
+                for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
+                    loss = PolicyLoss(
+                        rollout, rows, roles=self.roles, settings=settings, first=session.state.first_update
+                    )
+                    metrics = session.updater.step([Pass("policy", loss, rows, sizes)], train=["policy"])
+                    self.watch_sampling(metrics)
+                    session.metrics.add(metrics)
+            self.record(rollout, rollout.advantages, step)
+            flat_steps = self.count_flat(flat=flat)
+            session.end_step(**{"optim/flat_steps": flat_steps}, **steer_entropy(config, session))
 
 
-def train(session: Session, parts: SamplingParts) -> None:
-    """Run GRPO from the session's current step to run.num_steps."""
-    config = parts.config.grpo
-    collector = RolloutCollector(session, parts, num_prompts=config.num_prompts, group_size=config.group_size)
-    several_steps = config.num_epochs > 1 or (config.minibatch_size or config.batch_size) < config.batch_size
-    for step in session.steps():
-        settings, rollout = collector.loss_settings(config, kl_coef=config.kl_coef), session.rollout
-        if rollout is None:
-            # 1. A group of responses for each prompt, and their scores.
-            with session.timed("rollout"):
-                rollout, rewards = sample_groups(collector, config, step)
-            # 2. Their log-probabilities under the reference, and before the update.
-            with session.timed("reference"):
-                collector.compute_logprobs(
-                    rollout,
-                    reference=config.kl_coef > 0,
-                    several_steps=several_steps,
-                    scored=kl_in_score(config),
-                )
-            session.start_update(rollout, **rewards, **collector.metrics(rollout), **collector.end_sampling(step))
-        # 3. How much better a response is than its group.
-        rollout.advantages = advantages_of(rollout, config, weights=parts.scorer.weights)
-        flat = not rollout.advantages.any()
-        # 4. An optimizer step for each minibatch.
-        sizes = rollout.sizes(parts.roles)
-        with session.timed("update"):
-            for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
-                loss = PolicyLoss(rollout, rows, roles=parts.roles, settings=settings, first=session.state.first_update)
-                metrics = session.updater.step([Pass("policy", loss, rows, sizes)], train=["policy"])
-                collector.watch_sampling(metrics)
-                session.metrics.add(metrics)
-        collector.record(rollout, rollout.advantages, step)
-        flat_steps = collector.count_flat(flat=flat)
-        session.end_step(**{"optim/flat_steps": flat_steps}, **steer_entropy(config, session))
-
-
-def sample_groups(collector: RolloutCollector, config: GrpoConfig, step: int) -> tuple[Rollout, dict[str, float]]:
+def sample_groups(trainer: OnPolicyTrainer, config: GrpoConfig, step: int) -> tuple[Rollout, dict[str, float]]:
     """(rollout, reward metrics of the step's own prompts). With `grpo.refill_rounds`, fresh prompts replace groups
     without spread: DAPO's dynamic sampling, in at most so many rounds. The metrics are from before, since the groups
     that are kept are a choice by their rewards.
     """
-    prompts = collector.prompts(step)
-    rollout = collector.collect(prompts, step)
+    prompts = trainer.prompts(step)
+    rollout = trainer.collect(prompts, step)
     drawn = {p.index for p in prompts}
     without_spread = zero_spread(rollout, config)
-    metrics = {**collector.reward_metrics(rollout), "reward/zero_spread_groups": float(without_spread.float().mean())}
+    metrics = {**trainer.reward_metrics(rollout), "reward/zero_spread_groups": float(without_spread.float().mean())}
     for refill_round in range(config.refill_rounds):
         flat = without_spread.nonzero().squeeze(-1).tolist()
-        fresh = collector.fresh_prompts(step, refill_round, count=len(flat), without=drawn)
+        fresh = trainer.fresh_prompts(step, refill_round, count=len(flat), without=drawn)
         if not fresh:
             break
         drawn |= {p.index for p in fresh}
-        topped_up = collector.collect(fresh, step)
+        topped_up = trainer.collect(fresh, step)
         good = (~zero_spread(topped_up, config)).nonzero().squeeze(-1).tolist()
         rollout = rollout.with_groups(topped_up, good, places=flat[: len(good)], group_size=config.group_size)
         without_spread = zero_spread(rollout, config)
@@ -100,9 +94,7 @@ def sample_groups(collector: RolloutCollector, config: GrpoConfig, step: int) ->
 
 
 def kl_in_score(config: GrpoConfig) -> bool:
-    """Whether the KL of a response is a part of its score, which is compared with its group: as in RLOO (2402.14740),
-    unlike REINFORCE++ (2501.03262), whose KL is token by token.
-    """
+    """Whether the KL of a response is compared with its group: as in RLOO, unlike REINFORCE++, whose KL is by token."""
     return config.kl_placement == "reward" and config.kl_coef > 0 and config.advantage in ("group", "leave-one-out")
 
 

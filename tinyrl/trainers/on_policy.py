@@ -1,60 +1,96 @@
-"""Rollout collection shared by GRPO and PPO: prompts, sampling, rescoring, the failure guard, metrics."""
+"""Learning from a policy's own samples, shared by GRPO and PPO: prompts, sampling, rescoring, guard, metrics.
+
+Prompts all of whose last responses were right are left out for a while under task.skip_solved: a group without spread
+teaches nothing, and one that is all right will mostly be so again, so its prompt gives its place in the next epochs to
+others, and is then tried again. Skywork-OR1 (2505.22312) and others drop such prompts for good. One that is all wrong
+is kept: it comes once an epoch as before, and more often the more prompts are solved.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tinyrl.algorithms.kl import applied_entropy_coef, next_entropy_coef
+from tinyrl.components import SamplingParts
 from tinyrl.config.method_sections import GrpoConfig, PpoConfig
-from tinyrl.data.rows import batch_indices, keyed_order
+from tinyrl.config.sections import TaskConfig
+from tinyrl.data.rows import batch_indices, keyed_order, replaced_indices, row_key
 from tinyrl.distributed import ALONE, World
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batches import SequenceBatch
-from tinyrl.parts import SamplingParts
+from tinyrl.models.micro_batches import RowSizes, StepRows
+from tinyrl.models.roles import Role, Roles
 from tinyrl.rewards.guard import FailureGuard, describe_failure
 from tinyrl.rollout import Rollout
 from tinyrl.runs.signals import stop_held
 from tinyrl.sampling import forward_pass, sample_and_score, settle_truncated
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.trainers.entropy_control import entropy_coef
 from tinyrl.trainers.policy_loss import LossSettings
-from tinyrl.trainers.solved_prompts import SolvedPrompts
 from tinyrl.trainers.step_records import Tried, allowed_bytes, sample_lines, shown_rows, token_lines, written
 from tinyrl.training.session import Session
+from tinyrl.training.trainer import Trainer
 
 EXACT_TO = 1e-5  # sampling log-probabilities this close to a training pass's are used as old_logprobs
 
 
-class RolloutCollector:
-    """Collects the rollouts of a run: draws prompts, samples, scores, and watches for failing rewards."""
+class OnPolicyTrainer(SamplingParts, Trainer):
+    """A method that learns from its own samples: draws prompts, samples, scores, and watches for failing rewards."""
 
-    def __init__(self, session: Session, parts: SamplingParts, *, num_prompts: int, group_size: int) -> None:
-        self.session, self.parts = session, parts
-        self.num_prompts, self.group_size = num_prompts, group_size
+    def evaluate(self) -> Evaluation:
+        return evaluate(self, num_prompts=self.config.run.eval_prompts)
+
+    @property
+    def num_epochs(self) -> int:
+        return self.config.on_policy.num_epochs
+
+    def step_rows(self) -> StepRows:
+        """The longest prompts, with responses as long as they may be."""
+        section, new = self.config.on_policy, self.longest_response
+        longest = sorted((p.tokens for p in self.train_prompts), key=len, reverse=True)
+        prompts = [longest[i % len(longest)] for i in range(section.num_prompts) for _ in range(section.group_size)]
+        sizes = RowSizes.of(prompts, [new] * len(prompts), packed=self.roles.packs)
+        minibatch = min(section.minibatch_size or len(prompts), len(prompts))
+        return StepRows([[(prompt, [0] * new)] for prompt in prompts], sizes, minibatch)
+
+    def planned_loss(self, roles: Roles, role: Role, batch: SequenceBatch) -> Tensor:
+        """The policy's loss with its entropy bonus, and what a critic on the policy's states adds."""
+        if role == "critic":
+            return roles.values(batch).sum()
+        section, states = self.config.on_policy, roles.policy_states(batch)
+        bonus = section.entropy_coef > 0 or section.entropy_target is not None
+        logprobs, entropy = roles.logprobs("policy", batch, temperature=1.0, states=states, entropy_grad=bonus)
+        loss = logprobs.sum() + (entropy.sum() if bonus else 0.0)
+        if roles.critic_kind in ("shared", "shared-detached"):
+            read = states if roles.critic_kind == "shared" else states.detach()
+            loss = loss + roles.values(batch, states=read).sum()
+        return loss
+
+    # ---- rollouts ----
+
+    def begin(self, session: Session) -> None:
+        """Collect rollouts for a session from now on."""
+        task, section = self.config.task, self.config.on_policy
+        self.session, self.group_size = session, section.group_size
         self._told: set[str] = set()
-        self._texts = {prompt.index: prompt.text for prompt in parts.train_prompts}
-        self.tried = Tried(parts.config.task.solved_reward)
-        self.solved = SolvedPrompts(
-            parts.config.task,
-            parts.train_prompts,
-            num_prompts=num_prompts,
-            seed=parts.config.run.seed,
-            record=session.state.controllers.solved,
-        )
+        self._texts = {prompt.index: prompt.text for prompt in self.train_prompts}
+        self.tried = Tried(task.solved_reward)
+        count, seed, record = section.num_prompts, self.config.run.seed, session.state.controllers.solved
+        self.solved = SolvedPrompts(task, self.train_prompts, num_prompts=count, seed=seed, record=record)
 
     def prompts(self, step: int) -> list[PreparedPrompt]:
         """The prompts of a step: a function of (seed, step), and under task.skip_solved of what was solved so far."""
-        rows, seed = self.parts.train_prompts, self.parts.config.run.seed
-        places = batch_indices(seed, step, num_prompts=self.num_prompts, num_rows=len(rows))
+        rows, seed = self.train_prompts, self.config.run.seed
+        places = batch_indices(seed, step, num_prompts=self.config.on_policy.num_prompts, num_rows=len(rows))
         return [rows[i] for i in self.solved.replace(places, step)]
 
     def fresh_prompts(self, step: int, refill_round: int, *, count: int, without: set[int]) -> list[PreparedPrompt]:
         """Prompts to top up a step's batch: a function of (seed, step, round) and of what was drawn before."""
-        rows, skipped = self.parts.train_prompts, self.solved.skipped(step)
-        order = keyed_order(f"refill {self.parts.config.run.seed} {step} {refill_round}", len(rows))
+        rows, skipped = self.train_prompts, self.solved.skipped(step)
+        order = keyed_order(f"refill {self.config.run.seed} {step} {refill_round}", len(rows))
         return [rows[i] for i in order if rows[i].index not in without and i not in skipped][:count]
 
     def collect(self, prompts: list[PreparedPrompt], step: int) -> Rollout:
@@ -62,15 +98,15 @@ class RolloutCollector:
         self.session.display.phase("sampling")
         rollout = sample_and_score(
             prompts,
-            self.parts.engine,
-            self.parts.scorer,
+            self.engine,
+            self.scorer,
             group_size=self.group_size,
-            seed=self.parts.config.run.seed,
+            seed=self.config.run.seed,
             step=step,
-            game=self.parts.game,
-            world=self.session.world,
+            game=self.game,
+            world=self.world,
         )
-        settle_truncated(rollout, self.parts.truncation)
+        settle_truncated(rollout, self.truncation)
         self.solved.look(prompts, rollout)
         self.tried.look(prompts, rollout)
         self._watch(rollout, prompts, step)
@@ -79,7 +115,6 @@ class RolloutCollector:
         return rollout
 
     def count_flat(self, *, flat: bool) -> int:
-        """How many steps so far had nothing to learn from; the first is told."""
         controllers = self.session.state.controllers
         if flat and not controllers.flat_steps:
             self.session.display.note(
@@ -91,7 +126,7 @@ class RolloutCollector:
 
     def _watch(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:
         guard = FailureGuard(self.session.state.controllers.failing_batches)
-        retried = self.parts.scorer.retried | (self.parts.game.environment.retried if self.parts.game else {})
+        retried = self.scorer.retried | (self.game.environment.retried if self.game else {})
         for name, why in retried.items():
             if name not in self._told:
                 self._told.add(name)
@@ -111,7 +146,6 @@ class RolloutCollector:
         self.session.state.controllers.failing_batches = guard.bad_batches
 
     def _set_aside(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:
-        """Append the rows whose reward failed to failed_rewards.jsonl, with the reason."""
         lines = []
         for failure in rollout.failures:
             prompt = prompts[failure.row // self.group_size]
@@ -121,7 +155,7 @@ class RolloutCollector:
                     "prompt_index": prompt.index,
                     "sample": failure.row % self.group_size,
                     "prompt": prompt.text,
-                    "completion": written(rollout, failure.row, self.parts),
+                    "completion": written(rollout, failure.row, self),
                     **rollout.episode_of(failure.row),
                     "reason": failure.reason,
                 }
@@ -146,7 +180,7 @@ class RolloutCollector:
         if controllers.exact_sampling is None:
             rescored = self._logprobs(read, "policy")
             gap = float(torch.where(rollout.loss_mask, rescored - rollout.sampling_logprobs, 0.0).abs().max())
-            exact = controllers.exact_sampling = self.parts.engine.exact and gap < EXACT_TO
+            exact = controllers.exact_sampling = self.engine.exact and gap < EXACT_TO
             rollout.old_logprobs = rollout.sampling_logprobs if exact else rescored
         else:
             exact = controllers.exact_sampling
@@ -155,7 +189,7 @@ class RolloutCollector:
     @property
     def samples_exactly(self) -> bool:
         """Whether the engine's log-probabilities are those of a training pass, up to rounding in float32."""
-        return self.parts.engine.exact and self.parts.accelerator.mixed_precision == "no"
+        return self.engine.exact and self.accelerator.mixed_precision == "no"
 
     def watch_sampling(self, metrics: dict[str, float]) -> None:
         """Measure anew, by a rescoring pass, whether sampling is exact when an update's pass says it is not."""
@@ -163,7 +197,7 @@ class RolloutCollector:
             self.session.state.controllers.exact_sampling = None
 
     def _logprobs(self, rollout: Rollout, role: Any, *, world: World | None = None) -> Tensor:
-        roles, generation = self.parts.roles, self.parts.config.generation
+        roles, generation = self.roles, self.config.generation
 
         def compute(batch: SequenceBatch) -> tuple[Tensor, ...]:
             return roles.logprobs(role, batch, temperature=generation.temperature)[:1]
@@ -175,18 +209,18 @@ class RolloutCollector:
         """One (B, T) tensor from a pass over the rollout without gradient, by the processes of `world` (None: all)."""
         return forward_pass(
             rollout,
-            self.parts.roles,
+            self.roles,
             role=role,
             compute=compute,
-            micro_batches=self.parts.micro_batches,
-            autocast=self.parts.accelerator.autocast,
-            world=self.session.world if world is None else world,
+            micro_batches=self.micro_batches,
+            autocast=self.accelerator.autocast,
+            world=self.world if world is None else world,
         )[0]
 
-    def loss_settings(self, section: GrpoConfig | PpoConfig, *, kl_coef: float) -> LossSettings:
+    def loss_settings(self, *, kl_coef: float) -> LossSettings:
         """The settings of the policy loss. A KL in the reward is not one in the loss: `kl_coef` is 0 there."""
-        generation = self.parts.config.generation
-        in_loss = section.kl_placement == "loss" and self.parts.roles.has_reference
+        section, generation = self.config.on_policy, self.config.generation
+        in_loss = section.kl_placement == "loss" and self.roles.has_reference
         return LossSettings.of(
             section,
             temperature=generation.temperature,
@@ -207,10 +241,10 @@ class RolloutCollector:
         them. No signal stops it: what comes before and after it in a step is not to be done twice. Rank 0 does it, and
         waits for nobody.
         """
-        if not self.session.world.is_main:
+        if not self.world.is_main:
             return
-        run, settings = self.session.run, self.parts.config.run
-        how: Any = {"parts": self.parts, "texts": self._texts, "group_size": self.group_size}
+        run, settings = self.session.run, self.config.run
+        how: Any = {"parts": self, "texts": self._texts, "group_size": self.group_size}
         if self.session.evaluates_after(step + 1) and (rows := shown_rows(rollout, group_size=self.group_size)):
             with stop_held(), self.session.timed("evaluation"):
                 now = self._logprobs(rollout.select(rows), "policy", world=ALONE)
@@ -233,7 +267,7 @@ class RolloutCollector:
             "reward/std": float(valid.std()) if len(valid) > 1 else 0.0,
             "reward/dropped": float(rollout.rewards.isnan().sum()),
         }
-        for name, column in zip(self.parts.scorer.names, rollout.scores.T, strict=True):
+        for name, column in zip(self.scorer.names, rollout.scores.T, strict=True):
             applies = column[~column.isnan()]
             if len(applies):
                 out[f"reward/{name}"] = float(applies.mean())
@@ -252,6 +286,92 @@ class RolloutCollector:
         return out
 
 
-def evaluate_heldout(parts: SamplingParts) -> Evaluation:
-    """The evaluation during a run: run.eval_prompts held-out prompts, sampled once and greedily."""
-    return evaluate(parts, num_prompts=parts.config.run.eval_prompts)
+@dataclass
+class SolvedPrompts:
+    """Which of the training prompts are left out. `record` is the run's state: rows by fingerprint, so that it fits
+    data that has changed, and the epoch in which each was solved. It changes only at the end of a step's sampling.
+    """
+
+    task: TaskConfig
+    prompts: list[PreparedPrompt]
+    num_prompts: int
+    seed: int
+    record: dict[str, int]
+    keys: list[str] = field(init=False)  # of each prompt
+    groups: dict[str, bool] = field(init=False, default_factory=dict)  # of this step: whether all of them were right
+
+    def __post_init__(self) -> None:
+        self.keys = [row_key(p.row) for p in self.prompts] if self.task.skip_solved else []
+
+    def epoch(self, step: int) -> int:
+        return step * self.num_prompts // len(self.prompts)
+
+    def skipped(self, step: int) -> set[int]:
+        """Places in the list of prompts that are left out in a step."""
+        now = self.epoch(step)  # a record of a later one is from before the data or grpo.num_prompts changed
+        since = now - self.task.skip_solved
+        return {i for i, key in enumerate(self.keys) if key in self.record and since <= self.record[key] <= now}
+
+    def replace(self, places: list[int], step: int) -> list[int]:
+        """The prompts of a step, others in the place of those left out; these stay where nothing else is left."""
+        self.groups = {}
+        key = f"unsolved {self.seed} {step}"
+        return replaced_indices(places, skipped=self.skipped(step), key=key, num_rows=len(self.prompts))
+
+    def look(self, prompts: list[PreparedPrompt], rollout: Rollout) -> None:
+        """Note which groups of a rollout are all right; of a prompt with several, all must be."""
+        if not self.task.skip_solved:
+            return
+        rewards = rollout.rewards.reshape(len(prompts), -1)
+        right = (rewards >= self.task.solved_reward) | rewards.isnan()
+        solved = right.all(1) & ~rewards.isnan().all(1)
+        for prompt, all_right in zip(prompts, solved.tolist(), strict=True):
+            key = row_key(prompt.row)
+            self.groups[key] = all_right and self.groups.get(key, True)
+
+    def keep(self, step: int) -> dict[str, float]:
+        """Put what the step's groups showed on record; the metrics of the step."""
+        if not self.task.skip_solved:
+            return {}
+        skipped = len(self.skipped(step))
+        for key, all_right in self.groups.items():
+            if all_right:
+                self.record[key] = self.epoch(step)
+            else:
+                self.record.pop(key, None)
+        return {"reward/skipped_prompts": float(skipped)}
+
+
+# ---- the weight of the entropy bonus: as it is set, or steered to a target entropy ----
+
+
+def entropy_coef(section: GrpoConfig | PpoConfig, session: Session) -> float:
+    if section.entropy_target is None:
+        return section.entropy_coef
+    observed = session.state.controllers.entropy
+    return applied_entropy_coef(
+        _coef(section, session), observed_entropy=observed, target_entropy=section.entropy_target
+    )
+
+
+def steer_entropy(section: GrpoConfig | PpoConfig, session: Session) -> dict[str, float]:
+    """Set the next step's weight by the entropy that this step's updates saw; metrics: policy/entropy_coef."""
+    if section.entropy_target is None:
+        return {}
+    used, controllers = entropy_coef(section, session), session.state.controllers
+    if "policy/entropy" in session.metrics.sums:
+        total, count = session.metrics.sums["policy/entropy"]
+        controllers.entropy = total / count
+        controllers.entropy_coef = next_entropy_coef(
+            _coef(section, session),
+            observed_entropy=controllers.entropy,
+            target_entropy=section.entropy_target,
+            step=section.entropy_coef_step,
+            largest=section.entropy_coef_max,
+        )
+    return {"policy/entropy_coef": used}
+
+
+def _coef(section: GrpoConfig | PpoConfig, session: Session) -> float:
+    steered = session.state.controllers.entropy_coef
+    return section.entropy_coef if steered is None else steered

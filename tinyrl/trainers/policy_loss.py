@@ -3,12 +3,12 @@
     loss = surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference)
 
 Every term is a sum over a micro-batch divided by a count of the whole minibatch, so micro-batching changes no gradient.
-To add a surrogate, write a function from a PolicyBatch to (loss, metrics) and a line in SURROGATES.
+To add a surrogate, write a function from a PolicyBatch to (loss, metrics) and a name in SURROGATES.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -17,15 +17,16 @@ from torch import Tensor
 from tinyrl.algorithms.kl import ESTIMATORS
 from tinyrl.algorithms.losses import (
     Metrics,
+    Mismatch,
     RatioLevel,
     cispo_loss,
     clipped_policy_loss,
     entropy_bonus,
     importance_ratio,
     kl_loss,
+    mismatch_weights,
 )
 from tinyrl.algorithms.masking import Aggregation, masked_sum
-from tinyrl.algorithms.mismatch import Mismatch, mismatch_weights
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.roles import Roles
 from tinyrl.rollout import PolicyBatch, Rollout
@@ -74,15 +75,13 @@ class Counts:
 
     @classmethod
     def of(cls, mask: Tensor) -> Counts:
-        """Of a minibatch's response mask (b, T)."""
         return cls(max(1, int(mask.sum())), max(1, int(mask.any(1).sum())), len(mask))
 
     def denominator(self, settings: LossSettings) -> int:
         """The divisor of the aggregation: tokens, sequences, or Dr. GRPO's constant."""
-        constant = self.rows * settings.max_new_tokens
-        sequences = self.sequences
-        of = {"token": self.tokens, "sequence": sequences, "sequence-sum": sequences, "constant": constant}
-        return of[settings.aggregation]
+        if settings.aggregation == "constant":
+            return self.rows * settings.max_new_tokens
+        return self.tokens if settings.aggregation == "token" else self.sequences
 
 
 class PolicyLoss:
@@ -106,11 +105,7 @@ class PolicyLoss:
         """The same from the policy's hidden states (N, H), where they are used elsewhere too."""
         settings = self.settings
         logprobs, entropy = self.roles.logprobs(
-            "policy",
-            batch,
-            temperature=settings.temperature,
-            states=states,
-            entropy_grad=settings.entropy_coef > 0,
+            "policy", batch, temperature=settings.temperature, states=states, entropy_grad=settings.entropy_coef > 0
         )
         minibatch = self.rollout.minibatch(rows, batch=batch, logprobs=logprobs, entropy=entropy)
         loss, metrics = policy_loss(minibatch, self.counts, settings=settings)
@@ -135,7 +130,13 @@ def policy_loss(batch: PolicyBatch, counts: Counts, *, settings: LossSettings) -
             floor=settings.mismatch_floor,
         )
         batch = replace(batch, token_weights=weights)
-    loss, metrics = SURROGATES[settings.loss](batch, counts, settings)
+    shared = {
+        "aggregation": settings.aggregation,
+        "denominator": counts.denominator(settings),
+        "token_weights": batch.token_weights,
+        "metric_denominator": counts.tokens,
+    }
+    loss, metrics = SURROGATES[settings.loss](batch, settings, shared)
     bonus, entropy_metrics = entropy_bonus(batch.entropy, batch.mask, denominator=counts.tokens)
     if settings.entropy_coef > 0:
         loss = loss - settings.entropy_coef * bonus
@@ -153,43 +154,20 @@ def sampling_gap(batch: PolicyBatch, counts: Counts) -> Metrics:
     return {"policy/sampling_gap": gap / counts.tokens}
 
 
-def clipped(batch: PolicyBatch, counts: Counts, settings: LossSettings) -> tuple[Tensor, Metrics]:
+def clipped(batch: PolicyBatch, settings: LossSettings, shared: dict[str, Any]) -> tuple[Tensor, Metrics]:
     """PPO's clipped surrogate, and with other settings that of GRPO, DAPO, Dr. GRPO and GSPO."""
-    return clipped_policy_loss(
-        batch.logprobs,
-        batch.old_logprobs,
-        batch.advantages,
-        batch.mask,
-        clip_eps=settings.clip_eps,
-        clip_eps_high=settings.clip_eps_high,
-        dual_clip=settings.dual_clip,
-        ratio_level=settings.ratio_level,
-        aggregation=settings.aggregation,
-        denominator=counts.denominator(settings),
-        token_weights=batch.token_weights,
-        metric_denominator=counts.tokens,
-    )
+    bounds = {name: getattr(settings, name) for name in ("clip_eps", "clip_eps_high", "dual_clip", "ratio_level")}
+    return clipped_policy_loss(batch.logprobs, batch.old_logprobs, batch.advantages, batch.mask, **bounds, **shared)
 
 
-def cispo(batch: PolicyBatch, counts: Counts, settings: LossSettings) -> tuple[Tensor, Metrics]:
+def cispo(batch: PolicyBatch, settings: LossSettings, shared: dict[str, Any]) -> tuple[Tensor, Metrics]:
     """REINFORCE with a capped importance weight, under which every token keeps its gradient."""
     return cispo_loss(
-        batch.logprobs,
-        batch.old_logprobs,
-        batch.advantages,
-        batch.mask,
-        ratio_cap=settings.ratio_cap,
-        aggregation=settings.aggregation,
-        denominator=counts.denominator(settings),
-        token_weights=batch.token_weights,
-        metric_denominator=counts.tokens,
+        batch.logprobs, batch.old_logprobs, batch.advantages, batch.mask, ratio_cap=settings.ratio_cap, **shared
     )
 
 
-SURROGATES: dict[str, Callable[[PolicyBatch, Counts, LossSettings], tuple[Tensor, Metrics]]] = {
-    "clipped": clipped,
-    "cispo": cispo,
-}
+SURROGATES = {"clipped": clipped, "cispo": cispo}
 
 
 def kl_to_reference(batch: PolicyBatch, counts: Counts, settings: LossSettings) -> tuple[Tensor, Metrics]:

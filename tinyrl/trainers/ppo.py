@@ -20,12 +20,24 @@ value of the critic's own enters but that of a bootstrapped end: the value pretr
 
 A2C (ppo.preset=a2c) is PPO with one epoch of one minibatch, lambda 1, advantages as they are and a plain square for the
 value: the ratio is 1 and never clipped, so what is left is the policy gradient (Huang et al., 2205.09123). Its
-optimizer is Adam here, not RMSprop. With ppo.ptx_coef every optimizer step of the policy adds a loss on text (ptx.py).
+optimizer is Adam here, not RMSprop.
+
+With ppo.ptx_coef every optimizer step of the policy adds a next-token loss on text, so that the policy keeps what it is
+not rewarded for (InstructGPT, Eq. 2):
+
+    loss = PPO's + ptx_coef * mean of -log pi(token | tokens before) over the tokens of a text batch
+
+The batch is the next ptx_batch_size rows of a stream of shuffled epochs: a function of (seed, step, epoch, minibatch),
+so a run that is resumed inside an update goes on with the same ones. While only the critic trains there is none. What
+differs from the paper: the loss is a mean over the tokens of the batch, whatever its size, so ptx_coef is not on the
+scale of the paper's 27.8. The temperature is 1, whatever sampling has. Which tokens count is sft's rule: those of a
+completion or of an assistant's turn, and all of `text`; task.system_prompt is the prompts' and not put before it.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -33,77 +45,104 @@ from torch import Tensor
 
 from tinyrl.algorithms.advantages import gae, length_adaptive_lambda
 from tinyrl.algorithms.kl import next_kl_coef
+from tinyrl.algorithms.losses import Metrics, clipped_value_loss
 from tinyrl.algorithms.masking import masked_mean, masked_whiten
 from tinyrl.algorithms.reward_shaping import token_rewards
+from tinyrl.components import Options, Parts, SamplingParts
 from tinyrl.config.method_sections import PpoConfig
+from tinyrl.config.schema import Config
+from tinyrl.data.described import described
+from tinyrl.data.readers import Row
+from tinyrl.data.rows import batch_indices, fingerprint, placed_rows
+from tinyrl.models.batches import SequenceBatch
+from tinyrl.models.roles import Role, Roles
+from tinyrl.models.vocabulary import check_ids
 from tinyrl.rollout import Rollout
-from tinyrl.trainers.entropy_control import steer_entropy
-from tinyrl.trainers.on_policy import RolloutCollector
-from tinyrl.trainers.on_policy import evaluate_heldout as evaluate
+from tinyrl.runs.signals import watched
+from tinyrl.trainers.on_policy import OnPolicyTrainer, steer_entropy
 from tinyrl.trainers.policy_loss import PolicyLoss
-from tinyrl.trainers.ptx import PpoParts, ptx_pass
-from tinyrl.trainers.ptx import load_ppo_parts as load
-from tinyrl.trainers.value_loss import (
-    SharedTrunkLoss,
-    ValueLoss,
-    explained_variance,
-    predict_final_values,
-    predict_values,
-)
+from tinyrl.trainers.sft import Example, joined, negative_log_likelihood, sizes_of, tokens_of, turns_of
 from tinyrl.training.session import Session
+from tinyrl.training.state import RunState
 from tinyrl.training.update import Pass
 
-__all__ = ["evaluate", "load", "train"]
+TEXT = "ppo.ptx_data"
 
 
-def train(session: Session, parts: PpoParts) -> None:
-    """Run PPO from the session's current step to run.num_steps."""
-    config, critic = parts.config.ppo, parts.config.critic
-    collector = RolloutCollector(session, parts, num_prompts=config.num_prompts, group_size=1)
-    for step in session.steps():
-        controllers, rollout = session.state.controllers, session.rollout
-        kl_coef = config.kl_coef if controllers.kl_coef is None else controllers.kl_coef
-        if rollout is None:
-            # 1. A response for each prompt, and its score.
-            with session.timed("rollout"):
-                rollout = collector.collect(collector.prompts(step), step)
-            # 2. Their log-probabilities under the reference and before the update, and the critic's values.
-            with session.timed("reference"):
-                collector.compute_logprobs(rollout, reference=parts.roles.has_reference, several_steps=True)
-            with session.timed("values"):
-                rollout.values = predict_values(rollout, parts.roles, collector)
-                if config.bootstrap_truncated:
-                    rollout.final_values = predict_final_values(rollout, parts)
-            rewards_by_name = collector.reward_metrics(rollout)
-            metrics = collector.metrics(rollout) | collector.end_sampling(step) | {"objective/kl_coef": kl_coef}
-            session.start_update(rollout, **rewards_by_name, **metrics)
-        # 3. One reward for each token.
-        rewards, mask = shaped_rewards(rollout, config, kl_coef=kl_coef), rollout.loss_mask
-        # 4. Advantages, and the returns that the critic is to predict.
-        assert rollout.values is not None
-        pretraining = step < critic.pretrain_steps
-        advantages, returns = advantages_and_returns(rollout, rewards, config, pretraining=pretraining)
-        rollout.advantages = masked_whiten(advantages, mask) if config.whiten_advantages else advantages
-        rollout.returns = returns
-        # 5. Minibatches, each an optimizer step of the policy and of the critic.
-        warming_up = pretraining or step < critic.warmup
-        with session.timed("update"):
-            stopped = update(session, parts, collector, rollout, kl_coef=kl_coef, warming_up=warming_up)
-        # 6. A KL above its target gets a larger weight from the next step on, one below it a smaller.
-        if config.kl_controller == "adaptive" and rollout.ref_logprobs is not None and not pretraining:
-            controllers.kl_coef = adapted_kl_coef(rollout, config, kl_coef=kl_coef)
-        collector.record(rollout, advantages, step, rewards=rewards)
-        explained = explained_variance(rollout.values, returns, mask)
-        session.end_step(
-            **{"value/explained_variance": explained, "policy/early_stop": float(stopped)},
-            **steer_entropy(config, session),
-        )
+class Ppo(OnPolicyTrainer):
+    """PPO. text: the examples of each row of ppo.ptx_data."""
+
+    def __init__(self, config: Config, *, options: Options) -> None:
+        source = config.ppo.ptx_data
+        placed = [] if source is None else placed_rows(source)
+        super().__init__(config, options=options)
+        self.text = [text_of(row, self, place=place) for place, row in watched(placed)]
+        self.text_notes: list[str] = []
+        if source is not None:
+            check_ids((tokens_of(row) for row in self.text), self.tokenizer, self.roles.causal)
+            rows = [row for _, row in placed]
+            self.row_fingerprints = {**self.row_fingerprints, TEXT: fingerprint(rows)}
+            self.text_notes = [f"{TEXT}, {note}" for note in described(rows, "text")]
+
+    def check(self) -> list[str]:
+        return [*super().check(), *self.text_notes]
+
+    def preview(self) -> str:
+        return "\n".join([super().preview(), *self.text_notes])
+
+    @property
+    def passes(self) -> list[Role]:
+        return ["policy", "critic"] if self.roles.critic_kind in ("adapter", "separate") else ["policy"]
+
+    @property
+    def readings(self) -> int:
+        return 1 + self.roles.has_reference
+
+    def train(self, session: Session) -> None:
+        config, critic = self.config.ppo, self.config.critic
+        self.begin(session)
+        for step in session.steps():
+            controllers, rollout = session.state.controllers, session.rollout
+            kl_coef = config.kl_coef if controllers.kl_coef is None else controllers.kl_coef
+            if rollout is None:
+                # 1. A response for each prompt, and its score.
+                with session.timed("rollout"):
+                    rollout = self.collect(self.prompts(step), step)
+                # 2. Their log-probabilities under the reference and before the update, and the critic's values.
+                with session.timed("reference"):
+                    self.compute_logprobs(rollout, reference=self.roles.has_reference, several_steps=True)
+                with session.timed("values"):
+                    rollout.values = predict_values(rollout, self)
+                    if config.bootstrap_truncated:
+                        rollout.final_values = predict_final_values(rollout, self)
+                rewards_by_name = self.reward_metrics(rollout)
+                metrics = self.metrics(rollout) | self.end_sampling(step) | {"objective/kl_coef": kl_coef}
+                session.start_update(rollout, **rewards_by_name, **metrics)
+            # 3. One reward for each token.
+            rewards, mask = shaped_rewards(rollout, config, kl_coef=kl_coef), rollout.loss_mask
+            # 4. Advantages, and the returns that the critic is to predict.
+            assert rollout.values is not None
+            pretraining = step < critic.pretrain_steps
+            advantages, returns = advantages_and_returns(rollout, rewards, config, pretraining=pretraining)
+            rollout.advantages = masked_whiten(advantages, mask) if config.whiten_advantages else advantages
+            rollout.returns = returns
+            # 5. Minibatches, each an optimizer step of the policy and of the critic.
+            warming_up = pretraining or step < critic.warmup
+            with session.timed("update"):
+                stopped = update(session, self, rollout, kl_coef=kl_coef, warming_up=warming_up)
+            # 6. A KL above its target gets a larger weight from the next step on, one below it a smaller.
+            if config.kl_controller == "adaptive" and rollout.ref_logprobs is not None and not pretraining:
+                controllers.kl_coef = adapted_kl_coef(rollout, config, kl_coef=kl_coef)
+            self.record(rollout, advantages, step, rewards=rewards)
+            explained = explained_variance(rollout.values, returns, mask)
+            session.end_step(
+                **{"value/explained_variance": explained, "policy/early_stop": float(stopped)},
+                **steer_entropy(config, session),
+            )
 
 
 def shaped_rewards(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> Tensor:
-    """(B, T): score on the last token, the environment's rewards on the last of each turn, and the KL penalty where it
-    belongs to the reward.
-    """
+    """(B, T): score on the last token, the environment's rewards on each turn's last, the KL penalty if it is one."""
     scores = torch.nan_to_num(rollout.final_scores)
     if config.clip_rewards is not None:
         scores = scores.clamp(-config.clip_rewards, config.clip_rewards)
@@ -133,32 +172,24 @@ def advantages_and_returns(
     return advantages, returns if critic_lambda is None else estimate(gae_lambda=critic_lambda)[1]
 
 
-def update(
-    session: Session,
-    parts: PpoParts,
-    collector: RolloutCollector,
-    rollout: Rollout,
-    *,
-    kl_coef: float,
-    warming_up: bool,
-) -> bool:
+def update(session: Session, trainer: Ppo, rollout: Rollout, *, kl_coef: float, warming_up: bool) -> bool:
     """The optimizer steps of a rollout; True where `ppo.stop_kl` ended them early."""
-    config = parts.config.ppo
-    settings = collector.loss_settings(config, kl_coef=kl_coef)
-    trained, sizes = ["critic"] if warming_up else ["policy", "critic"], rollout.sizes(parts.roles)
+    config = trainer.config.ppo
+    settings = trainer.loss_settings(kl_coef=kl_coef)
+    trained, sizes = ["critic"] if warming_up else ["policy", "critic"], rollout.sizes(trainer.roles)
     with_text = config.ptx_coef > 0 and not warming_up
     for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
-        policy = PolicyLoss(rollout, rows, roles=parts.roles, settings=settings, first=session.state.first_update)
-        value = ValueLoss(rollout, parts.roles, config, tokens=policy.counts.tokens)
-        if parts.roles.critic_kind in ("shared", "shared-detached"):
+        policy = PolicyLoss(rollout, rows, roles=trainer.roles, settings=settings, first=session.state.first_update)
+        value = ValueLoss(rollout, trainer.roles, config, tokens=policy.counts.tokens)
+        if trainer.roles.critic_kind in ("shared", "shared-detached"):
             passes = [Pass("policy", SharedTrunkLoss(policy, value, warming_up=warming_up), rows, sizes)]
         else:
             passes = [] if warming_up else [Pass("policy", policy, rows, sizes)]
             passes += [Pass("critic", value, rows, sizes)]
         if with_text:
-            passes += [ptx_pass(parts, session.state)]
+            passes += [ptx_pass(trainer, session.state)]
         metrics = session.updater.step(passes, train=trained)
-        collector.watch_sampling(metrics)
+        trainer.watch_sampling(metrics)
         session.metrics.add(metrics)
         if config.stop_kl is not None and metrics.get("policy/approx_kl", 0.0) > config.stop_kl:
             return True
@@ -172,3 +203,111 @@ def adapted_kl_coef(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> f
         return kl_coef
     target, horizon = config.target_kl, config.kl_horizon
     return next_kl_coef(kl_coef, observed_kl=observed, target_kl=target, horizon=horizon, num_samples=num_samples)
+
+
+# ---- the critic ----
+
+
+def predict_values(rollout: Rollout, trainer: Ppo) -> Tensor:
+    roles = trainer.roles
+    own = roles.value_role == "critic"
+
+    def compute(batch: SequenceBatch) -> tuple[Tensor, ...]:
+        return (roles.values(batch, states=None if own else roles.policy_states(batch)),)
+
+    return trainer.forward(rollout, role=roles.value_role, compute=compute)
+
+
+def predict_final_values(rollout: Rollout, parts: SamplingParts) -> Tensor:
+    """(B,) the critic's value of what would have followed a response that was cut off; 0 for one that ended."""
+    roles = parts.roles
+
+    def compute(rows: list[int]) -> Tensor:
+        prompts = [rollout.prompt_tokens[int(rollout.prompt_index[row])] for row in rows]
+        batch = roles.batch(prompts, [rollout.response(row) for row in rows], last_tokens=True)
+        return roles.final_values(batch).unsqueeze(1)
+
+    cut = (rollout.cut_off & rollout.kept).nonzero().squeeze(-1).tolist()
+    return parts.each_row(compute, rollout.sizes(roles), role=roles.value_role, width=1, rows=cut).squeeze(1)
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """The critic's loss on micro-batches of a minibatch that has `tokens` tokens; the critic is acting."""
+
+    rollout: Rollout
+    roles: Roles
+    config: PpoConfig
+    tokens: int
+
+    def __call__(self, rows: list[int]) -> tuple[Tensor, Metrics]:
+        batch = self.rollout.batch(rows, self.roles)
+        return self.of_values(rows, batch, self.roles.values(batch))
+
+    def of_values(self, rows: list[int], batch: SequenceBatch, values: Tensor) -> tuple[Tensor, Metrics]:
+        rollout = self.rollout
+        assert rollout.values is not None
+        assert rollout.returns is not None
+        kept = (rollout.values, rollout.returns, rollout.loss_mask)
+        old_values, returns, mask = (rollout.take(x, rows, batch=batch) for x in kept)
+        eps = self.config.value_clip_eps
+        return clipped_value_loss(values, old_values, returns, mask, value_clip_eps=eps, denominator=self.tokens)
+
+
+@dataclass(frozen=True)
+class SharedTrunkLoss:
+    """Policy and value from one forward pass; no gradient of a detached, or warming up, value reaches the trunk."""
+
+    policy: PolicyLoss
+    value: ValueLoss
+    warming_up: bool
+
+    def __call__(self, rows: list[int]) -> tuple[Tensor, Metrics]:
+        roles = self.value.roles
+        batch = self.value.rollout.batch(rows, roles)
+        states = roles.policy_states(batch)
+        shared = roles.critic_kind == "shared" and not self.warming_up
+        values = roles.values(batch, states=states if shared else states.detach())
+        value_loss, value_metrics = self.value.of_values(rows, batch, values)
+        if self.warming_up:
+            return value_loss, value_metrics
+        loss, metrics = self.policy.from_states(rows, batch, states)
+        return loss + (self.value.config.value_coef if shared else 1.0) * value_loss, metrics | value_metrics
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over tokens that count; 0 when the returns do not vary."""
+    chosen, predicted = returns[mask], values[mask]
+    variance = chosen.var() if len(chosen) > 1 else torch.zeros(())
+    return float(1.0 - (chosen - predicted).var() / variance) if variance > 0 else 0.0
+
+
+# ---- text ----
+
+
+def text_of(row: Row, parts: Parts, *, place: str) -> list[Example]:
+    try:
+        found = joined(turns_of(row, parts, system_prompt=None))
+    except ValueError as error:
+        raise ValueError(f"{TEXT}, {place}: {error}") from error
+    longest = max(one.length for one in found)
+    if longest > parts.positions:
+        raise ValueError(f"{TEXT}, {place}: {longest} tokens, and the model has {parts.positions} positions")
+    return found
+
+
+def ptx_pass(parts: Ppo, state: RunState) -> Pass:
+    """The policy's pass over the text batch where `state` stands. Metric: policy/ptx_loss, before the coefficient."""
+    config, seed = parts.config.ppo, parts.config.run.seed
+    size = min(config.ptx_batch_size, len(parts.text))  # none twice in a batch, but where an epoch ends in it
+    minibatches = -(-config.batch_size // (config.minibatch_size or config.batch_size))
+    number = (state.step * config.num_epochs + state.epoch) * minibatches + state.minibatch
+    rows_of_text = batch_indices(seed, number, num_prompts=size, num_rows=len(parts.text))
+    chosen = [one for row in rows_of_text for one in parts.text[row]]
+    tokens = sum(one.num_counted for one in chosen)
+
+    def loss_of(rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = negative_log_likelihood(parts, [chosen[i] for i in rows]) / tokens
+        return config.ptx_coef * loss, {"policy/ptx_loss": loss.detach()}
+
+    return Pass("policy", loss_of, range(len(chosen)), sizes_of(parts, chosen))

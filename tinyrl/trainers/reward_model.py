@@ -14,7 +14,9 @@ template. Scores are centred when they are saved: the mean over training rows is
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -22,67 +24,150 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from tinyrl.algorithms.preference import bradley_terry_loss
-from tinyrl.algorithms.score_losses import label_loss, rating_loss
-from tinyrl.components import Options, load_parts
+from tinyrl.algorithms.preference import bradley_terry_loss, label_loss, rating_loss
+from tinyrl.components import Options, Parts
 from tinyrl.config.schema import Config
-from tinyrl.data.rows import batch_indices
+from tinyrl.data.described import beginning, described, quoting
+from tinyrl.data.judged import Judged, Objective, judged, mean_and_deviation, objective_of, read_as, two_labels
+from tinyrl.data.readers import Row
+from tinyrl.data.rows import example_rows, few_held_out, fingerprints
 from tinyrl.distributed import ALONE, World
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.reward_models import label_metrics, pair_metrics, rating_metrics
-from tinyrl.models.batches import trunk_of
-from tinyrl.models.device import to_device
-from tinyrl.models.micro_batches import RowSizes, StepRows, Work, own_rows
-from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET
-from tinyrl.parts import Parts
-from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat
+from tinyrl.models.batches import SequenceBatch, trunk_of
+from tinyrl.models.micro_batches import RowSizes, StepRows
+from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_room
+from tinyrl.models.roles import Role, Roles
+from tinyrl.models.vocabulary import check_ids
+from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, judged_tokens
 from tinyrl.runs.signals import watched
-from tinyrl.trainers.reward_rows import JudgedRows, JudgedTokens, read_judged_rows
+from tinyrl.text import number
 from tinyrl.training.session import Session
-from tinyrl.training.update import Pass
+from tinyrl.training.trainer import RowTrainer
 
 CENTERED_ON = 512  # rows to train on that the centre is measured on
 
 
-@dataclass
-class RewardParts(Parts):
-    """What a reward model learns from: tokenised rows."""
+@dataclass(frozen=True)
+class JudgedTokens:
+    """texts: tokens of the chosen and the rejected answer, or of one, each behind its prompt. target: the margin asked
+    for, the label (0 or 1), or the rating in deviations from the mean.
+    """
 
-    rows: JudgedRows
+    texts: tuple[list[int], ...]
+    target: float
 
-    @property
-    def row_fingerprints(self) -> dict[str, str]:
-        """Of both splits."""
-        return self.rows.fingerprints
+
+class RewardModel(RowTrainer):
+    """Reward model training. A row is one or two answers and what is asked of their scores."""
+
+    train_rows: list[JudgedTokens]
+    held_out: list[JudgedTokens]
+    scores_answers = True
+
+    def __init__(self, config: Config, *, options: Options) -> None:
+        super().__init__(config, options=options)
+        self.roles.train_score_head()
+        with_adapter = self.roles.peft is not None
+        self.room = self.positions if with_adapter else classifier_room(self.roles.causal.config, self.tokenizer)
+        self._read_rows()
+        if self.objective == "pairs":
+            self.roles.fix_score_bias()
+
+    def _read_rows(self) -> None:
+        """The rows of task.data, tokenised; a tenth of the prompts is held out unless task.eval_data says otherwise.
+
+        Raises ValueError for rows that say nothing of their answers, and where they leave nothing to learn.
+        """
+        settings = self.config.reward_model
+        rows, held_out_rows = example_rows(self.config)
+        objective = self.objective = objective_of(rows[0], settings.objective)
+        if objective == "ratings" and settings.label_smoothing:
+            raise ValueError(
+                f"reward_model.label_smoothing={settings.label_smoothing} is for pairs and labels; these rows are "
+                "ratings"
+            )
+        kind = "pairs" if objective == "pairs" else "labels"
+        self.notes = described([read_as(row, objective) for row in rows], kind)
+        train, held_out = (_usable(part, objective, self.notes) for part in (rows, held_out_rows))
+        values = [one.value for _, one in train]
+        # A rating is mean + deviation * target.
+        self.mean, self.deviation, target_of, said = _targets(objective, values, [one.value for _, one in held_out])
+        cut: list[bool] = []  # for each text
+        self.train_rows, self.held_out = (
+            [JudgedTokens(self._texts(row, one, cut=cut), target_of(one.value)) for row, one in watched(part)]
+            for part in (train, held_out)
+        )
+        self.has_prompts = all(row.get("prompt") is not None for row in rows)
+        self.notes += said
+        if any(cut):
+            self.notes.append(
+                f"warning: {sum(cut):,} of {len(cut):,} texts have more than the {self.room:,} tokens that the model "
+                "reads; their beginnings are cut off, as they will be in scoring"
+            )
+        self.row_fingerprints = fingerprints(rows, held_out_rows)
+        texts = (text for one in self.train_rows + self.held_out for text in one.texts)
+        check_ids(texts, self.tokenizer, self.roles.causal)
+        if self.config.run.eval_prompts:
+            self.notes += few_held_out([one.prompt or one.answers for _, one in held_out])
+
+    def _texts(self, row: Row, one: Judged, *, cut: list[bool]) -> tuple[list[int], ...]:
+        """Tokens of each answer behind its prompt, by the functions that score completions later; `cut` notes whether
+        its beginning is cut off. Raises ValueError, quoting the row, where no policy writes such.
+        """
+        how = {"text_format": self.text_format, "adapter": self.roles.peft is not None}
+        texts = []
+        with quoting(row):
+            for answer in one.answers:
+                text = judged_tokens(self.tokenizer, one.prompt, answer, max_tokens=self.room + 1, **how)
+                cut.append(len(text) > self.room)
+                if cut[-1]:
+                    text = judged_tokens(self.tokenizer, one.prompt, answer, max_tokens=self.room, **how)
+                texts.append(text)
+        return tuple(texts)
+
+    def train(self, session: Session) -> None:
+        for rows in self.batches(session):
+            chosen = [self.train_rows[i] for i in rows]
+
+            def loss_of(micro: list[int], chosen: list[JudgedTokens] = chosen) -> tuple[Tensor, dict[str, Tensor]]:
+                return score_loss(self, [chosen[i] for i in micro], denominator=len(chosen))
+
+            self.learn(session, loss_of, sizes_of(self, chosen))
+
+    def evaluate(self) -> Evaluation:
+        examples = self.held_out[: self.config.run.eval_prompts]
+        scores = self.scores(examples, world=self.world)
+        targets = torch.tensor([one.target for one in examples], dtype=torch.float64)
+        if self.objective == "pairs":
+            chosen, rejected = scores
+            metrics = pair_metrics(chosen, rejected, targets)
+        elif self.objective == "labels":
+            metrics = label_metrics(scores[0], targets)
+        else:
+            ratings = self.mean + self.deviation * targets
+            metrics = rating_metrics(scores[0], ratings, mean=self.mean, deviation=self.deviation)
+        return Evaluation(metrics, [], [])
 
     def check(self) -> list[str]:
-        """What rows are taken for, and whether held-out scores can say something."""
-        return self.rows.notes
+        return self.notes
 
     def preview(self) -> str:
-        """The same, for `--dry-run`."""
-        return "\n".join([*self.rows.notes, super().preview()])
+        return "\n".join([*self.notes, super().preview()])
 
     def step_rows(self) -> StepRows:
-        """The longest rows; what the sides of a pair begin with is their prompt."""
-        size = min(self.config.reward_model.batch_size, len(self.rows.train))
-        longest = sorted(self.rows.train, key=lambda one: -sum(map(len, one.texts)))[:size]
+        longest = sorted(self.train_rows, key=lambda one: -sum(map(len, one.texts)))[: self.batch_size]
         starts = [max(1, shared_start(one.texts)) for one in longest]
         sequences = [[(t[:n], t[n:]) for t in one.texts] for n, one in zip(starts, longest, strict=True)]
-        return StepRows(sequences, sizes_of(self, longest), size)
+        return StepRows(sequences, sizes_of(self, longest), len(longest))
 
-    def has_prompts(self) -> bool:
-        """Whether PPO finds prompts in task.data."""
-        return self.rows.prompts
+    def planned_loss(self, roles: Roles, role: Role, batch: SequenceBatch) -> Tensor:
+        return roles.scores(batch).sum()
 
     @property
     def text_format(self) -> TextFormat:
         """How prompts are written; kept with the weights, so that scoring writes them the same way."""
         return TextFormat.of_run(self.config)
-
-    def on_training_rows(self) -> RewardParts:
-        """The same with the rows that are trained on in place of the held-out ones."""
-        return replace(self, rows=replace(self.rows, held_out=self.rows.train))
 
     def save_models(self, folder: Path) -> None:
         """LoRA: adapter and centred head. Full: a sequence-classification model whose config holds the centre."""
@@ -125,62 +210,34 @@ class RewardParts(Parts):
         """Mean score over some training rows, both sides of pairs; 0 when reward_model.center is off."""
         if not self.config.reward_model.center:
             return 0.0
-        return float(torch.cat(self.scores(self.rows.train[:CENTERED_ON], world=ALONE)).mean())  # while rank 0 saves
+        return float(torch.cat(self.scores(self.train_rows[:CENTERED_ON], world=ALONE)).mean())  # while rank 0 saves
 
     def scores(self, examples: list[JudgedTokens], *, world: World) -> tuple[Tensor, ...]:
-        """Scores (n,) of the chosen and of the rejected sides, or of single answers, without gradient; each process of
-        `world` computes some of them.
-        """
-        device = self.roles.device
-        out = torch.zeros(len(examples), 2 if self.rows.objective == "pairs" else 1, device=device)
+        """Scores (n,) of each side, chosen and rejected or the only one, without gradient."""
 
-        def run(rows: list[int]) -> None:
-            scores = torch.stack(answer_scores(self, [examples[i] for i in rows]), 1).float()
-            out[to_device(torch.as_tensor(rows), device)] = scores
+        def compute(rows: list[int]) -> Tensor:
+            return torch.stack(answer_scores(self, [examples[i] for i in rows]), 1)
 
-        with torch.no_grad(), self.roles.acting("policy"), self.accelerator.autocast():
-            sizes = sizes_of(self, examples)
-            self.micro_batches.run(Work(sizes, run, own_rows(sizes, None, world)))
-        world.sum(out)
-        return out.cpu().unbind(1)
-
-
-def train(session: Session, parts: RewardParts) -> None:
-    """Train the reward model from the session's current step to run.num_steps."""
-    seed, examples = parts.config.run.seed, parts.rows.train
-    size = min(parts.config.reward_model.batch_size, len(examples))  # at most all there are
-    parts.roles.use_lora_dropout()
-    for step in session.steps():
-        chosen = [examples[i] for i in batch_indices(seed, step, num_prompts=size, num_rows=len(examples))]
-        session.start_update()
-
-        def loss_of(rows: list[int], chosen: list[JudgedTokens] = chosen) -> tuple[Tensor, dict[str, Tensor]]:
-            return score_loss(parts, [chosen[i] for i in rows], denominator=len(chosen))
-
-        one_pass = Pass("policy", loss_of, range(len(chosen)), sizes_of(parts, chosen))
-        with session.timed("update"):
-            session.metrics.add(session.updater.step([one_pass], train=["policy"]))
-        session.end_step()
+        sides = 2 if self.objective == "pairs" else 1
+        return self.each_row(compute, sizes_of(self, examples), role="policy", width=sides, among=world).unbind(1)
 
 
 def score_loss(
-    parts: RewardParts, examples: list[JudgedTokens], *, denominator: float
+    parts: RewardModel, examples: list[JudgedTokens], *, denominator: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of the rows' objective on some of a step's `denominator` rows."""
     smoothing, scores = parts.config.reward_model.label_smoothing, answer_scores(parts, examples)
     targets = torch.tensor([one.target for one in examples], device=scores[0].device)
-    if parts.rows.objective == "pairs":
+    if parts.objective == "pairs":
         chosen, rejected = scores
         return bradley_terry_loss(chosen, rejected, margin=targets, label_smoothing=smoothing, denominator=denominator)
-    if parts.rows.objective == "labels":
+    if parts.objective == "labels":
         return label_loss(scores[0], targets, label_smoothing=smoothing, denominator=denominator)
     return rating_loss(scores[0], targets, denominator=denominator)
 
 
 def answer_scores(parts: Parts, examples: list[JudgedTokens]) -> tuple[Tensor, ...]:
-    """Scores of the answers, one (n,) for each side. What two sides begin with is the prompt, which a packed batch
-    reads once.
-    """
+    """Scores of the answers, one (n,) for each side; a packed batch reads what two sides begin with once."""
     starts = [max(1, shared_start(one.texts)) for one in examples]
     sides = zip(*(one.texts for one in examples), strict=True)
     cut = [(text[:n], text[n:]) for side in sides for n, text in zip(starts, side, strict=True)]
@@ -204,30 +261,40 @@ def sizes_of(parts: Parts, examples: list[JudgedTokens]) -> RowSizes:
     return RowSizes.alone(lengths, packed=parts.roles.packs)
 
 
-def load(config: Config, *, options: Options) -> RewardParts:
-    """Read the base, give it a score head, tokenise the rows of task.data."""
-    parts = load_parts(config, options=options)
-    parts.roles.train_score_head()
-    rows = read_judged_rows(config, parts)
-    if rows.objective == "pairs":
-        parts.roles.fix_score_bias()
-    return RewardParts(**vars(parts), rows=rows)
+# ---- rows as tokens ----
 
 
-def evaluate(parts: RewardParts) -> Evaluation:
-    """How held-out rows are told apart, and how far predictions can be trusted."""
-    rows = parts.rows
-    examples = rows.held_out[: parts.config.run.eval_prompts]
-    scores, targets = (
-        parts.scores(examples, world=parts.world),
-        torch.tensor([one.target for one in examples], dtype=torch.float64),
+def _usable(rows: list[Row], objective: Objective, notes: list[str]) -> list[tuple[Row, Judged]]:
+    """Rows, as they are and as read, without those that teach nothing (ValueError: all of them); `notes` tell."""
+    found: list[tuple[Row, Judged]] = []
+    for row in watched(rows):
+        with quoting(row):
+            found.append((row, judged(row, objective)))
+    why = Counter(one.unusable for _, one in found if one.unusable)
+    what = f"{why.total():,} of {len(rows):,} rows ({', '.join(f'{n:,} with {reason}' for reason, n in why.items())})"
+    if why.total() == len(rows):
+        raise ValueError(f"{what} teach nothing: none is left to learn from")
+    if why:
+        first = next(row for row, one in found if one.unusable)
+        notes.append(f"warning: {what} teach nothing and are left out, the first is {beginning(first)}")
+    return [(row, one) for row, one in found if one.unusable is None]
+
+
+def _targets(
+    objective: Objective, values: list[float], held_out: list[float]
+) -> tuple[float, float, Callable[[float], float], list[str]]:
+    """(mean, deviation, value -> target, lines that say so) of the rows to train on."""
+    if objective == "pairs":
+        return 0.0, 1.0, lambda margin: margin, []
+    if objective == "labels":
+        low, high = two_labels(values)
+        two_labels([*values, *held_out])
+        good = values.count(high)
+        said = f"labels: {high:g} is the good one ({good:,} of {len(values):,} rows), {low:g} the other"
+        return 0.0, 1.0, lambda label: float(label == high), [said]
+    mean, deviation = mean_and_deviation(values)
+    said = (
+        f"ratings: {min(values):g} to {max(values):g}, mean {number(mean)}; a score of 1 is one standard deviation "
+        f"({number(deviation)}) above it"
     )
-    if rows.objective == "pairs":
-        chosen, rejected = scores
-        metrics = pair_metrics(chosen, rejected, targets)
-    elif rows.objective == "labels":
-        metrics = label_metrics(scores[0], targets)
-    else:
-        ratings = rows.mean + rows.deviation * targets
-        metrics = rating_metrics(scores[0], ratings, mean=rows.mean, deviation=rows.deviation)
-    return Evaluation(metrics, [], [])
+    return mean, deviation, lambda rating: (rating - mean) / deviation, [said]

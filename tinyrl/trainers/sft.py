@@ -11,76 +11,100 @@ changes no number. With model.random_init this pre-trains a small model from scr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from tinyrl.algorithms.masking import masked_sum
-from tinyrl.components import Options, load_parts
+from tinyrl.components import Options, Parts
 from tinyrl.config.schema import Config
-from tinyrl.data.described import described
-from tinyrl.data.rows import batch_indices, example_rows, few_held_out, fingerprints
+from tinyrl.data.described import beginning, described, quoting
+from tinyrl.data.readers import Row
+from tinyrl.data.rows import example_rows, few_held_out, fingerprints
+from tinyrl.data.shapes import text_examples
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.micro_batches import RowSizes, StepRows, Work, own_rows
 from tinyrl.models.vocabulary import check_ids
-from tinyrl.parts import Parts
-from tinyrl.trainers.examples import Example, shown, tokenised, tokens_of
+from tinyrl.runs.signals import watched
+from tinyrl.tasks.answers import render_answer
+from tinyrl.text import excerpt, visible
 from tinyrl.training.session import Session
-from tinyrl.training.update import Pass
+from tinyrl.training.trainer import RowTrainer
+
+SHOWN = 2000  # characters of each piece of an example in a preview
 
 
-@dataclass
-class TextParts(Parts):
-    """What supervised fine-tuning needs: the examples of each row. `notes`: what the rows were taken for."""
+class Example(NamedTuple):
+    """Tokens that are read, at least one, and those behind them, of which the loss counts some (None: all)."""
 
-    train: list[list[Example]]
-    held_out: list[list[Example]]
-    row_fingerprints: dict[str, str]
-    notes: list[str]
+    prompt: list[int]
+    target: list[int]
+    counts: list[bool] | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.target)
+
+    @property
+    def num_counted(self) -> int:
+        return len(self.target) if self.counts is None else sum(self.counts)
+
+
+class Sft(RowTrainer):
+    """Supervised fine-tuning. A row is the examples it holds."""
+
+    def __init__(self, config: Config, *, options: Options) -> None:
+        super().__init__(config, options=options)
+        rows, held_out_rows = example_rows(config)
+        self.train_rows, left_out = tokenised(rows, self)
+        self.held_out, left_out_there = tokenised(held_out_rows, self)
+        check_ids((tokens_of(row) for row in self.train_rows + self.held_out), self.tokenizer, self.roles.causal)
+        self.notes = [*described(rows, "text"), *left_out, *left_out_there]
+        self.row_fingerprints = fingerprints(rows, held_out_rows)
+
+    def train(self, session: Session) -> None:
+        for rows in self.batches(session):
+            examples = [example for row in rows for example in self.train_rows[row]]
+            tokens = sum(example.num_counted for example in examples)
+
+            def loss_of(
+                micro: list[int], examples: list[Example] = examples, tokens: int = tokens
+            ) -> tuple[Tensor, dict[str, Tensor]]:
+                loss = negative_log_likelihood(self, [examples[i] for i in micro]) / tokens
+                return loss, {"loss": loss.detach()}
+
+            self.learn(session, loss_of, sizes_of(self, examples), **{"completion/tokens": float(tokens)})
+
+    def evaluate(self) -> Evaluation:
+        """Mean negative log-likelihood of the held-out rows, in nats per token, and perplexity."""
+        rows = self.held_out[: self.config.run.eval_prompts]
+        examples = [example for row in rows for example in row]
+        sums: list[Tensor] = []
+
+        def run(micro: list[int]) -> None:
+            sums.append(negative_log_likelihood(self, [examples[i] for i in micro]).cpu())
+
+        sizes = sizes_of(self, examples)
+        with torch.no_grad(), self.roles.acting("policy"), self.accelerator.autocast():
+            self.micro_batches.run(Work(sizes, run, own_rows(sizes, None, self.world)), restart=sums.clear)
+        loss = sum(self.world.gather(float(sum(sums)))) / max(1, sum(example.num_counted for example in examples))
+        return Evaluation({"loss": loss, "perplexity": float(torch.tensor(loss).exp()), "num_rows": len(rows)}, [], [])
 
     def check(self) -> list[str]:
-        """What the rows were taken for, and whether the chat template and held-out scores can say something."""
         few = few_held_out(self.held_out) if self.config.run.eval_prompts else []
         return [*self.notes, *self.template_warnings(), *few]
 
+    def preview(self) -> str:
+        count = f"rows: {len(self.train_rows)} to train on, {len(self.held_out)} held out"
+        return "\n".join([super().preview(), *self.check(), *shown(self.train_rows[0][0], self.tokenizer), count])
+
     def step_rows(self) -> StepRows:
-        """The longest examples."""
-        size = min(self.config.sft.batch_size, len(self.train))
-        longest = sorted(self.train, key=lambda row: -sum(one.length for one in row))[:size]
+        longest = sorted(self.train_rows, key=lambda row: -sum(one.length for one in row))[: self.batch_size]
         examples = [example for row in longest for example in row]
         return StepRows([[(e.prompt, e.target)] for e in examples], sizes_of(self, examples), len(examples))
-
-    def preview(self) -> str:
-        """What the rows were taken for, and one as the model reads it."""
-        count = f"rows: {len(self.train)} to train on, {len(self.held_out)} held out"
-        return "\n".join([super().preview(), *self.check(), *shown(self.train[0][0], self.tokenizer), count])
-
-    def on_training_rows(self) -> TextParts:
-        """The same with the rows that are trained on in place of the held-out ones."""
-        return replace(self, held_out=self.train)
-
-
-def train(session: Session, parts: TextParts) -> None:
-    """Run supervised fine-tuning from the session's current step to run.num_steps."""
-    size = min(parts.config.sft.batch_size, len(parts.train))  # at most all there are
-    parts.roles.use_lora_dropout()
-    for step in session.steps():
-        rows = batch_indices(parts.config.run.seed, step, num_prompts=size, num_rows=len(parts.train))
-        chosen = [example for row in rows for example in parts.train[row]]
-        tokens = sum(example.num_counted for example in chosen)
-        session.start_update()
-
-        def loss_of(
-            rows: list[int], chosen: list[Example] = chosen, tokens: int = tokens
-        ) -> tuple[Tensor, dict[str, Tensor]]:
-            loss = negative_log_likelihood(parts, [chosen[i] for i in rows]) / tokens
-            return loss, {"loss": loss.detach()}
-
-        one_pass = Pass("policy", loss_of, range(len(chosen)), sizes_of(parts, chosen))
-        with session.timed("update"):
-            session.metrics.add(session.updater.step([one_pass], train=["policy"]))
-        session.end_step(**{"completion/tokens": float(tokens)})
 
 
 def negative_log_likelihood(parts: Parts, examples: list[Example]) -> Tensor:
@@ -93,34 +117,93 @@ def negative_log_likelihood(parts: Parts, examples: list[Example]) -> Tensor:
 
 
 def sizes_of(parts: Parts, examples: list[Example]) -> RowSizes:
-    """What some examples cost a forward pass."""
     return RowSizes.of([e.prompt for e in examples], [len(e.target) for e in examples], packed=parts.roles.packs)
 
 
-def load(config: Config, *, options: Options) -> TextParts:
-    """Read the model and tokenise the rows of task.data; a tenth is held out unless task.eval_data says otherwise."""
-    parts = load_parts(config, options=options)
-    rows, held_out_rows = example_rows(config)
-    train, left_out = tokenised(rows, parts)
-    held_out, left_out_there = tokenised(held_out_rows, parts)
-    check_ids((tokens_of(row) for row in train + held_out), parts.tokenizer, parts.roles.causal)
-    notes = [*described(rows, "text"), *left_out, *left_out_there]
-    return TextParts(
-        **vars(parts), train=train, held_out=held_out, row_fingerprints=fingerprints(rows, held_out_rows), notes=notes
-    )
+# ---- rows as tokens ----
 
 
-def evaluate(parts: TextParts) -> Evaluation:
-    """Mean negative log-likelihood of the held-out rows, in nats per token, and perplexity."""
-    rows = parts.held_out[: parts.config.run.eval_prompts]
-    examples = [example for row in rows for example in row]
-    sums: list[Tensor] = []
+def tokenised(rows: list[Row], parts: Parts) -> tuple[list[list[Example]], list[str]]:
+    """The examples of each row, and a line about those left out because the model has no positions for them, which
+    task.long_prompts=drop asks for. Raises ValueError for rows that cannot be read, and for those otherwise.
+    """
+    most = parts.positions
+    kept: list[list[Example]] = []
+    long: list[tuple[int, int]] = []  # row, tokens
+    count = 0
+    for number, row in enumerate(watched(rows), start=1):
+        turns = turns_of(row, parts, system_prompt=parts.config.task.system_prompt)
+        count += len(turns)
+        long += [(number, turn.length) for turn in turns if turn.length > most]
+        fitting = [turn for turn in turns if turn.length <= most]
+        kept += [joined(fitting)] if fitting else []
+    if not long:
+        return kept, []
+    number, tokens = long[0]
+    first = f"first: row {number} with {tokens}, which begins {beginning(rows[number - 1])}"
+    said = f"{len(long)} of {count} examples have more tokens than the model's {most} positions ({first})"
+    if parts.config.task.long_prompts == "error" or not kept:
+        raise ValueError(f"{said}. Cut them, or leave them out with task.long_prompts=drop.")
+    return kept, [f"warning: {said}; they are left out"]
 
-    def run(micro: list[int]) -> None:
-        sums.append(negative_log_likelihood(parts, [examples[i] for i in micro]).cpu())
 
-    sizes = sizes_of(parts, examples)
-    with torch.no_grad(), parts.roles.acting("policy"), parts.accelerator.autocast():
-        parts.micro_batches.run(Work(sizes, run, own_rows(sizes, None, parts.world)), restart=sums.clear)
-    loss = sum(parts.world.gather(float(sum(sums)))) / max(1, sum(example.num_counted for example in examples))
-    return Evaluation({"loss": loss, "perplexity": float(torch.tensor(loss).exp()), "num_rows": len(rows)}, [], [])
+def turns_of(row: Row, parts: Parts, *, system_prompt: str | None) -> list[Example]:
+    """An example for each answer of a row. Under sft.loss_on=all everything counts, and so once: of a conversation as
+    far as its last answer. Raises ValueError, quoting the row, where it cannot be read or rendered.
+    """
+    where, tokenizer = parts.config.task, parts.tokenizer
+    how = {"chat": where.chat, "system_prompt": system_prompt, "variables": where.chat_template}
+    with quoting(row):
+        wanted = text_examples(row)
+        if parts.config.sft.loss_on == "completion":
+            return [Example(*render_answer(tokenizer, w.prompt, w.answer, tools=w.tools, **how)) for w in wanted]
+        tokens, target = render_answer(tokenizer, wanted[-1].prompt, wanted[-1].answer, tools=wanted[-1].tools, **how)
+    if wanted[-1].prompt is None:
+        return [Example(tokens, target)]
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    assert isinstance(start, int)
+    return [Example([start], (tokens[1:] if tokens[0] == start else tokens) + target)]  # one BOS, its own or ours
+
+
+def joined(turns: list[Example]) -> list[Example]:
+    """The same examples in fewer passes: one whose prompt begins with all of the one before goes on behind it.
+
+    What a token is predicted from stays the same, so no number changes; a conversation of n turns is read once instead
+    of n times. Where a template strips the thinking of earlier turns, the prompt differs and the turns stay apart.
+    """
+    out: list[Example] = []
+    for turn in turns:
+        before = out[-1] if out else None
+        read = [] if before is None else before.prompt + before.target
+        if before is None or turn.prompt[: len(read)] != read:
+            out.append(turn)
+            continue
+        between = turn.prompt[len(read) :]
+        counts = before.counts or [True] * len(before.target)
+        counts = counts + [False] * len(between) + [True] * len(turn.target)
+        out[-1] = Example(before.prompt, before.target + between + turn.target, counts)
+    return out
+
+
+def spans(example: Example) -> Iterator[tuple[bool, list[int]]]:
+    """The tokens of an example in order, in pieces that are learnt (True) or only read."""
+    yield False, example.prompt
+    counts = example.counts or [True] * len(example.target)
+    start = 0
+    for at in range(1, len(counts) + 1):
+        if at == len(counts) or counts[at] != counts[start]:
+            yield counts[start], example.target[start:at]
+            start = at
+
+
+def shown(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    lines = []
+    for counts, tokens in spans(example):
+        cut = excerpt(str(tokenizer.decode(tokens)), SHOWN)
+        text = f"{cut.head} [{cut.omitted:,} characters] {cut.tail}" if cut.omitted else cut.head
+        lines.append(f"{'learnt' if counts else 'read'} ({len(tokens)} tokens): {visible(text)}")
+    return lines
+
+
+def tokens_of(row: list[Example]) -> list[int]:
+    return [token for example in row for token in (*example.prompt, *example.target)]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tinyrl.algorithms.masking import masked_mean
 from tinyrl.algorithms.reward_shaping import token_rewards
+from tinyrl.components import SamplingParts
 from tinyrl.config.sections import RunConfig
 from tinyrl.data.rows import row_key
 from tinyrl.environments.episode import policy_text
-from tinyrl.parts import SamplingParts
 from tinyrl.rollout import FINISH_REASONS, Rollout
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.text import hidden
@@ -23,14 +23,7 @@ MOST_TOKEN_BYTES = 20_000_000  # of tokens.jsonl
 CHARACTER_TOKENS = 8  # no character is made of more
 
 
-class Decodes(Protocol):
-    """What is asked of a tokenizer here."""
-
-    def decode(self, token_ids: list[int], **options: Any) -> Any: ...
-
-
 def written(rollout: Rollout, row: int, parts: SamplingParts) -> str:
-    """What the policy wrote."""
     if rollout.transcripts is not None:
         return policy_text(rollout.transcripts[row])
     return parts.scorer.text(rollout.response(row))
@@ -64,9 +57,7 @@ def _place(rollout: Rollout, row: int, texts: dict[int, str], group_size: int) -
 
 
 def shown_rows(rollout: Rollout, *, group_size: int) -> list[int]:
-    """The rows that are shown token by token: of each prompt the one with the highest and the one with the lowest
-    reward, then others, of those that count.
-    """
+    """Rows shown token by token: of each prompt those with the highest and lowest reward, then others that count."""
     rewards, kept = rollout.rewards.tolist(), rollout.kept.tolist()
     first: list[int] = []
     for start in range(0, len(rollout), group_size):
@@ -124,10 +115,8 @@ def token_lines(
         }
 
 
-def pieces(tokenizer: Decodes, tokens: list[int], *, before: list[int]) -> list[str]:
-    """The text that each token adds behind `before`; all of a character that several tokens make is the last one's.
-    Together they are the whole text.
-    """
+def pieces(tokenizer: Any, tokens: list[int], *, before: list[int]) -> list[str]:
+    """The text each token adds behind `before`; a character of several tokens is the last one's."""
     out: list[str] = []
     ids, known, read = [*before, *tokens], 0, len(before)
 
@@ -145,9 +134,7 @@ def pieces(tokenizer: Decodes, tokens: list[int], *, before: list[int]) -> list[
 
 
 def allowed_bytes(run: RunConfig, step: int) -> float:
-    """How large tokens.jsonl may be after an evaluation at `step`: its share of the whole run's, so that a long run
-    is shown to its end.
-    """
+    """Largest size of tokens.jsonl after an evaluation at `step`: its share of the whole run's."""
     every = run.eval_every or run.num_steps
     ahead = max(0, run.num_steps - step)
     done = -(-step // every)
@@ -165,7 +152,6 @@ class Tried:
         self._counts: dict[int, tuple[str, int, int]] = {}
 
     def look(self, prompts: list[PreparedPrompt], rollout: Rollout) -> None:
-        """Count the groups of a rollout."""
         rewards = rollout.rewards.reshape(len(prompts), -1)
         tried, solved = (~rewards.isnan()).sum(1).tolist(), (rewards >= self.solved_reward).sum(1).tolist()
         for prompt, n, right in zip(prompts, tried, solved, strict=True):

@@ -8,22 +8,20 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from tinyrl.components import Options, settle_threads
+from tinyrl.components import Options, settle_threads, trainer_of
 from tinyrl.config.schema import Config
 from tinyrl.distributed import World
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
-from tinyrl.evaluation.held_out import Trainer, trainer_of
 from tinyrl.models.device import as_out_of_memory, peak_memory_gb
 from tinyrl.models.known_shapes import SHAPES, stand_in
 from tinyrl.models.memory import checkpoint_bytes
-from tinyrl.parts import Parts
 from tinyrl.report import write_report
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.environment import environment
@@ -45,19 +43,12 @@ from tinyrl.training.planning import (
 )
 from tinyrl.training.replicas import check_alike
 from tinyrl.training.session import Session
-from tinyrl.training.sources import Sources, read_sources
+from tinyrl.training.state import Sources, read_sources
+from tinyrl.training.trainer import Trainer
 
-AFTERWARDS = (  # what a broken matplotlib of a person's, a damaged file or no memory ends in
-    ArithmeticError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+# What a broken matplotlib of a person's, a damaged file or no memory ends in.
+AFTERWARDS = (ArithmeticError, AttributeError, ImportError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
+              ValueError)  # fmt: skip
 
 
 @dataclass
@@ -66,12 +57,10 @@ class Launch:
 
     run: RunDir
     trainer: Trainer
-    parts: Parts
     session: Session
     plan: MemoryPlan | None = None
 
     def say(self, notes: list[str]) -> None:
-        """Show what was found and chosen while the run was opened."""
         for note in notes:
             self.session.display.note(note)
 
@@ -81,11 +70,11 @@ class Launch:
             return self._train()
 
     def _train(self) -> int:
-        world = self.parts.world
+        world = self.trainer.world
         self.session.display.start(done=self.session.state.step)
         try:
             with out_of_memory_stops("while training"):
-                self.trainer.train(self.session, self.parts)
+                self.trainer.train(self.session)
         except Interrupted as reason:
             saved = self.session.interrupted(reason)
             if not world.is_main:
@@ -98,21 +87,21 @@ class Launch:
             world.announce(str(stop))
             self.session.display.note(str(stop))
             if isinstance(stop, OutOfRoom):
-                self.session.display.note(self.parts.describe_memory())
+                self.session.display.note(self.trainer.describe_memory())
             return stop.exit_code
         finally:
             self.session.display.close()
             self.session.trackers.close()
-            self.parts.close()
+            self.trainer.close()
         if not world.is_main:
             return 0
         with harmless(f"the report could not be written; later: tinyrl report {self.run.path}"):
             write_report(self.run.path)
         with harmless("the run could not be summed up"):
-            tell(summary(self.run, prompts=self.parts.has_prompts()))
+            tell(summary(self.run, prompts=self.trainer.has_prompts))
         with harmless("memory could not be compared with what was planned"):
             if self.plan is not None:
-                tell(beside_measured(self.plan, peak_memory_gb(self.parts.accelerator.device)))
+                tell(beside_measured(self.plan, peak_memory_gb(self.trainer.accelerator.device)))
         return 0 if self.session.saved else self._unsaved("done, but the last step is not saved")
 
     def _unsaved(self, what: str) -> int:
@@ -126,46 +115,46 @@ class Launch:
 
 
 def start(
-    config: Config,
-    *,
-    options: Options,
-    output_dir: str,
-    name: str | None,
-    overwrite: bool,
-    command: list[str],
+    config: Config, *, options: Options, output_dir: str, name: str | None, overwrite: bool, command: list[str]
 ) -> Launch:
     """Load everything, check it, and make the run's folder. Raises ValueError before anything is written."""
     check_trackers(config.run.trackers)
     config = settle(config)
-    trainer = trainer_of(config)
     with undone_on_failure() as undo:
         outline = tried_outline(config, options=options)
         with out_of_memory_stops("before the first step"):
-            parts = trainer.load(config, options=options)
-            undo.callback(parts.close)
-            check_alike(parts)
-            notes = [settle_threads(parts), *parts.check()]
-            config = parts.config = with_threads(config, parts)
-        if parts.world.is_main:
+            trainer: Trainer = trainer_of(config.method)(config, options=options)
+            undo.callback(trainer.close)
+            check_alike(trainer)
+            notes = [settle_threads(trainer), *trainer.check()]
+            if trainer.accelerator.device.type == "cpu":  # numbers depend on what run.threads=auto came to
+                run_section = config.run.model_copy(update={"threads": torch.get_num_threads()})
+                config = trainer.config = config.model_copy(update={"run": run_section})
+        if trainer.world.is_main:
             copies = 2 if config.run.save_every else 1  # the newest one stays until the next is whole
-            checkpoints.check_room(Path(output_dir), needed=checkpoint_bytes(parts.roles), copies=copies)
-        run = _folder(parts.world, output_dir, name=name, config=config, overwrite=overwrite)
+            checkpoints.check_room(Path(output_dir), needed=checkpoint_bytes(trainer.roles), copies=copies)
+        run = _folder(trainer.world, output_dir, name=name, config=config, overwrite=overwrite)
         undo.callback(run.lock.release)
         run.write_config(config)
-        _write_environment(run, parts, command)
-        reading = partial(read_sources, config, rows=parts.row_fingerprints, known={})
-        sources = later(reading) if run.writes else Sources
-        launch = open_session(run, trainer, parts, sources=sources, outline=outline)
+        device, processes = trainer.accelerator.device, trainer.world.size
+        name_of_device = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        facts = environment(
+            command,
+            device=name_of_device if processes == 1 else f"{processes} processes, each {name_of_device}",
+            threads=torch.get_num_threads(),
+            seed=config.run.seed,
+            dtype=str(trainer.roles.causal.dtype).removeprefix("torch."),
+        )
+        run.write_environment(facts)
+        reading = partial(read_sources, config, rows=trainer.row_fingerprints, known={})
+        sources = Sources
+        if run.writes:  # beside the training: large weights take seconds
+            pool = ThreadPoolExecutor(1)
+            sources = pool.submit(reading).result
+            pool.shutdown(wait=False)
+        launch = open_session(run, trainer, sources=sources, outline=outline)
         launch.say([f"run {run.path}", *notes])
         return launch
-
-
-def with_threads(config: Config, parts: Parts) -> Config:
-    """The configuration with the number of threads that run.threads=auto came to on a CPU: numbers depend on it."""
-    if parts.accelerator.device.type != "cpu":
-        return config
-    run = config.run.model_copy(update={"threads": torch.get_num_threads()})
-    return config.model_copy(update={"run": run})
 
 
 def _folder(world: World, output_dir: str, *, name: str | None, config: Config, overwrite: bool) -> RunDir:
@@ -194,7 +183,7 @@ def harmless(what: str) -> Iterator[None]:
     try:
         yield
     except AFTERWARDS as error:
-        warn(f"warning: {what} ({type(error).__name__}: {error})")
+        print(f"warning: {what} ({type(error).__name__}: {error})", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -208,76 +197,42 @@ def out_of_memory_stops(when: str) -> Iterator[None]:
 
 
 def open_session(
-    run: RunDir, trainer: Trainer, parts: Any, *, sources: Callable[[], Sources], outline: Outline | None = None
+    run: RunDir, trainer: Trainer, *, sources: Callable[[], Sources], outline: Outline | None = None
 ) -> Launch:
     """A launch whose session stands at the beginning of the run."""
-    parts.keep_output(RewardOutput(run.path, warn=run.warn).append if run.writes else lambda text: None)
+    trainer.keep_output(RewardOutput(run.path, warn=run.warn).append if run.writes else lambda text: None)
     session = Session(
-        parts,
+        trainer,
         run,
-        evaluate=lambda: trainer.evaluate(parts),
-        display=Display(num_steps=parts.config.run.num_steps, silent=not parts.world.is_main),
+        evaluate=trainer.evaluate,
+        display=Display(num_steps=trainer.config.run.num_steps, silent=not trainer.world.is_main),
         sources=sources,
     )
-    return Launch(run, trainer, parts, session, tried_plan(parts, outline))
-
-
-def later(work: Callable[[], Sources]) -> Callable[[], Sources]:
-    """Begin some work beside the training, and return where its result is to be had: large weights take seconds."""
-    pool = ThreadPoolExecutor(1)
-    result = pool.submit(work)
-    pool.shutdown(wait=False)
-    return result.result
-
-
-def _write_environment(run: RunDir, parts: Parts, command: list[str]) -> None:
-    device = parts.accelerator.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    run.write_environment(
-        environment(
-            command,
-            device=name if parts.world.size == 1 else f"{parts.world.size} processes, each {name}",
-            threads=torch.get_num_threads(),
-            seed=parts.config.run.seed,
-            dtype=str(parts.roles.causal.dtype).removeprefix("torch."),
-        )
-    )
+    return Launch(run, trainer, session, tried_plan(trainer, outline))
 
 
 def plan(config: Config, *, options: Options, output_dir: str = "runs") -> Planned:
     """Memory and disk of a run, before any weight is loaded; offline by the shapes that are known of its model."""
-    load = trainer_of(config).load
     try:
-        return plan_run(config, options=options, load=load, output_dir=output_dir)
+        return plan_run(config, options=options, output_dir=output_dir)
     except ValueError:
         if os.environ.get("HF_HUB_OFFLINE") != "1" or config.model.path not in SHAPES:
             raise
     with tempfile.TemporaryDirectory() as folder:
-        planned = plan_run(stand_in(config, Path(folder)), options=options, load=load, output_dir=output_dir)
+        planned = plan_run(stand_in(config, Path(folder)), options=options, output_dir=output_dir)
     known = f"offline: by the shapes of {config.model.path}, with prompts and answers as long as they may be"
     return replace(planned, text=f"{known}\n{planned.text}", offline=True)
 
 
 def time_steps(config: Config, *, options: Options) -> str:
-    """How long a step takes, by a short calibration."""
-    with out_of_memory_stops("while a step was timed"):
-        parts = trainer_of(config).load(config, options=options)
-        try:
-            return f"{settle_threads(parts)}\n{seconds_in_words(parts)}"
-        finally:
-            parts.close()
+    when = "while a step was timed"
+    with out_of_memory_stops(when), closing(trainer_of(config.method)(config, options=options)) as trainer:
+        return f"{settle_threads(trainer)}\n{seconds_in_words(trainer)}"
 
 
 def dry_run(config: Config, *, options: Options) -> str:
     """Everything up to the first step, without a run folder: what `--dry-run` shows besides the configuration."""
-    with out_of_memory_stops("before the first step"):
-        parts = trainer_of(config).load(config, options=options)
-        try:
-            settle_threads(parts)
-            return f"{seconds_in_words(parts)}\n{parts.preview()}"
-        finally:
-            parts.close()
-
-
-def warn(text: str) -> None:
-    print(text, file=sys.stderr)
+    when = "before the first step"
+    with out_of_memory_stops(when), closing(trainer_of(config.method)(config, options=options)) as trainer:
+        settle_threads(trainer)
+        return f"{seconds_in_words(trainer)}\n{trainer.preview()}"

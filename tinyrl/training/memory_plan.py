@@ -14,8 +14,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from tinyrl.components import SamplingParts
 from tinyrl.generation.planned import Call, SamplingBytes, sampling_bytes
 from tinyrl.generation.select import sampling_dtype
 from tinyrl.models.batches import SequenceBatch
@@ -27,7 +28,7 @@ from tinyrl.models.memory import bytes_by_role
 from tinyrl.models.micro_batches import StepRows
 from tinyrl.models.outline import META, four_bit_bytes, is_outline
 from tinyrl.models.roles import Role, Roles
-from tinyrl.parts import Parts, SamplingParts
+from tinyrl.training.trainer import Trainer
 
 LARGEST_TEMPORARIES = 2  # of the size of a parameter, in an AdamW step that takes one parameter after the other
 
@@ -50,29 +51,26 @@ class MemoryPlan:
 
     @property
     def highest(self) -> str:
-        """The phase that takes most."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
     def peak(self) -> int:
-        """The most that there is at a time."""
         return sum(self.standing.values()) + sum(self.phases[self.highest].values())
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for it."""
         return self.peak <= self.room
 
 
 @dataclass
 class Planner:
-    """Plans of one run for several budgets. parts: tokenizer, rows and settings; outline: its models without numbers.
+    """Plans of one run for several budgets. outline: the trainer's models without numbers.
 
     process: bytes that the process has before it loads a model (0 on a GPU, where only tensors are counted);
     reward_model: without numbers too, where it is a model of its own.
     """
 
-    parts: Parts
+    trainer: Trainer
     outline: Roles
     process: int
     room: int
@@ -80,46 +78,41 @@ class Planner:
 
     @property
     def device(self) -> torch.device:
-        """What the run computes on."""
-        return self.parts.accelerator.device
+        return self.trainer.accelerator.device
 
     @cached_property
     def rows(self) -> StepRows:
-        """Of a step."""
-        return self.parts.step_rows()
+        return self.trainer.step_rows()
 
     @cached_property
     def standing(self) -> dict[str, int]:
         """Bytes of weights by role, of Adam's moments, and of the process itself."""
         roles = bytes_by_role(self.outline, reward_model=self.reward_model)
-        if self.parts.config.model.quantization == "4bit":
+        if self.trainer.config.model.quantization == "4bit":
             roles["base"] = four_bit_bytes(self.outline)
-        moments = 8 if self.parts.config.optim.optimizer == "adamw" else 2
+        moments = 8 if self.trainer.config.optim.optimizer == "adamw" else 2
         own = {"process": self.process} if self.process else {}
         return {**own, **roles, "Adam": moments * sum(p.numel() for p in trained(self.outline))}
 
     @cached_property
     def sampling(self) -> SamplingBytes | None:
         """Of a rollout, or of an evaluation where that samples more rows at a time."""
-        parts = self.parts
-        if not isinstance(parts, SamplingParts):
+        trainer, config = self.trainer, self.trainer.config
+        if not isinstance(trainer, SamplingParts):
             return None
-        config = parts.config
-        wanted = config.on_policy.num_prompts * (config.grpo.group_size if config.method == "grpo" else 1)
-        held_out = min(config.run.eval_prompts, len(parts.eval_prompts))
-        rows = min(max(wanted, held_out), config.generation.max_rows or 1 << 30)
-        longest = max(len(p.tokens) for p in (*parts.train_prompts, *parts.eval_prompts))
-        new = config.generation.max_new_tokens if parts.game is None else parts.game.columns
+        held_out = min(config.run.eval_prompts, len(trainer.eval_prompts))
+        rows = min(max(config.on_policy.batch_size, held_out), config.generation.max_rows or 1 << 30)
+        longest = max(len(p.tokens) for p in (*trainer.train_prompts, *trainer.eval_prompts))
         own = sampling_dtype(config.generation, self.outline)
         free = max(0, self.room - sum(self.standing.values()))
-        call = Call(rows, max(config.on_policy.num_prompts, held_out), longest, new)
+        call = Call(rows, max(config.on_policy.num_prompts, held_out), longest, trainer.longest_response)
         return sampling_bytes(
-            self.outline, config.generation, call, engine=parts.engine.name, dtype=own, device=self.device, free=free
+            self.outline, config.generation, call, engine=trainer.engine.name, dtype=own, device=self.device, free=free
         )
 
     def plan(self, tokens: int | None = None) -> MemoryPlan:
         """At a micro-batch budget of `tokens` (None: the run's)."""
-        tokens = tokens or self.parts.micro_batches.tokens
+        tokens = tokens or self.trainer.micro_batches.tokens
         phases = {"updating": self._update(tokens), "an optimizer step": self._optimizer_step()}
         if self.sampling is not None:
             kept = {"kept from sampling": self._kept(self.sampling)}
@@ -129,10 +122,8 @@ class Planner:
         return MemoryPlan(self.device.type, self.standing, phases, self.room, tokens, self.sampling)
 
     def _as_read(self) -> int:
-        """Bytes of the base's files that are in memory beside the model while it is loaded. On a CPU a model in the
-        dtype of its files is the files' own memory.
-        """
-        model, dtype = self.parts.config.model, self.outline.causal.dtype
+        """Bytes of the base's files beside the model while it is loaded; none on a CPU where the dtype is theirs."""
+        model, dtype = self.trainer.config.model, self.outline.causal.dtype
         if self.device.type != "cpu" or model.random_init:
             return 0
         saved = saved_dtype(model.path, revision=model.revision)
@@ -144,18 +135,17 @@ class Planner:
         """
         if self.device.type == "cpu":
             return min(sum(sampling.parts.values()), KEPT_BYTES)
-        by_graphs = isinstance(self.parts, SamplingParts) and self.parts.engine.name == "fused"
+        by_graphs = isinstance(self.trainer, SamplingParts) and self.trainer.engine.name == "fused"
         return sampling.parts["cache"] + sampling.parts["sampling copy"] + sampling.in_graphs if by_graphs else 0
 
     def learn(self, role: Role, pairs: Sequences) -> None:
         """A forward and backward pass whose gradients are let go of: of real models too, to time it."""
-        with _with_gradients(self.outline, whole=False), self.parts.accelerator.autocast():
+        with _with_gradients(self.outline, whole=False), self.trainer.accelerator.autocast():
             self._pass(role, pairs)
 
     def read(self, role: Role, pairs: Sequences) -> None:
-        """A forward pass without gradient."""
-        with torch.no_grad(), self.outline.acting(role), self.parts.accelerator.autocast():
-            self._loss(role, self._batch(pairs))
+        with torch.no_grad(), self.outline.acting(role), self.trainer.accelerator.autocast():
+            self.trainer.planned_loss(self.outline, role, self._batch(pairs))
 
     def _update(self, tokens: int) -> dict[str, int]:
         """Gradients, activations and the logits of a chunk, at the most of any pass of an optimizer step."""
@@ -163,49 +153,32 @@ class Planner:
         rows, count = fullest.widest(tokens)
         pairs = fullest.pairs(rows)
         CHUNK_ELEMENTS["meta"] = CHUNK_ELEMENTS[self.device.type]
-        precision = self.parts.accelerator.mixed_precision
+        precision = self.trainer.accelerator.mixed_precision
         low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
         acting = AsOn(self.device, autocast=low)
         with _with_gradients(self.outline, whole=count > 1), acting, LiveBytes() as live:
             before = _gradient_bytes(self.outline)
-            for role in passes(self.outline, self.parts.config.method):
+            for role in self.trainer.passes:
                 self._pass(role, pairs)
             most = live.most + before
         gradients = sum(p.numel() * p.itemsize for p in trained(self.outline))
-        chunk = self._chunk_bytes(pairs) if self.parts.config.method != "reward" else 0
+        chunk = 0 if self.trainer.scores_answers else self._chunk_bytes(pairs)
         return {"gradients": gradients, "logits chunk": chunk, "activations": max(0, most - gradients - chunk)}
 
     def _pass(self, role: Role, pairs: Sequences) -> None:
-        config, roles = self.parts.config, self.outline
+        config, roles = self.trainer.config, self.outline
         recompute = roles.gradient_checkpointing() if config.model.gradient_checkpointing else contextlib.nullcontext()
         batch = self._batch(pairs)
         with roles.acting(role), recompute:
-            loss = self._loss(role, batch)
+            loss = self.trainer.planned_loss(roles, role, batch)
             # Tensor.backward is a torch function, inside which AsOn would be off while layers are recomputed.
             engine: Any = torch.autograd.Variable._execution_engine
             ones = (torch.ones_like(loss),)
             engine.run_backward((loss,), ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
-    def _loss(self, role: Role, batch: SequenceBatch) -> Tensor:
-        config, roles = self.parts.config, self.outline
-        if role == "critic":
-            return roles.values(batch).sum()
-        if config.method == "reward":
-            return roles.scores(batch).sum()
-        states = roles.policy_states(batch)
-        bonus = config.method in ("grpo", "ppo") and (
-            config.on_policy.entropy_coef > 0 or config.on_policy.entropy_target
-        )
-        logprobs, entropy = roles.logprobs("policy", batch, temperature=1.0, states=states, entropy_grad=bool(bonus))
-        loss = logprobs.sum() + (entropy.sum() if bonus else 0.0)
-        if roles.critic_kind in ("shared", "shared-detached"):
-            read = states if roles.critic_kind == "shared" else states.detach()
-            loss = loss + roles.values(batch, states=read).sum()
-        return loss
-
     def _batch(self, pairs: Sequences) -> SequenceBatch:
         prompts, responses = [p for p, _ in pairs], [r for _, r in pairs]
-        batch = self.outline.batch(prompts, responses, last_tokens=self.parts.config.method == "reward")
+        batch = self.outline.batch(prompts, responses, last_tokens=self.trainer.scores_answers)
         if self.outline.packs or not is_outline(self.outline):
             return batch
         # The library reads numbers of a mask of rows; one of (b, 1, L, L), as it would make, it takes as it is.
@@ -214,7 +187,6 @@ class Planner:
         return replace(batch, attention_mask=torch.zeros(count, 1, width, width, dtype=dtype, device=META))
 
     def _chunk_bytes(self, pairs: Sequences) -> int:
-        """Of the logits that are there at a time."""
         head, count = self.outline.head("policy"), sum(len(r) for _, r in pairs)
         with torch.no_grad(), LiveBytes() as live:
             states = torch.empty(count, head.weight.shape[1], dtype=head.weight.dtype, device=META)
@@ -229,14 +201,7 @@ class Planner:
         return {"gradients": sum(sizes), "AdamW's temporaries": own}
 
 
-def passes(roles: Roles, method: str) -> list[Role]:
-    """The roles that act in an optimizer step, in order."""
-    own = method == "ppo" and roles.critic_kind in ("adapter", "separate")
-    return ["policy", "critic"] if own else ["policy"]
-
-
 def trained(roles: Roles) -> list[nn.Parameter]:
-    """Every parameter that learns."""
     return [p for of_role in roles.parameters.values() for p in of_role.values()]
 
 

@@ -13,14 +13,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tinyrl.components import Options, load_parts
+from tinyrl.components import Options, Parts
 from tinyrl.config.schema import Config
 from tinyrl.generation.engine import Completion, Request, SamplingEngine, eos_token_ids
 from tinyrl.generation.select import engine_of
 from tinyrl.models.batches import SequenceBatch, make_batch
 from tinyrl.models.rounding import MOST_IN_FLOAT32, as_exact, in_float32, ordinary_ids
 from tinyrl.models.vocabulary import embedding_rows
-from tinyrl.parts import Parts
 from tinyrl.runs.settle import settle
 from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import render_prompt, token_ids
@@ -43,7 +42,7 @@ class Check:
 
 def check_model(config: Config, *, options: Options) -> list[Check]:
     """Try the model of a configuration. Raises ValueError for one that cannot be loaded."""
-    parts = load_parts(settle(config), options=options)
+    parts = Parts(settle(config), options=options)
     try:
         checks = [*_tokens(parts), _template(parts), *_batches(parts), *_adapters(parts)]
         generation = parts.config.generation
@@ -56,7 +55,6 @@ def check_model(config: Config, *, options: Options) -> list[Check]:
 
 
 def render_checks(checks: list[Check]) -> str:
-    """A line for each check, and what it comes to."""
     counts = Counter(one.result for one in checks)
     end = ", ".join(f"{counts[result]} {result}" for result in ("wrong", "ok", "note") if counts[result])
     lines = (f"{one.result:6}{one.name}: {one.said}" for one in checks)
@@ -85,8 +83,7 @@ def _decoded(parts: Parts, tokens: list[int]) -> str:
 
 
 def _template(parts: Parts) -> Check:
-    """A turn of the assistant ends with a token that ends a completion, and a prompt begins with one BOS (which
-    some templates begin every turn with)."""
+    """Whether a turn of the assistant ends with a token that ends a completion."""
     name, tokenizer = "chat template", parts.tokenizer
     if not tokenizer.chat_template:
         return Check(name, "note", "there is none, so prompts are text (task.chat=false)")
@@ -122,9 +119,7 @@ def _logprobs(
 
 
 def _gap(parts: Parts, name: str, ours: Tensor, theirs: Tensor, exact: Callable[[], Tensor]) -> Check:
-    """Whether two sets of log-probabilities agree: every one in float32; in half precision both are as near to `exact`,
-    which is computed in float32.
-    """
+    """Whether log-probabilities agree: in half precision, whether both are as near to `exact`, of float32."""
     gap = (ours - theirs).abs()
     said = f"log-probabilities differ by at most {float(gap.max()):.1g}"
     if parts.roles.causal.dtype == torch.float32 and parts.accelerator.mixed_precision == "no":

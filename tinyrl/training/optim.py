@@ -52,7 +52,6 @@ class RoleOptimizer:
         return cls(parameters, learning_rate, optimizer)
 
     def set_rate(self, factor: float) -> None:
-        """Use `factor` times the role's learning rate from now on."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate * factor
 
@@ -89,7 +88,6 @@ class RoleOptimizer:
         return count.clone() if isinstance(self.optimizer, torch.optim.AdamW) else int(count)
 
     def state_bytes(self) -> int:
-        """Bytes of Adam's state as it is now."""
         return sum(v.numel() * v.itemsize for v in self.state_tensors().values())
 
 
@@ -142,9 +140,7 @@ def stretched_schedule(optim: OptimConfig, *, step: int, before: int, now: int) 
 
 
 def rate_factor(schedule: str, step: int, *, num_steps: int, warmup_steps: int) -> float:
-    """The factor of the learning rate at `step` (0-based): linear warm-up, then constant, or linear or cosine towards
-    0, which would be reached one step after the last.
-    """
+    """Factor of the learning rate at `step` (0-based): linear warm-up, then constant, linear or cosine towards 0."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tinyrl.components import Options
+from tinyrl.components import Options, SamplingParts, trainer_of
 from tinyrl.config.schema import Config
 from tinyrl.generation.engine import Request
 from tinyrl.models.batches import fuse_alike
@@ -24,9 +24,9 @@ from tinyrl.models.device import memory_room, resolve_dtype, settled_bytes
 from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.models.outline import outline_reward_model, outline_roles
 from tinyrl.models.roles import Roles
-from tinyrl.parts import Parts, SamplingParts
 from tinyrl.text import first_line
-from tinyrl.training.memory_plan import MemoryPlan, Planner, passes
+from tinyrl.training.memory_plan import MemoryPlan, Planner
+from tinyrl.training.trainer import Trainer
 
 COLUMNS = 80  # of a terminal
 MOST_DOUBLINGS = 5  # of a micro-batch's budget that are tried
@@ -45,47 +45,41 @@ class Outline:
     process: int
 
 
-def outline_of(config: Config, *, options: Options) -> Outline:
-    """Before any weight is loaded. Raises ValueError for a model that cannot be read."""
-    on_cpu = options.device == "cpu" or not torch.cuda.is_available()
-    dtype, trust = resolve_dtype(config.model.dtype, on_cpu=on_cpu), options.trust_remote_code
-    roles = outline_roles(config, dtype=dtype, trust_remote_code=trust)
-    judge = outline_reward_model(config, dtype=dtype, trust_remote_code=trust)
-    return Outline(roles, judge, settled_bytes() if on_cpu else 0)
-
-
 def tried_outline(config: Config, *, options: Options) -> Outline | None:
-    """The same, or None where it cannot be made: loading then says why, or does what this cannot."""
+    """Made before any weight is loaded; None where it cannot be: loading then says why, or does what this cannot."""
+    on_cpu, trust = options.device == "cpu" or not torch.cuda.is_available(), options.trust_remote_code
     try:
-        return outline_of(config, options=options)
+        dtype = resolve_dtype(config.model.dtype, on_cpu=on_cpu)
+        roles = outline_roles(config, dtype=dtype, trust_remote_code=trust)
+        judge = outline_reward_model(config, dtype=dtype, trust_remote_code=trust)
+        return Outline(roles, judge, settled_bytes() if on_cpu else 0)
     except RAISED:
         return None
 
 
-def tried_plan(parts: Parts, outline: Outline | None) -> MemoryPlan | None:
-    """The memory of a run whose parts are loaded; None where its passes cannot be tried without numbers.
+def tried_plan(trainer: Trainer, outline: Outline | None) -> MemoryPlan | None:
+    """The memory of a run whose trainer is loaded; None where its passes cannot be tried without numbers.
 
     Where memory decides on the micro-batches, they are from here on the largest that fit in every process.
     """
     plan = None
     with contextlib.suppress(*RAISED):
         if outline is not None:
-            planner = planner_of(parts, outline)
-            fitting = largest_micro_batch(planner) if parts.micro_batches.by_memory else None
+            planner = planner_of(trainer, outline)
+            fitting = largest_micro_batch(planner) if trainer.micro_batches.by_memory else None
             plan = planner.plan(fitting)
-    if parts.micro_batches.by_memory:
-        own = parts.micro_batches.tokens if plan is None else plan.tokens
-        parts.micro_batches.tokens = min(parts.world.gather(own))
+    if trainer.micro_batches.by_memory:
+        own = trainer.micro_batches.tokens if plan is None else plan.tokens
+        trainer.micro_batches.tokens = min(trainer.world.gather(own))
     return plan
 
 
-def planner_of(parts: Parts, outline: Outline) -> Planner:
-    """For the device that the parts are for."""
-    outline.roles.packs = parts.roles.packs  # where its numbers were compared
-    with parts.accelerator.autocast():
-        fuse_alike(outline.roles.trunk("policy"), parts.roles.trunk("policy"))
-    room = memory_room(parts.accelerator.device)
-    return Planner(parts, outline.roles, outline.process, room, reward_model=outline.reward_model)
+def planner_of(trainer: Trainer, outline: Outline) -> Planner:
+    outline.roles.packs = trainer.roles.packs  # where its numbers were compared
+    with trainer.accelerator.autocast():
+        fuse_alike(outline.roles.trunk("policy"), trainer.roles.trunk("policy"))
+    room = memory_room(trainer.accelerator.device)
+    return Planner(trainer, outline.roles, outline.process, room, reward_model=outline.reward_model)
 
 
 # ---- what fits ----
@@ -93,7 +87,7 @@ def planner_of(parts: Parts, outline: Outline) -> Planner:
 
 def largest_micro_batch(planner: Planner) -> int | None:
     """The largest budget, doubled or halved from the run's, whose plan fits; None where none does."""
-    rows, tokens = planner.rows, planner.parts.micro_batches.tokens
+    rows, tokens = planner.rows, planner.trainer.micro_batches.tokens
     everything = rows.sizes.cost(range(rows.minibatch))
     alone = max(rows.sizes.cost([row]) for row in range(rows.minibatch))
     candidates = [tokens]
@@ -107,15 +101,14 @@ def largest_micro_batch(planner: Planner) -> int | None:
 
 def largest_group(planner: Planner) -> int | None:
     """The largest group of which all completions are decoded at a time; None where no groups are sampled."""
-    config, sampling = planner.parts.config, planner.sampling
-    if sampling is None or config.method != "grpo":
+    config, sampling = planner.trainer.config, planner.sampling
+    if sampling is None or config.on_policy.group_size == 1:
         return None
-    return max(1, min(sampling.fit, config.generation.max_rows or sampling.fit) // config.grpo.num_prompts)
+    return max(1, min(sampling.fit, config.generation.max_rows or sampling.fit) // config.on_policy.num_prompts)
 
 
 def disk_bytes(planner: Planner) -> int:
-    """Checkpoints that are kept, the best one, and one that is being written, each inside an update."""
-    run, rows = planner.parts.config.run, planner.rows
+    run, rows = planner.trainer.config.run, planner.rows
     rollout = ROLLOUT_BYTES * sum(rows.sizes.responses) if planner.sampling is not None else 0
     return (run.keep_checkpoints + 2) * (checkpoint_bytes(planner.outline) + rollout)
 
@@ -124,17 +117,14 @@ def disk_bytes(planner: Planner) -> int:
 
 
 def size(count: float) -> str:
-    """Bytes as people read them."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def parts_in_words(parts: dict[str, int]) -> str:
-    """Each part that is there, the largest first."""
     return ", ".join(f"{name} {size(count)}" for name, count in sorted(parts.items(), key=lambda p: -p[1]) if count)
 
 
 def in_words(plan: MemoryPlan) -> list[str]:
-    """The plan as lines: the most, then what it consists of."""
     phases = sorted(plan.phases.items(), key=lambda phase: -sum(phase[1].values()))
     return [
         f"memory on {plan.device}: {size(plan.peak)} at most, while {plan.highest}; there are {size(plan.room)}",
@@ -156,32 +146,28 @@ def beside_measured(plan: MemoryPlan, peak_gb: float) -> str:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan in words; `problem` says why the run does not fit, and what would (None: it does). `offline`: by shapes,
-    for the model is not here.
-    """
+    """A plan in words; problem: why the run does not fit, and what would; offline: by known shapes alone."""
 
     text: str
     problem: str | None = None
     offline: bool = False
 
 
-def plan_run(config: Config, *, options: Options, load: Callable[..., Parts], output_dir: str = "runs") -> Planned:
-    """Memory and disk of a run, before any weight is loaded; `load` is its trainer's. Raises ValueError for what the
-    run itself would refuse; a model that cannot be tried without numbers has no plan.
-    """
+def plan_run(config: Config, *, options: Options, output_dir: str = "runs") -> Planned:
+    """Memory and disk of a run before any weight is loaded. Raises ValueError for what the run would refuse."""
     options = replace(options, weights=False)
     try:
-        parts = load(config, options=options)
+        trainer = trainer_of(config.method)(config, options=options)
     except ValueError:
         raise
     except RAISED as error:
         return _unplanned(error)
     try:
         judge = outline_reward_model(
-            config, dtype=parts.roles.causal.dtype, trust_remote_code=options.trust_remote_code
+            config, dtype=trainer.roles.causal.dtype, trust_remote_code=options.trust_remote_code
         )
-        process = settled_bytes() if parts.accelerator.device.type == "cpu" else 0
-        planner = planner_of(parts, Outline(parts.roles, judge, process))
+        process = settled_bytes() if trainer.accelerator.device.type == "cpu" else 0
+        planner = planner_of(trainer, Outline(trainer.roles, judge, process))
         plan, tokens = planner.plan(), largest_micro_batch(planner)
         there = next(path for path in (Path(output_dir), *Path(output_dir).absolute().parents) if path.exists())
         free, needed = shutil.disk_usage(there).free, disk_bytes(planner)
@@ -193,7 +179,7 @@ def plan_run(config: Config, *, options: Options, load: Callable[..., Parts], ou
     except RAISED as error:
         return _unplanned(error)
     finally:
-        parts.close()
+        trainer.close()
 
 
 def _unplanned(error: Exception) -> Planned:
@@ -227,48 +213,36 @@ def _problem(plan: MemoryPlan, tokens: int | None, *, needed: int, free: int) ->
 # ---- seconds ----
 
 
-def seconds_in_words(parts: Parts) -> str:
+def seconds_in_words(trainer: Trainer) -> str:
     """How long a step takes, by a short calibration with the run's own models. No weight is changed."""
-    seconds = seconds_a_step(parts)
+    seconds = seconds_a_step(trainer)
     each = ", ".join(f"{name} {taken:.2g}" for name, taken in seconds.items())
     longest = " where every response is as long as it may be; rewards are not counted" if "sampling" in seconds else ""
     return _wrapped([f"a step takes about {sum(seconds.values()):.2g} s ({each}){longest}"])
 
 
-def seconds_a_step(parts: Parts) -> dict[str, float]:
+def seconds_a_step(trainer: Trainer) -> dict[str, float]:
     """By phase: sampling a few tokens of every row, and each pass on one micro-batch, times how often it is done."""
-    planner, rows, config = Planner(parts, parts.roles, 0, 0), parts.step_rows(), parts.config
-    micro, _ = rows.widest(parts.micro_batches.tokens)
+    planner, rows = Planner(trainer, trainer.roles, 0, 0), trainer.step_rows()
+    micro, _ = rows.widest(trainer.micro_batches.tokens)
     pairs = rows.pairs(micro)
-    plan = rows.sizes.plan(range(len(rows.sizes)), max_tokens=parts.micro_batches.tokens)
+    plan = rows.sizes.plan(range(len(rows.sizes)), max_tokens=trainer.micro_batches.tokens)
     share = sum(map(rows.sizes.cost, plan)) / rows.sizes.cost(micro)  # of a whole pass to the micro-batch timed
-    epochs = config.on_policy.num_epochs if isinstance(parts, SamplingParts) else 1
-    roles = passes(parts.roles, config.method)
-    seconds = {"sampling": _sampling_seconds(parts)} if isinstance(parts, SamplingParts) else {}
-    reading = _readings(parts)
-    if reading:
-        seconds["reference and values"] = reading * share * _timed(lambda: planner.read("policy", pairs))
-    seconds["update"] = epochs * share * sum(_timed(lambda role=role: planner.learn(role, pairs)) for role in roles)
+    seconds = {"sampling": _sampling_seconds(trainer)} if isinstance(trainer, SamplingParts) else {}
+    if trainer.readings:
+        seconds["reference and values"] = trainer.readings * share * _timed(lambda: planner.read("policy", pairs))
+    each = [_timed(lambda role=role: planner.learn(role, pairs)) for role in trainer.passes]
+    seconds["update"] = trainer.num_epochs * share * sum(each)
     return seconds
 
 
-def _readings(parts: Parts) -> int:
-    """How many passes without gradient a step makes."""
-    config = parts.config
-    if config.method == "ppo":
-        return 1 + parts.roles.has_reference
-    return int(config.method == "grpo" and config.grpo.kl_coef > 0)
-
-
 def _sampling_seconds(parts: SamplingParts) -> float:
-    on_policy, config = parts.config.on_policy, parts.config
-    group = config.grpo.group_size if config.method == "grpo" else 1
-    new = config.generation.max_new_tokens
-    longest = sorted((p.tokens for p in parts.train_prompts), key=len)[-on_policy.num_prompts :]
+    section, new = parts.config.on_policy, parts.config.generation.max_new_tokens
+    longest = sorted((p.tokens for p in parts.train_prompts), key=len)[-section.num_prompts :]
 
     def sample(most: int) -> float:
         requests = [Request(tokens, prompt_row=i, max_new_tokens=most) for i, tokens in enumerate(longest)]
-        return _timed(lambda: parts.engine.sample(requests, group, seed=0, step=0))
+        return _timed(lambda: parts.engine.sample(requests, section.group_size, seed=0, step=0))
 
     few, more = min(FEW_TOKENS, new), min(MORE_TOKENS, new)
     first = sample(few)

@@ -14,20 +14,17 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from tinyrl.config.methods import METHODS
+from tinyrl.components import Parts, SamplingParts
 from tinyrl.config.schema import Config
 from tinyrl.distributed import World
 from tinyrl.errors import GuardStop
-from tinyrl.parts import Parts, SamplingParts
 
 BUCKET_ELEMENTS = 1 << 24  # of a gradient buffer: 64 MB
 CHECK_EVERY = 25  # steps
 
 
 def sum_step(world: World, metrics: dict[str, float], parameters: Sequence[nn.Parameter]) -> dict[str, float]:
-    """Add up gradients, in place, and metrics over the processes. A parameter without a gradient on all of them is left
-    without one, so that no optimizer moves it.
-    """
+    """Add up gradients, in place, and metrics over the processes. What has no gradient anywhere is left without one."""
     if world.size == 1:
         return metrics
     there = "".join("1" if p.grad is not None else "0" for p in parameters)
@@ -45,18 +42,18 @@ def sum_step(world: World, metrics: dict[str, float], parameters: Sequence[nn.Pa
 
 def divided(config: Config, processes: int) -> str:
     """How a step is shared out among processes, and what each of them holds."""
-    if METHODS[config.method].samples:
-        prompts, group = config.on_policy.num_prompts, config.grpo.group_size if config.method == "grpo" else 1
-        rows, fewer = prompts * group, " or fewer" if prompts % processes else ""
-        minibatch = config.on_policy.minibatch_size or rows
+    rows = config.own.batch_size
+    if config.samples:
+        section = config.on_policy
+        prompts, group, minibatch = section.num_prompts, section.group_size, section.minibatch_size or rows
+        fewer = " or fewer" if prompts % processes else ""
         each = (
             f"samples {-(-prompts // processes)}{fewer} of the {prompts} prompts of a step ({group} completions each), "
             f"reads about {rows / processes:.3g} of {rows} completions in a pass, and learns from about "
             f"{minibatch / processes:.3g} of the {minibatch} of a minibatch"
         )
     else:
-        own = {"sft": config.sft, "dpo": config.dpo, "reward": config.reward_model}[config.method]
-        each = f"learns from about {own.batch_size / processes:.3g} of the {own.batch_size} rows of a batch"
+        each = f"learns from about {rows / processes:.3g} of the {rows} rows of a batch"
     return (
         f"{processes} processes: each {each}, by tokens.\n"
         "  each holds all weights, gradients and Adam's state, as above, and rows and rollout as a whole; rank 0 calls "

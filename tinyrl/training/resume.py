@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from tinyrl.components import Options, settle_threads
-from tinyrl.config.changes import check_changes, keeps_rollout, refuse
-from tinyrl.config.schema import Config
+import json
+from typing import Any
+
+from tinyrl.components import Options, settle_threads, trainer_of
+from tinyrl.config.schema import Config, without_secrets
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.settle import absolute_paths, settle
-from tinyrl.training.launch import Launch, open_session, out_of_memory_stops, trainer_of, undone_on_failure
+from tinyrl.training.launch import Launch, open_session, out_of_memory_stops, undone_on_failure
 from tinyrl.training.optim import stretched_schedule
 from tinyrl.training.planning import tried_outline
 from tinyrl.training.replicas import check_alike
 from tinyrl.training.session import Session
-from tinyrl.training.sources import HELD_OUT, Sources, changed_sources, changed_versions, read_sources
-from tinyrl.training.state import read_state
+from tinyrl.training.state import HELD_OUT, Sources, changed_sources, changed_versions, read_sources, read_state
+from tinyrl.training.trainer import Trainer
+
+MOST_SHOWN = 3  # changes in an error
 
 
 def resume(
-    run: RunDir,
-    *,
-    options: Options,
-    config: Config | None = None,
-    allow_config_change: bool = False,
+    run: RunDir, *, options: Options, config: Config | None = None, allow_config_change: bool = False
 ) -> Launch | None:
     """Go on from the newest checkpoint that verifies, or from the beginning. None: the run is finished.
 
@@ -44,24 +44,23 @@ def resume(
             config = config.model_copy(update={"run": run_section})
         changes = check_changes(before, config, since=since, allowed=allow_config_change)
         notes = [f"warning: {w}; using {folder.name if folder else 'the start'} instead" for w in warnings[:1]]
-        trainer = trainer_of(config)
         outline = tried_outline(config, options=options)
         with out_of_memory_stops("before the first step"):
-            parts = trainer.load(config, options=options)
-            undo.callback(parts.close)
-            check_alike(parts, also=since)
+            trainer: Trainer = trainer_of(config.method)(config, options=options)
+            undo.callback(trainer.close)
+            check_alike(trainer, also=since)
             known = kept.sources if kept else Sources()
-            sources = read_sources(config, rows=parts.row_fingerprints, known=known.files)
+            sources = read_sources(config, rows=trainer.row_fingerprints, known=known.files)
             changes += refuse(
                 "what the run reads has changed",
                 changed_sources(known, sources),
                 since=since,
                 allowed=allow_config_change,
             )
-            notes += parts.check()
-            launch = open_session(run, trainer, parts, sources=lambda: sources, outline=outline)
+            notes += trainer.check()
+            launch = open_session(run, trainer, sources=lambda: sources, outline=outline)
             if folder is None or kept is None:
-                notes.append(settle_threads(parts))
+                notes.append(settle_threads(trainer))
                 run.cut({})
             else:
                 notes += launch.session.restore(folder, kept)
@@ -79,9 +78,7 @@ def resume(
 
 
 def _check_beginning(run: RunDir) -> None:
-    """Raise ValueError where the run is not at its beginning and yet has no checkpoint: they were moved, their disk is
-    not mounted, or none could be written. To begin again would delete the record.
-    """
+    """Raise ValueError for a run past its beginning without a checkpoint: to begin again would delete the record."""
     last = max(read_steps(run.metrics, []), default=0) if run.metrics.is_file() else 0
     if last > 0:
         what = "is empty" if run.checkpoints.is_dir() else "does not exist"
@@ -106,3 +103,52 @@ def _versions(before: Sources, now: Sources, *, since: str) -> list[str]:
     if not changes:
         return []
     return [f"warning: numbers may differ in their last digits, other versions than at {since}: {', '.join(changes)}"]
+
+
+# ---- settings that have changed ----
+
+
+def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed: bool) -> list[str]:
+    """Compare a checkpoint's configuration with the one it is resumed under; returns a line for each difference.
+
+    Raises ValueError when there are some besides more steps and `allowed` is false, and always when the method is
+    another one.
+    """
+    if before["method"] != config.method:
+        raise ValueError(
+            f"{since} was written by `tinyrl train {before['method']}`; {config.method} cannot go on with it"
+        )
+    changes = changed_settings(without_secrets(before), config.written())
+    steps = before.get("run", {}).get("num_steps")
+    longer = isinstance(steps, int) and steps < config.run.num_steps
+    refused = [change for change in changes if not (longer and change.startswith("run.num_steps:"))]
+    refuse("settings have changed", refused, since=since, allowed=allowed)
+    return changes
+
+
+def refuse(what: str, changes: list[str], *, since: str, allowed: bool) -> list[str]:
+    """The changes. Raises ValueError, with the first of them, when there are some and they are not allowed."""
+    if not changes or allowed:
+        return changes
+    more = [f"  and {len(changes) - MOST_SHOWN} more"] if len(changes) > MOST_SHOWN else []
+    lines = [f"{what} since {since}, so the run would not go on as it began:"]
+    lines += [f"  {change}" for change in changes[:MOST_SHOWN]] + more
+    raise ValueError("\n".join([*lines, "Put them back, or go on with the new values: --allow-config-change"]))
+
+
+def keeps_rollout(change: str) -> bool:
+    """Whether a changed setting (a line of `changed_settings`) leaves the rollout in hand and its minibatches valid."""
+    key = change.partition(":")[0]
+    return key.startswith(("optim.", "run.")) and key != "run.seed"
+
+
+def changed_settings(before: dict[str, Any], now: dict[str, Any], *, within: str = "") -> list[str]:
+    """A line for each setting with two values. One that only one side has is left out: another version wrote it."""
+    changes = []
+    for key in sorted(before.keys() & now.keys()):
+        old, new = before[key], now[key]
+        if isinstance(old, dict) and isinstance(new, dict):
+            changes += changed_settings(old, new, within=f"{within}{key}.")
+        elif old != new:
+            changes.append(f"{within}{key}: {json.dumps(old)} then, {json.dumps(new)} now")
+    return changes

@@ -11,18 +11,20 @@ import contextlib
 import errno
 import json
 import math
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from tinyrl.components import Parts
 from tinyrl.data.rows import keyed_order
 from tinyrl.errors import Interrupted
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.device import cores_here, peak_memory_gb
-from tinyrl.parts import Parts
 from tinyrl.rollout import Rollout
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.diagnosis import Watch
@@ -32,14 +34,53 @@ from tinyrl.runs.rng_state import python_rng, restore_rng, rng_tensors
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.signals import stop_held
 from tinyrl.runs.tracking import Trackers
-from tinyrl.training.metrics import StepMetrics
 from tinyrl.training.optim import load_optimizers, optimizer_tensors, rate_factor, role_optimizers
 from tinyrl.training.replicas import CHECK_EVERY, check_replicas
-from tinyrl.training.sources import Sources
-from tinyrl.training.state import Best, CheckpointState, RunState
+from tinyrl.training.state import Best, CheckpointState, RunState, Sources
 from tinyrl.training.update import Updater
 
 OPTIMIZER, ROLLOUT, RANDOM = "optimizer.safetensors", "rollout.safetensors", "random.safetensors"
+
+
+class StepMetrics:
+    """Metrics of a step; values and sums go into a checkpoint, so a step resumed in its update says the same."""
+
+    def __init__(self, values: dict[str, Any] | None = None, sums: dict[str, list[float]] | None = None) -> None:
+        self.values = {} if values is None else values
+        self.sums = {} if sums is None else sums  # metric -> [sum, count] over the optimizer steps
+        self.seconds: dict[str, float] = {}
+
+    def start_update(self, metrics: dict[str, float]) -> None:
+        """What the rollout had to say, and no optimizer step yet."""
+        self.values, self.sums = dict(metrics), {}
+
+    def add(self, metrics: dict[str, float]) -> None:
+        """Metrics of one optimizer step; the line shows their mean (non-finite ones are left out)."""
+        for key, value in metrics.items():
+            if math.isfinite(value):
+                total = self.sums.setdefault(key, [0.0, 0])
+                total[0] += value
+                total[1] += 1
+
+    def end_update(self, metrics: dict[str, float]) -> None:
+        self.values |= {key: total / count for key, (total, count) in self.sums.items()} | metrics
+        self.sums = {}
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def line(self, **measured: float) -> dict[str, Any]:
+        """Everything, with `measured`, the total of the times (evaluations are not part of a step), tokens a second."""
+        total = sum(seconds for phase, seconds in self.seconds.items() if phase != "evaluation")
+        times = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
+        line = {**self.values, **times, "time/total": total, **measured}
+        tokens = self.values.get("completion/tokens")
+        return {**line, "tokens_per_second": tokens / total} if tokens and total else line
 
 
 class Session:
@@ -82,7 +123,6 @@ class Session:
 
     @property
     def finished(self) -> bool:
-        """Whether the last step is done."""
         return self.state.phase == "rollout" and self.state.step >= self.config.run.num_steps
 
     # ---- a step ----
@@ -107,9 +147,7 @@ class Session:
         self.metrics.start_update(metrics)
 
     def minibatches(self, num_rows: int, *, num_epochs: int, size: int | None) -> Iterator[list[int]]:
-        """Rows of each optimizer step: every epoch all rows once, shuffled by (seed, step, epoch), from where the
-        state stands.
-        """
+        """Rows of each optimizer step from where the state stands: each epoch all, shuffled by (seed, step, epoch)."""
         state, size = self.state, size or num_rows
         while state.epoch < num_epochs:
             key = f"minibatch {self.config.run.seed} {state.step} {state.epoch}"
@@ -121,7 +159,6 @@ class Session:
             state.epoch, state.minibatch = state.epoch + 1, 0
 
     def end_step(self, **metrics: float) -> None:
-        """The step is done: evaluate and save when due, write its line."""
         optim = {"optim/learning_rate": self._rate(), "optim/skipped_steps": self.updater.skipped}
         self.metrics.end_update(metrics | optim)
         self.state.step += 1
@@ -129,14 +166,12 @@ class Session:
         self._finish_step()
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether there is an evaluation when so many steps are done."""
         run = self.config.run
         due = bool(run.eval_every) and step % run.eval_every == 0
         return run.eval_prompts > 0 and (due or step == 0 or step >= run.num_steps)
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the time of a block to `time/<phase>` of this step."""
         self.display.phase(phase)
         with self.metrics.timed(phase):
             yield
@@ -218,7 +253,6 @@ class Session:
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether there is one to go on from."""
         return bool(checkpoints.list_checkpoints(self.run.checkpoints))
 
     def _write(self, folder: Path) -> None:
@@ -242,9 +276,7 @@ class Session:
         ).write(folder)
 
     def restore(self, folder: Path, kept: CheckpointState) -> list[str]:
-        """Go on from a verified checkpoint, whose state.json is `kept`. The run's records are cut when all else is
-        done; a line for each that is not whole.
-        """
+        """Go on from a verified checkpoint, whose state.json is `kept`; a line for each record that is not whole."""
         self.parts.load_models(folder)
         if kept.setting("optim", "optimizer") in (None, self.config.optim.optimizer):
             load_optimizers(self.optimizers, load_file(folder / OPTIMIZER))
@@ -274,9 +306,7 @@ class Session:
         return notes
 
     def sample_again(self) -> bool:
-        """Let go of what was measured of sampling, and of the rollout of an update in hand (False: there is none),
-        whose step then begins again.
-        """
+        """Discard what was measured of sampling, and the rollout of an update in hand; False where there is none."""
         self.state.controllers.exact_sampling = None
         if self.state.phase != "update":
             return False
@@ -285,15 +315,12 @@ class Session:
         return True
 
     def interrupted(self, reason: Interrupted) -> Path | None:
-        """Keep everything done so far. Work inside an optimizer step or a rollout is repeated by the resume; nothing
-        else is. Other processes are told, and wait for nothing any more.
-        """
+        """Tell other processes, and save all that is done. A resume repeats the optimizer step or rollout in hand."""
         self.world.announce(str(reason))
         self.display.note(f"{reason}: saving step {self.state.step} ({self.state.phase})")
         return self.save()
 
     def _keep_batch(self, rows: list[int], why: str) -> None:
-        """Write the samples of a step that gave non-finite numbers, for inspection."""
         if not self.world.is_main:
             return
         folder = self.run.path / "nonfinite"

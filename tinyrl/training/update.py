@@ -129,9 +129,7 @@ class Updater:
 
     @contextlib.contextmanager
     def _own_random_numbers(self, now: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Inside, each process drops out by numbers of its own; before and after, all have the same generators, which
-        is why the checkpoint of one is that of all. Gives the states that the work begins with.
-        """
+        """Inside, each process drops out by numbers of its own; before and after, all have the same generators."""
         if self.world.size == 1:
             yield now
             return

@@ -14,10 +14,9 @@ from tests.faults.fuzz import odd
 from tests.faults.fuzz.case import DRY, Case, together
 from tests.faults.fuzz.folders import models, runs
 from tests.faults.fuzz.sound import ROWS, ROWS_OF, Sound, copied, write_rows
-from tinyrl.config.errors import fields_of, section_class
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.recipe import load_config, packaged_recipes
-from tinyrl.config.settings import SECTIONS
+from tinyrl.config.settings import SECTIONS, fields_of, section_class
 
 
 def words(sound: Sound, seed: int, count: int) -> Iterator[Case]:
