@@ -3,15 +3,96 @@
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 
-from tinyrl.report.curves import Curve, curve_of, picked
-from tinyrl.report.meanings import meaning_of
 from tinyrl.report.outcome import held_out_key, phase_seconds, reward_is_pass, show
 from tinyrl.runs.records import Points, Run
 from tinyrl.text import one_line
 
 COLUMNS = 3
 MOST_FUNCTIONS = 5
+MOST_POINTS = 500
+MOST_MARKS = 100  # points that are drawn one by one
+FEWEST_TO_SMOOTH = 20
+
+
+# ---- curves: long series are thinned, noisy ones smoothed, gaps stay ----
+
+
+@dataclass(frozen=True)
+class Curve:
+    """`raw` as measured, `bold` smoothed (the same object where that is not needed)."""
+
+    steps: list[int]
+    raw: list[float]
+    bold: list[float]
+
+    @property
+    def end(self) -> float:
+        """The last finite value of the bold curve: what its label shows."""
+        return next(value for value in reversed(self.bold) if math.isfinite(value))
+
+
+def curve_of(points: Points, *, smooth: bool) -> Curve:
+    """The curve of a series; smoothed only when asked for and when there are enough points to need it."""
+    points = thinned(points)
+    steps, values = [step for step, _ in points], [value for _, value in points]
+    return Curve(steps, values, smoothed(values) if smooth and len(points) >= FEWEST_TO_SMOOTH else values)
+
+
+def smoothed(values: list[float]) -> list[float]:
+    """Each value replaced by a line fitted to its neighbours, a seventh of the points, nearer ones counting more.
+
+    A line and not a mean, so that the ends of a rising curve are not pulled back. It never leaves the range of the
+    neighbours. Values that are not finite are ignored and stay gaps.
+    """
+    half = max(2, len(values) // 15)
+    result = []
+    for i, value in enumerate(values):
+        near = [(j - i, values[j]) for j in range(max(0, i - half), min(len(values), i + half + 1))]
+        near = [(offset, other) for offset, other in near if math.isfinite(other)]
+        result.append(_fit_at_zero(near, half + 1) if math.isfinite(value) else math.nan)
+    return result
+
+
+def _fit_at_zero(points: list[tuple[int, float]], reach: int) -> float:
+    """The weighted least-squares line through (offset, value) at offset 0; weights fall to zero at `reach`."""
+    weights = [reach - abs(offset) for offset, _ in points]
+    total = sum(weights)
+    x = sum(weight * offset for weight, (offset, _) in zip(weights, points, strict=True)) / total
+    y = sum(weight * value for weight, (_, value) in zip(weights, points, strict=True)) / total
+    spread = sum(weight * (offset - x) ** 2 for weight, (offset, _) in zip(weights, points, strict=True))
+    slope = sum(weight * (offset - x) * value for weight, (offset, value) in zip(weights, points, strict=True))
+    fitted = y - x * slope / spread if spread else y
+    return min(max(fitted, min(value for _, value in points)), max(value for _, value in points))
+
+
+def thinned(points: Points) -> Points:
+    """At most MOST_POINTS points, means of neighbours: a million steps must not make a page of a hundred megabytes."""
+    if len(points) <= MOST_POINTS:
+        return points
+    size = math.ceil(len(points) / MOST_POINTS)
+    result = []
+    for start in range(0, len(points), size):
+        bucket = points[start : start + size]
+        finite = [value for _, value in bucket if math.isfinite(value)]
+        result.append((bucket[-1][0], sum(finite) / len(finite) if finite else math.nan))
+    return result
+
+
+def picked(points: Points) -> Points:
+    """At most MOST_MARKS measurements: the first finite one, the last, and evenly between. Each stands for itself, with
+    its interval, so they are left out and not averaged.
+    """
+    if len(points) <= MOST_MARKS:
+        return points
+    finite = [point for point in points if math.isfinite(point[1])]
+    last = len(finite) - 1
+    places = sorted({round(i * last / (MOST_MARKS - 1)) for i in range(MOST_MARKS)}) if last > 0 else [0] * (last + 1)
+    return [finite[place] for place in places]
+
+
+# ---- lines, panels, and their places ----
 
 
 @dataclass(frozen=True)
@@ -31,7 +112,6 @@ class Line:
 
     @cached_property
     def curve(self) -> Curve:
-        """What is drawn; marked points are never smoothed."""
         return curve_of(self.points, smooth=not self.marked)
 
 
@@ -47,13 +127,9 @@ class Panel:
     from_zero: bool = False
     floor: float = -math.inf
     any_scale: bool = False  # a logarithmic axis is fine where values differ a hundredfold
+    meaning: str = ""  # one line under the chart; empty for a metric of unknown meaning
     stacked: bool = False
     span: tuple[int, int] = (0, 1)  # first and last step, the same in every panel
-
-    @property
-    def meaning(self) -> str:
-        """One line: what the chart means and what is healthy; empty for a metric of unknown meaning."""
-        return meaning_of(self.key)
 
     def alt(self) -> str:
         """What the chart shows, in words, for people who cannot see it."""
@@ -61,12 +137,8 @@ class Panel:
         for line in self.lines:
             values = [(step, value) for step, value in line.points if math.isfinite(value)]
             (first, start), (last, end) = values[0], values[-1]
-            start_text, end_text = show(start, share=self.share), show(end, share=self.share)
-            said.append(
-                f"{line.label} {end_text} at step {last}"
-                if first == last
-                else f"{line.label} from {start_text} at step {first} to {end_text} at step {last}"
-            )
+            since = f"from {show(start, share=self.share)} at step {first} to " if first != last else ""
+            said.append(f"{line.label} {since}{show(end, share=self.share)} at step {last}")
         return f"{self.title}: " + "; ".join(said) + "."
 
 
@@ -89,18 +161,22 @@ def cells(count: int) -> list[Cell]:
     below = [Cell(2 + i // COLUMNS, i % COLUMNS) for i in range(count - 3)]
     places = [Cell(0, 0, 2, 2), Cell(0, 2), Cell(1, 2), *below][:count]  # none for none
     if below:
-        places[-1] = Cell(below[-1].row, below[-1].column, 1, COLUMNS - below[-1].column)
+        places[-1] = replace(below[-1], width=COLUMNS - below[-1].column)
     return places
+
+
+# ---- which metrics have a panel ----
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A metric that tinyrl is known to write, in training, held out, or both."""
+    """A metric that tinyrl is known to write, in training, held out, or both: how it is drawn, and what is healthy."""
 
     title: str
     unit: str
-    train: str = ""
-    held: str = ""
+    train: str
+    held: str
+    meaning: str
     share: bool = False
     from_zero: bool = False
     floor: float = -math.inf
@@ -110,34 +186,74 @@ class Kind:
 
 
 KINDS = (
-    Kind("Reward", "higher is better", "reward/mean", "eval/reward_mean", greedy=True),
-    Kind("KL from the reference", "nats per response", "objective/kl", "eval/kl", from_zero=True),
-    Kind("Entropy", "nats per token", "policy/entropy", "eval/entropy", from_zero=True),
-    Kind("Completion length", "tokens", "completion/mean_length", "eval/mean_length", from_zero=True),
+    Kind("Reward", "higher is better", "reward/mean", "eval/reward_mean",
+         "The mean score. Healthy: held-out rises with training; training up while held-out falls is memorising or a "
+         "reward that is being gamed.", greedy=True),
+    Kind("KL from the reference", "nats per response", "objective/kl", "eval/kl",
+         "How far the policy has moved from its start. Healthy: a slow rise that buys reward; a jump is too large a "
+         "step.", from_zero=True),
+    Kind("Entropy", "nats per token", "policy/entropy", "eval/entropy",
+         "How undecided the policy is. Healthy: a slow fall; near 0 all completions of a prompt are alike and nothing "
+         "more is learnt.", from_zero=True),
+    Kind("Completion length", "tokens", "completion/mean_length", "eval/mean_length",
+         "Tokens that the policy wrote. Healthy: steady, or growing with the reward; growing alone is length creep.",
+         from_zero=True),
     Kind("Cut at the length limit", "share of completions", "completion/truncated", "eval/truncated",
-          share=True, from_zero=True, skip_zero=True),
+         "Completions cut at generation.max_new_tokens. Healthy: below 5 %; what is cut is scored unfinished.",
+         share=True, from_zero=True, skip_zero=True),
     Kind("Turns", "the policy's in an episode", "environment/turns", "eval/environment/turns",
-          from_zero=True, greedy=True),
+         "How often the policy speaks in an episode. Healthy: as many as the task needs.",
+         from_zero=True, greedy=True),
     Kind("Invalid calls", "turns an episode", "environment/invalid_calls", "eval/environment/invalid_calls",
-          from_zero=True, skip_zero=True),
+         "Turns that the environment could not read. Healthy: falls towards 0.", from_zero=True, skip_zero=True),
     Kind("Tokens read", "the environment's, an episode", "environment/observation_tokens",
-          "eval/environment/observation_tokens", from_zero=True),
+         "eval/environment/observation_tokens", "What the environment answered; read, not learnt. Healthy: steady.",
+         from_zero=True),
     Kind("Out of turns", "share of episodes", "environment/out_of_turns", "eval/environment/out_of_turns",
-          share=True, from_zero=True, skip_zero=True),
-    Kind("pass@1", "held-out, full marks", "", "eval/pass@1", share=True, from_zero=True, greedy=True),
-    Kind("Likelihood loss", "ORPO's, nats per token", "preference/nll", from_zero=True),
-    Kind("KL estimate", "KTO's, nats an answer", "preference/kl", from_zero=True, skip_zero=True),
-    Kind("Value loss", "lower is better", "value/loss", from_zero=True, any_scale=True),
-    Kind("Explained variance", "1 is best", "value/explained_variance", floor=-1),
-    Kind("Spread of rewards", "standard deviation", "reward/std", "eval/reward_std", from_zero=True),
-    Kind("Groups without spread", "they teach nothing", "reward/zero_spread_groups",
-          share=True, from_zero=True, skip_zero=True),
-    Kind("Rewards dropped", "completions without a valid one", "reward/dropped", from_zero=True, skip_zero=True),
-    Kind("Clip fraction", "share of tokens", "policy/clipfrac", share=True, from_zero=True, skip_zero=True),
-    Kind("Gradient norm", "policy, before clipping", "optim/grad_norm", from_zero=True, any_scale=True),
-    Kind("Critic's gradient norm", "before clipping", "value/grad_norm", from_zero=True, any_scale=True),
-    Kind("Learning rate", "policy", "optim/learning_rate", from_zero=True),
+         "Episodes that ended at environment.max_turns. Healthy: falls; else allow more turns.",
+         share=True, from_zero=True, skip_zero=True),
+    Kind("pass@1", "held-out, full marks", "", "eval/pass@1",
+         "Held-out prompts solved by one try. Healthy: rises with the reward; else the reward measures something else.",
+         share=True, from_zero=True, greedy=True),
+    Kind("Likelihood loss", "ORPO's, nats per token", "preference/nll", "",
+         "How well the chosen answers are predicted. Healthy: falls.", from_zero=True),
+    Kind("KL estimate", "KTO's, nats an answer", "preference/kl", "",
+         "KTO's estimate of how far the policy has moved. Healthy: small, and no steady rise.",
+         from_zero=True, skip_zero=True),
+    Kind("Value loss", "lower is better", "value/loss", "",
+         "The critic's squared error. Healthy: falls at first, then steady.", from_zero=True, any_scale=True),
+    Kind("Explained variance", "1 is best", "value/explained_variance", "",
+         "What the critic knows of the returns. Healthy: rises towards 1; at 0 or below it is no better than their "
+         "mean.", floor=-1),
+    Kind("Spread of rewards", "standard deviation", "reward/std", "eval/reward_std",
+         "How much rewards differ. Healthy: above 0; at 0 there is nothing to tell better from worse.",
+         from_zero=True),
+    Kind("Groups without spread", "they teach nothing", "reward/zero_spread_groups", "",
+         "Groups whose completions all scored the same: advantage 0. Healthy: below half; else prompts are too easy or "
+         "too hard.", share=True, from_zero=True, skip_zero=True),
+    Kind("Rewards dropped", "completions without a valid one", "reward/dropped", "",
+         "Completions without a valid reward. Healthy: 0; failed_rewards.jsonl says why.",
+         from_zero=True, skip_zero=True),
+    Kind("Clip fraction", "share of tokens", "policy/clipfrac", "",
+         "Tokens outside the clip range. Healthy: below 20 %; more means steps too large or too many for one rollout.",
+         share=True, from_zero=True, skip_zero=True),
+    Kind("Gradient norm", "policy, before clipping", "optim/grad_norm", "",
+         "Healthy: steady; single spikes are cut at optim.max_grad_norm, a rising trend is instability.",
+         from_zero=True, any_scale=True),
+    Kind("Critic's gradient norm", "before clipping", "value/grad_norm", "",
+         "Healthy: falls as the critic learns, then steady.", from_zero=True, any_scale=True),
+    Kind("Learning rate", "policy", "optim/learning_rate", "",
+         "As the schedule has it. A reward that falls while this is highest asks for a lower one.", from_zero=True),
 )  # fmt: skip
+LOSS_MEANING = "What is minimised. Healthy: training and held-out fall together."
+_OTHER_MEANINGS = {  # of the methods that learn from examples
+    "rewards/accuracy": "Pairs whose chosen side is preferred. Healthy: rises above 50 %, held out too.",
+    "preference/accuracy": "Pairs whose chosen side is preferred. Healthy: rises above 50 %, held out too.",
+    "rewards/margin": "Reward of the chosen side less that of the rejected one. Healthy: grows.",
+}
+FUNCTIONS_MEANING = (
+    "Healthy: all rise together; one up while another falls is the first sign that the reward is being gamed."
+)
 _BOTH_SIDES = {"rewards/chosen", "rewards/rejected"}  # in a panel of their own
 _REWARD_NAMES = {"reward/mean", "reward/std", "reward/zero_spread_groups", "reward/dropped"}
 
@@ -169,40 +285,46 @@ def _other_kind(run: Run, key: str) -> Kind:
     title = title if group in ("rewards", "preference") or not name else f"Loss: {title.lower()}"
     is_loss = group == "loss" or key == "preference/loss"
     better = "higher is better" if key == "rewards/accuracy" else "lower is better" if is_loss else ""
-    return Kind(title, better, key, held_out_key(run, key), share=key == "rewards/accuracy", any_scale=is_loss)
+    meaning = LOSS_MEANING if is_loss else _OTHER_MEANINGS.get(key, "")
+    share = key == "rewards/accuracy"
+    return Kind(title, better, key, held_out_key(run, key), meaning, share=share, any_scale=is_loss)
 
 
 def _sides(run: Run) -> list[Panel]:
     """Both sides of the pairs in one panel: the difference is what is learnt, and both may fall while it grows."""
+    rewards = "Both sides of the pairs. Healthy: they part; both may fall."
+    likely = "How likely both sides are. Healthy: they part; a steep fall of the chosen is forgetting."
     panels = []
-    for key, title, unit in (
-        ("rewards/{}", "Rewards of both sides", "training"),
-        ("policy/{}_logprobs", "Log-probabilities", "training, nats an answer"),
+    for key, title, unit, meaning in (
+        ("rewards/{}", "Rewards of both sides", "training", rewards),
+        ("policy/{}_logprobs", "Log-probabilities", "training, nats an answer", likely),
     ):
-        points = {side: run.points(key.format(side)) for side in ("chosen", "rejected")}
-        lines = [Line(side, str(i + 1), found) for i, (side, found) in enumerate(points.items())]
-        if all(run.finite(key.format(side)) for side in points):
-            panels.append(Panel(key.format("sides"), title, unit, lines))
+        keys = {side: key.format(side) for side in ("chosen", "rejected")}
+        if all(map(run.finite, keys.values())):
+            lines = [Line(side, str(i), run.points(name)) for i, (side, name) in enumerate(keys.items(), start=1)]
+            panels.append(Panel(key.format("sides"), title, unit, lines, meaning=meaning))
     return panels
 
 
 def _panel(run: Run, kind: Kind) -> Panel | None:
-    train, held = run.points(kind.train), picked(run.points(kind.held))
-    greedy = picked(run.points(kind.held.replace("eval/", "eval/greedy/", 1))) if kind.greedy else []
-    lines = [
-        Line("training", "train", train),
-        Line("held-out", "held", held, intervals_of(run, kind.held, held)),
-        Line("greedy", "greedy", greedy, intervals_of(run, kind.held.replace("eval/", "eval/greedy/", 1), greedy)),
-    ]
-    lines = [line for line in lines if line.points]
+    greedy = kind.held.replace("eval/", "eval/greedy/", 1) if kind.greedy else ""
+    lines = [Line("training", "train", run.points(kind.train))]
+    for label, role, key in (("held-out", "held", kind.held), ("greedy", "greedy", greedy)):
+        points = picked(run.points(key))
+        lines.append(Line(label, role, points, intervals_of(run, key, points)))
+    return panel_of(kind, kind.train or kind.held, [line for line in lines if line.points], kind.unit)
+
+
+def panel_of(kind: Kind, key: str, lines: list[Line], unit: str) -> Panel | None:
+    """A panel of a known metric; None where its lines have no finite number, or say nothing."""
     values = [value for line in lines for _, value in line.points if math.isfinite(value)]
     if not values or (kind.skip_zero and not any(values)):
         return None
     share = kind.share and min(values) >= 0 and max(values) <= 1
-    unit = kind.unit if share == kind.share else kind.unit.replace("share of ", "")
+    unit = unit if share == kind.share else unit.replace("share of ", "")
     if min(values) < kind.floor:
         unit += f" (cut at {show(kind.floor)})"
-    return Panel(kind.train or kind.held, kind.title, unit, lines, share, kind.from_zero, kind.floor, kind.any_scale)
+    return Panel(key, kind.title, unit, lines, share, kind.from_zero, kind.floor, kind.any_scale, kind.meaning)
 
 
 def intervals_of(run: Run, held: str, points: Points) -> dict[int, tuple[float, float]]:
@@ -217,23 +339,26 @@ def _reward_functions(run: Run) -> list[Panel]:
     """Each reward function in training and held out, in the same colours; held out beside the task's verifier, where
     the reward is something else.
     """
-    train = {key.removeprefix("reward/"): key for key in run.metric_names() if key.startswith("reward/")}
-    train = {name: key for name, key in train.items() if key not in _REWARD_NAMES}
-    held = {key.removeprefix("eval/reward/"): key for key in run.metric_names() if key.startswith("eval/reward/")}
-    names = sorted(train.keys() | held.keys())[:MOST_FUNCTIONS]
-    roles = {name: str(i + 1) for i, name in enumerate(names)}
-    of = f", the first {MOST_FUNCTIONS}" if len(train.keys() | held.keys()) > MOST_FUNCTIONS else ""
-    lines = {name: Line(one_line(name, 16), roles[name], run.points(train[name])) for name in names if name in train}
-    measured = [
-        Line(one_line(name, 16), roles[name], picked(run.points(held[name])), measured=True)
-        for name in names
-        if name in held
-    ]
+    keys = [key for key in run.metric_names() if key not in _REWARD_NAMES]
+    train = {key.removeprefix("reward/"): key for key in keys if key.startswith("reward/")}
+    held = {key.removeprefix("eval/reward/"): key for key in keys if key.startswith("eval/reward/")}
+    names = sorted(train.keys() | held.keys())
+    of = f", the first {MOST_FUNCTIONS}" if len(names) > MOST_FUNCTIONS else ""
+    lines, measured = list[Line](), list[Line]()
+    for i, name in enumerate(islice(names, MOST_FUNCTIONS), start=1):
+        if name in train:
+            lines.append(Line(one_line(name, 16), str(i), run.points(train[name])))
+        if name in held:
+            measured.append(Line(one_line(name, 16), str(i), picked(run.points(held[name])), measured=True))
     if run.points("eval/verifier_mean") != run.points("eval/reward_mean") and measured:
         measured.append(Line("verifier", "other", picked(run.points("eval/verifier_mean")), measured=True))
     measured = [line for line in measured if line.points]
-    panels = [Panel("eval/functions", "Held-out reward by function", f"before weights{of}", measured)]
-    panels.append(Panel("reward/functions", "Reward by function", f"training, before weights{of}", [*lines.values()]))
+    again = "The same in training. Healthy: what rises here rises held out too."
+    panels = [
+        Panel("eval/functions", "Held-out reward by function", f"before weights{of}", measured,
+              meaning=FUNCTIONS_MEANING),
+        Panel("reward/functions", "Reward by function", f"training, before weights{of}", lines, meaning=again),
+    ]  # fmt: skip
     return [panel for panel in panels if len(panel.lines) > 1]
 
 
@@ -246,4 +371,6 @@ def _time(run: Run) -> list[Panel]:
         Line(name, roles[name], [(step, phase.get(step, 0.0)) for step in steps]) for name, phase in seconds.items()
     ]
     unit = "seconds a step" if len(seconds) == len(roles) else "seconds a step, evaluation aside"
-    return [Panel("time", "Time by phase", unit, lines, from_zero=True, stacked=True)] if lines else []
+    meaning = "Healthy: the same from step to step; sampling and update take most of it."
+    panel = Panel("time", "Time by phase", unit, lines, from_zero=True, stacked=True, meaning=meaning)
+    return [panel] if lines else []
