@@ -43,6 +43,6 @@ def interruptible() -> Iterator[None]:
 
 
 def prepare_libraries() -> None:
-    from tinyrl.cli.train import quiet_libraries
+    from tinyrl.cli.options import quiet_libraries
 
     quiet_libraries()

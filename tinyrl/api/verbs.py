@@ -86,22 +86,22 @@ def evaluate(
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """What `tinyrl eval TARGET --json` prints, as a dictionary. Raises ValueError for what can be fixed."""
-    num_prompts, samples = _count("num_prompts", num_prompts), _count("samples", samples)
-    best_of = _count("best_of", best_of)
     from tinyrl.cli.preflight import check_evaluation
+    from tinyrl.evaluation.targets import Asked
 
-    what, other, words = _path(target), None if vs is None else _path(vs), overrides_of(settings)
-    asked: dict[str, Any] = {"vs": other, "task": task, "data": data, "settings": words, "split": split}
-    asked |= {"best_of": best_of, "save_samples": save_samples}
+    counts = [_count(*named) for named in (("num_prompts", num_prompts), ("samples", samples), ("best_of", best_of))]
+    what, other = _path(target), None if vs is None else _path(vs)
+    asked = Asked(task, data, tuple(overrides_of(settings)), split, *counts, save_samples)
     with alone():
-        check_evaluation(what, **asked)
+        check_evaluation(what, asked, vs=other)
         prepare_libraries()
-        from tinyrl.evaluation.versus import Options, evaluate_target
+        from tinyrl.components import Options
+        from tinyrl.evaluation.versus import evaluate_target
         from tinyrl.runs.run_dir import finite
 
         options = Options(device=device, trust_remote_code=trust_remote_code)
         with interruptible():
-            return finite(evaluate_target(what, num_prompts=num_prompts, samples=samples, options=options, **asked))
+            return finite(evaluate_target(what, asked, vs=other, options=options))
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:

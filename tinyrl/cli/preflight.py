@@ -95,26 +95,16 @@ def _check_rows(config: Config) -> None:
         _check_examples(config)
 
 
-def check_evaluation(
-    target: str,
-    *,
-    vs: str | None,
-    task: str | None,
-    data: str | None = None,
-    settings: list[str] | None = None,
-    split: str = "eval",
-    best_of: int = 1,
-    save_samples: str | None = None,
-) -> None:
+def check_evaluation(target: str, asked: Asked, *, vs: str | None = None) -> None:
     """Raise ValueError for what `tinyrl eval` cannot use: a target or --vs that cannot exist, a task, rows, settings,
     options that nothing reads.
     """
-    if task is not None:
-        load_task(task)
+    if asked.task is not None:
+        load_task(asked.task)
     for name in (target, *([vs] if vs not in (None, "base", "start") else [])):
         if run_of(Path(name)) is not None:
             continue
-        if name == target and task is None and data is None:  # the other side is judged by the first one's rows
+        if name == target and asked.task is None and asked.data is None:  # the other side is judged by the first one's
             meant = did_you_mean(name, [str(p.parent) for p in Path(name).parent.glob("*/config.yaml")])
             raise ValueError(
                 f"{name} is not a run.{meant} To evaluate a model, say what on: --task NAME (see `tinyrl tasks`) or "
@@ -123,10 +113,9 @@ def check_evaluation(
         if meant_a_run(name):
             open_run(name)  # says what is wrong with the name
         check_model_path("model", name)
-    asked = Asked(task, data, tuple(settings or ()))
     found = find(target, asked)
-    check_asked(found, asked, split=split, best_of=best_of, save_samples=save_samples)
-    if asked.nothing:
+    check_asked(found, asked)
+    if asked.as_it_is:
         return
     for config in (found.sampled, found.measured):
         if config is not None:

@@ -14,8 +14,7 @@ from typing import Any, Literal
 import torch
 
 from tinyrl.environments.episode import policy_text
-from tinyrl.evaluation.intervals import mean, mean_interval
-from tinyrl.evaluation.verdicts import verdict_metrics
+from tinyrl.evaluation.statistics import mean, mean_interval, verdict_metrics
 from tinyrl.parts import SamplingParts
 from tinyrl.rollout import FINISH_REASONS
 from tinyrl.sampling import forward_pass, sample_and_score

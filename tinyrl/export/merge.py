@@ -33,12 +33,7 @@ MOST_GAP = 1e-3  # of log-probabilities, merged and not, both in float32
 MOST_CHANGED = 0.01  # share of greedy tokens that may change when the merged weights are rounded
 
 
-@dataclass(frozen=True)
-class Sequence:
-    """Tokens, and the first of them that the policy wrote: its positions count."""
-
-    tokens: list[int]
-    first: int
+Sequence = tuple[list[int], int]  # tokens, and the place of the first that the policy wrote: what counts begins there
 
 
 @dataclass(frozen=True)
@@ -106,32 +101,33 @@ def sequences_of(run: RunDir, tokenizer: PreTrainedTokenizerBase, *, vocabulary:
         for row in rows
         if row["step"] == last
     )
-    made_up = (Sequence([(7 * i + 13 * j + 1) % vocabulary for i in range(32)], 1) for j in range(MADE_UP))
+    made_up = (([(7 * i + 13 * j + 1) % vocabulary for i in range(32)], 1) for j in range(MADE_UP))
     most = max(64, min(MOST_POSITIONS, MOST_LOGITS // vocabulary))
-    return _as_many([s for s in written if s.first < len(s.tokens)], most) or _as_many(made_up, most)
+    written = [(tokens, first) for tokens, first in written if first < len(tokens)]
+    return _as_many(written, most) or _as_many(made_up, most)
 
 
 def _sequence(tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> Sequence:
     before = token_ids(tokenizer, prompt)[-LONGEST:] or [0]
-    return Sequence(before + token_ids(tokenizer, completion)[:LONGEST], len(before))
+    return before + token_ids(tokenizer, completion)[:LONGEST], len(before)
 
 
 def _as_many(sequences: Iterable[Sequence], most: int) -> list[Sequence]:
-    kept, positions = list[Sequence](), 0
-    for sequence in sequences:
-        positions += len(sequence.tokens) - sequence.first
-        if kept and positions > most:
+    found, positions = list[Sequence](), 0
+    for tokens, first in sequences:
+        positions += len(tokens) - first
+        if found and positions > most:
             break
-        kept.append(sequence)
-    return kept
+        found.append((tokens, first))
+    return found
 
 
 @torch.inference_mode()
 def distributions(model: PreTrainedModel | PeftModel, sequences: list[Sequence]) -> list[Tensor]:
     """Log-probabilities (n, V) in float32 of the next token, before each of the n tokens that count."""
     found = []
-    for sequence in sequences:
-        logits = model(input_ids=torch.tensor([sequence.tokens])).logits[0, sequence.first - 1 : -1]
+    for tokens, first in sequences:
+        logits = model(input_ids=torch.tensor([tokens])).logits[0, first - 1 : -1]
         found.append(logits.float().log_softmax(-1))
     return found
 

@@ -19,7 +19,7 @@ from tinyrl.components import Options, settle_threads
 from tinyrl.config.schema import Config
 from tinyrl.distributed import World
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
-from tinyrl.evaluation.held_out import Trainer, trainer_of
+from tinyrl.evaluation.versus import Trainer, trainer_of
 from tinyrl.models.device import as_out_of_memory, peak_memory_gb
 from tinyrl.models.known_shapes import SHAPES, stand_in
 from tinyrl.models.memory import checkpoint_bytes

@@ -1,7 +1,8 @@
-"""`tinyrl samples` and `tinyrl prompts`: what a run wrote, and which of its training prompts it solves."""
+"""Commands that look at a run: report, checkpoints, samples, prompts."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -12,9 +13,42 @@ import click
 import typer
 
 from tinyrl.cli.errors import sentences
-from tinyrl.cli.options import Debug
+from tinyrl.cli.options import Debug, Json
 
 RunFolder = Annotated[str, typer.Argument(metavar="RUN")]
+
+
+def report(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="one run, or several that are laid over each other")
+    ],
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="of several runs: where to write; default the folder of the first run's"),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write report.html and report.png of a run, finished or going on, or of several runs together."""
+    with sentences(debug):
+        from tinyrl.report import write_overlay, write_report
+
+        folders = [Path(run) for run in runs]
+        if output is not None and len(folders) == 1:
+            raise ValueError("--output is for a report of several runs; that of one run is in its folder")
+        parent = Path(output) if output is not None else folders[0].resolve().parent
+        for path in write_report(folders[0]) if len(folders) == 1 else write_overlay(folders, parent):
+            print(path)
+
+
+def checkpoints(run: RunFolder, json_output: Json = False, debug: Debug = False) -> None:
+    """List the checkpoints of a run: step, size, metric, and whether each verifies."""
+    with sentences(debug):
+        from tinyrl.runs.listing import list_verified, render
+        from tinyrl.runs.run_dir import open_run
+
+        opened = open_run(run)
+        listed = list_verified(opened)
+        print(json.dumps([vars(one) for one in listed]) if json_output else render(opened, listed))
 
 
 def samples(
