@@ -13,7 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tinyrl.config.recipe import as_override
+from tinyrl.config.settings import SECTIONS
 from tinyrl.text import listed, shortened
+from tinyrl.workers.written import written
 
 Settings = Mapping[str, Any]  # {"run.num_steps": 20} or {"run": {"num_steps": 20}}
 Reward = str | Callable[..., Any]  # 'file.py:function', or a function
@@ -24,8 +27,6 @@ def given(settings: list[str], reward: Any, rows: Any, eval_rows: Any, inputs: P
     """Overrides for settings, rewards and rows, which are written to files where they are none yet. Rows take the place
     of a recipe's, and of its task, where the settings name no other.
     """
-    from tinyrl.config.recipe import as_override
-
     found = [*settings]
     if reward is not None:
         weights = reward if isinstance(reward, Mapping) else dict.fromkeys(_as_list(reward), 1.0)
@@ -47,8 +48,6 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _use(reward: Reward, inputs: Path) -> str:
-    from tinyrl.workers.written import written
-
     if isinstance(reward, str):
         return reward
     if not callable(reward):
@@ -108,9 +107,6 @@ def _written_rows(rows: Any, inputs: Path) -> Path:
 
 def overrides_of(settings: Settings | None) -> list[str]:
     """Settings as the command line has them: {"run.num_steps": 20} and {"run": {"num_steps": 20}} are the same."""
-    from tinyrl.config.recipe import as_override
-    from tinyrl.config.settings import SECTIONS
-
     if not isinstance(settings, Mapping | None):
         raise ValueError(f"settings={shortened(repr(settings))}: they are a dictionary, as {{'run.num_steps': 20}}")
     flat: dict[str, Any] = {}

@@ -43,7 +43,6 @@ def memory_sentences(debug: bool) -> Iterator[None]:
 
 
 def _of_memory(error: Exception) -> OutOfRoom | None:
-    """What to tell in place of an error that is about memory."""
     said, limit = None if isinstance(error, Stop) else no_memory(error), address_space()
     if limit is not None and isinstance(
         error, SystemError
@@ -66,7 +65,6 @@ def address_space() -> int | None:
 
 
 def _tell(error: Exception) -> int:
-    """Print what an error says; the exit code."""
     from tinyrl.text import redact, visible
 
     text = visible(redact(_sentence(error)))  # it may quote any file

@@ -28,7 +28,6 @@ ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # of torch; the s
 
 
 def complete_setting(incomplete: str) -> list[str]:
-    """Packaged recipes and `section.key=` that begin like this."""
     from tinyrl.config.errors import fields_of, section_class
     from tinyrl.config.recipe import packaged_recipes
     from tinyrl.config.settings import SECTIONS
@@ -47,8 +46,6 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of every command that loads a model."""
-
     device: str
     trust_remote_code: bool
     debug: bool

@@ -198,7 +198,6 @@ def _check_prompts(config: Config) -> None:
 
 
 def _check_examples(config: Config) -> None:
-    """Rows of methods that learn from examples can be read as what the method learns from."""
     where = config.task
     if where.data is None:
         raise ValueError(
@@ -220,7 +219,6 @@ def _check_readings(source: str, read: Callable[[Row, Row], object], *, columns:
 
 
 def _read_example(config: Config, row: Row, first: Row) -> None:
-    """Raise ValueError for a row that is not of the kind that the method learns from, or not of the first row's."""
     kind = METHODS[config.method].rows
     assert kind != "prompts"
     if kind == "judged":

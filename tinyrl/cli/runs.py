@@ -136,7 +136,6 @@ def prompts(
 
 
 def _show(text: str, notes: list[str]) -> None:
-    """Print, by the pager where a terminal is too small; what is to be said about it goes beside it."""
     size = shutil.get_terminal_size()
     height = sum(1 + len(line) // max(1, size.columns) for line in text.split("\n"))
     if sys.stdout.isatty() and height >= size.lines:

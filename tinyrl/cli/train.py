@@ -113,7 +113,6 @@ def plan(
 def _start(
     method: str | None, settings: list[str], *, name: str | None, output_dir: str, overwrite: bool, options: RunOptions
 ) -> None:
-    """Make a run's folder and train to its end."""
     with sentences(options.debug):
         from tinyrl.runs.run_dir import check_new_run
 
@@ -163,7 +162,6 @@ def _dry_run(method: str | None, settings: list[str], *, options: RunOptions) ->
 
 
 def _show_plan(planned: Planned) -> None:
-    """Print a plan. Raises OutOfRoom where the run does not fit."""
     print(planned.text, flush=True)
     if planned.problem is not None:
         raise OutOfRoom(planned.problem)

@@ -8,6 +8,7 @@ own. Nothing here imports torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,6 @@ class Asked:
 
     @property
     def judge(self) -> bool:
-        """Whether it says what completions are judged by."""
         return self.task is not None or any(_key(setting) in JUDGES for setting in self.settings)
 
     @property
@@ -101,7 +101,7 @@ def find(path: str, asked: Asked) -> Target:
             f"{shortened(asked.settings[0])} name {A_JUDGE}"
         )
     if asked.judge:
-        return Target(path, run, _as_asked(_policy_of(config), asked), config)
+        return Target(path, run, _as_asked(as_policy(config), asked), config)
     if asked.data is not None:  # read as the run's rows are
         values = config.model_dump()
         values["task"] |= {"eval_data": asked.data}
@@ -110,7 +110,6 @@ def find(path: str, asked: Asked) -> Target:
 
 
 def check_asked(first: Target, asked: Asked) -> None:
-    """ValueError for options that the target has no use for."""
     if asked.data is not None and asked.split == "train":
         raise ValueError("--data FILE says which rows; --split train chooses among those of a run")
     if first.sampled is None:
@@ -174,24 +173,27 @@ def _key(setting: str) -> str:
     return setting.partition("=")[0]
 
 
+def check_sections(settings: Iterable[str], sections: tuple[str, ...], who: str) -> None:
+    for setting in settings:
+        if setting.partition(".")[0] not in sections:
+            raise ValueError(
+                f"override '{shortened(setting)}': {who} takes settings of {and_list([*sections])}; the others are the "
+                "run's own"
+            )
+
+
 def _check_settings(asked: Asked) -> None:
     if asked.split not in ("eval", "train"):
         raise ValueError(f"--split {asked.split!r}: allowed are eval and train")
     if asked.task is not None:
         load_task(asked.task)
+    check_sections(asked.settings, SECTIONS, "evaluation")
     for setting in asked.settings:
-        key = _key(setting)
-        if key.partition(".")[0] not in SECTIONS:
-            raise ValueError(
-                f"override '{shortened(setting)}': evaluation takes settings of {and_list([*SECTIONS])}; the "
-                "others are the run's own"
-            )
-        if key in OPTIONS:
-            raise ValueError(f"override '{shortened(setting)}': say it as {OPTIONS[key]}")
+        if _key(setting) in OPTIONS:
+            raise ValueError(f"override '{shortened(setting)}': say it as {OPTIONS[_key(setting)]}")
 
 
 def _model(path: str, asked: Asked) -> Config:
-    """The configuration of a model that is no run."""
     task = asked.task or ("rows" if asked.data is not None else None)
     if task is None:
         where = "--task NAME (see `tinyrl tasks`) or --data FILE"
@@ -200,11 +202,15 @@ def _model(path: str, asked: Asked) -> Config:
     return _as_asked(values, asked)
 
 
-def _policy_of(config: Config) -> dict[str, Any]:
-    """The policy that sft or dpo has trained, as grpo's configuration would have it: to be sampled and scored."""
-    values = {name: getattr(config, name).model_dump() for name in ("model", "task", "run")}
+def as_policy(config: Config) -> dict[str, Any]:
+    """The policy that any method has trained, as grpo's configuration would have it: to be sampled and scored. No
+    critic, no trackers, no dropout.
+    """
+    names = ["model", "lora", "task", "run", "reference"]
+    names += ["generation", "environment", "reward"] if METHODS[config.method].samples else []
+    values: dict[str, Any] = {name: getattr(config, name).model_dump() for name in names}
     values["run"] |= {"trackers": []}
-    values["lora"] = config.lora.model_dump() | {"dropout": 0.0}
+    values["lora"] |= {"dropout": 0.0}
     values["reference"] = {"kind": "none" if config.model.random_init else config.reference.kind}
     return {"method": "grpo", **values}
 

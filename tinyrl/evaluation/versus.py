@@ -231,7 +231,6 @@ def measure(config: Config, checkpoint: Path | None, asked: Asked, *, options: O
 
 
 def _other_measured(config: Config, vs: str, asked: Asked, *, options: Options) -> dict[str, Any]:
-    """The other side's numbers on the rows of the first one, whose configuration `config` is."""
     if vs in ("base", "start"):
         if not METHODS[config.method].policy:
             raise ValueError(

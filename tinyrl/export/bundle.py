@@ -145,7 +145,6 @@ def _write_model(
 
 
 def _describe(plan: Plan, folder: Path, dtype: str | None, notes: tuple[str, ...]) -> None:
-    """README.md, the picture of its curves, and export.json."""
     step, picture = checkpoint_step(plan.checkpoint), plan.run.path / PICTURE
     if picture.is_file():
         shutil.copyfile(picture, folder / PICTURE)

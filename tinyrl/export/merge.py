@@ -133,7 +133,6 @@ def distributions(model: PreTrainedModel | PeftModel, sequences: list[Sequence])
 
 
 def compared(wanted: list[Tensor], saved: list[Tensor]) -> Fidelity:
-    """How near the second distributions are to the first."""
     positions = sum(len(each) for each in wanted)
     pairs = list(zip(wanted, saved, strict=True))
     changed = sum(int((a.argmax(-1) != b.argmax(-1)).sum()) for a, b in pairs)

@@ -17,6 +17,7 @@ from jinja2 import Environment, PackageLoader
 import tinyrl
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import hub_name
+from tinyrl.report.panels import evenly
 from tinyrl.runs.records import number as as_number
 from tinyrl.runs.run_dir import named_run
 from tinyrl.starter import starter_path
@@ -103,11 +104,9 @@ def licence_of(path: str) -> str | None:
 
 def curve(evaluated: dict[int, dict[str, Any]]) -> str:
     """A table of the held-out numbers by step, at most MOST_POINTS of them, the first and the last among these."""
-    steps = sorted(evaluated)
-    if not steps:
+    shown = evenly(sorted(evaluated), MOST_POINTS)
+    if not shown:
         return "No held-out evaluation."
-    last, most = len(steps) - 1, min(MOST_POINTS, len(steps))
-    shown = sorted({steps[round(i * last / max(1, most - 1))] for i in range(most)})
     columns = [(label, key) for label, key in CURVE if any(key in evaluated[step] for step in shown)]
     rows = [["step", *(label for label, _ in columns)], ["---:"] * (len(columns) + 1)]
     rows += [[str(step), *(_value(evaluated[step].get(key)) for _, key in columns)] for step in shown]
@@ -127,7 +126,6 @@ def _front_matter(config: Config, licence: str | None, *, whole: bool) -> dict[s
 
 
 def _evaluation(line: dict[str, Any]) -> list[tuple[str, Any, list[Any] | None]]:
-    """(metric, value, interval) of a held-out evaluation."""
     found = []
     for key, value in sorted(line.items()):
         if key.startswith("eval/") and not isinstance(value, list):

@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from tinyrl.report.outcome import short_power, show
-from tinyrl.report.panels import COLUMNS, Line, Panel, cells
+from tinyrl.report.panels import COLUMNS, Line, Panel, cells, evenly
 from tinyrl.text import one_line
 
 if TYPE_CHECKING:
@@ -200,8 +200,8 @@ def values_by_step(panel: Panel) -> dict[int, str]:
     values = [{step: value for step, value in line.points if math.isfinite(value)} for line in panel.lines]
     marked = {step for line, known in zip(panel.lines, values, strict=True) if line.marked for step in known}
     others = {step for known in values for step in known} - marked
-    steps = _evenly(sorted(marked), MOST_HOVERED)
-    steps = sorted([*steps, *_evenly(sorted(others), MOST_HOVERED - len(steps))])
+    steps = evenly(sorted(marked), MOST_HOVERED)
+    steps = sorted([*steps, *evenly(sorted(others), MOST_HOVERED - len(steps))])
     return {step: _told(panel, step, values) for step in steps}
 
 
@@ -213,12 +213,6 @@ def _told(panel: Panel, step: int, values: list[dict[int, float]]) -> str:
             around = f" ({show(pair[0])} to {show(pair[1])})" if pair else ""
             said.append(f"{one_line(line.label, 40)} {show(known[step], share=panel.share)}{around}")
     return "\n".join(said)
-
-
-def _evenly(steps: list[int], most: int) -> list[int]:
-    if len(steps) <= most:
-        return steps
-    return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)] if most > 1 else []
 
 
 # ---- SVG and PNG ----

@@ -124,7 +124,6 @@ def scale_of(values: list[float]) -> float:
 
 
 def level_of(value: float, scale: float) -> int:
-    """-LEVELS to LEVELS; 0 for what has no number."""
     if not math.isfinite(value) or scale <= 0:
         return 0
     return round(max(-1.0, min(1.0, value / scale)) * LEVELS)

@@ -24,8 +24,6 @@ class Tile:
 
 @dataclass(frozen=True)
 class Phase:
-    """Seconds spent in one part of the steps, and its share of all of them."""
-
     name: str
     seconds: float
     share: float
@@ -73,7 +71,6 @@ def show_seconds(seconds: float) -> str:
 
 
 def subtitle(run: Run) -> str:
-    """Method, task, model and progress in one line."""
     method = str(run.setting("method") or "")
     parts = [TITLES.get(method, one_line(method, 20))]
     task, model = run.setting("task.name"), run.setting("model.path")
@@ -83,7 +80,6 @@ def subtitle(run: Run) -> str:
 
 
 def progress(run: Run) -> str:
-    """How far the run has come, as its files say."""
     planned = run.setting("run.num_steps")
     if not isinstance(planned, int) or isinstance(planned, bool):
         return f"{_steps(run.last_step)} so far"
@@ -202,7 +198,6 @@ def reward_is_pass(run: Run) -> bool:
 
 
 def phases(run: Run) -> list[Phase]:
-    """Seconds by phase over the whole run, in the order of phase_seconds()."""
     totals = {name: sum(points.values()) for name, points in phase_seconds(run).items()}
     whole = sum(totals.values())
     return [Phase(name, seconds, seconds / whole) for name, seconds in totals.items()]

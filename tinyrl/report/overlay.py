@@ -85,7 +85,6 @@ def _lines(runs: list[Named], key: str, *, measured: bool) -> list[Line]:
 
 
 def _functions(runs: list[Named]) -> list[Panel]:
-    """Held-out reward of each function, where a run has more than one."""
     each = [[key for key in one.run.metric_names() if key.startswith("eval/reward/")] for one in runs]
     keys = sorted({key for keys in each for key in keys}) if any(len(keys) > 1 for keys in each) else []
     titles = {key: one_line(key.removeprefix("eval/reward/"), 24) for key in keys[:MOST_FUNCTIONS]}

@@ -139,7 +139,6 @@ def _reliability(run: Run) -> dict[str, Any] | None:
 
 
 def _measured(run: Run) -> dict[str, Any] | None:
-    """Held-out measurements in numbers, a row a step."""
     each = [key.removeprefix("eval/") for key in run.metric_names() if key.startswith("eval/reward/")]
     rewards = {key: one_line(key.removeprefix("reward/"), 24) for key in each} if len(each) > 1 else {}
     names = {key: name for key, name in (_MEASURED | rewards).items() if run.finite(f"eval/{key}")}
@@ -206,7 +205,6 @@ def overlay_html(runs: list[Named], panels: list[Panel], svgs: list[str]) -> str
 
 
 def outcomes_of(runs: list[Named]) -> str:
-    """A line a run: its letter, its name and its outcome."""
     return "\n".join(f"{one.letter}  {one_line(one.run.name, 40)}: {outcome(one.run)}" for one in runs)
 
 

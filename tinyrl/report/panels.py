@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
+from typing import TypeVar
 
 from tinyrl.report.outcome import held_out_key, phase_seconds, reward_is_pass, show
 from tinyrl.runs.records import Points, Run
@@ -14,6 +15,7 @@ MOST_FUNCTIONS = 5
 MOST_POINTS = 500
 MOST_MARKS = 100  # points that are drawn one by one
 FEWEST_TO_SMOOTH = 20
+T = TypeVar("T")
 
 
 # ---- curves: long series are thinned, noisy ones smoothed, gaps stay ----
@@ -34,7 +36,6 @@ class Curve:
 
 
 def curve_of(points: Points, *, smooth: bool) -> Curve:
-    """The curve of a series; smoothed only when asked for and when there are enough points to need it."""
     points = thinned(points)
     steps, values = [step for step, _ in points], [value for _, value in points]
     return Curve(steps, values, smoothed(values) if smooth and len(points) >= FEWEST_TO_SMOOTH else values)
@@ -86,10 +87,14 @@ def picked(points: Points) -> Points:
     """
     if len(points) <= MOST_MARKS:
         return points
-    finite = [point for point in points if math.isfinite(point[1])]
-    last = len(finite) - 1
-    places = sorted({round(i * last / (MOST_MARKS - 1)) for i in range(MOST_MARKS)}) if last > 0 else [0] * (last + 1)
-    return [finite[place] for place in places]
+    return evenly([point for point in points if math.isfinite(point[1])], MOST_MARKS)
+
+
+def evenly(items: list[T], most: int) -> list[T]:
+    """At most so many of them: the first, the last, and evenly between; none where two are too many."""
+    if len(items) <= most:
+        return items
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)] if most > 1 else []
 
 
 # ---- lines, panels, and their places ----
@@ -144,8 +149,6 @@ class Panel:
 
 @dataclass(frozen=True)
 class Cell:
-    """Where a panel sits in a grid of COLUMNS columns."""
-
     row: int
     column: int
     height: int = 1
@@ -328,7 +331,6 @@ def panel_of(kind: Kind, key: str, lines: list[Line], unit: str) -> Panel | None
 
 
 def intervals_of(run: Run, held: str, points: Points) -> dict[int, tuple[float, float]]:
-    """The intervals of a held-out mean reward, by step; none of other metrics."""
     if not held.endswith("reward_mean"):
         return {}
     key = held.removesuffix("reward_mean") + "reward_ci"
