@@ -21,12 +21,7 @@ from tinyrl.cli.options import Debug
 from tinyrl.runs.launched import launched
 
 SEVERAL_PROCESSES = ("train", "eval", "compare")  # commands that processes can share
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    help=tinyrl.__doc__,
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, help=tinyrl.__doc__)
 
 
 def main() -> None:

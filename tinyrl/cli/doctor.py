@@ -16,8 +16,7 @@ from tinyrl.cli.options import Debug, Device, Json, RunOptions, TrustRemoteCode,
 
 def doctor(
     target: Annotated[
-        str | None,
-        typer.Argument(metavar="[RUN|MODEL]", help="a run's folder, or a model; default: this machine"),
+        str | None, typer.Argument(metavar="[RUN|MODEL]", help="a run's folder, or a model; default: this machine")
     ] = None,
     json_output: Json = False,
     device: Device = "auto",

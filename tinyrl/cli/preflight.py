@@ -1,7 +1,4 @@
-"""Checks before torch is imported: model folders, the task, local data rows, reward files.
-
-They take under a second, and torch stays unimported.
-"""
+"""Checks before torch is imported, in under a second: model folders, the task, local data rows, reward files."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from tinyrl.config.methods import METHODS
@@ -35,7 +31,12 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 def check_before_loading(config: Config) -> None:
     """Raise ValueError for whatever would stop a run before its first step and needs no model to be found."""
-    _check_processes(config)
+    count = launched().world_size
+    if count > 1 and config.generation.engine == "server":
+        raise ValueError(
+            f"generation.engine=server samples for one process, and {count} were launched: leave the launcher out, or "
+            "let the processes sample with generation.engine=auto generation.url=null"
+        )
     check_trackers(config.run.trackers)
     check_model_path("model.path", config.model.path)
     _check_revisions(config)
@@ -52,8 +53,8 @@ def check_before_loading(config: Config) -> None:
 
 
 def ask_hub_once(config: Config) -> None:
-    """Where models or rows are on the hub, and it does not answer: work offline. What is kept on this machine is used
-    then, and what is not is missed at once, not after five tries for each file.
+    """Work offline where models or rows are on the hub and it does not answer: what is kept here is used, and the rest
+    is missed at once, not after five tries for each file.
     """
     named = (config.model.path, config.critic.path, config.reward.model)
     models = [path for path in named if path and starter_path(path) is None and not os.path.exists(path)]
@@ -70,15 +71,6 @@ def ask_hub_once(config: Config) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-def _check_processes(config: Config) -> None:
-    count = launched().world_size
-    if count > 1 and config.generation.engine == "server":
-        raise ValueError(
-            f"generation.engine=server samples for one process, and {count} were launched: leave the launcher out, or "
-            "let the processes sample with generation.engine=auto generation.url=null"
-        )
-
-
 def _check_rewards(config: Config) -> None:
     if config.reward.model is not None:
         check_model_path("reward.model", config.reward.model)
@@ -87,12 +79,12 @@ def _check_rewards(config: Config) -> None:
 
 
 def _check_rows(config: Config) -> None:
-    if METHODS[config.method].samples:
-        _check_prompts(config)
-        if config.ppo.ptx_data is not None:
-            _check_readings(config.ppo.ptx_data, lambda row, _: text_examples(row), columns={})
-    else:
+    if not METHODS[config.method].samples:
         _check_examples(config)
+        return
+    _check_prompts(config)
+    if config.ppo.ptx_data is not None:
+        _check_readings(config.ppo.ptx_data, lambda row, _: text_examples(row), columns={})
 
 
 def check_evaluation(target: str, asked: Asked, *, vs: str | None = None) -> None:
@@ -191,21 +183,28 @@ def _check_prompts(config: Config) -> None:
             f"task {task.name} searches, so it needs environment.corpus: a .jsonl or .parquet file of passages, or a "
             "retrieval server's URL"
         )
-    sources = {"train": where.data, "eval": where.eval_data}
-    for split, source in sources.items():
+    for split, source in (("train", where.data), ("eval", where.eval_data)):
         if source is not None and _answers_at_once(source):
             load_split(config, split)
 
 
 def _check_examples(config: Config) -> None:
-    where = config.task
+    where, kind = config.task, METHODS[config.method].rows
     if where.data is None:
         raise ValueError(
             f"task.data is missing: `tinyrl train {config.method}` needs rows to learn from (task.data=FILE)"
         )
+
+    def read(row: Row, first: Row) -> None:
+        assert kind != "prompts"
+        if kind == "judged":  # as what the first row is
+            judged(row, objective_of(first, config.reward_model.objective))
+        else:
+            READINGS[kind](row)
+
     for source in (where.data, where.eval_data):
         if source is not None:
-            _check_readings(source, partial(_read_example, config), columns=where.columns)
+            _check_readings(source, read, columns=where.columns)
 
 
 def _check_readings(source: str, read: Callable[[Row, Row], object], *, columns: dict[str, str]) -> None:
@@ -216,15 +215,6 @@ def _check_readings(source: str, read: Callable[[Row, Row], object], *, columns:
             read(row, placed[0][1])
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
-
-
-def _read_example(config: Config, row: Row, first: Row) -> None:
-    kind = METHODS[config.method].rows
-    assert kind != "prompts"
-    if kind == "judged":
-        judged(row, objective_of(first, config.reward_model.objective))
-    else:
-        READINGS[kind](row)
 
 
 def _answers_at_once(source: str) -> bool:

@@ -98,19 +98,19 @@ def _sampled(first: Target, vs: str | None, asked: Asked, *, options: Options) -
     with ExitStack() as opened:
         ours = load_side(first, options=options)
         opened.callback(ours.parts.close)
-        result: dict[str, Any] = {}
-        if vs is None:
-            prompts = ours.prompts(asked.split)[: asked.num_prompts]
-            done = [(ours, ours.evaluate(prompts, samples=samples, best_of=best_of))]
-        else:
+        theirs, left_out = None, 0
+        prompts = ours.prompts(asked.split)[: asked.num_prompts]
+        if vs is not None:
             theirs = _other(vs, ours, asked=asked, options=options)
             opened.callback(theirs.parts.close)
             prompts, left_out = _shared_prompts(ours, theirs, asked)
+        mine = ours.evaluate(prompts, samples=samples, best_of=best_of)
+        result, lines = mine.metrics, [{"target": ours.name, **line} for line in mine.samples]
+        if theirs is not None:
             by_index = {p.index: p for p in theirs.prompts(asked.split)}
-            mine = ours.evaluate(prompts, samples=samples, best_of=best_of)
             other = theirs.evaluate([by_index[p.index] for p in prompts], samples=samples, best_of=1)
-            done = [(ours, mine), (theirs, other)]
-            result = {
+            lines += [{"target": theirs.name, **line} for line in other.samples]
+            result |= {
                 "other": {"target": theirs.name, **other.metrics},
                 "difference": {**paired_difference(mine, other), "left_out": left_out},
                 "win_rate": win_rates(mine, other),
@@ -119,15 +119,9 @@ def _sampled(first: Target, vs: str | None, asked: Asked, *, options: Options) -
             seen = trained_on(first.path)
             result["trained_on"] = sum(prompt_key(p.prompt) in seen for p in prompts)
     if asked.save_samples is not None and ours.parts.world.is_main:
-        _save(asked.save_samples, done)
-    return {**done[0][1].metrics, **result}
-
-
-def _save(file: str, done: list[tuple[Side, Evaluation]]) -> None:
-    """Write the samples of all sides, a line each, as samples.jsonl has them, with the side's name."""
-    lines = [{"target": side.name, **line} for side, evaluation in done for line in evaluation.samples]
-    with open(file, "w", encoding="utf-8") as out:
-        out.writelines(json.dumps(line, ensure_ascii=True) + "\n" for line in hidden(finite(lines)))
+        with open(asked.save_samples, "w", encoding="utf-8") as out:
+            out.writelines(json.dumps(line, ensure_ascii=True) + "\n" for line in hidden(finite(lines)))
+    return result
 
 
 def _shared_prompts(ours: Side, theirs: Side, asked: Asked) -> tuple[list[PreparedPrompt], int]:
@@ -151,16 +145,15 @@ def _shared_prompts(ours: Side, theirs: Side, asked: Asked) -> tuple[list[Prepar
 
 
 def _other(vs: str, ours: Side, *, asked: Asked, options: Options) -> Side:
-    if vs == "base" and ours.parts.roles.peft is None:
-        if ours.parts.roles.reference_model is None:
+    roles = ours.parts.roles
+    if vs == "base":
+        if roles.peft is None and roles.reference_model is None:
             raise ValueError(
                 "--vs base: this model was fully fine-tuned without a reference, so its base is not at hand"
             )
-        return Side(ours.parts, "reference", "base")
-    if vs == "base":
-        return Side(ours.parts, "base", "base")
+        return Side(ours.parts, "reference" if roles.peft is None else "base", "base")
     if vs == "start":
-        if not ours.parts.roles.has_reference:
+        if not roles.has_reference:
             raise ValueError("--vs start: this run has no reference (reference.kind=none)")
         return Side(ours.parts, "reference", "start")
     # It needs a configuration to be sampled with, whatever it says: the first one's takes its place.
@@ -196,11 +189,9 @@ class Trainer(Protocol):
 
     def load(self, config: Config, *, options: Options) -> Any:
         """The parts that `train` and `evaluate` take. Raises ValueError for what a user can fix."""
-        ...
 
     def train(self, session: Any, parts: Any) -> None:
         """Go on from the current step of a session (training/session.py) to the last."""
-        ...
 
     def evaluate(self, parts: Any) -> Evaluation:
         """Its numbers on the first run.eval_prompts held-out rows."""
@@ -208,7 +199,7 @@ class Trainer(Protocol):
 
 
 def trainer_of(config: Config) -> Trainer:
-    """The trainer of a run's method; imported now, since others may need libraries that this one does not."""
+    """The trainer of a run's method, imported now: others may need libraries that this one does not."""
     return cast(Trainer, importlib.import_module(f"tinyrl.trainers.{METHODS[config.method].trainer}"))
 
 

@@ -76,11 +76,7 @@ def extremes(held_out: HeldOut) -> dict[str, list[tuple[Sample | None, Sample]]]
 # ---- token by token ----
 
 QUANTITIES: dict[str, tuple[str, str, Callable[[dict[str, float]], float]]] = {  # class: name, meaning, number
-    "a": (
-        "Advantage",
-        "How much better than expected: what is above 0 was made more likely",
-        lambda n: n["advantage"],
-    ),
+    "a": ("Advantage", "How much better than expected: what is above 0 was made more likely", lambda n: n["advantage"]),
     "d": ("Change by the update", "Log-probability after the update less before", lambda n: n["new"] - n["old"]),
     "k": (
         "KL from the reference",
@@ -93,11 +89,7 @@ QUANTITIES: dict[str, tuple[str, str, Callable[[dict[str, float]], float]]] = { 
         lambda n: n["old"],
     ),
     "v": ("Value", "What the critic expected from here on", lambda n: n["value"]),
-    "w": (
-        "Reward",
-        "Where it landed, with the KL penalty of each token where there is one",
-        lambda n: n["reward"],
-    ),
+    "w": ("Reward", "Where it landed, with the KL penalty of each token where there is one", lambda n: n["reward"]),
 }
 _KINDS = {"train": "training, ", "eval": "held-out, ", "eval-greedy": "held-out, greedy, "}
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from string import ascii_uppercase
 
 from tinyrl.report.panels import (
-    FUNCTIONS_MEANING,
     KINDS,
     MOST_FUNCTIONS,
     Kind,
@@ -89,7 +88,7 @@ def _functions(runs: list[Named]) -> list[Panel]:
     keys = sorted({key for keys in each for key in keys}) if any(len(keys) > 1 for keys in each) else []
     titles = {key: one_line(key.removeprefix("eval/reward/"), 24) for key in keys[:MOST_FUNCTIONS]}
     return [
-        Panel("eval/functions", title, "held-out reward", lines, meaning=FUNCTIONS_MEANING)
+        Panel("eval/functions", title, "held-out reward", lines)
         for key, title in titles.items()
         if (lines := _lines(runs, key, measured=True))
     ]

@@ -6,6 +6,7 @@ from functools import cached_property
 from itertools import islice
 from typing import TypeVar
 
+from tinyrl.report.meanings import meaning_of
 from tinyrl.report.outcome import held_out_key, phase_seconds, reward_is_pass, show
 from tinyrl.runs.records import Points, Run
 from tinyrl.text import one_line
@@ -132,9 +133,13 @@ class Panel:
     from_zero: bool = False
     floor: float = -math.inf
     any_scale: bool = False  # a logarithmic axis is fine where values differ a hundredfold
-    meaning: str = ""  # one line under the chart; empty for a metric of unknown meaning
     stacked: bool = False
     span: tuple[int, int] = (0, 1)  # first and last step, the same in every panel
+
+    @property
+    def meaning(self) -> str:
+        """One line: what the chart means and what is healthy; empty for a metric of unknown meaning."""
+        return meaning_of(self.key)
 
     def alt(self) -> str:
         """What the chart shows, in words, for people who cannot see it."""
@@ -173,13 +178,12 @@ def cells(count: int) -> list[Cell]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A metric that tinyrl is known to write, in training, held out, or both: how it is drawn, and what is healthy."""
+    """A metric that tinyrl is known to write, in training, held out, or both."""
 
     title: str
     unit: str
-    train: str
-    held: str
-    meaning: str
+    train: str = ""
+    held: str = ""
     share: bool = False
     from_zero: bool = False
     floor: float = -math.inf
@@ -189,74 +193,34 @@ class Kind:
 
 
 KINDS = (
-    Kind("Reward", "higher is better", "reward/mean", "eval/reward_mean",
-         "The mean score. Healthy: held-out rises with training; training up while held-out falls is memorising or a "
-         "reward that is being gamed.", greedy=True),
-    Kind("KL from the reference", "nats per response", "objective/kl", "eval/kl",
-         "How far the policy has moved from its start. Healthy: a slow rise that buys reward; a jump is too large a "
-         "step.", from_zero=True),
-    Kind("Entropy", "nats per token", "policy/entropy", "eval/entropy",
-         "How undecided the policy is. Healthy: a slow fall; near 0 all completions of a prompt are alike and nothing "
-         "more is learnt.", from_zero=True),
-    Kind("Completion length", "tokens", "completion/mean_length", "eval/mean_length",
-         "Tokens that the policy wrote. Healthy: steady, or growing with the reward; growing alone is length creep.",
-         from_zero=True),
+    Kind("Reward", "higher is better", "reward/mean", "eval/reward_mean", greedy=True),
+    Kind("KL from the reference", "nats per response", "objective/kl", "eval/kl", from_zero=True),
+    Kind("Entropy", "nats per token", "policy/entropy", "eval/entropy", from_zero=True),
+    Kind("Completion length", "tokens", "completion/mean_length", "eval/mean_length", from_zero=True),
     Kind("Cut at the length limit", "share of completions", "completion/truncated", "eval/truncated",
-         "Completions cut at generation.max_new_tokens. Healthy: below 5 %; what is cut is scored unfinished.",
-         share=True, from_zero=True, skip_zero=True),
+          share=True, from_zero=True, skip_zero=True),
     Kind("Turns", "the policy's in an episode", "environment/turns", "eval/environment/turns",
-         "How often the policy speaks in an episode. Healthy: as many as the task needs.",
-         from_zero=True, greedy=True),
+          from_zero=True, greedy=True),
     Kind("Invalid calls", "turns an episode", "environment/invalid_calls", "eval/environment/invalid_calls",
-         "Turns that the environment could not read. Healthy: falls towards 0.", from_zero=True, skip_zero=True),
+          from_zero=True, skip_zero=True),
     Kind("Tokens read", "the environment's, an episode", "environment/observation_tokens",
-         "eval/environment/observation_tokens", "What the environment answered; read, not learnt. Healthy: steady.",
-         from_zero=True),
+          "eval/environment/observation_tokens", from_zero=True),
     Kind("Out of turns", "share of episodes", "environment/out_of_turns", "eval/environment/out_of_turns",
-         "Episodes that ended at environment.max_turns. Healthy: falls; else allow more turns.",
-         share=True, from_zero=True, skip_zero=True),
-    Kind("pass@1", "held-out, full marks", "", "eval/pass@1",
-         "Held-out prompts solved by one try. Healthy: rises with the reward; else the reward measures something else.",
-         share=True, from_zero=True, greedy=True),
-    Kind("Likelihood loss", "ORPO's, nats per token", "preference/nll", "",
-         "How well the chosen answers are predicted. Healthy: falls.", from_zero=True),
-    Kind("KL estimate", "KTO's, nats an answer", "preference/kl", "",
-         "KTO's estimate of how far the policy has moved. Healthy: small, and no steady rise.",
-         from_zero=True, skip_zero=True),
-    Kind("Value loss", "lower is better", "value/loss", "",
-         "The critic's squared error. Healthy: falls at first, then steady.", from_zero=True, any_scale=True),
-    Kind("Explained variance", "1 is best", "value/explained_variance", "",
-         "What the critic knows of the returns. Healthy: rises towards 1; at 0 or below it is no better than their "
-         "mean.", floor=-1),
-    Kind("Spread of rewards", "standard deviation", "reward/std", "eval/reward_std",
-         "How much rewards differ. Healthy: above 0; at 0 there is nothing to tell better from worse.",
-         from_zero=True),
-    Kind("Groups without spread", "they teach nothing", "reward/zero_spread_groups", "",
-         "Groups whose completions all scored the same: advantage 0. Healthy: below half; else prompts are too easy or "
-         "too hard.", share=True, from_zero=True, skip_zero=True),
-    Kind("Rewards dropped", "completions without a valid one", "reward/dropped", "",
-         "Completions without a valid reward. Healthy: 0; failed_rewards.jsonl says why.",
-         from_zero=True, skip_zero=True),
-    Kind("Clip fraction", "share of tokens", "policy/clipfrac", "",
-         "Tokens outside the clip range. Healthy: below 20 %; more means steps too large or too many for one rollout.",
-         share=True, from_zero=True, skip_zero=True),
-    Kind("Gradient norm", "policy, before clipping", "optim/grad_norm", "",
-         "Healthy: steady; single spikes are cut at optim.max_grad_norm, a rising trend is instability.",
-         from_zero=True, any_scale=True),
-    Kind("Critic's gradient norm", "before clipping", "value/grad_norm", "",
-         "Healthy: falls as the critic learns, then steady.", from_zero=True, any_scale=True),
-    Kind("Learning rate", "policy", "optim/learning_rate", "",
-         "As the schedule has it. A reward that falls while this is highest asks for a lower one.", from_zero=True),
+          share=True, from_zero=True, skip_zero=True),
+    Kind("pass@1", "held-out, full marks", "", "eval/pass@1", share=True, from_zero=True, greedy=True),
+    Kind("Likelihood loss", "ORPO's, nats per token", "preference/nll", from_zero=True),
+    Kind("KL estimate", "KTO's, nats an answer", "preference/kl", from_zero=True, skip_zero=True),
+    Kind("Value loss", "lower is better", "value/loss", from_zero=True, any_scale=True),
+    Kind("Explained variance", "1 is best", "value/explained_variance", floor=-1),
+    Kind("Spread of rewards", "standard deviation", "reward/std", "eval/reward_std", from_zero=True),
+    Kind("Groups without spread", "they teach nothing", "reward/zero_spread_groups",
+          share=True, from_zero=True, skip_zero=True),
+    Kind("Rewards dropped", "completions without a valid one", "reward/dropped", from_zero=True, skip_zero=True),
+    Kind("Clip fraction", "share of tokens", "policy/clipfrac", share=True, from_zero=True, skip_zero=True),
+    Kind("Gradient norm", "policy, before clipping", "optim/grad_norm", from_zero=True, any_scale=True),
+    Kind("Critic's gradient norm", "before clipping", "value/grad_norm", from_zero=True, any_scale=True),
+    Kind("Learning rate", "policy", "optim/learning_rate", from_zero=True),
 )  # fmt: skip
-LOSS_MEANING = "What is minimised. Healthy: training and held-out fall together."
-_OTHER_MEANINGS = {  # of the methods that learn from examples
-    "rewards/accuracy": "Pairs whose chosen side is preferred. Healthy: rises above 50 %, held out too.",
-    "preference/accuracy": "Pairs whose chosen side is preferred. Healthy: rises above 50 %, held out too.",
-    "rewards/margin": "Reward of the chosen side less that of the rejected one. Healthy: grows.",
-}
-FUNCTIONS_MEANING = (
-    "Healthy: all rise together; one up while another falls is the first sign that the reward is being gamed."
-)
 _BOTH_SIDES = {"rewards/chosen", "rewards/rejected"}  # in a panel of their own
 _REWARD_NAMES = {"reward/mean", "reward/std", "reward/zero_spread_groups", "reward/dropped"}
 
@@ -288,24 +252,21 @@ def _other_kind(run: Run, key: str) -> Kind:
     title = title if group in ("rewards", "preference") or not name else f"Loss: {title.lower()}"
     is_loss = group == "loss" or key == "preference/loss"
     better = "higher is better" if key == "rewards/accuracy" else "lower is better" if is_loss else ""
-    meaning = LOSS_MEANING if is_loss else _OTHER_MEANINGS.get(key, "")
     share = key == "rewards/accuracy"
-    return Kind(title, better, key, held_out_key(run, key), meaning, share=share, any_scale=is_loss)
+    return Kind(title, better, key, held_out_key(run, key), share=share, any_scale=is_loss)
 
 
 def _sides(run: Run) -> list[Panel]:
     """Both sides of the pairs in one panel: the difference is what is learnt, and both may fall while it grows."""
-    rewards = "Both sides of the pairs. Healthy: they part; both may fall."
-    likely = "How likely both sides are. Healthy: they part; a steep fall of the chosen is forgetting."
     panels = []
-    for key, title, unit, meaning in (
-        ("rewards/{}", "Rewards of both sides", "training", rewards),
-        ("policy/{}_logprobs", "Log-probabilities", "training, nats an answer", likely),
+    for key, title, unit in (
+        ("rewards/{}", "Rewards of both sides", "training"),
+        ("policy/{}_logprobs", "Log-probabilities", "training, nats an answer"),
     ):
         keys = {side: key.format(side) for side in ("chosen", "rejected")}
         if all(map(run.finite, keys.values())):
             lines = [Line(side, str(i), run.points(name)) for i, (side, name) in enumerate(keys.items(), start=1)]
-            panels.append(Panel(key.format("sides"), title, unit, lines, meaning=meaning))
+            panels.append(Panel(key.format("sides"), title, unit, lines))
     return panels
 
 
@@ -327,7 +288,7 @@ def panel_of(kind: Kind, key: str, lines: list[Line], unit: str) -> Panel | None
     unit = unit if share == kind.share else unit.replace("share of ", "")
     if min(values) < kind.floor:
         unit += f" (cut at {show(kind.floor)})"
-    return Panel(key, kind.title, unit, lines, share, kind.from_zero, kind.floor, kind.any_scale, kind.meaning)
+    return Panel(key, kind.title, unit, lines, share, kind.from_zero, kind.floor, kind.any_scale)
 
 
 def intervals_of(run: Run, held: str, points: Points) -> dict[int, tuple[float, float]]:
@@ -355,12 +316,8 @@ def _reward_functions(run: Run) -> list[Panel]:
     if run.points("eval/verifier_mean") != run.points("eval/reward_mean") and measured:
         measured.append(Line("verifier", "other", picked(run.points("eval/verifier_mean")), measured=True))
     measured = [line for line in measured if line.points]
-    again = "The same in training. Healthy: what rises here rises held out too."
-    panels = [
-        Panel("eval/functions", "Held-out reward by function", f"before weights{of}", measured,
-              meaning=FUNCTIONS_MEANING),
-        Panel("reward/functions", "Reward by function", f"training, before weights{of}", lines, meaning=again),
-    ]  # fmt: skip
+    panels = [Panel("eval/functions", "Held-out reward by function", f"before weights{of}", measured)]
+    panels.append(Panel("reward/functions", "Reward by function", f"training, before weights{of}", lines))
     return [panel for panel in panels if len(panel.lines) > 1]
 
 
@@ -373,6 +330,4 @@ def _time(run: Run) -> list[Panel]:
         Line(name, roles[name], [(step, phase.get(step, 0.0)) for step in steps]) for name, phase in seconds.items()
     ]
     unit = "seconds a step" if len(seconds) == len(roles) else "seconds a step, evaluation aside"
-    meaning = "Healthy: the same from step to step; sampling and update take most of it."
-    panel = Panel("time", "Time by phase", unit, lines, from_zero=True, stacked=True, meaning=meaning)
-    return [panel] if lines else []
+    return [Panel("time", "Time by phase", unit, lines, from_zero=True, stacked=True)] if lines else []
