@@ -41,9 +41,7 @@ def _nobody(who: Who, text: str) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was said to a prompt: the text of the policy's turns, why it ended, and the episode where one was played.
-    `turn` is its number in the chat, by which it was drawn.
-    """
+    """What was said to a prompt, as an episode where the run had an environment; `turn`: its number in the chat."""
 
     turn: int
     prompt: PreparedPrompt
@@ -53,9 +51,7 @@ class Answer:
 
 
 class Spelling:
-    """Text of tokens as they come, handed out once it is whole: half a character waits for its other half. State: the
-    tokens so far, and how many of them have been handed out.
-    """
+    """Text of tokens as they come, handed out once it is whole: half a character waits for its other half."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -176,9 +172,7 @@ class Speaker:
         return self._said(prompt, hear)
 
     def say_row(self, index: int, hear: Hear) -> Answer:
-        """Answer the prompt of a held-out row, whose columns the reward and the environment then have. Raises
-        ValueError where there is no such row.
-        """
+        """Answer the prompt of a held-out row, with its columns. Raises ValueError where there is no such row."""
         rows = load_split(self.target.config, "eval")
         if not 0 <= index < len(rows):
             raise ValueError(f"held-out rows are 0 to {len(rows) - 1}, and not {index}")
@@ -211,9 +205,7 @@ class Speaker:
         return self.answers["reference"]
 
     def rewards(self) -> list[tuple[str, dict[str, float], str | None]]:
-        """(role, each reward by name and their sum as `reward`, why there is none) of the last answers. Raises
-        ValueError without a reward, or without an answer.
-        """
+        """(role, each reward and their sum, why there is none) of the last answers. ValueError without an answer."""
         if not self.answers:
             raise ValueError("nothing has been asked yet")
         if self._scorer is None:

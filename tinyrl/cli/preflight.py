@@ -88,9 +88,7 @@ def _check_rows(config: Config) -> None:
 
 
 def check_evaluation(target: str, asked: Asked, *, vs: str | None = None) -> None:
-    """Raise ValueError for what `tinyrl eval` cannot use: a target or --vs that cannot exist, a task, rows, settings,
-    options that nothing reads.
-    """
+    """ValueError for what `tinyrl eval` cannot use: targets, a task, rows, settings, options that nothing reads."""
     if asked.task is not None:
         load_task(asked.task)
     for name in (target, *([vs] if vs not in (None, "base", "start") else [])):
@@ -154,9 +152,7 @@ def _check_revisions(config: Config) -> None:
 
 
 def _is_run(key: str, path: str) -> bool:
-    """Whether a model's path names a run or a checkpoint of one; which checkpoint it is, is verified later.
-    Raises ValueError for a run that has none.
-    """
+    """Whether a path names a run or a checkpoint of one, which is verified later. ValueError for a run without any."""
     run = named_run(path)
     if run is not None and not any((run / "checkpoints").glob("step-*")):
         raise ValueError(f"{key}={path}: this run has no checkpoint yet")
@@ -218,9 +214,7 @@ def _check_readings(source: str, read: Callable[[Row, Row], object], *, columns:
 
 
 def _answers_at_once(source: str) -> bool:
-    """True for text files and for what is neither a file nor a hub name; parquet, a folder of save_to_disk and the hub
-    take seconds.
-    """
+    """Whether a source is read in a moment or is nothing; parquet, a folder of save_to_disk and the hub are slow."""
     if is_saved_set(source):
         return False
     suffix = Path(source).suffix.lower()

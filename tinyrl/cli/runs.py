@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import click
 import typer
@@ -78,28 +78,23 @@ def samples(
         from tinyrl.runs import samples as found
         from tinyrl.runs.run_dir import open_run
 
-        chosen = {
-            "--worst": worst,
-            "--unsolved": unsolved,
-            "--most-changed": most_changed,
-            "--prompt": prompt is not None,
-        }
-        asked = [name for name, given in chosen.items() if given]
+        asked = ["--worst"] * worst + ["--unsolved"] * unsolved + ["--most-changed"] * most_changed
+        asked += ["--prompt"] * (prompt is not None)
         if len(asked) > 1:
             raise ValueError(f"{' and '.join(asked)}: one of them at a time")
         opened = open_run(run)
         path = opened.samples
+        which: dict[str, Any] = {"kind": kind, "step": step, "num": num, "notes": notes}
         if worst:
-            rows = found.worst_samples(path, kind=kind, step=step, num=num, notes=notes)
+            rows = found.worst_samples(path, **which)
         elif unsolved:
-            least = opened.read_config().task.solved_reward
-            rows = found.unsolved_samples(path, kind=kind, step=step, num=num, notes=notes, solved_reward=least)
+            rows = found.unsolved_samples(path, **which, solved_reward=opened.read_config().task.solved_reward)
         elif most_changed:
-            rows = found.most_changed_samples(path, kind=kind, step=step, num=num, notes=notes)
+            rows = found.most_changed_samples(path, **which)
         elif prompt is not None and step is None:
             rows = found.samples_over_time(path, kind=kind, prompt=prompt, num=num, notes=notes)
         else:
-            rows = found.read_samples(path, kind=kind, step=step, num=num, notes=notes, prompt=prompt)
+            rows = found.read_samples(path, **which, prompt=prompt)
     in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     text = found.render(rows, grey=lambda text: typer.style(text, dim=True) if in_colour else text)
     _show(text or "every prompt of that step has a sample that is right", notes)

@@ -64,9 +64,7 @@ def compare_policies(targets: list[str], asked: Asked, *, vs: str, options: Opti
 
 
 def alike(paths: list[str], asked: Asked) -> list[Target]:
-    """The targets at these paths. Raises ValueError naming the first setting of task, reward or generation in which one
-    differs from the first.
-    """
+    """The targets at these paths. ValueError names the first setting by which they would be judged differently."""
     found = [locate(find(path, asked)) for path in paths]
     for target in found:
         if not target.is_policy:

@@ -52,9 +52,7 @@ def evaluate(
     prompts: list[PreparedPrompt] | None = None,
     best_of: int = 1,
 ) -> Evaluation:
-    """Sample `samples` completions for the first `num_prompts` held-out prompts, each the best of `best_of` by the
-    reward, and one greedily, and judge both.
-    """
+    """Sample and judge completions of the first held-out prompts, each the best of `best_of`, and one greedy one."""
     prompts = (parts.eval_prompts if prompts is None else prompts)[:num_prompts]
     sampled = _Scored(parts, prompts, samples, role=role, greedy=False, best_of=best_of)
     greedy = _Scored(parts, prompts, 1, role=role, greedy=True)

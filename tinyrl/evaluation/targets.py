@@ -203,9 +203,7 @@ def _model(path: str, asked: Asked) -> Config:
 
 
 def as_policy(config: Config) -> dict[str, Any]:
-    """The policy that any method has trained, as grpo's configuration would have it: to be sampled and scored. No
-    critic, no trackers, no dropout.
-    """
+    """The policy that any method has trained, as grpo's configuration: to be sampled and scored, not trained."""
     names = ["model", "lora", "task", "run", "reference"]
     names += ["generation", "environment", "reward"] if METHODS[config.method].samples else []
     values: dict[str, Any] = {name: getattr(config, name).model_dump() for name in names}
@@ -216,9 +214,7 @@ def as_policy(config: Config) -> dict[str, Any]:
 
 
 def _as_asked(values: dict[str, Any], asked: Asked) -> Config:
-    """A configuration with the task, the rows and the settings that are asked for. Another task brings its own rows and
-    verifier; a reward that is named takes the place of the run's.
-    """
+    """A configuration with the task, the rows and the settings asked for, and the reward that goes with them."""
     if asked.task not in (None, values["task"]["name"]):
         kept = {name: value for name, value in values["task"].items() if name in RENDERING}
         values |= {"task": {"name": asked.task, **kept}, "reward": {}}

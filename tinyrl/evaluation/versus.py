@@ -125,9 +125,7 @@ def _sampled(first: Target, vs: str | None, asked: Asked, *, options: Options) -
 
 
 def _shared_prompts(ours: Side, theirs: Side, asked: Asked) -> tuple[list[PreparedPrompt], int]:
-    """Our first prompts that are new to the other side and that its model has room for; and how many are left out
-    because it was trained on them.
-    """
+    """Our first prompts that are new to the other side and not too long for it; and how many it was trained on."""
     all_ours, readable = ours.prompts(asked.split), {p.index for p in theirs.prompts(asked.split)}
     seen = theirs.trained_on if asked.split == "eval" else frozenset()
     fresh = [p for p in all_ours if prompt_key(p.prompt) not in seen]
@@ -204,9 +202,7 @@ def trainer_of(config: Config) -> Trainer:
 
 
 def measure(config: Config, checkpoint: Path | None, asked: Asked, *, options: Options) -> dict[str, Any]:
-    """The numbers of a method's trainer on rows, for the weights of a checkpoint; None: for what training starts
-    from.
-    """
+    """What a trainer measures on rows, for the weights of a checkpoint; None: for what training starts from."""
     run = config.run.model_copy(update={"eval_prompts": asked.num_prompts})
     trainer = trainer_of(config)
     parts = trainer.load(config.model_copy(update={"run": run}), options=options)

@@ -38,9 +38,7 @@ Sequence = tuple[list[int], int]  # tokens, and the place of the first that the 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """How near a saved model is to the policy: the largest difference of a log-probability, the share of positions
-    whose likeliest token is another, and how many positions there were.
-    """
+    """Largest difference of a log-probability, share of positions with another likeliest token, number of positions."""
 
     gap: float
     changed: float

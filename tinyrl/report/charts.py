@@ -219,9 +219,7 @@ def _told(panel: Panel, step: int, values: list[dict[int, float]]) -> str:
 
 
 def _figure_class() -> Any:
-    """matplotlib's Figure. Its first import reads neither MPLBACKEND nor a matplotlibrc of the user's, which may name
-    what is not in this environment: the backend is chosen here.
-    """
+    """matplotlib's Figure, imported without the user's MPLBACKEND and matplotlibrc, which may name what is not here."""
     if "matplotlib" not in sys.modules:
         ours = {"MPLBACKEND": "agg", "MATPLOTLIBRC": os.devnull}
         before = {name: os.environ.get(name) for name in ours}

@@ -21,9 +21,7 @@ LEVELS = 5
 
 
 def same_prompts(held_out: HeldOut) -> dict[str, Any]:
-    """The first prompts that both the first and the last step have, with what was written before and at each step that
-    the reader can choose.
-    """
+    """The first prompts of both the first and the last step: what was written before, and at each step to choose."""
     if not held_out.by_step:
         return {}
     first, last = held_out.first_step, held_out.last_step
@@ -130,9 +128,7 @@ def _completion(sample: TokenSample, scales: dict[str, float]) -> dict[str, Any]
 
 
 def _token(token: Token, scales: dict[str, float], most: float) -> dict[str, Any]:
-    """A piece with its classes and its numbers; a reward of at least half the completion's largest is written behind
-    it.
-    """
+    """A piece, its classes and its numbers; a reward of at least half the completion's largest stands behind it."""
     classes = [] if token.chosen else ["unchosen"]
     for key, scale in scales.items() if token.chosen else ():
         level = level_of(QUANTITIES[key][2](token.numbers), scale)

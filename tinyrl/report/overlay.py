@@ -53,9 +53,7 @@ def overlaid(runs: list[Named]) -> list[Panel]:
 
 
 def _of_kinds(runs: list[Named], kinds: list[Kind]) -> list[Panel]:
-    """The training panel of everything, and before it the held-out one of what runs are compared by, and of what a run
-    has only held out (KL, where the loss has no use for it).
-    """
+    """The training panel of everything; before it the held-out one of what runs are compared by or only have so."""
     found = []
     for kind in kinds:
         missing = sum(bool(one.run.points(kind.train)) < bool(one.run.points(kind.held)) for one in runs)

@@ -48,15 +48,11 @@ _MEASURED = {  # columns of the table of one run, below eval/
     "environment/turns": "Turns",
     "environment/invalid_calls": "Invalid calls",
 }
+_SHARED = ("reward_mean", "greedy/reward_mean", "pass@1", "kl", "entropy", "mean_length")
 _FIGURES = {  # columns of the table of several runs
-    "eval/reward_mean": "Reward",
-    "eval/greedy/reward_mean": "Greedy",
-    "eval/pass@1": "pass@1",
     "reward/mean": "Reward, training",
     "rewards/accuracy": "Accuracy",
-    "eval/kl": "KL",
-    "eval/entropy": "Entropy",
-    "eval/mean_length": "Length",
+    **{f"eval/{key}": _MEASURED[key] for key in _SHARED},
 }
 
 

@@ -83,9 +83,7 @@ def thinned(points: Points) -> Points:
 
 
 def picked(points: Points) -> Points:
-    """At most MOST_MARKS measurements: the first finite one, the last, and evenly between. Each stands for itself, with
-    its interval, so they are left out and not averaged.
-    """
+    """At most MOST_MARKS measurements: each stands for itself, so they are left out evenly and not averaged."""
     if len(points) <= MOST_MARKS:
         return points
     return evenly([point for point in points if math.isfinite(point[1])], MOST_MARKS)
@@ -299,9 +297,7 @@ def intervals_of(run: Run, held: str, points: Points) -> dict[int, tuple[float, 
 
 
 def _reward_functions(run: Run) -> list[Panel]:
-    """Each reward function in training and held out, in the same colours; held out beside the task's verifier, where
-    the reward is something else.
-    """
+    """Each reward function in training and held out, in the same colours; held out beside the task's verifier."""
     keys = [key for key in run.metric_names() if key not in _REWARD_NAMES]
     train = {key.removeprefix("reward/"): key for key in keys if key.startswith("reward/")}
     held = {key.removeprefix("eval/reward/"): key for key in keys if key.startswith("eval/reward/")}
