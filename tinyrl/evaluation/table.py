@@ -21,7 +21,8 @@ def render(result: dict[str, Any], *, as_json: bool) -> str:
     if as_json:
         return json.dumps(finite(result))
     sides = [result, result["other"]] if "other" in result else [result]
-    rows = [("", [_short_name(side["target"]) for side in sides])]
+    names = [side["target"] for side in sides]  # the end of one says which checkpoint
+    rows = [("", [name if len(name) < 24 else f"…{name[-22:]}" for name in names])]
     for key in _keys(sides):
         cells = [_cell(side.get(key), side.get("greedy", {}).get(key)) for side in sides]
         rows.append((key.removeprefix(EPISODES), cells))
@@ -73,12 +74,14 @@ def _keys(sides: list[dict[str, Any]]) -> list[str]:
 
 
 def _difference(result: dict[str, Any]) -> list[str]:
+    def signed(value: float) -> str:
+        return f"{'' if value < 0 else '+'}{number(value)}"
+
     difference, other = result["difference"], result["other"]["target"]
     verdict = "" if difference["distinguishable"] else ": not distinguishable"
     lines = ["difference unknown: no prompt has a reward on both sides"]
     if not math.isnan(difference["reward_mean"]):
-        interval = _interval(difference["reward_ci"], _signed)
-        mean = _signed(difference["reward_mean"])
+        interval, mean = _interval(difference["reward_ci"], signed), signed(difference["reward_mean"])
         lines = [f"difference {mean} (95 % interval {interval}, paired by prompt){verdict}"]
     if difference["left_out"]:
         lines.append(f"left out: {difference['left_out']} held-out prompts that {other} was trained on")
@@ -88,14 +91,6 @@ def _difference(result: dict[str, Any]) -> list[str]:
 def _interval(ends: list[float], shown: Callable[[float], str]) -> str:
     low, high = ends
     return "unknown: not enough prompts" if math.isnan(low) else f"{shown(low)} to {shown(high)}"
-
-
-def _signed(value: float) -> str:
-    return f"{'' if value < 0 else '+'}{number(value)}"
-
-
-def _short_name(target: str) -> str:
-    return target if len(target) < 24 else f"…{target[-22:]}"  # its end says which checkpoint
 
 
 def _cell(value: float | None, greedy: float | None) -> str:

@@ -6,7 +6,6 @@ for sampling. What is compared is what another program will read: the files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,23 +93,18 @@ def sequences_of(run: RunDir, tokenizer: PreTrainedTokenizerBase, *, vocabulary:
     """Prompts of the run and what its policy wrote to them last; made-up tokens where it has kept no samples."""
     rows = [row for row in json_lines(run.samples, []) if row.get("kind") == "eval"] if run.samples.is_file() else []
     last = max((row["step"] for row in rows), default=0)
-    written = (
-        _sequence(tokenizer, str(row.get("prompt", "")), str(row.get("completion", "")))
-        for row in rows
-        if row["step"] == last
-    )
-    made_up = (([(7 * i + 13 * j + 1) % vocabulary for i in range(32)], 1) for j in range(MADE_UP))
+    written = []
+    for row in (row for row in rows if row["step"] == last):
+        before = token_ids(tokenizer, str(row.get("prompt", "")))[-LONGEST:] or [0]
+        after = token_ids(tokenizer, str(row.get("completion", "")))[:LONGEST]
+        if after:
+            written.append((before + after, len(before)))
+    made_up = [([(7 * i + 13 * j + 1) % vocabulary for i in range(32)], 1) for j in range(MADE_UP)]
     most = max(64, min(MOST_POSITIONS, MOST_LOGITS // vocabulary))
-    written = [(tokens, first) for tokens, first in written if first < len(tokens)]
-    return _as_many(written, most) or _as_many(made_up, most)
+    return _as_many(written or made_up, most)
 
 
-def _sequence(tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> Sequence:
-    before = token_ids(tokenizer, prompt)[-LONGEST:] or [0]
-    return before + token_ids(tokenizer, completion)[:LONGEST], len(before)
-
-
-def _as_many(sequences: Iterable[Sequence], most: int) -> list[Sequence]:
+def _as_many(sequences: list[Sequence], most: int) -> list[Sequence]:
     found, positions = list[Sequence](), 0
     for tokens, first in sequences:
         positions += len(tokens) - first

@@ -57,30 +57,21 @@ def write_overlay(run_dirs: list[Path], folder: Path) -> list[Path]:
 
 
 def _write(folder: Path, html: str, picture: bytes) -> list[Path]:
-    targets = [folder / "report.html", folder / "report.png"]
-    for target, content in zip(targets, (html.encode("utf-8"), picture), strict=True):
-        _delete_leftovers(target)
-        _replace(target, content)
-    return targets
-
-
-def _delete_leftovers(target: Path) -> None:
-    """What reports left that were killed while they wrote: their process is no longer there."""
     import psutil
 
-    for path in target.parent.glob(f".{target.name}.*.tmp"):
-        number = path.name.split(".")[-2]
-        if number.isdigit() and not psutil.pid_exists(int(number)):
-            path.unlink(missing_ok=True)
-
-
-def _replace(target: Path, content: bytes) -> None:
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    targets = [folder / "report.html", folder / "report.png"]
+    for target, content in zip(targets, (html.encode("utf-8"), picture), strict=True):
+        for path in folder.glob(f".{target.name}.*.tmp"):  # of a report that was killed while it wrote
+            number = path.name.split(".")[-2]
+            if number.isdigit() and not psutil.pid_exists(int(number)):
+                path.unlink(missing_ok=True)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return targets

@@ -48,11 +48,15 @@ _MEASURED = {  # columns of the table of one run, below eval/
     "environment/turns": "Turns",
     "environment/invalid_calls": "Invalid calls",
 }
-_SHARED = ("reward_mean", "greedy/reward_mean", "pass@1", "kl", "entropy", "mean_length")
 _FIGURES = {  # columns of the table of several runs
+    "eval/reward_mean": "Reward",
+    "eval/greedy/reward_mean": "Greedy",
+    "eval/pass@1": "pass@1",
     "reward/mean": "Reward, training",
     "rewards/accuracy": "Accuracy",
-    **{f"eval/{key}": _MEASURED[key] for key in _SHARED},
+    "eval/kl": "KL",
+    "eval/entropy": "Entropy",
+    "eval/mean_length": "Length",
 }
 
 
@@ -215,17 +219,14 @@ def _first_to_last(run: Run, key: str) -> tuple[str, str]:
 
 
 def _prompts(runs: list[Named]) -> list[list[Sample]]:
-    """The first prompts that all runs were held to, with what each wrote at its last evaluation."""
+    """The first prompts that all runs were held to, with what each wrote at its last evaluation.
+
+    They are the same by place and text: runs on other data have other prompts at the same place.
+    """
     last = [one.run.held_out.by_step[one.run.held_out.last_step] if one.run.held_out.by_step else {} for one in runs]
-    each = [_by_prompt(samples) for samples in last]
-    return [[known[prompt] for known in each] for prompt in each[0] if all(prompt in known for known in each)][
-        :MOST_PROMPTS
-    ]
-
-
-def _by_prompt(samples: dict[int, Sample]) -> dict[tuple[int, str, str], Sample]:
-    """By place and text: runs on other data have other prompts at the same place."""
-    return {(i, one.prompt.head, one.prompt.tail): one for i, one in sorted(samples.items())}
+    each = [{(i, one.prompt.head, one.prompt.tail): one for i, one in sorted(samples.items())} for samples in last]
+    shared = [prompt for prompt in each[0] if all(prompt in known for known in each)]
+    return [[known[prompt] for known in each] for prompt in shared[:MOST_PROMPTS]]
 
 
 def _next(runs: list[Named]) -> list[str]:
@@ -248,14 +249,9 @@ def flat(value: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, st
     elif prefix:
         plain = {None: "null", True: "true", False: "false"}
         shown = plain[value] if value is None or isinstance(value, bool) else value
-        yield prefix, shown if isinstance(shown, str) else _literal(shown)
-
-
-def _literal(value: Any) -> str:
-    short = reprlib.Repr()  # bounded, also for a list that holds itself
-    short.maxlist = short.maxdict = 40
-    short.maxstring = short.maxother = 400
-    return short.repr(value)
+        short = reprlib.Repr()  # bounded, also for a list that holds itself
+        short.maxlist, short.maxdict, short.maxstring, short.maxother = 40, 40, 400, 400
+        yield prefix, shown if isinstance(shown, str) else short.repr(shown)
 
 
 def differing(configs: list[dict[str, Any]]) -> dict[str, list[str | None]]:
