@@ -12,7 +12,7 @@ import torch
 from tests import running
 from tests.tiny_models import TinyModels
 from tinyrl.evaluation.reward_models import label_metrics, pair_metrics, rating_metrics
-from tinyrl.evaluation.verdicts import verdict_metrics
+from tinyrl.evaluation.statistics import verdict_metrics
 from tinyrl.report.panels import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]

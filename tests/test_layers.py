@@ -131,7 +131,8 @@ def test_checking_a_run_does_not_load_torch():
         "from tinyrl.cli.preflight import check_before_loading, check_evaluation\n"
         "from tinyrl.runs.run_dir import check_new_run\n"
         "check_before_loading(load_config('grpo', None, overrides=['task.name=sort']))\n"
-        "check_evaluation('starter', vs='base', task='sort')\n"
+        "from tinyrl.evaluation.targets import Asked\n"
+        "check_evaluation('starter', Asked(task='sort'), vs='base')\n"
         "check_new_run('runs', name=None, overwrite=False)"
     )
     assert not loaded & HEAVY

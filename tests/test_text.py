@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyrl.report.markup import text_html
+from tinyrl.report.page import text_html
 from tinyrl.text import (
     Excerpt,
     did_you_mean,

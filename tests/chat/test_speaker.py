@@ -9,8 +9,7 @@ from transformers import AutoTokenizer
 
 from tests import running
 from tests.tiny_models import tiny_model, tiny_tokenizer
-from tinyrl.chat.speaker import CHAT_STEP, Answer, Speaker, load_speaker
-from tinyrl.chat.spelling import Spelling
+from tinyrl.chat.speaker import CHAT_STEP, Answer, Speaker, Spelling, load_speaker
 from tinyrl.chat.target import chat_target
 from tinyrl.chat.terminal import converse
 from tinyrl.components import Options
@@ -127,8 +126,8 @@ def test_an_environment_answers_in_the_middle(tmp_path: Path):
             row += 1
             answer = speaker.say_row(row, lambda who, piece: speakers.append(who))
         assert answer.episode is not None
-        assert answer.text == "".join(m["content"] for m in answer.messages if m["role"] == "assistant")
-        assert {m["role"] for m in answer.messages} == {"assistant", "tool"}
+        assert answer.text == "".join(m["content"] for m in answer.episode.transcript if m["role"] == "assistant")
+        assert {m["role"] for m in answer.episode.transcript} == {"assistant", "tool"}
         [(_, scores, why)] = speaker.rewards()
         assert why is None
         assert scores["reward"] in (0.0, 1.0)

@@ -11,6 +11,7 @@ import pytest
 from tinyrl.cli.preflight import check_before_loading, check_evaluation
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
+from tinyrl.evaluation.targets import Asked
 
 ROWS = [{"prompt": f"say {n}", "answer": str(n), "chosen": "yes", "rejected": "no", "text": "abc"} for n in range(12)]
 
@@ -272,12 +273,12 @@ def test_targets_of_an_evaluation():
     (run / "checkpoints/step-000010").mkdir(parents=True)
     (run / "config.yaml").write_text(dump_config(Config.model_validate({"method": "grpo"})))
     for target in ("runs/mine", "runs/mine/checkpoints/step-000010"):
-        check_evaluation(target, vs=None, task=None)
-    check_evaluation("runs/mine", vs="base", task=None)
+        check_evaluation(target, Asked())
+    check_evaluation("runs/mine", Asked(), vs="base")
     Path("config.yaml").write_text("somebody else's")  # a stray config.yaml does not make the model a run
-    check_evaluation("model", vs="start", task="sort")
-    check_evaluation("runs/mine", vs="model", task=None)
-    check_evaluation("runs/mine", vs="owner/name", task=None)  # of the hub
+    check_evaluation("model", Asked(task="sort"), vs="start")
+    check_evaluation("runs/mine", Asked(), vs="model")
+    check_evaluation("runs/mine", Asked(), vs="owner/name")  # of the hub
     for (target, vs, task), sentence in {
         (
             "runs/mien",
@@ -292,7 +293,7 @@ def test_targets_of_an_evaluation():
         ("runs/mine", None, "srot"): "task.name: there is no task 'srot'. Did you mean `sort`?",
     }.items():
         with pytest.raises(ValueError, match=r"\S") as caught:
-            check_evaluation(target, vs=vs, task=task)
+            check_evaluation(target, Asked(task=task), vs=vs)
         assert str(caught.value).startswith(sentence)
 
 

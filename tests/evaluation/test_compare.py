@@ -14,7 +14,6 @@ from tinyrl.evaluation import compare
 from tinyrl.evaluation.compare import alike, compare_policies, render_comparison
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.targets import Asked, Target
-from tinyrl.evaluation.versus import How
 
 SEARCHING = {"environment": {"use": "search", "corpus": "rows.jsonl", "timeout_s": 9}}
 
@@ -90,20 +89,21 @@ def test_the_table_has_a_row_for_the_baseline_its_best_and_each_policy(monkeypat
     places = {"runs/long": [7, 8]}
 
     def evaluated(
-        target: Target, how: How, *, seen: frozenset[str], seed: int, options: Options
+        target: Target, asked: Asked, *, seen: frozenset[str], seed: int, options: Options
     ) -> tuple[list[int], Evaluation]:
         assert seen == {"runs/text", "runs/short", "runs/long"}
         assert seed == 3  # the baseline's
-        assert (how.num_prompts, how.samples) == (40, 2)
-        return places.get(target.path, [7, 9]), given[target.path, how.best_of]
+        assert (asked.num_prompts, asked.samples) == (40, 2)
+        return places.get(target.path, [7, 9]), given[target.path, asked.best_of]
 
     monkeypatch.setattr(compare, "_evaluated", evaluated)
-    how: dict[str, Any] = {"task": "sort", "num_prompts": 40, "samples": 2, "best_of": 4}
-    how |= {"settings": ["generation.max_new_tokens=7", "task.max_samples=null"], "options": Options(device="cpu")}
+    settings = ("generation.max_new_tokens=7", "task.max_samples=null")
+    asked = Asked(task="sort", settings=settings, num_prompts=40, samples=2, best_of=4)
+    options = Options(device="cpu")
     with pytest.raises(ValueError, match=r"runs/text and runs/long have room for different prompts"):
-        compare_policies(["runs/short", "runs/long"], vs="runs/text", **how)
+        compare_policies(["runs/short", "runs/long"], asked, vs="runs/text", options=options)
     places.clear()
-    rows = compare_policies(["runs/short", "runs/long"], vs="runs/text", **how)
+    rows = compare_policies(["runs/short", "runs/long"], asked, vs="runs/text", options=options)
     header, *lines, note, environment = render_comparison(rows, as_json=False).splitlines()
     assert environment.startswith("runs/long plays in another environment than runs/text (environment.use, ")
     assert "timeout_s" not in environment

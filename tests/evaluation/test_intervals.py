@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tinyrl.evaluation.intervals import bootstrap_interval, interval, mean_interval, t_quantile, wilson_interval
+from tinyrl.evaluation.statistics import bootstrap_interval, interval, mean_interval, t_quantile, wilson_interval
 
 
 def test_the_bootstrap_covers_the_mean_about_as_often_as_it_says() -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tinyrl.evaluation.evaluate import Evaluation
-from tinyrl.evaluation.pairing import paired_difference, win_rates
+from tinyrl.evaluation.statistics import paired_difference, win_rates
 
 
 def test_paired_difference() -> None:

@@ -12,7 +12,7 @@ from tinyrl.components import Options, SamplingParts
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import prompt_key
 from tinyrl.evaluation.evaluate import evaluate
-from tinyrl.evaluation.targets import trained_on
+from tinyrl.evaluation.targets import Asked, trained_on
 from tinyrl.evaluation.versus import evaluate_target
 from tinyrl.runs.run_dir import open_run
 
@@ -54,8 +54,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ask(folder: Path, target: str, **given: Any) -> dict[str, Any]:
-    given = {"vs": None, "task": None, "split": "eval", "num_prompts": 512, "samples": 1, **given}
-    return evaluate_target(str(folder / target), options=OPTIONS, **given)
+    vs, settings = given.pop("vs", None), tuple(given.pop("settings", ()))
+    return evaluate_target(str(folder / target), Asked(settings=settings, **given), vs=vs, options=OPTIONS)
 
 
 def recorded(folder: Path, run: str, step: int) -> dict[str, float]:

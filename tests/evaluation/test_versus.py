@@ -15,6 +15,7 @@ from tests import running
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tinyrl.components import Options
 from tinyrl.config.sections import RewardConfig
+from tinyrl.evaluation.targets import Asked
 from tinyrl.evaluation.versus import Side, evaluate_target
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
@@ -59,8 +60,8 @@ def variant(folder: Path, name: str, **sections: dict[str, Any]) -> str:
 
 def compare(folder: Path, other: str, *, split: str = "eval", num_prompts: int = 512) -> dict[str, Any]:
     first = str(folder / "first")
-    options = Options(device="cpu")
-    return evaluate_target(first, vs=other, task=None, split=split, num_prompts=num_prompts, samples=2, options=options)
+    asked = Asked(split=split, num_prompts=num_prompts, samples=2)
+    return evaluate_target(first, asked, vs=other, options=Options(device="cpu"))
 
 
 SAME = {"reward_mean": 0.0, "reward_ci": [0.0, 0.0], "distinguishable": False}
@@ -116,9 +117,7 @@ def test_a_comparison_on_what_the_other_run_was_trained_on_is_refused(folder: Pa
 def test_another_tokenizer_is_judged_as_text(folder: Path) -> None:
     """Under the same settings, what --vs says of a run is what its own evaluation says."""
     other = str(folder / "other-tokenizer")
-    alone = evaluate_target(
-        other, vs=None, task=None, split="eval", num_prompts=512, samples=2, options=Options(device="cpu")
-    )
+    alone = evaluate_target(other, Asked(samples=2), options=Options(device="cpu"))
     assert compare(folder, other)["other"] == alone
 
 

@@ -9,8 +9,7 @@ import pytest
 from tests.report.runs import PageReader, grpo_run, sample, write_run
 from tinyrl.report import write_overlay
 from tinyrl.report.overlay import Named, named, overlaid
-from tinyrl.report.overlay_page import overlay_html
-from tinyrl.report.settings import differing
+from tinyrl.report.page import differing, overlay_html
 from tinyrl.runs.records import read_run
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.report.runs import PageReader, page, sample, write_run
-from tinyrl.report.samples import extremes, shown_steps
+from tinyrl.report.completions import extremes, shown_steps
 from tinyrl.runs.held_out import HeldOut, read_held_out
 from tinyrl.runs.records import read_run
 
@@ -79,7 +79,7 @@ def test_extremes_are_of_all_samples_of_the_last_step(tmp_path: Path) -> None:
         sample(9, 4, "p4", "x" * 20, None),
     ]
     found = extremes(held_out(tmp_path / "run", samples))
-    picked = {name: [(one.prompt_index, one.sample) for one in some] for name, some in found.items()}
+    picked = {name: [(one.prompt_index, one.sample) for _, one in some] for name, some in found.items()}
     assert picked == {
         "Worst": [(1, 1), (2, 0), (0, 0)],
         "Best": [(1, 0), (3, 0), (0, 0)],

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.report.runs import PageReader, page, write_run
-from tinyrl.report.tokens import level_of, scale_of
+from tinyrl.report.completions import level_of, scale_of
 from tinyrl.runs.token_lines import MOST_TOKENS, read_last_tokens
 
 

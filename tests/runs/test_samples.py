@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from tests.report.runs import sample, write_run
 from tinyrl.cli.commands import app
-from tinyrl.cli.looking import samples
+from tinyrl.cli.runs import samples
 from tinyrl.runs.samples import (
     most_changed_samples,
     read_samples,
@@ -233,9 +233,9 @@ def test_a_megabyte_of_text_is_cut_in_the_middle(tmp_path: Path) -> None:
 def test_what_does_not_fit_the_terminal_goes_to_the_pager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paged: list[str] = []
     monkeypatch.setattr("click.echo_via_pager", paged.append)
-    monkeypatch.setattr("tinyrl.cli.looking.shutil.get_terminal_size", lambda: os.terminal_size((80, 24)))
-    monkeypatch.setattr("tinyrl.cli.looking.sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True)))
-    monkeypatch.setattr("tinyrl.cli.looking.print", lambda text: paged.append("printed"), raising=False)
+    monkeypatch.setattr("tinyrl.cli.runs.shutil.get_terminal_size", lambda: os.terminal_size((80, 24)))
+    monkeypatch.setattr("tinyrl.cli.runs.sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True)))
+    monkeypatch.setattr("tinyrl.cli.runs.print", lambda text: paged.append("printed"), raising=False)
     samples(str(run(tmp_path, [sample(0, 0, "P", "short", 1.0)])))
     samples(str(run(tmp_path / "wide", [sample(0, 0, "P", "z" * 1900, 1.0)])))
     assert paged[0] == "printed"

@@ -9,6 +9,7 @@ from tests.architectures import MORE_KINDS
 from tests.tiny_models import TinyModels
 from tests.trainers.test_resume import assert_same
 from tinyrl.components import Options
+from tinyrl.evaluation.targets import Asked
 from tinyrl.evaluation.versus import evaluate_target
 
 TRAINED = ("llama", "qwen2", "qwen3", "gemma2", "gpt2", *MORE_KINDS)
@@ -31,9 +32,7 @@ def test_an_architecture_trains_resumes_and_is_evaluated(
     assert code == 75
     assert running.go_on(stopped) == 0
     assert_same(whole, stopped, settings.run.num_steps)
-    device = Options(device="cpu")
-    result = evaluate_target(
-        str(whole.path), vs="base", task=None, split="eval", num_prompts=4, samples=2, options=device
-    )
+    asked = Asked(num_prompts=4, samples=2)
+    result = evaluate_target(str(whole.path), asked, vs="base", options=Options(device="cpu"))
     assert abs(result["kl"]) > 1e-3  # of eight samples, so it may be below 0
     assert result["other"]["kl"] == pytest.approx(0.0, abs=1e-4)

@@ -14,6 +14,7 @@ from tinyrl.chat.target import chat_target
 from tinyrl.components import Options, Parts, SamplingParts
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardConfig
+from tinyrl.evaluation.targets import Asked
 from tinyrl.evaluation.versus import evaluate_target
 from tinyrl.export.bundle import export, plan_export
 from tinyrl.generation.engine import eos_token_ids
@@ -99,9 +100,7 @@ def test_a_policy_that_learnt_from_chat_stops(model: Path, rows: Path, tmp_path:
         lines = running.metrics(run)
         assert [line["completion/truncated"] for line in lines if "completion/truncated" in line] == [0.0]
         assert {line["eval/truncated"] for line in lines} == {0.0}
-    found = evaluate_target(
-        str(tmp_path / "fused"), vs="start", task=None, split="eval", num_prompts=8, samples=1, options=CPU
-    )
+    found = evaluate_target(str(tmp_path / "fused"), Asked(num_prompts=8), vs="start", options=CPU)
     assert found["truncated"] == found["other"]["truncated"] == 0.0
     with load_speaker(chat_target(str(tmp_path / "fused"), ["generation.max_new_tokens=12"]), options=CPU) as speaker:
         assert speaker.say("a", lambda who, text: None).completion.tokens[-1] == end_of(model)

@@ -13,7 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tinyrl.config.recipe import as_override
+from tinyrl.config.settings import SECTIONS
 from tinyrl.text import listed, shortened
+from tinyrl.workers.written import written
 
 Settings = Mapping[str, Any]  # {"run.num_steps": 20} or {"run": {"num_steps": 20}}
 Reward = str | Callable[..., Any]  # 'file.py:function', or a function
@@ -24,13 +27,12 @@ def given(settings: list[str], reward: Any, rows: Any, eval_rows: Any, inputs: P
     """Overrides for settings, rewards and rows, which are written to files where they are none yet. Rows take the place
     of a recipe's, and of its task, where the settings name no other.
     """
-    from tinyrl.config.recipe import as_override
-
     found = [*settings]
     if reward is not None:
-        weights = reward if isinstance(reward, Mapping) else dict.fromkeys(_as_list(reward), 1.0)
-        uses = [{"use": _use(each, inputs), "weight": _weight(each, weight)} for each, weight in weights.items()]
-        found.append(as_override("reward.functions", uses))
+        several = reward if isinstance(reward, list | tuple) else [reward]
+        weights = reward if isinstance(reward, Mapping) else dict.fromkeys(several, 1.0)
+        functions = [_function(each, weight, inputs) for each, weight in weights.items()]
+        found.append(as_override("reward.functions", functions))
     if rows is not None:
         named = {setting.partition("=")[0] for setting in settings}
         of_rows = {"task.name": "rows"} | ({"task.eval_data": None} if eval_rows is None else {})
@@ -42,25 +44,13 @@ def given(settings: list[str], reward: Any, rows: Any, eval_rows: Any, inputs: P
     return found
 
 
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _use(reward: Reward, inputs: Path) -> str:
-    from tinyrl.workers.written import written
-
-    if isinstance(reward, str):
-        return reward
-    if not callable(reward):
+def _function(reward: Any, weight: Any, inputs: Path) -> dict[str, Any]:
+    if not isinstance(reward, str) and not callable(reward):
         raise ValueError(f"reward={shortened(repr(reward))}: it is a function, or 'file.py:function'")
-    return written(reward, inputs.absolute())
-
-
-def _weight(reward: Reward, weight: Any) -> float:
-    found = _plain(weight)
-    if isinstance(found, bool) or not isinstance(found, int | float):
+    plain = _plain(weight)
+    if isinstance(plain, bool) or not isinstance(plain, int | float):
         raise ValueError(f"reward: the weight of {shortened(repr(reward))} is {shortened(repr(weight))}, not a number")
-    return float(found)
+    return {"use": reward if isinstance(reward, str) else written(reward, inputs.absolute()), "weight": float(plain)}
 
 
 def path_of(name: str, value: Any) -> str:
@@ -108,9 +98,6 @@ def _written_rows(rows: Any, inputs: Path) -> Path:
 
 def overrides_of(settings: Settings | None) -> list[str]:
     """Settings as the command line has them: {"run.num_steps": 20} and {"run": {"num_steps": 20}} are the same."""
-    from tinyrl.config.recipe import as_override
-    from tinyrl.config.settings import SECTIONS
-
     if not isinstance(settings, Mapping | None):
         raise ValueError(f"settings={shortened(repr(settings))}: they are a dictionary, as {{'run.num_steps': 20}}")
     flat: dict[str, Any] = {}

@@ -1,20 +1,60 @@
-"""A run as an object: its metrics, samples, report and policy, and the way on."""
+"""A run as an object: its metrics, samples, report and policy, and the way on; one at a time in a process."""
 
 from __future__ import annotations
 
 import html
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyrl.api.given import Settings, overrides_of
-from tinyrl.api.process import alone, interruptible, prepare_libraries
+from tinyrl.chat.target import chat_target
+from tinyrl.cli.options import quiet_libraries
+from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
+from tinyrl.errors import Interrupted
+from tinyrl.report import write_report
 from tinyrl.runs.records import json_lines, read_steps
 from tinyrl.runs.run_dir import RunDir
+from tinyrl.runs.signals import StopFlag
 from tinyrl.text import number
 
 if TYPE_CHECKING:
     from tinyrl.chat.speaker import Speaker
+
+
+_one_at_a_time = threading.Lock()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """One run at a time: the device, torch's random numbers and thread count are the process's."""
+    if not _one_at_a_time.acquire(blocking=False):
+        raise ValueError("a run is going on in this process already; wait for its end, or interrupt it first")
+    try:
+        yield
+    finally:
+        _one_at_a_time.release()
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C asks for a checkpoint; a second one, or one before a run has begun, is a KeyboardInterrupt. Threads and
+    random numbers of the process are as before afterwards.
+    """
+    import torch
+
+    threads, on_main = torch.get_num_threads(), threading.current_thread() is threading.main_thread()
+    try:
+        with torch.random.fork_rng(devices=[]), StopFlag(signals=(signal.SIGINT,) if on_main else (), leaves=False):
+            yield
+    except Interrupted:
+        raise KeyboardInterrupt from None  # while it was loading: there is no run yet
+    finally:
+        torch.set_num_threads(threads)
 
 
 class Metrics(list[dict[str, Any]]):
@@ -62,30 +102,24 @@ class Run:
 
     @property
     def config(self) -> Config:
-        """The resolved configuration."""
         return self._folder.read_config()
 
     @property
     def metrics(self) -> Metrics:
-        """What every step measured, read anew."""
         file = self._folder.metrics
         return Metrics(read_steps(file, []).values() if file.is_file() else [])
 
     @property
     def finished(self) -> bool:
-        """Whether the last step is done."""
         return bool(self.metrics) and self.metrics[-1]["step"] >= self.config.run.num_steps
 
     def samples(self, *, step: int | None = None, kind: str | None = None) -> list[dict[str, Any]]:
         """Lines of samples.jsonl, of a step and a kind (train, eval, eval-greedy) where they are given."""
-        file = self._folder.samples
-        rows = json_lines(file, []) if file.is_file() else ()
+        rows = json_lines(self._folder.samples, []) if self._folder.samples.is_file() else ()
         return [row for row in rows if step in (None, row["step"]) and kind in (None, row.get("kind"))]
 
     def report(self) -> Report:
         """Write report.html and report.png anew, and show the page."""
-        from tinyrl.report import write_report
-
         return Report(write_report(self.path)[0])
 
     def resume(
@@ -98,11 +132,9 @@ class Run:
     ) -> Run:
         """`tinyrl train --resume RUN`: go on from the newest checkpoint that verifies. A finished run is returned."""
         with alone():
-            from tinyrl.cli.preflight import check_before_loading
-
             config = self._folder.read_config(overrides_of(settings))
             check_before_loading(config)
-            prepare_libraries()
+            quiet_libraries()
             from tinyrl.components import Options
             from tinyrl.training.resume import resume
 
@@ -114,10 +146,8 @@ class Run:
 
     def policy(self, *, device: str = "auto", trust_remote_code: bool = False) -> Speaker:
         """The policy of the newest checkpoint, loaded: `policy("a prompt")` is its answer. Close it, or use `with`."""
-        from tinyrl.chat.target import chat_target
-
         found = chat_target(str(self.path), [])
-        prepare_libraries()
+        quiet_libraries()
         from tinyrl.chat.speaker import load_speaker
         from tinyrl.components import Options
 

@@ -17,10 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from tinyrl.api.given import INPUTS, Reward, Settings, given, overrides_of, path_of
-from tinyrl.api.process import alone, interruptible, prepare_libraries
-from tinyrl.api.run import Run
+from tinyrl.api.run import Run, alone, interruptible
+from tinyrl.cli.options import quiet_libraries
+from tinyrl.cli.preflight import check_before_loading, check_evaluation
+from tinyrl.config.recipe import load_config
+from tinyrl.evaluation.targets import Asked
+from tinyrl.runs.run_dir import check_new_run, finite
 from tinyrl.runs.run_dir import open_run as open_folder
 from tinyrl.text import shortened
+
+Rows = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 
 
 def train(
@@ -29,8 +35,8 @@ def train(
     settings: Settings | None = None,
     *,
     reward: Reward | list[Reward] | dict[Any, float] | None = None,
-    rows: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | None = None,
-    eval_rows: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | None = None,
+    rows: Rows | None = None,
+    eval_rows: Rows | None = None,
     name: str | None = None,
     output_dir: str | os.PathLike[str] = "runs",
     overwrite: bool = False,
@@ -49,16 +55,12 @@ def train(
     recipe = None if recipe is None else path_of("recipe", recipe)
     name = None if name is None else path_of("name", name)
     with alone():
-        from tinyrl.cli.preflight import check_before_loading
-        from tinyrl.config.recipe import load_config
-        from tinyrl.runs.run_dir import check_new_run
-
         check_new_run(output_dir, name=name, overwrite=overwrite)
         inputs = Path(output_dir) / INPUTS
         overrides = given(overrides_of(settings), reward, rows, eval_rows, inputs)
         config = load_config(method, recipe, overrides=overrides)
         check_before_loading(config)
-        prepare_libraries()
+        quiet_libraries()
         from tinyrl.training.launch import Options, start
 
         options = Options(device=device, trust_remote_code=trust_remote_code)
@@ -86,26 +88,29 @@ def evaluate(
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """What `tinyrl eval TARGET --json` prints, as a dictionary. Raises ValueError for what can be fixed."""
-    num_prompts, samples = _count("num_prompts", num_prompts), _count("samples", samples)
-    best_of = _count("best_of", best_of)
-    from tinyrl.cli.preflight import check_evaluation
-
-    what, other, words = _path(target), None if vs is None else _path(vs), overrides_of(settings)
-    asked: dict[str, Any] = {"vs": other, "task": task, "data": data, "settings": words, "split": split}
-    asked |= {"best_of": best_of, "save_samples": save_samples}
+    what, other = _path(target), None if vs is None else _path(vs)
+    asked = Asked(
+        task,
+        data,
+        tuple(overrides_of(settings)),
+        split,
+        _count("num_prompts", num_prompts),
+        _count("samples", samples),
+        _count("best_of", best_of),
+        save_samples,
+    )
     with alone():
-        check_evaluation(what, **asked)
-        prepare_libraries()
-        from tinyrl.evaluation.versus import Options, evaluate_target
-        from tinyrl.runs.run_dir import finite
+        check_evaluation(what, asked, vs=other)
+        quiet_libraries()
+        from tinyrl.components import Options
+        from tinyrl.evaluation.versus import evaluate_target
 
         options = Options(device=device, trust_remote_code=trust_remote_code)
         with interruptible():
-            return finite(evaluate_target(what, num_prompts=num_prompts, samples=samples, options=options, **asked))
+            return finite(evaluate_target(what, asked, vs=other, options=options))
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:
-    """A run that is there, finished or going on. Raises ValueError where there is none."""
     return Run(open_folder(path_of("path", path)))
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, Literal
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from tinyrl.chat.spelling import Spelling
 from tinyrl.chat.target import ChatTarget
 from tinyrl.components import Options, Parts, load_scorer
 from tinyrl.data.messages import Message, Prompt
@@ -29,16 +28,19 @@ from tinyrl.rewards.scorer import Scorer
 from tinyrl.tasks import Task, load_split, load_task
 from tinyrl.tasks.prompts import PreparedPrompt, in_chat, prepare_prompts, render_prompt
 
+HALF = "\ufffd"  # how a decoder writes bytes of a character that is not whole
 CHAT_STEP = 1 << 41  # the step in the key of a chat's samples: no training step or evaluation reaches it
 Who = Literal["policy", "environment"]
 Hear = Callable[[Who, str], None]
 
 
+def _nobody(who: Who, text: str) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Answer:
-    """What was said to a prompt: the text of the policy's turns, why it ended, and the episode where one was played.
-    `turn` is its number in the chat, by which it was drawn.
-    """
+    """What was said to a prompt, as an episode where the run had an environment; `turn`: its number in the chat."""
 
     turn: int
     prompt: PreparedPrompt
@@ -46,12 +48,33 @@ class Answer:
     text: str
     episode: Episode | None
 
-    @property
-    def messages(self) -> list[Message]:
-        """What it adds to a conversation."""
-        if self.episode is not None:
-            return list(self.episode.transcript)
-        return [{"role": "assistant", "content": self.prompt.opened + self.text}]
+
+class Spelling:
+    """Text of tokens as they come, handed out once it is whole: half a character waits for its other half."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._before, self._said = 0, 0  # text is decoded from `before`; up to `said` it was handed out
+
+    def add(self, token: int) -> str:
+        self._tokens.append(token)
+        return self._whole(at_end=False)
+
+    def end(self) -> str:
+        return self._whole(at_end=True)
+
+    def _whole(self, *, at_end: bool) -> str:
+        # A tokenizer may join or drop spaces by what stands before, so that is decoded along.
+        known = self._decoded(self._tokens[self._before : self._said])
+        text = self._decoded(self._tokens[self._before :])
+        if len(text) <= len(known) or (text.endswith(HALF) and not at_end):
+            return ""
+        self._before, self._said = self._said, len(self._tokens)
+        return text[len(known) :]
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 class _Heard(HfEngine):
@@ -60,11 +83,10 @@ class _Heard(HfEngine):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.look_every = 1  # each token is said as it comes
-        self.hear: Hear = lambda who, text: None
+        self.hear: Hear = _nobody
         self._spelling, self._known = Spelling(self.tokenizer), list[int]()
 
     def begin(self, prompt_tokens: list[int], hear: Hear) -> None:
-        """Listen to the answer to a prompt."""
         self.hear, self._known = hear, list(prompt_tokens)
 
     def sample(self, requests: list[Request], samples_per_request: int, **key: Any) -> list[list[Completion]]:
@@ -114,13 +136,13 @@ class Speaker:
     def __enter__(self) -> Speaker:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __call__(self, prompt: Prompt, *, greedy: bool = False) -> str:
         """The answer to one prompt (text, or messages) that is no part of the conversation."""
         prepared, greedy = self._prepared(prompt), greedy or self.greedy
-        return self._answer(prepared, self.role, self.turn, greedy=greedy, hear=lambda who, text: None).text
+        return self._answer(prepared, self.role, self.turn, greedy=greedy, hear=_nobody).text
 
     def close(self) -> None:
         """End the processes of rewards and of the environment."""
@@ -132,7 +154,6 @@ class Speaker:
     # ---- the conversation ----
 
     def reset(self) -> None:
-        """Forget the conversation."""
         self.messages: list[Message] = []
         self.answers: dict[str, Answer] = {}
 
@@ -150,9 +171,7 @@ class Speaker:
         return self._said(prompt, hear)
 
     def say_row(self, index: int, hear: Hear) -> Answer:
-        """Answer the prompt of a held-out row, whose columns the reward and the environment then have. Raises
-        ValueError where there is no such row.
-        """
+        """Answer the prompt of a held-out row, with its columns. Raises ValueError where there is no such row."""
         rows = load_split(self.target.config, "eval")
         if not 0 <= index < len(rows):
             raise ValueError(f"held-out rows are 0 to {len(rows) - 1}, and not {index}")
@@ -176,7 +195,7 @@ class Speaker:
 
     def compare(self, hear: Hear) -> Answer:
         """What the start says to the last prompt, by the same random numbers. Raises ValueError without either."""
-        if not self.target.has_start:
+        if self.target.checkpoint is None or not self.target.config.has_reference:
             raise ValueError(f"{self.target.name} has no start to compare with: it is a model, or keeps no reference")
         if self.role not in self.answers:
             raise ValueError("nothing has been asked yet")
@@ -185,15 +204,14 @@ class Speaker:
         return self.answers["reference"]
 
     def rewards(self) -> list[tuple[str, dict[str, float], str | None]]:
-        """(role, each reward by name and their sum as `reward`, why there is none) of the last answers. Raises
-        ValueError without a reward, or without an answer.
-        """
+        """(role, each reward and their sum, why there is none) of the last answers. ValueError without an answer."""
         if not self.answers:
             raise ValueError("nothing has been asked yet")
         if self._scorer is None:
             environment = self.game.environment if self.game else None
-            config, parts, options = self.target.config, self.parts, self.options
-            self._scorer = load_scorer(config, self.task, parts=parts, options=options, environment=environment)
+            self._scorer = load_scorer(
+                self.target.config, self.task, parts=self.parts, options=self.options, environment=environment
+            )
             self._scorer.start()
         found = []
         for role, answer in self.answers.items():
@@ -211,7 +229,9 @@ class Speaker:
         self.answers = {self.role: answer}
         if self.chats and not isinstance(prompt.prompt, str):
             role = self.game.observations.role if self.game else "tool"
-            said = [{**m, "role": role} if m["role"] == "tool" else m for m in answer.messages]
+            said: list[Message] = [{"role": "assistant", "content": prompt.opened + answer.text}]
+            if answer.episode is not None:
+                said = [{**m, "role": role} if m["role"] == "tool" else m for m in answer.episode.transcript]
             self.messages = [*prompt.prompt, *said]
         self.turn += 1
         return answer

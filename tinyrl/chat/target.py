@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinyrl.config.methods import and_list
 from tinyrl.config.recipe import apply_overrides, build_config
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import Source
+from tinyrl.evaluation.targets import as_policy, check_sections
 from tinyrl.runs.checkpoint import checkpoint_of
 from tinyrl.runs.run_dir import open_run, run_of
 from tinyrl.runs.settle import settle
 from tinyrl.starter import starter_path
-from tinyrl.text import did_you_mean, shortened
+from tinyrl.text import did_you_mean
 
 SECTIONS = ("task", "generation", "environment", "reward")  # whose settings the command line may give
 
@@ -27,49 +27,22 @@ class ChatTarget:
     config: Config
     checkpoint: Path | None
 
-    @property
-    def has_start(self) -> bool:
-        """Whether there is something else that the policy began as."""
-        return self.checkpoint is not None and self.config.has_reference
-
 
 def chat_target(path: str, settings: list[str]) -> ChatTarget:
     """Find what is at `path`. Raises ValueError for a reward model, a run without a checkpoint, other settings."""
-    for setting in settings:
-        if setting.partition(".")[0] not in SECTIONS:
-            raise ValueError(
-                f"override '{shortened(setting)}': a chat takes settings of {and_list([*SECTIONS])}; the others are "
-                "the run's own"
-            )
+    check_sections(settings, SECTIONS, "a chat")
     run = run_of(Path(path))
     if run is None:
-        _check_there(path)
+        meant = did_you_mean(path, [str(found.parent) for found in Path(path).parent.glob("*/config.yaml")])
+        if meant and starter_path(path) is None and not Path(path).expanduser().exists():  # else it may be a hub name
+            raise ValueError(f"{path} is neither a run nor a model.{meant}")
         values: dict[str, Any] = {"method": "grpo", "model": {"path": path}, "reference": {"kind": "none"}}
         return ChatTarget(path, _built(values, settings), None)
     config = open_run(run).read_config()
     if not config.trains.policy:
         raise ValueError(f"{path} is a reward model, which writes nothing")
     checkpoint = checkpoint_of(Path(path))
-    return ChatTarget(f"{run.resolve().name}/{checkpoint.name}", _built(_as_policy(config), settings), checkpoint)
-
-
-def _as_policy(config: Config) -> dict[str, Any]:
-    """The sections that a policy is loaded, prompted and answered by; no critic, no trackers, no dropout."""
-    names = ["model", "lora", "task", "run"]
-    names += ["generation", "environment", "reward", "reference"] if config.samples else []
-    values: dict[str, Any] = {name: getattr(config, name).model_dump() for name in names}
-    values["run"] |= {"trackers": []}
-    values["lora"] |= {"dropout": 0.0}
-    kind = "none" if config.model.random_init else config.reference.kind
-    return {"method": "grpo", **values, "reference": {"kind": kind}}
-
-
-def _check_there(path: str) -> None:
-    """ValueError for a path that is nothing and nearly that of a run; else it may be a hub name."""
-    beside = [str(found.parent) for found in Path(path).parent.glob("*/config.yaml")]
-    meant = did_you_mean(path, beside)
-    if meant and starter_path(path) is None and not Path(path).expanduser().exists():
-        raise ValueError(f"{path} is neither a run nor a model.{meant}")
+    return ChatTarget(f"{run.resolve().name}/{checkpoint.name}", _built(as_policy(config), settings), checkpoint)
 
 
 def _built(values: dict[str, Any], settings: list[str]) -> Config:

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-from tinyrl.chat.speaker import Answer, Hear, Speaker, Who
+from tinyrl.chat.speaker import Answer, Hear, Speaker
 from tinyrl.errors import Interrupted
 from tinyrl.runs.signals import StopFlag
 from tinyrl.text import visible
@@ -25,7 +25,6 @@ Write = Callable[[str], None]
 
 
 def converse(speaker: Speaker, *, read: Callable[[str], str] = input, write: Write | None = None) -> None:
-    """Answer line after line until there is no more, or /quit."""
     say = _to_terminal if write is None else write
     kind = "the conversation goes on" if speaker.chats else "no chat template: each line is a prompt of its own"
     say(f"{visible(speaker.target.name)} ({kind}); /help says what else there is\n")
@@ -75,11 +74,7 @@ def _answer_line(speaker: Speaker, line: str, write: Write) -> None:
 
 def _shown(write: Write) -> Hear:
     """Pieces as they come; what the policy only reads is in brackets."""
-
-    def hear(who: Who, text: str) -> None:
-        write(visible(text) if who == "policy" else f"\n[{visible(text.strip())}]\n")
-
-    return hear
+    return lambda who, text: write(visible(text) if who == "policy" else f"\n[{visible(text.strip())}]\n")
 
 
 def _ended(answer: Answer, write: Write) -> None:

@@ -43,7 +43,6 @@ def memory_sentences(debug: bool) -> Iterator[None]:
 
 
 def _of_memory(error: Exception) -> OutOfRoom | None:
-    """What to tell in place of an error that is about memory."""
     said, limit = None if isinstance(error, Stop) else no_memory(error), address_space()
     if limit is not None and isinstance(
         error, SystemError
@@ -69,22 +68,15 @@ def _tell(error: Exception) -> int:
     """Print what an error says; the exit code."""
     from tinyrl.text import redact, visible
 
-    text = visible(redact(_sentence(error)))  # it may quote any file
+    code, said = 2, str(error).partition(FRAMES)[0]
+    if isinstance(error, Stop):
+        code, said = error.exit_code, f"stopped: {error}"
+    elif isinstance(error, OSError):
+        code = 4 if error.errno in NO_ROOM else 2
+        if error.strerror:
+            said = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    text = visible(redact(said))  # it may quote any file
     aside = isinstance(error, Interrupted) and launched_rank() > 0  # rank 0 says that the run has stopped
     if not aside and VOICE.speaks(text):
         print("\n".join(f"tinyrl: {text}".splitlines()[:MOST_LINES]), file=sys.stderr)
-    return _exit_code(error)
-
-
-def _sentence(error: Exception) -> str:
-    if isinstance(error, Stop):
-        return f"stopped: {error}"
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error).partition(FRAMES)[0]
-
-
-def _exit_code(error: Exception) -> int:
-    if isinstance(error, Stop):
-        return error.exit_code
-    return 4 if isinstance(error, OSError) and error.errno in NO_ROOM else 2
+    return code

@@ -1,7 +1,4 @@
-"""Checks before torch is imported: model folders, the task, local data rows, reward files.
-
-They take under a second, and torch stays unimported.
-"""
+"""Checks before torch is imported, in under a second: model folders, the task, local data rows, reward files."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from tinyrl.config.schema import Config
@@ -41,7 +37,12 @@ MADE_BY = {  # folders that recipes name, and what a user types to make them
 
 def check_before_loading(config: Config) -> None:
     """Raise ValueError for whatever would stop a run before its first step and needs no model to be found."""
-    _check_processes(config)
+    count = launched().world_size
+    if count > 1 and config.generation.engine == "server":
+        raise ValueError(
+            f"generation.engine=server samples for one process, and {count} were launched: leave the launcher out, or "
+            "let the processes sample with generation.engine=auto generation.url=null"
+        )
     check_trackers(config.run.trackers)
     check_model_path("model.path", config.model.path)
     _check_revisions(config)
@@ -58,8 +59,8 @@ def check_before_loading(config: Config) -> None:
 
 
 def ask_hub_once(config: Config) -> None:
-    """Where models or rows are on the hub, and it does not answer: work offline. What is kept on this machine is used
-    then, and what is not is missed at once, not after five tries for each file.
+    """Work offline where models or rows are on the hub and it does not answer: what is kept here is used, and the rest
+    is missed at once, not after five tries for each file.
     """
     named = (config.model.path, config.critic.path, config.reward.model)
     models = [path for path in named if path and starter_path(path) is None and not os.path.exists(path)]
@@ -76,15 +77,6 @@ def ask_hub_once(config: Config) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-def _check_processes(config: Config) -> None:
-    count = launched().world_size
-    if count > 1 and config.generation.engine == "server":
-        raise ValueError(
-            f"generation.engine=server samples for one process, and {count} were launched: leave the launcher out, or "
-            "let the processes sample with generation.engine=auto generation.url=null"
-        )
-
-
 def _check_rewards(config: Config) -> None:
     if config.reward.model is not None:
         check_model_path("reward.model", config.reward.model)
@@ -93,34 +85,22 @@ def _check_rewards(config: Config) -> None:
 
 
 def _check_rows(config: Config) -> None:
-    if config.samples:
-        _check_prompts(config)
-        if config.ppo.ptx_data is not None:
-            _check_readings(config.ppo.ptx_data, lambda row, _: text_examples(row), columns={})
-    else:
+    if not config.samples:
         _check_examples(config)
+        return
+    _check_prompts(config)
+    if config.ppo.ptx_data is not None:
+        _check_readings(config.ppo.ptx_data, lambda row, _: text_examples(row), columns={})
 
 
-def check_evaluation(
-    target: str,
-    *,
-    vs: str | None,
-    task: str | None,
-    data: str | None = None,
-    settings: list[str] | None = None,
-    split: str = "eval",
-    best_of: int = 1,
-    save_samples: str | None = None,
-) -> None:
-    """Raise ValueError for what `tinyrl eval` cannot use: a target or --vs that cannot exist, a task, rows, settings,
-    options that nothing reads.
-    """
-    if task is not None:
-        load_task(task)
+def check_evaluation(target: str, asked: Asked, *, vs: str | None = None) -> None:
+    """ValueError for what `tinyrl eval` cannot use: targets, a task, rows, settings, options that nothing reads."""
+    if asked.task is not None:
+        load_task(asked.task)
     for name in (target, *([vs] if vs not in (None, "base", "start") else [])):
         if run_of(Path(name)) is not None:
             continue
-        if name == target and task is None and data is None:  # the other side is judged by the first one's rows
+        if name == target and asked.task is None and asked.data is None:  # the other side is judged by the first one's
             meant = did_you_mean(name, [str(p.parent) for p in Path(name).parent.glob("*/config.yaml")])
             raise ValueError(
                 f"{name} is not a run.{meant} To evaluate a model, say what on: --task NAME (see `tinyrl tasks`) or "
@@ -129,10 +109,9 @@ def check_evaluation(
         if meant_a_run(name):
             open_run(name)  # says what is wrong with the name
         check_model_path("model", name)
-    asked = Asked(task, data, tuple(settings or ()))
     found = find(target, asked)
-    check_asked(found, asked, split=split, best_of=best_of, save_samples=save_samples)
-    if asked.nothing:
+    check_asked(found, asked)
+    if asked.as_it_is:
         return
     for config in (found.sampled, found.measured):
         if config is not None:
@@ -181,9 +160,7 @@ def _check_revisions(config: Config) -> None:
 
 
 def _is_run(key: str, path: str) -> bool:
-    """Whether a model's path names a run or a checkpoint of one; which checkpoint it is, is verified later.
-    Raises ValueError for a run that has none.
-    """
+    """Whether a path names a run or a checkpoint of one, which is verified later. ValueError for a run without any."""
     run = named_run(path)
     if run is not None and not any((run / "checkpoints").glob("step-*")):
         raise ValueError(f"{key}={path}: this run has no checkpoint yet")
@@ -210,22 +187,28 @@ def _check_prompts(config: Config) -> None:
             f"task {task.name} searches, so it needs environment.corpus: a .jsonl or .parquet file of passages, or a "
             "retrieval server's URL"
         )
-    sources = {"train": where.data, "eval": where.eval_data}
-    for split, source in sources.items():
+    for split, source in (("train", where.data), ("eval", where.eval_data)):
         if source is not None and _answers_at_once(source):
             load_split(config, split)
 
 
 def _check_examples(config: Config) -> None:
-    """Rows of methods that learn from examples can be read as what the method learns from."""
-    where = config.task
+    where, kind = config.task, config.trains.rows
     if where.data is None:
         raise ValueError(
             f"task.data is missing: `tinyrl train {config.method}` needs rows to learn from (task.data=FILE)"
         )
+
+    def read(row: Row, first: Row) -> None:
+        assert kind != "prompts"
+        if kind == "judged":  # as what the first row is
+            judged(row, objective_of(first, config.reward_model.objective))
+        else:
+            READINGS[kind](row)
+
     for source in (where.data, where.eval_data):
         if source is not None:
-            _check_readings(source, partial(_read_example, config), columns=where.columns)
+            _check_readings(source, read, columns=where.columns)
 
 
 def _check_readings(source: str, read: Callable[[Row, Row], object], *, columns: dict[str, str]) -> None:
@@ -238,20 +221,8 @@ def _check_readings(source: str, read: Callable[[Row, Row], object], *, columns:
             raise ValueError(f"{place}: {error}") from error
 
 
-def _read_example(config: Config, row: Row, first: Row) -> None:
-    """Raise ValueError for a row that is not of the kind that the method learns from, or not of the first row's."""
-    kind = config.trains.rows
-    assert kind != "prompts"
-    if kind == "judged":
-        judged(row, objective_of(first, config.reward_model.objective))
-    else:
-        READINGS[kind](row)
-
-
 def _answers_at_once(source: str) -> bool:
-    """True for text files and for what is neither a file nor a hub name; parquet, a folder of save_to_disk and the hub
-    take seconds.
-    """
+    """Whether a source is read in a moment or is nothing; parquet, a folder of save_to_disk and the hub are slow."""
     if is_saved_set(source):
         return False
     suffix = Path(source).suffix.lower()

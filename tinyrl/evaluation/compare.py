@@ -14,9 +14,9 @@ from typing import Any
 from tinyrl.components import Options
 from tinyrl.data.rows import FEW, prompt_key
 from tinyrl.evaluation.evaluate import Evaluation
-from tinyrl.evaluation.pairing import win_rates
+from tinyrl.evaluation.statistics import win_rates
 from tinyrl.evaluation.targets import Asked, Target, find, locate, trained_on
-from tinyrl.evaluation.versus import OWN_SAMPLING, How, evaluate_side, load_side
+from tinyrl.evaluation.versus import OWN_SAMPLING, load_side
 from tinyrl.generation.game import plays
 from tinyrl.runs.run_dir import finite
 from tinyrl.tasks import load_task
@@ -31,37 +31,28 @@ JUDGED_BY = {  # the sections that say how samples are judged, and which of thei
 Row = dict[str, Any]
 
 
-def compare_policies(
-    targets: list[str],
-    *,
-    vs: str,
-    task: str | None,
-    settings: list[str],
-    num_prompts: int,
-    samples: int,
-    best_of: int,
-    options: Options,
-) -> list[Row]:
+def compare_policies(targets: list[str], asked: Asked, *, vs: str, options: Options) -> list[Row]:
     """A row for the baseline `vs`, with `best_of` above 1 one for the best of so many of its samples, one a target.
 
     A row has `policy`, what `evaluate` says of it, and `win_rate` against the baseline; `environment` names settings of
-    its environment that are not the baseline's. All are sampled on the same
-    prompts, which none of them was trained on, with the same uniforms. Raises ValueError where they would not be judged
-    alike or on other prompts, and where no prompt is left.
+    its environment that are not the baseline's. All are sampled on the same prompts, which none of them was trained on,
+    with the same uniforms. Raises ValueError where they would not be judged alike or on other prompts, and where no
+    prompt is left.
     """
-    found = alike([vs, *targets], Asked(task, None, tuple(settings)))
+    found = alike([vs, *targets], asked)
     seen = frozenset().union(*(trained_on(target.path) for target in found))
-    how = How("eval", num_prompts, samples, 1)
+    assert found[0].sampled is not None
+    seed = found[0].sampled.run.seed
 
     def evaluated(target: Target, best_of: int = 1) -> tuple[list[int], Evaluation]:
-        return _evaluated(target, replace(how, best_of=best_of), seen=seen, seed=_seed(found[0]), options=options)
+        return _evaluated(target, replace(asked, best_of=best_of), seen=seen, seed=seed, options=options)
 
     prompts, baseline = evaluated(found[0])
     rows = [{"policy": found[0].name, **baseline.metrics}]
-    against = [(f"{found[0].name}, best of {best_of}", found[0], best_of)] if best_of > 1 else []
-    for name, target, best in [*against, *((target.name, target, 1) for target in found[1:])]:
-        asked, evaluation = evaluated(target, best)
-        if asked != prompts:
+    best = (f"{found[0].name}, best of {asked.best_of}", found[0], asked.best_of)
+    for name, target, best_of in [*([best] * (asked.best_of > 1)), *((each.name, each, 1) for each in found[1:])]:
+        places, evaluation = evaluated(target, best_of)
+        if places != prompts:
             raise ValueError(
                 f"{vs} and {target.path} have room for different prompts, so they cannot be compared: "
                 "task.long_prompts=drop leaves some out; give a generation.max_prompt_tokens that both have room for"
@@ -73,9 +64,7 @@ def compare_policies(
 
 
 def alike(paths: list[str], asked: Asked) -> list[Target]:
-    """The targets at these paths. Raises ValueError naming the first setting of task, reward or generation in which one
-    differs from the first.
-    """
+    """The targets at these paths. ValueError names the first setting by which they would be judged differently."""
     found = [locate(find(path, asked)) for path in paths]
     for target in found:
         if not target.is_policy:
@@ -106,23 +95,18 @@ def other_environment(first: Target, target: Target) -> list[str]:
     return [name for name in left if name not in LIMITS and left[name] != right[name]]
 
 
-def _seed(target: Target) -> int:
-    assert target.sampled is not None
-    return target.sampled.run.seed
-
-
 def _evaluated(
-    target: Target, how: How, *, seen: frozenset[str], seed: int, options: Options
+    target: Target, asked: Asked, *, seen: frozenset[str], seed: int, options: Options
 ) -> tuple[list[int], Evaluation]:
     """One policy on the prompts that nobody was trained on (their numbers too), with the uniforms of `seed`."""
     assert target.sampled is not None
     run = target.sampled.run.model_copy(update={"seed": seed})
     side = load_side(replace(target, sampled=target.sampled.model_copy(update={"run": run})), options=options)
     try:
-        prompts = [p for p in side.prompts(how.split) if prompt_key(p.prompt) not in seen][: how.num_prompts]
+        prompts = [p for p in side.prompts(asked.split) if prompt_key(p.prompt) not in seen][: asked.num_prompts]
         if not prompts:
             raise ValueError("no held-out prompt is left that none of the policies was trained on; give --task")
-        return [p.index for p in prompts], evaluate_side(side, prompts, how)
+        return [p.index for p in prompts], side.evaluate(prompts, samples=asked.samples, best_of=asked.best_of)
     finally:
         side.parts.close()
 

@@ -15,8 +15,7 @@ import torch
 
 from tinyrl.components import SamplingParts
 from tinyrl.environments.episode import policy_text
-from tinyrl.evaluation.intervals import mean, mean_interval
-from tinyrl.evaluation.verdicts import verdict_metrics
+from tinyrl.evaluation.statistics import mean, mean_interval, verdict_metrics
 from tinyrl.rollout import FINISH_REASONS
 from tinyrl.sampling import forward_pass, sample_and_score
 from tinyrl.tasks.prompts import PreparedPrompt
@@ -53,20 +52,17 @@ def evaluate(
     prompts: list[PreparedPrompt] | None = None,
     best_of: int = 1,
 ) -> Evaluation:
-    """Sample `samples` completions for the first `num_prompts` held-out prompts, each the best of `best_of` by the
-    reward, and one greedily, and judge both.
-    """
-    chosen = (parts.eval_prompts if prompts is None else prompts)[:num_prompts]
-    sampled = _Judged(parts, chosen, samples, role=role, greedy=False, best_of=best_of)
-    greedy = _Judged(parts, chosen, 1, role=role, greedy=True)
-    metrics = {
-        **sampled.metrics(),
-        "greedy": {k: v for k, v in greedy.metrics().items() if k not in ("num_prompts", "num_samples")},
-    }
-    return Evaluation(metrics, sampled.by_prompt(), sampled.lines() + greedy.lines(), sampled.values())
+    """Sample and judge completions of the first held-out prompts, each the best of `best_of`, and one greedy one."""
+    prompts = (parts.eval_prompts if prompts is None else prompts)[:num_prompts]
+    sampled = _Scored(parts, prompts, samples, role=role, greedy=False, best_of=best_of)
+    greedy = _Scored(parts, prompts, 1, role=role, greedy=True)
+    shared = ("num_prompts", "num_samples")
+    inner = {name: value for name, value in greedy.metrics().items() if name not in shared}
+    lines = sampled.lines() + greedy.lines()
+    return Evaluation({**sampled.metrics(), "greedy": inner}, sampled.by_prompt(), lines, sampled.values())
 
 
-class _Judged:
+class _Scored:
     """Completions of one kind (sampled or greedy) with their rewards and verdicts."""
 
     def __init__(
@@ -80,7 +76,7 @@ class _Judged:
         best_of: int = 1,
     ) -> None:
         self.parts, self.prompts, self.samples, self.greedy = parts, prompts, samples, greedy
-        self.best_of = best_of
+        self.best_of, self.names = best_of, parts.scorer.names
         self.rollout = sample_and_score(
             prompts,
             parts.engine,
@@ -102,17 +98,15 @@ class _Judged:
         texts = None if transcripts is None else [policy_text(transcript) for transcript in transcripts]
         self.texts = texts or [parts.scorer.text(t) for t in tokens]
         self.rewards: list[float] = self.rollout.rewards.tolist()
-        self.verdicts = self._verdicts(tokens)
+        self.columns: list[list[float]] = self.rollout.scores.T.tolist()  # of each reward, before weights
+        self.verdicts: list[float] | None = None
+        if parts.scorer.uses_verifier:
+            self.verdicts = self.columns[0]
+        elif parts.task.verify is not None:
+            scored = parts.scorer.verify(self.repeated, tokens, transcripts=transcripts, world=parts.world)
+            self.verdicts = scored.scores
         # What is chosen among several is no sample of the policy: its log-probabilities give neither KL nor entropy.
         self.kl, self.entropy = self._passes(role) if not greedy and best_of == 1 else (None, None)
-
-    def _verdicts(self, tokens: list[list[int]]) -> list[float] | None:
-        if self.parts.task.verify is None:
-            return None
-        if self.parts.scorer.uses_verifier:
-            return self.rollout.scores[:, 0].tolist()
-        parts, transcripts = self.parts, self.rollout.transcripts
-        return parts.scorer.verify(self.repeated, tokens, transcripts=transcripts, world=parts.world).scores
 
     def _passes(self, role: Role) -> tuple[float | None, float]:
         """KL to the reference in nats per response (None without a reference), and mean entropy of a chosen token."""
@@ -143,21 +137,18 @@ class _Judged:
         return [mean([r for r in group if not math.isnan(r)]) for group in self._grouped(self.rewards)]
 
     def _grouped(self, values: list[float]) -> list[list[float]]:
-        """One value a sample, as a list for each prompt."""
         return [values[i : i + self.samples] for i in range(0, len(values), self.samples)]
 
     def values(self) -> dict[str, list[list[float]]]:
         """What each judge gives each sample, by prompt; nothing of one that applies to none."""
-        names = self.parts.scorer.names
         judges = {"reward": self.rewards}
-        if len(names) > 1:
-            judges |= {f"reward/{n}": column for n, column in zip(names, self.rollout.scores.T.tolist(), strict=True)}
+        if len(self.names) > 1:
+            judges |= {f"reward/{name}": column for name, column in zip(self.names, self.columns, strict=True)}
         if self.verdicts is not None and not self.parts.scorer.uses_verifier:
             judges["verifier"] = self.verdicts
         return {judge: self._grouped(column) for judge, column in judges.items() if not all(map(math.isnan, column))}
 
     def metrics(self) -> dict[str, Any]:
-        """What `evaluate` says of completions of one kind."""
         valid = [r for r in self.rewards if not math.isnan(r)]
         out: dict[str, Any] = {
             "reward_mean": mean(valid),
@@ -165,40 +156,31 @@ class _Judged:
             "reward_std": statistics.stdev(valid) if len(valid) > 1 else 0.0,
             "reward_ci": mean_interval(self.by_prompt()),
         }
-        out |= self._each_reward()
+        # The mean of each reward before weights, over the completions it applies to.
+        applying = zip(self.names, ([v for v in column if not math.isnan(v)] for column in self.columns), strict=True)
+        out |= {f"reward/{name}": mean(values) for name, values in applying if values}
         if self.verdicts is not None:
-            out |= verdict_metrics(self.verdicts, self._answers(), self.samples, is_pass=self.parts.task.is_pass)
+            task = self.parts.task
+            answers = [task.answer(text) for text in self.texts] if task.answer is not None else None
+            out |= verdict_metrics(self.verdicts, answers, self.samples, is_pass=task.is_pass)
         if self.kl is not None:
             out["kl"] = self.kl
         if self.entropy is not None:
             out["entropy"] = self.entropy
         if self.best_of > 1:
             out |= {"best_of": self.best_of, "kl_bound": best_of_kl(self.best_of)}
-        return (
-            out
-            | self.rollout.environment_metrics()
-            | {
-                "mean_length": mean(self.rollout.chosen_tokens.tolist()),
-                "truncated": mean(self.rollout.truncated.tolist()),
-                "distinct": len(set(self.texts)) / max(1, len(self.texts)),
-                "num_prompts": len(self.prompts),
-                "num_samples": self.samples,
-            }
-        )
-
-    def _each_reward(self) -> dict[str, float]:
-        """The mean of each reward before weights, over the completions it applies to; absent where there are none."""
-        columns = zip(self.parts.scorer.names, self.rollout.scores.T.tolist(), strict=True)
-        applying = {f"reward/{name}": [v for v in column if not math.isnan(v)] for name, column in columns}
-        return {name: mean(values) for name, values in applying.items() if values}
-
-    def _answers(self) -> list[Any] | None:
-        answer = self.parts.task.answer
-        return [answer(text) for text in self.texts] if answer is not None else None
+        return {
+            **out,
+            **self.rollout.environment_metrics(),
+            "mean_length": mean(self.rollout.chosen_tokens.tolist()),
+            "truncated": mean(self.rollout.truncated.tolist()),
+            "distinct": len(set(self.texts)) / max(1, len(self.texts)),
+            "num_prompts": len(self.prompts),
+            "num_samples": self.samples,
+        }
 
     def lines(self) -> list[dict[str, Any]]:
-        """Lines for samples.jsonl."""
-        names, reasons = self.parts.scorer.names, self.rollout.finish_reasons.tolist()
+        scores, reasons = self.rollout.scores.tolist(), self.rollout.finish_reasons.tolist()
         return [
             {
                 "kind": "eval-greedy" if self.greedy else "eval",
@@ -207,14 +189,12 @@ class _Judged:
                 "prompt": p.text,
                 "completion": text,
                 **self.rollout.episode_of(i),
-                "rewards": dict(zip(names, scores, strict=True)),
-                "reward": reward,
+                "rewards": dict(zip(self.names, scores[i], strict=True)),
+                "reward": self.rewards[i],
                 "advantage": None,
-                "finish_reason": FINISH_REASONS[reason],
+                "finish_reason": FINISH_REASONS[reasons[i]],
             }
-            for i, (p, text, scores, reward, reason) in enumerate(
-                zip(self.repeated, self.texts, self.rollout.scores.tolist(), self.rewards, reasons, strict=True)
-            )
+            for i, (p, text) in enumerate(zip(self.repeated, self.texts, strict=True))
         ]
 
 

@@ -1,9 +1,8 @@
 """Held-out numbers of a reward model: order, calibration by decile, expected calibration error.
 
-A reward model predicts something for every row, which turns out or does not: that the chosen side wins (pairs), that
-the label is the good one (labels), how high the rating is (ratings). Where predictions are right on average at every
-height, the model is calibrated (Guo et al. 2017, 1706.04599). Bins hold equally many rows (deciles) and not equally
-wide ranges, most of which would be empty.
+A reward model predicts that the chosen side wins (pairs), that the label is the good one (labels), how high the rating
+is (ratings). Where predictions are right on average at every height, it is calibrated (Guo et al. 2017, 1706.04599).
+Bins hold equally many rows (deciles) and not equally wide ranges, most of which would be empty.
 """
 
 from __future__ import annotations
@@ -23,10 +22,8 @@ BINS = 10
 
 
 def reliability(predicted: Sequence[float], observed: Sequence[float], *, bins: int = BINS) -> list[Bin]:
-    """Rows in order of their prediction, cut into `bins` of as equal size as can be, lowest first.
-
-    Rows with the same prediction stand in one bin, so that the order of the rows does not matter; a bin that is left
-    without rows is left out. Raises AssertionError where the lengths differ.
+    """Rows in order of their prediction, cut into `bins` of as equal size as can be, lowest first. Rows with the same
+    prediction stand in one bin, so that their order does not matter; a bin without rows is left out.
     """
     ranked = sorted(zip(predicted, observed, strict=True))
     found: dict[int, list[tuple[float, float]]] = {}
@@ -66,7 +63,7 @@ def pair_metrics(chosen: Tensor, rejected: Tensor, margins: Tensor) -> dict[str,
     """
     loss, metrics = bradley_terry_loss(chosen, rejected, margin=margins)
     differences = [float(d) for d in chosen.double() - rejected.double()]
-    wins = [_half_step(d) for d in differences]
+    wins = [0.5 if d == 0 else float(d > 0) for d in differences]
     return {
         "accuracy": float(metrics["rewards/accuracy"]),
         "margin": float(metrics["rewards/margin"]),
@@ -117,10 +114,6 @@ def rating_metrics(scores: Tensor, ratings: Tensor, *, mean: float, deviation: f
 def _calibration(predicted: list[float], observed: list[float]) -> dict[str, Any]:
     bins = reliability(predicted, observed)
     return {"ece": expected_calibration_error(bins), "reliability": [list(one) for one in bins]}
-
-
-def _half_step(value: float) -> float:
-    return 0.5 if value == 0 else float(value > 0)
 
 
 def _sigmoid(value: float) -> float:

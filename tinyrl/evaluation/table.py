@@ -18,40 +18,30 @@ AFTER_SHARES = ("verifier_mean", "kl", "entropy", "mean_length", "truncated", "d
 
 
 def render(result: dict[str, Any], *, as_json: bool) -> str:
-    """What `tinyrl eval` prints of a result of `evaluate_target`."""
     if as_json:
         return json.dumps(finite(result))
     sides = [result, result["other"]] if "other" in result else [result]
-    lines = [f"{'':18}" + "".join(f"{_short_name(side['target']):>24}" for side in sides)]
+    names = [side["target"] for side in sides]  # the end of one says which checkpoint
+    rows = [("", [name if len(name) < 24 else f"…{name[-22:]}" for name in names])]
     for key in _keys(sides):
         cells = [_cell(side.get(key), side.get("greedy", {}).get(key)) for side in sides]
-        lines.append(f"{key.removeprefix(EPISODES):18}" + "".join(f"{cell:>24}" for cell in cells))
-    lines += _held_out(sides)
+        rows.append((key.removeprefix(EPISODES), cells))
+    measured = [side.get("held_out", {}) for side in sides]  # by a trainer, on held-out rows
+    for key in dict.fromkeys(key for numbers in measured for key in numbers):
+        if any(isinstance(numbers.get(key), int | float) for numbers in measured):
+            rows.append((key, [_cell(numbers.get(key), None) for numbers in measured]))
+    lines = [f"{key:18}" + "".join(f"{cell:>24}" for cell in cells) for key, cells in rows]
     if "reward_ci" in result:
-        lines += _how_sampled(result)
+        interval = _interval(result["reward_ci"], number)
+        of = f"{result['num_prompts']} prompts x {result['num_samples']}"
+        lines.append(f"(greedy in brackets; {of}; reward 95 % interval {interval})")
+    if "best_of" in result:
+        bound = number(result["kl_bound"])
+        lines.append(f"(each the best of {result['best_of']} by the reward: at most {bound} nats from one alone)")
     if "difference" in result:
         lines += _difference(result)
     lines += [_win_rate(judge, **rate) for judge, rate in result.get("win_rate", {}).items()]
     return "\n".join(lines + _warnings(result))
-
-
-def _held_out(sides: list[dict[str, Any]]) -> list[str]:
-    """What a trainer measures on held-out rows, number by number."""
-    measured = [side.get("held_out", {}) for side in sides]
-    plain = {key for numbers in measured for key, value in numbers.items() if isinstance(value, int | float)}
-    keys = [key for key in dict.fromkeys(key for numbers in measured for key in numbers) if key in plain]
-    return [f"{key:18}" + "".join(f"{_cell(numbers.get(key), None):>24}" for numbers in measured) for key in keys]
-
-
-def _how_sampled(result: dict[str, Any]) -> list[str]:
-    lines = [
-        f"(greedy in brackets; {result['num_prompts']} prompts x {result['num_samples']}; reward 95 "
-        f"% interval {_interval(result['reward_ci'], number)})"
-    ]
-    if "best_of" in result:
-        bound = number(result["kl_bound"])
-        lines.append(f"(each the best of {result['best_of']} by the reward: at most {bound} nats from one alone)")
-    return lines
 
 
 def _win_rate(judge: str, *, mean: float, ci: list[float], ties: float) -> str:
@@ -84,12 +74,14 @@ def _keys(sides: list[dict[str, Any]]) -> list[str]:
 
 
 def _difference(result: dict[str, Any]) -> list[str]:
+    def signed(value: float) -> str:
+        return f"{'' if value < 0 else '+'}{number(value)}"
+
     difference, other = result["difference"], result["other"]["target"]
     verdict = "" if difference["distinguishable"] else ": not distinguishable"
     lines = ["difference unknown: no prompt has a reward on both sides"]
     if not math.isnan(difference["reward_mean"]):
-        interval = _interval(difference["reward_ci"], _signed)
-        mean = _signed(difference["reward_mean"])
+        interval, mean = _interval(difference["reward_ci"], signed), signed(difference["reward_mean"])
         lines = [f"difference {mean} (95 % interval {interval}, paired by prompt){verdict}"]
     if difference["left_out"]:
         lines.append(f"left out: {difference['left_out']} held-out prompts that {other} was trained on")
@@ -99,14 +91,6 @@ def _difference(result: dict[str, Any]) -> list[str]:
 def _interval(ends: list[float], shown: Callable[[float], str]) -> str:
     low, high = ends
     return "unknown: not enough prompts" if math.isnan(low) else f"{shown(low)} to {shown(high)}"
-
-
-def _signed(value: float) -> str:
-    return f"{'' if value < 0 else '+'}{number(value)}"
-
-
-def _short_name(target: str) -> str:
-    return target if len(target) < 24 else f"…{target[-22:]}"  # its end says which checkpoint
 
 
 def _cell(value: float | None, greedy: float | None) -> str:

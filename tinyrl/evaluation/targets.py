@@ -8,6 +8,7 @@ own. Nothing here imports torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,21 +34,28 @@ RENDERING = ("chat", "system_prompt", "chat_template")  # task settings that bel
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line says besides the target: another task, rows in place of the held-out ones, settings."""
+    """What the command line says besides the target. task: another one than the run's; data: rows in place of the
+    held-out ones; settings: of reward, generation and task, in place of the run's; best_of: each sample of the target
+    is the best of so many by the reward; save_samples: a file for the samples.
+    """
 
     task: str | None = None
     data: str | None = None
     settings: tuple[str, ...] = ()
+    split: str = "eval"
+    num_prompts: int = 512
+    samples: int = 1
+    best_of: int = 1
+    save_samples: str | None = None
 
     @property
     def judge(self) -> bool:
-        """Whether it says what completions are judged by."""
         return self.task is not None or any(_key(setting) in JUDGES for setting in self.settings)
 
     @property
-    def nothing(self) -> bool:
-        """Whether it says nothing, so that a run is evaluated as it is."""
-        return self == Asked()
+    def as_it_is(self) -> bool:
+        """Whether a run is evaluated with its own configuration."""
+        return self.task is None and self.data is None and not self.settings
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,6 @@ class Target:
 
     @property
     def name(self) -> str:
-        """How it is called in what is printed."""
         return self.path if self.run is None or self.checkpoint is None else f"{self.run.name}/{self.checkpoint.name}"
 
     @property
@@ -82,7 +89,7 @@ def find(path: str, asked: Asked) -> Target:
     config = open_run(run).read_config()
     method = config.trains
     if method.samples:
-        return Target(path, run, config if asked.nothing else _as_asked(config.model_dump(), asked), None)
+        return Target(path, run, config if asked.as_it_is else _as_asked(config.model_dump(), asked), None)
     if not method.policy and (asked.judge or asked.settings):
         raise ValueError(
             f"{path} is a reward model, which writes nothing that could be judged; a policy is judged by it with "
@@ -93,26 +100,24 @@ def find(path: str, asked: Asked) -> Target:
             f"{path} is a run of {config.method}, which is sampled where something judges it: beside "
             f"{shortened(asked.settings[0])} name {A_JUDGE}"
         )
-    sampled = _as_asked(_policy_of(config), asked) if asked.judge else None
-    rows = None if sampled is not None else asked.data
-    return Target(path, run, sampled, config if rows is None else _measured_on(config, rows))
+    if asked.judge:
+        return Target(path, run, _as_asked(as_policy(config), asked), config)
+    if asked.data is not None:  # read as the run's rows are
+        values = config.model_dump()
+        values["task"] |= {"eval_data": asked.data}
+        config = settle(build_config(Source("settings", values)))
+    return Target(path, run, None, config)
 
 
-def find_other(vs: str, asked: Asked) -> Target:
-    """The other side, to be judged by the first one: it needs a configuration to be sampled with, whatever it says."""
-    return find(vs, replace(asked, task=asked.task or "rows", settings=()))
-
-
-def check_asked(first: Target, asked: Asked, *, split: str, best_of: int, save_samples: str | None) -> None:
-    """ValueError for options that the target has no use for."""
-    if asked.data is not None and split == "train":
+def check_asked(first: Target, asked: Asked) -> None:
+    if asked.data is not None and asked.split == "train":
         raise ValueError("--data FILE says which rows; --split train chooses among those of a run")
     if first.sampled is None:
-        for option in ["--best-of"] * (best_of > 1) + ["--save-samples"] * (save_samples is not None):
+        for option in ["--best-of"] * (asked.best_of > 1) + ["--save-samples"] * (asked.save_samples is not None):
             why = f"name {A_JUDGE}" if first.is_policy else "a reward model writes nothing"
             raise ValueError(f"{option}: nothing is sampled from {first.path}; {why}")
-    if save_samples is not None and not Path(save_samples).absolute().parent.is_dir():
-        raise ValueError(f"--save-samples {save_samples}: there is no folder {Path(save_samples).parent}")
+    if asked.save_samples is not None and not Path(asked.save_samples).absolute().parent.is_dir():
+        raise ValueError(f"--save-samples {asked.save_samples}: there is no folder {Path(asked.save_samples).parent}")
 
 
 def locate(target: Target) -> Target:
@@ -168,22 +173,27 @@ def _key(setting: str) -> str:
     return setting.partition("=")[0]
 
 
+def check_sections(settings: Iterable[str], sections: tuple[str, ...], who: str) -> None:
+    for setting in settings:
+        if setting.partition(".")[0] not in sections:
+            raise ValueError(
+                f"override '{shortened(setting)}': {who} takes settings of {and_list([*sections])}; the others are the "
+                "run's own"
+            )
+
+
 def _check_settings(asked: Asked) -> None:
+    if asked.split not in ("eval", "train"):
+        raise ValueError(f"--split {asked.split!r}: allowed are eval and train")
     if asked.task is not None:
         load_task(asked.task)
+    check_sections(asked.settings, SECTIONS, "evaluation")
     for setting in asked.settings:
-        key = _key(setting)
-        if key.partition(".")[0] not in SECTIONS:
-            raise ValueError(
-                f"override '{shortened(setting)}': evaluation takes settings of {and_list([*SECTIONS])}; the "
-                "others are the run's own"
-            )
-        if key in OPTIONS:
-            raise ValueError(f"override '{shortened(setting)}': say it as {OPTIONS[key]}")
+        if _key(setting) in OPTIONS:
+            raise ValueError(f"override '{shortened(setting)}': say it as {OPTIONS[_key(setting)]}")
 
 
 def _model(path: str, asked: Asked) -> Config:
-    """The configuration of a model that is no run."""
     task = asked.task or ("rows" if asked.data is not None else None)
     if task is None:
         where = "--task NAME (see `tinyrl tasks`) or --data FILE"
@@ -192,36 +202,25 @@ def _model(path: str, asked: Asked) -> Config:
     return _as_asked(values, asked)
 
 
-def _policy_of(config: Config) -> dict[str, Any]:
-    """The policy that sft or dpo has trained, as grpo's configuration would have it: to be sampled and scored."""
-    values = {name: getattr(config, name).model_dump() for name in ("model", "task", "run")}
+def as_policy(config: Config) -> dict[str, Any]:
+    """The policy that any method has trained, as grpo's configuration: to be sampled and scored, not trained."""
+    names = ["model", "lora", "task", "run", "reference"]
+    names += ["generation", "environment", "reward"] if config.samples else []
+    values: dict[str, Any] = {name: getattr(config, name).model_dump() for name in names}
     values["run"] |= {"trackers": []}
-    values["lora"] = config.lora.model_dump() | {"dropout": 0.0}
+    values["lora"] |= {"dropout": 0.0}
     values["reference"] = {"kind": "none" if config.model.random_init else config.reference.kind}
     return {"method": "grpo", **values}
 
 
 def _as_asked(values: dict[str, Any], asked: Asked) -> Config:
-    """A configuration with the task, the rows and the settings that are asked for. Another task brings its own rows and
-    verifier; a reward that is named takes the place of the run's.
-    """
+    """A configuration with the task, the rows and the settings asked for, and the reward that goes with them."""
     if asked.task not in (None, values["task"]["name"]):
         kept = {name: value for name, value in values["task"].items() if name in RENDERING}
         values |= {"task": {"name": asked.task, **kept}, "reward": {}}
-    if asked.data is not None:
-        values["task"] = _with_rows(values["task"], asked.data)
+    if asked.data is not None:  # all its rows are held out
+        values["task"] |= {"data": asked.data, "eval_data": asked.data, "max_samples": None, "revision": None}
     if any(_key(setting) in JUDGES for setting in asked.settings):
         of_run = values.get("reward", {})
         values["reward"] = {name: of_run[name] for name in ("timeout_s", "memory_gb") if name in of_run}
     return settle(build_config(apply_overrides(Source("settings", values), list(asked.settings))))
-
-
-def _with_rows(task: dict[str, Any], data: str) -> dict[str, Any]:
-    """The `task` section with all rows of a file held out."""
-    return {**task, "data": data, "eval_data": data, "max_samples": None, "revision": None}
-
-
-def _measured_on(config: Config, data: str) -> Config:
-    """A run's own configuration with a file's rows held out; it is read as the run's rows are."""
-    values = config.model_dump()
-    return settle(build_config(Source("settings", {**values, "task": {**values["task"], "eval_data": data}})))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import Literal
 import tinyrl
 from tinyrl.config.schema import Config
 from tinyrl.export.model_card import PICTURE, Exported, model_card
-from tinyrl.export.next_lines import next_lines
 from tinyrl.models.reading import ADAPTER_FILES, TOKENIZER_FILES
 from tinyrl.runs.checkpoint import checkpoint_of, checkpoint_step
 from tinyrl.runs.records import read_steps
@@ -27,6 +27,7 @@ from tinyrl.text import one_line
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 FACTS = "export.json"  # by which a folder is known as ours
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes as --max-lora-rank
 OWN_FILES = (*ADAPTER_FILES, *TOKENIZER_FILES, "merges.txt", "tokenizer.model")
 
 
@@ -39,7 +40,6 @@ class Bundle:
     commands: list[tuple[str, str]]
 
     def render(self) -> str:
-        """For a terminal."""
         width = max(len(what) for what, _ in self.commands)
         said = [one_line(line, 4096) for line in (str(self.folder), *self.notes)]
         return "\n".join([*said, "", *(f"{what:{width}}  {one_line(line, 4096)}" for what, line in self.commands)])
@@ -55,6 +55,11 @@ class Plan:
     whole: bool  # a model and not an adapter
     dtype: Dtype
     folder: Path
+
+    @property
+    def name(self) -> str:
+        """What the export is called: the run, as far as a name of a repository may be called so."""
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", self.run.path.resolve().name).strip("-.") or "policy"
 
 
 def plan_export(target: str, *, merge: bool, dtype: Dtype, output: str | None, overwrite: bool) -> Plan:
@@ -93,7 +98,9 @@ def export(plan: Plan, *, accept_changes: bool = False, trust_remote_code: bool 
             dtype, notes = _write_model(plan, writing, accept_changes, trust_remote_code)
         else:
             dtype, notes = None, ()
-            _copy(plan.checkpoint, writing)
+            for name in OWN_FILES:  # and nothing that only a resume needs
+                if (plan.checkpoint / name).is_file():
+                    shutil.copyfile(plan.checkpoint / name, writing / name)
         _describe(plan, writing, dtype, notes)
         if plan.folder.exists():
             shutil.rmtree(plan.folder)
@@ -101,14 +108,13 @@ def export(plan: Plan, *, accept_changes: bool = False, trust_remote_code: bool 
     finally:
         shutil.rmtree(writing, ignore_errors=True)
     base = None if plan.whole else str(starter_path(plan.config.model.path) or plan.config.model.path)
-    commands = next_lines(plan.folder, name=_name(plan), base=base, rank=plan.config.lora.r)
-    return Bundle(plan.folder, notes, commands)
+    return Bundle(plan.folder, notes, next_lines(plan.folder, name=plan.name, base=base, rank=plan.config.lora.r))
 
 
 def _write_model(
     plan: Plan, folder: Path, accept_changes: bool, trust_remote_code: bool
 ) -> tuple[str, tuple[str, ...]]:
-    """Save the whole model and check it; its dtype, and what there is to know of it."""
+    """Save the whole model and check it; its dtype, and notes."""
     from tinyrl.export.merge import MOST_CHANGED, MOST_GAP, dtype_of, write_merged
     from tinyrl.models.loading import load_tokenizer
 
@@ -137,25 +143,26 @@ def _write_model(
     return name, tuple(notes)
 
 
-def _copy(checkpoint: Path, folder: Path) -> None:
-    """The adapter and the tokenizer of a verified checkpoint, and nothing that only a resume needs."""
-    for name in OWN_FILES:
-        if (checkpoint / name).is_file():
-            shutil.copyfile(checkpoint / name, folder / name)
-
-
 def _describe(plan: Plan, folder: Path, dtype: str | None, notes: tuple[str, ...]) -> None:
-    """README.md, the picture of its curves, and export.json."""
     step, picture = checkpoint_step(plan.checkpoint), plan.run.path / PICTURE
     if picture.is_file():
         shutil.copyfile(picture, folder / PICTURE)
     steps = read_steps(plan.run.metrics, []) if plan.run.metrics.is_file() else {}
-    exported = Exported(_name(plan), step, dtype, notes, picture.is_file())
+    exported = Exported(plan.name, step, dtype, notes, picture.is_file())
     (folder / "README.md").write_text(model_card(plan.config, steps, exported), encoding="utf-8")
     facts = {"tinyrl": tinyrl.__version__, "run": plan.run.path.resolve().name, "step": step, "dtype": dtype}
     (folder / FACTS).write_text(json.dumps({**facts, "notes": notes}, indent=1) + "\n", encoding="utf-8")
 
 
-def _name(plan: Plan) -> str:
-    """What the export is called: the run, as far as a name of a repository may be called so."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", plan.run.path.resolve().name).strip("-.") or "policy"
+def next_lines(folder: Path, *, name: str, base: str | None, rank: int) -> list[tuple[str, str]]:
+    """(what for, command). base: what the adapter of `rank` is for; None: the folder holds a whole model."""
+    where, gguf = str(folder), f"{name}.gguf"
+    serve, convert = ["vllm", "serve", where], ["python", "llama.cpp/convert_hf_to_gguf.py", where, "--outfile", gguf]
+    if base is not None:
+        most = next((each for each in RANKS if each >= rank), rank)
+        lora = ["--enable-lora", "--max-lora-rank", str(most), "--lora-modules", f"{name}={where}"]
+        serve = ["vllm", "serve", base, *lora]
+        of = ["--base" if Path(base).is_dir() else "--base-model-id", base]
+        convert = ["python", "llama.cpp/convert_lora_to_gguf.py", where, *of, "--outfile", gguf]
+    lines = {"serve": serve, "llama.cpp": convert, "upload": ["hf", "upload", f"OWNER/{name}", where]}
+    return [(what, shlex.join(words)) for what, words in lines.items()]

@@ -6,7 +6,6 @@ for sampling. What is compared is what another program will read: the files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,19 +32,12 @@ MOST_GAP = 1e-3  # of log-probabilities, merged and not, both in float32
 MOST_CHANGED = 0.01  # share of greedy tokens that may change when the merged weights are rounded
 
 
-@dataclass(frozen=True)
-class Sequence:
-    """Tokens, and the first of them that the policy wrote: its positions count."""
-
-    tokens: list[int]
-    first: int
+Sequence = tuple[list[int], int]  # tokens, and the place of the first that the policy wrote: what counts begins there
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """How near a saved model is to the policy: the largest difference of a log-probability, the share of positions
-    whose likeliest token is another, and how many positions there were.
-    """
+    """Largest difference of a log-probability, share of positions with another likeliest token, number of positions."""
 
     gap: float
     changed: float
@@ -101,43 +93,38 @@ def sequences_of(run: RunDir, tokenizer: PreTrainedTokenizerBase, *, vocabulary:
     """Prompts of the run and what its policy wrote to them last; made-up tokens where it has kept no samples."""
     rows = [row for row in json_lines(run.samples, []) if row.get("kind") == "eval"] if run.samples.is_file() else []
     last = max((row["step"] for row in rows), default=0)
-    written = (
-        _sequence(tokenizer, str(row.get("prompt", "")), str(row.get("completion", "")))
-        for row in rows
-        if row["step"] == last
-    )
-    made_up = (Sequence([(7 * i + 13 * j + 1) % vocabulary for i in range(32)], 1) for j in range(MADE_UP))
+    written = []
+    for row in (row for row in rows if row["step"] == last):
+        before = token_ids(tokenizer, str(row.get("prompt", "")))[-LONGEST:] or [0]
+        after = token_ids(tokenizer, str(row.get("completion", "")))[:LONGEST]
+        if after:
+            written.append((before + after, len(before)))
+    made_up = [([(7 * i + 13 * j + 1) % vocabulary for i in range(32)], 1) for j in range(MADE_UP)]
     most = max(64, min(MOST_POSITIONS, MOST_LOGITS // vocabulary))
-    return _as_many([s for s in written if s.first < len(s.tokens)], most) or _as_many(made_up, most)
+    return _as_many(written or made_up, most)
 
 
-def _sequence(tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> Sequence:
-    before = token_ids(tokenizer, prompt)[-LONGEST:] or [0]
-    return Sequence(before + token_ids(tokenizer, completion)[:LONGEST], len(before))
-
-
-def _as_many(sequences: Iterable[Sequence], most: int) -> list[Sequence]:
-    kept, positions = list[Sequence](), 0
-    for sequence in sequences:
-        positions += len(sequence.tokens) - sequence.first
-        if kept and positions > most:
+def _as_many(sequences: list[Sequence], most: int) -> list[Sequence]:
+    found, positions = list[Sequence](), 0
+    for tokens, first in sequences:
+        positions += len(tokens) - first
+        if found and positions > most:
             break
-        kept.append(sequence)
-    return kept
+        found.append((tokens, first))
+    return found
 
 
 @torch.inference_mode()
 def distributions(model: PreTrainedModel | PeftModel, sequences: list[Sequence]) -> list[Tensor]:
     """Log-probabilities (n, V) in float32 of the next token, before each of the n tokens that count."""
     found = []
-    for sequence in sequences:
-        logits = model(input_ids=torch.tensor([sequence.tokens])).logits[0, sequence.first - 1 : -1]
+    for tokens, first in sequences:
+        logits = model(input_ids=torch.tensor([tokens])).logits[0, first - 1 : -1]
         found.append(logits.float().log_softmax(-1))
     return found
 
 
 def compared(wanted: list[Tensor], saved: list[Tensor]) -> Fidelity:
-    """How near the second distributions are to the first."""
     positions = sum(len(each) for each in wanted)
     pairs = list(zip(wanted, saved, strict=True))
     changed = sum(int((a.argmax(-1) != b.argmax(-1)).sum()) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""The model card of an exported policy: data, rewards, curve, evaluation, licence of the base.
+"""The model card of an exported policy: data, rewards, curve, evaluation, licence of the base; model_card.md (jinja2).
 
 What stands in it comes from files of a run, which may quote anything: each value is one line of visible text that
 Markdown takes for text. Folders of this machine are named by their last part.
@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader
+
 import tinyrl
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import hub_name
+from tinyrl.report.panels import evenly
 from tinyrl.runs.records import number as as_number
 from tinyrl.runs.run_dir import named_run
 from tinyrl.starter import starter_path
@@ -47,25 +50,32 @@ class Exported:
 
 def model_card(config: Config, steps: dict[int, dict[str, Any]], exported: Exported) -> str:
     """README.md, from a run's configuration and the lines of its metrics.jsonl by step."""
-    base, licence = base_name(config), licence_of(config.model.path)
-    what = "The weights" if exported.dtype else "A LoRA adapter"
-    merged = f", merged in float32 and saved in {exported.dtype}" if exported.dtype and config.lora.enabled else ""
-    evaluated = {step: line for step, line in steps.items() if step <= exported.step and _has_evaluation(line)}
-    parts = [
-        _front_matter(config, licence, whole=exported.dtype is not None),
-        f"# {_plain(exported.name)}",
-        f"{what} of a policy trained from {_plain(base)} with {config.method} for {exported.step} steps{merged}, by "
-        f"[tinyrl](https://github.com/tinyrl/tinyrl) {tinyrl.__version__}.",
-        *(f"Note: {_plain(note)}" for note in exported.notes),
-        _section("Data", _data(config)),
-        _section("Rewards", _rewards(config)),
-        _section("Curve", [*([f"![curves of the run]({PICTURE})"] if exported.picture else []), curve(evaluated)]),
-        _section("Evaluation", _evaluation(evaluated)),
-        _section("Settings", _settings(config)),
-        _section("Use", [_use(config, exported)]),
-        _section("Licence", [_licence_sentence(base, licence)]),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    evaluated = {
+        step: line
+        for step, line in steps.items()
+        if step <= exported.step and any(key.startswith("eval/") for key in line)
+    }
+    licence = licence_of(config.model.path)
+    # Markdown, in which `plain` escapes what is not ours.
+    loader = PackageLoader("tinyrl.export", ".")
+    environment = Environment(loader=loader, trim_blocks=True, keep_trailing_newline=True)  # noqa: S701
+    environment.filters |= {"plain": _plain, "value": _value, "source": _source, "json": json.dumps}
+    return environment.get_template("model_card.md").render(
+        **vars(exported),
+        config=config,
+        version=tinyrl.__version__,
+        front=_front_matter(config, licence, whole=exported.dtype is not None),
+        base=base_name(config),
+        licence=licence,
+        task=config.task.name or "rows",
+        reward_model=Path(config.reward.model or "").name,
+        picture_name=PICTURE,
+        curve=curve(evaluated),
+        evaluated=max(evaluated, default=None),
+        evaluation=_evaluation(evaluated[max(evaluated)]) if evaluated else [],
+        settings=_settings(config),
+        embedded=starter_path(config.model.path) is not None,
+    )
 
 
 def base_name(config: Config) -> str:
@@ -94,22 +104,16 @@ def licence_of(path: str) -> str | None:
 
 def curve(evaluated: dict[int, dict[str, Any]]) -> str:
     """A table of the held-out numbers by step, at most MOST_POINTS of them, the first and the last among these."""
-    steps = sorted(evaluated)
-    if not steps:
+    shown = evenly(sorted(evaluated), MOST_POINTS)
+    if not shown:
         return "No held-out evaluation."
-    last, most = len(steps) - 1, min(MOST_POINTS, len(steps))
-    shown = sorted({steps[round(i * last / max(1, most - 1))] for i in range(most)})
     columns = [(label, key) for label, key in CURVE if any(key in evaluated[step] for step in shown)]
     rows = [["step", *(label for label, _ in columns)], ["---:"] * (len(columns) + 1)]
     rows += [[str(step), *(_value(evaluated[step].get(key)) for _, key in columns)] for step in shown]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _has_evaluation(line: dict[str, Any]) -> bool:
-    return any(key.startswith("eval/") for key in line)
-
-
-def _front_matter(config: Config, licence: str | None, *, whole: bool) -> str:
+def _front_matter(config: Config, licence: str | None, *, whole: bool) -> dict[str, Any]:
     facts: dict[str, Any] = {"library_name": "transformers" if whole else "peft"}
     if not Path(config.model.path).expanduser().is_dir() and starter_path(config.model.path) is None:
         facts["base_model"] = config.model.path
@@ -118,52 +122,22 @@ def _front_matter(config: Config, licence: str | None, *, whole: bool) -> str:
     named = {hub_name(source) for source in (config.task.data, config.task.eval_data) if source} - {None}
     if named:
         facts["datasets"] = sorted(str(name) for name in named)
-    facts["tags"] = ["tinyrl", config.method, *(["lora"] if config.lora.enabled else [])]
-    return "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in facts.items()), "---"])
+    return facts | {"tags": ["tinyrl", config.method, *(["lora"] if config.lora.enabled else [])]}
 
 
-def _data(config: Config) -> list[str]:
-    task, own = config.task, "the task's own rows"
-    said = [f"Task {_plain(task.name or 'rows')}, trained on {_source(task.data) or own}."]
-    held_out = _source(task.eval_data) or ("a tenth of its prompts" if task.data else own)
-    said.append(f"Held out: {held_out}.")
-    return said
-
-
-def _source(source: str | None) -> str | None:
-    return None if source is None else _plain(source if hub_name(source) is not None else Path(source).name)
-
-
-def _rewards(config: Config) -> list[str]:
-    if config.uses("reward"):
-        reward = config.reward
-        lines = [f"- {_plain(f.use.rpartition('/')[2])}, weight {f.weight:g}" for f in reward.functions]
-        if reward.model is not None:
-            lines.append(f"- a reward model, {_plain(Path(reward.model).name)}, weight {reward.model_weight:g}")
-        return ["\n".join(lines) or f"The verifier of task {_plain(config.task.name or 'rows')}."]
-    learns = "pairs of answers" if config.trains.rows == "pairs" else "written examples"
-    return [f"None: it learnt from {learns}."]
-
-
-def _evaluation(evaluated: dict[int, dict[str, Any]]) -> list[str]:
-    if not evaluated:
-        return []
-    step = max(evaluated)
-    line = evaluated[step]
-    said = []
+def _evaluation(line: dict[str, Any]) -> list[tuple[str, Any, list[Any] | None]]:
+    found = []
     for key, value in sorted(line.items()):
-        if not key.startswith("eval/") or isinstance(value, list):
-            continue
-        pair = line.get(f"{key.removesuffix('_mean')}_ci")
-        interval = (
-            f" (95 %: {_value(pair[0])} to {_value(pair[1])})" if isinstance(pair, list) and len(pair) == 2 else ""
-        )
-        said.append(f"| {_plain(key.removeprefix('eval/'))} | {_value(value)}{interval} |")
-    return [f"On held-out prompts, at step {step}:", "\n".join(["| | |", "| --- | --- |", *said])]
+        if key.startswith("eval/") and not isinstance(value, list):
+            pair = line.get(f"{key.removesuffix('_mean')}_ci")
+            found.append(
+                (key.removeprefix("eval/"), value, pair if isinstance(pair, list) and len(pair) == 2 else None)
+            )
+    return found
 
 
-def _settings(config: Config) -> list[str]:
-    optim, shown = config.optim, {"seed": config.run.seed, "learning rate": config.optim.learning_rate}
+def _settings(config: Config) -> dict[str, Any]:
+    shown: dict[str, Any] = {"seed": config.run.seed, "learning rate": config.optim.learning_rate}
     if config.lora.enabled:
         shown |= {"LoRA rank": config.lora.r, "LoRA alpha": config.lora.alpha}
     if config.model.quantization:
@@ -172,36 +146,11 @@ def _settings(config: Config) -> list[str]:
         shown |= {"temperature": config.generation.temperature, "max new tokens": config.generation.max_new_tokens}
     if config.uses("grpo"):
         shown |= {"prompts a step": config.grpo.num_prompts, "group size": config.grpo.group_size}
-    shown |= {"optimizer": optim.optimizer, "schedule": optim.schedule}
-    return ["\n".join(f"- {name}: {_plain(str(value))}" for name, value in shown.items())]
+    return shown | {"optimizer": config.optim.optimizer, "schedule": config.optim.schedule}
 
 
-def _use(config: Config, exported: Exported) -> str:
-    name = _plain(exported.name)
-    load = (
-        f'model = AutoModelForCausalLM.from_pretrained("{name}")\ntokenizer = AutoTokenizer.from_pretrained("{name}")'
-    )
-    libraries = "from transformers import AutoModelForCausalLM, AutoTokenizer"
-    if exported.dtype is None:
-        embedded = starter_path(config.model.path) is not None
-        base = f'starter_path("{config.model.path}")' if embedded else json.dumps(base_name(config))
-        load = (
-            f"model = AutoModelForCausalLM.from_pretrained({base})\n"
-            f'model = PeftModel.from_pretrained(model, "{name}")\ntokenizer = AutoTokenizer.from_pretrained("{name}")'
-        )
-        libraries = f"from peft import PeftModel\n{libraries}"
-        libraries += "\n\nfrom tinyrl.starter import starter_path" if embedded else ""
-    return f"```python\n{libraries}\n\n{load}\n```"
-
-
-def _licence_sentence(base: str, licence: str | None) -> str:
-    if licence is None:
-        return f"That of the base, {_plain(base)}, which is not stated in its files here: look at its page."
-    return f"That of the base, {_plain(base)}: {_plain(licence)}."
-
-
-def _section(title: str, lines: list[str]) -> str:
-    return "\n\n".join([f"## {title}", *lines]) if any(lines) else ""
+def _source(source: str) -> str:
+    return _plain(source if hub_name(source) is not None else Path(source).name)
 
 
 def _value(value: Any) -> str:

@@ -4,16 +4,10 @@ It reads a run directory and nothing else, so it works on a run in progress, on 
 stopped half-way. torch is never imported; matplotlib is, inside the functions that draw.
 
     outcome.py       the one sentence and the key numbers
-    panels.py        which charts there are, as plain data; meanings.py: a line under each
-    curves.py        numbers to curves: gaps, thinning, smoothing
-    drawing.py       one chart with matplotlib; hover.py: its values on hovering
-    pictures.py      all of them: inline SVG for the page, one PNG
-    reliability.py   predictions of a reward model beside what turned out
-    samples.py       held-out completions: the same prompts at every step, and the extremes
-    tokens.py        completions token by token
-    document.py      the HTML around everything (page.css is its style sheet)
-    page.py          the page of one run
-    overlay.py       several runs: their charts; overlay_page.py: their page
+    panels.py        which charts there are, as plain data, and what each means; overlay.py: those of several runs
+    charts.py        drawing them with matplotlib: inline SVG for the page, one PNG
+    completions.py   held-out samples, extremes, and completions token by token
+    page.py          the page, of one run or of several: page.html (jinja2) with page.css
 """
 
 import os
@@ -21,8 +15,7 @@ from pathlib import Path
 
 from tinyrl.report.outcome import outcome, subtitle
 from tinyrl.report.overlay import named, overlaid
-from tinyrl.report.overlay_page import outcomes_of, overlay_html, title_of
-from tinyrl.report.page import page_html
+from tinyrl.report.page import outcomes_of, overlay_html, page_html
 from tinyrl.report.panels import panels_of
 from tinyrl.runs.records import read_run
 
@@ -36,7 +29,7 @@ def write_report(run_dir: Path) -> list[Path]:
 
     Raises ValueError when `run_dir` is not a run or has no metrics yet, and OSError when it cannot be written to.
     """
-    from tinyrl.report.pictures import panel_svgs, picture_png  # matplotlib, half a second
+    from tinyrl.report.charts import panel_svgs, picture_png  # matplotlib, half a second
 
     run = read_run(Path(run_dir))
     panels = panels_of(run)
@@ -50,7 +43,7 @@ def write_overlay(run_dirs: list[Path], folder: Path) -> list[Path]:
 
     Raises as write_report does, for each run; and ValueError for too many runs, or one twice.
     """
-    from tinyrl.report.pictures import panel_svgs, picture_png
+    from tinyrl.report.charts import panel_svgs, picture_png
 
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; a report of several runs is written into one that exists.")
@@ -59,35 +52,26 @@ def write_overlay(run_dirs: list[Path], folder: Path) -> list[Path]:
     runs = named([read_run(Path(run_dir)) for run_dir in run_dirs])
     panels = overlaid(runs)
     html = overlay_html(runs, panels, panel_svgs(panels))
-    picture = picture_png(panels, title=title_of(runs), about="", outcome=outcomes_of(runs))
+    picture = picture_png(panels, title=f"{len(runs)} runs", about="", outcome=outcomes_of(runs))
     return _write(folder, html, picture)
 
 
 def _write(folder: Path, html: str, picture: bytes) -> list[Path]:
-    targets = [folder / "report.html", folder / "report.png"]
-    for target, content in zip(targets, (html.encode("utf-8"), picture), strict=True):
-        _delete_leftovers(target)
-        _replace(target, content)
-    return targets
-
-
-def _delete_leftovers(target: Path) -> None:
-    """What reports left that were killed while they wrote: their process is no longer there."""
     import psutil
 
-    for path in target.parent.glob(f".{target.name}.*.tmp"):
-        number = path.name.split(".")[-2]
-        if number.isdigit() and not psutil.pid_exists(int(number)):
-            path.unlink(missing_ok=True)
-
-
-def _replace(target: Path, content: bytes) -> None:
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    targets = [folder / "report.html", folder / "report.png"]
+    for target, content in zip(targets, (html.encode("utf-8"), picture), strict=True):
+        for path in folder.glob(f".{target.name}.*.tmp"):  # of a report that was killed while it wrote
+            number = path.name.split(".")[-2]
+            if number.isdigit() and not psutil.pid_exists(int(number)):
+                path.unlink(missing_ok=True)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return targets

@@ -24,8 +24,6 @@ class Tile:
 
 @dataclass(frozen=True)
 class Phase:
-    """Seconds spent in one part of the steps, and its share of all of them."""
-
     name: str
     seconds: float
     share: float
@@ -76,20 +74,16 @@ def subtitle(run: Run) -> str:
     """Method, task, model and progress in one line."""
     method = str(run.setting("method") or "")
     parts = [TITLES.get(method, one_line(method, 20))]
-    task, model = run.setting("task.name"), run.setting("model.path")
+    task, model, planned = run.setting("task.name"), run.setting("model.path"), run.setting("run.num_steps")
     parts += [f"task {one_line(str(task), 40)}"] if task else []
     parts += [f"model {one_line(str(model), 60)}"] if model else []
-    return " · ".join(part for part in (*parts, progress(run)) if part)
-
-
-def progress(run: Run) -> str:
-    """How far the run has come, as its files say."""
-    planned = run.setting("run.num_steps")
     if not isinstance(planned, int) or isinstance(planned, bool):
-        return f"{_steps(run.last_step)} so far"
-    if run.last_step >= planned:
-        return f"all {_steps(planned)}" if planned > 1 else "1 step"
-    return f"{run.last_step:,} of {_steps(planned)} so far"
+        parts.append(f"{_steps(run.last_step)} so far")
+    elif run.last_step >= planned:
+        parts.append(f"all {_steps(planned)}" if planned > 1 else "1 step")
+    else:
+        parts.append(f"{run.last_step:,} of {_steps(planned)} so far")
+    return " · ".join(part for part in parts if part)
 
 
 def outcome(run: Run) -> str:
@@ -176,11 +170,9 @@ def tiles(run: Run) -> list[Tile]:
     seconds = [value for _, value in run.finite("time/total") if value > 0]
     if seconds:
         found.append(Tile("Time in steps", show_seconds(sum(seconds)), unit=f"{show_seconds(median(seconds))} a step"))
-    rates = [value for _, value in run.finite("tokens_per_second")]
-    if rates:
+    if rates := [value for _, value in run.finite("tokens_per_second")]:
         found.append(Tile("Speed", show(median(rates)), unit="tokens a second"))
-    memory = [value for _, value in run.finite("memory/peak_gb")]
-    if memory:
+    if memory := [value for _, value in run.finite("memory/peak_gb")]:
         found.append(Tile("Peak memory", show(max(memory)), unit="GB"))
     return [tile for tile in found if tile]
 
@@ -202,7 +194,6 @@ def reward_is_pass(run: Run) -> bool:
 
 
 def phases(run: Run) -> list[Phase]:
-    """Seconds by phase over the whole run, in the order of phase_seconds()."""
     totals = {name: sum(points.values()) for name, points in phase_seconds(run).items()}
     whole = sum(totals.values())
     return [Phase(name, seconds, seconds / whole) for name, seconds in totals.items()]

@@ -1,17 +1,23 @@
 """Several runs as one set of charts: a line a run, named by a letter and by its colour."""
 
-import math
 from dataclasses import dataclass, replace
 from string import ascii_uppercase
 
-from tinyrl.report.curves import picked
-from tinyrl.report.outcome import show
-from tinyrl.report.panels import KINDS, Kind, Line, Panel, intervals_of, other_kinds
+from tinyrl.report.panels import (
+    KINDS,
+    MOST_FUNCTIONS,
+    Kind,
+    Line,
+    Panel,
+    intervals_of,
+    other_kinds,
+    panel_of,
+    picked,
+)
 from tinyrl.runs.records import Run
 from tinyrl.text import one_line
 
 MOST_RUNS = 8  # more colours cannot be told apart
-MOST_FUNCTIONS = 5
 WIDEST_CAPTION = 48  # letters over a chart of one column
 
 
@@ -47,9 +53,7 @@ def overlaid(runs: list[Named]) -> list[Panel]:
 
 
 def _of_kinds(runs: list[Named], kinds: list[Kind]) -> list[Panel]:
-    """The training panel of everything, and before it the held-out one of what runs are compared by, and of what a run
-    has only held out (KL, where the loss has no use for it).
-    """
+    """The training panel of everything; before it the held-out one of what runs are compared by or only have so."""
     found = []
     for kind in kinds:
         missing = sum(bool(one.run.points(kind.train)) < bool(one.run.points(kind.held)) for one in runs)
@@ -60,37 +64,29 @@ def _of_kinds(runs: list[Named], kinds: list[Kind]) -> list[Panel]:
 
 
 def _panel(runs: list[Named], kind: Kind, key: str, *, measured: bool) -> Panel | None:
-    lines = _lines(runs, key, measured=measured) if key else []
-    values = [value for line in lines for _, value in line.points if math.isfinite(value)]
-    if not values or (kind.skip_zero and not any(values)):
-        return None
-    share = kind.share and min(values) >= 0 and max(values) <= 1
-    unit = ", ".join(
-        part for part in ("held-out" if measured else "training", kind.unit.removeprefix("held-out, ")) if part
-    )
-    if min(values) < kind.floor:
-        unit += f" (cut at {show(kind.floor)})"
-    if len(kind.title) + len(unit) > WIDEST_CAPTION:
-        unit = unit.partition(",")[0]
-    return Panel(key, kind.title, unit, lines, share, kind.from_zero, kind.floor, kind.any_scale)
+    about = kind.unit.removeprefix("held-out, ")
+    unit = ("held-out" if measured else "training") + (f", {about}" if about else "")
+    panel = panel_of(kind, key, _lines(runs, key, measured=measured), unit)
+    if panel is not None and len(panel.title) + len(panel.unit) > WIDEST_CAPTION:
+        return replace(panel, unit=panel.unit.partition(",")[0])
+    return panel
 
 
 def _lines(runs: list[Named], key: str, *, measured: bool) -> list[Line]:
-    lines = []
-    for one in runs:
-        points = one.run.points(key)
-        points = picked(points) if measured else points
-        if points:
-            lines.append(Line(one.letter, one.colour, points, intervals_of(one.run, key, points), measured))
-    return lines
+    each = [(one, picked(one.run.points(key)) if measured else one.run.points(key)) for one in runs]
+    return [
+        Line(one.letter, one.colour, points, intervals_of(one.run, key, points), measured)
+        for one, points in each
+        if points
+    ]
 
 
 def _functions(runs: list[Named]) -> list[Panel]:
-    """Held-out reward of each function, where a run has more than one."""
     each = [[key for key in one.run.metric_names() if key.startswith("eval/reward/")] for one in runs]
     keys = sorted({key for keys in each for key in keys}) if any(len(keys) > 1 for keys in each) else []
+    titles = {key: one_line(key.removeprefix("eval/reward/"), 24) for key in keys[:MOST_FUNCTIONS]}
     return [
-        Panel("eval/functions", one_line(key.removeprefix("eval/reward/"), 24), "held-out reward", lines)
-        for key in keys[:MOST_FUNCTIONS]
+        Panel("eval/functions", title, "held-out reward", lines)
+        for key, title in titles.items()
         if (lines := _lines(runs, key, measured=True))
     ]

@@ -3,8 +3,9 @@
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
+from typing import TypeVar
 
-from tinyrl.report.curves import Curve, curve_of, picked
 from tinyrl.report.meanings import meaning_of
 from tinyrl.report.outcome import held_out_key, phase_seconds, reward_is_pass, show
 from tinyrl.runs.records import Points, Run
@@ -12,6 +13,90 @@ from tinyrl.text import one_line
 
 COLUMNS = 3
 MOST_FUNCTIONS = 5
+MOST_POINTS = 500
+MOST_MARKS = 100  # points that are drawn one by one
+FEWEST_TO_SMOOTH = 20
+T = TypeVar("T")
+
+
+# ---- curves: long series are thinned, noisy ones smoothed, gaps stay ----
+
+
+@dataclass(frozen=True)
+class Curve:
+    """`raw` as measured, `bold` smoothed (the same object where that is not needed)."""
+
+    steps: list[int]
+    raw: list[float]
+    bold: list[float]
+
+    @property
+    def end(self) -> float:
+        """The last finite value of the bold curve: what its label shows."""
+        return next(value for value in reversed(self.bold) if math.isfinite(value))
+
+
+def curve_of(points: Points, *, smooth: bool) -> Curve:
+    points = thinned(points)
+    steps, values = [step for step, _ in points], [value for _, value in points]
+    return Curve(steps, values, smoothed(values) if smooth and len(points) >= FEWEST_TO_SMOOTH else values)
+
+
+def smoothed(values: list[float]) -> list[float]:
+    """Each value replaced by a line fitted to its neighbours, a seventh of the points, nearer ones counting more.
+
+    A line and not a mean, so that the ends of a rising curve are not pulled back. It never leaves the range of the
+    neighbours. Values that are not finite are ignored and stay gaps.
+    """
+    half = max(2, len(values) // 15)
+    result = []
+    for i, value in enumerate(values):
+        near = [(j - i, values[j]) for j in range(max(0, i - half), min(len(values), i + half + 1))]
+        near = [(offset, other) for offset, other in near if math.isfinite(other)]
+        result.append(_fit_at_zero(near, half + 1) if math.isfinite(value) else math.nan)
+    return result
+
+
+def _fit_at_zero(points: list[tuple[int, float]], reach: int) -> float:
+    """The weighted least-squares line through (offset, value) at offset 0; weights fall to zero at `reach`."""
+    weights = [reach - abs(offset) for offset, _ in points]
+    total = sum(weights)
+    x = sum(weight * offset for weight, (offset, _) in zip(weights, points, strict=True)) / total
+    y = sum(weight * value for weight, (_, value) in zip(weights, points, strict=True)) / total
+    spread = sum(weight * (offset - x) ** 2 for weight, (offset, _) in zip(weights, points, strict=True))
+    slope = sum(weight * (offset - x) * value for weight, (offset, value) in zip(weights, points, strict=True))
+    fitted = y - x * slope / spread if spread else y
+    return min(max(fitted, min(value for _, value in points)), max(value for _, value in points))
+
+
+def thinned(points: Points) -> Points:
+    """At most MOST_POINTS points, means of neighbours: a million steps must not make a page of a hundred megabytes."""
+    if len(points) <= MOST_POINTS:
+        return points
+    size = math.ceil(len(points) / MOST_POINTS)
+    result = []
+    for start in range(0, len(points), size):
+        bucket = points[start : start + size]
+        finite = [value for _, value in bucket if math.isfinite(value)]
+        result.append((bucket[-1][0], sum(finite) / len(finite) if finite else math.nan))
+    return result
+
+
+def picked(points: Points) -> Points:
+    """At most MOST_MARKS measurements: each stands for itself, so they are left out evenly and not averaged."""
+    if len(points) <= MOST_MARKS:
+        return points
+    return evenly([point for point in points if math.isfinite(point[1])], MOST_MARKS)
+
+
+def evenly(items: list[T], most: int) -> list[T]:
+    """At most so many of them: the first, the last, and evenly between; none where two are too many."""
+    if len(items) <= most:
+        return items
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)] if most > 1 else []
+
+
+# ---- lines, panels, and their places ----
 
 
 @dataclass(frozen=True)
@@ -31,7 +116,6 @@ class Line:
 
     @cached_property
     def curve(self) -> Curve:
-        """What is drawn; marked points are never smoothed."""
         return curve_of(self.points, smooth=not self.marked)
 
 
@@ -61,19 +145,13 @@ class Panel:
         for line in self.lines:
             values = [(step, value) for step, value in line.points if math.isfinite(value)]
             (first, start), (last, end) = values[0], values[-1]
-            start_text, end_text = show(start, share=self.share), show(end, share=self.share)
-            said.append(
-                f"{line.label} {end_text} at step {last}"
-                if first == last
-                else f"{line.label} from {start_text} at step {first} to {end_text} at step {last}"
-            )
+            since = f"from {show(start, share=self.share)} at step {first} to " if first != last else ""
+            said.append(f"{line.label} {since}{show(end, share=self.share)} at step {last}")
         return f"{self.title}: " + "; ".join(said) + "."
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Where a panel sits in a grid of COLUMNS columns."""
-
     row: int
     column: int
     height: int = 1
@@ -89,8 +167,11 @@ def cells(count: int) -> list[Cell]:
     below = [Cell(2 + i // COLUMNS, i % COLUMNS) for i in range(count - 3)]
     places = [Cell(0, 0, 2, 2), Cell(0, 2), Cell(1, 2), *below][:count]  # none for none
     if below:
-        places[-1] = Cell(below[-1].row, below[-1].column, 1, COLUMNS - below[-1].column)
+        places[-1] = replace(below[-1], width=COLUMNS - below[-1].column)
     return places
+
+
+# ---- which metrics have a panel ----
 
 
 @dataclass(frozen=True)
@@ -169,7 +250,8 @@ def _other_kind(run: Run, key: str) -> Kind:
     title = title if group in ("rewards", "preference") or not name else f"Loss: {title.lower()}"
     is_loss = group == "loss" or key == "preference/loss"
     better = "higher is better" if key == "rewards/accuracy" else "lower is better" if is_loss else ""
-    return Kind(title, better, key, held_out_key(run, key), share=key == "rewards/accuracy", any_scale=is_loss)
+    share = key == "rewards/accuracy"
+    return Kind(title, better, key, held_out_key(run, key), share=share, any_scale=is_loss)
 
 
 def _sides(run: Run) -> list[Panel]:
@@ -179,34 +261,35 @@ def _sides(run: Run) -> list[Panel]:
         ("rewards/{}", "Rewards of both sides", "training"),
         ("policy/{}_logprobs", "Log-probabilities", "training, nats an answer"),
     ):
-        points = {side: run.points(key.format(side)) for side in ("chosen", "rejected")}
-        lines = [Line(side, str(i + 1), found) for i, (side, found) in enumerate(points.items())]
-        if all(run.finite(key.format(side)) for side in points):
+        keys = {side: key.format(side) for side in ("chosen", "rejected")}
+        if all(map(run.finite, keys.values())):
+            lines = [Line(side, str(i), run.points(name)) for i, (side, name) in enumerate(keys.items(), start=1)]
             panels.append(Panel(key.format("sides"), title, unit, lines))
     return panels
 
 
 def _panel(run: Run, kind: Kind) -> Panel | None:
-    train, held = run.points(kind.train), picked(run.points(kind.held))
-    greedy = picked(run.points(kind.held.replace("eval/", "eval/greedy/", 1))) if kind.greedy else []
-    lines = [
-        Line("training", "train", train),
-        Line("held-out", "held", held, intervals_of(run, kind.held, held)),
-        Line("greedy", "greedy", greedy, intervals_of(run, kind.held.replace("eval/", "eval/greedy/", 1), greedy)),
-    ]
-    lines = [line for line in lines if line.points]
+    greedy = kind.held.replace("eval/", "eval/greedy/", 1) if kind.greedy else ""
+    lines = [Line("training", "train", run.points(kind.train))]
+    for label, role, key in (("held-out", "held", kind.held), ("greedy", "greedy", greedy)):
+        points = picked(run.points(key))
+        lines.append(Line(label, role, points, intervals_of(run, key, points)))
+    return panel_of(kind, kind.train or kind.held, [line for line in lines if line.points], kind.unit)
+
+
+def panel_of(kind: Kind, key: str, lines: list[Line], unit: str) -> Panel | None:
+    """A panel of a known metric; None where its lines have no finite number, or say nothing."""
     values = [value for line in lines for _, value in line.points if math.isfinite(value)]
     if not values or (kind.skip_zero and not any(values)):
         return None
     share = kind.share and min(values) >= 0 and max(values) <= 1
-    unit = kind.unit if share == kind.share else kind.unit.replace("share of ", "")
+    unit = unit if share == kind.share else unit.replace("share of ", "")
     if min(values) < kind.floor:
         unit += f" (cut at {show(kind.floor)})"
-    return Panel(kind.train or kind.held, kind.title, unit, lines, share, kind.from_zero, kind.floor, kind.any_scale)
+    return Panel(key, kind.title, unit, lines, share, kind.from_zero, kind.floor, kind.any_scale)
 
 
 def intervals_of(run: Run, held: str, points: Points) -> dict[int, tuple[float, float]]:
-    """The intervals of a held-out mean reward, by step; none of other metrics."""
     if not held.endswith("reward_mean"):
         return {}
     key = held.removesuffix("reward_mean") + "reward_ci"
@@ -214,26 +297,23 @@ def intervals_of(run: Run, held: str, points: Points) -> dict[int, tuple[float, 
 
 
 def _reward_functions(run: Run) -> list[Panel]:
-    """Each reward function in training and held out, in the same colours; held out beside the task's verifier, where
-    the reward is something else.
-    """
-    train = {key.removeprefix("reward/"): key for key in run.metric_names() if key.startswith("reward/")}
-    train = {name: key for name, key in train.items() if key not in _REWARD_NAMES}
-    held = {key.removeprefix("eval/reward/"): key for key in run.metric_names() if key.startswith("eval/reward/")}
-    names = sorted(train.keys() | held.keys())[:MOST_FUNCTIONS]
-    roles = {name: str(i + 1) for i, name in enumerate(names)}
-    of = f", the first {MOST_FUNCTIONS}" if len(train.keys() | held.keys()) > MOST_FUNCTIONS else ""
-    lines = {name: Line(one_line(name, 16), roles[name], run.points(train[name])) for name in names if name in train}
-    measured = [
-        Line(one_line(name, 16), roles[name], picked(run.points(held[name])), measured=True)
-        for name in names
-        if name in held
-    ]
+    """Each reward function in training and held out, in the same colours; held out beside the task's verifier."""
+    keys = [key for key in run.metric_names() if key not in _REWARD_NAMES]
+    train = {key.removeprefix("reward/"): key for key in keys if key.startswith("reward/")}
+    held = {key.removeprefix("eval/reward/"): key for key in keys if key.startswith("eval/reward/")}
+    names = sorted(train.keys() | held.keys())
+    of = f", the first {MOST_FUNCTIONS}" if len(names) > MOST_FUNCTIONS else ""
+    lines, measured = list[Line](), list[Line]()
+    for i, name in enumerate(islice(names, MOST_FUNCTIONS), start=1):
+        if name in train:
+            lines.append(Line(one_line(name, 16), str(i), run.points(train[name])))
+        if name in held:
+            measured.append(Line(one_line(name, 16), str(i), picked(run.points(held[name])), measured=True))
     if run.points("eval/verifier_mean") != run.points("eval/reward_mean") and measured:
         measured.append(Line("verifier", "other", picked(run.points("eval/verifier_mean")), measured=True))
     measured = [line for line in measured if line.points]
     panels = [Panel("eval/functions", "Held-out reward by function", f"before weights{of}", measured)]
-    panels.append(Panel("reward/functions", "Reward by function", f"training, before weights{of}", [*lines.values()]))
+    panels.append(Panel("reward/functions", "Reward by function", f"training, before weights{of}", lines))
     return [panel for panel in panels if len(panel.lines) > 1]
 
 

@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def _import_everything() -> None:
-    from tinyrl.cli.train import quiet_libraries
+    from tinyrl.cli.options import quiet_libraries
 
     quiet_libraries()
     import peft  # noqa: F401

@@ -1,19 +1,87 @@
-"""`tinyrl reward test` and `tinyrl env test`: people's code tried on their rows, without a model."""
+"""Tests before training: `tinyrl doctor` of a machine, a model or a run, `reward test` and `env test` of one's code."""
 
 from __future__ import annotations
 
+import json
+import shutil
+import textwrap
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tinyrl.cli.errors import sentences
+from tinyrl.cli.options import Debug, Device, Json, RunOptions, TrustRemoteCode, quiet_libraries
+
+
+def doctor(
+    target: Annotated[
+        str | None, typer.Argument(metavar="[RUN|MODEL]", help="a run's folder, or a model; default: this machine")
+    ] = None,
+    json_output: Json = False,
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    debug: Debug = False,
+) -> None:
+    """Look for what is wrong: with a run (what its metrics say), a model (whether its numbers agree), this machine."""
+    quiet_libraries()
+    with sentences(debug):
+        from tinyrl.runs.run_dir import meant_a_run, named_run, open_run
+
+        if target is None:
+            _machine(json_output)
+        elif (run := named_run(target)) is not None:
+            _run(run, json_output)
+        elif meant_a_run(target):
+            open_run(target)  # says what is wrong with the name
+        else:
+            _model(target, json_output, RunOptions(device, trust_remote_code, debug))
+
+
+def _run(path: Path, json_output: bool) -> None:
+    from tinyrl.runs.diagnosis import as_json, findings, render
+    from tinyrl.runs.records import read_run
+
+    run = read_run(path)
+    found = findings(run)
+    print(json.dumps(as_json(run, found)) if json_output else render(run, found))
+
+
+def _machine(json_output: bool) -> None:
+    from tinyrl.models.machine import look_at_machine
+
+    facts = look_at_machine()
+    if json_output:
+        print(json.dumps(facts))
+        return
+    width = max(60, min(shutil.get_terminal_size().columns, 110))
+    for topic, lines in facts.items():
+        for line in lines:
+            print(textwrap.fill(line, width, initial_indent=f"{topic:12}", subsequent_indent=" " * 12))
+
+
+def _model(path: str, json_output: bool, options: RunOptions) -> None:
+    from tinyrl.cli.preflight import check_model_path
+    from tinyrl.config.recipe import build_config
+    from tinyrl.config.yaml_reader import Source
+
+    check_model_path("model", path)
+    config = build_config(Source("settings", {"method": "grpo", "model": {"path": path}, "task": {"name": "sort"}}))
+    from tinyrl.training.model_checks import check_model, render_checks
+
+    checks = check_model(config, options=options.of_parts())
+    print(json.dumps([vars(one) for one in checks]) if json_output else render_checks(checks))
+    if any(one.result == "wrong" for one in checks):
+        raise typer.Exit(2)
+
+
+# ---- people's code tried on their rows, without a model ----
 
 rewards = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Try a reward before training on it.")
 environments = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Try an environment before training.")
 
 Data = Annotated[str, typer.Option(help="rows to try it on: .jsonl, .json, .csv, .parquet or a hub name")]
 TaskName = Annotated[str, typer.Option(help="whose prompts and gold answers the rows have")]
-Debug = Annotated[bool, typer.Option("--debug", help="show a traceback with an error")]
 
 
 @rewards.command("test")
@@ -32,9 +100,9 @@ def reward_test(
         from tinyrl.workers.loading import parse_use
 
         parse_use(use)
-        chosen = load_task(task)
-        rows = load_rows(chosen, "eval", eval_data=data, max_samples=num_rows, verified=False)
-        trial = try_function(use, chosen, rows, timeout_s=timeout)
+        graded_as = load_task(task)
+        rows = load_rows(graded_as, "eval", eval_data=data, max_samples=num_rows, verified=False)
+        trial = try_function(use, graded_as, rows, timeout_s=timeout)
         print(render(trial))
     if trial.would_stop_a_run:
         raise typer.Exit(3)
@@ -66,8 +134,8 @@ def environment_test(
             raise ValueError(f"one environment at a time, and these are {len(use)}; of several tools, say --tools")
         for each in use if tools or use[0] not in BUILT_IN_ENVIRONMENTS else []:
             parse_use(each, setting="environment.tools" if tools else "environment.use", classes=True)
-        chosen = load_task(task)
-        rows = load_rows(chosen, "eval", eval_data=data, max_samples=num_rows, verified=False)
+        graded_as = load_task(task)
+        rows = load_rows(graded_as, "eval", eval_data=data, max_samples=num_rows, verified=False)
         config = EnvironmentConfig(
             use=None if tools else use[0],
             tools=use if tools else [],
@@ -82,8 +150,8 @@ def environment_test(
             environment.start()  # its imports are not part of a call's time
             names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "prompts"))
             columns = {name: [row.get(name) for row in rows] for name in names}
-            gold = [chosen.gold(row) for row in rows]
-            trial = try_environment(environment, [chosen.prompt(row) for row in rows], columns, gold=gold)
+            gold = [graded_as.gold(row) for row in rows]
+            trial = try_environment(environment, [graded_as.prompt(row) for row in rows], columns, gold=gold)
         finally:
             environment.close()
         print(render(trial))

@@ -1,20 +1,54 @@
-"""`tinyrl samples` and `tinyrl prompts`: what a run wrote, and which of its training prompts it solves."""
+"""Commands that look at a run: report, checkpoints, samples, prompts."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import click
 import typer
 
 from tinyrl.cli.errors import sentences
-from tinyrl.cli.options import Debug
+from tinyrl.cli.options import Debug, Json
 
 RunFolder = Annotated[str, typer.Argument(metavar="RUN")]
+
+
+def report(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="one run, or several that are laid over each other")
+    ],
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="of several runs: where to write; default the folder of the first run's"),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write report.html and report.png of a run, finished or going on, or of several runs together."""
+    with sentences(debug):
+        from tinyrl.report import write_overlay, write_report
+
+        folders = [Path(run) for run in runs]
+        if output is not None and len(folders) == 1:
+            raise ValueError("--output is for a report of several runs; that of one run is in its folder")
+        parent = Path(output) if output is not None else folders[0].resolve().parent
+        for path in write_report(folders[0]) if len(folders) == 1 else write_overlay(folders, parent):
+            print(path)
+
+
+def checkpoints(run: RunFolder, json_output: Json = False, debug: Debug = False) -> None:
+    """List the checkpoints of a run: step, size, metric, and whether each verifies."""
+    with sentences(debug):
+        from tinyrl.runs.listing import list_verified, render
+        from tinyrl.runs.run_dir import open_run
+
+        opened = open_run(run)
+        listed = list_verified(opened)
+        print(json.dumps([vars(one) for one in listed]) if json_output else render(opened, listed))
 
 
 def samples(
@@ -44,28 +78,23 @@ def samples(
         from tinyrl.runs import samples as found
         from tinyrl.runs.run_dir import open_run
 
-        chosen = {
-            "--worst": worst,
-            "--unsolved": unsolved,
-            "--most-changed": most_changed,
-            "--prompt": prompt is not None,
-        }
-        asked = [name for name, given in chosen.items() if given]
+        asked = ["--worst"] * worst + ["--unsolved"] * unsolved + ["--most-changed"] * most_changed
+        asked += ["--prompt"] * (prompt is not None)
         if len(asked) > 1:
             raise ValueError(f"{' and '.join(asked)}: one of them at a time")
         opened = open_run(run)
         path = opened.samples
+        which: dict[str, Any] = {"kind": kind, "step": step, "num": num, "notes": notes}
         if worst:
-            rows = found.worst_samples(path, kind=kind, step=step, num=num, notes=notes)
+            rows = found.worst_samples(path, **which)
         elif unsolved:
-            least = opened.read_config().task.solved_reward
-            rows = found.unsolved_samples(path, kind=kind, step=step, num=num, notes=notes, solved_reward=least)
+            rows = found.unsolved_samples(path, **which, solved_reward=opened.read_config().task.solved_reward)
         elif most_changed:
-            rows = found.most_changed_samples(path, kind=kind, step=step, num=num, notes=notes)
+            rows = found.most_changed_samples(path, **which)
         elif prompt is not None and step is None:
             rows = found.samples_over_time(path, kind=kind, prompt=prompt, num=num, notes=notes)
         else:
-            rows = found.read_samples(path, kind=kind, step=step, num=num, notes=notes, prompt=prompt)
+            rows = found.read_samples(path, **which, prompt=prompt)
     in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     text = found.render(rows, grey=lambda text: typer.style(text, dim=True) if in_colour else text)
     _show(text or "every prompt of that step has a sample that is right", notes)
@@ -102,7 +131,6 @@ def prompts(
 
 
 def _show(text: str, notes: list[str]) -> None:
-    """Print, by the pager where a terminal is too small; what is to be said about it goes beside it."""
     size = shutil.get_terminal_size()
     height = sum(1 + len(line) // max(1, size.columns) for line in text.split("\n"))
     if sys.stdout.isatty() and height >= size.lines:

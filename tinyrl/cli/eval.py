@@ -7,8 +7,16 @@ from typing import Annotated, Literal
 import typer
 
 from tinyrl.cli.errors import sentences
-from tinyrl.cli.options import Debug, Device, TrustRemoteCode, complete_setting
-from tinyrl.cli.train import ending_together, quiet_libraries
+from tinyrl.cli.options import (
+    Debug,
+    Device,
+    Json,
+    RunOptions,
+    TrustRemoteCode,
+    complete_setting,
+    ending_together,
+    quiet_libraries,
+)
 from tinyrl.runs.launched import launched
 
 NumPrompts = Annotated[int, typer.Option(min=1, help="how many prompts")]
@@ -42,7 +50,7 @@ def evaluate(
     save_samples: Annotated[
         str | None, typer.Option(metavar="FILE.jsonl", help="write the samples of all sides, a line each")
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    json_output: Json = False,
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
@@ -51,26 +59,15 @@ def evaluate(
     quiet_libraries()
     with ending_together(), sentences(debug):
         from tinyrl.cli.preflight import check_evaluation
+        from tinyrl.evaluation.targets import Asked
 
-        words = settings or []
-        check_evaluation(
-            target, vs=vs, task=task, data=data, settings=words, split=split, best_of=best_of, save_samples=save_samples
-        )
-        from tinyrl.evaluation.versus import Options, evaluate_target, render
+        asked = Asked(task, data, tuple(settings or ()), split, num_prompts, samples, best_of, save_samples)
+        check_evaluation(target, asked, vs=vs)
+        from tinyrl.evaluation.table import render
+        from tinyrl.evaluation.versus import evaluate_target
 
-        result = evaluate_target(
-            target,
-            vs=vs,
-            task=task,
-            data=data,
-            settings=words,
-            split=split,
-            num_prompts=num_prompts,
-            samples=samples,
-            best_of=best_of,
-            save_samples=save_samples,
-            options=Options(device=device, trust_remote_code=trust_remote_code),
-        )
+        options = RunOptions(device, trust_remote_code, debug).of_parts()
+        result = evaluate_target(target, asked, vs=vs, options=options)
         if launched().rank == 0:
             print(render(result, as_json=json_output))
 
@@ -92,7 +89,7 @@ def compare(
         int,
         typer.Option(min=1, max=1000, metavar="N", help="a row too for the best of N samples of --vs by the reward"),
     ] = 1,
-    json_output: Annotated[bool, typer.Option("--json", help="print one JSON list")] = False,
+    json_output: Json = False,
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
@@ -101,24 +98,18 @@ def compare(
     quiet_libraries()
     with ending_together(), sentences(debug):
         from tinyrl.cli.preflight import check_evaluation
+        from tinyrl.evaluation.targets import Asked
 
-        settings = [word for word in words if "=" in word]
+        settings = tuple(word for word in words if "=" in word)
         targets = [word for word in words if "=" not in word]
         if not targets:
             raise ValueError("which policies? tinyrl compare RUN... --vs RUN")
         for target in (*targets, vs):
-            check_evaluation(target, vs=vs, task=task, settings=settings)
-        from tinyrl.evaluation.compare import Options, compare_policies, render_comparison
+            check_evaluation(target, Asked(task, settings=settings), vs=vs)
+        from tinyrl.evaluation.compare import compare_policies, render_comparison
 
-        rows = compare_policies(
-            targets,
-            vs=vs,
-            task=task,
-            settings=settings,
-            num_prompts=num_prompts,
-            samples=samples,
-            best_of=best_of,
-            options=Options(device=device, trust_remote_code=trust_remote_code),
-        )
+        asked = Asked(task, settings=settings, num_prompts=num_prompts, samples=samples, best_of=best_of)
+        options = RunOptions(device, trust_remote_code, debug).of_parts()
+        rows = compare_policies(targets, asked, vs=vs, options=options)
         if launched().rank == 0:
             print(render_comparison(rows, as_json=json_output))

@@ -1,4 +1,4 @@
-"""`tinyrl export` and `tinyrl chat`: what a run has made, taken away or talked to."""
+"""Commands that use a policy: `tinyrl export` and `tinyrl chat`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from tinyrl.cli.errors import sentences
-from tinyrl.cli.options import Debug, Device, TrustRemoteCode, complete_setting
-from tinyrl.cli.train import quiet_libraries
+from tinyrl.cli.options import Debug, Device, RunOptions, TrustRemoteCode, complete_setting, quiet_libraries
 
 
 def export(
@@ -60,7 +59,7 @@ def chat(
         found = chat_target(target, settings or [])
         from tinyrl.chat.speaker import load_speaker
         from tinyrl.chat.terminal import converse
-        from tinyrl.components import Options
 
-        with load_speaker(found, options=Options(device=device, trust_remote_code=trust_remote_code)) as speaker:
+        options = RunOptions(device, trust_remote_code, debug).of_parts()
+        with load_speaker(found, options=options) as speaker:
             converse(speaker)
