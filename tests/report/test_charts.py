@@ -11,9 +11,9 @@ from tests.report.runs import ppo_metrics, write_run
 from tinyrl.report.curves import MOST_MARKS, curve_of, picked, smoothed, thinned
 from tinyrl.report.drawing import spread
 from tinyrl.report.hover import hover_svg, values_by_step
-from tinyrl.report.meanings import meaning_of
 from tinyrl.report.outcome import phases, tiles
 from tinyrl.report.panels import KINDS, Line, Panel, cells, panels_of
+from tinyrl.runs.metrics import meaning_of
 from tinyrl.runs.records import read_run
 
 

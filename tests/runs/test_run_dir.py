@@ -12,7 +12,7 @@ import pytest
 from tinyrl.config.changes import check_changes
 from tinyrl.config.schema import Config
 from tinyrl.runs.environment import environment, redact_command
-from tinyrl.runs.lines import json_lines
+from tinyrl.runs.records import json_lines
 from tinyrl.runs.run_dir import RunDir, check_new_run, create_run, finite, open_run, run_of
 from tinyrl.text import hidden, redact, restored
 

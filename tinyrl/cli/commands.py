@@ -180,8 +180,8 @@ def checkpoints(
 ) -> None:
     """List the checkpoints of a run: step, size, metric, and whether each verifies."""
     with sentences(debug):
-        from tinyrl.runs.listing import list_verified, render
         from tinyrl.runs.run_dir import open_run
+        from tinyrl.runs.summary import list_verified, render
 
         opened = open_run(run)
         listed = list_verified(opened)

@@ -83,8 +83,8 @@ def prompts(
     """Training prompts by what became of them: never solved, always solved, forgotten."""
     notes: list[str] = []
     with sentences(debug):
-        from tinyrl.runs.ledger import HARD, hard_keys, prompt_texts, read_ledger, render_ledger
         from tinyrl.runs.run_dir import open_run
+        from tinyrl.runs.samples import HARD, hard_keys, prompt_texts, read_ledger, render_ledger
         from tinyrl.tasks.hard_rows import row_texts
 
         opened = open_run(run)

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tinyrl.report.curves import Curve, curve_of, picked
-from tinyrl.report.meanings import meaning_of
 from tinyrl.report.outcome import held_out_key, phase_seconds, reward_is_pass, show
+from tinyrl.runs.metrics import meaning_of
 from tinyrl.runs.records import Points, Run
 from tinyrl.text import one_line
 

@@ -20,8 +20,8 @@ from typing import Any
 from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import dump_config, load_written_config
 from tinyrl.config.schema import Config
-from tinyrl.runs.lines import json_lines, lost_lines
 from tinyrl.runs.lock import LOCK, RunLock
+from tinyrl.runs.records import json_lines, lost_lines
 from tinyrl.starter import starter_path
 from tinyrl.text import did_you_mean, hidden
 

@@ -1,44 +1,77 @@
-"""The samples of a run: which are shown, and as text for a terminal: prompts, what was written and read, by role."""
+"""Samples and training prompts of a run for a terminal: which are shown, and as text, by role and by what became of
+them (`tinyrl samples`, `tinyrl prompts`).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tinyrl.runs.records import json_lines, messages_of, number
-from tinyrl.text import excerpt, listed, visible
+from tinyrl.runs.records import json_lines, messages_of, number, sample_lines
+from tinyrl.text import excerpt, listed, one_line, visible
 
 Kind = Literal["train", "eval", "eval-greedy"]
 Line = dict[str, Any]
 INDENT = "  "
 MOST_CHARACTERS, MOST_LINES = 20_000, 1000  # of a text; what is in the middle of a longer one is left out
 
+Standing = Literal["never", "always", "forgotten", "sometimes"]
+MEANING: dict[Standing, str] = {
+    "never": "never solved: every completion was wrong",
+    "forgotten": "forgotten: solved once, and not at the last try",
+    "sometimes": "in between",
+    "always": "always solved: every completion was right",
+}
+HARD: tuple[Standing, ...] = ("never", "forgotten")
+SOLVED = "right, or solved: a completion whose reward is task.solved_reward or more"
+MOST_TRIES = 8  # shown of a prompt
+PROMPT_CHARACTERS = 60
+
+
+# ---- which samples ----
+
 
 def read_samples(
-    path: Path, *, kind: Kind | None, step: int | None, num: int, notes: list[str], prompt: int | None = None
+    path: Path, *, kind: Kind | None, step: int | None, num: int | None, notes: list[str], prompt: int | None = None
 ) -> list[Line]:
-    """The first `num` lines of samples.jsonl of a kind (None: any), a step (None: the last that has such lines) and a
-    prompt (None: any).
+    """The first `num` lines (None: all) of samples.jsonl of a kind (None: any), a step (None: the last that has such
+    lines) and a prompt (None: any).
 
     Lines that cannot be read are left out, and said in `notes`. Raises ValueError where there is none of that kind,
     step and prompt, with the steps that there are.
     """
-    return _of_step(path, kind=kind, step=step, prompt=prompt, notes=notes)[:num]
+    wanted, steps, kept = step, set[int](), list[Line]()
+    for row in sample_lines(path, notes, kind=kind):
+        if prompt not in (None, row.get("prompt_index")):
+            continue
+        steps.add(row["step"])
+        if step is None and (wanted is None or row["step"] > wanted):
+            wanted, kept = row["step"], []
+        if row["step"] == wanted:
+            kept.append(row)
+    if not kept:
+        which = f" of kind {kind}" if kind else ""
+        which += "" if prompt is None else f" of prompt {prompt}"
+        which += "" if step is None else f" at step {step}"
+        there = f"there are some of step {listed(map(str, sorted(steps)))}" if steps else "there are none"
+        raise ValueError(f"{path}: no samples{which}; {there}")
+    return kept[:num]
 
 
 def worst_samples(path: Path, *, kind: Kind | None, step: int | None, num: int, notes: list[str]) -> list[Line]:
     """Those of a step with the lowest rewards, the lowest first; what has none comes last."""
-    rows = _of_step(path, kind=kind, step=step, notes=notes)
-    return sorted(rows, key=lambda row: _last_if_nan(_reward(row)))[:num]
+    rows = read_samples(path, kind=kind, step=step, num=None, notes=notes)
+    return sorted(rows, key=lambda row: (math.isnan(_reward(row)), _reward(row)))[:num]
 
 
 def unsolved_samples(
     path: Path, *, kind: Kind | None, step: int | None, num: int, notes: list[str], solved_reward: float
 ) -> list[Line]:
     """Those of a step to prompts with no sample in it whose reward is `solved_reward` or more."""
-    rows = _of_step(path, kind=kind, step=step, notes=notes)
+    rows = read_samples(path, kind=kind, step=step, num=None, notes=notes)
     solved = {_prompt_of(row) for row in rows if _reward(row) >= solved_reward}
     return [row for row in rows if _prompt_of(row) not in solved][:num]
 
@@ -66,7 +99,7 @@ def samples_over_time(path: Path, *, kind: Kind | None, prompt: int, num: int, n
     held-out ones where there are any, else those of training, whose numbers of prompts are others.
     """
     by_kind: dict[str, dict[int, Line]] = {}
-    for row in _lines(path, kind, notes):
+    for row in sample_lines(path, notes, kind=kind):
         if row.get("prompt_index") == prompt:
             by_kind.setdefault(str(row.get("kind")), {}).setdefault(row["step"], row)
     if not by_kind:
@@ -77,36 +110,10 @@ def samples_over_time(path: Path, *, kind: Kind | None, prompt: int, num: int, n
     return rows if len(rows) <= num else [rows[round(i * apart)] for i in range(num)] if num > 1 else rows[-1:]
 
 
-def _lines(path: Path, kind: Kind | None, notes: list[str]) -> Iterator[Line]:
-    rows = json_lines(path, notes) if path.is_file() else iter(())
-    return (row for row in rows if kind in (None, row.get("kind")))
-
-
-def _of_step(
-    path: Path, *, kind: Kind | None, step: int | None, notes: list[str], prompt: int | None = None
-) -> list[Line]:
-    wanted, steps, kept = step, set[int](), list[Line]()
-    for row in _lines(path, kind, notes):
-        if prompt not in (None, row.get("prompt_index")):
-            continue
-        steps.add(row["step"])
-        if step is None and (wanted is None or row["step"] > wanted):
-            wanted, kept = row["step"], []
-        if row["step"] == wanted:
-            kept.append(row)
-    if not kept:
-        which = f" of kind {kind}" if kind else ""
-        which += "" if prompt is None else f" of prompt {prompt}"
-        which += "" if step is None else f" at step {step}"
-        there = f"there are some of step {listed(map(str, sorted(steps)))}" if steps else "there are none"
-        raise ValueError(f"{path}: no samples{which}; {there}")
-    return kept
-
-
 def _ends(path: Path, *, kind: Kind, step: int | None, notes: list[str]) -> tuple[dict[Any, Line], dict[Any, Line]]:
     """The samples of the first step and of `step` (None: the last), by prompt and number; nothing where it is one."""
     kept: dict[int, dict[Any, Line]] = {}
-    for row in _lines(path, kind, notes):
+    for row in sample_lines(path, notes, kind=kind):
         at = row["step"]
         if step is not None and at > step:
             continue
@@ -133,10 +140,6 @@ def _reward(row: Line) -> float:
     return number(row.get("reward"))
 
 
-def _last_if_nan(value: float) -> float:
-    return math.inf if math.isnan(value) else value
-
-
 def _prompt_of(row: Line) -> tuple[Any, Any]:
     return _hashable(row.get("kind")), _hashable(row.get("prompt_index"))
 
@@ -145,7 +148,7 @@ def _hashable(value: Any) -> Any:
     return value if isinstance(value, int | str) else None
 
 
-# ---- as text ----
+# ---- samples as text ----
 
 
 def render(rows: list[Line], *, grey: Callable[[str], str]) -> str:
@@ -181,3 +184,98 @@ def _indented(text: str) -> str:
     cut = excerpt(text, MOST_CHARACTERS, lines=MOST_LINES)
     parts = [cut.head, f"[{cut.omitted:,} characters left out]", cut.tail] if cut.omitted else [cut.head]
     return "\n".join(INDENT + line for line in visible("\n".join(parts)).split("\n"))
+
+
+# ---- training prompts ----
+
+
+@dataclass
+class PromptRecord:
+    """A training prompt: its row's number and key, and for each step that had it (step, tried, solved) completions."""
+
+    index: int
+    key: str
+    tries: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def tried(self) -> int:
+        """Completions that had a reward."""
+        return sum(tried for _, tried, _ in self.tries)
+
+    @property
+    def solved(self) -> int:
+        """Completions whose reward was task.solved_reward or more."""
+        return sum(solved for _, _, solved in self.tries)
+
+    @property
+    def standing(self) -> Standing:
+        """What its tries come to."""
+        if self.solved in (0, self.tried):
+            return "always" if self.solved else "never"
+        return "sometimes" if self.tries[-1][2] else "forgotten"
+
+
+def read_ledger(path: Path, notes: list[str]) -> list[PromptRecord]:
+    """The prompts of prompts.jsonl that had a completion with a reward, by number. What cannot be read is left out, and
+    said in `notes`. Raises ValueError where there is nothing.
+    """
+    found: dict[str, PromptRecord] = {}
+    odd = 0
+    for line in json_lines(path, notes):
+        entries: Any = line.get("prompts")
+        for entry in entries if isinstance(entries, list) else [entries]:
+            if not _is_entry(entry):
+                odd += 1
+            elif entry[2]:
+                index, key, tried, solved = entry
+                record = found.setdefault(key, PromptRecord(index, key))
+                record.index = index
+                record.tries.append((line["step"], tried, solved))
+    if odd:
+        notes.append(f"{path.name}: {odd} entr{'ies' if odd > 1 else 'y'} could not be read and are left out.")
+    if not found:
+        raise ValueError(f"{path}: no prompt was tried yet; runs of grpo and ppo keep this record")
+    return sorted(found.values(), key=lambda record: record.index)
+
+
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, list) or len(entry) != 4 or not isinstance(entry[1], str):
+        return False
+    counts = [entry[0], *entry[2:]]
+    return all(type(n) is int and 0 <= n < 2**53 for n in counts) and entry[3] <= entry[2]
+
+
+def hard_keys(ledger: Iterable[PromptRecord]) -> set[str]:
+    """The keys of prompts that were never solved, or forgotten."""
+    return {record.key for record in ledger if record.standing in HARD}
+
+
+def prompt_texts(path: Path, indices: set[int]) -> dict[int, str]:
+    """The texts of training prompts, as far as samples.jsonl has them."""
+    texts: dict[int, str] = {}
+    for row in sample_lines(path, [], kind="train"):
+        index = row.get("prompt_index")
+        if isinstance(index, int) and index in indices:
+            texts.setdefault(index, str(row.get("prompt", "")))
+    return texts
+
+
+def render_ledger(ledger: list[PromptRecord], texts: dict[int, str], *, num: int) -> str:
+    """How many prompts stand how, and of those that are hard the `num` that were tried most, with their last tries."""
+    steps = [step for record in ledger for step, _, _ in record.tries]
+    lines = [f"training prompts tried: {len(ledger):,}, in steps {min(steps):,} to {max(steps):,}", SOLVED]
+    standing = {kind: [record for record in ledger if record.standing == kind] for kind in MEANING}
+    lines += [f"{len(standing[kind]):7,}  {meaning}" for kind, meaning in MEANING.items()]
+    for kind in HARD:
+        records = sorted(standing[kind], key=lambda record: (-record.tried, record.index))
+        if records:
+            more = f" ({num} of {len(records):,})" if len(records) > num else ""
+            lines += ["", f"{MEANING[kind].partition(':')[0]}{more}"]
+            lines += [_prompt_line(record, texts.get(record.index, "")) for record in records[:num]]
+    return "\n".join(lines)
+
+
+def _prompt_line(record: PromptRecord, text: str) -> str:
+    shown = " ".join(f"{solved}/{tried}" for _, tried, solved in record.tries[-MOST_TRIES:])
+    earlier = "... " if len(record.tries) > MOST_TRIES else ""
+    return f"  prompt {record.index:<6} {earlier}{shown}  {one_line(text, PROMPT_CHARACTERS)}".rstrip()
