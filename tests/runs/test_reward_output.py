@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tinyrl.runs import reward_output
-from tinyrl.runs.reward_output import RewardOutput
+from tinyrl.runs import run_dir
+from tinyrl.runs.run_dir import RewardOutput
 
 
 def test_lines_are_added_and_a_later_sitting_is_marked(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_lines_are_added_and_a_later_sitting_is_marked(tmp_path: Path) -> None:
 
 
 def test_the_end_is_kept_when_there_is_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_output, "MOST_BYTES", 100)
+    monkeypatch.setattr(run_dir, "MOST_OUTPUT", 100)
     output = RewardOutput(tmp_path, warn=print)
     for number in range(25):
         output.append(f"line {number:04}\n")  # 10 bytes

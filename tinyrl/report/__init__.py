@@ -4,7 +4,7 @@ It reads a run directory and nothing else, so it works on a run in progress, on 
 stopped half-way. torch is never imported; matplotlib is, inside the functions that draw.
 
     outcome.py       the one sentence and the key numbers
-    panels.py        which charts there are, as plain data; meanings.py: a line under each
+    panels.py        which charts there are, as plain data
     curves.py        numbers to curves: gaps, thinning, smoothing
     drawing.py       one chart with matplotlib; hover.py: its values on hovering
     pictures.py      all of them: inline SVG for the page, one PNG

@@ -46,9 +46,18 @@ class Finding:
 # ---- windows ----
 
 
+def _mean(points: Points) -> float:
+    return fmean(value for _, value in points) if points else math.nan
+
+
 def early(points: Points) -> float:
     """The mean of the first tenth of the points, 5 to 25 of them; NaN where there are none."""
     return _mean(points[: min(25, max(5, len(points) // 10))])
+
+
+def halfway(points: Points) -> float:
+    """The mean of the points before the middle, as many as `early` takes."""
+    return early(points[max(0, len(points) // 2 - min(25, max(5, len(points) // 10))) :])
 
 
 def recent_points(points: Points) -> Points:
@@ -61,11 +70,6 @@ def recent(points: Points) -> float:
     return _mean(recent_points(points))
 
 
-def halfway(points: Points) -> float:
-    """The mean of the points before the middle, as many as `early` takes."""
-    return early(points[max(0, len(points) // 2 - min(25, max(5, len(points) // 10))) :])
-
-
 def noise(points: Points) -> float:
     """The standard error of `recent`, from how far neighbouring points differ."""
     last = recent_points(points)
@@ -73,8 +77,10 @@ def noise(points: Points) -> float:
     return math.sqrt(fmean(steps) / 2 / len(last)) if steps else math.inf
 
 
-def _mean(points: Points) -> float:
-    return fmean(value for _, value in points) if points else math.nan
+def known(value: Any, otherwise: float) -> float:
+    """A JSON value as a number; `otherwise` where it is none."""
+    found = number(value)
+    return otherwise if math.isnan(found) else found
 
 
 def has_steps(run: Run) -> bool:
@@ -99,29 +105,20 @@ def near_top(run: Run) -> bool:
     return solved(run) or (not of_unit_scale(run) and recent(points) > early(points) + spread)
 
 
-def known(value: Any, otherwise: float) -> float:
-    """A JSON value as a number; `otherwise` where it is none."""
-    found = number(value)
-    return otherwise if math.isnan(found) else found
-
-
 # ---- sampling and rewards ----
 
 
 def zero_spread(run: Run) -> Finding | None:
-    """Most groups have the same reward throughout, so that the step teaches nothing, far from the top."""
-    share = recent(run.finite("reward/zero_spread_groups"))
+    share, reward = recent(run.finite("reward/zero_spread_groups")), recent(run.finite("reward/mean"))
     if not share >= 0.75 or near_top(run):
         return None
-    reward = recent(run.finite("reward/mean"))
     hard = of_unit_scale(run) and reward < 0.2
+    easier = "Take easier prompts, or a reward that is given in steps."
     return Finding(
         "zero-spread groups",
         f"{share:.0%} of the groups have the same reward for all their completions, which teaches nothing; the mean "
         f"reward is {reward:.3g}.",
-        "Take easier prompts, or a reward that is given in steps."
-        if hard
-        else "Replace such groups by fresh prompts: grpo.refill_rounds=2.",
+        easier if hard else "Replace such groups by fresh prompts: grpo.refill_rounds=2.",
         {"zero_spread_groups": share, "reward": reward},
         rank=lambda row: -abs(known(row.get("advantage"), 1.0)),
     )
@@ -129,16 +126,16 @@ def zero_spread(run: Run) -> Finding | None:
 
 def ceiling(run: Run) -> Finding | None:
     """The reward has been as high as it goes for a quarter of the run, so there is nothing left to learn."""
-    shares, std, mean = (run.finite(f"reward/{key}") for key in ("zero_spread_groups", "std", "mean"))
-    reward, spread = recent(mean), recent(std)
+    shares, std = run.finite("reward/zero_spread_groups"), run.finite("reward/std")
+    reward, spread, share = recent(run.finite("reward/mean")), recent(std), recent(shares)
     if shares:
-        reached = recent(shares) >= 0.9 and near_top(run)
+        reached = share >= 0.9 and near_top(run)
     else:
         most = max((value for _, value in std), default=0.0)
         reached = (solved(run) and reward >= 0.98) or (near_top(run) and spread <= 0.1 * most)
     if not reached:
         return None
-    same = f" and {recent(shares):.0%} of the groups have no spread" if shares else ""
+    same = f" and {share:.0%} of the groups have no spread" if shares else ""
     return Finding(
         "reward at its ceiling",
         f"The reward is {reward:.3g} with a spread of {spread:.2g}{same}: there is hardly anything left to learn here.",
@@ -149,19 +146,16 @@ def ceiling(run: Run) -> Finding | None:
 
 
 def truncation(run: Run) -> Finding | None:
-    """Many completions are cut off at the limit, so their reward is of an unfinished answer."""
-    share = recent(run.finite("completion/truncated"))
+    share, limit = recent(run.finite("completion/truncated")), number(run.setting("generation.max_new_tokens"))
     if not share >= 0.2:
         return None
-    limit = number(run.setting("generation.max_new_tokens"))
     at = f" at {limit:.0f} tokens (generation.max_new_tokens)" if math.isfinite(limit) else ""
     instead = f"generation.max_new_tokens={2 * limit:.0f}" if math.isfinite(limit) else "generation.max_new_tokens"
+    never_ends = "See whether the end-of-text token is one that this model writes: tinyrl doctor MODEL."
     return Finding(
         "truncation",
         f"{share:.0%} of the completions are cut off{at} before they end, and are scored as they stand.",
-        f"Raise the limit: {instead}."
-        if share < 0.98
-        else "See whether the end-of-text token is one that this model writes: tinyrl doctor MODEL.",
+        f"Raise the limit: {instead}." if share < 0.98 else never_ends,
         {"truncated": share},
         rank=lambda row: float(row.get("finish_reason") == "length"),
     )
@@ -185,7 +179,6 @@ def length_creep(run: Run) -> Finding | None:
 
 
 def dropped_rewards(run: Run) -> Finding | None:
-    """A quarter of the completions or more have no reward. How many a step has follows from their tokens."""
     shares = [(step, _dropped(line)) for step, line in run.steps.items() if number(line.get("reward/dropped")) >= 0]
     share = recent(shares)
     if not share >= 0.25:
@@ -200,7 +193,7 @@ def dropped_rewards(run: Run) -> Finding | None:
 
 
 def _dropped(line: Row) -> float:
-    """The share of a step's completions without a reward."""
+    """The share of a step's completions without a reward; how many there are follows from their tokens."""
     dropped = number(line.get("reward/dropped"))
     rows = number(line.get("completion/tokens")) / max(known(line.get("completion/mean_length"), 0.0), 1e-9)
     if rows >= 1:
@@ -235,14 +228,14 @@ def hardly_asked(run: Run) -> Finding | None:
 def reward_conflict(run: Run) -> Finding | None:
     """One reward function rises while another falls: by a tenth of its size at least, and beyond the noise."""
     moves: dict[str, float] = {}
-    names = {key for line in [*run.steps.values()][-FEWEST_STEPS:] for key in line if key.startswith("reward/")}
-    for key in sorted(names - NOT_FUNCTIONS):
-        points = run.finite(key)
+    keys = {key for line in [*run.steps.values()][-FEWEST_STEPS:] for key in line if key.startswith("reward/")}
+    for key in sorted(keys - NOT_FUNCTIONS):
+        points, name = run.finite(key), key.removeprefix("reward/")
         if len(points) >= FEWEST_STEPS:
             size = max(abs(value) for _, value in points)
-            change = (recent(points) - early(points)) * _sign(run, key.removeprefix("reward/"))
+            change = (recent(points) - early(points)) * _sign(run, name)
             if abs(change) > max(0.1 * size, 4 * noise(points)):
-                moves[key.removeprefix("reward/")] = change
+                moves[name] = change
     if not moves:
         return None
     up, down = max(moves, key=lambda name: moves[name]), min(moves, key=lambda name: moves[name])
@@ -295,7 +288,6 @@ def entropy_collapse(run: Run) -> Finding | None:
 
 
 def kl_blow_up(run: Run) -> Finding | None:
-    """The policy is far from its reference: 10 nats a response and half a nat a token."""
     points = run.finite("objective/kl") or run.finite("eval/kl")
     lengths = run.finite("completion/mean_length")
     if not points or not lengths:
@@ -305,12 +297,11 @@ def kl_blow_up(run: Run) -> Finding | None:
         return None
     section = run.setting("method") or "grpo"
     coef = known(run.setting(f"{section}.kl_coef"), 0.0)
-    instead = f"{section}.kl_coef={2 * coef:.3g}" if coef > 0 else f"{section}.kl_coef=0.02"
     return Finding(
         "KL blow-up",
         f"The KL to the reference is {kl:.3g} nats a response ({kl / a_token:.2g} a token): the text is no longer "
         "that of the model it started from.",
-        f"Hold it closer: {instead}.",
+        f"Hold it closer: {section}.kl_coef={2 * coef if coef > 0 else 0.02:.3g}.",
         {"kl": kl, "kl_per_token": kl / a_token},
         kind="eval",
     )
@@ -329,18 +320,16 @@ def _falls(run: Run, trained: str, held: str, *, sign: float) -> Finding | None:
         return None
     at, best = max(held_out, key=lambda point: (sign * point[1], point[0]))
     last, end = held_out[-1]
-    around, since = _around(train, at), recent(train)
+    around, since = _mean(sorted(train, key=lambda point: abs(point[0] - at))[:5]), recent(train)
     interval = run.interval("eval/reward_ci", last)
     margin = (interval[1] - interval[0]) / 2 if sign > 0 and interval else 0.05 * abs(best)
     scale = max(abs(around), known(early(run.finite("reward/std")), 0.0) if sign > 0 else 0.0)
-    risen = sign * (since - around) > 0.05 * scale
-    if not (sign * (best - end) > margin and risen):
+    if not (sign * (best - end) > margin and sign * (since - around) > 0.05 * scale):
         return None
-    what = "reward" if sign > 0 else "loss"
     return Finding(
         "train up, held-out down" if sign > 0 else "overfitting",
-        f"The held-out {what} was {best:.3g} at step {at} and is {end:.3g} at step {last}, while training's went from "
-        f"{around:.3g} to {since:.3g}.",
+        f"The held-out {'reward' if sign > 0 else 'loss'} was {best:.3g} at step {at} and is {end:.3g} at step {last}, "
+        f"while training's went from {around:.3g} to {since:.3g}.",
         f"Take a checkpoint of about step {at}; tinyrl checkpoints RUN lists those that were kept.",
         {"best_step": float(at), "best": best, "last": end, "train_then": around, "train": since},
         kind="eval",
@@ -348,27 +337,22 @@ def _falls(run: Run, trained: str, held: str, *, sign: float) -> Finding | None:
     )
 
 
-def _around(points: Points, step: int) -> float:
-    """The mean of the five points nearest to a step."""
-    return fmean(value for _, value in sorted(points, key=lambda point: abs(point[0] - step))[:5])
-
-
 def idle_critic(run: Run) -> Finding | None:
     """The critic explains none of the returns after 60 steps, or is much worse than no critic after 20."""
     points = run.finite("value/explained_variance")
     explained = recent(points)
-    worse, none = explained < -0.2, explained < 0.02
-    if not ((worse and len(points) >= CRITIC_STEPS // 3) or (none and len(points) >= CRITIC_STEPS)):
+    worse = explained < -0.2
+    if not (explained < 0.02 and len(points) >= CRITIC_STEPS // (3 if worse else 1)):
         return None
-    rate = known(run.setting("optim.critic_learning_rate"), math.nan)
-    instead = f"optim.critic_learning_rate={3 * rate:.2g}" if math.isfinite(rate) else "optim.critic_learning_rate"
-    if worse:
-        instead = "critic.pretrain_steps=10"  # values of a critic that has never seen a return are noise
+    rate = number(run.setting("optim.critic_learning_rate"))
+    faster = f"={3 * rate:.2g}" if math.isfinite(rate) else ""
     return Finding(
         "critic explains nothing",
         f"The critic explains {explained:.0%} of the variance of the returns after {len(points)} steps, so advantages "
         "are little else than the rewards' noise.",
-        f"Let it learn {'first' if worse else 'faster'}: {instead}.",
+        "Let it learn first: critic.pretrain_steps=10."  # values of one that has never seen a return are noise
+        if worse
+        else f"Let it learn faster: optim.critic_learning_rate{faster}.",
         {"explained_variance": explained},
         rank=lambda row: abs(known(row.get("advantage"), 0.0)),
     )
@@ -390,15 +374,13 @@ def mismatch(run: Run) -> Finding | None:
 
 
 def nonfinite_steps(run: Run) -> Finding | None:
-    """Optimizer steps were lately skipped for numbers that are not finite. The step that a run stopped in has no line:
-    of that its kept batches tell.
-    """
+    """Optimizer steps were lately skipped. The step that a run stopped in has no line: its kept batches tell of it."""
     points = [(0, 0.0), *run.finite("optim/skipped_steps")]
     (since, before), (_, now) = points[-len(recent_points(points[1:])) - 1], points[-1]
     skipped = max(now - before, sum(step >= since for step in run.nonfinite))
     if not skipped > MOST_NONFINITE:
         return None
-    rate = known(run.setting("optim.learning_rate"), math.nan)
+    rate = number(run.setting("optim.learning_rate"))
     lower = f"optim.learning_rate={rate / 3:.2g}" if math.isfinite(rate) else "a lower optim.learning_rate"
     return Finding(
         "non-finite steps",
@@ -418,13 +400,13 @@ def loss_is_none(run: Run) -> Finding | None:
     bad = sorted(key for key, found in values.items() if all(map(math.isnan, found[-10:])))
     if not bad:
         return None
-    named = ", ".join(one_line(key, 40) for key in bad)
+    lines = len(values[bad[0]])
     return Finding(
         "loss is no number",
-        f"{named}: not a finite number in any of the last {min(10, len(values[bad[0]]))} lines, so nothing is learnt "
-        "from it, or it cannot be told whether.",
+        f"{', '.join(one_line(key, 40) for key in bad)}: not a finite number in any of the last {min(10, lines)} "
+        "lines, so nothing is learnt from it, or it cannot be told whether.",
         "Look for what overflows: model.dtype=float32, and `tinyrl doctor MODEL`.",
-        {"lines": float(len(values[bad[0]]))},
+        {"lines": float(lines)},
         kind="eval" if bad[0].startswith("eval/") else "train",
     )
 
@@ -451,111 +433,73 @@ class Metric:
 
 METRICS = {
     "optim/skipped_steps": Metric(checks=(nonfinite_steps,)),
-    "reward/dropped": Metric(
-        "Completions without a valid reward.", "0; failed_rewards.jsonl says why.", checks=(dropped_rewards,)
-    ),
-    "environment/turns": Metric(
-        "How often the policy speaks in an episode.", "as many as the task needs.", checks=(hardly_asked,)
-    ),
+    "reward/dropped": Metric("Completions without a valid reward.", "0; failed_rewards.jsonl says why.",
+        checks=(dropped_rewards,)),
+    "environment/turns": Metric("How often the policy speaks in an episode.", "as many as the task needs.",
+        checks=(hardly_asked,)),
     "environment/invalid_calls": Metric("Turns that the environment could not read.", "falls towards 0."),
     "environment/observation_tokens": Metric("What the environment answered; read, not learnt.", "steady."),
-    "environment/out_of_turns": Metric(
-        "Episodes that ended at environment.max_turns.", "falls; else allow more turns."
-    ),
-    "reward/zero_spread_groups": Metric(
-        "Groups whose completions all scored the same: advantage 0.",
-        "below half; else prompts are too easy or too hard.",
-        checks=(zero_spread,),
-    ),
+    "environment/out_of_turns": Metric("Episodes that ended at environment.max_turns.",
+        "falls; else allow more turns."),
+    "reward/zero_spread_groups": Metric("Groups whose completions all scored the same: advantage 0.",
+        "below half; else prompts are too easy or too hard.", checks=(zero_spread,)),
     "reward/std": Metric("How much rewards differ.", "above 0; at 0 there is nothing to tell better from worse."),
     "eval/reward_std": Metric(of="reward/std"),
-    "reward/mean": Metric(
-        "The mean score.",
+    "reward/mean": Metric("The mean score.",
         "held-out rises with training; training up while held-out falls is memorising or a reward that is being gamed.",
-        column="reward",
-        checks=(ceiling,),
-    ),
+        column="reward", checks=(ceiling,)),
     "loss": Metric(of="preference/loss", column="loss", checks=(loss_is_none,)),
     "preference/loss": Metric("What is minimised.", "training and held-out fall together."),
-    "completion/truncated": Metric(
-        "Completions cut at generation.max_new_tokens.",
-        "below 5 %; what is cut is scored unfinished.",
-        checks=(truncation,),
-    ),
+    "completion/truncated": Metric("Completions cut at generation.max_new_tokens.",
+        "below 5 %; what is cut is scored unfinished.", checks=(truncation,)),
     "eval/truncated": Metric(of="completion/truncated"),
-    "reward/functions": Metric(
-        "The same in training.", "what rises here rises held out too.", checks=(reward_conflict,)
-    ),
-    "eval/functions": Metric(
-        "", "all rise together; one up while another falls is the first sign that the reward is being gamed."
-    ),
-    "eval/reward_mean": Metric(
-        of="reward/mean", column="held-out", row="held-out reward, mean", checks=(held_out_falls,)
-    ),
+    "reward/functions": Metric("The same in training.", "what rises here rises held out too.",
+        checks=(reward_conflict,)),
+    "eval/functions": Metric("",
+        "all rise together; one up while another falls is the first sign that the reward is being gamed."),
+    "eval/reward_mean": Metric(of="reward/mean", column="held-out", row="held-out reward, mean",
+        checks=(held_out_falls,)),
     "eval/reward_median": Metric(row="held-out reward, median"),
-    "eval/pass@1": Metric(
-        "Held-out prompts solved by one try.",
-        "rises with the reward; else the reward measures something else.",
-        column="pass@1",
-        row="pass@1, sampled",
-    ),
+    "eval/pass@1": Metric("Held-out prompts solved by one try.",
+        "rises with the reward; else the reward measures something else.", column="pass@1", row="pass@1, sampled"),
     "eval/greedy/pass@1": Metric(row="pass@1, greedy"),
-    "objective/kl": Metric(
-        "How far the policy has moved from its start.",
-        "a slow rise that buys reward; a jump is too large a step.",
-        column="kl",
-        checks=(kl_blow_up,),
-    ),
+    "objective/kl": Metric("How far the policy has moved from its start.",
+        "a slow rise that buys reward; a jump is too large a step.", column="kl", checks=(kl_blow_up,)),
     "eval/kl": Metric(of="objective/kl", row="KL to the reference, nats"),
     "eval/loss": Metric(of="preference/loss", row="loss, held-out"),
     "eval/perplexity": Metric(row="perplexity, held-out"),
     "preference/nll": Metric("How well the chosen answers are predicted.", "falls."),
     "preference/kl": Metric("KTO's estimate of how far the policy has moved.", "small, and no steady rise."),
-    "preference/accuracy": Metric(of="rewards/accuracy"),
-    "rewards/accuracy": Metric(
-        "Pairs whose chosen side is preferred.", "rises above 50 %, held out too.", column="accuracy"
-    ),
+    "rewards/accuracy": Metric("Pairs whose chosen side is preferred.", "rises above 50 %, held out too.",
+        column="accuracy"),
     "eval/accuracy": Metric(of="rewards/accuracy", row="accuracy, held-out"),
     "eval/ece": Metric(row="calibration error, held-out"),
     "rewards/margin": Metric("Reward of the chosen side less that of the rejected one.", "grows.", column="margin"),
     "rewards/sides": Metric("Both sides of the pairs.", "they part; both may fall."),
-    "policy/sides_logprobs": Metric(
-        "How likely both sides are.", "they part; a steep fall of the chosen is forgetting."
-    ),
-    "policy/entropy": Metric(
-        "How undecided the policy is.",
-        "a slow fall; near 0 all completions of a prompt are alike and nothing more is learnt.",
-        column="entropy",
-        checks=(entropy_collapse,),
-    ),
+    "policy/sides_logprobs": Metric("How likely both sides are.",
+        "they part; a steep fall of the chosen is forgetting."),
+    "policy/entropy": Metric("How undecided the policy is.",
+        "a slow fall; near 0 all completions of a prompt are alike and nothing more is learnt.", column="entropy",
+        checks=(entropy_collapse,)),
     "eval/entropy": Metric(of="policy/entropy"),
-    "policy/clipfrac": Metric(
-        "Tokens outside the clip range.", "below 20 %; more means steps too large or too many for one rollout."
-    ),
+    "policy/clipfrac": Metric("Tokens outside the clip range.",
+        "below 20 %; more means steps too large or too many for one rollout."),
     "policy/sampling_gap": Metric(checks=(mismatch,)),
-    "completion/mean_length": Metric(
-        "Tokens that the policy wrote.",
-        "steady, or growing with the reward; growing alone is length creep.",
-        column="length",
-        checks=(length_creep,),
-    ),
+    "completion/mean_length": Metric("Tokens that the policy wrote.",
+        "steady, or growing with the reward; growing alone is length creep.", column="length",
+        checks=(length_creep,)),
     "eval/mean_length": Metric(of="completion/mean_length"),
     "value/loss": Metric("The critic's squared error.", "falls at first, then steady."),
-    "value/explained_variance": Metric(
-        "What the critic knows of the returns.",
-        "rises towards 1; at 0 or below it is no better than their mean.",
-        checks=(idle_critic,),
-    ),
+    "value/explained_variance": Metric("What the critic knows of the returns.",
+        "rises towards 1; at 0 or below it is no better than their mean.", checks=(idle_critic,)),
     "value/grad_norm": Metric("", "falls as the critic learns, then steady."),
-    "optim/grad_norm": Metric(
-        "", "steady; single spikes are cut at optim.max_grad_norm, a rising trend is instability."
-    ),
+    "optim/grad_norm": Metric("",
+        "steady; single spikes are cut at optim.max_grad_norm, a rising trend is instability."),
     "optim/learning_rate": Metric(
-        "As the schedule has it. A reward that falls while this is highest asks for a lower one."
-    ),
+        "As the schedule has it. A reward that falls while this is highest asks for a lower one."),
     "tokens_per_second": Metric(column="tokens/s"),
     "time": Metric("", "the same from step to step; sampling and update take most of it."),
-}
+}  # fmt: skip
 
 
 def meaning_of(key: str) -> str:

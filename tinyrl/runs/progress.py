@@ -115,7 +115,7 @@ class Display:
         return [f"step {step}/{self.num_steps}", *(f"{label} {_short(self._latest[label])}" for label in labels)]
 
     def sample(self, samples: list[dict[str, Any]]) -> None:
-        """In a terminal, an evaluation's greedy sample to the first prompt: what it reads and writes, with its reward."""
+        """In a terminal, an evaluation's greedy sample to the first prompt: what it reads, writes, and its reward."""
         shown = next((line for line in samples if line.get("kind") == "eval-greedy"), next(iter(samples), None))
         if self._bar is None or shown is None:
             return

@@ -1,40 +1,122 @@
-"""The run directory: config.yaml, env.json, checkpoints/, and records, a line a step or a completion.
+"""The writer of run folders: config.yaml, env.json, checkpoints/, and records, a line a step or a completion.
 
 metrics.jsonl is the record of a run; samples.jsonl has texts, tokens.jsonl some of them token by token, prompts.jsonl
-which training prompts were tried and solved, failed_rewards.jsonl completions without a reward.
+which training prompts were tried and solved, failed_rewards.jsonl completions without a reward, reward_output.log what
+reward functions printed. One process at a time trains in a run: it holds an flock on .lock.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import math
 import os
+import platform
 import re
+import shlex
 import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import dump_config, load_written_config
 from tinyrl.config.schema import Config
-from tinyrl.runs.lock import LOCK, RunLock
 from tinyrl.runs.records import json_lines, lost_lines
 from tinyrl.starter import starter_path
-from tinyrl.text import did_you_mean, hidden
+from tinyrl.text import HIDDEN, SECRET, did_you_mean, hidden, one_line, redact
 
 BLOCK = 1 << 16  # bytes read at a time, from the end of a record
 _WRITING = ".writing"  # ends the name of a file that is not whole yet
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+LOCK = ".lock"
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems mounted without them
+PACKAGES = ("tinyrl", "torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
+MOST_OUTPUT = 1 << 20  # bytes of reward_output.log, of which the later half is kept when there is more
+RESUMED = "--- resumed ---\n"
+CUT = "--- the beginning was left out ---\n"
+
+
+class RunLock:
+    """The lock of one run folder, which the system releases when the process ends: a kill, a crash or a power cut
+    leaves a file behind and no lock. To take it twice is to take it once; `with` takes and releases it.
+
+    `wanted`: False for a process beside the one that holds it; nothing is taken then.
+    """
+
+    def __init__(self, folder: Path, *, wanted: bool = True) -> None:
+        self.folder, self.wanted = folder, wanted
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> RunLock:
+        self.take()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def take(self) -> None:
+        """Raise ValueError, with who holds it, when another process does; OSError where the folder takes no file."""
+        while self.wanted and self._file is None:
+            file = open(self.folder / LOCK, "r+b", buffering=0, opener=_made)  # noqa: SIM115  open as long as it is held
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                with file:
+                    holder = _holder(file)
+                raise ValueError(f"run {self.folder} is in use: {holder}. Stop it first, or wait for its end") from None
+            except OSError as error:
+                if error.errno not in WITHOUT_LOCKS:
+                    raise
+                unsure = "its file system has no locks; see that no other process trains in it"
+                print(f"warning: {self.folder}: {unsure}", file=sys.stderr)
+            if self._is(file):  # else its holder deleted it, or the folder, after it was opened here
+                us = {"pid": os.getpid(), "host": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+                with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+                    os.ftruncate(file.fileno(), 0)
+                    os.pwrite(file.fileno(), json.dumps(us).encode(), 0)
+                self._file = file
+
+    def release(self) -> None:
+        """Let others train in the folder. The file is deleted while it is locked, so nobody can hold a deleted one."""
+        file, self._file = self._file, None
+        if file is not None:
+            with file, contextlib.suppress(OSError):  # the folder is gone, or can no longer be written to
+                if self._is(file):
+                    (self.folder / LOCK).unlink()
+
+    def _is(self, file: BinaryIO) -> bool:
+        try:
+            return os.path.samestat((self.folder / LOCK).stat(), os.fstat(file.fileno()))
+        except FileNotFoundError:
+            return False
+
+
+def _made(path: str, flags: int) -> int:
+    """Open for reading and writing, made where it is not there, and never what a link points to."""
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+
+
+def _holder(file: BinaryIO) -> str:
+    """Who holds a lock, as it wrote itself."""
+    try:
+        holder: dict[str, Any] = json.loads(os.pread(file.fileno(), 4096, 0))
+        pid, host, since = (one_line(str(holder[name]), 80) for name in ("pid", "host", "since"))
+    except (ValueError, KeyError, TypeError):
+        return "another process trains in it"
+    return f"process {pid} on {host} trains in it since {since}"
 
 
 class RunDir:
-    """One run on disk; whoever trains in it holds its lock. Lines are appended whole, and a resume cuts the files to
-    where its checkpoint stood.
+    """One run on disk. Lines are appended whole, and a resume cuts the files to where its checkpoint stood. When the
+    disk refuses a line (full, gone), the run goes on: `warn` is called once, and the line joins the next.
 
-    When the disk refuses a line (full, gone), the run goes on: `warn` is called once, and the line joins the next.
     `writes`: False for a process beside the one that trains in it, which reads only.
     """
 
@@ -63,12 +145,11 @@ class RunDir:
         return load_written_config(self.path / "config.yaml", overrides=overrides)
 
     def write_environment(self, facts: dict[str, Any]) -> None:
-        """Write env.json: what `environment` gives."""
+        """Write env.json, what `environment` gives."""
         if self.writes:
             _write(self.path / "env.json", json.dumps(hidden(facts), indent=1) + "\n")
 
     def append_metrics(self, step: int, metrics: dict[str, Any]) -> None:
-        """Add the line of a step to metrics.jsonl."""
         self._append(self.metrics, [{"step": step, **metrics}])
 
     def append_samples(self, samples: list[dict[str, Any]], *, turn: int = 0, most_bytes: float = math.inf) -> None:
@@ -100,7 +181,6 @@ class RunDir:
         self._append(self.prompts, [{"step": step, "prompts": prompts}])
 
     def append_failed_rewards(self, rows: list[dict[str, Any]]) -> None:
-        """Add lines to failed_rewards.jsonl: the completions without a reward, and why."""
         self._append(self.failed_rewards, rows)
 
     def lengths(self) -> dict[str, int]:
@@ -138,6 +218,146 @@ class RunDir:
             if not told:
                 self.warn(f"warning: cannot write to {file}: {error.strerror}; its lines are kept until that works")
             self._unwritten[file] = text
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN or infinity: they become null, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _as_line(row: dict[str, Any]) -> str:
+    return json.dumps(finite(row), ensure_ascii=True) + "\n"
+
+
+def _length(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+def _cut(file: Path, length: int, step: int) -> list[str]:
+    """Leave the whole lines of the first `length` bytes of a record, and marks in the place of what is missing."""
+    if not (file.exists() or length):
+        return []
+    notes = list[str]()
+    file.touch()
+    kept = _whole_lines(file, min(length, _length(file)))
+    os.truncate(file, kept)
+    for _ in json_lines(file, notes):
+        pass
+    if length > kept:
+        notes.append(f"{file.name}: {length - kept:,} of its {length:,} bytes of up to step {step} are lost")
+        try:
+            with file.open("ab") as record:
+                record.writelines(lost_lines(step, length - kept))
+        except OSError as error:
+            os.truncate(file, kept)
+            notes.append(f"{file.name}: the gap could not be marked: {error.strerror}")
+    return [f"warning: {note.removesuffix('.')}; the run goes on with the rest" for note in notes]
+
+
+def _whole_lines(file: Path, length: int) -> int:
+    """Bytes of the lines that are whole within the first `length` bytes of a file."""
+    with file.open("rb") as record:
+        while length:
+            start = max(0, length - BLOCK)
+            record.seek(start)
+            at = record.read(length - start).rfind(b"\n")
+            if at >= 0:
+                return start + at + 1
+            length = start
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_suffix(path.suffix + _WRITING)
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+class RewardOutput:
+    """reward_output.log of one run, the end of what its reward functions printed, for people. A resume goes on at its
+    end, after a line that says so: unlike the records it is not cut, for it may hold the reason of a crash. When the
+    disk refuses (full, gone), `warn` is called once and the run goes on without it.
+    """
+
+    def __init__(self, run: Path, *, warn: Callable[[str], None]) -> None:
+        self.path = run / "reward_output.log"
+        self._warn = warn
+        self._opened = self._refused = False
+
+    def append(self, text: str) -> None:
+        """Add whole lines."""
+        try:
+            there = _length(self.path)
+            if not self._opened and there:
+                text = RESUMED + text
+            self._opened = True
+            data = text.encode("utf-8", errors="replace")
+            if there + len(data) <= MOST_OUTPUT:
+                with self.path.open("ab") as file:
+                    file.write(data)
+            else:
+                old = self.path.read_bytes() if there else b""
+                temporary = self.path.with_suffix(_WRITING)
+                temporary.write_bytes(CUT.encode() + (old + data)[-MOST_OUTPUT // 2 :].partition(b"\n")[2])
+                os.replace(temporary, self.path)
+        except OSError as error:
+            if not self._refused:
+                self._warn(f"warning: what the reward prints cannot be written to {self.path}: {error.strerror}")
+            self._refused = True
+
+
+# ---- what identifies a run ----
+
+
+def environment(command: list[str], **facts: Any) -> dict[str, Any]:
+    """What identifies a run and repeats it: versions, machine, git revision, command (secrets taken out)."""
+    return {
+        "versions": versions(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "git": _git_revision(),
+        "command": redact_command(command),
+        **facts,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the installed packages that numbers depend on."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def redact_command(command: list[str]) -> str:
+    """A command line as it would be typed again, without its secrets (`--token abc` among them)."""
+    words = []
+    for before, word in zip(["", *command], command, strict=False):
+        named = before.startswith("-") and "=" not in before and SECRET.search(before)
+        name, equals, _ = word.partition("=")
+        words.append(HIDDEN if named else f"{name}={HIDDEN}" if equals and SECRET.search(name) else redact(word))
+    return shlex.join(words)
+
+
+def _git_revision() -> str | None:
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+# ---- which folder is a run ----
 
 
 def check_new_run(output_dir: str, *, name: str | None, overwrite: bool) -> None:
@@ -254,63 +474,3 @@ def open_run(path: str | Path, *, writes: bool = True) -> RunDir:
         what = "has no config.yaml" if os.path.lexists(folder) else "does not exist"
         raise ValueError(f"{folder} is not a run: it {what}.{meant}")
     return RunDir(folder, writes=writes)
-
-
-def finite(value: Any) -> Any:
-    """JSON has no NaN or infinity: they become null, at any depth."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def _as_line(row: dict[str, Any]) -> str:
-    return json.dumps(finite(row), ensure_ascii=True) + "\n"
-
-
-def _length(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0
-
-
-def _cut(file: Path, length: int, step: int) -> list[str]:
-    """Leave the whole lines of the first `length` bytes of a record, and marks in the place of what is missing."""
-    if not (file.exists() or length):
-        return []
-    notes = list[str]()
-    file.touch()
-    kept = _whole_lines(file, min(length, _length(file)))
-    os.truncate(file, kept)
-    for _ in json_lines(file, notes):
-        pass
-    if length > kept:
-        notes.append(f"{file.name}: {length - kept:,} of its {length:,} bytes of up to step {step} are lost")
-        try:
-            with file.open("ab") as record:
-                record.writelines(lost_lines(step, length - kept))
-        except OSError as error:
-            os.truncate(file, kept)
-            notes.append(f"{file.name}: the gap could not be marked: {error.strerror}")
-    return [f"warning: {note.removesuffix('.')}; the run goes on with the rest" for note in notes]
-
-
-def _whole_lines(file: Path, length: int) -> int:
-    """Bytes of the lines that are whole within the first `length` bytes of a file."""
-    with file.open("rb") as record:
-        while length:
-            start = max(0, length - BLOCK)
-            record.seek(start)
-            at = record.read(length - start).rfind(b"\n")
-            if at >= 0:
-                return start + at + 1
-            length = start
-    return 0
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_suffix(path.suffix + _WRITING)
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
