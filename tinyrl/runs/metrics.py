@@ -194,7 +194,7 @@ def dropped_rewards(run: Run) -> Finding | None:
 
 def _dropped(line: Row) -> float:
     """The share of a step's completions without a reward; how many there are follows from their tokens."""
-    dropped = number(line.get("reward/dropped"))
+    dropped = number(line["reward/dropped"])
     rows = number(line.get("completion/tokens")) / max(known(line.get("completion/mean_length"), 0.0), 1e-9)
     if rows >= 1:
         return min(1.0, dropped / rows)

@@ -83,10 +83,8 @@ class Display:
             self._bar.start()
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
-        """A line for a finished step, reward first; held-out numbers stay until there are newer ones.
-
-        In a terminal the numbers that fit are columns, and the bar shows the time left. pass@1 is left out as long as
-        it is the held-out reward.
+        """A line for a finished step; held-out numbers stay until there are newer ones, and pass@1 is left out as long
+        as it is the held-out reward. In a terminal the numbers that fit are columns.
         """
         known = {label: metrics.get(key) for label, key in COLUMNS.items()}
         self._latest |= {label: float(value) for label, value in known.items() if isinstance(value, int | float)}

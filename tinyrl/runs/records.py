@@ -9,7 +9,7 @@ a chart, never a zero.
 import functools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 LARGEST = 1e100
 LOST = "lost_bytes"
 MOST_OF_A_MARK = 1 << 20  # bytes
-MOST_CONFIG_BYTES = 2_000_000
+MOST_BYTES = 2_000_000  # of config.yaml and env.json
 
 # Of samples and tokens, what a page shows. A record may hold thousands of steps: of those between the first and the
 # last, some are kept, with the first prompts.
@@ -129,10 +129,8 @@ def _without_middle(items: list[Item], most: int) -> tuple[list[Item], int]:
 
 @dataclass(frozen=True)
 class Sample:
-    """One held-out completion, with its texts cut to what the page shows.
-
-    messages: who said what, "policy" or "environment", by turns; `omitted` of them are left out in the middle.
-    length: characters that the policy wrote.
+    """One held-out completion, its texts cut to what the page shows. messages: as `messages_of` has them, `omitted` of
+    them left out in the middle; length: characters that the policy wrote.
     """
 
     prompt_index: int
@@ -146,7 +144,6 @@ class Sample:
 
     @property
     def written(self) -> tuple[Excerpt, ...]:
-        """What the policy said."""
         return tuple(text for who, text in self.messages if who == "policy")
 
 
@@ -159,12 +156,10 @@ class HeldOut:
 
     @property
     def first_step(self) -> int:
-        """The first step with samples; there must be one."""
         return min(self.by_step)
 
     @property
     def last_step(self) -> int:
-        """The last step with samples; there must be one."""
         return max(self.by_step)
 
 
@@ -298,12 +293,10 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The run's name: that of its folder."""
         return one_line(self.path.resolve().name, 80)
 
     @property
     def last_step(self) -> int:
-        """The last step with a line in metrics.jsonl."""
         return max(self.steps)
 
     def metric_names(self) -> list[str]:
@@ -326,7 +319,7 @@ class Run:
         return self._read(key)[1]
 
     def _read(self, key: str) -> tuple[Points, Points]:
-        """`points` and `finite` of a metric, read once: a run is asked for most of them several times."""
+        """`points` and `finite`, read once: a run is asked for most metrics several times."""
         if key not in self._points:
             found = [(step, number(line[key])) for step, line in self.steps.items() if key in line]
             finite = [point for point in found if math.isfinite(point[1])]
@@ -346,7 +339,7 @@ class Run:
         return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
     def setting(self, dotted: str) -> Any:
-        """config.yaml's value at `section.key`, None where there is none."""
+        """config.yaml's value at `section.key`; None where there is none."""
         value: Any = self.config
         for part in dotted.split("."):
             value = value.get(part) if isinstance(value, dict) else None
@@ -358,13 +351,15 @@ def reliability_of(line: dict[str, Any]) -> list[tuple[float, float, int]]:
     metrics.jsonl has them; empty where it has none, or something else.
     """
     rows = line.get("eval/reliability")
-    bins = [one for one in rows if isinstance(one, list) and len(one) == 3] if isinstance(rows, list) else []
-    found = [[number(value) for value in one] for one in bins]
-    return [(a, b, int(n)) for a, b, n in found if all(map(math.isfinite, (a, b, n)))]
+    bins = [one for one in (rows if isinstance(rows, list) else []) if isinstance(one, list) and len(one) == 3]
+    return [(a, b, int(n)) for a, b, n in (map(number, one) for one in bins) if math.isfinite(a + b + n)]
 
 
 def read_run(run_dir: Path) -> Run:
     """Read a run folder. ValueError, with what to do instead, when it is not one or has no metrics yet."""
+    from tinyrl.config.schema import without_secrets
+    from tinyrl.config.yaml_reader import parse_plain  # with yaml, which not every reader of records needs
+
     metrics = run_dir / "metrics.jsonl"
     if not metrics.is_file():
         raise ValueError(_not_a_run(run_dir))
@@ -376,15 +371,16 @@ def read_run(run_dir: Path) -> Run:
     folders = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*") if path.is_dir())
     kept = [path.stem.split("-")[1] for path in (run_dir / "nonfinite").glob("step-*-*.json")]
     nonfinite = tuple(sorted(int(step) for step in kept if step.isdecimal()))
-    config, env = _read_config(run_dir / "config.yaml", notes), _read_env(run_dir / "env.json", notes)
-    return Run(run_dir, steps, config, env, held_out, tuple(folders), nonfinite, (*notes, *_gaps(steps)))
+    config = _mapping(run_dir / "config.yaml", lambda text: parse_plain(text, str)[0], "settings", notes)
+    env = _mapping(run_dir / "env.json", json.loads, "versions", notes)
+    notes += _gaps(steps)
+    return Run(run_dir, steps, without_secrets(config), hidden(env), held_out, tuple(folders), nonfinite, tuple(notes))
 
 
 def _not_a_run(run_dir: Path) -> str:
+    if runs := sorted(run_dir.glob("*/metrics.jsonl")):
+        return f"{run_dir} is a folder of runs: name one of them, such as {runs[-1].parent}."
     if run_dir.is_dir():
-        runs = sorted(path.parent.name for path in run_dir.glob("*/metrics.jsonl"))
-        if runs:
-            return f"{run_dir} is a folder of runs: name one of them, such as {run_dir / runs[-1]}."
         return f"{run_dir} has no metrics.jsonl, so there is nothing to report. A run's folder is runs/<name>."
     if run_dir.exists():
         return f"{run_dir} is a file. `tinyrl report` wants a run's folder, such as runs/<name>."
@@ -393,28 +389,17 @@ def _not_a_run(run_dir: Path) -> str:
     return f"There is no run at {run_dir}.{hint}"
 
 
-def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
-    from tinyrl.config.schema import without_secrets
-    from tinyrl.config.yaml_reader import parse_plain  # with yaml, which not every reader of records needs
-
+def _mapping(path: Path, parse: Callable[[str], Any], what: str, notes: list[str]) -> dict[str, Any]:
+    """A mapping from a file; empty where there is none, or something else."""
     try:
         with path.open("rb") as file:
-            loaded, _ = parse_plain(file.read(MOST_CONFIG_BYTES).decode("utf-8", "replace"), lambda line: path.name)
+            loaded = parse(file.read(MOST_BYTES).decode("utf-8", "replace"))
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError):
-        notes.append(f"{path.name} could not be read: settings are missing from this report.")
+        notes.append(f"{path.name} could not be read: {what} are missing from this report.")
         return {}
-    return without_secrets(loaded) if isinstance(loaded, dict) else {}
-
-
-def _read_env(path: Path, notes: list[str]) -> dict[str, Any]:
-    try:
-        loaded = json.loads(path.read_text("utf-8", "replace")) if path.is_file() else {}
-    except (ValueError, RecursionError):
-        notes.append(f"{path.name} could not be read: versions are missing from this report.")
-        return {}
-    return hidden(loaded) if isinstance(loaded, dict) else {}
+    return loaded if isinstance(loaded, dict) else {}
 
 
 def _gaps(steps: dict[int, dict[str, Any]]) -> list[str]:

@@ -64,7 +64,7 @@ class RunLock:
     def take(self) -> None:
         """Raise ValueError, with who holds it, when another process does; OSError where the folder takes no file."""
         while self.wanted and self._file is None:
-            file = open(self.folder / LOCK, "r+b", buffering=0, opener=_made)  # noqa: SIM115  open as long as it is held
+            file = open(self.folder / LOCK, "r+b", buffering=0, opener=_open_own)  # noqa: SIM115  open while held
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -98,7 +98,7 @@ class RunLock:
             return False
 
 
-def _made(path: str, flags: int) -> int:
+def _open_own(path: str, flags: int) -> int:
     """Open for reading and writing, made where it is not there, and never what a link points to."""
     return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
@@ -184,9 +184,7 @@ class RunDir:
         self._append(self.failed_rewards, rows)
 
     def lengths(self) -> dict[str, int]:
-        """Bytes of the records, for a checkpoint, which may count only what is on the disk itself: a power cut takes
-        the rest.
-        """
+        """Bytes of the records for a checkpoint, flushed first: a power cut takes what is not on the disk itself."""
         there = [file for file in self._records if file.exists()]
         for file in there:
             with file.open("rb") as record:
@@ -317,7 +315,7 @@ class RewardOutput:
 
 
 def environment(command: list[str], **facts: Any) -> dict[str, Any]:
-    """What identifies a run and repeats it: versions, machine, git revision, command (secrets taken out)."""
+    """Versions, machine, git revision, command (secrets taken out): what repeats a run."""
     return {
         "versions": versions(),
         "platform": platform.platform(),
@@ -332,10 +330,8 @@ def versions() -> dict[str, str]:
     """Of Python and of the installed packages that numbers depend on."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -350,11 +346,11 @@ def redact_command(command: list[str]) -> str:
 
 
 def _git_revision() -> str | None:
+    command = ["git", "rev-parse", "HEAD"]
     try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
 
 
 # ---- which folder is a run ----
@@ -377,7 +373,9 @@ def check_new_run(output_dir: str, *, name: str | None, overwrite: bool) -> None
     path = root / name if name is not None else None
     if path is None or not os.path.lexists(path):
         return
-    ours = path.is_dir() and not path.is_symlink() and (_is_run(path) or _is_half_made(path))
+    half_made = {LOCK, f"config.yaml{_WRITING}"}  # all that a run has which was killed before it had a config.yaml
+    is_folder = path.is_dir() and not path.is_symlink()
+    ours = is_folder and (_is_run(path) or {file.name for file in path.iterdir()} <= half_made)
     if not overwrite:
         resume = f"Resume it with `tinyrl train --resume {path}`, choose" if _is_run(path) else "Choose"
         replace = ", or use --overwrite" if ours else ""
@@ -390,7 +388,7 @@ def check_new_run(output_dir: str, *, name: str | None, overwrite: bool) -> None
 
 
 def _is_run(path: Path) -> bool:
-    """Whether config.yaml there is one of ours (its first line is the method): many things have a config.yaml."""
+    """Whether config.yaml there is one of ours: its first line is the method."""
     try:
         with (path / "config.yaml").open("rb") as file:
             return file.readline(100).decode("ascii", "replace").rstrip() in {f"method: {name}" for name in METHODS}
@@ -398,19 +396,16 @@ def _is_run(path: Path) -> bool:
         return False
 
 
-def _is_half_made(path: Path) -> bool:
-    """Whether the folder is empty, or holds only what a run has before its config.yaml: it was killed there."""
-    return {file.name for file in path.iterdir()} <= {LOCK, f"config.yaml{_WRITING}"}
-
-
 def create_run(output_dir: str, *, name: str | None, config: Config, overwrite: bool) -> RunDir:
     """Make runs/<name>, locked; without a name <method>-<task>-<n>, counting up. A folder that exists is refused
     unless told to overwrite, and always while somebody trains in it. Raises ValueError when it cannot be made.
     """
     check_new_run(output_dir, name=name, overwrite=overwrite)
-    root = Path(output_dir)
+    root, stem = Path(output_dir), f"{config.method}-{config.task.name}-"
     while True:
-        run = RunDir(root / (name or _next_name(root, f"{config.method}-{config.task.name}")))
+        there = [p.name.removeprefix(stem) for p in root.iterdir()] if root.is_dir() else []
+        last = max((int(n) for n in there if re.fullmatch("[0-9]{1,9}", n)), default=0)
+        run = RunDir(root / (name or f"{stem}{last + 1}"))
         try:
             if name is not None and run.path.exists():
                 _delete_run(run.path)
@@ -431,11 +426,6 @@ def _delete_run(path: Path) -> None:
     with RunLock(path):
         path.rename(going)
         shutil.rmtree(going)
-
-
-def _next_name(root: Path, stem: str) -> str:
-    there = [p.name.removeprefix(f"{stem}-") for p in root.iterdir()] if root.is_dir() else []
-    return f"{stem}-{max((int(n) for n in there if re.fullmatch('[0-9]{1,9}', n)), default=0) + 1}"
 
 
 def run_of(path: Path) -> Path | None:

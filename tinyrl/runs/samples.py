@@ -191,7 +191,9 @@ def _indented(text: str) -> str:
 
 @dataclass
 class PromptRecord:
-    """A training prompt: its row's number and key, and for each step that had it (step, tried, solved) completions."""
+    """A training prompt: its row's number and key, and for each step that had it (step, tried, solved): completions
+    with a reward, and those whose reward was task.solved_reward or more.
+    """
 
     index: int
     key: str
@@ -199,17 +201,14 @@ class PromptRecord:
 
     @property
     def tried(self) -> int:
-        """Completions that had a reward."""
         return sum(tried for _, tried, _ in self.tries)
 
     @property
     def solved(self) -> int:
-        """Completions whose reward was task.solved_reward or more."""
         return sum(solved for _, _, solved in self.tries)
 
     @property
     def standing(self) -> Standing:
-        """What its tries come to."""
         if self.solved in (0, self.tried):
             return "always" if self.solved else "never"
         return "sometimes" if self.tries[-1][2] else "forgotten"
@@ -224,10 +223,11 @@ def read_ledger(path: Path, notes: list[str]) -> list[PromptRecord]:
     for line in json_lines(path, notes):
         entries: Any = line.get("prompts")
         for entry in entries if isinstance(entries, list) else [entries]:
-            if not _is_entry(entry):
+            index, key, tried, solved = entry if isinstance(entry, list) and len(entry) == 4 else [None] * 4
+            counts = all(type(n) is int and 0 <= n < 2**53 for n in (index, tried, solved))
+            if not (isinstance(key, str) and counts and solved <= tried):
                 odd += 1
-            elif entry[2]:
-                index, key, tried, solved = entry
+            elif tried:
                 record = found.setdefault(key, PromptRecord(index, key))
                 record.index = index
                 record.tries.append((line["step"], tried, solved))
@@ -236,13 +236,6 @@ def read_ledger(path: Path, notes: list[str]) -> list[PromptRecord]:
     if not found:
         raise ValueError(f"{path}: no prompt was tried yet; runs of grpo and ppo keep this record")
     return sorted(found.values(), key=lambda record: record.index)
-
-
-def _is_entry(entry: Any) -> bool:
-    if not isinstance(entry, list) or len(entry) != 4 or not isinstance(entry[1], str):
-        return False
-    counts = [entry[0], *entry[2:]]
-    return all(type(n) is int and 0 <= n < 2**53 for n in counts) and entry[3] <= entry[2]
 
 
 def hard_keys(ledger: Iterable[PromptRecord]) -> set[str]:
@@ -271,11 +264,9 @@ def render_ledger(ledger: list[PromptRecord], texts: dict[int, str], *, num: int
         if records:
             more = f" ({num} of {len(records):,})" if len(records) > num else ""
             lines += ["", f"{MEANING[kind].partition(':')[0]}{more}"]
-            lines += [_prompt_line(record, texts.get(record.index, "")) for record in records[:num]]
+        for record in records[:num]:
+            shown = "... " if len(record.tries) > MOST_TRIES else ""
+            shown += " ".join(f"{solved}/{tried}" for _, tried, solved in record.tries[-MOST_TRIES:])
+            text = one_line(texts.get(record.index, ""), PROMPT_CHARACTERS)
+            lines.append(f"  prompt {record.index:<6} {shown}  {text}".rstrip())
     return "\n".join(lines)
-
-
-def _prompt_line(record: PromptRecord, text: str) -> str:
-    shown = " ".join(f"{solved}/{tried}" for _, tried, solved in record.tries[-MOST_TRIES:])
-    earlier = "... " if len(record.tries) > MOST_TRIES else ""
-    return f"  prompt {record.index:<6} {earlier}{shown}  {one_line(text, PROMPT_CHARACTERS)}".rstrip()

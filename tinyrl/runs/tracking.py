@@ -109,12 +109,13 @@ class Trackers:
         rows = [
             [(line | {"step": step})[column] for column in TABLE_COLUMNS] for line in lines if line["kind"] == "eval"
         ]
-        for name in [name for name in self._live if rows and name in WITH_TABLES]:
-            self._guarded(name, lambda name=name: self._log_table(name, rows[:TABLE_ROWS], step))
 
-    def _log_table(self, name: str, rows: list[list[Any]], step: int) -> None:
-        table = importlib.import_module(name).Table(columns=[*TABLE_COLUMNS], data=rows)
-        _log(name, self._live[name], {"completions": table}, step)
+        def log_table(name: str) -> None:
+            table = importlib.import_module(name).Table(columns=[*TABLE_COLUMNS], data=rows[:TABLE_ROWS])
+            _log(name, self._live[name], {"completions": table}, step)
+
+        for name in [name for name in self._live if rows and name in WITH_TABLES]:
+            self._guarded(name, lambda name=name: log_table(name))
 
     def close(self) -> None:
         """Have every tracker write what it holds."""
