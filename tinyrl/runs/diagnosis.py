@@ -20,9 +20,9 @@ MOST_LINES = 1000  # that a run keeps in memory, of steps with an evaluation and
 
 def findings(run: Run) -> list[Finding]:
     """What is wrong with a run, as far as its metrics say; [] for one that goes well, or is too short to tell."""
-    checks = [check for metric in METRICS.values() for check in metric.checks]
-    ready = checks if has_steps(run) else [check for check in checks if check in AT_ONCE]
-    return [found for check in dict.fromkeys(ready) if (found := check(run)) is not None]
+    ready = has_steps(run)
+    checks = [check for metric in METRICS.values() for check in metric.checks if ready or check in AT_ONCE]
+    return [found for check in checks if (found := check(run)) is not None]
 
 
 def examples(path: Path, finding: Finding) -> list[Row]:
@@ -52,30 +52,26 @@ def as_json(run: Run, found: list[Finding]) -> list[dict[str, Any]]:
 
 def render(run: Run, found: list[Finding], *, width: int | None = None) -> str:
     width = width or max(60, min(shutil.get_terminal_size().columns, 110))
+    wrap = textwrap.TextWrapper(width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False).wrap
     last = f"{run.name}: {run.last_step:,} step{'s' * (run.last_step != 1)}"
     if not found:
         short = "" if has_steps(run) or not run.finite("reward/mean") else "; it is too short for most that could be"
         return f"{last}, nothing found{short}."
     parts = [f"{last}, {len(found)} finding{'s' * (len(found) != 1)}"]
     for one in found:
-        lines = [
-            line
-            for text in (one.what, f"Change: {one.change}")
-            for line in textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-        ]
-        rows = [_row(row, width) for row in examples(run.path / "samples.jsonl", one)]
-        parts.append("\n".join(visible(line) for line in [one.name, *lines, *rows]))
+        lines = [one.name, *wrap(one.what), *wrap(f"Change: {one.change}")]
+        lines += [_row(row, width) for row in examples(run.path / "samples.jsonl", one)]
+        parts.append("\n".join(map(visible, lines)))
     return "\n\n".join(parts)
 
 
 def _row(row: Row, width: int) -> str:
     """A completion on one line: step, prompt, reward, and how it begins."""
-    reward = number(row.get("reward"))
+    reward, index = number(row.get("reward")), row.get("prompt_index")
     value = "-" if math.isnan(reward) else shown(reward)
-    index = row.get("prompt_index")
     about = f"    step {row['step']}, prompt {index if isinstance(index, int) else '-'}, reward {value}: "
-    text = messages_of(row)[-1:]
-    return about + one_line(text[0][1] if text else "", max(20, min(SHOWN_CHARACTERS, width - len(about))))
+    _, text = (messages_of(row) or [("", "")])[-1]
+    return about + one_line(text, max(20, min(SHOWN_CHARACTERS, width - len(about))))
 
 
 class Watch:

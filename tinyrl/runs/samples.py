@@ -72,8 +72,8 @@ def unsolved_samples(
 ) -> list[Line]:
     """Those of a step to prompts with no sample in it whose reward is `solved_reward` or more."""
     rows = read_samples(path, kind=kind, step=step, num=None, notes=notes)
-    solved = {_prompt_of(row) for row in rows if _reward(row) >= solved_reward}
-    return [row for row in rows if _prompt_of(row) not in solved][:num]
+    solved = {_of(row, "kind", "prompt_index") for row in rows if _reward(row) >= solved_reward}
+    return [row for row in rows if _of(row, "kind", "prompt_index") not in solved][:num]
 
 
 def most_changed_samples(path: Path, *, kind: Kind | None, step: int | None, num: int, notes: list[str]) -> list[Line]:
@@ -122,7 +122,7 @@ def _ends(path: Path, *, kind: Kind, step: int | None, notes: list[str]) -> tupl
             if low < at < high:
                 continue
             del kept[low if at < low else high]
-        kept.setdefault(at, {})[(_prompt_of(row), _hashable(row.get("sample")))] = row
+        kept.setdefault(at, {})[_of(row, "kind", "prompt_index", "sample")] = row
     if len(kept) < 2 or (step is not None and step not in kept):
         return {}, {}
     return kept[min(kept)], kept[max(kept)]
@@ -140,12 +140,9 @@ def _reward(row: Line) -> float:
     return number(row.get("reward"))
 
 
-def _prompt_of(row: Line) -> tuple[Any, Any]:
-    return _hashable(row.get("kind")), _hashable(row.get("prompt_index"))
-
-
-def _hashable(value: Any) -> Any:
-    return value if isinstance(value, int | str) else None
+def _of(row: Line, *keys: str) -> tuple[Any, ...]:
+    """Values of a line, None where they are no key of anything."""
+    return tuple(value if isinstance(value := row.get(key), int | str) else None for key in keys)
 
 
 # ---- samples as text ----
@@ -165,13 +162,13 @@ def _sample(row: Line, grey: Callable[[str], str]) -> str:
 
 
 def _heading(row: Line) -> str:
-    said = [f"step {row['step']}", str(row.get("kind", ""))]
-    said.append(f"prompt {_value(row.get('prompt_index'))}, sample {_value(row.get('sample'))}")
-    said.append(f"reward {_value(row.get('reward'))}")
+    place = f"prompt {_value(row.get('prompt_index'))}, sample {_value(row.get('sample'))}"
+    said = [f"step {row['step']}", str(row.get("kind", "")), place, f"reward {_value(row.get('reward'))}"]
     each = row.get("rewards")
     if isinstance(each, dict) and len(each) > 1:
         said[-1] += f" ({', '.join(f'{name} {_value(score)}' for name, score in each.items())})"
-    said += [f"advantage {_value(row['advantage'])}"] if row.get("advantage") is not None else []
+    if row.get("advantage") is not None:
+        said.append(f"advantage {_value(row['advantage'])}")
     return visible(" | ".join([*said, f"ended: {row.get('finish_reason', '')}"])).replace("\n", " ")
 
 
@@ -223,7 +220,8 @@ def read_ledger(path: Path, notes: list[str]) -> list[PromptRecord]:
     for line in json_lines(path, notes):
         entries: Any = line.get("prompts")
         for entry in entries if isinstance(entries, list) else [entries]:
-            index, key, tried, solved = entry if isinstance(entry, list) and len(entry) == 4 else [None] * 4
+            four: list[Any] = entry if isinstance(entry, list) and len(entry) == 4 else [None] * 4
+            index, key, tried, solved = four
             counts = all(type(n) is int and 0 <= n < 2**53 for n in (index, tried, solved))
             if not (isinstance(key, str) and counts and solved <= tried):
                 odd += 1
@@ -239,7 +237,6 @@ def read_ledger(path: Path, notes: list[str]) -> list[PromptRecord]:
 
 
 def hard_keys(ledger: Iterable[PromptRecord]) -> set[str]:
-    """The keys of prompts that were never solved, or forgotten."""
     return {record.key for record in ledger if record.standing in HARD}
 
 
@@ -254,7 +251,7 @@ def prompt_texts(path: Path, indices: set[int]) -> dict[int, str]:
 
 
 def render_ledger(ledger: list[PromptRecord], texts: dict[int, str], *, num: int) -> str:
-    """How many prompts stand how, and of those that are hard the `num` that were tried most, with their last tries."""
+    """How many prompts stand how, and the `num` hard ones of each kind that were tried most, with their last tries."""
     steps = [step for record in ledger for step, _, _ in record.tries]
     lines = [f"training prompts tried: {len(ledger):,}, in steps {min(steps):,} to {max(steps):,}", SOLVED]
     standing = {kind: [record for record in ledger if record.standing == kind] for kind in MEANING}

@@ -1,7 +1,5 @@
-"""Settings that depend on what is on disk: paths made absolute, runs named as models, defaults that fit the model.
-
-A run is written down with absolute paths, so it can be resumed, evaluated and built upon from any folder. Where a
-setting takes a model, it takes a run as `tinyrl eval` does: the newest checkpoint that verifies.
+"""Settings that depend on what is on disk: absolute paths, so that a run can be resumed from any folder; runs named as
+models, which are their newest checkpoints that verify; defaults that fit the model.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ DATA_FIELDS = (("task", "data"), ("task", "eval_data"), ("environment", "corpus"
 
 def settle(config: Config) -> Config:
     """The configuration with absolute paths, checkpoints for runs, and lengths within the model's positions where
-    nobody has set them: half of them for what is written, a quarter for what is read between turns. Settling twice
-    changes nothing. Raises ValueError for a run that cannot be what it is named as.
+    nobody has set them: half of them for what is written, a quarter for what is read between turns. Idempotent.
+    Raises ValueError for a run that cannot be what it is named as.
     """
     values = config.model_dump()
     for section, name in MODEL_FIELDS:
@@ -88,12 +86,10 @@ def _critic_kind(config: Config, *, bases: tuple[str, str | None]) -> str | None
     critic.path as settled. Raises ValueError where what is named is for another kind, or another base.
     """
     path, kind, found = config.critic.path, config.critic.kind, _run_at(config.critic.path)
-    if path is None or not config.uses("critic"):
+    if path is None or not config.uses("critic") or (found is None and kind == "separate"):
         return kind
-    if found is None and kind != "separate":
-        raise ValueError(f"critic.path={path} is a model, for critic.kind=separate; critic.kind is {kind} here")
     if found is None:
-        return kind
+        raise ValueError(f"critic.path={path} is a model, for critic.kind=separate; critic.kind is {kind} here")
     theirs = found.critic.kind if found.method == "ppo" else "adapter" if found.lora.enabled else "separate"
     kind = kind if "kind" in config.critic.model_fields_set else theirs
     if _trunk_of(kind) != _trunk_of(theirs) and (found.lora.enabled or kind != "separate"):
