@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyrl.runs.metrics import AT_ONCE, METRICS, Finding, Row, has_steps
-from tinyrl.runs.records import Run, messages_of, number, sample_lines
+from tinyrl.runs.records import Run, messages_of, number, samples_of
 from tinyrl.text import number as shown
 from tinyrl.text import one_line, visible
 
@@ -28,7 +28,7 @@ def findings(run: Run) -> list[Finding]:
 def examples(path: Path, finding: Finding) -> list[Row]:
     """Up to three lines of samples.jsonl that show a finding; of the last step that has any of its kind."""
     step, best = -1, list[Row]()
-    for row in sample_lines(path, [], kind=finding.kind):
+    for row in samples_of(path, [], kind=finding.kind):
         if row["step"] < step:
             continue
         if row["step"] > step:

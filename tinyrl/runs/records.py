@@ -101,7 +101,7 @@ def read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
     return dict(sorted(steps.items()))
 
 
-def sample_lines(path: Path, notes: list[str], *, kind: str | None = None) -> Iterator[dict[str, Any]]:
+def samples_of(path: Path, notes: list[str], *, kind: str | None = None) -> Iterator[dict[str, Any]]:
     """The lines of samples.jsonl of a kind (None: any): "train", "eval" (held out), "eval-greedy"."""
     rows = json_lines(path, notes, containing=f'"{kind}"'.encode() if kind else b"")
     return (row for row in rows if kind in (None, row.get("kind")))
@@ -167,7 +167,7 @@ def read_held_out(path: Path, notes: list[str]) -> HeldOut:
     """The samples of kind "eval" in a samples.jsonl."""
     by_step: dict[int, dict[int, Sample]] = {}
     last: list[Sample] = []
-    for row in sample_lines(path, notes, kind="eval"):
+    for row in samples_of(path, notes, kind="eval"):
         step, index = row["step"], row.get("prompt_index")
         if not isinstance(index, int):
             continue

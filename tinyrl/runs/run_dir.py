@@ -130,6 +130,7 @@ class RunDir:
         self._records = (self.metrics, self.samples, self.tokens, self.prompts, self.failed_rewards)
         self.warn = warn or (lambda text: print(text, file=sys.stderr))
         self._unwritten: dict[Path, str] = {}
+        self._resumed = self._refused = False  # reward_output.log: gone on with; not writable, and said
 
     @property
     def name(self) -> str:
@@ -183,6 +184,29 @@ class RunDir:
     def append_failed_rewards(self, rows: list[dict[str, Any]]) -> None:
         self._append(self.failed_rewards, rows)
 
+    def append_reward_output(self, text: str) -> None:
+        """Add whole lines to reward_output.log, whose end is kept where there is too much, for people. A resume goes on
+        after a line that says so: unlike the records it is not cut, for it may hold the reason of a crash.
+        """
+        file = self.path / "reward_output.log"
+        try:
+            there = _length(file)
+            text = text if self._resumed or not there else RESUMED + text
+            self._resumed = True
+            data = text.encode("utf-8", errors="replace")
+            if there + len(data) <= MOST_OUTPUT:
+                with file.open("ab") as out:
+                    out.write(data)
+            else:
+                old = file.read_bytes() if there else b""
+                temporary = file.with_suffix(_WRITING)
+                temporary.write_bytes(CUT.encode() + (old + data)[-MOST_OUTPUT // 2 :].partition(b"\n")[2])
+                os.replace(temporary, file)
+        except OSError as error:
+            if not self._refused:
+                self.warn(f"warning: what the reward prints cannot be written to {file}: {error.strerror}")
+            self._refused = True
+
     def lengths(self) -> dict[str, int]:
         """Bytes of the records for a checkpoint, flushed first: a power cut takes what is not on the disk itself."""
         there = [file for file in self._records if file.exists()]
@@ -198,6 +222,7 @@ class RunDir:
         `step`: the checkpoint's. A sentence for each record that lost something, or has lines that cannot be read.
         """
         self._unwritten.clear()
+        self._resumed = False
         return [note for file in self._records if self.writes for note in _cut(file, lengths.get(file.name, 0), step)]
 
     def _append(self, file: Path, rows: list[dict[str, Any]]) -> None:
@@ -276,39 +301,6 @@ def _write(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-
-
-class RewardOutput:
-    """reward_output.log of one run, the end of what its reward functions printed, for people. A resume goes on at its
-    end, after a line that says so: unlike the records it is not cut, for it may hold the reason of a crash. When the
-    disk refuses (full, gone), `warn` is called once and the run goes on without it.
-    """
-
-    def __init__(self, run: Path, *, warn: Callable[[str], None]) -> None:
-        self.path = run / "reward_output.log"
-        self._warn = warn
-        self._opened = self._refused = False
-
-    def append(self, text: str) -> None:
-        """Add whole lines."""
-        try:
-            there = _length(self.path)
-            if not self._opened and there:
-                text = RESUMED + text
-            self._opened = True
-            data = text.encode("utf-8", errors="replace")
-            if there + len(data) <= MOST_OUTPUT:
-                with self.path.open("ab") as file:
-                    file.write(data)
-            else:
-                old = self.path.read_bytes() if there else b""
-                temporary = self.path.with_suffix(_WRITING)
-                temporary.write_bytes(CUT.encode() + (old + data)[-MOST_OUTPUT // 2 :].partition(b"\n")[2])
-                os.replace(temporary, self.path)
-        except OSError as error:
-            if not self._refused:
-                self._warn(f"warning: what the reward prints cannot be written to {self.path}: {error.strerror}")
-            self._refused = True
 
 
 # ---- what identifies a run ----

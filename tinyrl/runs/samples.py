@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tinyrl.runs.records import json_lines, messages_of, number, sample_lines
+from tinyrl.runs.records import json_lines, messages_of, number, samples_of
 from tinyrl.text import excerpt, listed, one_line, visible
 
 Kind = Literal["train", "eval", "eval-greedy"]
@@ -44,7 +44,7 @@ def read_samples(
     step and prompt, with the steps that there are.
     """
     wanted, steps, kept = step, set[int](), list[Line]()
-    for row in sample_lines(path, notes, kind=kind):
+    for row in samples_of(path, notes, kind=kind):
         if prompt not in (None, row.get("prompt_index")):
             continue
         steps.add(row["step"])
@@ -99,7 +99,7 @@ def samples_over_time(path: Path, *, kind: Kind | None, prompt: int, num: int, n
     held-out ones where there are any, else those of training, whose numbers of prompts are others.
     """
     by_kind: dict[str, dict[int, Line]] = {}
-    for row in sample_lines(path, notes, kind=kind):
+    for row in samples_of(path, notes, kind=kind):
         if row.get("prompt_index") == prompt:
             by_kind.setdefault(str(row.get("kind")), {}).setdefault(row["step"], row)
     if not by_kind:
@@ -113,7 +113,7 @@ def samples_over_time(path: Path, *, kind: Kind | None, prompt: int, num: int, n
 def _ends(path: Path, *, kind: Kind, step: int | None, notes: list[str]) -> tuple[dict[Any, Line], dict[Any, Line]]:
     """The samples of the first step and of `step` (None: the last), by prompt and number; nothing where it is one."""
     kept: dict[int, dict[Any, Line]] = {}
-    for row in sample_lines(path, notes, kind=kind):
+    for row in samples_of(path, notes, kind=kind):
         at = row["step"]
         if step is not None and at > step:
             continue
@@ -243,7 +243,7 @@ def hard_keys(ledger: Iterable[PromptRecord]) -> set[str]:
 def prompt_texts(path: Path, indices: set[int]) -> dict[int, str]:
     """The texts of training prompts, as far as samples.jsonl has them."""
     texts: dict[int, str] = {}
-    for row in sample_lines(path, [], kind="train"):
+    for row in samples_of(path, [], kind="train"):
         index = row.get("prompt_index")
         if isinstance(index, int) and index in indices:
             texts.setdefault(index, str(row.get("prompt", "")))

@@ -27,7 +27,7 @@ from tinyrl.parts import Parts
 from tinyrl.report import write_report
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.progress import Display, tell
-from tinyrl.runs.run_dir import RewardOutput, RunDir, create_run, environment
+from tinyrl.runs.run_dir import RunDir, create_run, environment
 from tinyrl.runs.settle import settle
 from tinyrl.runs.summary import summary
 from tinyrl.runs.tracking import check_trackers
@@ -209,7 +209,7 @@ def open_session(
     run: RunDir, trainer: Trainer, parts: Any, *, sources: Callable[[], Sources], outline: Outline | None = None
 ) -> Launch:
     """A launch whose session stands at the beginning of the run."""
-    parts.keep_output(RewardOutput(run.path, warn=run.warn).append if run.writes else lambda text: None)
+    parts.keep_output(run.append_reward_output if run.writes else lambda text: None)
     session = Session(
         parts,
         run,
