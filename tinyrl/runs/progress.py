@@ -89,28 +89,31 @@ class Display:
         known = {label: metrics.get(key) for label, key in COLUMNS.items()}
         self._latest |= {label: float(value) for label, value in known.items() if isinstance(value, int | float)}
         self._passes = self._passes or self._latest.get("pass@1") != self._latest.get("held-out")
-        labels = [label for label in COLUMNS if label in self._latest and (label != "pass@1" or self._passes)]
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step)
-            self._row(step, labels)
-        else:
-            self.note(" · ".join([*self._said(step, labels), self._time_left(step)]))
-
-    def _row(self, step: int, labels: list[str]) -> None:
-        """The numbers of a step under the header, which is printed where there are other columns than before."""
+        shown = {
+            label: _short(self._latest[label])
+            for label in COLUMNS
+            if label in self._latest and (label != "pass@1" or self._passes)
+        }
+        if self._bar is None:
+            self._print_numbers(step, shown, self._time_left(step))
+            return
+        self._bar.update(self._task, completed=step)
         first = max(len("step"), 2 * len(str(self.num_steps)) + 1)
-        labels = labels[: (self.console.width - first) // WIDTH]
+        labels = [*shown][: (self.console.width - first) // WIDTH]
         if step == 0:  # before training: fewer numbers than the lines that follow
-            return self.note(" · ".join(self._said(step, labels)))
-        place = f"{step}/{self.num_steps}"
-        lines = ["".join([f"{place:>{first}}", *(f"{_short(self._latest[label]):>{WIDTH}}" for label in labels)])]
+            self._print_numbers(step, {label: shown[label] for label in labels})
+            return
+        rows = [[f"{step}/{self.num_steps}", *(shown[label] for label in labels)]]
         if labels != self._header:
             self._header = labels
-            lines.insert(0, "".join([f"{'step':>{first}}", *(f"{label:>{WIDTH}}" for label in labels)]))
-        self.note("\n".join(lines))
+            rows.insert(0, ["step", *labels])
+        self.note(
+            "\n".join(f"{place:>{first}}" + "".join(f"{cell:>{WIDTH}}" for cell in cells) for place, *cells in rows)
+        )
 
-    def _said(self, step: int, labels: list[str]) -> list[str]:
-        return [f"step {step}/{self.num_steps}", *(f"{label} {_short(self._latest[label])}" for label in labels)]
+    def _print_numbers(self, step: int, shown: dict[str, str], *more: str) -> None:
+        numbers = (f"{label} {value}" for label, value in shown.items())
+        self.note(" · ".join([f"step {step}/{self.num_steps}", *numbers, *more]))
 
     def sample(self, samples: list[dict[str, Any]]) -> None:
         """In a terminal, an evaluation's greedy sample to the first prompt: what it reads, writes, and its reward."""

@@ -35,35 +35,25 @@ def _arguments(name: str, run: Path, next_step: int) -> dict[str, Any]:
     """What accelerate's class of a tracker is made with. next_step: the first step it will be told; above 0 when a run
     is resumed. In mlflow and clearml the variable for the project is read by accelerate.
     """
-    match name:
-        case "tensorboard":  # what was written after the checkpoint is taken back, so that no step is there twice
-            purge = {"purge_step": next_step} if next_step else {}
-            return {"run_name": "tensorboard", "logging_dir": str(run), **purge}
-        case "wandb":  # files in the run's folder, unless told; the screen is not copied, since a bar is drawn on it
-            file = run / WANDB_ID
-            if not file.exists():
-                file.write_text(secrets.token_hex(8), encoding="utf-8")
-            where = {} if "WANDB_DIR" in os.environ else {"dir": str(run)}
-            one = {"id": file.read_text("utf-8").strip(), "resume": "allow", "name": run.name}
-            return {
-                "run_name": os.environ.get("WANDB_PROJECT", PROJECT),
-                **one,
-                **where,
-                "settings": {"console": "off"},
-            }
-        case "trackio":
-            project, resume = os.environ.get("TRACKIO_PROJECT", PROJECT), "allow" if next_step else "never"
-            return {"run_name": project, "name": run.name, "resume": resume}
-        case "mlflow" | "swanlab":
-            return {"experiment_name": PROJECT, "run_name": run.name}
-        case "comet_ml":
-            return {"run_name": os.environ.get("COMET_PROJECT_NAME", PROJECT)}
-        case "aim":
-            return {"run_name": run.name, "logging_dir": ".", "experiment": PROJECT}
-        case "clearml":
-            return {"run_name": PROJECT, "task_name": run.name}
-        case _:
-            return {"dir": str(run / "dvclive")}
+    if name == "wandb":  # files in the run's folder, unless told; the screen is not copied, since a bar is drawn on it
+        file = run / WANDB_ID
+        if not file.exists():
+            file.write_text(secrets.token_hex(8), encoding="utf-8")
+        where = {} if "WANDB_DIR" in os.environ else {"dir": str(run)}
+        one = {"id": file.read_text("utf-8").strip(), "resume": "allow", "name": run.name}
+        return {"run_name": os.environ.get("WANDB_PROJECT", PROJECT), **one, **where, "settings": {"console": "off"}}
+    project, resume = os.environ.get("TRACKIO_PROJECT", PROJECT), "allow" if next_step else "never"
+    purge = {"purge_step": next_step} if next_step else {}  # else what came after the checkpoint would be there twice
+    return {
+        "tensorboard": {"run_name": "tensorboard", "logging_dir": str(run), **purge},
+        "trackio": {"run_name": project, "name": run.name, "resume": resume},
+        "mlflow": {"experiment_name": PROJECT, "run_name": run.name},
+        "comet_ml": {"run_name": os.environ.get("COMET_PROJECT_NAME", PROJECT)},
+        "aim": {"run_name": run.name, "logging_dir": ".", "experiment": PROJECT},
+        "clearml": {"run_name": PROJECT, "task_name": run.name},
+        "dvclive": {"dir": str(run / "dvclive")},
+        "swanlab": {"run_name": PROJECT, "experiment_name": run.name},
+    }[name]
 
 
 def _log(name: str, tracker: GeneralTracker, values: dict[str, Any], step: int) -> None:
