@@ -236,20 +236,23 @@ def reward_conflict(run: Run) -> Finding | None:
             change = (recent(points) - early(points)) * _sign(run, name)
             if abs(change) > max(0.1 * size, 4 * noise(points)):
                 moves[name] = change
-    if not moves:
+    if not moves or max(moves.values()) <= 0 or min(moves.values()) >= 0:
         return None
     up, down = max(moves, key=lambda name: moves[name]), min(moves, key=lambda name: moves[name])
-    if moves[up] <= 0 or moves[down] >= 0:
-        return None
     a, b = run.finite(f"reward/{up}"), run.finite(f"reward/{down}")
     rising, falling = one_line(up, 40), one_line(down, 40)
+
+    def gap(row: Row) -> float:
+        rewards = row.get("rewards")
+        return known(rewards.get(up), 0.0) - known(rewards.get(down), 0.0) if isinstance(rewards, dict) else 0.0
+
     return Finding(
         "one reward up, another down",
         f"{rising} went from {early(a):.3g} to {recent(a):.3g} while {falling} went from {early(b):.3g} to "
         f"{recent(b):.3g}: the policy may be gaming the first.",
         f"Give {falling} a larger weight in reward.functions.",
         {f"{up}_change": moves[up], f"{down}_change": moves[down]},
-        rank=lambda row: _of(row, up) - _of(row, down),
+        rank=gap,
     )
 
 
@@ -260,11 +263,6 @@ def _sign(run: Run, name: str) -> float:
         if isinstance(function, dict) and str(function.get("use", "")).rpartition(":")[2] == name:
             return -1.0 if number(function.get("weight")) < 0 else 1.0
     return 1.0
-
-
-def _of(row: Row, name: str) -> float:
-    rewards = row.get("rewards")
-    return known(rewards.get(name), 0.0) if isinstance(rewards, dict) else 0.0
 
 
 # ---- policy and critic ----
