@@ -14,6 +14,7 @@ from tests.tiny_models import TinyModels
 from tinyrl.evaluation.reward_models import label_metrics, pair_metrics, rating_metrics
 from tinyrl.evaluation.statistics import verdict_metrics
 from tinyrl.report.panels import KINDS
+from tinyrl.runs.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
@@ -22,7 +23,9 @@ KEYS = [re.findall(r"`([^`]+)`", row[0])[0] for row in ROWS]
 GROUPS = "reward|rewards|objective|policy|value|completion|environment|optim|time|memory|preference|eval"
 NO_METRIC = {"reward/functions", "eval/functions", "rewards/sides", "policy/sides_logprobs"}  # charts of several
 SOURCES = [
-    path for path in sorted((ROOT / "tinyrl").rglob("*.py")) if path.parts[-2] not in ("starter", "config", "report")
+    path
+    for path in sorted((ROOT / "tinyrl").rglob("*.py"))
+    if path.parts[-2] not in ("starter", "config", "report") and path.parts[-2:] != ("runs", "metrics.py")
 ]
 
 
@@ -97,6 +100,12 @@ def test_the_glossary_has_no_key_that_nothing_writes():
 def test_every_chart_of_the_report_is_in_the_glossary():
     keys = {key for kind in KINDS for key in (kind.train, kind.held) if key}
     assert {named(key) for key in keys} - set(KEYS) - known_shapes() == set()
+
+
+def test_every_metric_of_the_table_is_in_the_glossary():
+    keys = METRICS.keys() - NO_METRIC - {"time"}
+    assert {named(key) for key in keys} - set(KEYS) == set()
+    assert all(metric.of in METRICS for metric in METRICS.values() if metric.of)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])

@@ -9,7 +9,6 @@ import pytest
 
 from tests.report.runs import ppo_metrics, write_run
 from tinyrl.report.charts import hover_svg, spread, values_by_step
-from tinyrl.report.meanings import meaning_of
 from tinyrl.report.outcome import phases, tiles
 from tinyrl.report.panels import (
     KINDS,
@@ -23,6 +22,7 @@ from tinyrl.report.panels import (
     smoothed,
     thinned,
 )
+from tinyrl.runs.metrics import meaning_of
 from tinyrl.runs.records import read_run
 
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 from tests.report.runs import sample, write_run
 from tinyrl.cli.commands import app
 from tinyrl.data.rows import row_key
-from tinyrl.runs.ledger import hard_keys, prompt_texts, read_ledger, render_ledger
+from tinyrl.runs.samples import hard_keys, prompt_texts, read_ledger, render_ledger
 from tinyrl.tasks import load_rows, load_task
 
 #                 index, key, tried, solved

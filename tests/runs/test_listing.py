@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 from tinyrl.cli.commands import app
 from tinyrl.config.recipe import load_config
 from tinyrl.runs.checkpoint import write_checkpoint
-from tinyrl.runs.listing import list_verified, render
 from tinyrl.runs.run_dir import RunDir, create_run
+from tinyrl.runs.summary import list_verified, render
 
 
 def a_run(folder: Path, *, best: str = "eval/reward_mean") -> RunDir:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from tinyrl.config.schema import Config
-from tinyrl.runs.environment import environment, redact_command
-from tinyrl.runs.lines import json_lines
-from tinyrl.runs.run_dir import RunDir, check_new_run, create_run, finite, open_run, run_of
+from tinyrl.runs.records import json_lines
+from tinyrl.runs.run_dir import RunDir, check_new_run, create_run, environment, finite, open_run, redact_command, run_of
 from tinyrl.text import hidden, redact, restored
 from tinyrl.training.resume import check_changes
 

@@ -43,8 +43,8 @@ def report(
 def checkpoints(run: RunFolder, json_output: Json = False, debug: Debug = False) -> None:
     """List the checkpoints of a run: step, size, metric, and whether each verifies."""
     with sentences(debug):
-        from tinyrl.runs.listing import list_verified, render
         from tinyrl.runs.run_dir import open_run
+        from tinyrl.runs.summary import list_verified, render
 
         opened = open_run(run)
         listed = list_verified(opened)
@@ -112,8 +112,8 @@ def prompts(
     """Training prompts by what became of them: never solved, always solved, forgotten."""
     notes: list[str] = []
     with sentences(debug):
-        from tinyrl.runs.ledger import HARD, hard_keys, prompt_texts, read_ledger, render_ledger
         from tinyrl.runs.run_dir import open_run
+        from tinyrl.runs.samples import HARD, hard_keys, prompt_texts, read_ledger, render_ledger
         from tinyrl.tasks.hard_rows import row_texts
 
         opened = open_run(run)

@@ -11,7 +11,7 @@ import psutil
 import torch
 from packaging.requirements import Requirement
 
-from tinyrl.runs.environment import versions
+from tinyrl.runs.run_dir import versions
 from tinyrl.sandbox import why_not_isolated
 
 PURPOSES = {

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tinyrl.report.outcome import show
-from tinyrl.runs.held_out import HeldOut, Sample
-from tinyrl.runs.token_lines import Token, TokenSample
+from tinyrl.runs.records import HeldOut, Sample, Token, TokenSample
 
 MOST_SAMPLES = 8
 MOST_STEPS = 16  # that can be chosen

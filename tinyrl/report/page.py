@@ -20,10 +20,7 @@ from tinyrl.report.completions import extremes, same_prompts, token_view
 from tinyrl.report.outcome import outcome, phases, show, show_seconds, subtitle, tiles
 from tinyrl.report.overlay import Named
 from tinyrl.report.panels import Panel, cells, picked
-from tinyrl.runs.held_out import Sample
-from tinyrl.runs.lines import number
-from tinyrl.runs.records import Run, reliability_of
-from tinyrl.runs.token_lines import read_last_tokens
+from tinyrl.runs.records import Run, Sample, number, read_last_tokens, reliability_of
 from tinyrl.text import Excerpt, excerpt, name_unseen, one_line
 
 MOST_PROMPTS = 8

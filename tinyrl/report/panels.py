@@ -6,8 +6,8 @@ from functools import cached_property
 from itertools import islice
 from typing import TypeVar
 
-from tinyrl.report.meanings import meaning_of
 from tinyrl.report.outcome import held_out_key, phase_seconds, reward_is_pass, show
+from tinyrl.runs.metrics import meaning_of
 from tinyrl.runs.records import Points, Run
 from tinyrl.text import one_line
 

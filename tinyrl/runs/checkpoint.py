@@ -1,10 +1,9 @@
 """Checkpoints on disk: written whole or not at all, verified before they are read, pruned safely.
 
-A checkpoint is a folder `step-000120`. It is written under a temporary name on the same file system, every file is
+A checkpoint is a folder `step-000120` of safetensors and JSON files, written under a temporary name: every file is
 flushed to disk, then MANIFEST.json (name, bytes and SHA-256 of each file) is written last and one rename makes it
 visible: a crash at any moment leaves either the old state or the new one. An older checkpoint of the same step is
-renamed to a name that still counts, until the new one is in place. Pruning never touches the last good checkpoint.
-What is inside is the caller's business; here a checkpoint is a folder of safetensors and JSON files.
+renamed to a name that still counts, until the new one is in place.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ _NAME = re.compile(rf"(?:{re.escape(_ASIDE)})?step-([0-9]+)")
 
 
 def checkpoint_name(step: int) -> str:
-    """The name of the folder that holds the checkpoint of `step`."""
     return f"step-{step:06d}"
 
 
@@ -74,7 +72,6 @@ def write_checkpoint(root: Path, step: int, *, write: Callable[[Path], None]) ->
 
 
 def _seal(folder: Path, step: int) -> None:
-    """Write the manifest of a folder and flush everything in it."""
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     folders = [p for p in folder.rglob("*") if p.is_dir()]
     entries = {p.relative_to(folder).as_posix(): {"bytes": p.stat().st_size, "sha256": _digest(p)} for p in files}
@@ -116,9 +113,8 @@ def list_checkpoints(root: Path) -> list[Path]:
 
     One that was renamed aside counts while its step has no other: its writer was killed between two renames.
     """
-    if not root.is_dir():
-        return []
-    folders = [p for p in root.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
+    there = root.iterdir() if root.is_dir() else ()
+    folders = [p for p in there if _NAME.fullmatch(p.name) and p.is_dir()]
     taken = {checkpoint_step(p) for p in folders if not p.name.startswith(_ASIDE)}
     found = [p for p in folders if not p.name.startswith(_ASIDE) or checkpoint_step(p) not in taken]
     return sorted(found, key=checkpoint_step)
@@ -169,9 +165,7 @@ def prune(root: Path, *, keep: int, protected: Iterable[Path]) -> bool:
 
 
 def check_room(folder: Path, *, needed: int, copies: int = 1) -> None:
-    """Raise OSError (ENOSPC) if the file system `folder` is or will be on has no room for so many checkpoints of
-    `needed` bytes.
-    """
+    """Raise OSError (ENOSPC) if the file system of `folder` has no room for so many checkpoints of `needed` bytes."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if free < copies * needed:

@@ -8,10 +8,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from tinyrl.runs.finding import Finding, Row, has_steps
-from tinyrl.runs.policy_findings import OF_NUMBERS, OF_POLICY, held_out_falls
-from tinyrl.runs.records import Run, json_lines, messages_of, number
-from tinyrl.runs.rollout_findings import AT_ONCE, OF_ROLLOUTS
+from tinyrl.runs.metrics import AT_ONCE, METRICS, Finding, Row, has_steps
+from tinyrl.runs.records import Run, messages_of, number, samples_of
 from tinyrl.text import number as shown
 from tinyrl.text import one_line, visible
 
@@ -22,15 +20,16 @@ MOST_LINES = 1000  # that a run keeps in memory, of steps with an evaluation and
 
 def findings(run: Run) -> list[Finding]:
     """What is wrong with a run, as far as its metrics say; [] for one that goes well, or is too short to tell."""
-    windows = (*OF_ROLLOUTS, *OF_POLICY) if has_steps(run) else (held_out_falls,)  # sft, reward, dpo sample nothing
-    return [found for check in (*OF_NUMBERS, *AT_ONCE, *windows) if (found := check(run)) is not None]
+    ready = has_steps(run)
+    checks = [check for metric in METRICS.values() for check in metric.checks if ready or check in AT_ONCE]
+    return [found for check in checks if (found := check(run)) is not None]
 
 
 def examples(path: Path, finding: Finding) -> list[Row]:
     """Up to three lines of samples.jsonl that show a finding; of the last step that has any of its kind."""
     step, best = -1, list[Row]()
-    for row in json_lines(path, [], containing=b'"kind"') if path.is_file() else ():
-        if row.get("kind") != finding.kind or row["step"] < step:
+    for row in samples_of(path, [], kind=finding.kind):
+        if row["step"] < step:
             continue
         if row["step"] > step:
             step, best = row["step"], []
@@ -39,7 +38,6 @@ def examples(path: Path, finding: Finding) -> list[Row]:
 
 
 def as_json(run: Run, found: list[Finding]) -> list[dict[str, Any]]:
-    """The findings as JSON values."""
     return [
         {
             "finding": one.name,
@@ -53,38 +51,32 @@ def as_json(run: Run, found: list[Finding]) -> list[dict[str, Any]]:
 
 
 def render(run: Run, found: list[Finding], *, width: int | None = None) -> str:
-    """The findings for a terminal: what, what to change, three completions each."""
     width = width or max(60, min(shutil.get_terminal_size().columns, 110))
+    wrap = textwrap.TextWrapper(width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False).wrap
     last = f"{run.name}: {run.last_step:,} step{'s' * (run.last_step != 1)}"
     if not found:
         short = "" if has_steps(run) or not run.finite("reward/mean") else "; it is too short for most that could be"
         return f"{last}, nothing found{short}."
     parts = [f"{last}, {len(found)} finding{'s' * (len(found) != 1)}"]
     for one in found:
-        lines = [one.name, *_wrapped(one.what, width), *_wrapped(f"Change: {one.change}", width)]
-        rows = examples(run.path / "samples.jsonl", one)
-        parts.append("\n".join(visible(line) for line in [*lines, *(_row(row, width) for row in rows)]))
+        lines = [one.name, *wrap(one.what), *wrap(f"Change: {one.change}")]
+        lines += [_row(row, width) for row in examples(run.path / "samples.jsonl", one)]
+        parts.append("\n".join(map(visible, lines)))
     return "\n\n".join(parts)
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _row(row: Row, width: int) -> str:
     """A completion on one line: step, prompt, reward, and how it begins."""
-    reward = number(row.get("reward"))
+    reward, index = number(row.get("reward")), row.get("prompt_index")
     value = "-" if math.isnan(reward) else shown(reward)
-    index = row.get("prompt_index")
     about = f"    step {row['step']}, prompt {index if isinstance(index, int) else '-'}, reward {value}: "
-    text = messages_of(row)[-1:]
-    return about + one_line(text[0][1] if text else "", max(20, min(SHOWN_CHARACTERS, width - len(about))))
+    _, text = (messages_of(row) or [("", "")])[-1]
+    return about + one_line(text, max(20, min(SHOWN_CHARACTERS, width - len(about))))
 
 
 class Watch:
-    """The findings of a run while it trains, each said once. Looks are farther apart the longer the run is, so that
-    they cost next to nothing beside the steps. Of many lines between the first and the last ones, every second is let
-    go, again and again, so that memory does not grow with the steps.
+    """The findings of a run while it trains, each said once. Looks are farther apart the longer the run is, and of many
+    lines between the first and the last ones every second is let go, so that neither time nor memory grows with it.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -96,7 +88,7 @@ class Watch:
         """Take over the metrics of a run that is resumed; what they say has been said."""
         for step, line in steps.items():
             self._keep(step, line)
-        self._told |= {one.name for one in findings(self._run())}
+        self._new()
 
     def look(self, step: int, line: dict[str, Any]) -> list[str]:
         """Warnings that the metrics of this step, with those before, are the first to give."""
@@ -104,15 +96,16 @@ class Watch:
         if step < self._next:
             return []
         self._next = step + max(5, step // 20)
-        new = [one for one in findings(self._run()) if one.name not in self._told]
-        self._told |= {one.name for one in new}
-        return [f"{one.name}: {one.what} {one.change}" for one in new]
+        return [f"{one.name}: {one.what} {one.change}" for one in self._new()]
 
-    def _run(self) -> Run:
-        return Run(Path(), self._steps, self._config)
+    def _new(self) -> list[Finding]:
+        found = findings(Run(Path(), self._steps, self._config))
+        new = [one for one in found if one.name not in self._told]
+        self._told |= {one.name for one in new}
+        return new
 
     def _keep(self, step: int, line: dict[str, Any]) -> None:
-        """Take in a line; the windows of a finding (finding.py), the first 25 and the last 50, stay whole."""
+        """Take in a line; the windows of a finding (metrics.py), the first 25 and the last 50, stay whole."""
         self._steps[step] = line
         kept = self._kept[any(key.startswith("eval/") for key in line)]
         kept.append(step)

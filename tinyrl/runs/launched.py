@@ -1,6 +1,4 @@
-"""What a launcher (`accelerate launch`, torchrun) says in the environment: how many processes it started, and which of
-them this one is.
-"""
+"""Processes of a launch (`accelerate launch`, torchrun): how many there are, and which of them this one is."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ SHARDED = {
 
 @dataclass(frozen=True)
 class Launched:
-    """world_size processes, of which this one has the number `rank`, and on this machine local_world_size of them."""
+    """world_size processes, local_world_size of them on this machine; this one has the number `rank`."""
 
     rank: int = 0
     world_size: int = 1
@@ -55,21 +53,18 @@ def launched_rank() -> int:
 
 
 def forget_launcher() -> None:
-    """Go on as a single process, whatever was launched."""
+    """Go on as a single process."""
     for name in VARIABLES:
         os.environ.pop(name, None)
 
 
 class Voice:
-    """Which of the processes says a sentence that may be everybody's. Before they are connected: one on each machine;
-    then `connected`, which is given the sentence.
-    """
+    """Which process says a sentence that may be everybody's. Before they are connected: one on each machine."""
 
     def __init__(self) -> None:
-        self.connected: Callable[[str], bool] | None = None
+        self.connected: Callable[[str], bool] | None = None  # is given the sentence
 
     def speaks(self, sentence: str) -> bool:
-        """Whether this process is to say it."""
         if self.connected is not None:
             return self.connected(sentence)
         return os.environ.get("WORLD_SIZE", "1") in ("", "1") or os.environ.get("LOCAL_RANK", "0") in ("", "0")
@@ -80,8 +75,6 @@ VOICE = Voice()
 
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name, "")
-    if not text:
-        return default
-    if not text.isdigit():
+    if text and not text.isdigit():
         raise ValueError(f"{name}={text!r} in the environment is no number")
-    return int(text)
+    return int(text or default)

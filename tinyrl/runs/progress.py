@@ -5,6 +5,7 @@ A terminal that is gone (a closed window, a broken pipe) never stops a run: metr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -13,22 +14,13 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from tinyrl.runs.metrics import METRICS
 from tinyrl.runs.records import messages_of, number
 from tinyrl.text import one_line, redact, visible
 
-SHOWN = (
-    ("reward", "reward/mean"),
-    ("loss", "loss"),
-    ("held-out", "eval/reward_mean"),
-    ("pass@1", "eval/pass@1"),
-    ("kl", "objective/kl"),
-    ("accuracy", "rewards/accuracy"),
-    ("margin", "rewards/margin"),
-    ("entropy", "policy/entropy"),
-    ("length", "completion/mean_length"),
-    ("tokens/s", "tokens_per_second"),
-)
+COLUMNS = {metric.column: key for key, metric in METRICS.items() if metric.column}
 WIDTH = 10  # of a column
+PHASE = "{:10}".format  # as wide as the longest, so that the bar stays where it is
 
 
 class _Forgiving:
@@ -38,16 +30,13 @@ class _Forgiving:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError:
-            return len(text)
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
 
     def flush(self) -> None:
-        try:
+        with contextlib.suppress(OSError):
             self._stream.flush()
-        except OSError:
-            return
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -63,9 +52,6 @@ def tell(text: str) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())  # what is still buffered goes there when Python ends
         os.close(nowhere)
-
-
-PHASE = "{:10}".format  # as wide as the longest, so that the bar stays where it is
 
 
 class Display:
@@ -97,57 +83,52 @@ class Display:
             self._bar.start()
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
-        """A line for a finished step, reward first; held-out numbers stay until there are newer ones.
-
-        In a terminal the numbers that fit are columns, and the bar shows the time left. pass@1 is left out as long as
-        it is the held-out reward.
+        """A line for a finished step; held-out numbers stay until there are newer ones, and pass@1 is left out as long
+        as it is the held-out reward. In a terminal the numbers that fit are columns.
         """
-        self._latest |= {
-            label: float(metrics[key]) for label, key in SHOWN if isinstance(metrics.get(key), int | float)
-        }
+        known = {label: metrics.get(key) for label, key in COLUMNS.items()}
+        self._latest |= {label: float(value) for label, value in known.items() if isinstance(value, int | float)}
         self._passes = self._passes or self._latest.get("pass@1") != self._latest.get("held-out")
-        labels = [label for label, _ in SHOWN if label in self._latest and (label != "pass@1" or self._passes)]
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step)
-            self._row(step, labels)
-        else:
-            numbers = [f"{label} {_short(self._latest[label])}" for label in labels]
-            self._print(" · ".join([f"step {step}/{self.num_steps}", *numbers, self._time_left(step)]))
-
-    def _row(self, step: int, labels: list[str]) -> None:
-        """The numbers of a step under the header, which is printed where there are other columns than before."""
+        shown = {
+            label: _short(self._latest[label])
+            for label in COLUMNS
+            if label in self._latest and (label != "pass@1" or self._passes)
+        }
+        if self._bar is None:
+            self._print_numbers(step, shown, self._time_left(step))
+            return
+        self._bar.update(self._task, completed=step)
         first = max(len("step"), 2 * len(str(self.num_steps)) + 1)
-        labels = labels[: (self.console.width - first) // WIDTH]
+        labels = [*shown][: (self.console.width - first) // WIDTH]
         if step == 0:  # before training: fewer numbers than the lines that follow
-            said = "".join(f" · {label} {_short(self._latest[label])}" for label in labels)
-            return self._print(f"step {step}/{self.num_steps}{said}")
-        place = f"{step}/{self.num_steps}"
-        lines = ["".join([f"{place:>{first}}", *(f"{_short(self._latest[label]):>{WIDTH}}" for label in labels)])]
+            self._print_numbers(step, {label: shown[label] for label in labels})
+            return
+        rows = [[f"{step}/{self.num_steps}", *(shown[label] for label in labels)]]
         if labels != self._header:
             self._header = labels
-            lines.insert(0, "".join([f"{'step':>{first}}", *(f"{label:>{WIDTH}}" for label in labels)]))
-        self._print("\n".join(lines))
+            rows.insert(0, ["step", *labels])
+        self.note(
+            "\n".join(f"{place:>{first}}" + "".join(f"{cell:>{WIDTH}}" for cell in cells) for place, *cells in rows)
+        )
+
+    def _print_numbers(self, step: int, shown: dict[str, str], *more: str) -> None:
+        numbers = (f"{label} {value}" for label, value in shown.items())
+        self.note(" · ".join([f"step {step}/{self.num_steps}", *numbers, *more]))
 
     def sample(self, samples: list[dict[str, Any]]) -> None:
-        """In a terminal, of an evaluation's samples the greedy one to the first prompt: what it reads and writes, a
-        line each, with its reward.
-        """
+        """In a terminal, an evaluation's greedy sample to the first prompt: what it reads, writes, and its reward."""
         shown = next((line for line in samples if line.get("kind") == "eval-greedy"), next(iter(samples), None))
         if self._bar is None or shown is None:
             return
         turns = [("prompt", str(shown.get("prompt", ""))), *messages_of(shown)]
         turns[-1] = (f"{turns[-1][0]} (reward {_short(number(shown.get('reward')))})", turns[-1][1])
         width = self.console.width
-        self._print("\n".join(f"  {who}: {one_line(text, max(20, width - len(who) - 4))}" for who, text in turns))
+        self.note("\n".join(f"  {who}: {one_line(text, max(20, width - len(who) - 4))}" for who, text in turns))
 
     def phase(self, what: str) -> None:
         """Name the current part of a long step (only where there is a bar to show it on)."""
         if self._bar is not None:
             self._bar.update(self._task, description=PHASE(what))
-
-    def note(self, text: str) -> None:
-        """A line that stays: a warning, a choice made."""
-        self._print(text)
 
     def close(self) -> None:
         """Stop drawing; notes are still printed."""
@@ -155,7 +136,8 @@ class Display:
             self._bar.stop()
             self._bar = None
 
-    def _print(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """A line that stays: a warning, a choice made."""
         if self.silent:
             return
         text = visible(redact(text))  # notes quote prompts and people's code

@@ -1,30 +1,284 @@
-"""A lenient reader of a run's records: the run may still be going on, may have been killed, or may lack files.
+"""The reader of run folders: metrics, held-out samples and tokens of a run that goes on, was killed, or lacks files.
 
-Lines that cannot be read are counted and reported (lines.py). Numbers that are null, NaN or infinite become NaN: a gap
-in a chart, never a zero.
+A record is JSON, a line a step or a completion. A last line without its line break is being written, so it is left out
+when it does not parse; any other line that does not parse is counted and reported, and so are lines with LOST, which
+take the place of lines that a resume did not find any more. Numbers that are null, NaN or infinite become NaN: a gap in
+a chart, never a zero.
 """
 
 import functools
 import json
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from tinyrl.runs.held_out import HeldOut, read_held_out
-from tinyrl.runs.lines import LARGEST, json_lines, messages_of, number
-from tinyrl.text import did_you_mean, hidden, one_line
-
-__all__ = ["Points", "Run", "json_lines", "messages_of", "number", "read_run", "read_steps", "reliability_of"]
+from tinyrl.text import Excerpt, did_you_mean, excerpt, hidden, one_line
 
 Points = list[tuple[int, float]]  # (step, value), by step
+Item = TypeVar("Item")
 
-MOST_CONFIG_BYTES = 2_000_000
+LARGEST = 1e100
+LOST = "lost_bytes"
+MOST_OF_A_MARK = 1 << 20  # bytes
+MOST_BYTES = 2_000_000  # of config.yaml and env.json
+
+# Of samples and tokens, what a page shows. A record may hold thousands of steps: of those between the first and the
+# last, some are kept, with the first prompts.
+PROMPT_CHARACTERS = 500
+CHARACTERS = {"policy": 900, "environment": 500}
+MOST_MESSAGES = 16  # of an episode, an even number
+MOST_STEPS = 64
+MOST_PROMPTS = 16  # at a step that is neither the first nor the last
+MOST_COMPLETIONS = 8  # token by token
+MOST_TOKENS = 400  # of a completion; of longer ones, the start and the end
+PIECE_CHARACTERS = 200
+NUMBERS = ("advantage", "old", "new", "ref", "value", "reward")
+
+
+# ---- lines ----
+
+
+def number(value: Any) -> float:
+    """A JSON value as a float; NaN for what is not a finite number, or so large that an axis cannot hold it."""
+    if type(value) is float:
+        return value if abs(value) < LARGEST else math.nan
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return math.nan
+    try:
+        result = float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return math.nan
+    return result if abs(result) < LARGEST else math.nan
+
+
+def json_lines(path: Path, notes: list[str], *, containing: bytes = b"") -> Iterator[dict[str, Any]]:
+    """The lines of a record that hold a step; none where there is no such file. Others are left out and, but for a
+    cut-off last one, noted at the end, as is what was lost.
+    """
+    if not path.is_file():
+        return
+    broken, lost, mark = 0, dict[int, int](), LOST.encode()
+    with path.open("rb") as file:
+        for line in file:
+            if (containing not in line and mark not in line[:64]) or not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8", "replace"))
+            except (ValueError, RecursionError):
+                broken += line.endswith(b"\n")
+                continue
+            step = row.get("step") if isinstance(row, dict) else None
+            if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**53:
+                broken += 1
+            elif isinstance(row.get(LOST), int):
+                lost[step] = lost.get(step, 0) + row[LOST]
+            else:
+                yield row
+    if broken:
+        notes.append(f"{path.name}: {broken} line{'s' * (broken > 1)} could not be read and are left out.")
+    for step, size in lost.items():
+        notes.append(f"{path.name}: {size:,} bytes of up to step {step} were lost before a resume: a gap.")
+
+
+def lost_lines(step: int, size: int) -> Iterator[bytes]:
+    """Lines of `size` bytes together that say that as many, of up to `step`, are lost. Being as long as what they stand
+    for, they leave the lengths true that checkpoints have of a record.
+    """
+    while size:
+        now = size if size < 2 * MOST_OF_A_MARK else MOST_OF_A_MARK
+        line = json.dumps({"step": step, LOST: now}).encode()
+        yield (line if len(line) < now else b"").ljust(now - 1) + b"\n"
+        size -= now
+
+
+def read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
+    """The lines of metrics.jsonl by step."""
+    steps: dict[int, dict[str, Any]] = {}
+    for row in json_lines(path, notes):
+        steps.setdefault(row["step"], {}).update(row)
+    return dict(sorted(steps.items()))
+
+
+def samples_of(path: Path, notes: list[str], *, kind: str | None = None) -> Iterator[dict[str, Any]]:
+    """The lines of samples.jsonl of a kind (None: any): "train", "eval" (held out), "eval-greedy"."""
+    rows = json_lines(path, notes, containing=f'"{kind}"'.encode() if kind else b"")
+    return (row for row in rows if kind in (None, row.get("kind")))
+
+
+def messages_of(row: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a line of samples.jsonl holds after the prompt, by turns: "policy" or "environment", and the text. Without
+    an environment that is the completion.
+    """
+    episode = row.get("episode")
+    if not isinstance(episode, list):
+        return [("policy", str(row.get("completion", "")))]
+    found = [message for message in episode if isinstance(message, dict)]
+    return [("policy" if m.get("role") == "assistant" else "environment", str(m.get("content", ""))) for m in found]
+
+
+def _without_middle(items: list[Item], most: int) -> tuple[list[Item], int]:
+    """At most so many, an even number, from both ends, and how many are left out."""
+    omitted = max(0, len(items) - most)
+    return ([*items[: most // 2], *items[-most // 2 :]] if omitted else items), omitted
+
+
+# ---- held-out samples ----
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One held-out completion, its texts cut to what the page shows. messages: as `messages_of` has them, `omitted` of
+    them left out in the middle; length: characters that the policy wrote.
+    """
+
+    prompt_index: int
+    sample: int
+    prompt: Excerpt
+    messages: tuple[tuple[str, Excerpt], ...]
+    omitted: int
+    reward: float
+    finish_reason: str
+    length: int
+
+    @property
+    def written(self) -> tuple[Excerpt, ...]:
+        return tuple(text for who, text in self.messages if who == "policy")
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """by_step: step to prompt_index to its first sample, by step. last: every sample of the last step, as recorded."""
+
+    by_step: dict[int, dict[int, Sample]] = field(default_factory=dict)
+    last: tuple[Sample, ...] = ()
+
+    @property
+    def first_step(self) -> int:
+        return min(self.by_step)
+
+    @property
+    def last_step(self) -> int:
+        return max(self.by_step)
+
+
+def read_held_out(path: Path, notes: list[str]) -> HeldOut:
+    """The samples of kind "eval" in a samples.jsonl."""
+    by_step: dict[int, dict[int, Sample]] = {}
+    last: list[Sample] = []
+    for row in samples_of(path, notes, kind="eval"):
+        step, index = row["step"], row.get("prompt_index")
+        if not isinstance(index, int):
+            continue
+        if step not in by_step:
+            by_step[step] = {}
+            last = [] if step == max(by_step) else last
+            _thin(by_step)
+        sample = _sample(row, index)
+        if step == max(by_step):
+            last.append(sample)
+        kept = by_step.setdefault(step, {}).get(index)
+        if kept is None or sample.sample < kept.sample:
+            by_step[step][index] = sample
+    return HeldOut(dict(sorted(by_step.items())), tuple(last))
+
+
+def _thin(by_step: dict[int, dict[int, Sample]]) -> None:
+    """Drop prompts of the steps in the middle, and every second of these steps where they are too many."""
+    between = sorted(by_step)[1:-1]
+    for step in between:
+        by_step[step] = dict(sorted(by_step[step].items())[:MOST_PROMPTS])
+    for step in between[::2] if len(between) > 2 * MOST_STEPS else ():
+        del by_step[step]
+
+
+def _sample(row: dict[str, Any], index: int) -> Sample:
+    said = messages_of(row)
+    shown, omitted = _without_middle(said, MOST_MESSAGES)
+    return Sample(
+        prompt_index=index,
+        sample=_whole(row.get("sample")),
+        prompt=excerpt(str(row.get("prompt", "")), PROMPT_CHARACTERS),
+        messages=tuple((who, excerpt(text, CHARACTERS[who])) for who, text in shown),
+        omitted=omitted,
+        reward=number(row.get("reward")),
+        finish_reason=str(row.get("finish_reason", "")),
+        length=sum(len(text) for who, text in said if who == "policy"),
+    )
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+# ---- token by token ----
+
+
+@dataclass(frozen=True)
+class Token:
+    """A piece of text; `chosen`: by the policy, else it was read. numbers: those of NUMBERS, NaN where unknown."""
+
+    piece: Excerpt
+    chosen: bool
+    numbers: dict[str, float]
+
+
+@dataclass(frozen=True)
+class TokenSample:
+    """A completion; `omitted` tokens are left out in the middle. reward: of all of it, NaN where unknown."""
+
+    step: int
+    kind: str
+    prompt_index: int
+    sample: int
+    reward: float
+    prompt: Excerpt
+    tokens: tuple[Token, ...]
+    omitted: int
+
+
+def read_last_tokens(path: Path, notes: list[str]) -> list[TokenSample]:
+    """The completions of the last step in tokens.jsonl that has any, at most MOST_COMPLETIONS."""
+    step, kept = -1, list[TokenSample]()
+    for row in json_lines(path, notes):
+        tokens = row.get("tokens")
+        if not isinstance(tokens, list) or row["step"] < step:
+            continue
+        if row["step"] > step:
+            step, kept = row["step"], []
+        if len(kept) < MOST_COMPLETIONS:
+            kept.append(_token_sample(row, [one for one in tokens if isinstance(one, dict)]))
+    return kept
+
+
+def _token_sample(row: dict[str, Any], tokens: list[dict[str, Any]]) -> TokenSample:
+    shown, omitted = _without_middle(tokens, MOST_TOKENS)
+    return TokenSample(
+        step=row["step"],
+        kind=str(row.get("kind", "")),
+        prompt_index=_whole(row.get("prompt_index")),
+        sample=_whole(row.get("sample")),
+        reward=number(row.get("reward")),
+        prompt=excerpt(str(row.get("prompt", "")), PROMPT_CHARACTERS),
+        tokens=tuple(
+            Token(
+                piece=excerpt(str(token.get("piece", "")), PIECE_CHARACTERS),
+                chosen=token.get("chosen") is not False,
+                numbers={name: number(token.get(name)) for name in NUMBERS},
+            )
+            for token in shown
+        ),
+        omitted=omitted,
+    )
+
+
+# ---- a run ----
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory as data. steps: step to metrics; nonfinite: for each batch that was kept because it gave numbers
+    """A run folder as data. steps: step to metrics; nonfinite: for each batch that was kept because it gave numbers
     that are not finite, how many steps were done.
     """
 
@@ -39,12 +293,10 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The run's name: that of its folder."""
         return one_line(self.path.resolve().name, 80)
 
     @property
     def last_step(self) -> int:
-        """The last step with a line in metrics.jsonl."""
         return max(self.steps)
 
     def metric_names(self) -> list[str]:
@@ -67,7 +319,7 @@ class Run:
         return self._read(key)[1]
 
     def _read(self, key: str) -> tuple[Points, Points]:
-        """`points` and `finite` of a metric, read once: a run is asked for most of them several times."""
+        """`points` and `finite`, read once: a run is asked for most metrics several times."""
         if key not in self._points:
             found = [(step, number(line[key])) for step, line in self.steps.items() if key in line]
             finite = [point for point in found if math.isfinite(point[1])]
@@ -87,7 +339,7 @@ class Run:
         return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
     def setting(self, dotted: str) -> Any:
-        """config.yaml's value at `section.key`, None where there is none."""
+        """config.yaml's value at `section.key`; None where there is none."""
         value: Any = self.config
         for part in dotted.split("."):
             value = value.get(part) if isinstance(value, dict) else None
@@ -99,13 +351,15 @@ def reliability_of(line: dict[str, Any]) -> list[tuple[float, float, int]]:
     metrics.jsonl has them; empty where it has none, or something else.
     """
     rows = line.get("eval/reliability")
-    bins = [one for one in rows if isinstance(one, list) and len(one) == 3] if isinstance(rows, list) else []
-    found = [[number(value) for value in one] for one in bins]
-    return [(a, b, int(n)) for a, b, n in found if all(map(math.isfinite, (a, b, n)))]
+    bins = [one for one in (rows if isinstance(rows, list) else []) if isinstance(one, list) and len(one) == 3]
+    return [(a, b, int(n)) for a, b, n in (map(number, one) for one in bins) if math.isfinite(a + b + n)]
 
 
 def read_run(run_dir: Path) -> Run:
-    """Read a run directory. ValueError, with what to do instead, when it is not one or has no metrics yet."""
+    """Read a run folder. ValueError, with what to do instead, when it is not one or has no metrics yet."""
+    from tinyrl.config.schema import without_secrets
+    from tinyrl.config.yaml_reader import parse_plain  # with yaml, which not every reader of records needs
+
     metrics = run_dir / "metrics.jsonl"
     if not metrics.is_file():
         raise ValueError(_not_a_run(run_dir))
@@ -117,15 +371,16 @@ def read_run(run_dir: Path) -> Run:
     folders = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*") if path.is_dir())
     kept = [path.stem.split("-")[1] for path in (run_dir / "nonfinite").glob("step-*-*.json")]
     nonfinite = tuple(sorted(int(step) for step in kept if step.isdecimal()))
-    config, env = _read_config(run_dir / "config.yaml", notes), _read_env(run_dir / "env.json", notes)
-    return Run(run_dir, steps, config, env, held_out, tuple(folders), nonfinite, (*notes, *_gaps(steps)))
+    config = _mapping(run_dir / "config.yaml", lambda text: parse_plain(text, str)[0], "settings", notes)
+    env = _mapping(run_dir / "env.json", json.loads, "versions", notes)
+    notes += _gaps(steps)
+    return Run(run_dir, steps, without_secrets(config), hidden(env), held_out, tuple(folders), nonfinite, tuple(notes))
 
 
 def _not_a_run(run_dir: Path) -> str:
+    if runs := sorted(run_dir.glob("*/metrics.jsonl")):
+        return f"{run_dir} is a folder of runs: name one of them, such as {runs[-1].parent}."
     if run_dir.is_dir():
-        runs = sorted(path.parent.name for path in run_dir.glob("*/metrics.jsonl"))
-        if runs:
-            return f"{run_dir} is a folder of runs: name one of them, such as {run_dir / runs[-1]}."
         return f"{run_dir} has no metrics.jsonl, so there is nothing to report. A run's folder is runs/<name>."
     if run_dir.exists():
         return f"{run_dir} is a file. `tinyrl report` wants a run's folder, such as runs/<name>."
@@ -134,36 +389,17 @@ def _not_a_run(run_dir: Path) -> str:
     return f"There is no run at {run_dir}.{hint}"
 
 
-def read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
-    """The lines of metrics.jsonl by step. Unreadable ones are left out, and noted unless it is a cut-off last line."""
-    steps: dict[int, dict[str, Any]] = {}
-    for row in json_lines(path, notes):
-        steps.setdefault(row["step"], {}).update(row)
-    return dict(sorted(steps.items()))
-
-
-def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
-    from tinyrl.config.schema import without_secrets
-    from tinyrl.config.yaml_reader import parse_plain  # with yaml, which not every reader of records needs
-
+def _mapping(path: Path, parse: Callable[[str], Any], what: str, notes: list[str]) -> dict[str, Any]:
+    """A mapping from a file; empty where there is none, or something else."""
     try:
         with path.open("rb") as file:
-            loaded, _ = parse_plain(file.read(MOST_CONFIG_BYTES).decode("utf-8", "replace"), lambda line: path.name)
+            loaded = parse(file.read(MOST_BYTES).decode("utf-8", "replace"))
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError):
-        notes.append(f"{path.name} could not be read: settings are missing from this report.")
+        notes.append(f"{path.name} could not be read: {what} are missing from this report.")
         return {}
-    return without_secrets(loaded) if isinstance(loaded, dict) else {}
-
-
-def _read_env(path: Path, notes: list[str]) -> dict[str, Any]:
-    try:
-        loaded = json.loads(path.read_text("utf-8", "replace")) if path.is_file() else {}
-    except (ValueError, RecursionError):
-        notes.append(f"{path.name} could not be read: versions are missing from this report.")
-        return {}
-    return hidden(loaded) if isinstance(loaded, dict) else {}
+    return loaded if isinstance(loaded, dict) else {}
 
 
 def _gaps(steps: dict[int, dict[str, Any]]) -> list[str]:
@@ -172,7 +408,7 @@ def _gaps(steps: dict[int, dict[str, Any]]) -> list[str]:
     measured: set[str] = set()
     for step, line in steps.items():
         for key, value in line.items():
-            if (type(value) is float and -LARGEST < value < LARGEST) or math.isfinite(number(value)):
+            if math.isfinite(number(value)):
                 measured.add(key)
             elif not isinstance(value, list):
                 gaps.setdefault(key, []).append(step)

@@ -14,10 +14,21 @@ from torch import Tensor
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global generators of Python, NumPy (which takes 32 bits) and torch."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # which takes 32 bits
     torch.manual_seed(seed)
+
+
+def torch_rng() -> dict[str, Tensor]:
+    """The states of torch's generators, which dropout draws from."""
+    on_gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {"torch": torch.get_rng_state(), **on_gpu}
+
+
+def restore_torch_rng(tensors: dict[str, Tensor]) -> None:
+    torch.set_rng_state(tensors["torch"])
+    if "cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["cuda"])
 
 
 def python_rng() -> list[Any]:
@@ -26,26 +37,12 @@ def python_rng() -> list[Any]:
     return [kind, list(numbers), gauss]
 
 
-def torch_rng() -> dict[str, Tensor]:
-    """The states of torch's generators, which dropout draws from."""
-    return {"torch": torch.get_rng_state()} | (
-        {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
-    )
-
-
-def restore_torch_rng(tensors: dict[str, Tensor]) -> None:
-    """Put back what `torch_rng` gave."""
-    torch.set_rng_state(tensors["torch"])
-    if "cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["cuda"])
-
-
 def rng_tensors() -> dict[str, Tensor]:
     """The states of NumPy's and torch's generators. MT19937's is 624 words, a position and a cached Gaussian."""
-    _, words, position, has_gauss, cached = np.random.get_state()
+    _, words, *rest = np.random.get_state()
     return torch_rng() | {
         "numpy_words": torch.from_numpy(np.asarray(words).astype(np.int64)),
-        "numpy_rest": torch.tensor([float(position), float(has_gauss), float(cached)], dtype=torch.float64),
+        "numpy_rest": torch.tensor([float(number) for number in rest], dtype=torch.float64),
     }
 
 

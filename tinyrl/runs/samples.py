@@ -1,46 +1,79 @@
-"""The samples of a run: which are shown, and as text for a terminal: prompts, what was written and read, by role."""
+"""Samples and training prompts of a run for a terminal: which are shown, and as text, by role and by what became of
+them (`tinyrl samples`, `tinyrl prompts`).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tinyrl.runs.records import json_lines, messages_of, number
-from tinyrl.text import excerpt, listed, visible
+from tinyrl.runs.records import json_lines, messages_of, number, samples_of
+from tinyrl.text import excerpt, listed, one_line, visible
 
 Kind = Literal["train", "eval", "eval-greedy"]
 Line = dict[str, Any]
 INDENT = "  "
 MOST_CHARACTERS, MOST_LINES = 20_000, 1000  # of a text; what is in the middle of a longer one is left out
 
+Standing = Literal["never", "always", "forgotten", "sometimes"]
+MEANING: dict[Standing, str] = {
+    "never": "never solved: every completion was wrong",
+    "forgotten": "forgotten: solved once, and not at the last try",
+    "sometimes": "in between",
+    "always": "always solved: every completion was right",
+}
+HARD: tuple[Standing, ...] = ("never", "forgotten")
+SOLVED = "right, or solved: a completion whose reward is task.solved_reward or more"
+MOST_TRIES = 8  # shown of a prompt
+PROMPT_CHARACTERS = 60
+
+
+# ---- which samples ----
+
 
 def read_samples(
-    path: Path, *, kind: Kind | None, step: int | None, num: int, notes: list[str], prompt: int | None = None
+    path: Path, *, kind: Kind | None, step: int | None, num: int | None, notes: list[str], prompt: int | None = None
 ) -> list[Line]:
-    """The first `num` lines of samples.jsonl of a kind (None: any), a step (None: the last that has such lines) and a
-    prompt (None: any).
+    """The first `num` lines (None: all) of samples.jsonl of a kind (None: any), a step (None: the last that has such
+    lines) and a prompt (None: any).
 
     Lines that cannot be read are left out, and said in `notes`. Raises ValueError where there is none of that kind,
     step and prompt, with the steps that there are.
     """
-    return _of_step(path, kind=kind, step=step, prompt=prompt, notes=notes)[:num]
+    wanted, steps, kept = step, set[int](), list[Line]()
+    for row in samples_of(path, notes, kind=kind):
+        if prompt not in (None, row.get("prompt_index")):
+            continue
+        steps.add(row["step"])
+        if step is None and (wanted is None or row["step"] > wanted):
+            wanted, kept = row["step"], []
+        if row["step"] == wanted:
+            kept.append(row)
+    if not kept:
+        which = f" of kind {kind}" if kind else ""
+        which += "" if prompt is None else f" of prompt {prompt}"
+        which += "" if step is None else f" at step {step}"
+        there = f"there are some of step {listed(map(str, sorted(steps)))}" if steps else "there are none"
+        raise ValueError(f"{path}: no samples{which}; {there}")
+    return kept[:num]
 
 
 def worst_samples(path: Path, *, kind: Kind | None, step: int | None, num: int, notes: list[str]) -> list[Line]:
     """Those of a step with the lowest rewards, the lowest first; what has none comes last."""
-    rows = _of_step(path, kind=kind, step=step, notes=notes)
-    return sorted(rows, key=lambda row: _last_if_nan(_reward(row)))[:num]
+    rows = read_samples(path, kind=kind, step=step, num=None, notes=notes)
+    return sorted(rows, key=lambda row: (math.isnan(_reward(row)), _reward(row)))[:num]
 
 
 def unsolved_samples(
     path: Path, *, kind: Kind | None, step: int | None, num: int, notes: list[str], solved_reward: float
 ) -> list[Line]:
     """Those of a step to prompts with no sample in it whose reward is `solved_reward` or more."""
-    rows = _of_step(path, kind=kind, step=step, notes=notes)
-    solved = {_prompt_of(row) for row in rows if _reward(row) >= solved_reward}
-    return [row for row in rows if _prompt_of(row) not in solved][:num]
+    rows = read_samples(path, kind=kind, step=step, num=None, notes=notes)
+    solved = {_of(row, "kind", "prompt_index") for row in rows if _reward(row) >= solved_reward}
+    return [row for row in rows if _of(row, "kind", "prompt_index") not in solved][:num]
 
 
 def most_changed_samples(path: Path, *, kind: Kind | None, step: int | None, num: int, notes: list[str]) -> list[Line]:
@@ -66,7 +99,7 @@ def samples_over_time(path: Path, *, kind: Kind | None, prompt: int, num: int, n
     held-out ones where there are any, else those of training, whose numbers of prompts are others.
     """
     by_kind: dict[str, dict[int, Line]] = {}
-    for row in _lines(path, kind, notes):
+    for row in samples_of(path, notes, kind=kind):
         if row.get("prompt_index") == prompt:
             by_kind.setdefault(str(row.get("kind")), {}).setdefault(row["step"], row)
     if not by_kind:
@@ -77,36 +110,10 @@ def samples_over_time(path: Path, *, kind: Kind | None, prompt: int, num: int, n
     return rows if len(rows) <= num else [rows[round(i * apart)] for i in range(num)] if num > 1 else rows[-1:]
 
 
-def _lines(path: Path, kind: Kind | None, notes: list[str]) -> Iterator[Line]:
-    rows = json_lines(path, notes) if path.is_file() else iter(())
-    return (row for row in rows if kind in (None, row.get("kind")))
-
-
-def _of_step(
-    path: Path, *, kind: Kind | None, step: int | None, notes: list[str], prompt: int | None = None
-) -> list[Line]:
-    wanted, steps, kept = step, set[int](), list[Line]()
-    for row in _lines(path, kind, notes):
-        if prompt not in (None, row.get("prompt_index")):
-            continue
-        steps.add(row["step"])
-        if step is None and (wanted is None or row["step"] > wanted):
-            wanted, kept = row["step"], []
-        if row["step"] == wanted:
-            kept.append(row)
-    if not kept:
-        which = f" of kind {kind}" if kind else ""
-        which += "" if prompt is None else f" of prompt {prompt}"
-        which += "" if step is None else f" at step {step}"
-        there = f"there are some of step {listed(map(str, sorted(steps)))}" if steps else "there are none"
-        raise ValueError(f"{path}: no samples{which}; {there}")
-    return kept
-
-
 def _ends(path: Path, *, kind: Kind, step: int | None, notes: list[str]) -> tuple[dict[Any, Line], dict[Any, Line]]:
     """The samples of the first step and of `step` (None: the last), by prompt and number; nothing where it is one."""
     kept: dict[int, dict[Any, Line]] = {}
-    for row in _lines(path, kind, notes):
+    for row in samples_of(path, notes, kind=kind):
         at = row["step"]
         if step is not None and at > step:
             continue
@@ -115,7 +122,7 @@ def _ends(path: Path, *, kind: Kind, step: int | None, notes: list[str]) -> tupl
             if low < at < high:
                 continue
             del kept[low if at < low else high]
-        kept.setdefault(at, {})[(_prompt_of(row), _hashable(row.get("sample")))] = row
+        kept.setdefault(at, {})[_of(row, "kind", "prompt_index", "sample")] = row
     if len(kept) < 2 or (step is not None and step not in kept):
         return {}, {}
     return kept[min(kept)], kept[max(kept)]
@@ -133,19 +140,12 @@ def _reward(row: Line) -> float:
     return number(row.get("reward"))
 
 
-def _last_if_nan(value: float) -> float:
-    return math.inf if math.isnan(value) else value
+def _of(row: Line, *keys: str) -> tuple[Any, ...]:
+    """Values of a line, None where they are no key of anything."""
+    return tuple(value if isinstance(value := row.get(key), int | str) else None for key in keys)
 
 
-def _prompt_of(row: Line) -> tuple[Any, Any]:
-    return _hashable(row.get("kind")), _hashable(row.get("prompt_index"))
-
-
-def _hashable(value: Any) -> Any:
-    return value if isinstance(value, int | str) else None
-
-
-# ---- as text ----
+# ---- samples as text ----
 
 
 def render(rows: list[Line], *, grey: Callable[[str], str]) -> str:
@@ -162,13 +162,13 @@ def _sample(row: Line, grey: Callable[[str], str]) -> str:
 
 
 def _heading(row: Line) -> str:
-    said = [f"step {row['step']}", str(row.get("kind", ""))]
-    said.append(f"prompt {_value(row.get('prompt_index'))}, sample {_value(row.get('sample'))}")
-    said.append(f"reward {_value(row.get('reward'))}")
+    place = f"prompt {_value(row.get('prompt_index'))}, sample {_value(row.get('sample'))}"
+    said = [f"step {row['step']}", str(row.get("kind", "")), place, f"reward {_value(row.get('reward'))}"]
     each = row.get("rewards")
     if isinstance(each, dict) and len(each) > 1:
         said[-1] += f" ({', '.join(f'{name} {_value(score)}' for name, score in each.items())})"
-    said += [f"advantage {_value(row['advantage'])}"] if row.get("advantage") is not None else []
+    if row.get("advantage") is not None:
+        said.append(f"advantage {_value(row['advantage'])}")
     return visible(" | ".join([*said, f"ended: {row.get('finish_reason', '')}"])).replace("\n", " ")
 
 
@@ -181,3 +181,89 @@ def _indented(text: str) -> str:
     cut = excerpt(text, MOST_CHARACTERS, lines=MOST_LINES)
     parts = [cut.head, f"[{cut.omitted:,} characters left out]", cut.tail] if cut.omitted else [cut.head]
     return "\n".join(INDENT + line for line in visible("\n".join(parts)).split("\n"))
+
+
+# ---- training prompts ----
+
+
+@dataclass
+class PromptRecord:
+    """A training prompt: its row's number and key, and for each step that had it (step, tried, solved): completions
+    with a reward, and those whose reward was task.solved_reward or more.
+    """
+
+    index: int
+    key: str
+    tries: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def tried(self) -> int:
+        return sum(tried for _, tried, _ in self.tries)
+
+    @property
+    def solved(self) -> int:
+        return sum(solved for _, _, solved in self.tries)
+
+    @property
+    def standing(self) -> Standing:
+        if self.solved in (0, self.tried):
+            return "always" if self.solved else "never"
+        return "sometimes" if self.tries[-1][2] else "forgotten"
+
+
+def read_ledger(path: Path, notes: list[str]) -> list[PromptRecord]:
+    """The prompts of prompts.jsonl that had a completion with a reward, by number. What cannot be read is left out, and
+    said in `notes`. Raises ValueError where there is nothing.
+    """
+    found: dict[str, PromptRecord] = {}
+    odd = 0
+    for line in json_lines(path, notes):
+        entries: Any = line.get("prompts")
+        for entry in entries if isinstance(entries, list) else [entries]:
+            four: list[Any] = entry if isinstance(entry, list) and len(entry) == 4 else [None] * 4
+            index, key, tried, solved = four
+            counts = all(type(n) is int and 0 <= n < 2**53 for n in (index, tried, solved))
+            if not (isinstance(key, str) and counts and solved <= tried):
+                odd += 1
+            elif tried:
+                record = found.setdefault(key, PromptRecord(index, key))
+                record.index = index
+                record.tries.append((line["step"], tried, solved))
+    if odd:
+        notes.append(f"{path.name}: {odd} entr{'ies' if odd > 1 else 'y'} could not be read and are left out.")
+    if not found:
+        raise ValueError(f"{path}: no prompt was tried yet; runs of grpo and ppo keep this record")
+    return sorted(found.values(), key=lambda record: record.index)
+
+
+def hard_keys(ledger: Iterable[PromptRecord]) -> set[str]:
+    return {record.key for record in ledger if record.standing in HARD}
+
+
+def prompt_texts(path: Path, indices: set[int]) -> dict[int, str]:
+    """The texts of training prompts, as far as samples.jsonl has them."""
+    texts: dict[int, str] = {}
+    for row in samples_of(path, [], kind="train"):
+        index = row.get("prompt_index")
+        if isinstance(index, int) and index in indices:
+            texts.setdefault(index, str(row.get("prompt", "")))
+    return texts
+
+
+def render_ledger(ledger: list[PromptRecord], texts: dict[int, str], *, num: int) -> str:
+    """How many prompts stand how, and the `num` hard ones of each kind that were tried most, with their last tries."""
+    steps = [step for record in ledger for step, _, _ in record.tries]
+    lines = [f"training prompts tried: {len(ledger):,}, in steps {min(steps):,} to {max(steps):,}", SOLVED]
+    standing = {kind: [record for record in ledger if record.standing == kind] for kind in MEANING}
+    lines += [f"{len(standing[kind]):7,}  {meaning}" for kind, meaning in MEANING.items()]
+    for kind in HARD:
+        records = sorted(standing[kind], key=lambda record: (-record.tried, record.index))
+        if records:
+            more = f" ({num} of {len(records):,})" if len(records) > num else ""
+            lines += ["", f"{MEANING[kind].partition(':')[0]}{more}"]
+        for record in records[:num]:
+            shown = "... " if len(record.tries) > MOST_TRIES else ""
+            shown += " ".join(f"{solved}/{tried}" for _, tried, solved in record.tries[-MOST_TRIES:])
+            text = one_line(texts.get(record.index, ""), PROMPT_CHARACTERS)
+            lines.append(f"  prompt {record.index:<6} {shown}  {text}".rstrip())
+    return "\n".join(lines)

@@ -1,7 +1,5 @@
-"""Settings that depend on what is on disk: paths made absolute, runs named as models, defaults that fit the model.
-
-A run is written down with absolute paths, so it can be resumed, evaluated and built upon from any folder. Where a
-setting takes a model, it takes a run as `tinyrl eval` does: the newest checkpoint that verifies.
+"""Settings that depend on what is on disk: absolute paths, so that a run can be resumed from any folder; runs named as
+models, which are their newest checkpoints that verify; defaults that fit the model.
 """
 
 from __future__ import annotations
@@ -24,13 +22,17 @@ DATA_FIELDS = (("task", "data"), ("task", "eval_data"), ("environment", "corpus"
 
 def settle(config: Config) -> Config:
     """The configuration with absolute paths, checkpoints for runs, and lengths within the model's positions where
-    nobody has set them: half of them for what is written, a quarter for what is read between turns. Settling twice
-    changes nothing. Raises ValueError for a run that cannot be what it is named as.
+    nobody has set them: half of them for what is written, a quarter for what is read between turns. Idempotent.
+    Raises ValueError for a run that cannot be what it is named as.
     """
     values = config.model_dump()
     for section, name in MODEL_FIELDS:
         path = values[section][name]
-        values[section][name] = path and (checkpoint_named(path, f"{section}.{name}") or path)
+        found = _run_at(path)
+        if found is not None:
+            if problem := _unfit(f"{section}.{name}", path, found):
+                raise ValueError(f"{section}.{name}={path} {problem}")
+            values[section][name] = str(checkpoint_of(Path(os.path.expanduser(path))))
     values = absolute_paths(values)
     values["critic"]["kind"] = _critic_kind(config, bases=(values["model"]["path"], values["critic"]["path"]))
     positions = _positions(values["model"]["path"]) if config.samples else None
@@ -55,29 +57,17 @@ def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
             values[section][name] = os.path.abspath(os.path.expanduser(path))
     functions = values.get("reward", {}).get("functions")
     if isinstance(functions, list):
-        values["reward"]["functions"] = [_absolute_function(function) for function in functions]
+        values["reward"]["functions"] = [
+            {**function, "use": _absolute_use(function.get("use"))}
+            if isinstance(function, dict) and "use" in function
+            else function
+            for function in functions
+        ]
     environment = values.get("environment")
     if isinstance(environment, dict):
-        uses, use = environment.get("tools"), environment.get("use")
-        environment["use"] = _absolute_use(use) if isinstance(use, str) else use
-        environment["tools"] = [_absolute_use(use) if isinstance(use, str) else use for use in uses or []]
+        environment["use"] = _absolute_use(environment.get("use"))
+        environment["tools"] = [_absolute_use(use) for use in environment.get("tools") or []]
     return values
-
-
-def checkpoint_named(path: str, key: str) -> str | None:
-    """The checkpoint that the setting `key` means with the path of a run or of a checkpoint; None for other paths.
-
-    Raises ValueError for a run without a checkpoint, and for one that is not what `key` takes.
-    """
-    folder = Path(os.path.expanduser(path))
-    run = named_run(path)
-    if run is None:
-        return None
-    config = open_run(run).read_config()
-    problem = _unfit(key, path, config)
-    if problem:
-        raise ValueError(f"{key}={path} {problem}")
-    return str(checkpoint_of(folder))
 
 
 def critic_run(config: Config) -> Config | None:
@@ -95,13 +85,11 @@ def _critic_kind(config: Config, *, bases: tuple[str, str | None]) -> str | None
     critic.path as settled. Raises ValueError where what is named is for another kind, or another base.
     """
     path, kind, found = config.critic.path, config.critic.kind, _run_at(config.critic.path)
-    if path is None or not config.uses("critic"):
+    if path is None or not config.uses("critic") or (found is None and kind == "separate"):
         return kind
-    if found is None and kind != "separate":
-        raise ValueError(f"critic.path={path} is a model, for critic.kind=separate; critic.kind is {kind} here")
     if found is None:
-        return kind
-    theirs = _kind_of(found)
+        raise ValueError(f"critic.path={path} is a model, for critic.kind=separate; critic.kind is {kind} here")
+    theirs = found.critic.kind if found.method == "ppo" else "adapter" if found.lora.enabled else "separate"
     kind = kind if "kind" in config.critic.model_fields_set else theirs
     if _trunk_of(kind) != _trunk_of(theirs) and (found.lora.enabled or kind != "separate"):
         raise ValueError(f"critic.path={path} is for critic.kind={theirs}; critic.kind is {kind} here")
@@ -119,15 +107,8 @@ def _critic_kind(config: Config, *, bases: tuple[str, str | None]) -> str | None
 
 def _run_at(path: str | None) -> Config | None:
     """The configuration of the run that a setting names, itself or by a checkpoint; None for everything else."""
-    run = None if path is None else named_run(path)
-    return None if run is None else open_run(run).read_config()
-
-
-def _kind_of(run: Config) -> str | None:
-    """The kind of critic that starts from a run: its own; an adapter from a reward model's; else a whole model."""
-    if run.uses("critic"):
-        return run.critic.kind
-    return "adapter" if run.lora.enabled else "separate"
+    run = named_run(path) if path else None
+    return open_run(run).read_config() if run else None
 
 
 def _trunk_of(kind: str | None) -> str | None:
@@ -151,14 +132,10 @@ def _unfit(key: str, path: str, config: Config) -> str | None:
     return f"holds adapters, not a whole model{f'; {base}' if key == 'model.path' else f', {critic}'}"
 
 
-def _absolute_function(function: Any) -> Any:
-    """A reward function with its file's absolute path; what a checkpoint holds in place of one stays."""
-    use = function.get("use") if isinstance(function, dict) else None
-    return {**function, "use": _absolute_use(use)} if isinstance(use, str) else function
-
-
-def _absolute_use(use: str) -> str:
-    """'file.py:function' with the file's absolute path; a module's name stays."""
+def _absolute_use(use: Any) -> Any:
+    """'file.py:function' with the file's absolute path; a module's name stays, and what else a checkpoint may hold."""
+    if not isinstance(use, str):
+        return use
     place, colon, function = use.rpartition(":")
     file = os.path.expanduser(place.strip())
     is_file = place.strip().endswith(".py") or "/" in place

@@ -27,7 +27,7 @@ Item = TypeVar("Item")
 class StopFlag:
     """Set by a signal while inside a `with`, which puts the old handlers back.
 
-    Signals belong to the process, and so does this: long work anywhere checks the innermost flag by `check_stop`.
+    Signals belong to the process: long work anywhere checks the innermost flag by `check_stop`.
     `signals`: which of them; `leaves`: a second Ctrl-C ends the process, else it is a KeyboardInterrupt.
     """
 
@@ -59,9 +59,9 @@ class StopFlag:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         on_terminal = number == signal.SIGINT and os.isatty(2)
-        if self.by is not None and number == signal.SIGINT and not self.leaves:
-            raise KeyboardInterrupt
         if self.by is not None and number == signal.SIGINT:
+            if not self.leaves:
+                raise KeyboardInterrupt
             if on_terminal:
                 os.write(2, SHOW_CURSOR)
             os._exit(LEFT_BY_CTRL_C)

@@ -1,45 +1,83 @@
-"""The summary that is printed when a run has ended."""
+"""What is printed of a run: its checkpoints as a list (`tinyrl checkpoints RUN`), and the summary when it has ended."""
 
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tinyrl.config.recipe import as_override
 from tinyrl.config.schema import Config
-from tinyrl.runs.checkpoint import list_checkpoints
+from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints, problem_with
+from tinyrl.runs.metrics import METRICS
 from tinyrl.runs.records import read_steps, reliability_of
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.text import number
+from tinyrl.text import number, one_line, visible
+
+MOST_PATH, MOST_METRIC = 4096, 40  # characters that are shown
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One checkpoint: its step, bytes on disk, the run's best_metric at that step (None: not evaluated there), and what
+    is wrong with it (None: it verifies).
+    """
+
+    name: str
+    step: int
+    size: int
+    metric: float | None
+    problem: str | None
+
+
+def list_verified(run: RunDir) -> list[Listed]:
+    """Every checkpoint of a run, oldest first, each verified against its manifest."""
+    name, steps, listed = run.read_config().run.best_metric, read_steps(run.metrics, []), list[Listed]()
+    for folder in list_checkpoints(run.checkpoints):
+        step = checkpoint_step(folder)
+        value = steps.get(step, {}).get(name)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        metric = value if isinstance(value, int | float) else None
+        listed.append(Listed(folder.name, step, size, metric, problem_with(folder)))
+    return listed
+
+
+def render(run: RunDir, listed: list[Listed]) -> str:
+    """A table, and what to do with the newest that verifies. Everything in it may be shown."""
+    path = one_line(shlex.quote(str(run.path)), MOST_PATH)
+    if not listed:
+        return f"{path} has no checkpoint yet"
+    metric = one_line(run.read_config().run.best_metric.removeprefix("eval/"), MOST_METRIC)
+    sound = [one for one in listed if one.problem is None]
+    known = [one.metric for one in listed if one.metric is not None]
+    rows = [f"{'checkpoint':14} {'step':>8} {'size':>10} {metric:>14}  verifies"]
+    for one in listed:
+        value = "-" if one.metric is None else number(one.metric, decimals=4)
+        marks = "yes" if one.problem is None else f"no: {visible(one.problem)}"
+        marks += ", best" if one.problem is None and known and one.metric == max(known) else ""
+        rows.append(f"{one.name:14} {one.step:>8} {one.size / 1e6:>7.1f} MB {value:>14}  {marks}")
+    if not sound:
+        return "\n".join([*rows, "", "none verifies: a resume begins from the start"])
+    newest = one_line(shlex.quote(str(run.checkpoints / sound[-1].name)), MOST_PATH)
+    return "\n".join([*rows, "", f"resume    tinyrl train --resume {path}", f"evaluate  tinyrl eval {newest}"])
 
 
 def summary(run: RunDir, *, prompts: bool = True) -> str:
     """Before and after on held-out prompts, where the files are, and what to type next. `prompts`: whether the rows
     of the run hold prompts that another method can learn on.
     """
-    lines = list(read_steps(run.metrics, []).values())
+    lines = read_steps(run.metrics, []).values()
     evaluated = [line for line in lines if any(key.startswith("eval/") for key in line)]
     text = []
     if len(evaluated) >= 2:
         first, last = evaluated[0], evaluated[-1]
-        rows = [
-            ("held-out reward, mean", "eval/reward_mean"),
-            ("held-out reward, median", "eval/reward_median"),
-            ("pass@1, sampled", "eval/pass@1"),
-            ("pass@1, greedy", "eval/greedy/pass@1"),
-            ("KL to the reference, nats", "eval/kl"),
-            ("loss, held-out", "eval/loss"),
-            ("perplexity, held-out", "eval/perplexity"),
-            ("accuracy, held-out", "eval/accuracy"),
-            ("calibration error, held-out", "eval/ece"),
-        ]
-        shown = [(label, first[key], last[key]) for label, key in rows if key in first and key in last]
-        text += [
-            f"{'step ' + str(first['step']) + ' -> ' + str(last['step']):28}",
-            *(f"  {label:26} {_number(a)} -> {_number(b)}" for label, a, b in shown),
-            *_reliability(last),
-        ]
+        text.append(f"{'step ' + str(first['step']) + ' -> ' + str(last['step']):28}")
+        for key, metric in METRICS.items():
+            if metric.row and key in first and key in last:
+                before, after = ("-" if line[key] is None else number(line[key]) for line in (first, last))
+                text.append(f"  {metric.row:26} {before} -> {after}")
+        text += _reliability(last)
     newest = list_checkpoints(run.checkpoints)
     text += ["", f"files    {run.path}/  (report.html, report.png, metrics.jsonl, samples.jsonl)"]
     config = run.read_config()
@@ -85,7 +123,3 @@ def next_command(path: Path, config: Config, *, prompts: bool = True) -> str | N
     }
     overrides = [as_override(key, value) for key, value in settings.items() if value is not None]
     return shlex.join(["tinyrl", "train", "ppo", *overrides])
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else number(value)

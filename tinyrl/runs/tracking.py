@@ -15,7 +15,6 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,95 +27,42 @@ PROJECT = "tinyrl"
 WANDB_ID = "wandb_id"  # file in the run's folder: a resume goes on with the same run there
 TABLE_ROWS = 16
 TABLE_COLUMNS = ("step", "prompt", "completion", "reward", "finish_reason")
+TRACKERS = ("tensorboard", "trackio", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab")
+WITH_TABLES = ("trackio", "wandb")
 
 
-@dataclass(frozen=True)
-class Beginning:
-    """What a tracker is started with. next_step: the first step it will be told; above 0 when a run is resumed."""
-
-    run: Path
-    next_step: int
-
-    @property
-    def resumed(self) -> bool:
-        return self.next_step > 0
-
-
-def _log_with_step(tracker: GeneralTracker, values: dict[str, Any], step: int) -> None:
-    tracker.log(values, step=step)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A tracker accelerate knows. packages: one of them must be installed; arguments: of its class there; begin: what
-    it needs once it runs; table: makes one of columns and rows, where it has tables.
+def _arguments(name: str, run: Path, next_step: int) -> dict[str, Any]:
+    """What accelerate's class of a tracker is made with. next_step: the first step it will be told; above 0 when a run
+    is resumed. In mlflow and clearml the variable for the project is read by accelerate.
     """
-
-    packages: tuple[str, ...]
-    arguments: Callable[[Beginning], dict[str, Any]]
-    begin: Callable[[Any], None] = lambda tracker: None
-    log: Callable[[GeneralTracker, dict[str, Any], int], None] = _log_with_step
-    table: Callable[[list[str], list[list[Any]]], Any] | None = None
-
-
-def _tensorboard(start: Beginning) -> dict[str, Any]:
-    """purge_step: what was written after the checkpoint is taken back, so that no step is there twice."""
-    purge = {"purge_step": start.next_step} if start.resumed else {}
-    return {"run_name": "tensorboard", "logging_dir": str(start.run), **purge}
-
-
-def _wandb(start: Beginning) -> dict[str, Any]:
-    """Files in the run's folder, unless WANDB_DIR says where; the screen is not copied, since a bar is drawn on it."""
-    file = start.run / WANDB_ID
-    if not file.exists():
-        file.write_text(secrets.token_hex(8), encoding="utf-8")
-    where = {} if "WANDB_DIR" in os.environ else {"dir": str(start.run)}
-    one = {"id": file.read_text("utf-8").strip(), "resume": "allow", "name": start.run.name}
-    return {"run_name": os.environ.get("WANDB_PROJECT", PROJECT), **one, **where, "settings": {"console": "off"}}
+    if name == "wandb":  # files in the run's folder, unless told; the screen is not copied, since a bar is drawn on it
+        file = run / WANDB_ID
+        if not file.exists():
+            file.write_text(secrets.token_hex(8), encoding="utf-8")
+        where = {} if "WANDB_DIR" in os.environ else {"dir": str(run)}
+        one = {"id": file.read_text("utf-8").strip(), "resume": "allow", "name": run.name}
+        return {"run_name": os.environ.get("WANDB_PROJECT", PROJECT), **one, **where, "settings": {"console": "off"}}
+    project, resume = os.environ.get("TRACKIO_PROJECT", PROJECT), "allow" if next_step else "never"
+    purge = {"purge_step": next_step} if next_step else {}  # else what came after the checkpoint would be there twice
+    return {
+        "tensorboard": {"run_name": "tensorboard", "logging_dir": str(run), **purge},
+        "trackio": {"run_name": project, "name": run.name, "resume": resume},
+        "mlflow": {"experiment_name": PROJECT, "run_name": run.name},
+        "comet_ml": {"run_name": os.environ.get("COMET_PROJECT_NAME", PROJECT)},
+        "aim": {"run_name": run.name, "logging_dir": ".", "experiment": PROJECT},
+        "clearml": {"run_name": PROJECT, "task_name": run.name},
+        "dvclive": {"dir": str(run / "dvclive")},
+        "swanlab": {"run_name": PROJECT, "experiment_name": run.name},
+    }[name]
 
 
-def _steps_of_our_own(tracker: Any) -> None:
-    """wandb drops what has a lower step than its last, and a resume goes back to that of a checkpoint."""
-    tracker.tracker.define_metric("*", step_metric="step")
-
-
-def _log_step_as_metric(tracker: GeneralTracker, values: dict[str, Any], step: int) -> None:
-    tracker.log(values | {"step": step}, step=None)
-
-
-def _log_plain_names(tracker: GeneralTracker, values: dict[str, Any], step: int) -> None:
-    """mlflow refuses names such as pass@1."""
-    tracker.log({re.sub(r"[^/\w.\- ]", "_", key): value for key, value in values.items()}, step=step)
-
-
-def _wandb_table(columns: list[str], rows: list[list[Any]]) -> Any:
-    return importlib.import_module("wandb").Table(columns=columns, data=rows)
-
-
-def _trackio_table(columns: list[str], rows: list[list[Any]]) -> Any:
-    return importlib.import_module("trackio").Table(columns=columns, data=rows)
-
-
-def _trackio(start: Beginning) -> dict[str, Any]:
-    project, resume = os.environ.get("TRACKIO_PROJECT", PROJECT), "allow" if start.resumed else "never"
-    return {"run_name": project, "name": start.run.name, "resume": resume}
-
-
-TRACKERS = {  # in mlflow and clearml the variable for the project is read by accelerate
-    "tensorboard": Kind(("tensorboard", "tensorboardX"), _tensorboard),
-    "trackio": Kind(("trackio",), _trackio, table=_trackio_table),
-    "wandb": Kind(("wandb",), _wandb, _steps_of_our_own, _log_step_as_metric, _wandb_table),
-    "mlflow": Kind(
-        ("mlflow",),
-        lambda start: {"experiment_name": PROJECT, "run_name": start.run.name},
-        log=_log_plain_names,
-    ),
-    "comet_ml": Kind(("comet_ml",), lambda start: {"run_name": os.environ.get("COMET_PROJECT_NAME", PROJECT)}),
-    "aim": Kind(("aim",), lambda start: {"run_name": start.run.name, "logging_dir": ".", "experiment": PROJECT}),
-    "clearml": Kind(("clearml",), lambda start: {"run_name": PROJECT, "task_name": start.run.name}),
-    "dvclive": Kind(("dvclive",), lambda start: {"dir": str(start.run / "dvclive")}),
-    "swanlab": Kind(("swanlab",), lambda start: {"run_name": PROJECT, "experiment_name": start.run.name}),
-}
+def _log(name: str, tracker: GeneralTracker, values: dict[str, Any], step: int) -> None:
+    if name == "wandb":  # its own steps never go back, and a resume goes back to that of a checkpoint
+        tracker.log(values | {"step": step}, step=None)
+        return
+    if name == "mlflow":  # refuses names such as pass@1
+        values = {re.sub(r"[^/\w.\- ]", "_", key): value for key, value in values.items()}
+    tracker.log(values, step=step)
 
 
 class Trackers:
@@ -129,15 +75,16 @@ class Trackers:
     def start(self, next_step: int) -> None:
         """Open the trackers, before the line of `next_step` is logged."""
         for name in self._names:
-            self._guarded(name, lambda name=name: self._start(name, Beginning(self._run, next_step)))
+            self._guarded(name, lambda name=name: self._start(name, next_step))
 
-    def _start(self, name: str, start: Beginning) -> None:
+    def _start(self, name: str, next_step: int) -> None:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        tracker = LOGGER_TYPE_TO_CLASS[name](**TRACKERS[name].arguments(start))
+        tracker = LOGGER_TYPE_TO_CLASS[name](**_arguments(name, self._run, next_step))
         if hasattr(tracker, "start"):
             tracker.start()  # pyright: ignore[reportAttributeAccessIssue]
-        TRACKERS[name].begin(tracker)
+        if name == "wandb":
+            tracker.tracker.define_metric("*", step_metric="step")
         tracker.store_init_configuration(flat(self._config))
         self._live[name] = tracker
 
@@ -145,20 +92,20 @@ class Trackers:
         """Send the numbers of a step to every tracker that still works."""
         numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
         for name in [*self._live]:
-            self._guarded(name, lambda name=name: TRACKERS[name].log(self._live[name], numbers, step))
+            self._guarded(name, lambda name=name: _log(name, self._live[name], numbers, step))
 
     def log_completions(self, lines: Sequence[dict[str, Any]], step: int) -> None:
         """A table of held-out completions (lines of samples.jsonl), in trackers that have tables."""
         rows = [
             [(line | {"step": step})[column] for column in TABLE_COLUMNS] for line in lines if line["kind"] == "eval"
         ]
-        for name in [*self._live] if rows else []:
-            self._guarded(name, lambda name=name: self._log_table(name, rows[:TABLE_ROWS], step))
 
-    def _log_table(self, name: str, rows: list[list[Any]], step: int) -> None:
-        kind = TRACKERS[name]
-        if kind.table is not None:
-            kind.log(self._live[name], {"completions": kind.table([*TABLE_COLUMNS], rows)}, step)
+        def log_table(name: str) -> None:
+            table = importlib.import_module(name).Table(columns=[*TABLE_COLUMNS], data=rows[:TABLE_ROWS])
+            _log(name, self._live[name], {"completions": table}, step)
+
+        for name in [name for name in self._live if rows and name in WITH_TABLES]:
+            self._guarded(name, lambda name=name: log_table(name))
 
     def close(self) -> None:
         """Have every tracker write what it holds."""
@@ -197,6 +144,6 @@ def check_trackers(names: list[str]) -> None:
                 f"run.trackers: there is no tracker {name!r}.{did_you_mean(name, [*TRACKERS])} "
                 f"Known: {', '.join(TRACKERS)}"
             )
-        packages = TRACKERS[name].packages
+        packages = ("tensorboard", "tensorboardX") if name == "tensorboard" else (name,)
         if not any(importlib.util.find_spec(package) for package in packages):
             raise ValueError(f"run.trackers: {name} is not installed: pip install {packages[0]}")

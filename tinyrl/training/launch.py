@@ -24,10 +24,8 @@ from tinyrl.models.known_shapes import SHAPES, stand_in
 from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.report import write_report
 from tinyrl.runs import checkpoint as checkpoints
-from tinyrl.runs.environment import environment
 from tinyrl.runs.progress import Display, tell
-from tinyrl.runs.reward_output import RewardOutput
-from tinyrl.runs.run_dir import RunDir, create_run
+from tinyrl.runs.run_dir import RunDir, create_run, environment
 from tinyrl.runs.settle import settle
 from tinyrl.runs.summary import summary
 from tinyrl.runs.tracking import check_trackers
@@ -200,7 +198,7 @@ def open_session(
     run: RunDir, trainer: Trainer, *, sources: Callable[[], Sources], outline: Outline | None = None
 ) -> Launch:
     """A launch whose session stands at the beginning of the run."""
-    trainer.keep_output(RewardOutput(run.path, warn=run.warn).append if run.writes else lambda text: None)
+    trainer.keep_output(run.append_reward_output if run.writes else lambda text: None)
     session = Session(
         trainer,
         run,

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from tinyrl.config.schema import Config
 from tinyrl.runs.checkpoint import MANIFEST, checkpoint_step
-from tinyrl.runs.environment import versions
+from tinyrl.runs.run_dir import versions
 from tinyrl.starter import starter_path
 from tinyrl.text import first_line, shortened
 from tinyrl.workers.loading import imported_beside, parse_use
