@@ -32,7 +32,7 @@ MOST_SKIPS = 3  # steps in a row without a finite gradient before the run stops
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward and backward pass of the acting role over rows of the step, or of its own; sizes: what each row costs."""
+    """A forward and backward pass of a role over rows of the step, or of its own; sizes: what each row costs."""
 
     role: Role
     loss: LossFn
