@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from benchmarks.processes import ROOT
 
@@ -42,10 +41,10 @@ def clocked(method: str, out: str) -> None:
     def timed_go(self: Launch) -> int:
         train = self.trainer.train
 
-        def timed_train(session: Session, parts: Any) -> None:
+        def timed_train(session: Session) -> None:
             nonlocal whole
             start = time.perf_counter()
-            train(session, parts)
+            train(session)
             whole = time.perf_counter() - start
 
         self.trainer.train = timed_train

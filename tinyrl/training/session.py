@@ -159,7 +159,9 @@ class Session:
             state.epoch, state.minibatch = state.epoch + 1, 0
 
     def end_step(self, **metrics: float) -> None:
-        optim = {"optim/learning_rate": self._rate(), "optim/skipped_steps": self.updater.skipped}
+        policy = self.optimizers.get("policy")
+        rate = policy.optimizer.param_groups[0]["lr"] if policy is not None else 0.0
+        optim = {"optim/learning_rate": rate, "optim/skipped_steps": self.updater.skipped}
         self.metrics.end_update(metrics | optim)
         self.state.step += 1
         self.state.phase, self.rollout = "evaluation", None
@@ -205,9 +207,6 @@ class Session:
             check_replicas(self.world, self.updater.roles.parameters)
         if last or (settings.save_every and step % settings.save_every == 0):
             self.save()
-
-    def _rate(self) -> float:
-        return self.optimizers["policy"].optimizer.param_groups[0]["lr"] if "policy" in self.optimizers else 0.0
 
     def _note_best(self, evaluation: Evaluation) -> None:
         value, best = evaluation.flat().get(self.config.run.best_metric), self.state.best

@@ -32,9 +32,7 @@ MOST_SKIPS = 3  # steps in a row without a finite gradient before the run stops
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward and backward pass: the role that acts, its loss on a micro-batch, the rows of the step, and in `sizes`
-    what each row costs. A pass may have rows of its own, such as a text batch beside a rollout.
-    """
+    """A forward and backward pass of a role over rows of the step, or of its own; sizes: what each row costs."""
 
     role: Role
     loss: LossFn
@@ -149,12 +147,9 @@ class Updater:
             role.optimizer.zero_grad(set_to_none=True)
 
     def _check_weights(self, role: str) -> None:
-        """A finite gradient can still make weights that are not (a decay or a rate too large); none such is saved.
-
-        A norm is one pass, and what is not finite makes it so; where large numbers do, a look at each says which.
-        """
+        """A finite gradient can still make weights that are not (a decay or a rate too large); none such is saved."""
         weights = list(self.optimizers[role].parameters.values())
-        norm = float(nn.utils.get_total_norm(weights))
+        norm = float(nn.utils.get_total_norm(weights))  # one pass; large numbers overflow it too, so look at each then
         if not math.isfinite(norm) and not all(bool(w.isfinite().all()) for w in weights):
             raise GuardStop(
                 f"an optimizer step made weights of the {role} that are not finite, so they are not saved. The last "
