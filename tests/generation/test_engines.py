@@ -28,11 +28,10 @@ from tests.generation.sampling import (
 from tests.running import LookedAt
 from tests.tiny_models import KINDS, TinyModels
 from tinyrl.generation import continuous_batching, fused, select
-from tinyrl.generation.decoder import Decoder
+from tinyrl.generation.decoder import Decoder, tensors
 from tinyrl.generation.engine import Request, SamplingSettings
 from tinyrl.generation.select import select_engine
 from tinyrl.generation.slots import Slots
-from tinyrl.generation.weights import tensors
 from tinyrl.models.batches import fuses, trunk_of
 from tinyrl.models.fused_trunk import reads_like_llama
 from tinyrl.models.loading import lora_config, wrap_in_lora

@@ -16,7 +16,7 @@ from tinyrl.environments import Reply
 from tinyrl.environments.episode import Episode
 from tinyrl.generation import turns
 from tinyrl.generation.engine import Completion, Request
-from tinyrl.generation.rng import sample_keys, uniforms
+from tinyrl.generation.token_sampling import sample_keys, uniforms
 from tinyrl.generation.turns import Episodes, play
 from tinyrl.parts import SamplingParts
 

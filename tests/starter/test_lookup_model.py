@@ -16,7 +16,8 @@ from tinyrl.config.recipe import load_config
 from tinyrl.generation.engine import Request
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.parts import SamplingParts
-from tinyrl.starter.build import build
+from tinyrl.starter import SPLITS, split_of
+from tinyrl.starter.build import build, build_lookup_tokenizer
 from tinyrl.starter.lookup import (
     ATTRIBUTES,
     FAMILIES,
@@ -29,9 +30,7 @@ from tinyrl.starter.lookup import (
     vocabulary,
     written_episode,
 )
-from tinyrl.starter.splits import SPLITS, split_of
 from tinyrl.starter.text import episode_rows
-from tinyrl.starter.tokenizer import build_lookup_tokenizer
 from tinyrl.tasks.lookup import TASK, respond, verify
 
 FOLDER = Path(tinyrl.starter.__file__).parent

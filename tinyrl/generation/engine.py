@@ -1,6 +1,7 @@
 """The sampling engine protocol: requests, completions and settings; token lists in, ragged token lists out.
 
-The same request and key give the same completion from every engine and in any batch, to float32 rounding (see rng.py).
+The same request and key give the same completion from every engine and in any batch, to float32 rounding
+(token_sampling.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.config.sections import TaskConfig
-from tinyrl.generation.rng import sample_keys
+from tinyrl.generation.token_sampling import sample_keys
 from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.roles import Roles
 from tinyrl.tasks.answers import answer_end

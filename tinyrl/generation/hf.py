@@ -1,8 +1,8 @@
 """The hf sampling engine: a left-padded batch through the library's own modules and cache.
 
 It is simple, so the other engines are tested against it. Prompts are prefilled once per group, rows are dropped as
-they finish, log-probabilities are recorded while decoding, and randomness is keyed (see rng.py), so the same request
-gives the same completion in any batch.
+they finish, log-probabilities are recorded while decoding, and randomness is keyed (token_sampling.py), so the same
+request gives the same completion in any batch.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ from tinyrl.generation.engine import (
     sample_in_fewer_rows,
     split,
 )
-from tinyrl.generation.rng import inverse_cdf, uniforms
-from tinyrl.generation.token_sampling import stop_said_at, truncate
+from tinyrl.generation.token_sampling import inverse_cdf, stop_said_at, truncate, uniforms
 from tinyrl.models.batches import trunk_of
 from tinyrl.models.device import to_device
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.logprobs import head_of
-from tinyrl.models.lora_merge import adapted_parameter
-from tinyrl.models.memory import weight_bytes
+from tinyrl.models.lora import adapted_parameter
+from tinyrl.models.outline import weight_bytes
 from tinyrl.models.roles import Roles
 from tinyrl.runs.signals import check_stop
 

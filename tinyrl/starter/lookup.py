@@ -12,8 +12,8 @@ import hashlib
 import random
 from dataclasses import dataclass
 
+from tinyrl.starter import check_split, split_of
 from tinyrl.starter.reviews import words
-from tinyrl.starter.splits import check_split, split_of
 
 NAMES = words(
     "Ada Amy Ann Ben Bob Cal Cleo Dan Dora Dov Earl Elsa Emil Eva Finn Flo Fred Gail Gene Greta Gus Hal Hana Hugo Ida "
