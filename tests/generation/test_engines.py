@@ -27,7 +27,7 @@ from tests.generation.sampling import (
 )
 from tests.running import LookedAt
 from tests.tiny_models import KINDS, TinyModels
-from tinyrl.generation import continuous_batching, fused, select
+from tinyrl.generation import fused, select
 from tinyrl.generation.decoder import Decoder, tensors
 from tinyrl.generation.engine import Request, SamplingSettings
 from tinyrl.generation.select import select_engine
@@ -195,7 +195,7 @@ def test_prompts_are_read_within_a_token_budget(tiny: TinyModels, monkeypatch: p
         return prefill(self, ids, *rest, **named)
 
     monkeypatch.setattr(Decoder, "prefill", read)
-    monkeypatch.setattr(continuous_batching, "PREFILL_TOKENS", {"cpu": 12})
+    monkeypatch.setattr(fused, "PREFILL_TOKENS", {"cpu": 12})
     assert_same(sample(engine, 4), expected)
     assert shapes == [(2, 3), (1, 12), (1, 5)]
 

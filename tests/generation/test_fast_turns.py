@@ -12,6 +12,7 @@ from tests.generation.episodes import BUDGET, TURNS, Delayed, Scripted, Threaded
 from tests.generation.sampling import LIKE_LLAMA, PROMPTS, assert_same, make_engine, requests, sample, stir
 from tests.running import LookedAt
 from tests.tiny_models import TinyModels
+from tinyrl.generation import fused
 from tinyrl.generation.decoder import Cache, Decoder
 from tinyrl.generation.engine import Completion
 from tinyrl.generation.slots import Slots

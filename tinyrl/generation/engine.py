@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Required, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -24,6 +24,15 @@ from tinyrl.tasks.prompts import in_chat
 LOOK_EVERY = {"cpu": 1, "cuda": 16}  # tokens between two looks at which rows have finished
 FinishReason = Literal["eos", "stop", "length", "turns"]  # turns: of an episode that had no more of them
 SampledRole = Literal["policy", "reference", "base"]
+
+
+class SampleOptions(TypedDict, total=False):
+    """How a call of `sample` draws: (seed, step) key its random numbers. Without the others: sampled, by the policy."""
+
+    seed: Required[int]
+    step: Required[int]
+    greedy: bool
+    role: SampledRole
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,30 @@ class Completion:
     logprobs: list[float]
     finish_reason: FinishReason
     chosen: list[bool] | None = None
+
+
+@dataclass
+class Response:
+    """What an episode's policy has chosen and read so far, and why its last turn ended."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    chosen: list[bool] = field(default_factory=list)
+    finish_reason: FinishReason = "length"
+
+    def chose(self, turn: Completion) -> None:
+        self.tokens += turn.tokens
+        self.logprobs += turn.logprobs
+        self.chosen += [True] * len(turn.tokens)
+        self.finish_reason = turn.finish_reason
+
+    def read(self, tokens: list[int]) -> None:
+        self.tokens += tokens
+        self.logprobs += [0.0] * len(tokens)
+        self.chosen += [False] * len(tokens)
+
+    def completion(self) -> Completion:
+        return Completion(self.tokens, self.logprobs, self.finish_reason, self.chosen)
 
 
 @dataclass(frozen=True)
@@ -91,14 +124,7 @@ class SamplingEngine(Protocol):
         return []
 
     def sample(
-        self,
-        requests: list[Request],
-        samples_per_request: int,
-        *,
-        seed: int,
-        step: int,
-        greedy: bool = False,
-        role: SampledRole = "policy",
+        self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
     ) -> list[list[Completion]]:
         """`samples_per_request` completions for every request, in order, from the role's weights as they are now.
 

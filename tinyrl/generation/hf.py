@@ -8,7 +8,7 @@ request gives the same completion in any batch.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import get_args
+from typing import Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from tinyrl.generation.engine import (
     HasRowLimit,
     Request,
     SampledRole,
+    SampleOptions,
     SamplingSettings,
     eos_token_ids,
     join,
@@ -57,14 +58,7 @@ class HfEngine(HasRowLimit):
         self.eos = torch.tensor(sorted(eos_token_ids(roles, tokenizer)), dtype=torch.long, device=roles.device)
 
     def sample(
-        self,
-        requests: list[Request],
-        samples_per_request: int,
-        *,
-        seed: int,
-        step: int,
-        greedy: bool = False,
-        role: SampledRole = "policy",
+        self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
     ) -> list[list[Completion]]:
         """`samples_per_request` completions for every request, in order.
 
@@ -73,11 +67,11 @@ class HfEngine(HasRowLimit):
         """
 
         def attempt(rows: int) -> list[list[Completion]]:
-            with self._acting(role) as model:
+            with self._acting(options.get("role", "policy")) as model:
                 parts = [
                     completions
                     for batch, group in split(requests, samples_per_request, max_rows=rows)
-                    for completions in _Decoding(self, model, batch, group, seed, step, greedy).run()
+                    for completions in _Decoding(self, model, batch, group, options).run()
                 ]
             return join(parts, samples_per_request)
 
@@ -119,15 +113,13 @@ class _Decoding:
         model: torch.nn.Module,
         requests: list[Request],
         group: int,
-        seed: int,
-        step: int,
-        greedy: bool,
+        options: SampleOptions,
     ) -> None:
-        self.engine, self.requests, self.group, self.greedy = engine, requests, group, greedy
+        self.engine, self.requests, self.group, self.greedy = engine, requests, group, options.get("greedy", False)
         self.trunk, self.head = trunk_of(model), head_of(model)
         self.device = engine.roles.device
         self.num_rows = len(requests) * group
-        keys, first = row_keys(requests, group, seed=seed, step=step)
+        keys, first = row_keys(requests, group, seed=options["seed"], step=options["step"])
         limits = torch.tensor([max_new_tokens(r, engine.settings) for r in requests]).repeat_interleave(group)
         self.width = int(limits.max())
         self.limits = to_device(limits, self.device)

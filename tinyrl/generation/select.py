@@ -18,10 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.config.sections import GenerationConfig
-from tinyrl.generation.continuous_batching import PREFILL_TOKENS, WIDTH_BUCKET
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import LOOK_EVERY, Completion, SamplingEngine, SamplingSettings
-from tinyrl.generation.fused import FusedEngine, rows_that_fit
+from tinyrl.generation.fused import PREFILL_TOKENS, WIDTH_BUCKET, FusedEngine, rows_that_fit
 from tinyrl.generation.hf import HfEngine, HfMergedEngine
 from tinyrl.generation.server import ServerEngine
 from tinyrl.generation.server_client import ServerClient

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from tinyrl.generation.engine import (
     Completion,
     Request,
     SampledRole,
+    SampleOptions,
     SamplingEngine,
     SamplingSettings,
     eos_token_ids,
@@ -248,14 +249,7 @@ class ServerEngine(SamplingEngine):
     # ---- sampling ----
 
     def sample(
-        self,
-        requests: list[Request],
-        samples_per_request: int,
-        *,
-        seed: int,
-        step: int,
-        greedy: bool = False,
-        role: SampledRole = "policy",
+        self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
     ) -> list[list[Completion]]:
         """`samples_per_request` completions for every request, in order; the role's weights go to the server first.
 
@@ -267,12 +261,13 @@ class ServerEngine(SamplingEngine):
             return []
         prompts = [r.prompt_tokens for r in requests]
         self.start(prompts)
-        keys, first = row_keys(requests, samples_per_request, seed=seed, step=step)
+        keys, first = row_keys(requests, samples_per_request, seed=options["seed"], step=options["step"])
         seeds = advanced(keys, first).view(np.int64).tolist()
         rows = [r for r in requests for _ in range(samples_per_request)]
 
         def attempt() -> list[Completion]:
-            name = self._synced(role, prompts[:PROBED_PROMPTS])
+            name = self._synced(options.get("role", "policy"), prompts[:PROBED_PROMPTS])
+            greedy = options.get("greedy", False)
             return self._drawn([self._body(name, r, s, greedy=greedy) for r, s in zip(rows, seeds, strict=True)])
 
         try:

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Unpack
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -28,7 +28,15 @@ from tinyrl.environments import Reply, Transcript
 from tinyrl.environments.environment import Environment
 from tinyrl.environments.episode import Episode
 from tinyrl.environments.scripted import NONSENSE, asking_turn
-from tinyrl.generation.engine import Completion, FinishReason, Request, SampledRole, SamplingEngine, eos_token_ids
+from tinyrl.generation.engine import (
+    Completion,
+    FinishReason,
+    Request,
+    Response,
+    SampleOptions,
+    SamplingEngine,
+    eos_token_ids,
+)
 from tinyrl.generation.token_sampling import sample_keys
 from tinyrl.models.roles import Roles
 from tinyrl.runs.signals import check_stop
@@ -114,25 +122,6 @@ POLL_S = 0.1
 SEED_BITS = 53  # of an episode's `seed`, which JSON's readers keep as they are
 
 
-@runtime_checkable
-class PlaysEpisodes(Protocol):
-    """An engine that goes on with rows where they are, instead of reading them again."""
-
-    def play(
-        self,
-        requests: list[Request],
-        samples_per_request: int,
-        *,
-        answer: Episodes,
-        seed: int,
-        step: int,
-        greedy: bool = False,
-        role: SampledRole = "policy",
-    ) -> list[list[Completion]]:
-        """Whole episodes, for every request in order; each turn's end is told to `answer`, which says what is next."""
-        ...
-
-
 def play(
     prompts: list[PreparedPrompt],
     requests: list[Request],
@@ -140,19 +129,17 @@ def play(
     *,
     engine: SamplingEngine,
     game: Game,
-    seed: int,
-    step: int,
-    greedy: bool = False,
-    role: SampledRole = "policy",
+    **options: Unpack[SampleOptions],
 ) -> tuple[list[Completion], list[Episode]]:
     """`group_size` episodes for each request, in order, as completions (what was read is not `chosen`) and as episodes.
 
     Raises Interrupted once a stop was asked for, and what `engine.sample` raises.
     """
-    with Episodes(prompts, requests, group_size, game=game, seed=seed, step=step) as episodes:
-        options: dict[str, Any] = {"seed": seed, "step": step, "greedy": greedy, "role": role}
-        if isinstance(engine, PlaysEpisodes):
-            groups = engine.play(requests, group_size, answer=episodes, **options)
+    key = {"seed": options["seed"], "step": options["step"]}
+    with Episodes(prompts, requests, group_size, game=game, **key) as episodes:
+        play_on: Any = getattr(engine, "play", None)  # goes on with rows where they are, instead of reading them again
+        if play_on is not None:
+            groups = play_on(requests, group_size, answer=episodes, **options)
             completions = [completion for group in groups for completion in group]
         else:
             completions = _play_plainly(requests, group_size, engine=engine, episodes=episodes, options=options)
@@ -160,16 +147,16 @@ def play(
 
 
 def _play_plainly(
-    requests: list[Request], group_size: int, *, engine: SamplingEngine, episodes: Episodes, options: dict[str, Any]
+    requests: list[Request], group_size: int, *, engine: SamplingEngine, episodes: Episodes, options: SampleOptions
 ) -> list[Completion]:
     """Turn by turn: each episode that goes on is a request of its own, with all that was said so far as its prompt."""
     episodes.restart()
-    said: list[Completion] = [Completion([], [], "length", []) for _ in episodes.episodes]
+    said = [Response() for _ in episodes.episodes]
     turns = [completion for group in engine.sample(requests, group_size, **options) for completion in group]
     going = list(range(len(said)))
     while going:
         for sample, turn in zip(going, turns, strict=True):
-            said[sample] = _longer(said[sample], turn.tokens, turn.logprobs, chosen=True, reason=turn.finish_reason)
+            said[sample].chose(turn)
             episodes.ended(sample, turn.tokens, turn.finish_reason)
         answered: dict[int, list[int] | None] = {}
         while len(answered) < len(going):
@@ -177,8 +164,8 @@ def _play_plainly(
         going = [sample for sample in going if answered[sample] is not None]
         following = []
         for sample in going:
-            read = answered[sample] or []
-            so_far = said[sample] = _longer(said[sample], read, [0.0] * len(read), chosen=False)
+            so_far = said[sample]
+            so_far.read(answered[sample] or [])
             first = requests[sample // group_size]
             following.append(
                 Request(
@@ -190,7 +177,7 @@ def _play_plainly(
                 )
             )
         turns = [group[0] for group in engine.sample(following, 1, **options)] if following else []
-    return said
+    return [response.completion() for response in said]
 
 
 def _awaited(call: Future[Asked]) -> Asked:
@@ -199,18 +186,6 @@ def _awaited(call: Future[Asked]) -> Asked:
         check_stop()
         wait_for([call], timeout=POLL_S)
     return call.result()
-
-
-def _longer(
-    said: Completion, tokens: list[int], logprobs: list[float], *, chosen: bool, reason: FinishReason | None = None
-) -> Completion:
-    assert said.chosen is not None
-    return Completion(
-        said.tokens + tokens,
-        said.logprobs + logprobs,
-        reason or said.finish_reason,
-        said.chosen + [chosen] * len(tokens),
-    )
 
 
 class Episodes:
@@ -416,14 +391,7 @@ class Script(SamplingEngine):
         self._turns, self._most, self._said = turns, most, 0
 
     def sample(
-        self,
-        requests: list[Request],
-        samples_per_request: int,
-        *,
-        seed: int,
-        step: int,
-        greedy: bool = False,
-        role: SampledRole = "policy",
+        self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
     ) -> list[list[Completion]]:
         """The next turn, cut where the request says so, for the one sample of the one request."""
         [request] = requests

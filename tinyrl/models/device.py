@@ -188,7 +188,11 @@ TIMES_THE_LIBRARY = 1.5  # how much larger our mean error may be than that of th
 
 
 def as_exact(error: float, library: float) -> bool:
-    """Whether a computation with this mean error is as good as one of the library's, whose mean error is `library`."""
+    """Whether a computation with this mean error is as good as one of the library's, whose mean error is `library`.
+
+    With sharp logits any two correct computations in bfloat16 are far apart (on a real model of 135M parameters by 0.06
+    to 0.18 nats on average), so neither is compared with the other, but both with float32.
+    """
     return error <= max(TIMES_THE_LIBRARY * library, MOST_IN_FLOAT32)  # an error that is not a number is not
 
 

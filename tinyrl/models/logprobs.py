@@ -215,7 +215,10 @@ class _FrozenHead(torch.autograd.Function):
 
 
 class ValueHead(nn.Linear):
-    """states (N, H) in any float dtype -> values (N,) in float32."""
+    """states (N, H) in any float dtype -> values (N,) in float32.
+
+    Zero at the start, so the first advantages are the rewards themselves; a random head would add noise to them.
+    """
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size, 1, dtype=torch.float32)

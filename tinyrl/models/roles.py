@@ -333,7 +333,11 @@ def recomputable_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
 
 @contextmanager
 def recomputing(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Forward AND backward passes inside recompute the layers of these models; their gradients are the same."""
+    """Forward AND backward passes inside recompute the layers of these models; their gradients are the same.
+
+    The library recomputes only layers in training mode, which also turns dropout on (some, such as OPT's, check their
+    own `training`). So a layer is in training mode only while recomputation is chosen, and not while it computes.
+    """
     layers = [layer for model in models for layer in recomputable_layers(model)]
     for layer in layers:
         layer.gradient_checkpointing, layer.training = True, True
