@@ -43,7 +43,7 @@ def rollout(parts: SamplingParts, *, plainly: bool, step: int) -> list[Completio
     requests = [Request(prompt.tokens, prompt_row=prompt.index) for prompt in prompts]
     options: SampleOptions = {"seed": parts.config.run.seed, "step": step}
     game = replace(parts.game, max_new_tokens=TURNS * SPEED.max_new_tokens)
-    with LimitedTurns(prompts, requests, SPEED.group_size, game=game, **options) as episodes:
+    with LimitedTurns(prompts, requests, SPEED.group_size, game=game, seed=options["seed"], step=step) as episodes:
         if plainly:
             completions = _play_plainly(
                 requests, SPEED.group_size, engine=parts.engine, episodes=episodes, options=options

@@ -144,7 +144,6 @@ def laid_out(weight: Tensor, norm: Tensor | None) -> Tensor:
 
 
 def tensors(weights: LayerWeights | Projection) -> list[Tensor]:
-    """Every tensor there is."""
     values = [getattr(weights, field.name) for field in fields(weights)]
     return [t for v in values if v is not None for t in (tensors(v) if isinstance(v, Projection) else [v])]
 

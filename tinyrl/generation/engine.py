@@ -150,7 +150,6 @@ class HasRowLimit(SamplingEngine, Protocol):
 
 
 def max_new_tokens(request: Request, settings: SamplingSettings) -> int:
-    """How many tokens a completion of this request may have."""
     return min(settings.max_new_tokens, request.max_new_tokens or settings.max_new_tokens)
 
 
@@ -178,7 +177,6 @@ def split(requests: list[Request], group: int, *, max_rows: int) -> Iterator[tup
 
 
 def join(parts: list[list[Completion]], group: int) -> list[list[Completion]]:
-    """Completions in the order of `split`, in groups again."""
     flat = [completion for part in parts for completion in part]
     return [flat[i : i + group] for i in range(0, len(flat), group)]
 
@@ -225,7 +223,6 @@ def eos_token_ids(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def _listed_eos(model: PreTrainedModel) -> list[int]:
-    """What the model's generation configuration says ends a completion."""
     listed = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     listed = listed if isinstance(listed, list) else [listed]
     return [i for i in listed if isinstance(i, int)]

@@ -117,20 +117,7 @@ class FusedEngine(HasRowLimit):
     def sample(
         self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
     ) -> list[list[Completion]]:
-        """`samples_per_request` completions for every request, in order.
-
-        Out of memory halves the number of rows decoded at a time and starts over: keyed randomness gives the same
-        samples again. Raises torch.OutOfMemoryError when a single row does not fit.
-        """
-        if not requests:
-            return []
-
-        def attempt(rows: int) -> list[list[Completion]]:
-            width = max(len(r.prompt_tokens) for r in requests) + self.columns
-            with self._decoding(options, rows=rows, width=width) as (slots, advance):
-                return Sampling(self, slots, advance, requests, samples_per_request, options).run()
-
-        return sample_in_fewer_rows(self, len(requests) * samples_per_request, attempt)
+        return self._sampled(requests, samples_per_request, options)
 
     def play(
         self, requests: list[Request], samples_per_request: int, *, answer: Episodes, **options: Unpack[SampleOptions]
@@ -141,16 +128,25 @@ class FusedEngine(HasRowLimit):
         A completion is a whole response; `chosen` says which of its tokens were drawn, and the finish reason is that of
         the last turn. Token t of it is drawn by the request's random number first_token + t.
         """
+        return self._sampled(requests, samples_per_request, options, answer)
+
+    def _sampled(
+        self, requests: list[Request], group: int, options: SampleOptions, answer: Episodes | None = None
+    ) -> list[list[Completion]]:
         if not requests:
             return []
 
         def attempt(rows: int) -> list[list[Completion]]:
-            answer.restart()
-            width = max(len(r.prompt_tokens) for r in requests) + answer.columns + self.look_every - 1
+            if answer is not None:
+                answer.restart()
+            columns = self.columns if answer is None else answer.columns + self.look_every - 1
+            width = max(len(r.prompt_tokens) for r in requests) + columns
             with self._decoding(options, rows=rows, width=width) as (slots, advance):
-                return Playing(self, slots, advance, requests, samples_per_request, options, answer=answer).run()
+                if answer is None:
+                    return Sampling(self, slots, advance, requests, group, options).run()
+                return Playing(self, slots, advance, requests, group, options, answer=answer).run()
 
-        return sample_in_fewer_rows(self, len(requests) * samples_per_request, attempt)
+        return sample_in_fewer_rows(self, len(requests) * group, attempt)
 
     @contextmanager
     def _decoding(
@@ -187,7 +183,6 @@ class FusedEngine(HasRowLimit):
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of the decoder's own weights, when it samples."""
         return self._copy_bytes
 
     @property
@@ -294,7 +289,6 @@ class Sampling:
         return bucket(slots) if self.engine.by_graphs else (slots.live, slots.longest)
 
     def _admit(self, free: int) -> None:
-        """Admit as many waiting samples as there are free slots, a few prompts at a time."""
         limit = PREFILL_TOKENS[self.slots.device.type]
         while free and self.waiting:
             samples: dict[int, list[int]] = {}  # by request
@@ -320,7 +314,6 @@ class Sampling:
         return uniforms(self.keys[samples], num_tokens=self.slots.columns, first=first)
 
     def _retire(self) -> None:
-        """Take finished rows out of those that are decoded."""
         slots = self.slots
         looks = slots.look(self.engine.look_every)
         said = self._said(max((count for count, _ in looks), default=0))
@@ -340,17 +333,14 @@ class Sampling:
         return slots.tokens[: slots.live, :most].tolist() if self.settings.stop else []
 
     def _completions(self, ends: dict[int, tuple[int, FinishReason]]) -> dict[int, Completion]:
-        """The completions of rows that have ended, by slot."""
         tokens, logprobs = self.slots.drawn(list(ends), max(length for length, _ in ends.values()))
         rows = zip(ends.items(), tokens, logprobs, strict=True)
         return {slot: Completion(t[:length], p[:length], reason) for (slot, (length, reason)), t, p in rows}
 
     def _limit(self, sample: int) -> int:
-        """The most tokens the row of this sample may have."""
         return max_new_tokens(self.requests[sample // self.group], self.settings)
 
     def _take_out(self, ended: dict[int, Completion]) -> None:
-        """Keep these completions, and free the slots they come from."""
         self.done |= {self.slots.sample[slot]: completion for slot, completion in ended.items()}
         self.slots.leave(list(ended))
 
@@ -381,7 +371,6 @@ class Playing(Sampling):
         self.limits: dict[int, int] = {}  # of the turns that are being decoded
 
     def _limit(self, sample: int) -> int:
-        """The most tokens of the sample's turn."""
         if sample not in self.limits:
             self.limits[sample] = self.answer.limit(sample)
             before = len(self.responses[sample].tokens) if sample in self.responses else 0
@@ -399,7 +388,6 @@ class Playing(Sampling):
             self.answer.ended(sample, turn.tokens, turn.finish_reason)
 
     def _total(self, sample: int) -> int:
-        """Tokens of the sample's prompt and response so far."""
         return len(self.requests[sample // self.group].prompt_tokens) + len(self.responses[sample].tokens)
 
     def _resume(self) -> None:
@@ -426,7 +414,6 @@ class Playing(Sampling):
             self._retire()
 
     def _batches(self, answers: dict[int, list[int]]) -> Iterator[dict[int, list[int]]]:
-        """A few answers at a time."""
         limit = EXTEND_TOKENS[self.slots.device.type]
         batch: dict[int, list[int]] = {}
         for sample, tokens in answers.items():

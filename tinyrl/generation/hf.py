@@ -60,12 +60,6 @@ class HfEngine(HasRowLimit):
     def sample(
         self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
     ) -> list[list[Completion]]:
-        """`samples_per_request` completions for every request, in order.
-
-        Out of memory halves the number of rows decoded at a time and starts over: keyed randomness gives the same
-        samples again. Raises torch.OutOfMemoryError when a single row does not fit.
-        """
-
         def attempt(rows: int) -> list[list[Completion]]:
             with self._acting(options.get("role", "policy")) as model:
                 parts = [

@@ -72,7 +72,6 @@ def engine_of(
 
 
 def sampling_dtype(config: GenerationConfig, roles: Roles) -> torch.dtype:
-    """Of `generation.dtype`; auto: that of the model."""
     return roles.dtype if config.dtype == "auto" else resolve_dtype(config.dtype, on_cpu=False)
 
 
@@ -261,8 +260,6 @@ MATRICES_OF_LOGITS = 3  # alive at a time in the library's engine: logits, log-p
 
 
 class Unsampled(SamplingEngine):
-    """The engine in the place of one that weights would be needed for: it has its name."""
-
     exact = False
 
     def __init__(self, name: str) -> None:
@@ -337,14 +334,10 @@ def _fused(
         slots = Slots(decoder, settings, capacity=rows, width=width, columns=columns, greedy=False, device=META)
         cache = weight_bytes([slots.cache.entries])
         prompts = min(rows, call.prompts, max(1, PREFILL_TOKENS[device.type] // call.prompt))
-        _prefill(decoder, slots, prompts=prompts, length=call.prompt)
+        ids = torch.zeros(prompts, call.prompt, dtype=torch.long, device=META)
+        lengths = torch.full((prompts,), call.prompt, device=META)
+        decoder.prefill(ids, lengths, cache=slots.cache, rows=[range(1)])  # writing a row takes no memory
         with LiveBytes() as token:
             slots.advance(rows, width)
     parts = {"sampling copy": copy, "cache": cache, "states of sampling": live.most - copy - cache}
     return SamplingBytes(rows, fit, parts, in_graphs=token.most)
-
-
-def _prefill(decoder: Decoder, slots: Slots, *, prompts: int, length: int) -> Tensor:
-    ids = torch.zeros(prompts, length, dtype=torch.long, device=META)
-    lengths = torch.full((prompts,), length, device=META)
-    return decoder.prefill(ids, lengths, cache=slots.cache, rows=[range(1)])  # writing a row takes no memory

@@ -17,7 +17,6 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -62,7 +61,6 @@ class ServedAdapters:
 
     @property
     def folder(self) -> Path:
-        """Where versions are written for the server to read."""
         if self._temporary is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="tinyrl-adapters-")
         return Path(self._temporary.name)
@@ -96,7 +94,6 @@ class ServedAdapters:
         self._served.clear()
 
     def close(self) -> None:
-        """Take every version from the server, if it is still there, and delete the folders."""
         for adapter in list(self._served):
             self._unload(adapter)
         if self._temporary is not None:
@@ -114,34 +111,16 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank allows
 DEFAULT_PORT = 8000
 
 
-@dataclass(frozen=True)
-class ServeCommand:
-    """base: what the policy's base was loaded from; rank: of the adapters; adapters: sampled from at a time."""
-
-    base: str
-    rank: int
-    adapters: int
-    longest: int
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        most = next((allowed for allowed in RANKS if allowed >= self.rank), self.rank)
-        several = f" --max-loras {self.adapters}" if self.adapters > 1 else ""
-        where = f" --host {self.host}" + (f" --port {self.port}" if self.port != DEFAULT_PORT else "")
-        return (
-            f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {shlex.quote(self.base)} --enable-lora "
-            f"--max-lora-rank {most}{several} --logprobs-mode processed_logprobs "
-            f"--max-model-len {self.longest}{where}"
-        )
-
-
-def serve_command(roles: Roles, server: ServerClient, *, longest: int) -> ServeCommand:
-    """For a run whose sequences have at most `longest` tokens."""
-    assert roles.peft is not None
-    rank = roles.peft.peft_config[POLICY_ADAPTER].r  # pyright: ignore[reportAttributeAccessIssue]
-    base = str(roles.causal.name_or_path)
-    return ServeCommand(base, rank, 2 if roles.reference_adapter else 1, longest, server.host, server.port)
+def serve_command(roles: Roles, server: ServerClient, *, rank: int, longest: int) -> str:
+    """What starts a serving engine for a run: vLLM's command, for sequences of at most `longest` tokens."""
+    most = next((allowed for allowed in RANKS if allowed >= rank), rank)
+    several = " --max-loras 2" if roles.reference_adapter else ""  # sampled from at a time
+    where = f" --host {server.host}" + (f" --port {server.port}" if server.port != DEFAULT_PORT else "")
+    return (
+        f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {shlex.quote(str(roles.causal.name_or_path))} --enable-lora "
+        f"--max-lora-rank {most}{several} --logprobs-mode processed_logprobs "
+        f"--max-model-len {longest}{where}"
+    )
 
 
 MODELS, COMPLETIONS = "/v1/models", "/v1/completions"
@@ -170,7 +149,9 @@ class ServerEngine(SamplingEngine):
         self.eos = sorted(eos_token_ids(roles, tokenizer))
         self.vocabulary = len(roles.causal.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
         self.adapters = ServedAdapters(server, roles)
-        self.command = serve_command(roles, server, longest=longest)
+        assert roles.peft is not None, "the configuration asks for LoRA"
+        self.rank: int = roles.peft.peft_config[POLICY_ADAPTER].r  # pyright: ignore[reportAttributeAccessIssue]
+        self.command = serve_command(roles, server, rank=self.rank, longest=longest)
         self.first_gap: float | None = None  # of the base, then of the first policy if that is larger
         self._base, self._notes = "", list[str]()
 
@@ -207,13 +188,12 @@ class ServerEngine(SamplingEngine):
         return [
             f"{self.server.name} serves {base} ({root}); a token's log-probability differs from ours by {plain:.2g} "
             f"nats on average, under a test adapter, which moves it by {moved:.2g}, by {adapted:.2g}",
-            f"asked of it: the adapter of rank {self.command.rank} after every update, under a new name, which it "
+            f"asked of it: the adapter of rank {self.rank} after every update, under a new name, which it "
             f"reads from {self.adapters.folder}; {PROBED_PROMPTS} completions that are scored here too; then those of "
             f"the step, {self.max_rows or AT_A_TIME} at a time",
         ]
 
     def _served_base(self) -> tuple[str, str]:
-        """The base's name there, and what it was loaded from."""
         listed = checks.read_as(checks.Models, self.server.get(MODELS), server=self.server, path=MODELS)
         base = next((model for model in listed.data if not model.parent), None)
         if base is None:
@@ -287,11 +267,9 @@ class ServerEngine(SamplingEngine):
         return attempt()
 
     def close(self) -> None:
-        """Take the run's adapters from the server."""
         self.adapters.close()
 
     def _synced(self, role: SampledRole, prompts: list[list[int]]) -> str:
-        """The name under which the server has the role's weights as they are now."""
         adapter = self.roles.adapter_of(role)
         if adapter is None:
             return self._base
@@ -367,14 +345,13 @@ class ServerEngine(SamplingEngine):
         )
 
     def _sentence(self, error: ServerError) -> str:
-        """What went wrong and what to do."""
         said = str(error)
         if "No adapter found" in said:
             said += ": it cannot read the folder, which needs the same machine, user and path (TMPDIR says where)"
         elif error.status == LOST and LOAD in said:
             said += ": it takes no adapters, which VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora allow"
         elif "rank" in said and "max_lora_rank" in said:
-            said += f" (lora.r is {self.command.rank} here)"
+            said += f" (lora.r is {self.rank} here)"
         elif error.status == LOST and LOAD not in said:
             said += ": it does not know this run's adapter"
         return f"{said}. Start it with\n  {self.command}"

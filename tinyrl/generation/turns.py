@@ -181,7 +181,6 @@ def _play_plainly(
 
 
 def _awaited(call: Future[Asked]) -> Asked:
-    """What a call gives; while it takes its time, a stop is looked for."""
     while not call.done():
         check_stop()
         wait_for([call], timeout=POLL_S)
@@ -330,7 +329,6 @@ SHOWN_TOKENS = 64  # of each side, each time
 
 
 def episode_notes(game: Game) -> list[str]:
-    """What a person should know of the episodes of a run before step 1."""
     notes, observations = [f"environment {game.environment.describe()}"], game.observations
     if observations.chat and observations.role != "tool":
         role = observations.role

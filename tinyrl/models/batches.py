@@ -167,7 +167,6 @@ def all_states(trunk: nn.Module, batch: SequenceBatch) -> Tensor:
 
 
 def library_states(trunk: nn.Module, batch: SequenceBatch) -> Tensor:
-    """The same by the library's modules."""
     with attending(trunk, batch.packing):
         output = trunk(
             input_ids=batch.input_ids,

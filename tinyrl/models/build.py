@@ -52,9 +52,7 @@ def build_roles(config: Config, *, device: torch.device, dtype: torch.dtype, tru
     if config.model.adapter is not None:
         wrapped = load_start_adapter(model, config.model.adapter)
     elif lora.enabled:
-        wrapped = wrap_in_lora(
-            model, lora_config(r=lora.r, alpha=lora.alpha, dropout=lora.dropout, target_modules=lora.target_modules)
-        )
+        wrapped = wrap_in_lora(model, fresh_adapter(config, dropout=lora.dropout))
     else:
         wrapped = model
     roles = Roles(wrapped, device=device, reference=config.has_reference)
@@ -103,7 +101,6 @@ def check_reference(
 
 
 def reference_of(roles: Roles) -> str:
-    """Which model the reference is, in words."""
     if roles.reference_model is not None:
         return "a frozen copy of the model"
     return f"adapter `{roles.reference_adapter}`" if roles.reference_adapter else "the base without adapters"
@@ -112,14 +109,21 @@ def reference_of(roles: Roles) -> str:
 ScoreHead = tuple[Tensor, Tensor | None]  # weight (1, H), bias (1,)
 
 
-def load_base(config: Config, path: str, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    """The language model at `path`, read as the configuration says for model.path."""
+def fresh_adapter(config: Config, *, dropout: float) -> LoraConfig:
+    lora = config.lora
+    return lora_config(r=lora.r, alpha=lora.alpha, dropout=dropout, target_modules=lora.target_modules)
+
+
+def load_base(
+    config: Config, path: str, *, dtype: torch.dtype, trust_remote_code: bool, numbers: bool = True
+) -> PreTrainedModel:
+    """The language model at `path`, read as the configuration says for model.path; without `numbers`, its shapes."""
     return load_causal_lm(
         path,
         dtype=dtype,
         attention=config.model.attention,
-        quantization=config.model.quantization,
-        random_init=config.model.random_init,
+        quantization=config.model.quantization if numbers else None,
+        random_init=config.model.random_init or not numbers,
         revision=config.model.revision if path == config.model.path else None,
         trust_remote_code=trust_remote_code,
     )
@@ -132,7 +136,7 @@ def add_critic(roles: Roles, config: Config, *, dtype: torch.dtype, trust_remote
     kind, path, lora = config.critic.kind, config.critic.path, config.lora
     assert kind is not None, "config/schema.py fills it in"
     run = critic_run(config)
-    fresh = lora_config(r=lora.r, alpha=lora.alpha, dropout=0.0, target_modules=lora.target_modules)
+    fresh = fresh_adapter(config, dropout=0.0)
     if kind != "separate":
         adapter = _adapter_config(run, path, roles.causal) if kind == "adapter" else None
         check_rank(roles.causal, adapter or fresh, what="lora.r")

@@ -37,12 +37,10 @@ class Float16Accelerator(Accelerator):
 
     @property
     def mixed_precision(self) -> str:
-        """As accelerate names it."""
         return "fp16"
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: object = None) -> Iterator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """A context in which products are computed in float16."""
         with torch.autocast(self.device.type, dtype=torch.float16):
             yield
 
@@ -147,7 +145,6 @@ def to_device(x: Tensor, device: torch.device | str) -> Tensor:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM now."""
     return psutil.Process().memory_info().rss
 
 

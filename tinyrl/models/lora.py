@@ -95,7 +95,6 @@ def check_folder_adapter(path: str) -> Path:
 
 
 def linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The layers LoRA can be put on, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)}
 
 

@@ -21,7 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from tinyrl.config.schema import Config
-from tinyrl.models.loading import POLICY_ADAPTER, load_causal_lm, load_model_config, lora_config, wrap_in_lora
+from tinyrl.models.build import fresh_adapter, load_base
+from tinyrl.models.loading import POLICY_ADAPTER, load_model_config, wrap_in_lora
 from tinyrl.models.logprobs import ValueHead
 from tinyrl.models.lora import read_lora_config
 from tinyrl.models.reading import reading
@@ -42,18 +43,13 @@ def outline_roles(config: Config, *, dtype: torch.dtype, trust_remote_code: bool
     `dtype`. Draws no random number. Raises ValueError for a model that cannot be read.
     """
     with _without_numbers():
-        model = _language_model(config, config.model.path, dtype, trust_remote_code)
-        fresh = lora_config(
-            r=config.lora.r,
-            alpha=config.lora.alpha,
-            dropout=config.lora.dropout,
-            target_modules=config.lora.target_modules,
-        )
+        model = load_base(config, config.model.path, dtype=dtype, trust_remote_code=trust_remote_code, numbers=False)
         start = None if config.model.adapter is None else read_lora_config(config.model.adapter, model)
         if start is not None:
             with reading(f"model.adapter={config.model.adapter}: does not fit this base model"):
                 wrapped = wrap_in_lora(model, start)
         else:
+            fresh = fresh_adapter(config, dropout=config.lora.dropout)
             wrapped = wrap_in_lora(model, fresh) if config.lora.enabled else model
         roles = Roles(wrapped, device=META, reference=config.has_reference)
         if start is not None and config.has_reference:
@@ -98,26 +94,16 @@ def four_bit_bytes(roles: Roles) -> int:
 
 
 def _add_critic(roles: Roles, config: Config, dtype: torch.dtype, trust_remote_code: bool) -> None:
-    kind, lora = config.critic.kind, config.lora
+    kind = config.critic.kind
     assert kind is not None, "config/schema.py fills it in"
-    adapter = lora_config(r=lora.r, alpha=lora.alpha, dropout=0.0, target_modules=lora.target_modules)
+    adapter = fresh_adapter(config, dropout=0.0)
     if kind != "separate":
         roles.add_critic(kind, lora=adapter)
         return
-    model = _language_model(config, config.critic.path or config.model.path, dtype, trust_remote_code)
-    model.requires_grad_(not lora.enabled)
-    roles.add_critic(kind, model=wrap_in_lora(model, adapter) if lora.enabled else model.float())
-
-
-def _language_model(config: Config, path: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    return load_causal_lm(
-        path,
-        dtype=dtype,
-        attention=config.model.attention,
-        random_init=True,
-        revision=config.model.revision if path == config.model.path else None,
-        trust_remote_code=trust_remote_code,
-    )
+    path = config.critic.path or config.model.path
+    model = load_base(config, path, dtype=dtype, trust_remote_code=trust_remote_code, numbers=False)
+    model.requires_grad_(not config.lora.enabled)
+    roles.add_critic(kind, model=wrap_in_lora(model, adapter) if config.lora.enabled else model.float())
 
 
 @contextmanager

@@ -102,7 +102,6 @@ def positions_of(config: Any) -> int:
 
 
 def classifier_room(config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many tokens of a text a classification model reads."""
     return min(positions_of(config), int(tokenizer.model_max_length))
 
 
@@ -147,7 +146,6 @@ def load_classifier(path: str, *, dtype: torch.dtype, trust_remote_code: bool = 
 def load_reward_model(
     path: str, *, dtype: torch.dtype, label: int | str | None, device: torch.device, trust_remote_code: bool = False
 ) -> SequenceRewardModel:
-    """The classification model at `path` with its own tokenizer."""
     model = load_classifier(path, dtype=dtype, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code, needs_eos=False)
     check_vocabulary(tokenizer, model, path=path)

@@ -97,7 +97,6 @@ class Roles:
         return {n: p for n, p in self.causal.named_parameters() if f".{adapter}." in f".{n}." and "lora_" in n}
 
     def adapted_layers(self, adapter: str) -> list[LoraLayer]:
-        """The layers of the base that have weights of one adapter."""
         return [layer for layer in self._layers if adapter in layer.lora_A]
 
     def freeze_reference_adapter(self) -> None:
@@ -221,11 +220,9 @@ class Roles:
         return self.causal
 
     def trunk(self, role: Role) -> nn.Module:
-        """The decoder that `role` reads its states from."""
         return trunk_of(self._model_of(role))
 
     def head(self, role: Role) -> Head:
-        """The language-model head of `role`."""
         return head_of(self._model_of(role))
 
     def hidden_size(self, role: Role) -> int:

@@ -23,7 +23,6 @@ from tinyrl.text import shortened
 
 
 def embedding_rows(model: PreTrainedModel | PeftModel) -> int:
-    """How many token ids a model can read."""
     embedding: Any = model.get_input_embeddings()
     return int(embedding.weight.shape[0])
 

@@ -46,7 +46,6 @@ def save_roles(roles: Roles, folder: Path, *, tokenizer: PreTrainedTokenizerBase
 
 
 def load_roles(roles: Roles, folder: Path) -> None:
-    """Put back what `save_roles` wrote."""
     load_policy(roles, folder)
     if roles.peft is not None and roles.reference_adapter is not None:
         load_adapter_weights(roles.peft, roles.reference_adapter, folder / "reference" / ADAPTER_FILE)

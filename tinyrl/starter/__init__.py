@@ -20,7 +20,6 @@ _SHARES = {"pretrain": 50, "train": 20, "dev": 5, "eval": 25}  # per cent
 
 
 def split_of(prompt: str) -> str:
-    """The split of one prompt: a function of its text alone."""
     point = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:8]) % 100
     for split, share in _SHARES.items():
         if point < share:
@@ -30,6 +29,5 @@ def split_of(prompt: str) -> str:
 
 
 def check_split(split: str) -> None:
-    """Refuse a split that does not exist."""
     if split not in SPLITS:
         raise ValueError(f"split {split!r} does not exist; the starter text has {', '.join(SPLITS)}")

@@ -32,7 +32,6 @@ _CORPUS_ROWS = 20_000
 
 
 def build_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
-    """Learn the starter's tokenizer; the same seed gives the same tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -57,7 +56,6 @@ def build_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
 
 
 def build_lookup_tokenizer() -> PreTrainedTokenizerFast:
-    """The lookup model's tokenizer: one token a word."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -131,7 +129,6 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def tokenizer_of(model: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of one embedded model."""
     return build_lookup_tokenizer() if model == "lookup_model" else build_tokenizer(SEED)
 
 

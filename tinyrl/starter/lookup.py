@@ -53,7 +53,6 @@ class Question:
 
     @property
     def keys(self) -> list[str]:
-        """What has to be looked up, in order."""
         return [self.relation, self.attribute] if self.relation else [self.attribute]
 
 
@@ -74,7 +73,6 @@ def draw_question(rng: random.Random) -> Question:
 
 
 def right_answer(world: str, question: Question) -> str:
-    """What looking everything up gives."""
     found = " ".join(question.person)
     for key in question.keys:
         known = fact(world, *_person(found), key)

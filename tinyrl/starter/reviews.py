@@ -16,7 +16,6 @@ Words = tuple[str, ...]
 
 
 def words(text: str) -> Words:
-    """The words of a text: 'a b' -> ('a', 'b')."""
     return tuple(text.split())
 
 
@@ -116,12 +115,10 @@ class Review:
 
     @property
     def polarity(self) -> int:
-        """Positive minus negative clauses."""
         return sum(self.moods)
 
     @property
     def contradicts_itself(self) -> bool:
-        """Whether it holds clauses of both moods."""
         return 1 in self.moods and -1 in self.moods
 
 
