@@ -316,7 +316,8 @@ class Sampling:
     def _retire(self) -> None:
         slots = self.slots
         looks = slots.look(self.engine.look_every)
-        said = self._said(max((count for count, _ in looks), default=0))
+        most = max((count for count, _ in looks), default=0)
+        said = slots.tokens[: slots.live, :most].tolist() if self.settings.stop else []
         ends: dict[int, tuple[int, FinishReason]] = {}  # by slot
         for slot, (count, recent) in enumerate(looks):
             eos_at = next((count - len(recent) + i + 1 for i, t in enumerate(recent) if t in self.engine.eos), None)
@@ -325,17 +326,9 @@ class Sampling:
             if reason is not None:
                 ends[slot] = length, reason
         if ends:
-            self._take_out(self._completions(ends))
-
-    def _said(self, most: int) -> list[list[int]]:
-        """Of each live row its first tokens, where stop strings are looked for in them; else nothing."""
-        slots = self.slots
-        return slots.tokens[: slots.live, :most].tolist() if self.settings.stop else []
-
-    def _completions(self, ends: dict[int, tuple[int, FinishReason]]) -> dict[int, Completion]:
-        tokens, logprobs = self.slots.drawn(list(ends), max(length for length, _ in ends.values()))
-        rows = zip(ends.items(), tokens, logprobs, strict=True)
-        return {slot: Completion(t[:length], p[:length], reason) for (slot, (length, reason)), t, p in rows}
+            tokens, logprobs = slots.drawn(list(ends), max(length for length, _ in ends.values()))
+            rows = zip(ends.items(), tokens, logprobs, strict=True)
+            self._take_out({slot: Completion(t[:n], p[:n], reason) for (slot, (n, reason)), t, p in rows})
 
     def _limit(self, sample: int) -> int:
         return max_new_tokens(self.requests[sample // self.group], self.settings)
@@ -383,12 +376,14 @@ class Playing(Sampling):
         for sample, turn in turns.items():
             self.responses.setdefault(sample, Response()).chose(turn)
             del self.limits[sample]
-        self.slots.park({slot: self._total(self.slots.sample[slot]) - 1 for slot in ended})
+        cached: dict[int, int] = {}  # by slot
+        for slot in ended:
+            sample = self.slots.sample[slot]
+            prompt = self.requests[sample // self.group].prompt_tokens
+            cached[slot] = len(prompt) + len(self.responses[sample].tokens) - 1
+        self.slots.park(cached)
         for sample, turn in turns.items():
             self.answer.ended(sample, turn.tokens, turn.finish_reason)
-
-    def _total(self, sample: int) -> int:
-        return len(self.requests[sample // self.group].prompt_tokens) + len(self.responses[sample].tokens)
 
     def _resume(self) -> None:
         """Read the answers that have come. Where nothing else can be decoded, wait for one."""

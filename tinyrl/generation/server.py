@@ -16,7 +16,6 @@ import secrets
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -251,20 +250,16 @@ class ServerEngine(SamplingEngine):
             return self._drawn([self._body(name, r, s, greedy=greedy) for r, s in zip(rows, seeds, strict=True)])
 
         try:
-            flat = self._again_if_lost(attempt)
+            try:
+                flat = attempt()
+            except ServerError as error:
+                if error.status != LOST:
+                    raise
+                self.adapters.forget()  # the server was started anew, and does not know the adapter
+                flat = attempt()
         except ServerError as error:
             raise Interrupted(self._sentence(error)) from error
         return [flat[i : i + samples_per_request] for i in range(0, len(flat), samples_per_request)]
-
-    def _again_if_lost(self, attempt: Callable[[], list[Completion]]) -> list[Completion]:
-        """What an attempt gives; once more where the server, started anew, did not know the adapter."""
-        try:
-            return attempt()
-        except ServerError as error:
-            if error.status != LOST:
-                raise
-        self.adapters.forget()
-        return attempt()
 
     def close(self) -> None:
         self.adapters.close()

@@ -76,9 +76,16 @@ def load_game(config: Config, task: Task, *, tokenizer: PreTrainedTokenizerBase,
     """Start the configuration's environment, or the task's, and find out how its answers become tokens; None where
     nothing answers. Raises ValueError where that cannot be done.
     """
-    environment = _environment(config, task, tokenizer)
-    if environment is None:
+    if not plays(config, task):
         return None
+    environment = Environment(
+        config.environment,
+        task=task.name,
+        respond=task.respond,
+        use=task.environment,
+        stop=task.stop,
+        length=lambda text: len(token_ids(tokenizer, text)),
+    )
     environment.start()
     schemas = environment.schemas
     chat = in_chat(tokenizer, config.task.chat)
@@ -103,18 +110,6 @@ def plays(config: Config, task: Task) -> bool:
     """Whether an environment answers, the configuration's or the task's."""
     named = config.environment.use is not None or bool(config.environment.tools)
     return named or task.respond is not None or task.environment is not None
-
-
-def _environment(config: Config, task: Task, tokenizer: PreTrainedTokenizerBase) -> Environment | None:
-    if not plays(config, task):
-        return None
-
-    def length(text: str) -> int:
-        return len(token_ids(tokenizer, text))
-
-    return Environment(
-        config.environment, task=task.name, respond=task.respond, use=task.environment, stop=task.stop, length=length
-    )
 
 
 Asked = tuple[list[int], list[Reply | None]]  # episodes that were asked about, and the replies
@@ -180,13 +175,6 @@ def _play_plainly(
     return [response.completion() for response in said]
 
 
-def _awaited(call: Future[Asked]) -> Asked:
-    while not call.done():
-        check_stop()
-        wait_for([call], timeout=POLL_S)
-    return call.result()
-
-
 class Episodes:
     """The episodes of one call while they are played: told of each turn's end, it says what is read next.
 
@@ -250,7 +238,7 @@ class Episodes:
         episode.finish_reason = finish_reason
         episode.ended_at = tokens[-1] if finish_reason == "eos" else None
         if finish_reason == "length":
-            self._end(sample)
+            self._ready.append((sample, None))
         else:
             self._waiting.append(sample)
 
@@ -262,7 +250,10 @@ class Episodes:
         while True:
             if self._call is not None and (self._call.done() or (wait and not self._ready)):
                 call, self._call = self._call, None
-                asked, replies = _awaited(call)
+                while not call.done():
+                    check_stop()
+                    wait_for([call], timeout=POLL_S)
+                asked, replies = call.result()
                 for sample, reply in zip(asked, replies, strict=True):
                     self._answered(sample, reply)
             if self._call is None and self._waiting:
@@ -303,7 +294,7 @@ class Episodes:
         episode, game = self.episodes[sample], self.game
         if reply is None:  # the environment has nothing more to say, or has failed
             episode.over = True
-            self._end(sample)
+            self._ready.append((sample, None))
             return
         episode.turn_rewards[-1] += reply.reward
         episode.invalid += reply.invalid
@@ -314,15 +305,12 @@ class Episodes:
             episode.over = reply.done
             if not reply.done:
                 episode.finish_reason = "turns" if last else "length"
-            self._end(sample)
+            self._ready.append((sample, None))
             return
         observed = game.observations(reply.text, ended_at=episode.ended_at)
         episode.transcript.append({"role": "tool", "content": observed.text})
         episode.num_tokens += len(observed.tokens)
         self._ready.append((sample, observed.tokens))
-
-    def _end(self, sample: int) -> None:
-        self._ready.append((sample, None))
 
 
 SHOWN_TOKENS = 64  # of each side, each time
