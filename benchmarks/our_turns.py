@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import peft  # noqa: F401
 import torch
@@ -20,8 +19,9 @@ from benchmarks.fixed_work import SPEED
 from benchmarks.scripted_tool import TURNS
 from tinyrl.components import Options, SamplingParts
 from tinyrl.config.recipe import load_config
-from tinyrl.generation.engine import Completion, FinishReason, Request
-from tinyrl.generation.turns import Episodes, PlaysEpisodes, _play_plainly
+from tinyrl.generation.engine import Completion, FinishReason, Request, SampleOptions
+from tinyrl.generation.fused import FusedEngine
+from tinyrl.generation.turns import Episodes, _play_plainly
 from tinyrl.models.weights_io import load_policy
 
 
@@ -40,15 +40,15 @@ def rollout(parts: SamplingParts, *, plainly: bool, step: int) -> list[Completio
     assert parts.game is not None
     prompts = parts.train_prompts[: SPEED.num_prompts]
     requests = [Request(prompt.tokens, prompt_row=prompt.index) for prompt in prompts]
-    options: dict[str, Any] = {"seed": parts.config.run.seed, "step": step}
+    options: SampleOptions = {"seed": parts.config.run.seed, "step": step}
     game = replace(parts.game, max_new_tokens=TURNS * SPEED.max_new_tokens)
-    with LimitedTurns(prompts, requests, SPEED.group_size, game=game, **options) as episodes:
+    with LimitedTurns(prompts, requests, SPEED.group_size, game=game, seed=options["seed"], step=step) as episodes:
         if plainly:
             completions = _play_plainly(
                 requests, SPEED.group_size, engine=parts.engine, episodes=episodes, options=options
             )
         else:
-            assert isinstance(parts.engine, PlaysEpisodes)
+            assert isinstance(parts.engine, FusedEngine)
             groups = parts.engine.play(requests, SPEED.group_size, answer=episodes, **options)
             completions = [completion for group in groups for completion in group]
         assert all(len(episode.turn_ends) == TURNS and not episode.failure for episode in episodes.episodes)

@@ -18,19 +18,16 @@ from tinyrl.data.rows import few_held_out, fingerprints
 from tinyrl.distributed import World, world
 from tinyrl.environments.environment import Environment
 from tinyrl.generation.engine import SamplingEngine, end_at_turn_end, eos_token_ids
-from tinyrl.generation.game import load_game
-from tinyrl.generation.planned import Unsampled
-from tinyrl.generation.select import engine_of, planned_engine
-from tinyrl.generation.turns_preview import episode_notes, show_episode
+from tinyrl.generation.select import Unsampled, engine_of, planned_engine
+from tinyrl.generation.turns import episode_notes, load_game, show_episode
 from tinyrl.models.build import build_reward_model, build_roles, check_reference
 from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, threads_for, to_device
 from tinyrl.models.loading import load_tokenizer
-from tinyrl.models.memory import bytes_by_role
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
-from tinyrl.models.outline import outline_roles
+from tinyrl.models.outline import bytes_by_role, outline_roles
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.roles import Role
-from tinyrl.models.vocabulary import check_ids, check_vocabulary
+from tinyrl.models.weight_checks import check_ids, check_vocabulary
 from tinyrl.models.weights_io import load_roles, save_roles
 from tinyrl.rewards.gold_check import check_gold
 from tinyrl.rewards.model_text import TextFormat

@@ -129,7 +129,6 @@ class Rollout:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sample, prompt and response."""
         return [
             len(self.prompt_tokens[p]) + n
             for p, n in zip(self.prompt_index.tolist(), self.response_lengths.tolist(), strict=True)
@@ -139,7 +138,6 @@ class Rollout:
         return self.response_tokens[row, : int(self.response_lengths[row])].tolist()
 
     def sizes(self, roles: Roles) -> RowSizes:
-        """What each sample costs a forward pass of these models."""
         prompts = [self.prompt_tokens[p] for p in self.prompt_index.tolist()]
         return RowSizes.of(prompts, self.response_lengths.tolist(), packed=roles.packs)
 
@@ -261,7 +259,6 @@ class Rollout:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Rollout:
-        """The inverse of `to_tensors`."""
         fields = dict(tensors)
         lengths = fields.pop("prompt_lengths").tolist()
         prompts = [part.tolist() for part in fields.pop("prompt_tokens").split(lengths)]

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tinyrl.distributed import ALONE, World
 from tinyrl.environments.episode import Episode
-from tinyrl.generation.engine import Completion, Request, SampledRole, SamplingEngine
-from tinyrl.generation.game import Game
-from tinyrl.generation.turns import play
+from tinyrl.generation.engine import Completion, Request, SampledRole, SampleOptions, SamplingEngine
+from tinyrl.generation.turns import Game, play
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.device import to_device
 from tinyrl.models.micro_batches import MicroBatches, Work, own_rows
@@ -73,7 +71,7 @@ def sample_and_score(
         first = seen.get(prompt.index, first_sample)
         seen[prompt.index] = first + group_size
         requests.append(Request(prompt.tokens, prompt_row=prompt.index, first_sample=first))
-    options: dict[str, Any] = {"seed": seed, "step": step, "greedy": greedy, "role": role}
+    options: SampleOptions = {"seed": seed, "step": step, "greedy": greedy, "role": role}
     completions, episodes = _sampled(prompts, requests, group_size, engine, game=game, options=options, world=world)
     rollout = _as_tensors(prompts, completions, group_size)
     if episodes is not None:
@@ -92,7 +90,7 @@ def _sampled(
     engine: SamplingEngine,
     *,
     game: Game | None,
-    options: dict[str, Any],
+    options: SampleOptions,
     world: World,
 ) -> tuple[list[Completion], list[Episode] | None]:
     """Completions, and the episodes that they are, of all processes: each samples its share of the prompts."""

@@ -142,7 +142,6 @@ def redact(text: str) -> str:
 
 
 def is_address(url: str) -> bool:
-    """Whether a text is the address of an HTTP server."""
     try:
         parts = urllib.parse.urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

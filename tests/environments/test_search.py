@@ -8,6 +8,7 @@ import pytest
 
 from tinyrl.environments import Reply
 from tinyrl.environments.corpus import Corpus
+from tinyrl.environments.passages import SearchFailed
 from tinyrl.environments.search import (
     CLOSING,
     INVALID,
@@ -17,7 +18,6 @@ from tinyrl.environments.search import (
     open_retriever,
     respond,
 )
-from tinyrl.environments.search_server import SearchFailed
 
 
 class Shelf:

@@ -13,7 +13,8 @@ import pytest
 
 from tinyrl import http_client
 from tinyrl.environments import search_server
-from tinyrl.environments.search_server import SearchFailed, SearchServer
+from tinyrl.environments.passages import SearchFailed
+from tinyrl.environments.search_server import SearchServer
 from tinyrl.errors import Interrupted
 from tinyrl.runs.signals import StopFlag
 

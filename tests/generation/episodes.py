@@ -110,6 +110,7 @@ def plain(
     flat = [replace(r, first_sample=r.first_sample + i) for r in requests for i in range(group)]
     done = [Completion([], [], "length", []) for _ in flat]
     going = list(range(len(flat)))
+    options = {"seed": 0, "step": 0, **options}
     while going:
         turns = engine.sample(
             [
@@ -122,7 +123,7 @@ def plain(
                 for i in going
             ],
             1,
-            **{"seed": 0, "step": 0, **options},
+            **options,
         )
         for i, (turn,) in zip(going, turns, strict=True):
             done[i] = more(done[i], turn.tokens, turn.logprobs, True, turn.finish_reason)

@@ -54,7 +54,8 @@ def requests(prompts: list[list[int]] | None = None) -> list[Request]:
 
 def sample(engine: SamplingEngine, count: int = 3, **options: Any) -> list[list[Completion]]:
     prompts = options.pop("prompts", None)
-    return engine.sample(requests(prompts), count, **{"seed": 0, "step": 0, **options})
+    options = {"seed": 0, "step": 0, **options}
+    return engine.sample(requests(prompts), count, **options)
 
 
 def stir(engine: Engine, *, by: float = 0.1) -> None:

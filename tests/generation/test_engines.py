@@ -27,12 +27,11 @@ from tests.generation.sampling import (
 )
 from tests.running import LookedAt
 from tests.tiny_models import KINDS, TinyModels
-from tinyrl.generation import continuous_batching, fused, select
-from tinyrl.generation.decoder import Decoder
+from tinyrl.generation import fused, select
+from tinyrl.generation.decoder import Decoder, tensors
 from tinyrl.generation.engine import Request, SamplingSettings
 from tinyrl.generation.select import select_engine
 from tinyrl.generation.slots import Slots
-from tinyrl.generation.weights import tensors
 from tinyrl.models.batches import fuses, trunk_of
 from tinyrl.models.fused_trunk import reads_like_llama
 from tinyrl.models.loading import lora_config, wrap_in_lora
@@ -196,7 +195,7 @@ def test_prompts_are_read_within_a_token_budget(tiny: TinyModels, monkeypatch: p
         return prefill(self, ids, *rest, **named)
 
     monkeypatch.setattr(Decoder, "prefill", read)
-    monkeypatch.setattr(continuous_batching, "PREFILL_TOKENS", {"cpu": 12})
+    monkeypatch.setattr(fused, "PREFILL_TOKENS", {"cpu": 12})
     assert_same(sample(engine, 4), expected)
     assert shapes == [(2, 3), (1, 12), (1, 5)]
 

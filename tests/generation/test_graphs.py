@@ -13,9 +13,8 @@ from tests.generation.episodes import BUDGET, Delayed, Scripted, Threaded, plain
 from tests.generation.recording import pretend_cuda, record_steps, recordable
 from tests.generation.sampling import assert_same, make_engine, requests, sample
 from tests.tiny_models import TinyModels
-from tinyrl.generation import continuous_batching, fused
-from tinyrl.generation.fused import FusedEngine
-from tinyrl.generation.graphs import StepGraphs
+from tinyrl.generation import fused
+from tinyrl.generation.fused import FusedEngine, StepGraphs
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +56,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
     record_steps(monkeypatch)
     monkeypatch.setattr(FusedEngine, "__init__", with_graphs)
     monkeypatch.setattr(StepGraphs, "__call__", noted)
-    for module in (continuous_batching, fused):
-        monkeypatch.setattr(module, "WIDTH_BUCKET", 8)
+    monkeypatch.setattr(fused, "WIDTH_BUCKET", 8)
     return seen
 
 

@@ -15,8 +15,8 @@ from tinyrl.components import Options, SamplingParts
 from tinyrl.environments import Reply
 from tinyrl.environments.episode import Episode
 from tinyrl.generation import turns
-from tinyrl.generation.engine import Completion, Request
-from tinyrl.generation.rng import sample_keys, uniforms
+from tinyrl.generation.engine import Completion, Request, SampleOptions
+from tinyrl.generation.token_sampling import sample_keys, uniforms
 from tinyrl.generation.turns import Episodes, play
 
 GROUP, SEED, STEP = 8, 3, 2
@@ -40,7 +40,7 @@ def episodes_of(
     prompts, game = parts.train_prompts[:num_prompts], parts.game
     assert game is not None
     requests = [Request(p.tokens, prompt_row=p.index) for p in prompts]
-    options: dict[str, Any] = {"seed": SEED, "step": STEP, "greedy": greedy}
+    options: SampleOptions = {"seed": SEED, "step": STEP, "greedy": greedy}
     if not plainly:
         return play(prompts, requests, GROUP, engine=parts.engine, game=game, **options)
     with Episodes(prompts, requests, GROUP, game=game, seed=SEED, step=STEP) as episodes:

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from tests.generation.sampling import CPU, make_engine, sample
 from tests.tiny_models import TinyModels
-from tinyrl.generation.decoder import Decoder
+from tinyrl.generation.decoder import Decoder, joined, tensors
 from tinyrl.generation.engine import SamplingSettings
 from tinyrl.generation.select import select_engine
-from tinyrl.generation.weights import joined, tensors
 from tinyrl.models.loading import load_causal_lm, lora_config, wrap_in_lora
 from tinyrl.models.roles import Roles
 

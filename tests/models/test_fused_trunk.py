@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, GemmaConfig, Qwen3Config
 from tests.models.building import CPU, full_roles, lora_roles, stir
 from tests.models.test_packing import PROMPTS, RESPONSES
 from tests.tiny_models import TinyModels
-from tinyrl.models import batches, fused_layers
+from tinyrl.models import batches, fused_trunk
 from tinyrl.models.batches import all_states, fuses, library_states, trunk_of
-from tinyrl.models.live_bytes import LiveBytes
 from tinyrl.models.loading import lora_config, wrap_in_lora
+from tinyrl.models.outline import LiveBytes
 from tinyrl.models.roles import Roles
 
 FUSED = ("llama", "qwen2", "qwen3")
@@ -152,7 +152,7 @@ def linear(inputs: int, outputs: int, *, seed: int, bias: bool, rank: int) -> li
 def test_normed_products_by_differences():
     layers = [*linear(4, 3, seed=1, bias=True, rank=2), *linear(4, 2, seed=5, bias=False, rank=0),
               *linear(4, 3, seed=9, bias=False, rank=1)]  # fmt: skip
-    apply: Any = fused_layers.NormedProducts.apply
+    apply: Any = fused_trunk.NormedProducts.apply
     assert differences(
         lambda x, w, *rest: apply(x, w, 1e-3, [0.5, 0.0, 3.0], *rest), leaf(5, 4, seed=0), leaf(4, seed=20), *layers
     )
@@ -161,15 +161,15 @@ def test_normed_products_by_differences():
 def test_the_rest_of_a_layer_by_differences():
     layers = [*linear(6, 4, seed=1, bias=False, rank=2), *linear(4, 5, seed=5, bias=False, rank=1),
               *linear(4, 5, seed=9, bias=True, rank=2), *linear(5, 4, seed=13, bias=True, rank=2)]  # fmt: skip
-    apply: Any = fused_layers.AfterAttention.apply
+    apply: Any = fused_trunk.AfterAttention.apply
     scales = [0.5, 2.0, 1.0, 3.0]
     inputs = (leaf(3, 4, seed=30), leaf(3, 6, seed=31), leaf(4, seed=32))
     assert differences(lambda x, a, w, *rest: apply(x, a, w, 1e-3, scales, *rest), *inputs, *layers)
 
 
 def test_norm_and_rotation_by_differences():
-    norm: Any = fused_layers.Normed.apply
-    rotate: Any = fused_layers.Rotated.apply
+    norm: Any = fused_trunk.Normed.apply
+    rotate: Any = fused_trunk.Rotated.apply
     assert differences(lambda x, w: norm(x, w, 1e-3), leaf(3, 2, 4, seed=0), leaf(4, seed=1))
     cos, sin = leaf(3, 1, 4, seed=2).detach(), leaf(3, 1, 4, seed=3).detach()
     assert differences(lambda x: rotate(x, cos, sin), leaf(3, 2, 4, seed=4))
@@ -177,7 +177,7 @@ def test_norm_and_rotation_by_differences():
 
 def test_a_quarter_turn():
     """By 90 degrees (1, 2) becomes (-2, 1): halves of a head are the two coordinates."""
-    rotate: Any = fused_layers.Rotated.apply
+    rotate: Any = fused_trunk.Rotated.apply
     x, zero = torch.tensor([[[1.0, 2.0]]]), torch.zeros(1, 1, 2)
     assert rotate(x, zero, torch.tensor([[[-1.0, 1.0]]])).tolist() == [[[-2.0, 1.0]]]
 

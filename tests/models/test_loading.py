@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.models.building import lora, lora_roles, stir
 from tests.tiny_models import KINDS, TinyModels
 from tinyrl.models import loading
-from tinyrl.models.adapter_files import check_folder_adapter
 from tinyrl.models.loading import (
     load_causal_lm,
     load_model_config,
@@ -22,6 +21,7 @@ from tinyrl.models.loading import (
     resolve_model_path,
     wrap_in_lora,
 )
+from tinyrl.models.lora import check_folder_adapter
 from tinyrl.models.weights_io import save_adapter
 
 IDS = torch.arange(20, 50).unsqueeze(0)

@@ -9,8 +9,7 @@ import torch
 from tests.running import config
 from tests.tiny_models import TinyModels
 from tinyrl.models.build import build_reward_model, build_roles
-from tinyrl.models.memory import bytes_by_role, checkpoint_bytes
-from tinyrl.models.outline import four_bit_bytes, outline_reward_model, outline_roles
+from tinyrl.models.outline import bytes_by_role, checkpoint_bytes, four_bit_bytes, outline_reward_model, outline_roles
 
 CPU = torch.device("cpu")
 CASES: dict[str, dict[str, Any]] = {

@@ -175,7 +175,7 @@ def test_value_head_says_zero_at_the_start(tiny: TinyModels):
 
 
 def test_value_head_is_a_float32_linear_map_and_starts_from_another_head():
-    from tinyrl.models.value_head import ValueHead
+    from tinyrl.models.logprobs import ValueHead
 
     head = ValueHead(2)
     head.copy_from(torch.tensor([[1.0, 1e-3]]), torch.tensor([0.5]))

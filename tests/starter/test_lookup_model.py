@@ -28,9 +28,7 @@ from tinyrl.starter.lookup import (
     vocabulary,
     written_episode,
 )
-from tinyrl.starter.splits import SPLITS, split_of
 from tinyrl.starter.text import episode_rows
-from tinyrl.starter.tokenizer import build_lookup_tokenizer
 from tinyrl.tasks.lookup import TASK, respond, verify
 
 FOLDER = Path(tinyrl.starter.__file__).parent

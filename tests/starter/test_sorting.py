@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from tinyrl.starter import SPLITS, split_of
 from tinyrl.starter.sorting import (
     CONFUSED_PAIRS,
     habitual_answer,
@@ -14,7 +15,6 @@ from tinyrl.starter.sorting import (
     sort_rows,
     written_answer,
 )
-from tinyrl.starter.splits import SPLITS, split_of
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 

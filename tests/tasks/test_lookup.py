@@ -5,8 +5,8 @@ import re
 import pytest
 
 from tinyrl.environments import Reply
+from tinyrl.starter import split_of
 from tinyrl.starter.lookup import ATTRIBUTES, fact
-from tinyrl.starter.splits import split_of
 from tinyrl.tasks import load_task
 from tinyrl.tasks.lookup import TASK, respond, said_answer, verify
 

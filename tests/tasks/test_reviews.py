@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinyrl.starter.splits import split_of
+from tinyrl.starter import split_of
 from tinyrl.tasks.reviews import TASK, unparsable, verify
 
 

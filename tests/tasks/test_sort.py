@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinyrl.starter.splits import split_of
+from tinyrl.starter import split_of
 from tinyrl.tasks.sort import TASK, listed_letters, verify
 
 

@@ -18,7 +18,7 @@ from tinyrl.evaluation.targets import Asked
 from tinyrl.evaluation.versus import evaluate_target
 from tinyrl.export.bundle import export, plan_export
 from tinyrl.generation.engine import eos_token_ids
-from tinyrl.generation.turns_preview import show_episode
+from tinyrl.generation.turns import show_episode
 from tinyrl.models.roles import Roles
 from tinyrl.rewards.gold_check import check_gold
 from tinyrl.tasks.prompts import token_ids

@@ -61,7 +61,8 @@ def train(
         config = load_config(method, recipe, overrides=overrides)
         check_before_loading(config)
         quiet_libraries()
-        from tinyrl.training.launch import Options, start
+        from tinyrl.components import Options
+        from tinyrl.training.launch import start
 
         options = Options(device=device, trust_remote_code=trust_remote_code)
         words = ["tinyrl", "train", method, *([recipe] if recipe else []), *overrides]

@@ -1,20 +1,21 @@
 """The sampling engine protocol: requests, completions and settings; token lists in, ragged token lists out.
 
-The same request and key give the same completion from every engine and in any batch, to float32 rounding (see rng.py).
+The same request and key give the same completion from every engine and in any batch, to float32 rounding
+(token_sampling.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Required, TypedDict, Unpack
 
 import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.config.sections import TaskConfig
-from tinyrl.generation.rng import sample_keys
+from tinyrl.generation.token_sampling import sample_keys
 from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.roles import Roles
 from tinyrl.tasks.answers import answer_end
@@ -23,6 +24,15 @@ from tinyrl.tasks.prompts import in_chat
 LOOK_EVERY = {"cpu": 1, "cuda": 16}  # tokens between two looks at which rows have finished
 FinishReason = Literal["eos", "stop", "length", "turns"]  # turns: of an episode that had no more of them
 SampledRole = Literal["policy", "reference", "base"]
+
+
+class SampleOptions(TypedDict, total=False):
+    """How a call of `sample` draws: (seed, step) key its random numbers. Without the others: sampled, by the policy."""
+
+    seed: Required[int]
+    step: Required[int]
+    greedy: bool
+    role: SampledRole
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,30 @@ class Completion:
     logprobs: list[float]
     finish_reason: FinishReason
     chosen: list[bool] | None = None
+
+
+@dataclass
+class Response:
+    """What an episode's policy has chosen and read so far, and why its last turn ended."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    chosen: list[bool] = field(default_factory=list)
+    finish_reason: FinishReason = "length"
+
+    def chose(self, turn: Completion) -> None:
+        self.tokens += turn.tokens
+        self.logprobs += turn.logprobs
+        self.chosen += [True] * len(turn.tokens)
+        self.finish_reason = turn.finish_reason
+
+    def read(self, tokens: list[int]) -> None:
+        self.tokens += tokens
+        self.logprobs += [0.0] * len(tokens)
+        self.chosen += [False] * len(tokens)
+
+    def completion(self) -> Completion:
+        return Completion(self.tokens, self.logprobs, self.finish_reason, self.chosen)
 
 
 @dataclass(frozen=True)
@@ -90,14 +124,7 @@ class SamplingEngine(Protocol):
         return []
 
     def sample(
-        self,
-        requests: list[Request],
-        samples_per_request: int,
-        *,
-        seed: int,
-        step: int,
-        greedy: bool = False,
-        role: SampledRole = "policy",
+        self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
     ) -> list[list[Completion]]:
         """`samples_per_request` completions for every request, in order, from the role's weights as they are now.
 
@@ -123,7 +150,6 @@ class HasRowLimit(SamplingEngine, Protocol):
 
 
 def max_new_tokens(request: Request, settings: SamplingSettings) -> int:
-    """How many tokens a completion of this request may have."""
     return min(settings.max_new_tokens, request.max_new_tokens or settings.max_new_tokens)
 
 
@@ -151,7 +177,6 @@ def split(requests: list[Request], group: int, *, max_rows: int) -> Iterator[tup
 
 
 def join(parts: list[list[Completion]], group: int) -> list[list[Completion]]:
-    """Completions in the order of `split`, in groups again."""
     flat = [completion for part in parts for completion in part]
     return [flat[i : i + group] for i in range(0, len(flat), group)]
 
@@ -198,7 +223,6 @@ def eos_token_ids(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def _listed_eos(model: PreTrainedModel) -> list[int]:
-    """What the model's generation configuration says ends a completion."""
     listed = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     listed = listed if isinstance(listed, list) else [listed]
     return [i for i in listed if isinstance(i, int)]

@@ -1,36 +1,77 @@
-"""The fused sampling engine: its own decoder over a static cache, with continuous batching (continuous_batching.py).
+"""The fused sampling engine: its own decoder over a static cache, with continuous batching (Orca, OSDI 2022).
 
 On CUDA a step is replayed from a graph for its bucket of rows and cache width, and finished rows are looked for only
-every few tokens, so that nothing waits for the host. Episodes of several turns are played in the same cache
-(fast_turns.py).
+every few tokens, so that nothing waits for the host. Episodes of several turns are played in the same cache.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Unpack
 
+import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tinyrl.generation.continuous_batching import WIDTH_BUCKET, Sampling
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import (
     LOOK_EVERY,
     Completion,
+    FinishReason,
     HasRowLimit,
     Request,
-    SampledRole,
+    Response,
+    SampleOptions,
     SamplingSettings,
     eos_token_ids,
+    max_new_tokens,
+    row_keys,
     sample_in_fewer_rows,
 )
-from tinyrl.generation.fast_turns import Answerer, Playing
-from tinyrl.generation.graphs import StepGraphs
 from tinyrl.generation.slots import Slots
+from tinyrl.generation.token_sampling import stop_said_at, uniforms
+from tinyrl.generation.turns import Episodes
 from tinyrl.models.device import free_bytes
 from tinyrl.models.roles import Roles
+from tinyrl.runs.signals import check_stop
+
+
+class StepGraphs:
+    """Calls `step(rows, width)` through a CUDA graph that is captured the first time a shape is seen.
+
+    An eager step launches some twenty kernels a layer, which on a small model takes longer than the work. `state`: the
+    tensors that a step advances, which never move. Capturing runs the step once to warm up, and then restores them.
+    """
+
+    def __init__(self, step: Callable[[int, int], None], *, state: tuple[Tensor, ...]) -> None:
+        self.step, self.state = step, state
+        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+        self.side = torch.cuda.Stream()  # one for all: cuBLAS keeps a workspace for every stream it has seen
+
+    def __call__(self, rows: int, width: int) -> None:
+        if (rows, width) not in self.graphs:
+            self.graphs[rows, width] = self._capture(rows, width)
+        self.graphs[rows, width].replay()
+
+    def _capture(self, rows: int, width: int) -> torch.cuda.CUDAGraph:
+        before = [tensor.clone() for tensor in self.state]
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):  # libraries make their workspaces now, not inside the capture
+            self.step(rows, width)
+        torch.cuda.current_stream().wait_stream(self.side)
+        for tensor, value in zip(self.state, before, strict=True):
+            tensor.copy_(value)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.side):
+            self.step(rows, width)
+        return graph
+
 
 CACHE_SHARE = 0.4  # of the memory that is free when sampling starts
 
@@ -74,40 +115,12 @@ class FusedEngine(HasRowLimit):
         self._kept: Kept | None = None
 
     def sample(
-        self,
-        requests: list[Request],
-        samples_per_request: int,
-        *,
-        seed: int,
-        step: int,
-        greedy: bool = False,
-        role: SampledRole = "policy",
+        self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
     ) -> list[list[Completion]]:
-        """`samples_per_request` completions for every request, in order.
-
-        Out of memory halves the number of rows decoded at a time and starts over: keyed randomness gives the same
-        samples again. Raises torch.OutOfMemoryError when a single row does not fit.
-        """
-        if not requests:
-            return []
-
-        def attempt(rows: int) -> list[list[Completion]]:
-            width = max(len(r.prompt_tokens) for r in requests) + self.columns
-            with self._decoding(role, greedy, rows=rows, width=width) as (slots, advance):
-                return Sampling(self, slots, advance, requests, samples_per_request, key=(seed, step)).run()
-
-        return sample_in_fewer_rows(self, len(requests) * samples_per_request, attempt)
+        return self._sampled(requests, samples_per_request, options)
 
     def play(
-        self,
-        requests: list[Request],
-        samples_per_request: int,
-        *,
-        answer: Answerer,
-        seed: int,
-        step: int,
-        greedy: bool = False,
-        role: SampledRole = "policy",
+        self, requests: list[Request], samples_per_request: int, *, answer: Episodes, **options: Unpack[SampleOptions]
     ) -> list[list[Completion]]:
         """As `sample`, for episodes of several turns: `answer` says what is read after each turn, and how long a turn
         may be (max_new_tokens of a request does not count). Sample i of request r is r * samples_per_request + i to it.
@@ -115,30 +128,38 @@ class FusedEngine(HasRowLimit):
         A completion is a whole response; `chosen` says which of its tokens were drawn, and the finish reason is that of
         the last turn. Token t of it is drawn by the request's random number first_token + t.
         """
+        return self._sampled(requests, samples_per_request, options, answer)
+
+    def _sampled(
+        self, requests: list[Request], group: int, options: SampleOptions, answer: Episodes | None = None
+    ) -> list[list[Completion]]:
         if not requests:
             return []
 
         def attempt(rows: int) -> list[list[Completion]]:
-            answer.restart()
-            width = max(len(r.prompt_tokens) for r in requests) + answer.columns + self.look_every - 1
-            with self._decoding(role, greedy, rows=rows, width=width) as (slots, advance):
-                return Playing(
-                    self, slots, advance, requests, samples_per_request, key=(seed, step), answer=answer
-                ).run()
+            if answer is not None:
+                answer.restart()
+            columns = self.columns if answer is None else answer.columns + self.look_every - 1
+            width = max(len(r.prompt_tokens) for r in requests) + columns
+            with self._decoding(options, rows=rows, width=width) as (slots, advance):
+                if answer is None:
+                    return Sampling(self, slots, advance, requests, group, options).run()
+                return Playing(self, slots, advance, requests, group, options, answer=answer).run()
 
-        return sample_in_fewer_rows(self, len(requests) * samples_per_request, attempt)
+        return sample_in_fewer_rows(self, len(requests) * group, attempt)
 
     @contextmanager
     def _decoding(
-        self, role: SampledRole, greedy: bool, *, rows: int, width: int
+        self, options: SampleOptions, *, rows: int, width: int
     ) -> Iterator[tuple[Slots, Callable[[int, int], None]]]:
         """The slots of one attempt with at most so many rows at a time, and what advances them; one that fails holds no
         memory.
         """
+        role = options.get("role", "policy")
         with self.roles.acting(role) as model:
             decoder = self.decoders.setdefault(id(model), Decoder(model, dtype=self.dtype))
             decoder.sync(self.roles.adapter_of(role))
-            yield self._slots(decoder, greedy, rows=rows, width=width)
+            yield self._slots(decoder, options.get("greedy", False), rows=rows, width=width)
         self._hand_back(decoder)
 
     def adopt(self, decoder: Decoder) -> None:
@@ -162,7 +183,6 @@ class FusedEngine(HasRowLimit):
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of the decoder's own weights, when it samples."""
         return self._copy_bytes
 
     @property
@@ -205,3 +225,197 @@ class FusedEngine(HasRowLimit):
 def rows_that_fit(decoder: Decoder, width: int, *, free: int) -> int:
     """How many sequences of `width` tokens the cache may hold with `free` bytes of memory."""
     return max(1, int(free * CACHE_SHARE / (decoder.cache_bytes_per_token * width)))
+
+
+PREFILL_TOKENS = {"cpu": 4096, "cuda": 32768}  # padded prompt tokens read at a time
+ADMIT_BELOW = 0.75  # of the slots in use: prompts read a few at a time cost more
+ROW_BUCKETS, WIDTH_BUCKET = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024), 256  # of CUDA graphs
+FURTHER = 256  # between buckets of still more rows
+
+
+def bucket(slots: Slots) -> tuple[int, int]:
+    """The smallest graph shape (rows, cache columns) that holds the slots in use."""
+    rows = next((b for b in ROW_BUCKETS if b >= slots.live), -(-slots.live // FURTHER) * FURTHER)
+    width = -(-slots.longest // WIDTH_BUCKET) * WIDTH_BUCKET
+    return min(rows, slots.capacity), min(width, slots.width)
+
+
+class Sampling:
+    """One call of `sample`: the waiting samples and the finished completions."""
+
+    def __init__(
+        self,
+        engine: FusedEngine,
+        slots: Slots,
+        advance: Callable[[int, int], None],
+        requests: list[Request],
+        group: int,
+        options: SampleOptions,
+    ) -> None:
+        self.engine, self.slots, self.advance, self.requests, self.group = engine, slots, advance, requests, group
+        self.settings = engine.settings
+        self.keys, self.first_tokens = row_keys(requests, group, seed=options["seed"], step=options["step"])
+        self.waiting = deque(range(len(requests) * group))
+        self.done: dict[int, Completion] = {}
+
+    def run(self) -> list[list[Completion]]:
+        slots = self.slots
+        slots.clear()
+        while self.waiting or slots.used:
+            self._resume()
+            if self._may_admit():
+                self._admit(slots.capacity - slots.used)
+                self._retire()
+            for _ in range(self.engine.look_every if slots.live else 0):
+                check_stop()
+                slots.longest += 1
+                self.advance(*self._shape())
+            self._retire()
+        flat = [self.done[i] for i in range(len(self.requests) * self.group)]
+        return [flat[i : i + self.group] for i in range(0, len(flat), self.group)]
+
+    def _resume(self) -> None:
+        """Let parked rows go on. A completion is one turn: no row is parked."""
+
+    def _may_admit(self) -> bool:
+        """Whether enough slots are free; any will do where nothing else can be decoded."""
+        slots = self.slots
+        enough = slots.used <= ADMIT_BELOW * slots.capacity or (not slots.live and slots.used < slots.capacity)
+        return bool(self.waiting) and enough
+
+    def _shape(self) -> tuple[int, int]:
+        """Rows and cache columns of a step: those in use, or with graphs the bucket that holds them."""
+        slots = self.slots
+        return bucket(slots) if self.engine.by_graphs else (slots.live, slots.longest)
+
+    def _admit(self, free: int) -> None:
+        limit = PREFILL_TOKENS[self.slots.device.type]
+        while free and self.waiting:
+            samples: dict[int, list[int]] = {}  # by request
+            longest = 0
+            while self.waiting and free:
+                request = self.waiting[0] // self.group
+                longest = max(longest, len(self.requests[request].prompt_tokens))
+                if samples and len({*samples, request}) * longest > limit:
+                    break
+                samples.setdefault(request, []).append(self.waiting.popleft())
+                free -= 1
+            check_stop()
+            rows = list(chain.from_iterable(samples.values()))
+            self.slots.enter(
+                list(samples.values()),
+                [self.requests[i].prompt_tokens for i in samples],
+                uniforms=self._uniforms(rows),
+            )
+
+    def _uniforms(self, samples: list[int], after: list[int] | int = 0) -> Tensor:
+        """The random numbers of these samples' next tokens, of which there are so many `after` the first."""
+        first = self.first_tokens[samples] + np.array(after)
+        return uniforms(self.keys[samples], num_tokens=self.slots.columns, first=first)
+
+    def _retire(self) -> None:
+        slots = self.slots
+        looks = slots.look(self.engine.look_every)
+        most = max((count for count, _ in looks), default=0)
+        said = slots.tokens[: slots.live, :most].tolist() if self.settings.stop else []
+        ends: dict[int, tuple[int, FinishReason]] = {}  # by slot
+        for slot, (count, recent) in enumerate(looks):
+            eos_at = next((count - len(recent) + i + 1 for i, t in enumerate(recent) if t in self.engine.eos), None)
+            limit = self._limit(slots.sample[slot])
+            length, reason = self._end(said[slot] if said else [], eos_at, min(count, limit), limit)
+            if reason is not None:
+                ends[slot] = length, reason
+        if ends:
+            tokens, logprobs = slots.drawn(list(ends), max(length for length, _ in ends.values()))
+            rows = zip(ends.items(), tokens, logprobs, strict=True)
+            self._take_out({slot: Completion(t[:n], p[:n], reason) for (slot, (n, reason)), t, p in rows})
+
+    def _limit(self, sample: int) -> int:
+        return max_new_tokens(self.requests[sample // self.group], self.settings)
+
+    def _take_out(self, ended: dict[int, Completion]) -> None:
+        self.done |= {self.slots.sample[slot]: completion for slot, completion in ended.items()}
+        self.slots.leave(list(ended))
+
+    def _end(self, said: list[int], eos_at: int | None, count: int, limit: int) -> tuple[int, FinishReason | None]:
+        """The length of a row and why it has ended; None while it goes on. said: its tokens, for stop strings."""
+        length, reason = (eos_at, "eos") if eos_at is not None and eos_at <= count else (count, "length")
+        if self.settings.stop:
+            look_at = self.engine.look_every
+            stopped = stop_said_at(said[:length], self.settings.stop, self.engine.tokenizer, look_at=look_at)
+            if stopped is not None and (reason != "eos" or stopped < length):
+                return stopped, "stop"
+        ended = reason == "eos" or count >= limit
+        return length, reason if ended else None
+
+
+EXTEND_TOKENS = {"cpu": 2048, "cuda": 8192}  # padded tokens of answers read at a time; each looks at a whole row
+
+
+class Playing(Sampling):
+    """One call of `play`: to the slots a turn is a completion of its own, so that nothing of the text before it can end
+    it; the row is parked between two turns.
+    """
+
+    def __init__(self, *args: Any, answer: Episodes, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.answer = answer
+        self.responses: dict[int, Response] = {}
+        self.limits: dict[int, int] = {}  # of the turns that are being decoded
+
+    def _limit(self, sample: int) -> int:
+        if sample not in self.limits:
+            self.limits[sample] = self.answer.limit(sample)
+            before = len(self.responses[sample].tokens) if sample in self.responses else 0
+            assert 1 <= self.limits[sample] <= min(self.settings.max_new_tokens, self.answer.columns - before)
+        return self.limits[sample]
+
+    def _take_out(self, ended: dict[int, Completion]) -> None:
+        """Park the rows whose turns have ended. Their last token is not in the cache: it is read with the answer."""
+        turns = {self.slots.sample[slot]: turn for slot, turn in ended.items()}
+        for sample, turn in turns.items():
+            self.responses.setdefault(sample, Response()).chose(turn)
+            del self.limits[sample]
+        cached: dict[int, int] = {}  # by slot
+        for slot in ended:
+            sample = self.slots.sample[slot]
+            prompt = self.requests[sample // self.group].prompt_tokens
+            cached[slot] = len(prompt) + len(self.responses[sample].tokens) - 1
+        self.slots.park(cached)
+        for sample, turn in turns.items():
+            self.answer.ended(sample, turn.tokens, turn.finish_reason)
+
+    def _resume(self) -> None:
+        """Read the answers that have come. Where nothing else can be decoded, wait for one."""
+        slots = self.slots
+        idle = not slots.live and not self._may_admit()
+        if not slots.parked or not (idle or self.engine.overlaps):
+            return
+        answered = self.answer.answers(wait=idle)
+        over = [sample for sample, tokens in answered if tokens is None]
+        slots.drop(over)
+        for sample in over:
+            self.done[sample] = self.responses.pop(sample).completion()
+        for batch in self._batches({sample: tokens for sample, tokens in answered if tokens is not None}):
+            check_stop()
+            before = [self.responses[sample].tokens[-1:] for sample in batch]
+            for sample, tokens in batch.items():
+                self.responses[sample].read(tokens)
+                self._limit(sample)  # there is room
+            samples, first = list(batch), [len(self.responses[sample].tokens) for sample in batch]
+            tokens = [last + answer for last, answer in zip(before, batch.values(), strict=True)]
+            slots.resume(samples, tokens, uniforms=self._uniforms(samples, after=first))
+        if len(over) < len(answered):
+            self._retire()
+
+    def _batches(self, answers: dict[int, list[int]]) -> Iterator[dict[int, list[int]]]:
+        limit = EXTEND_TOKENS[self.slots.device.type]
+        batch: dict[int, list[int]] = {}
+        for sample, tokens in answers.items():
+            longest = max(len(t) for t in [*batch.values(), tokens]) + 1
+            if batch and (len(batch) + 1) * longest > limit:
+                yield batch
+                batch = {}
+            batch[sample] = tokens
+        if batch:
+            yield batch

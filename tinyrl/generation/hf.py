@@ -1,14 +1,14 @@
 """The hf sampling engine: a left-padded batch through the library's own modules and cache.
 
 It is simple, so the other engines are tested against it. Prompts are prefilled once per group, rows are dropped as
-they finish, log-probabilities are recorded while decoding, and randomness is keyed (see rng.py), so the same request
-gives the same completion in any batch.
+they finish, log-probabilities are recorded while decoding, and randomness is keyed (token_sampling.py), so the same
+request gives the same completion in any batch.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import get_args
+from typing import Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from tinyrl.generation.engine import (
     HasRowLimit,
     Request,
     SampledRole,
+    SampleOptions,
     SamplingSettings,
     eos_token_ids,
     join,
@@ -29,14 +30,13 @@ from tinyrl.generation.engine import (
     sample_in_fewer_rows,
     split,
 )
-from tinyrl.generation.rng import inverse_cdf, uniforms
-from tinyrl.generation.token_sampling import stop_said_at, truncate
+from tinyrl.generation.token_sampling import inverse_cdf, stop_said_at, truncate, uniforms
 from tinyrl.models.batches import trunk_of
 from tinyrl.models.device import to_device
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.logprobs import head_of
-from tinyrl.models.lora_merge import adapted_parameter
-from tinyrl.models.memory import weight_bytes
+from tinyrl.models.lora import adapted_parameter
+from tinyrl.models.outline import weight_bytes
 from tinyrl.models.roles import Roles
 from tinyrl.runs.signals import check_stop
 
@@ -58,27 +58,14 @@ class HfEngine(HasRowLimit):
         self.eos = torch.tensor(sorted(eos_token_ids(roles, tokenizer)), dtype=torch.long, device=roles.device)
 
     def sample(
-        self,
-        requests: list[Request],
-        samples_per_request: int,
-        *,
-        seed: int,
-        step: int,
-        greedy: bool = False,
-        role: SampledRole = "policy",
+        self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
     ) -> list[list[Completion]]:
-        """`samples_per_request` completions for every request, in order.
-
-        Out of memory halves the number of rows decoded at a time and starts over: keyed randomness gives the same
-        samples again. Raises torch.OutOfMemoryError when a single row does not fit.
-        """
-
         def attempt(rows: int) -> list[list[Completion]]:
-            with self._acting(role) as model:
+            with self._acting(options.get("role", "policy")) as model:
                 parts = [
                     completions
                     for batch, group in split(requests, samples_per_request, max_rows=rows)
-                    for completions in _Decoding(self, model, batch, group, seed, step, greedy).run()
+                    for completions in _Decoding(self, model, batch, group, options).run()
                 ]
             return join(parts, samples_per_request)
 
@@ -120,15 +107,13 @@ class _Decoding:
         model: torch.nn.Module,
         requests: list[Request],
         group: int,
-        seed: int,
-        step: int,
-        greedy: bool,
+        options: SampleOptions,
     ) -> None:
-        self.engine, self.requests, self.group, self.greedy = engine, requests, group, greedy
+        self.engine, self.requests, self.group, self.greedy = engine, requests, group, options.get("greedy", False)
         self.trunk, self.head = trunk_of(model), head_of(model)
         self.device = engine.roles.device
         self.num_rows = len(requests) * group
-        keys, first = row_keys(requests, group, seed=seed, step=step)
+        keys, first = row_keys(requests, group, seed=options["seed"], step=options["step"])
         limits = torch.tensor([max_new_tokens(r, engine.settings) for r in requests]).repeat_interleave(group)
         self.width = int(limits.max())
         self.limits = to_device(limits, self.device)

@@ -1,13 +1,16 @@
-"""The choice of a sampling engine for a model, with its reason.
+"""The choice of a sampling engine for a model, with its reason, and what a call of it takes in memory.
 
 A server where one is named. Else the fused engine where its numbers agree with the model's own forward pass; else the
 library's modules with merged weights; else (a quantised or bfloat16 base, or no room for the copy) the library's
-modules with LoRA branches.
+modules with LoRA branches. Memory is counted before there are weights: the fused engine's own decoder runs on the meta
+device, a prefill and a token of every row at its last position; the library's modules are counted by formula, since
+their cache grows by copies.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -16,20 +19,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.config.sections import GenerationConfig
 from tinyrl.generation.decoder import Decoder
-from tinyrl.generation.engine import SamplingEngine, SamplingSettings
-from tinyrl.generation.fused import FusedEngine
+from tinyrl.generation.engine import LOOK_EVERY, Completion, SamplingEngine, SamplingSettings
+from tinyrl.generation.fused import PREFILL_TOKENS, WIDTH_BUCKET, FusedEngine, rows_that_fit
 from tinyrl.generation.hf import HfEngine, HfMergedEngine
 from tinyrl.generation.server import ServerEngine
 from tinyrl.generation.server_client import ServerClient
+from tinyrl.generation.slots import Slots
 from tinyrl.models.batches import trunk_of
-from tinyrl.models.device import free_bytes, resolve_dtype
+from tinyrl.models.device import HALVES, as_exact, free_bytes, in_float32, ordinary_ids, resolve_dtype
 from tinyrl.models.fused_trunk import reads_like_llama
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.logprobs import head_of
-from tinyrl.models.lora_merge import is_plain_lora
-from tinyrl.models.memory import bytes_by_role
+from tinyrl.models.lora import adapted_parameter, is_plain_lora
+from tinyrl.models.outline import META, AsOn, LiveBytes, bytes_by_role, weight_bytes
 from tinyrl.models.roles import Roles
-from tinyrl.models.rounding import HALVES, as_exact, in_float32, ordinary_ids
 from tinyrl.text import first_line, masked
 
 EngineName = Literal["auto", "fused", "hf-merged", "hf"]  # of this process
@@ -69,7 +72,6 @@ def engine_of(
 
 
 def sampling_dtype(config: GenerationConfig, roles: Roles) -> torch.dtype:
-    """Of `generation.dtype`; auto: that of the model."""
     return roles.dtype if config.dtype == "auto" else resolve_dtype(config.dtype, on_cpu=False)
 
 
@@ -252,3 +254,90 @@ def trial_logprobs(engine: FusedEngine) -> tuple[Tensor, Tensor, Tensor]:
     ours = torch.stack([decoder.head.logits(s) for s in states], 1).log_softmax(-1)
     engine.adopt(decoder)
     return ours, library, exact
+
+
+MATRICES_OF_LOGITS = 3  # alive at a time in the library's engine: logits, log-probabilities, probabilities
+
+
+class Unsampled(SamplingEngine):
+    exact = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def sample(self, *_: Any, **__: Any) -> list[list[Completion]]:
+        raise AssertionError("models without numbers do not sample")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is sampled at a time: rows wanted, of how many prompts, tokens of the longest, new tokens of a row."""
+
+    rows: int
+    prompts: int
+    prompt: int
+    new: int
+
+
+@dataclass(frozen=True)
+class SamplingBytes:
+    """rows: decoded at a time; fit: how many of such rows the cache may hold; bytes by part; in_graphs: of the states
+    of one token, which CUDA graphs keep.
+    """
+
+    rows: int
+    fit: int
+    parts: dict[str, int]
+    in_graphs: int = 0
+
+
+@torch.no_grad()
+def sampling_bytes(
+    roles: Roles,
+    config: GenerationConfig,
+    call: Call,
+    *,
+    engine: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    free: int,
+) -> SamplingBytes:
+    """Of one call of the engine on `device`, of which `free` bytes are free; `roles` have no numbers."""
+    if engine == "server":  # its memory is its own
+        return SamplingBytes(call.rows, call.rows, {})
+    if engine == "fused":
+        return _fused(roles, config, call, dtype=dtype, device=device, free=free)
+    layers = roles.adapted_layers(POLICY_ADAPTER) if engine == "hf-merged" else []
+    copy = weight_bytes(getattr(*adapted_parameter(layer)) for layer in layers)
+    text = roles.causal.config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    layer_cache = 2 * heads * size * roles.causal.dtype.itemsize * (call.prompt + call.new)  # of a row
+    cache = call.rows * layer_cache * (text.num_hidden_layers + 1)  # a layer's is there twice while it grows
+    logits = MATRICES_OF_LOGITS * call.rows * roles.head("policy").weight.shape[0] * 4
+    return SamplingBytes(call.rows, call.rows, {"sampling copy": copy, "cache": cache, "logits of sampling": logits})
+
+
+def _fused(
+    roles: Roles, config: GenerationConfig, call: Call, *, dtype: torch.dtype, device: torch.device, free: int
+) -> SamplingBytes:
+    columns = call.new + LOOK_EVERY[device.type] - 1
+    width = call.prompt + columns
+    width = -(-width // WIDTH_BUCKET) * WIDTH_BUCKET if device.type == "cuda" else width
+    settings = SamplingSettings(config.temperature, config.max_new_tokens, top_p=config.top_p, top_k=config.top_k)
+    with roles.acting("policy") as model, LiveBytes() as live, AsOn(device):
+        decoder = Decoder(model, dtype=dtype)
+        decoder.sync(roles.adapter_of("policy"))
+        copy = live.now
+        fit = rows_that_fit(decoder, width, free=max(0, free - copy))
+        rows = min(call.rows, fit)
+        slots = Slots(decoder, settings, capacity=rows, width=width, columns=columns, greedy=False, device=META)
+        cache = weight_bytes([slots.cache.entries])
+        prompts = min(rows, call.prompts, max(1, PREFILL_TOKENS[device.type] // call.prompt))
+        ids = torch.zeros(prompts, call.prompt, dtype=torch.long, device=META)
+        lengths = torch.full((prompts,), call.prompt, device=META)
+        decoder.prefill(ids, lengths, cache=slots.cache, rows=[range(1)])  # writing a row takes no memory
+        with LiveBytes() as token:
+            slots.advance(rows, width)
+    parts = {"sampling copy": copy, "cache": cache, "states of sampling": live.most - copy - cache}
+    return SamplingBytes(rows, fit, parts, in_graphs=token.most)

@@ -6,16 +6,22 @@
                3. one request a completion: token ids in, token ids and log-probabilities out
 
 Its numbers are those of other kernels and often another dtype, so `exact` is False: trainers score what it drew anew,
-and weigh the difference. A completion's seed is the key of its random numbers (rng.py), so that a server that honours
-seeds draws from the same noise after a resume; its batching still rounds differently.
+and weigh the difference. A completion's seed is the key of its random numbers (token_sampling.py), so that a server
+that honours seeds draws from the same noise after a resume; its batching still rounds differently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import secrets
+import shlex
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Unpack
 
 import numpy as np
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.errors import GuardStop, Interrupted
@@ -24,18 +30,97 @@ from tinyrl.generation.engine import (
     Completion,
     Request,
     SampledRole,
+    SampleOptions,
     SamplingEngine,
     SamplingSettings,
     eos_token_ids,
     max_new_tokens,
     row_keys,
 )
-from tinyrl.generation.rng import advanced
-from tinyrl.generation.server_adapters import LOAD, ServedAdapters
 from tinyrl.generation.server_client import ServerClient, ServerError
-from tinyrl.generation.server_command import serve_command
+from tinyrl.generation.token_sampling import advanced
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.roles import Roles
+from tinyrl.models.weights_io import save_adapter
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+class ServedAdapters:
+    """Which weights of each adapter the server has, and under which name. Folders are in `folder`, made at the first
+    load, under the system's one for temporary files (TMPDIR), and deleted in the end.
+    """
+
+    def __init__(self, server: ServerClient, roles: Roles) -> None:
+        self.server, self.roles = server, roles
+        self.loads = 0
+        self._run = secrets.token_hex(4)  # other runs may use the same server
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._served: dict[str, tuple[str, dict[str, Tensor]]] = {}
+
+    @property
+    def folder(self) -> Path:
+        if self._temporary is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="tinyrl-adapters-")
+        return Path(self._temporary.name)
+
+    def name_of(self, adapter: str) -> str | None:
+        """The name under which the server has an adapter's weights as they are now; None: it does not have them.
+
+        Numbers are compared, since not every optimizer says which tensors it has written to.
+        """
+        name, weights = self._served.get(adapter, (None, {}))
+        now = self.roles.adapter_parameters(adapter)
+        return name if name and all(torch.equal(now[n].detach().cpu(), kept) for n, kept in weights.items()) else None
+
+    def load(self, adapter: str) -> str:
+        """Give the server an adapter's weights as they are now, and take the version before from it; the new name.
+
+        Raises ServerError.
+        """
+        assert self.roles.peft is not None, "the configuration asks for LoRA"
+        self.loads += 1
+        name = f"tinyrl-{self._run}-{self.loads}"
+        save_adapter(self.roles.peft, adapter, self.folder / name)
+        self.server.post(LOAD, {"lora_name": name, "lora_path": str(self.folder / name)})
+        self._unload(adapter)
+        now = self.roles.adapter_parameters(adapter)
+        self._served[adapter] = (name, {n: p.detach().to("cpu", copy=True) for n, p in now.items()})
+        return name
+
+    def forget(self) -> None:
+        """The server was started anew and has none of them."""
+        self._served.clear()
+
+    def close(self) -> None:
+        for adapter in list(self._served):
+            self._unload(adapter)
+        if self._temporary is not None:
+            self._temporary.cleanup()
+            self._temporary = None
+
+    def _unload(self, adapter: str) -> None:
+        name, _ = self._served.pop(adapter, (None, {}))
+        if name is not None:
+            self.server.tell(UNLOAD, {"lora_name": name})  # started anew or away, it has no such adapter
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank allows
+DEFAULT_PORT = 8000
+
+
+def serve_command(roles: Roles, server: ServerClient, *, rank: int, longest: int) -> str:
+    """What starts a serving engine for a run: vLLM's command, for sequences of at most `longest` tokens."""
+    most = next((allowed for allowed in RANKS if allowed >= rank), rank)
+    several = " --max-loras 2" if roles.reference_adapter else ""  # sampled from at a time
+    where = f" --host {server.host}" + (f" --port {server.port}" if server.port != DEFAULT_PORT else "")
+    return (
+        f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {shlex.quote(str(roles.causal.name_or_path))} --enable-lora "
+        f"--max-lora-rank {most}{several} --logprobs-mode processed_logprobs "
+        f"--max-model-len {longest}{where}"
+    )
+
 
 MODELS, COMPLETIONS = "/v1/models", "/v1/completions"
 AT_A_TIME = 256  # requests under way where generation.max_rows says nothing else
@@ -63,7 +148,9 @@ class ServerEngine(SamplingEngine):
         self.eos = sorted(eos_token_ids(roles, tokenizer))
         self.vocabulary = len(roles.causal.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
         self.adapters = ServedAdapters(server, roles)
-        self.command = serve_command(roles, server, longest=longest)
+        assert roles.peft is not None, "the configuration asks for LoRA"
+        self.rank: int = roles.peft.peft_config[POLICY_ADAPTER].r  # pyright: ignore[reportAttributeAccessIssue]
+        self.command = serve_command(roles, server, rank=self.rank, longest=longest)
         self.first_gap: float | None = None  # of the base, then of the first policy if that is larger
         self._base, self._notes = "", list[str]()
 
@@ -100,13 +187,12 @@ class ServerEngine(SamplingEngine):
         return [
             f"{self.server.name} serves {base} ({root}); a token's log-probability differs from ours by {plain:.2g} "
             f"nats on average, under a test adapter, which moves it by {moved:.2g}, by {adapted:.2g}",
-            f"asked of it: the adapter of rank {self.command.rank} after every update, under a new name, which it "
+            f"asked of it: the adapter of rank {self.rank} after every update, under a new name, which it "
             f"reads from {self.adapters.folder}; {PROBED_PROMPTS} completions that are scored here too; then those of "
             f"the step, {self.max_rows or AT_A_TIME} at a time",
         ]
 
     def _served_base(self) -> tuple[str, str]:
-        """The base's name there, and what it was loaded from."""
         listed = checks.read_as(checks.Models, self.server.get(MODELS), server=self.server, path=MODELS)
         base = next((model for model in listed.data if not model.parent), None)
         if base is None:
@@ -142,14 +228,7 @@ class ServerEngine(SamplingEngine):
     # ---- sampling ----
 
     def sample(
-        self,
-        requests: list[Request],
-        samples_per_request: int,
-        *,
-        seed: int,
-        step: int,
-        greedy: bool = False,
-        role: SampledRole = "policy",
+        self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
     ) -> list[list[Completion]]:
         """`samples_per_request` completions for every request, in order; the role's weights go to the server first.
 
@@ -161,36 +240,31 @@ class ServerEngine(SamplingEngine):
             return []
         prompts = [r.prompt_tokens for r in requests]
         self.start(prompts)
-        keys, first = row_keys(requests, samples_per_request, seed=seed, step=step)
+        keys, first = row_keys(requests, samples_per_request, seed=options["seed"], step=options["step"])
         seeds = advanced(keys, first).view(np.int64).tolist()
         rows = [r for r in requests for _ in range(samples_per_request)]
 
         def attempt() -> list[Completion]:
-            name = self._synced(role, prompts[:PROBED_PROMPTS])
+            name = self._synced(options.get("role", "policy"), prompts[:PROBED_PROMPTS])
+            greedy = options.get("greedy", False)
             return self._drawn([self._body(name, r, s, greedy=greedy) for r, s in zip(rows, seeds, strict=True)])
 
         try:
-            flat = self._again_if_lost(attempt)
+            try:
+                flat = attempt()
+            except ServerError as error:
+                if error.status != LOST:
+                    raise
+                self.adapters.forget()  # the server was started anew, and does not know the adapter
+                flat = attempt()
         except ServerError as error:
             raise Interrupted(self._sentence(error)) from error
         return [flat[i : i + samples_per_request] for i in range(0, len(flat), samples_per_request)]
 
-    def _again_if_lost(self, attempt: Callable[[], list[Completion]]) -> list[Completion]:
-        """What an attempt gives; once more where the server, started anew, did not know the adapter."""
-        try:
-            return attempt()
-        except ServerError as error:
-            if error.status != LOST:
-                raise
-        self.adapters.forget()
-        return attempt()
-
     def close(self) -> None:
-        """Take the run's adapters from the server."""
         self.adapters.close()
 
     def _synced(self, role: SampledRole, prompts: list[list[int]]) -> str:
-        """The name under which the server has the role's weights as they are now."""
         adapter = self.roles.adapter_of(role)
         if adapter is None:
             return self._base
@@ -266,14 +340,13 @@ class ServerEngine(SamplingEngine):
         )
 
     def _sentence(self, error: ServerError) -> str:
-        """What went wrong and what to do."""
         said = str(error)
         if "No adapter found" in said:
             said += ": it cannot read the folder, which needs the same machine, user and path (TMPDIR says where)"
         elif error.status == LOST and LOAD in said:
             said += ": it takes no adapters, which VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora allow"
         elif "rank" in said and "max_lora_rank" in said:
-            said += f" (lora.r is {self.command.rank} here)"
+            said += f" (lora.r is {self.rank} here)"
         elif error.status == LOST and LOAD not in said:
             said += ": it does not know this run's adapter"
         return f"{said}. Start it with\n  {self.command}"

@@ -68,8 +68,6 @@ class Completions(_Part):
 
 
 class Detokenized(_Part):
-    """The answer of /detokenize."""
-
     prompt: str
 
 
@@ -138,7 +136,6 @@ def check_tokenizer(server: ServerClient, base: str, tokenizer: PreTrainedTokeni
 def _texts(
     server: ServerClient, base: str, tokenizer: PreTrainedTokenizerBase, tokens: list[int]
 ) -> tuple[str, str] | None:
-    """What tokens mean here and there; None where that is the same."""
     here = str(tokenizer.decode(tokens))
     there = server.post("/detokenize", {"model": base, "tokens": tokens})
     there = read_as(Detokenized, there, server=server, path="/detokenize").prompt
@@ -156,7 +153,6 @@ def rescored(
 
 
 def served(drawn: list[Completion]) -> Tensor:
-    """The server's log-probabilities (N,) of the same tokens."""
     return torch.tensor([logprob for c in drawn for logprob in c.logprobs])
 
 

@@ -58,11 +58,9 @@ class ServerClient:
         return f"the server at {shortened(masked(self.url))}"
 
     def get(self, path: str) -> Any:
-        """What is at a path. Raises ServerError."""
         return self._all("GET", path, [None], most=1)[0]
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The answer to one request. Raises ServerError."""
         return self._all("POST", path, [body], most=1)[0]
 
     def post_all(self, path: str, bodies: list[dict[str, Any]], *, most: int) -> list[Any]:
@@ -106,7 +104,6 @@ def _key() -> dict[str, str]:
 
 
 def _said(answer: Any) -> str:
-    """The message of a refusal, which is in one of several places."""
     if isinstance(answer, dict):
         inner = answer.get("error") if isinstance(answer.get("error"), dict) else answer
         return str(inner.get("message") or inner.get("detail") or answer)  # pyright: ignore[reportOptionalMemberAccess]

@@ -70,7 +70,6 @@ class Slots:
         return len(self.sample) + len(self.parked)
 
     def clear(self) -> None:
-        """No rows."""
         self.sample, self.parked, self.longest = [], {}, 0
 
     def enter(self, samples: list[list[int]], prompts: list[list[int]], *, uniforms: Tensor) -> None:
@@ -102,7 +101,6 @@ class Slots:
         self.position[rows], self.count[rows], self.uniforms[rows] = position, 0, to_device(uniforms, self.device)
 
     def _draw(self, logits: Tensor, rows: slice) -> None:
-        """Draw the next token of these rows, and record it."""
         column = self.count[rows].clamp(max=self.columns - 1).unsqueeze(-1)
         token, logprob = sample_tokens(
             logits,
@@ -143,7 +141,6 @@ class Slots:
         self._keep_positions()
 
     def drop(self, samples: Iterable[int]) -> None:
-        """Free the slots of parked samples."""
         for sample in samples:
             del self.parked[sample]
 
@@ -200,12 +197,10 @@ class Slots:
             self.position[slots] = cached
 
     def _copy(self, source: int, to: int, columns: int) -> None:
-        """Copy the first columns of a row of the cache."""
         entries = self.cache.entries
         entries[:, to, ..., :columns, :] = entries[:, source, ..., :columns, :]
 
     def _exchange(self, a: int, b: int, columns: int) -> None:
-        """Exchange the first columns of two rows of the cache."""
         entries = self.cache.entries[..., :columns, :]
         kept = entries[:, b].clone()
         entries[:, b] = entries[:, a]

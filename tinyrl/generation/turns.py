@@ -6,47 +6,115 @@
         3. what it says is appended to the tokens, read by the policy and never trained on
 
 Two ways lead to the same episodes. The plain one, for every engine, reads an episode from its beginning at each turn.
-An engine with a `play` of its own keeps the rows that wait, and reads the answers only. Both ask one `Episodes`.
+An engine with a `play` of its own keeps the rows that wait, and reads the answers only. Both ask one `Episodes`. A
+preview is played by a scripted engine (`Script`).
 """
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Unpack
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
+from tinyrl.config.schema import Config
+from tinyrl.data.readers import Row
 from tinyrl.environments import Reply, Transcript
+from tinyrl.environments.environment import Environment
 from tinyrl.environments.episode import Episode
-from tinyrl.generation.engine import Completion, FinishReason, Request, SampledRole, SamplingEngine
-from tinyrl.generation.game import Game
-from tinyrl.generation.rng import sample_keys
+from tinyrl.environments.scripted import NONSENSE, asking_turn
+from tinyrl.generation.engine import (
+    Completion,
+    FinishReason,
+    Request,
+    Response,
+    SampleOptions,
+    SamplingEngine,
+    eos_token_ids,
+)
+from tinyrl.generation.token_sampling import sample_keys
+from tinyrl.models.roles import Roles
 from tinyrl.runs.signals import check_stop
-from tinyrl.tasks.prompts import PreparedPrompt, columns_of
+from tinyrl.tasks import Task
+from tinyrl.tasks.observations import ObservationTokens
+from tinyrl.tasks.prompts import PreparedPrompt, columns_of, in_chat, token_ids
+from tinyrl.text import visible
+
+
+@dataclass(frozen=True)
+class Game:
+    """max_new_tokens: of the policy's own, over all turns; variables: what the chat template is asked with."""
+
+    environment: Environment
+    observations: ObservationTokens
+    tokenizer: PreTrainedTokenizerBase
+    max_new_tokens: int
+    variables: dict[str, Any]
+
+    @property
+    def columns(self) -> int:
+        """The most tokens of an episode, chosen and read."""
+        return self.max_new_tokens + (self.environment.max_turns - 1) * self.observations.most
+
+    def text(self, tokens: list[int]) -> str:
+        """What tokens say, special ones left out."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def openings(self, task: Task, rows: list[Row]) -> list[str | None]:
+        """What the environment says at the end of each row's prompt."""
+        names = dict.fromkeys(name for row in rows for name in row if name != "prompt")
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        return self.environment.openings([task.prompt(row) for row in rows], columns)
+
+
+def load_game(config: Config, task: Task, *, tokenizer: PreTrainedTokenizerBase, roles: Roles) -> Game | None:
+    """Start the configuration's environment, or the task's, and find out how its answers become tokens; None where
+    nothing answers. Raises ValueError where that cannot be done.
+    """
+    if not plays(config, task):
+        return None
+    environment = Environment(
+        config.environment,
+        task=task.name,
+        respond=task.respond,
+        use=task.environment,
+        stop=task.stop,
+        length=lambda text: len(token_ids(tokenizer, text)),
+    )
+    environment.start()
+    schemas = environment.schemas
+    chat = in_chat(tokenizer, config.task.chat)
+    if schemas and (not chat or "tools" not in str(tokenizer.chat_template)):
+        raise ValueError(
+            "environment.tools are shown to the model by its chat template, and this model "
+            f"{'has none that shows them' if chat else 'is prompted without one'}; describe them in the prompt and "
+            "answer with environment.use=FILE.py:FUNCTION"
+        )
+    variables = {**config.task.chat_template, **({"tools": schemas} if schemas else {})}
+    observations = ObservationTokens(
+        tokenizer,
+        chat=chat,
+        variables=variables,
+        eos=eos_token_ids(roles, tokenizer),
+        max_tokens=environment.max_observation_tokens,
+    )
+    return Game(environment, observations, tokenizer, config.generation.max_new_tokens, variables)
+
+
+def plays(config: Config, task: Task) -> bool:
+    """Whether an environment answers, the configuration's or the task's."""
+    named = config.environment.use is not None or bool(config.environment.tools)
+    return named or task.respond is not None or task.environment is not None
+
 
 Asked = tuple[list[int], list[Reply | None]]  # episodes that were asked about, and the replies
 POLL_S = 0.1
 SEED_BITS = 53  # of an episode's `seed`, which JSON's readers keep as they are
-
-
-@runtime_checkable
-class PlaysEpisodes(Protocol):
-    """An engine that goes on with rows where they are, instead of reading them again."""
-
-    def play(
-        self,
-        requests: list[Request],
-        samples_per_request: int,
-        *,
-        answer: Episodes,
-        seed: int,
-        step: int,
-        greedy: bool = False,
-        role: SampledRole = "policy",
-    ) -> list[list[Completion]]:
-        """Whole episodes, for every request in order; each turn's end is told to `answer`, which says what is next."""
-        ...
 
 
 def play(
@@ -56,19 +124,17 @@ def play(
     *,
     engine: SamplingEngine,
     game: Game,
-    seed: int,
-    step: int,
-    greedy: bool = False,
-    role: SampledRole = "policy",
+    **options: Unpack[SampleOptions],
 ) -> tuple[list[Completion], list[Episode]]:
     """`group_size` episodes for each request, in order, as completions (what was read is not `chosen`) and as episodes.
 
     Raises Interrupted once a stop was asked for, and what `engine.sample` raises.
     """
-    with Episodes(prompts, requests, group_size, game=game, seed=seed, step=step) as episodes:
-        options: dict[str, Any] = {"seed": seed, "step": step, "greedy": greedy, "role": role}
-        if isinstance(engine, PlaysEpisodes):
-            groups = engine.play(requests, group_size, answer=episodes, **options)
+    key = {"seed": options["seed"], "step": options["step"]}
+    with Episodes(prompts, requests, group_size, game=game, **key) as episodes:
+        play_on: Any = getattr(engine, "play", None)  # goes on with rows where they are, instead of reading them again
+        if play_on is not None:
+            groups = play_on(requests, group_size, answer=episodes, **options)
             completions = [completion for group in groups for completion in group]
         else:
             completions = _play_plainly(requests, group_size, engine=engine, episodes=episodes, options=options)
@@ -76,16 +142,16 @@ def play(
 
 
 def _play_plainly(
-    requests: list[Request], group_size: int, *, engine: SamplingEngine, episodes: Episodes, options: dict[str, Any]
+    requests: list[Request], group_size: int, *, engine: SamplingEngine, episodes: Episodes, options: SampleOptions
 ) -> list[Completion]:
     """Turn by turn: each episode that goes on is a request of its own, with all that was said so far as its prompt."""
     episodes.restart()
-    said: list[Completion] = [Completion([], [], "length", []) for _ in episodes.episodes]
+    said = [Response() for _ in episodes.episodes]
     turns = [completion for group in engine.sample(requests, group_size, **options) for completion in group]
     going = list(range(len(said)))
     while going:
         for sample, turn in zip(going, turns, strict=True):
-            said[sample] = _longer(said[sample], turn.tokens, turn.logprobs, chosen=True, reason=turn.finish_reason)
+            said[sample].chose(turn)
             episodes.ended(sample, turn.tokens, turn.finish_reason)
         answered: dict[int, list[int] | None] = {}
         while len(answered) < len(going):
@@ -93,8 +159,8 @@ def _play_plainly(
         going = [sample for sample in going if answered[sample] is not None]
         following = []
         for sample in going:
-            read = answered[sample] or []
-            so_far = said[sample] = _longer(said[sample], read, [0.0] * len(read), chosen=False)
+            so_far = said[sample]
+            so_far.read(answered[sample] or [])
             first = requests[sample // group_size]
             following.append(
                 Request(
@@ -106,27 +172,7 @@ def _play_plainly(
                 )
             )
         turns = [group[0] for group in engine.sample(following, 1, **options)] if following else []
-    return said
-
-
-def _awaited(call: Future[Asked]) -> Asked:
-    """What a call gives; while it takes its time, a stop is looked for."""
-    while not call.done():
-        check_stop()
-        wait_for([call], timeout=POLL_S)
-    return call.result()
-
-
-def _longer(
-    said: Completion, tokens: list[int], logprobs: list[float], *, chosen: bool, reason: FinishReason | None = None
-) -> Completion:
-    assert said.chosen is not None
-    return Completion(
-        said.tokens + tokens,
-        said.logprobs + logprobs,
-        reason or said.finish_reason,
-        said.chosen + [chosen] * len(tokens),
-    )
+    return [response.completion() for response in said]
 
 
 class Episodes:
@@ -192,7 +238,7 @@ class Episodes:
         episode.finish_reason = finish_reason
         episode.ended_at = tokens[-1] if finish_reason == "eos" else None
         if finish_reason == "length":
-            self._end(sample)
+            self._ready.append((sample, None))
         else:
             self._waiting.append(sample)
 
@@ -204,7 +250,10 @@ class Episodes:
         while True:
             if self._call is not None and (self._call.done() or (wait and not self._ready)):
                 call, self._call = self._call, None
-                asked, replies = _awaited(call)
+                while not call.done():
+                    check_stop()
+                    wait_for([call], timeout=POLL_S)
+                asked, replies = call.result()
                 for sample, reply in zip(asked, replies, strict=True):
                     self._answered(sample, reply)
             if self._call is None and self._waiting:
@@ -245,7 +294,7 @@ class Episodes:
         episode, game = self.episodes[sample], self.game
         if reply is None:  # the environment has nothing more to say, or has failed
             episode.over = True
-            self._end(sample)
+            self._ready.append((sample, None))
             return
         episode.turn_rewards[-1] += reply.reward
         episode.invalid += reply.invalid
@@ -256,12 +305,93 @@ class Episodes:
             episode.over = reply.done
             if not reply.done:
                 episode.finish_reason = "turns" if last else "length"
-            self._end(sample)
+            self._ready.append((sample, None))
             return
         observed = game.observations(reply.text, ended_at=episode.ended_at)
         episode.transcript.append({"role": "tool", "content": observed.text})
         episode.num_tokens += len(observed.tokens)
         self._ready.append((sample, observed.tokens))
 
-    def _end(self, sample: int) -> None:
-        self._ready.append((sample, None))
+
+SHOWN_TOKENS = 64  # of each side, each time
+
+
+def episode_notes(game: Game) -> list[str]:
+    notes, observations = [f"environment {game.environment.describe()}"], game.observations
+    if observations.chat and observations.role != "tool":
+        role = observations.role
+        notes.append(f"the chat template has no role tool: what the environment answers is a message of role {role}")
+    if observations.strips_thinking:
+        notes.append("the chat template leaves out what earlier turns thought; here it stays, as it was sampled")
+    return notes
+
+
+def show_episode(game: Game, prompt: PreparedPrompt, task: Task, *, stop: list[str]) -> list[str]:
+    """Play an episode of this prompt with scripted turns, and show it as lines. `stop`: what ends a turn beside EOS."""
+    turns, tokenizer = scripted_turns(game, prompt, task), game.tokenizer
+    script = Script([_turn(text, game.observations, stop) for text in turns], most=game.max_new_tokens)
+    request, begun = Request(prompt_tokens=prompt.tokens, prompt_row=prompt.index), time.perf_counter()
+    [completion], [episode] = play([prompt], [request], 1, engine=script, game=game, seed=0, step=0)
+    seconds = time.perf_counter() - begun
+    asked = len(episode.turn_ends) - (completion.finish_reason == "length")
+    assert completion.chosen is not None
+    lines = ["episode of scripted turns (what the policy only reads is in brackets):"]
+    at = 0
+    for chosen, run in groupby(completion.chosen):
+        tokens = completion.tokens[at : (at := at + len(list(run)))]
+        shown = " ".join(f"{visible(str(tokenizer.decode([t])))!r}:{t}" for t in tokens[:SHOWN_TOKENS])
+        shown += " ..." if len(tokens) > SHOWN_TOKENS else ""
+        lines.append(f"  policy       {shown}" if chosen else f"  environment  [{shown}]")
+    each = f", {seconds * 1e3 / asked:.1f} ms a call" if asked else ""
+    lines.append(
+        f"  {sum(completion.chosen)} of {len(completion.tokens)} tokens count; the environment was asked "
+        f"{asked} time{'s' * (asked != 1)}{each}; the episode ended: {completion.finish_reason}"
+    )
+    if episode.reward:
+        lines.append(f"  the environment gave a reward of {episode.reward:.4g}")
+    if episode.failure is not None:
+        lines.append(f"warning: the environment gave no answer: {visible(episode.failure)}")
+    elif episode.invalid:
+        lines.append("warning: the environment calls a scripted turn invalid")
+    return lines
+
+
+def scripted_turns(game: Game, prompt: PreparedPrompt, task: Task) -> list[str]:
+    """A turn that asks (nonsense, where none is known), and one that answers: the gold answer, or nonsense again."""
+    question = prompt.row.get("question")
+    if not isinstance(question, str):
+        question = prompt.prompt if isinstance(prompt.prompt, str) else prompt.prompt[-1]["content"]
+    environment = game.environment
+    asks = asking_turn(environment.built_in, environment.schemas, question)
+    if task.asking_turn is not None and environment.built_in is None and not environment.workers:  # the task's own
+        asks = task.asking_turn(prompt.row)
+    return [asks or NONSENSE.split()[0], task.gold(prompt.row) or NONSENSE]
+
+
+class Script(SamplingEngine):
+    """A sampling engine that says what it was told to, turn after turn, the last one again and again."""
+
+    name, exact = "script", True
+
+    def __init__(self, turns: list[Completion], *, most: int) -> None:
+        self._turns, self._most, self._said = turns, most, 0
+
+    def sample(
+        self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
+    ) -> list[list[Completion]]:
+        """The next turn, cut where the request says so, for the one sample of the one request."""
+        [request] = requests
+        assert samples_per_request == 1
+        turn, most = self._turns[min(self._said, len(self._turns) - 1)], request.max_new_tokens or self._most
+        self._said += 1
+        cut = len(turn.tokens) > most
+        return [[Completion(turn.tokens[:most], turn.logprobs[:most], "length" if cut else turn.finish_reason)]]
+
+
+def _turn(text: str, observations: ObservationTokens, stop: list[str]) -> Completion:
+    """A turn as sampling would have ended it: at a stop string, or with EOS."""
+    tokens, ends = token_ids(observations.tokenizer, text), sorted(observations.eos)
+    if ends and not text.endswith(tuple(stop)):
+        tokens.append(observations.end if observations.end in ends else ends[0])
+        return Completion(tokens, [0.0] * len(tokens), "eos")
+    return Completion(tokens, [0.0] * len(tokens), "stop")

@@ -18,10 +18,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from tinyrl.models.device import to_device
+from tinyrl.models.device import as_exact, in_float32, ordinary_ids, to_device
 from tinyrl.models.fused_trunk import can_fuse_now, could_fuse, fused_states
 from tinyrl.models.packing import CannotPack, Packing, attending, pack
-from tinyrl.models.rounding import as_exact, in_float32, ordinary_ids
 
 Masks = Sequence[Sequence[bool]] | None  # of each row's response: which tokens are listed
 
@@ -168,7 +167,6 @@ def all_states(trunk: nn.Module, batch: SequenceBatch) -> Tensor:
 
 
 def library_states(trunk: nn.Module, batch: SequenceBatch) -> Tensor:
-    """The same by the library's modules."""
     with attending(trunk, batch.packing):
         output = trunk(
             input_ids=batch.input_ids,

@@ -1,20 +1,233 @@
-"""The packed pass of Llama-like decoders (Llama, Qwen2, Qwen3 and their like) through the layers of fused_layers.py.
+"""The packed pass of Llama-like decoders (Llama, Qwen2, Qwen3), with derivatives by hand: fewer passes over memory.
 
-The library's modules stay as they are: their weights and adapters are read from them at every call. What this does not
-know (recomputed layers, dropout, another dtype, adapters that are more than W + B A) is left to the library.
+Layer by layer the library keeps a dozen tensors as wide as the feed-forward block and reads each several times; LoRA's
+branch alone costs two more passes over every output. Here branch and residual are added up inside the products, norms
+are computed again in backward, and float32 weights and adapters are read where they are, at every call. Tokens are
+flat: x (N, H). What this does not know (recomputed layers, dropout, another dtype, adapters that are more than W + B A)
+is left to the library.
+
+A linear layer is four tensors in a row: weight (out, in), bias, lora_A (r, in), lora_B (out, r), the last three None
+where it has none. It computes W h + b + scale B A h (LoRA, 2106.09685, Eq. 3).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import silu
 
-from tinyrl.models.fused_layers import EACH, AfterAttention, Normed, NormedProducts, Rotated
-from tinyrl.models.lora_merge import is_plain_lora
+from tinyrl.models.lora import is_plain_lora
 from tinyrl.models.packing import Packing, attend
+
+EACH = 4  # tensors of a linear layer
+Tensors = Sequence[Tensor | None]
+
+
+def products(h: Tensor, layers: Tensors, scales: Sequence[float]) -> tuple[list[Tensor], Tensor | None]:
+    """What each layer makes of h (N, in), and A h of all of them (N, sum of ranks)."""
+    down = _joined_a(layers)
+    low = None if down is None else h @ down.t()
+    parts = _by_layer(low, layers)
+    outputs = []
+    for (weight, bias, _, b), part, scale in zip(_each(layers), parts, scales, strict=True):
+        assert weight is not None
+        out = torch.mm(h, weight.t()) if bias is None else torch.addmm(bias, h, weight.t())
+        if part is not None and b is not None:
+            out.addmm_(part, b.t(), alpha=scale)
+        outputs.append(out)
+    return outputs, low
+
+
+def products_backward(
+    grads: Sequence[Tensor],
+    h: Tensor,
+    low: Tensor | None,
+    *,
+    layers: Tensors,
+    scales: Sequence[float],
+    needed: Sequence[bool],
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The gradient of h from those of the outputs, and of each tensor of the layers that is `needed`."""
+    d_low = None if low is None else torch.empty_like(low)
+    parts, d_parts = _by_layer(low, layers), _by_layer(d_low, layers)
+    found: list[Tensor | None] = []
+    dh: Tensor | None = None
+    for i, ((weight, bias, _, b), grad, scale) in enumerate(zip(_each(layers), grads, scales, strict=True)):
+        assert weight is not None
+        needs_weight, needs_bias, _, needs_b = needed[EACH * i : EACH * (i + 1)]
+        dh = torch.mm(grad, weight) if dh is None else dh.addmm_(grad, weight)
+        dw = grad.t() @ h if needs_weight else None
+        db = None
+        if b is not None:
+            part, d_part = parts[i], d_parts[i]
+            assert part is not None
+            torch.mm(grad, b, out=d_part).mul_(scale)
+            db = torch.mm(part.t(), grad).mul_(scale).t() if needs_b else None
+        found += [dw, grad.sum(0) if bias is not None and needs_bias else None, None, db]
+    assert dh is not None
+    down = _joined_a(layers)
+    if d_low is not None and down is not None:
+        dh.addmm_(d_low, down)
+        if any(needed[2::EACH]):
+            found[2::EACH] = _by_layer(d_low.t() @ h, layers, dim=0)
+    return dh, found
+
+
+def _each(layers: Tensors) -> list[Tensors]:
+    return [layers[i : i + EACH] for i in range(0, len(layers), EACH)]
+
+
+def _by_layer(joined: Tensor | None, layers: Tensors, *, dim: int = 1) -> list[Tensor | None]:
+    """The part of each layer along `dim`, as long as its rank; None where it has no branch."""
+    if joined is None:
+        return [None] * (len(layers) // EACH)
+    parts = iter(joined.split([len(a) for a in layers[2::EACH] if a is not None], dim))
+    return [None if a is None else next(parts) for a in layers[2::EACH]]
+
+
+def _joined_a(layers: Tensors) -> Tensor | None:
+    matrices = [a for a in layers[2::EACH] if a is not None]
+    if not matrices:
+        return None
+    return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMS norm over the last dimension (1910.07467, Eq. 4): w x r, and r = 1 / rms, (..., 1)."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    r = norm.mul_(norm).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    return (x * r).mul_(weight), r
+
+
+def normed_backward(
+    dh: Tensor, x: Tensor, r: Tensor, weight: Tensor, *, needs_weight: bool, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x and of the weight (where needed) from that of w x r, which is overwritten. `beside`: what else
+    there is of the gradient of x.
+
+        dx = r w dh - x r^3 (w dh . x) / H
+    """
+    dw = torch.mul(x, r).mul_(dh).flatten(0, -2).sum(0) if needs_weight else None
+    dh.mul_(weight)
+    along = torch.linalg.vecdot(dh, x).unsqueeze(-1).mul_(r**3).mul_(-1 / x.shape[-1])
+    dx = dh.mul_(r) if beside is None else torch.addcmul(beside, dh, r)
+    return dx.addcmul_(x, along), dw
+
+
+class NormedProducts(torch.autograd.Function):
+    """Linear layers of the RMS norm of x: apply(x, norm weight, eps, scales, *layers) -> one (N, out) for each."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float, scales: Sequence[float], *layers: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        h, r = normed(x, weight, eps)
+        outputs, low = products(h, layers, scales)
+        ctx.save_for_backward(x, r, weight, low, *layers)
+        ctx.scales = scales
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, r, weight, low, *layers = ctx.saved_tensors
+        needs_x, needs_weight, _, _, *needed = ctx.needs_input_grad
+        h = torch.mul(x, r).mul_(weight)
+        dh, found = products_backward(grads, h, low, layers=layers, scales=ctx.scales, needed=needed)
+        dx = dw = None
+        if needs_x or needs_weight:
+            dx, dw = normed_backward(dh, x, r, weight, needs_weight=needs_weight)
+        return dx, dw, None, None, *found
+
+
+class Normed(torch.autograd.Function):
+    """RMS norm: apply(x, weight, eps), over the last dimension of (N, heads, d) as well."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float):  # pyright: ignore[reportIncompatibleMethodOverride]
+        h, r = normed(x, weight, eps)
+        ctx.save_for_backward(x, r, weight)
+        return h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dh: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, r, weight = ctx.saved_tensors
+        return *normed_backward(dh.clone(), x, r, weight, needs_weight=ctx.needs_input_grad[1]), None
+
+
+class Rotated(torch.autograd.Function):
+    """Rotary positions (RoPE, 2104.09864, Eq. 34), by halves: apply(x (N, heads, d), cos, sin), the two (N, 1, d) with
+    the first half of sin negated. Backward turns the other way.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(cos, sin)
+        return turned(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        cos, sin = ctx.saved_tensors
+        return turned(grad, cos, sin.roll(sin.shape[-1] // 2, -1)), None, None
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x cos + (x with its halves exchanged) sin."""
+    half = x.shape[-1] // 2
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half])
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return out
+
+
+class AfterAttention(torch.autograd.Function):
+    """The rest of a layer: apply(x, attended, norm weight, eps, scales, *layers) -> y (N, H), with
+
+        z = x + out(attended)        y = z + down(silu(gate(h)) * up(h)),  h = RMS norm of z
+
+    layers: out, gate, up, down.
+    """
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx, x: Tensor, attended: Tensor, weight: Tensor, eps: float, scales: Sequence[float], *layers: Tensor | None
+    ):
+        (z,), low_out = products(attended, layers[:EACH], scales[:1])
+        z.add_(x)
+        h, r = normed(z, weight, eps)
+        (gate, up), low = products(h, layers[EACH:-EACH], scales[1:3])
+        (y,), low_down = products(silu(gate).mul_(up), layers[-EACH:], scales[3:])
+        ctx.save_for_backward(attended, z, r, weight, gate, up, low_out, low, low_down, *layers)
+        ctx.scales = scales
+        return y.add_(z)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        attended, z, r, weight, gate, up, low_out, low, low_down, *layers = ctx.saved_tensors
+        _, _, needs_weight, _, _, *needed = ctx.needs_input_grad
+        scales = ctx.scales
+        active = silu(gate)
+        dm, of_down = products_backward(
+            [dy], active * up, low_down, layers=layers[-EACH:], scales=scales[3:], needed=needed[-EACH:]
+        )
+        d_up = active.mul_(dm)
+        d_gate = torch.ops.aten.silu_backward(dm.mul_(up), gate)
+        h = torch.mul(z, r).mul_(weight)
+        dh, of_mlp = products_backward(
+            [d_gate, d_up], h, low, layers=layers[EACH:-EACH], scales=scales[1:3], needed=needed[EACH:-EACH]
+        )
+        dz, dw = normed_backward(dh, z, r, weight, needs_weight=needs_weight, beside=dy)
+        d_attended, of_out = products_backward(
+            [dz], attended, low_out, layers=layers[:EACH], scales=scales[:1], needed=needed[:EACH]
+        )
+        return dz, d_attended, dw, None, None, *of_out, *of_mlp, *of_down
+
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ACTIVATIONS = ("silu", "swish")  # two names of one function
@@ -102,7 +315,7 @@ def fused_states(trunk: Any, ids: Tensor, positions: Tensor, packing: Packing) -
 
 
 def _tensors(layer: Any) -> tuple[list[Tensor | None], list[float], list[Tensor | None], list[float]]:
-    """Tensors and LoRA's scales, as fused_layers.py takes them: of q, k and v, and of the other projections."""
+    """Tensors and LoRA's scales, as the layers take them: of q, k and v, and of the other projections."""
     tensors: list[Tensor | None] = []
     scales: list[float] = []
     for module in _projections(layer):

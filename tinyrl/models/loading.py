@@ -23,7 +23,7 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.pytorch_utils import Conv1D
 
-from tinyrl.models.adapter_files import (
+from tinyrl.models.lora import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     check_folder_adapter,

@@ -44,7 +44,6 @@ class RowSizes:
 
     @classmethod
     def alone(cls, lengths: Sequence[int], *, packed: bool) -> RowSizes:
-        """Of rows that share nothing."""
         return cls([0] * len(lengths), lengths, range(len(lengths)), packed)
 
     def __len__(self) -> int:
@@ -52,7 +51,6 @@ class RowSizes:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each row by itself."""
         return [p + r for p, r in zip(self.prompts, self.responses, strict=True)]
 
     def cost(self, rows: Sequence[int]) -> int:
@@ -141,7 +139,6 @@ class StepRows:
     minibatch: int
 
     def pairs(self, rows: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-        """Every (prompt, response) of these rows."""
         return [pair for row in rows for pair in self.sequences[row]]
 
     def fullest(self, max_tokens: int) -> StepRows:
@@ -182,7 +179,6 @@ class Work:
     rows: Sequence[int] | None = None
 
     def plan(self, max_tokens: int) -> list[list[int]]:
-        """The micro-batches of this pass."""
         return self.sizes.plan(range(len(self.sizes)) if self.rows is None else self.rows, max_tokens=max_tokens)
 
 
@@ -194,11 +190,7 @@ class MicroBatches:
     will keep it again, the second time this halves, too.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        tokens: Literal["auto"] | int = "auto",
-    ) -> None:
+    def __init__(self, device: torch.device, tokens: Literal["auto"] | int = "auto") -> None:
         self.device = device
         self.tokens = _TOKENS.get(device.type, _TOKENS_ELSEWHERE) if tokens == "auto" else tokens
         self.by_memory = tokens == "auto" and device.type not in _TOKENS  # a plan of the run's memory says how many
@@ -231,12 +223,7 @@ class MicroBatches:
                 torch.cuda.empty_cache()
 
     def _halve(
-        self,
-        passes: Sequence[Work],
-        plans: list[list[list[int]]],
-        error: torch.OutOfMemoryError,
-        *,
-        may_stay: bool,
+        self, passes: Sequence[Work], plans: list[list[list[int]]], error: torch.OutOfMemoryError, *, may_stay: bool
     ) -> None:
         """may_stay: whether a row may be tried again where it is alone already."""
         budgets = [work.sizes.smaller(plan) for work, plan in zip(passes, plans, strict=True)]

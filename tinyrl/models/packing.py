@@ -56,7 +56,6 @@ class Packing:
 
     @property
     def sizes(self) -> list[int]:
-        """Slots of each block."""
         return [block.num_rows * block.width for block in self.blocks]
 
     def mask(self, index: int, dtype: torch.dtype) -> Tensor:

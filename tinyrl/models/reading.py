@@ -61,18 +61,12 @@ def said(error: Exception, *, about: str = "") -> str:
     """What an error says in one line; where it was not written for people, after its kind and the file it is about."""
     first = first_line(error).rstrip()
     if first.endswith(":"):  # it only announces
-        first = (
-            last_line(error) if first.startswith("Error(s) in loading") else shortened(joined(error), ERROR_CHARACTERS)
-        )
+        all_lines = shortened(" ".join(str(error).split()), ERROR_CHARACTERS)
+        first = last_line(error) if first.startswith("Error(s) in loading") else all_lines
     if isinstance(error, ValueError | OSError | ImportError) or type(error) is RuntimeError:
         return first
     kind = f"{type(error).__name__}: " if type(error).__module__ == "builtins" and type(error) is not Exception else ""
     return f"{about}: {kind}{first}" if about else f"{kind}{first}"
-
-
-def joined(error: Exception) -> str:
-    """All lines of an error in one."""
-    return " ".join(str(error).split())
 
 
 def damage_in(folder: Path, files: tuple[str, ...]) -> str | None:

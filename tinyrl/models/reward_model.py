@@ -22,21 +22,27 @@ from transformers import (
 )
 
 from tinyrl.distributed import ALONE, World
-from tinyrl.models.adapter_files import (
+from tinyrl.models.batches import last_states, make_batch, trunk_of
+from tinyrl.models.loading import FULL_REPORT, load_tokenizer, local_folder, resolve_model_path
+from tinyrl.models.logprobs import ValueHead
+from tinyrl.models.lora import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     check_folder_adapter,
     load_adapter_weights,
     read_lora_config,
 )
-from tinyrl.models.batches import last_states, make_batch, trunk_of
-from tinyrl.models.loading import FULL_REPORT, load_tokenizer, local_folder, resolve_model_path
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.reading import MODEL_FILES, reading
 from tinyrl.models.roles import Roles
-from tinyrl.models.value_head import ValueHead
-from tinyrl.models.vocabulary import check_vocabulary, embedding_rows
-from tinyrl.models.weight_checks import NoHead, check_classifier, check_size, few_tokens
+from tinyrl.models.weight_checks import (
+    NoHead,
+    check_classifier,
+    check_size,
+    check_vocabulary,
+    embedding_rows,
+    few_tokens,
+)
 from tinyrl.models.weights_io import load_head
 
 SCORE_HEAD = "score_head.safetensors"
@@ -96,7 +102,6 @@ def positions_of(config: Any) -> int:
 
 
 def classifier_room(config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many tokens of a text a classification model reads."""
     return min(positions_of(config), int(tokenizer.model_max_length))
 
 
@@ -141,7 +146,6 @@ def load_classifier(path: str, *, dtype: torch.dtype, trust_remote_code: bool = 
 def load_reward_model(
     path: str, *, dtype: torch.dtype, label: int | str | None, device: torch.device, trust_remote_code: bool = False
 ) -> SequenceRewardModel:
-    """The classification model at `path` with its own tokenizer."""
     model = load_classifier(path, dtype=dtype, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code, needs_eos=False)
     check_vocabulary(tokenizer, model, path=path)

@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tinyrl.models.adapter_files import ADAPTER_FILE, load_adapter_weights, read_finite, read_tensors
 from tinyrl.models.batches import trunk_of
 from tinyrl.models.loading import POLICY_ADAPTER
+from tinyrl.models.logprobs import ValueHead
+from tinyrl.models.lora import ADAPTER_FILE, load_adapter_weights, read_finite, read_tensors
 from tinyrl.models.reading import reading
 from tinyrl.models.roles import Roles
-from tinyrl.models.value_head import ValueHead
 
 MODEL, VALUE_HEAD = "model.safetensors", "value_head.safetensors"
 
@@ -46,7 +46,6 @@ def save_roles(roles: Roles, folder: Path, *, tokenizer: PreTrainedTokenizerBase
 
 
 def load_roles(roles: Roles, folder: Path) -> None:
-    """Put back what `save_roles` wrote."""
     load_policy(roles, folder)
     if roles.peft is not None and roles.reference_adapter is not None:
         load_adapter_weights(roles.peft, roles.reference_adapter, folder / "reference" / ADAPTER_FILE)

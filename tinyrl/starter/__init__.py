@@ -1,5 +1,10 @@
-"""The embedded models: a small language model, a small reward model, a model that looks up, and their text."""
+"""The embedded models (a language model, a reward model, one that looks up), and the splits of their text.
 
+A split is a hash of the prompt itself, so no prompt is in two: pre-training, training, the held-out rows that settings
+were chosen on ("dev") and those that results are reported on ("eval") never share one, whatever seed drew them.
+"""
+
+import hashlib
 from pathlib import Path
 
 EMBEDDED = {"starter": "model", "starter-reward": "reward_model", "lookup": "lookup_model"}
@@ -8,3 +13,21 @@ EMBEDDED = {"starter": "model", "starter-reward": "reward_model", "lookup": "loo
 def starter_path(name: str) -> Path | None:
     """The folder of the embedded model called `name` (starter, starter-reward, lookup); None for every other name."""
     return Path(__file__).parent / EMBEDDED[name] if name in EMBEDDED else None
+
+
+SPLITS = ("pretrain", "train", "dev", "eval")
+_SHARES = {"pretrain": 50, "train": 20, "dev": 5, "eval": 25}  # per cent
+
+
+def split_of(prompt: str) -> str:
+    point = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:8]) % 100
+    for split, share in _SHARES.items():
+        if point < share:
+            return split
+        point -= share
+    raise AssertionError("the shares sum to 100")
+
+
+def check_split(split: str) -> None:
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r} does not exist; the starter text has {', '.join(SPLITS)}")

@@ -12,8 +12,8 @@ import hashlib
 import random
 from dataclasses import dataclass
 
+from tinyrl.starter import check_split, split_of
 from tinyrl.starter.reviews import words
-from tinyrl.starter.splits import check_split, split_of
 
 NAMES = words(
     "Ada Amy Ann Ben Bob Cal Cleo Dan Dora Dov Earl Elsa Emil Eva Finn Flo Fred Gail Gene Greta Gus Hal Hana Hugo Ida "
@@ -53,7 +53,6 @@ class Question:
 
     @property
     def keys(self) -> list[str]:
-        """What has to be looked up, in order."""
         return [self.relation, self.attribute] if self.relation else [self.attribute]
 
 
@@ -74,7 +73,6 @@ def draw_question(rng: random.Random) -> Question:
 
 
 def right_answer(world: str, question: Question) -> str:
-    """What looking everything up gives."""
     found = " ".join(question.person)
     for key in question.keys:
         known = fact(world, *_person(found), key)

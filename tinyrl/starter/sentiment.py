@@ -21,7 +21,6 @@ KINDS = {"reviews": review_rows, "labelled": labelled_reviews, "pairs": label_pa
 
 
 def write(out: Path) -> list[Path]:
-    """Write the six files; returns them."""
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for name, rows_of in KINDS.items():

@@ -10,7 +10,7 @@ import functools
 import random
 import string
 
-from tinyrl.starter.splits import check_split, split_of
+from tinyrl.starter import check_split, split_of
 
 NUM_LETTERS = 8
 CONFUSED_PAIRS = ("bc", "gh", "ij", "kl", "mn", "pq", "uv", "xy")

@@ -7,11 +7,10 @@ Row i is a function of (seed, i) alone, so a longer corpus begins with the short
 import random
 import string
 
-from tinyrl.starter.grammar import unparsable_share
+from tinyrl.starter import split_of
 from tinyrl.starter.lookup import draw_question, written_episode
-from tinyrl.starter.reviews import HELD_OUT, TRAINING, Lexicon, Review, openings, write_review
+from tinyrl.starter.reviews import HELD_OUT, TRAINING, Lexicon, Review, openings, unparsable_share, write_review
 from tinyrl.starter.sorting import NUM_LETTERS, sort_completion, sort_prompt, written_answer
-from tinyrl.starter.splits import split_of
 
 SORT_SHARE = 0.5  # of the language model's rows
 BROKEN_SHARE = 0.2  # of the reward model's pairs reject the chosen review's own broken text

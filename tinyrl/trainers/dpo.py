@@ -34,7 +34,7 @@ from tinyrl.data.shapes import preference
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.build import reference_of
 from tinyrl.models.micro_batches import RowSizes, StepRows
-from tinyrl.models.vocabulary import check_ids
+from tinyrl.models.weight_checks import check_ids
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import render_answer
 from tinyrl.text import number, shortened, visible

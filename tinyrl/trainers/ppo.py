@@ -56,7 +56,7 @@ from tinyrl.data.readers import Row
 from tinyrl.data.rows import batch_indices, fingerprint, placed_rows
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.roles import Role, Roles
-from tinyrl.models.vocabulary import check_ids
+from tinyrl.models.weight_checks import check_ids
 from tinyrl.rollout import Rollout
 from tinyrl.runs.signals import watched
 from tinyrl.trainers.on_policy import OnPolicyTrainer, steer_entropy

@@ -38,7 +38,7 @@ from tinyrl.models.batches import SequenceBatch, trunk_of
 from tinyrl.models.micro_batches import RowSizes, StepRows
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_room
 from tinyrl.models.roles import Role, Roles
-from tinyrl.models.vocabulary import check_ids
+from tinyrl.models.weight_checks import check_ids
 from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, judged_tokens
 from tinyrl.runs.signals import watched
 from tinyrl.text import number

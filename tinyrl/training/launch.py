@@ -20,8 +20,7 @@ from tinyrl.config.schema import Config
 from tinyrl.distributed import World
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
 from tinyrl.models.device import as_out_of_memory, peak_memory_gb
-from tinyrl.models.known_shapes import SHAPES, stand_in
-from tinyrl.models.memory import checkpoint_bytes
+from tinyrl.models.outline import SHAPES, checkpoint_bytes, stand_in
 from tinyrl.report import write_report
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.progress import Display, tell

@@ -17,16 +17,13 @@ import torch
 from torch import nn
 
 from tinyrl.components import SamplingParts
-from tinyrl.generation.planned import Call, SamplingBytes, sampling_bytes
-from tinyrl.generation.select import sampling_dtype
+from tinyrl.generation.select import Call, SamplingBytes, sampling_bytes, sampling_dtype
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.device import KEPT_BYTES
-from tinyrl.models.live_bytes import AsOn, LiveBytes
 from tinyrl.models.loading import saved_dtype
 from tinyrl.models.logprobs import CHUNK_ELEMENTS, token_logprobs
-from tinyrl.models.memory import bytes_by_role
 from tinyrl.models.micro_batches import StepRows
-from tinyrl.models.outline import META, four_bit_bytes, is_outline
+from tinyrl.models.outline import META, AsOn, LiveBytes, bytes_by_role, four_bit_bytes, is_outline
 from tinyrl.models.roles import Role, Roles
 from tinyrl.training.trainer import Trainer
 

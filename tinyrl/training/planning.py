@@ -21,8 +21,7 @@ from tinyrl.config.schema import Config
 from tinyrl.generation.engine import Request
 from tinyrl.models.batches import fuse_alike
 from tinyrl.models.device import memory_room, resolve_dtype, settled_bytes
-from tinyrl.models.memory import checkpoint_bytes
-from tinyrl.models.outline import outline_reward_model, outline_roles
+from tinyrl.models.outline import checkpoint_bytes, outline_reward_model, outline_roles
 from tinyrl.models.roles import Roles
 from tinyrl.text import first_line
 from tinyrl.training.memory_plan import MemoryPlan, Planner
