@@ -29,9 +29,9 @@ from tinyrl.models.reward_model import positions_of
 from tinyrl.models.roles import Role
 from tinyrl.models.weight_checks import check_ids, check_vocabulary
 from tinyrl.models.weights_io import load_roles, save_roles
-from tinyrl.rewards.gold_check import check_gold
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
+from tinyrl.rewards.trial import check_gold
 from tinyrl.runs.rng_state import seed_generators
 from tinyrl.sampling import Truncation
 from tinyrl.tasks import Task, load_split, load_task

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tinyrl.distributed import ALONE, World
-from tinyrl.environments.episode import Episode
+from tinyrl.environments.environment import Episode
 from tinyrl.generation.engine import Completion, Request, SampledRole, SampleOptions, SamplingEngine
 from tinyrl.generation.turns import Game, play
 from tinyrl.models.batches import SequenceBatch

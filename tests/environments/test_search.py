@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from tinyrl.environments import Reply
-from tinyrl.environments.corpus import Corpus
-from tinyrl.environments.passages import SearchFailed
+from tinyrl.environments.corpus import Corpus, SearchFailed
 from tinyrl.environments.search import (
     CLOSING,
     INVALID,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tinyrl import http_client
-from tinyrl.environments import search_server
-from tinyrl.environments.passages import SearchFailed
-from tinyrl.environments.search_server import SearchServer
+from tinyrl.environments import search
+from tinyrl.environments.corpus import SearchFailed
+from tinyrl.environments.search import SearchServer
 from tinyrl.errors import Interrupted
 from tinyrl.runs.signals import StopFlag
 
@@ -72,7 +72,7 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(search_server, "WAITS_S", (0.0, 0.0))
+    monkeypatch.setattr(search, "WAITS_S", (0.0, 0.0))
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     server = Server()

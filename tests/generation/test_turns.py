@@ -13,7 +13,7 @@ import torch
 from tests.faults.lookup_runs import lookup
 from tinyrl.components import Options, SamplingParts
 from tinyrl.environments import Reply
-from tinyrl.environments.episode import Episode
+from tinyrl.environments.environment import Episode
 from tinyrl.generation import turns
 from tinyrl.generation.engine import Completion, Request, SampleOptions
 from tinyrl.generation.token_sampling import sample_keys, uniforms

@@ -15,7 +15,8 @@ from tinyrl.components import Options, SamplingParts
 from tinyrl.config.recipe import load_config
 from tinyrl.generation.engine import Request
 from tinyrl.models.loading import load_tokenizer
-from tinyrl.starter.build import build
+from tinyrl.starter import SPLITS, split_of
+from tinyrl.starter.build import build, build_lookup_tokenizer
 from tinyrl.starter.lookup import (
     ATTRIBUTES,
     FAMILIES,

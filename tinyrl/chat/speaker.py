@@ -17,7 +17,7 @@ from tinyrl.chat.target import ChatTarget
 from tinyrl.components import Options, Parts, load_scorer
 from tinyrl.data.messages import Message, Prompt
 from tinyrl.data.readers import Row
-from tinyrl.environments.episode import Episode
+from tinyrl.environments.environment import Episode
 from tinyrl.generation.engine import Completion, Request, SampledRole, SamplingSettings
 from tinyrl.generation.hf import HfEngine
 from tinyrl.generation.turns import Game, load_game, play

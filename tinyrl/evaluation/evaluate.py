@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from tinyrl.components import SamplingParts
-from tinyrl.environments.episode import policy_text
+from tinyrl.environments.environment import policy_text
 from tinyrl.evaluation.statistics import mean, mean_interval, verdict_metrics
 from tinyrl.rollout import FINISH_REASONS
 from tinyrl.sampling import forward_pass, sample_and_score

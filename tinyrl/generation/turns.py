@@ -25,9 +25,8 @@ from transformers import PreTrainedTokenizerBase
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.environments import Reply, Transcript
-from tinyrl.environments.environment import Environment
-from tinyrl.environments.episode import Episode
-from tinyrl.environments.scripted import NONSENSE, asking_turn
+from tinyrl.environments.environment import Environment, Episode
+from tinyrl.environments.trial import NONSENSE, asking_turn
 from tinyrl.generation.engine import (
     Completion,
     FinishReason,

@@ -13,7 +13,7 @@ from tinyrl.algorithms.reward_shaping import token_rewards
 from tinyrl.components import SamplingParts
 from tinyrl.config.sections import RunConfig
 from tinyrl.data.rows import row_key
-from tinyrl.environments.episode import policy_text
+from tinyrl.environments.environment import policy_text
 from tinyrl.rollout import FINISH_REASONS, Rollout
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.text import hidden
