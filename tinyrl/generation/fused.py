@@ -40,6 +40,13 @@ from tinyrl.models.device import free_bytes
 from tinyrl.models.roles import Roles
 from tinyrl.runs.signals import check_stop
 
+CACHE_SHARE = 0.4  # of the memory that is free when sampling starts
+PREFILL_TOKENS = {"cpu": 4096, "cuda": 32768}  # padded prompt tokens read at a time
+ADMIT_BELOW = 0.75  # of the slots in use: prompts read a few at a time cost more
+ROW_BUCKETS, WIDTH_BUCKET = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024), 256  # of CUDA graphs
+FURTHER = 256  # between buckets of still more rows
+EXTEND_TOKENS = {"cpu": 2048, "cuda": 8192}  # padded tokens of answers read at a time; each looks at a whole row
+
 
 class StepGraphs:
     """Calls `step(rows, width)` through a CUDA graph that is captured the first time a shape is seen.
@@ -71,9 +78,6 @@ class StepGraphs:
         with torch.cuda.graph(graph, pool=self.pool, stream=self.side):
             self.step(rows, width)
         return graph
-
-
-CACHE_SHARE = 0.4  # of the memory that is free when sampling starts
 
 
 @dataclass
@@ -227,12 +231,6 @@ def rows_that_fit(decoder: Decoder, width: int, *, free: int) -> int:
     return max(1, int(free * CACHE_SHARE / (decoder.cache_bytes_per_token * width)))
 
 
-PREFILL_TOKENS = {"cpu": 4096, "cuda": 32768}  # padded prompt tokens read at a time
-ADMIT_BELOW = 0.75  # of the slots in use: prompts read a few at a time cost more
-ROW_BUCKETS, WIDTH_BUCKET = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024), 256  # of CUDA graphs
-FURTHER = 256  # between buckets of still more rows
-
-
 def bucket(slots: Slots) -> tuple[int, int]:
     """The smallest graph shape (rows, cache columns) that holds the slots in use."""
     rows = next((b for b in ROW_BUCKETS if b >= slots.live), -(-slots.live // FURTHER) * FURTHER)
@@ -347,9 +345,6 @@ class Sampling:
                 return stopped, "stop"
         ended = reason == "eos" or count >= limit
         return length, reason if ended else None
-
-
-EXTEND_TOKENS = {"cpu": 2048, "cuda": 8192}  # padded tokens of answers read at a time; each looks at a whole row
 
 
 class Playing(Sampling):

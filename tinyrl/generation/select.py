@@ -39,6 +39,7 @@ EngineName = Literal["auto", "fused", "hf-merged", "hf"]  # of this process
 COPY_SHARE = 0.5  # of the free memory that a private copy of the weights may take
 TRIAL_TEXTS, TRIAL_TOKENS = 8, 7  # texts of the trial in half precision, and tokens of each that it decodes one by one
 RAISED_BY_TRIALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+MATRICES_OF_LOGITS = 3  # alive at a time in the library's engine: logits, log-probabilities, probabilities
 
 
 def engine_of(
@@ -254,9 +255,6 @@ def trial_logprobs(engine: FusedEngine) -> tuple[Tensor, Tensor, Tensor]:
     ours = torch.stack([decoder.head.logits(s) for s in states], 1).log_softmax(-1)
     engine.adopt(decoder)
     return ours, library, exact
-
-
-MATRICES_OF_LOGITS = 3  # alive at a time in the library's engine: logits, log-probabilities, probabilities
 
 
 class Unsampled(SamplingEngine):

@@ -44,6 +44,12 @@ from tinyrl.models.roles import Roles
 from tinyrl.models.weights_io import save_adapter
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank allows
+DEFAULT_PORT = 8000
+MODELS, COMPLETIONS = "/v1/models", "/v1/completions"
+AT_A_TIME = 256  # requests under way where generation.max_rows says nothing else
+PROBED_PROMPTS, PROBED_TOKENS = 4, 64
+LOST = 404  # an adapter the server does not have: it was started anew
 
 
 class ServedAdapters:
@@ -106,10 +112,6 @@ class ServedAdapters:
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank allows
-DEFAULT_PORT = 8000
-
-
 def serve_command(roles: Roles, server: ServerClient, *, rank: int, longest: int) -> str:
     """What starts a serving engine for a run: vLLM's command, for sequences of at most `longest` tokens."""
     most = next((allowed for allowed in RANKS if allowed >= rank), rank)
@@ -120,12 +122,6 @@ def serve_command(roles: Roles, server: ServerClient, *, rank: int, longest: int
         f"--max-lora-rank {most}{several} --logprobs-mode processed_logprobs "
         f"--max-model-len {longest}{where}"
     )
-
-
-MODELS, COMPLETIONS = "/v1/models", "/v1/completions"
-AT_A_TIME = 256  # requests under way where generation.max_rows says nothing else
-PROBED_PROMPTS, PROBED_TOKENS = 4, 64
-LOST = 404  # an adapter the server does not have: it was started anew
 
 
 class ServerEngine(SamplingEngine):

@@ -44,6 +44,10 @@ from tinyrl.tasks.observations import ObservationTokens
 from tinyrl.tasks.prompts import PreparedPrompt, columns_of, in_chat, token_ids
 from tinyrl.text import visible
 
+POLL_S = 0.1
+SEED_BITS = 53  # of an episode's `seed`, which JSON's readers keep as they are
+SHOWN_TOKENS = 64  # of each side, each time
+
 
 @dataclass(frozen=True)
 class Game:
@@ -112,8 +116,6 @@ def plays(config: Config, task: Task) -> bool:
 
 
 Asked = tuple[list[int], list[Reply | None]]  # episodes that were asked about, and the replies
-POLL_S = 0.1
-SEED_BITS = 53  # of an episode's `seed`, which JSON's readers keep as they are
 
 
 def play(
@@ -310,9 +312,6 @@ class Episodes:
         episode.transcript.append({"role": "tool", "content": observed.text})
         episode.num_tokens += len(observed.tokens)
         self._ready.append((sample, observed.tokens))
-
-
-SHOWN_TOKENS = 64  # of each side, each time
 
 
 def episode_notes(game: Game) -> list[str]:

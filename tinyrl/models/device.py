@@ -30,6 +30,8 @@ KEPT_BYTES = 1 << 30
 WIDE = 256  # hidden size from which a layer is worth more than one thread
 THREAD_WIDTH = 64  # of it, for each thread
 SETTLING = 256  # rows of a product for which the library takes its buffers
+MOST_IN_FLOAT32 = 1e-4  # nats that two computations in float32 may be apart
+TIMES_THE_LIBRARY = 1.5  # how much larger our mean error may be than that of the library's modules
 
 
 class Float16Accelerator(Accelerator):
@@ -180,8 +182,6 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 HALVES = (torch.bfloat16, torch.float16)
-MOST_IN_FLOAT32 = 1e-4  # nats that two computations in float32 may be apart
-TIMES_THE_LIBRARY = 1.5  # how much larger our mean error may be than that of the library's modules
 
 
 def as_exact(error: float, library: float) -> bool:

@@ -40,6 +40,14 @@ from tinyrl.starter import starter_path
 
 META = torch.device("meta")
 FOUR_BIT = 0.5 + 0.127 / 8  # bytes a weight: NF4, and its scales, which are quantised again (2305.14314, section 3)
+STATE_BYTES = 32_000  # of a checkpoint that are no weights: random numbers, configuration, where the run stands
+PRODUCTS = ("linear", "matmul", "__matmul__", "bmm", "addmm", "baddbmm")  # what autocast computes in its own dtype
+MATH = 0  # torch's number for attention by plain products
+FIELDS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "max_position_embeddings", "tie_word_embeddings",
+)  # fmt: skip
+TEXT_TOKENS = 512  # of a prompt, and of an answer, in rows that nobody has seen
 
 
 def is_outline(roles: Roles) -> bool:
@@ -121,9 +129,6 @@ def _without_numbers() -> Iterator[None]:
         yield
 
 
-STATE_BYTES = 32_000  # of a checkpoint that are no weights: random numbers, configuration, where the run stands
-
-
 def weight_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of distinct tensors (tied weights once)."""
     unique = {tensor.data_ptr() or id(tensor): tensor for tensor in tensors}  # on the meta device all are at 0
@@ -154,10 +159,6 @@ def checkpoint_bytes(roles: Roles) -> int:
     """Bytes of a checkpoint, about: trained weights and Adam's two moments in float32, and the run's state."""
     trained = sum(p.numel() for role in roles.parameters.values() for p in role.values())
     return 3 * 4 * trained + STATE_BYTES
-
-
-PRODUCTS = ("linear", "matmul", "__matmul__", "bmm", "addmm", "baddbmm")  # what autocast computes in its own dtype
-MATH = 0  # torch's number for attention by plain products
 
 
 class LiveBytes(TorchDispatchMode):
@@ -260,10 +261,6 @@ class AsOn(TorchFunctionMode):
 QWEN2: dict[str, Any] = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rms_norm_eps": 1e-6}
 QWEN3: dict[str, Any] = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6}
 LLAMA: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5}
-FIELDS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size", "max_position_embeddings", "tie_word_embeddings",
-)  # fmt: skip
 SHAPES: dict[str, tuple[dict[str, Any], tuple[int | bool, ...]]] = {
     "Qwen/Qwen2.5-0.5B": (QWEN2, (896, 4864, 24, 14, 2, 64, 151_936, 32_768, True)),
     "Qwen/Qwen2.5-0.5B-Instruct": (QWEN2, (896, 4864, 24, 14, 2, 64, 151_936, 32_768, True)),
@@ -273,7 +270,6 @@ SHAPES: dict[str, tuple[dict[str, Any], tuple[int | bool, ...]]] = {
     "Qwen/Qwen3-4B-Instruct-2507": (QWEN3, (2560, 9728, 36, 32, 8, 128, 151_936, 262_144, True)),
     "meta-llama/Llama-3.2-1B-Instruct": (LLAMA, (2048, 8192, 16, 32, 8, 64, 128_256, 131_072, True)),
 }
-TEXT_TOKENS = 512  # of a prompt, and of an answer, in rows that nobody has seen
 
 
 def described(name: str) -> dict[str, Any]:

@@ -21,6 +21,9 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from tinyrl.models.reading import reading, tensor_shapes
 from tinyrl.text import shortened
 
+MOST_LAYERS = 10_000
+OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
+
 
 def embedding_rows(model: PreTrainedModel | PeftModel) -> int:
     embedding: Any = model.get_input_embeddings()
@@ -51,10 +54,6 @@ def check_ids(sequences: Iterable[list[int]], tokenizer: PreTrainedTokenizerBase
                 f"row {number} holds {shortened(str(tokenizer.convert_ids_to_tokens(highest)))!r} (token "
                 f"{highest}), for which the model has no embedding: it has {rows} rows"
             )
-
-
-MOST_LAYERS = 10_000
-OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
 
 
 class NoHead(ValueError):

@@ -8,15 +8,13 @@ import hashlib
 from pathlib import Path
 
 EMBEDDED = {"starter": "model", "starter-reward": "reward_model", "lookup": "lookup_model"}
+SPLITS = ("pretrain", "train", "dev", "eval")
+_SHARES = {"pretrain": 50, "train": 20, "dev": 5, "eval": 25}  # per cent
 
 
 def starter_path(name: str) -> Path | None:
     """The folder of the embedded model called `name` (starter, starter-reward, lookup); None for every other name."""
     return Path(__file__).parent / EMBEDDED[name] if name in EMBEDDED else None
-
-
-SPLITS = ("pretrain", "train", "dev", "eval")
-_SHARES = {"pretrain": 50, "train": 20, "dev": 5, "eval": 25}  # per cent
 
 
 def split_of(prompt: str) -> str:

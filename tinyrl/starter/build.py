@@ -29,6 +29,9 @@ VOCABULARY_SIZE = 768
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 MAX_LENGTH = 256
 _CORPUS_ROWS = 20_000
+SEED = 0
+LANGUAGE_ROWS, REWARD_ROWS, EPISODE_ROWS, EVAL_ROWS = 102_400, 25_600, 128_000, 2_000
+KEPT = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
 def build_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
@@ -71,11 +74,6 @@ def build_lookup_tokenizer() -> PreTrainedTokenizerFast:
         model_max_length=MAX_LENGTH,
         clean_up_tokenization_spaces=False,
     )
-
-
-SEED = 0
-LANGUAGE_ROWS, REWARD_ROWS, EPISODE_ROWS, EVAL_ROWS = 102_400, 25_600, 128_000, 2_000
-KEPT = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True)
