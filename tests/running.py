@@ -20,7 +20,7 @@ from tinyrl.training import launch
 from tinyrl.training import resume as resuming
 from tinyrl.training.launch import start
 from tinyrl.training.optim import RoleOptimizer, role_optimizers
-from tinyrl.training.planning import tried_outline
+from tinyrl.training.planning import tried_meta_models
 from tinyrl.training.resume import resume
 
 VOLATILE = ("time/", "memory/", "tokens_per_second")
@@ -55,7 +55,7 @@ def whole_runs(wanted: bool) -> None:
     """Whether runs in this process are planned before they begin, and draw their report at the end."""
     setattr(launch, "write_report", write_report if wanted else _nothing)  # noqa: B010  its type is another's
     for module in (launch, resuming):
-        setattr(module, "tried_outline", tried_outline if wanted else _nothing)  # noqa: B010
+        setattr(module, "tried_meta_models", tried_meta_models if wanted else _nothing)  # noqa: B010
 
 
 class LookedAt(StopFlag):

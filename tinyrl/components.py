@@ -23,8 +23,8 @@ from tinyrl.generation.turns import episode_notes, load_game, show_episode
 from tinyrl.models.build import build_reward_model, build_roles, check_reference
 from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, threads_for, to_device
 from tinyrl.models.loading import load_tokenizer
+from tinyrl.models.meta import bytes_by_role, meta_roles
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
-from tinyrl.models.outline import bytes_by_role, outline_roles
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.roles import Role
 from tinyrl.models.weight_checks import check_ids, check_vocabulary
@@ -46,7 +46,7 @@ SHOWN_TOKENS = 64
 class Options:
     """Command-line options that are not part of the configuration, and so not of what defines a run.
 
-    weights: False loads everything but the numbers of models, which are then on the meta device (models/outline.py).
+    weights: False loads everything but the numbers of models, which are then on the meta device (models/meta.py).
     """
 
     device: str = "auto"
@@ -79,7 +79,7 @@ class Parts:
         if options.weights:
             self.roles = build_roles(config, device=self.accelerator.device, dtype=dtype, trust_remote_code=trust)
         else:
-            self.roles = outline_roles(config, dtype=dtype, trust_remote_code=trust)
+            self.roles = meta_roles(config, dtype=dtype, trust_remote_code=trust)
         check_vocabulary(self.tokenizer, self.roles.causal, path=model.path)
         if self.roles.critic_model is not None:  # it reads the policy's tokens
             check_vocabulary(self.tokenizer, self.roles.critic_model, path=config.critic.path or model.path)
@@ -160,7 +160,7 @@ class Parts:
         """End helper processes."""
 
 
-def settle_threads(parts: Parts) -> str:
+def resolve_threads(parts: Parts) -> str:
     """Set torch's thread count (CPU only), by the model's width where run.threads is auto, and say which."""
     wanted = parts.config.run.threads
     if parts.accelerator.device.type != "cpu":

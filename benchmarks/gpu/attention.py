@@ -40,10 +40,10 @@ class Way:
 def packed(prompt: int, responses: list[int], *, device: torch.device) -> Way:
     """As tinyrl trains."""
     packing = pack([(prompt, responses)], device=device)
-    trunk: Any = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"))
+    backbone: Any = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with attending(trunk, packing):
+        with attending(backbone, packing):
             return packed_attention(torch.nn.Identity(), q, k, v, None)[0]
 
     return Way(attend)

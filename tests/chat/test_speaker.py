@@ -36,14 +36,14 @@ def speaker(run: Path) -> Iterator[Speaker]:
         yield speaker
 
 
-def heard(speaker: Speaker, text: str) -> tuple[str, Answer]:
+def on_token(speaker: Speaker, text: str) -> tuple[str, Answer]:
     pieces: list[str] = []
     answer = speaker.say(text, lambda who, piece: pieces.append(piece))
     return "".join(pieces), answer
 
 
 def test_the_pieces_are_the_answer_and_the_answer_is_the_engines(speaker: Speaker):
-    said, answer = heard(speaker, "letters: b a sorted:")
+    said, answer = on_token(speaker, "letters: b a sorted:")
     assert said == answer.text
     plain = HfEngine(speaker.parts.roles, speaker.parts.tokenizer, speaker.settings)
     request = Request(answer.prompt.tokens, prompt_row=0)
@@ -52,7 +52,7 @@ def test_the_pieces_are_the_answer_and_the_answer_is_the_engines(speaker: Speake
 
 
 def test_the_start_says_something_else_with_the_same_random_numbers(speaker: Speaker):
-    _, answer = heard(speaker, "letters: q w e sorted:")
+    _, answer = on_token(speaker, "letters: q w e sorted:")
     start = speaker.compare(lambda who, piece: None)
     plain = HfEngine(speaker.parts.roles, speaker.parts.tokenizer, speaker.settings)
     request = Request(answer.prompt.tokens, prompt_row=0)
@@ -62,7 +62,7 @@ def test_the_start_says_something_else_with_the_same_random_numbers(speaker: Spe
 
 
 def test_the_reward_is_that_of_the_run(speaker: Speaker):
-    _, answer = heard(speaker, "letters: b a sorted:")
+    _, answer = on_token(speaker, "letters: b a sorted:")
     [(role, scores, why)] = speaker.rewards()
     assert (role, why) == ("policy", None)
     assert scores == {"reward": len(set(answer.text)), "variety": len(set(answer.text))}
@@ -77,7 +77,7 @@ def test_a_held_out_row_is_asked_by_its_number(speaker: Speaker):
 
 def test_temperature_zero_is_greedy(speaker: Speaker):
     speaker.set_temperature(0)
-    assert heard(speaker, "letters: b a sorted:")[0] == speaker("letters: b a sorted:", greedy=True)
+    assert on_token(speaker, "letters: b a sorted:")[0] == speaker("letters: b a sorted:", greedy=True)
     speaker.set_temperature(0.5)
     assert (speaker.greedy, speaker.engine.settings.temperature) == (False, 0.5)
     with pytest.raises(ValueError, match="0 \\(greedy\\) to 100"):
@@ -91,12 +91,12 @@ def test_with_a_chat_template_the_conversation_goes_on_until_it_is_reset(tmp_pat
     tokenizer.save_pretrained(base)
     target = chat_target(str(base), ["generation.max_new_tokens=4"])
     with load_speaker(target, options=Options(device="cpu")) as speaker:
-        _, first = heard(speaker, "hi")
+        _, first = on_token(speaker, "hi")
         assert first.prompt.text == "<user>hi<a>"
-        _, second = heard(speaker, "more")
+        _, second = on_token(speaker, "more")
         assert second.prompt.text == f"<user>hi<assistant>{first.text}<user>more<a>"
         speaker.reset()
-        assert heard(speaker, "hi")[1].prompt.text == "<user>hi<a>"
+        assert on_token(speaker, "hi")[1].prompt.text == "<user>hi<a>"
         with pytest.raises(ValueError, match="no start to compare with"):
             speaker.compare(lambda who, piece: None)
 
@@ -178,13 +178,13 @@ def test_what_a_model_says_is_made_safe_to_show(speaker: Speaker, monkeypatch: p
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_conversation(speaker: Speaker, monkeypatch: pytest.MonkeyPatch):
-    original = speaker.engine.heard
+    original = speaker.engine.on_token
 
     def interrupted(rows, alive, tokens):
         signal.raise_signal(signal.SIGINT)
         original(rows, alive, tokens)
 
-    monkeypatch.setattr(speaker.engine, "heard", interrupted)
+    monkeypatch.setattr(speaker.engine, "on_token", interrupted)
     said = transcript(speaker, "letters: b a sorted:", "/reset")
     assert "(stopped; it is not part of the conversation)" in said
     assert said.endswith("forgotten\n\n")

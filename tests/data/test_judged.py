@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tinyrl.data.judged import Judged, Objective, judged, mean_and_deviation, objective_of, two_labels
+from tinyrl.data.judged import Objective, Scored, judged, mean_and_deviation, objective_of, two_labels
 
 
 @pytest.mark.parametrize(
@@ -36,19 +36,19 @@ USER = {"role": "user", "content": "2+2?"}
 @pytest.mark.parametrize(
     ("row", "objective", "read"),
     [
-        ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": 0.5}, "pairs", Judged("p", ("a", "b"), 0.5)),
-        ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": None}, "pairs", Judged("p", ("a", "b"), 0.0)),
-        ({"chosen": "x one", "rejected": "x two"}, "pairs", Judged("x", (" one", " two"), 0.0)),
-        ({"text": "good", "label": True}, "labels", Judged(None, ("good",), 1.0)),
-        ({"prompt": "p", "completion": "c", "label": "0"}, "labels", Judged("p", ("c",), 0.0)),  # a .csv
-        ({"prompt": "p", "completion": "c", "label": " False"}, "labels", Judged("p", ("c",), 0.0)),
-        ({"messages": [USER, ASSISTANT], "label": -1}, "labels", Judged([USER], ([ASSISTANT],), -1.0)),
-        ({"text": "t", "label": 1, "score": "3.5"}, "ratings", Judged(None, ("t",), 3.5)),
-        ({"text": "t", "label": 4}, "ratings", Judged(None, ("t",), 4.0)),
-        ({"text": "t", "score": 4}, "labels", Judged(None, ("t",), 4.0)),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": 0.5}, "pairs", Scored("p", ("a", "b"), 0.5)),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": None}, "pairs", Scored("p", ("a", "b"), 0.0)),
+        ({"chosen": "x one", "rejected": "x two"}, "pairs", Scored("x", (" one", " two"), 0.0)),
+        ({"text": "good", "label": True}, "labels", Scored(None, ("good",), 1.0)),
+        ({"prompt": "p", "completion": "c", "label": "0"}, "labels", Scored("p", ("c",), 0.0)),  # a .csv
+        ({"prompt": "p", "completion": "c", "label": " False"}, "labels", Scored("p", ("c",), 0.0)),
+        ({"messages": [USER, ASSISTANT], "label": -1}, "labels", Scored([USER], ([ASSISTANT],), -1.0)),
+        ({"text": "t", "label": 1, "score": "3.5"}, "ratings", Scored(None, ("t",), 3.5)),
+        ({"text": "t", "label": 4}, "ratings", Scored(None, ("t",), 4.0)),
+        ({"text": "t", "score": 4}, "labels", Scored(None, ("t",), 4.0)),
     ],
 )  # fmt: skip
-def test_what_a_row_says(row: dict[str, Any], objective: Objective, read: Judged) -> None:
+def test_what_a_row_says(row: dict[str, Any], objective: Objective, read: Scored) -> None:
     assert judged(row, objective) == read
 
 
@@ -75,15 +75,15 @@ def test_what_cannot_be_read(row: dict[str, Any], objective: Objective, sentence
 @pytest.mark.parametrize(
     ("one", "why"),
     [
-        (Judged("p", ("a", "a"), 0.0), "two equal answers"),
-        (Judged("p", ("a", " \n"), 0.0), "an empty answer"),
-        (Judged("p", ("",), 1.0), "an empty answer"),
-        (Judged([USER], ([{"role": "assistant", "content": ""}],), 1.0), "an empty answer"),
-        (Judged("p", ("a", "b"), 0.0), None),
-        (Judged(None, ("a",), 0.0), None),
+        (Scored("p", ("a", "a"), 0.0), "two equal answers"),
+        (Scored("p", ("a", " \n"), 0.0), "an empty answer"),
+        (Scored("p", ("",), 1.0), "an empty answer"),
+        (Scored([USER], ([{"role": "assistant", "content": ""}],), 1.0), "an empty answer"),
+        (Scored("p", ("a", "b"), 0.0), None),
+        (Scored(None, ("a",), 0.0), None),
     ],
 )
-def test_what_teaches_nothing(one: Judged, why: Literal["two equal answers", "an empty answer"] | None) -> None:
+def test_what_teaches_nothing(one: Scored, why: Literal["two equal answers", "an empty answer"] | None) -> None:
     assert one.unusable == why
 
 

@@ -169,14 +169,14 @@ def test_the_right_answer_is_not_scored_when_the_environment_says_it(tmp_path: P
     says = "replies[row] = f' answer {answer[row]} .'"
     code, run, _ = running.train(answered_by(tmp_path, doing(says, always=True)), tmp_path)
     assert code == 0
-    heard = 0
+    on_output = 0
     for line in samples(run):
         right = next(turn["content"] for turn in line["episode"] if turn["role"] == "tool").split()[1]
         own = "\n".join(turn["content"] for turn in line["episode"] if turn["role"] == "assistant").split()
         answers = own[own.index("answer") + 1 :] if "answer" in own else []
         assert line["rewards"]["lookup"] == float(answers in ([right], [right, "."]))
-        heard += line["rewards"]["lookup"] == 0.0
-    assert heard > 10
+        on_output += line["rewards"]["lookup"] == 0.0
+    assert on_output > 10
 
 
 # Episodes that never end, or end at once

@@ -16,8 +16,8 @@ from tests.training.test_resume import stopped_in_update
 from tinyrl.config.recipe import load_written_config
 from tinyrl.environments import search
 from tinyrl.report import write_report
+from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.runs.settle import settle
 
 BEARER, VARIABLE, LAST_WORD = "tok-xyz", "s3cret-of-the-judge", "sk-proj-abcdefgh12345678"
 REWARD = f"""
@@ -76,7 +76,7 @@ def test_no_file_of_a_run_and_no_line_of_its_log_holds_a_secret(
         assert holding(RunDir(run.path).path, secret) == []
         assert secret not in said.out + said.err
     assert "[redacted $JUDGE_KEY]" in (run.path / "config.yaml").read_text()
-    assert run.read_config() == settle(settings)
+    assert run.read_config() == resolve(settings)
 
 
 @pytest.mark.slow

@@ -32,8 +32,8 @@ from tinyrl.generation.decoder import Decoder, tensors
 from tinyrl.generation.engine import Request, SamplingSettings
 from tinyrl.generation.select import select_engine
 from tinyrl.generation.slots import Slots
-from tinyrl.models.batches import fuses, trunk_of
-from tinyrl.models.fused_trunk import reads_like_llama
+from tinyrl.models.batches import backbone_of, fuses
+from tinyrl.models.fused_backbone import reads_like_llama
 from tinyrl.models.loading import lora_config, wrap_in_lora
 from tinyrl.models.roles import Roles
 
@@ -254,7 +254,7 @@ def test_the_engine_is_chosen_by_its_numbers(tiny: TinyModels, kind: str):
 def test_a_model_with_the_parts_of_llama_put_together_otherwise_is_found_out(tiny: TinyModels):
     """Granite has every part the decoder knows, and multipliers that it does not."""
     made = make_engine(tiny("granite"))
-    assert reads_like_llama(trunk_of(made.roles.causal))
+    assert reads_like_llama(backbone_of(made.roles.causal))
     engine, why = choose(made)
     assert (engine.name, "numbers are not those of Granite" in why) == ("hf-merged", True)
 
@@ -296,7 +296,7 @@ def test_queries_scaled_by_their_position_rule_the_fused_engine_out(tiny: TinyMo
     made.roles = Roles(Ministral3ForCausalLM(Ministral3Config(**shape)).eval(), device=CPU, reference=False)
     engine, why = choose(made)
     assert (engine.name, "not built like Llama" in why) == ("hf-merged", True)
-    assert not fuses(made.roles.trunk("policy"))
+    assert not fuses(made.roles.backbone("policy"))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

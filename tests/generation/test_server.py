@@ -38,7 +38,7 @@ def served(tiny: TinyModels):
 
 
 def engines(server: StandIn, folder: Path, **options: Any) -> tuple[ServerEngine, HfEngine]:
-    """(through the server, hf) over the same stirred adapter."""
+    """(through the server, hf) over the same perturbed adapter."""
     settings: dict[str, Any] = {"max_new_tokens": 6, **options}
     plain = make_engine(folder, lora=True, reference=True, **settings)
     stir(plain)

@@ -148,7 +148,7 @@ def test_float32_matrices_stand_input_by_input_with_the_norms_in_them(tiny: Tiny
     roles = in_lora(load_causal_lm(str(tiny("qwen2")), dtype=torch.float32))
     decoder = Decoder(roles.causal, dtype=torch.float32)
     decoder.sync("default")
-    layer, first = decoder.layers[0], decoder.trunk.layers[0]
+    layer, first = decoder.layers[0], decoder.backbone.layers[0]
     before = [p.weight.clone() for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
     assert all(p.weight.t().is_contiguous() for p in (layer.qkv, layer.out, layer.gate_up, layer.down))
     assert layer.attention_norm is None

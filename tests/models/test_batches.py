@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tiny_models import TinyModels
-from tinyrl.models.batches import last_states, make_batch, response_states, states_at, trunk_of
+from tinyrl.models.batches import backbone_of, last_states, make_batch, response_states, states_at
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.micro_batches import plan_micro_batches
 from tinyrl.models.roles import Roles
@@ -83,8 +83,8 @@ def test_no_gradient_is_added_up_in_the_order_of_threads(tiny: TinyModels, packe
     roles.packs = packed
     batch = roles.batch([[5, 6]] * 4, [[8], [9, 10], [11], [12, 13]], last_tokens=True)
     with torch.autograd.set_multithreading_enabled(False), Adding() as adding:
-        states = response_states(roles.trunk("policy"), batch)
-        (states.square().sum() + last_states(roles.trunk("policy"), batch).square().sum()).backward()
+        states = response_states(roles.backbone("policy"), batch)
+        (states.square().sum() + last_states(roles.backbone("policy"), batch).square().sum()).backward()
     assert adding.found == []
 
 
@@ -145,4 +145,4 @@ def test_padded_log_probabilities_are_the_unpadded_ones(tiny: TinyModels, kind: 
 
 def test_a_model_without_a_separate_decoder_is_refused():
     with pytest.raises(ValueError, match="Linear keeps no separate decoder"):
-        trunk_of(nn.Linear(2, 2))
+        backbone_of(nn.Linear(2, 2))

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, GemmaConfig, Qwen3Config
 from tests.models.building import CPU, full_roles, lora_roles, stir
 from tests.models.test_packing import PROMPTS, RESPONSES
 from tests.tiny_models import TinyModels
-from tinyrl.models import batches, fused_trunk
-from tinyrl.models.batches import all_states, fuses, library_states, trunk_of
+from tinyrl.models import batches, fused_backbone
+from tinyrl.models.batches import all_states, backbone_of, fuses, library_states
 from tinyrl.models.loading import lora_config, wrap_in_lora
-from tinyrl.models.outline import LiveBytes
+from tinyrl.models.meta import LiveBytes
 from tinyrl.models.roles import Roles
 
 FUSED = ("llama", "qwen2", "qwen3")
@@ -51,7 +51,7 @@ def gradients_by(states: Callable[..., Tensor], roles: Roles) -> tuple[Tensor, d
     """States of a packed batch, and the gradient of a number that weighs each of them differently."""
     batch = roles.batch(PROMPTS, RESPONSES)
     with roles.acting("policy"):
-        found = states(roles.trunk("policy"), batch)
+        found = states(roles.backbone("policy"), batch)
         weights = torch.linspace(-1, 2, found.numel()).view_as(found)
         (found * weights + 0.1 * found.square()).sum().backward()
     taken = {}
@@ -61,7 +61,7 @@ def gradients_by(states: Callable[..., Tensor], roles: Roles) -> tuple[Tensor, d
 
 
 def assert_as_the_library(roles: Roles) -> None:
-    assert fuses(roles.trunk("policy"))
+    assert fuses(roles.backbone("policy"))
     ours, our_gradients = gradients_by(all_states, roles)
     theirs, their_gradients = gradients_by(library_states, roles)
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
@@ -104,12 +104,12 @@ def test_other_adapters_and_none_act_by_their_own_weights(tiny: TinyModels):
     stir(roles.parameters["policy"])
     roles.add_critic("adapter", lora=lora_config(r=2, alpha=2, dropout=0.0, target_modules=["q_proj", "down_proj"]))
     stir(roles.parameters["critic"], seed=1)
-    batch, trunk, seen = roles.batch(PROMPTS, RESPONSES), roles.trunk("policy"), []
+    batch, backbone, seen = roles.batch(PROMPTS, RESPONSES), roles.backbone("policy"), []
     for role in ("policy", "reference", "critic"):
         with torch.no_grad(), roles.acting(role):
-            assert fuses(trunk)
-            seen.append(all_states(trunk, batch))
-            torch.testing.assert_close(seen[-1], library_states(trunk, batch), atol=1e-5, rtol=1e-5)
+            assert fuses(backbone)
+            seen.append(all_states(backbone, batch))
+            torch.testing.assert_close(seen[-1], library_states(backbone, batch), atol=1e-5, rtol=1e-5)
     assert min(float((a - b).abs().max()) for a, b in zip(seen, (*seen[1:], seen[0]), strict=True)) > 1e-3
 
 
@@ -122,7 +122,7 @@ def test_a_micro_batch_keeps_less_than_the_librarys(tiny: TinyModels):
     for states in (all_states, library_states):
         batch = roles.batch([[1] * 8] * 4, [[2] * 16] * 4)
         with LiveBytes() as live, roles.acting("policy"):
-            states(roles.trunk("policy"), batch).sum()
+            states(roles.backbone("policy"), batch).sum()
             most.append(live.most)
     assert most[0] < 0.7 * most[1]
 
@@ -152,7 +152,7 @@ def linear(inputs: int, outputs: int, *, seed: int, bias: bool, rank: int) -> li
 def test_normed_products_by_differences():
     layers = [*linear(4, 3, seed=1, bias=True, rank=2), *linear(4, 2, seed=5, bias=False, rank=0),
               *linear(4, 3, seed=9, bias=False, rank=1)]  # fmt: skip
-    apply: Any = fused_trunk.NormedProducts.apply
+    apply: Any = fused_backbone.NormedProducts.apply
     assert differences(
         lambda x, w, *rest: apply(x, w, 1e-3, [0.5, 0.0, 3.0], *rest), leaf(5, 4, seed=0), leaf(4, seed=20), *layers
     )
@@ -161,15 +161,15 @@ def test_normed_products_by_differences():
 def test_the_rest_of_a_layer_by_differences():
     layers = [*linear(6, 4, seed=1, bias=False, rank=2), *linear(4, 5, seed=5, bias=False, rank=1),
               *linear(4, 5, seed=9, bias=True, rank=2), *linear(5, 4, seed=13, bias=True, rank=2)]  # fmt: skip
-    apply: Any = fused_trunk.AfterAttention.apply
+    apply: Any = fused_backbone.AfterAttention.apply
     scales = [0.5, 2.0, 1.0, 3.0]
     inputs = (leaf(3, 4, seed=30), leaf(3, 6, seed=31), leaf(4, seed=32))
     assert differences(lambda x, a, w, *rest: apply(x, a, w, 1e-3, scales, *rest), *inputs, *layers)
 
 
 def test_norm_and_rotation_by_differences():
-    norm: Any = fused_trunk.Normed.apply
-    rotate: Any = fused_trunk.Rotated.apply
+    norm: Any = fused_backbone.Normed.apply
+    rotate: Any = fused_backbone.Rotated.apply
     assert differences(lambda x, w: norm(x, w, 1e-3), leaf(3, 2, 4, seed=0), leaf(4, seed=1))
     cos, sin = leaf(3, 1, 4, seed=2).detach(), leaf(3, 1, 4, seed=3).detach()
     assert differences(lambda x: rotate(x, cos, sin), leaf(3, 2, 4, seed=4))
@@ -177,7 +177,7 @@ def test_norm_and_rotation_by_differences():
 
 def test_a_quarter_turn():
     """By 90 degrees (1, 2) becomes (-2, 1): halves of a head are the two coordinates."""
-    rotate: Any = fused_trunk.Rotated.apply
+    rotate: Any = fused_backbone.Rotated.apply
     x, zero = torch.tensor([[[1.0, 2.0]]]), torch.zeros(1, 1, 2)
     assert rotate(x, zero, torch.tensor([[[-1.0, 1.0]]])).tolist() == [[[-2.0, 1.0]]]
 
@@ -187,8 +187,8 @@ def test_a_quarter_turn():
 
 def test_others_are_left_to_the_library(tiny: TinyModels):
     for kind in ("gpt2", "gemma2", "cohere"):
-        assert not fuses(lora_roles(tiny(kind)).trunk("policy"))
-    assert not fuses(lora_roles(tiny("llama"), dtype=torch.bfloat16).trunk("policy"))
+        assert not fuses(lora_roles(tiny(kind)).backbone("policy"))
+    assert not fuses(lora_roles(tiny("llama"), dtype=torch.bfloat16).backbone("policy"))
 
 
 def test_parts_of_the_same_names_that_compute_something_else_are_found_by_their_numbers():
@@ -197,27 +197,27 @@ def test_parts_of_the_same_names_that_compute_something_else_are_found_by_their_
     sizes = {k: shape[k] for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
              "num_attention_heads", "num_key_value_heads", "head_dim")}  # fmt: skip
     roles = small(GemmaConfig(**sizes, hidden_act="silu"), targets="all-linear")
-    trunk = roles.trunk("policy")
+    backbone = roles.backbone("policy")
     assert roles.packs
-    assert batches.could_fuse(trunk)
-    assert not fuses(trunk)
+    assert batches.could_fuse(backbone)
+    assert not fuses(backbone)
 
 
 def test_what_only_the_library_does_is_left_to_it_for_as_long(tiny: TinyModels):
     roles = lora_roles(tiny("llama"), dropout=0.5)
-    trunk = roles.trunk("policy")
+    backbone = roles.backbone("policy")
     with roles.gradient_checkpointing():
-        assert not fuses(trunk)
-    assert fuses(trunk)
+        assert not fuses(backbone)
+    assert fuses(backbone)
     with torch.autocast("cpu", torch.bfloat16):
-        assert not fuses(trunk)
+        assert not fuses(backbone)
     roles.use_lora_dropout()
     with roles.acting("policy"):
-        assert not fuses(trunk)
+        assert not fuses(backbone)
     with roles.acting("policy"), torch.no_grad():
-        assert not fuses(trunk)  # dropout is on for a block that was entered with gradients on
+        assert not fuses(backbone)  # dropout is on for a block that was entered with gradients on
     with torch.no_grad(), roles.acting("policy"):
-        assert fuses(trunk)
+        assert fuses(backbone)
 
 
 def test_a_dropout_of_zero_leaves_nothing_to_the_library(tiny: TinyModels):
@@ -225,7 +225,7 @@ def test_a_dropout_of_zero_leaves_nothing_to_the_library(tiny: TinyModels):
     roles = lora_roles(tiny("llama"))
     roles.use_lora_dropout()
     with roles.acting("policy"):
-        assert fuses(roles.trunk("policy"))
+        assert fuses(roles.backbone("policy"))
 
 
 def test_a_decoder_that_packs_otherwise_has_no_layers_of_ours(tiny: TinyModels):
@@ -233,22 +233,22 @@ def test_a_decoder_that_packs_otherwise_has_no_layers_of_ours(tiny: TinyModels):
     shape = qwen3(use_sliding_window=True, sliding_window=8, max_window_layers=0, layer_types=["sliding_attention"] * 2)
     roles = small(shape, targets="all-linear")
     assert not roles.packs
-    assert not fuses(roles.trunk("policy"))
+    assert not fuses(roles.backbone("policy"))
 
 
 @pytest.mark.parametrize("option", [{"use_dora": True}, {"lora_bias": True}])
 def test_adapters_that_are_more_than_two_matrices_are_left_to_the_library(option: dict[str, Any]):
     roles = small(qwen3(attention_bias=option == {"lora_bias": True}), targets=["q_proj"], **option)
-    assert not fuses(roles.trunk("policy"))
+    assert not fuses(roles.backbone("policy"))
 
 
 def test_a_copy_is_tried_by_itself(tiny: TinyModels):
     roles = full_roles(tiny("llama"))
-    reference = roles.trunk("reference")
-    assert fuses(roles.trunk("policy"))
+    reference = roles.backbone("reference")
+    assert fuses(roles.backbone("policy"))
     nn.init.zeros_(reference.layers[0].mlp.down_proj.weight)  # pyright: ignore
     reference.layers[0].mlp.act_fn = nn.Tanh()  # pyright: ignore
     nn.init.normal_(reference.layers[1].mlp.down_proj.weight)  # pyright: ignore
     reference.layers[1].mlp.act_fn = nn.Tanh()  # pyright: ignore
     assert not fuses(reference)
-    assert fuses(trunk_of(roles.causal))
+    assert fuses(backbone_of(roles.causal))

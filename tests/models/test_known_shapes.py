@@ -13,7 +13,7 @@ from tinyrl.cli.preflight import ask_hub_once
 from tinyrl.components import Options
 from tinyrl.config.recipe import packaged_recipes, read_recipe
 from tinyrl.config.schema import Config
-from tinyrl.models.outline import LLAMA, SHAPES, described
+from tinyrl.models.meta import LLAMA, SHAPES, described
 from tinyrl.starter import starter_path
 from tinyrl.training.launch import plan
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from tinyrl.models.outline import AsOn, LiveBytes
+from tinyrl.models.meta import AsOn, LiveBytes
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.tiny_models import KINDS, TinyModels
 from tinyrl.models import logprobs as module
-from tinyrl.models.batches import trunk_of
+from tinyrl.models.batches import backbone_of
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.logprobs import Head, check_head, head_of, token_logprobs
 
@@ -24,7 +24,7 @@ def test_head_of_states_is_the_models_own_logits(tiny: TinyModels, kind: str):
     head = head_of(model)
     ids = torch.randint(0, 250, (2, 30), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        ours = head.logits(trunk_of(model)(input_ids=ids).last_hidden_state.flatten(0, 1))
+        ours = head.logits(backbone_of(model)(input_ids=ids).last_hidden_state.flatten(0, 1))
         own = model(input_ids=ids).logits.flatten(0, 1)
     torch.testing.assert_close(ours, own, atol=1e-5, rtol=1e-5)
     assert head.softcap == (2.0 if kind == "gemma2" else None)
@@ -34,7 +34,7 @@ def test_head_of_states_is_the_models_own_logits(tiny: TinyModels, kind: str):
 @pytest.mark.parametrize("kind", KINDS)
 def test_known_heads_pass_the_check_in_bfloat16_too(tiny: TinyModels, kind: str):
     model = load_causal_lm(str(tiny(kind)), dtype=torch.bfloat16)
-    check_head(model, head_of(model), trunk_of(model))
+    check_head(model, head_of(model), backbone_of(model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -43,7 +43,7 @@ def test_a_scale_or_softcap_that_is_overlooked_is_refused(tiny: TinyModels, kind
     model = load_causal_lm(str(tiny(kind)), dtype=dtype)
     head = head_of(model)
     with pytest.raises(ValueError, match="changes its logits in a way tinyrl does not know"):
-        check_head(model, Head(head.weight, head.bias), trunk_of(model))
+        check_head(model, Head(head.weight, head.bias), backbone_of(model))
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.001), (torch.bfloat16, 1.05)])
@@ -58,10 +58,10 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused(
         output.logits = output.logits * factor
         return output
 
-    check_head(model, head_of(model), trunk_of(model))
+    check_head(model, head_of(model), backbone_of(model))
     monkeypatch.setattr(model, "forward", stretched)
     with pytest.raises(ValueError, match="LlamaForCausalLM changes its logits"):
-        check_head(model, head_of(model), trunk_of(model))
+        check_head(model, head_of(model), backbone_of(model))
 
 
 def test_a_head_that_is_not_linear_is_refused(tiny: TinyModels):

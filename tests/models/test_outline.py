@@ -9,7 +9,7 @@ import torch
 from tests.running import config
 from tests.tiny_models import TinyModels
 from tinyrl.models.build import build_reward_model, build_roles
-from tinyrl.models.outline import bytes_by_role, checkpoint_bytes, four_bit_bytes, outline_reward_model, outline_roles
+from tinyrl.models.meta import bytes_by_role, checkpoint_bytes, four_bit_bytes, meta_reward_model, meta_roles
 
 CPU = torch.device("cpu")
 CASES: dict[str, dict[str, Any]] = {
@@ -34,30 +34,30 @@ def test_parameters_are_those_of_the_models_with_numbers(tiny: TinyModels, case:
     settings = config(path=tiny(kind), **CASES[case])
     real = build_roles(settings, device=CPU, dtype=dtype)
     before = torch.get_rng_state()
-    outline = outline_roles(settings, dtype=dtype)
+    meta = meta_roles(settings, dtype=dtype)
     assert torch.equal(torch.get_rng_state(), before)
     for role, parameters in real.parameters.items():
         shapes = {name: (p.shape, p.dtype) for name, p in parameters.items()}
-        assert {name: (p.shape, p.dtype) for name, p in outline.parameters[role].items()} == shapes
-    assert bytes_by_role(outline) == bytes_by_role(real)
-    assert checkpoint_bytes(outline) == checkpoint_bytes(real)
-    assert outline.packs == real.packs
-    assert all(p.device.type == "meta" for p in outline.causal.parameters())
+        assert {name: (p.shape, p.dtype) for name, p in meta.parameters[role].items()} == shapes
+    assert bytes_by_role(meta) == bytes_by_role(real)
+    assert checkpoint_bytes(meta) == checkpoint_bytes(real)
+    assert meta.packs == real.packs
+    assert all(p.device.type == "meta" for p in meta.causal.parameters())
 
 
 def test_a_reward_model_of_its_own_is_described_without_its_weights(tiny: TinyModels, tmp_path: Path):
     settings = config("grpo", tiny("llama"), reward={"model": str(tiny.reward("llama")), "functions": []})
     roles = build_roles(settings, device=CPU, dtype=torch.float32)
     real = build_reward_model(settings, roles, dtype=torch.float32)
-    outline = outline_reward_model(settings, dtype=torch.float32)
+    meta = meta_reward_model(settings, dtype=torch.float32)
     assert real is not None
-    assert outline is not None
-    assert bytes_by_role(roles, reward_model=outline) == bytes_by_role(roles, reward_model=real.model)
-    assert outline_reward_model(config("grpo", tiny("llama")), dtype=torch.float32) is None
+    assert meta is not None
+    assert bytes_by_role(roles, reward_model=meta) == bytes_by_role(roles, reward_model=real.model)
+    assert meta_reward_model(config("grpo", tiny("llama")), dtype=torch.float32) is None
 
 
 def test_a_four_bit_base_is_half_a_byte_a_weight_of_its_linear_layers(tiny: TinyModels):
-    roles = outline_roles(config("grpo", tiny("llama")), dtype=torch.bfloat16)
+    roles = meta_roles(config("grpo", tiny("llama")), dtype=torch.bfloat16)
     # per layer: q, o 32 x 32; k, v 32 x 16; gate, up, down 32 x 64; two layers
     linear = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
     everything = bytes_by_role(roles)["base"]

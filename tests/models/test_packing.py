@@ -164,7 +164,9 @@ def test_recomputed_layers_attend_as_they_did(tiny: TinyModels, kind: str, monke
     def loss() -> Tensor:
         return policy_loss(roles, [0, 1, 4]) + policy_loss(roles, [3, 6]) + policy_loss(roles, [2])
 
-    monkeypatch.setattr("tinyrl.models.batches.fuses", lambda trunk: False)  # which leaves such layers to the library
+    monkeypatch.setattr(
+        "tinyrl.models.batches.fuses", lambda backbone: False
+    )  # which leaves such layers to the library
     kept = gradients(roles, "policy", loss)
     with roles.gradient_checkpointing():
         recomputed = gradients(roles, "policy", loss)
@@ -225,8 +227,8 @@ def test_scores_are_those_of_padded_rows(tiny: TinyModels):
 
 def test_attention_is_the_models_own_again_after_an_error(tiny: TinyModels):
     roles = lora_roles(tiny("llama"))
-    trunk = roles.trunk("policy")
-    with pytest.raises(RuntimeError, match="stop"), attending(trunk, pack([(2, [1])])):
+    backbone = roles.backbone("policy")
+    with pytest.raises(RuntimeError, match="stop"), attending(backbone, pack([(2, [1])])):
         raise RuntimeError("stop")
     assert roles.causal.config._attn_implementation == "sdpa"
 
@@ -253,7 +255,7 @@ def test_nothing_is_as_large_as_the_sequence_squared(tiny: TinyModels):
     n = batch.input_ids.shape[1]
     assert n == 16 * 4 + 128 * 11
     with Largest() as seen, torch.no_grad():
-        all_states(roles.trunk("policy"), batch)
+        all_states(roles.backbone("policy"), batch)
     assert 64 * n <= seen.elements < n * n / 8  # the MLP's 64 wide states are the largest
 
 
@@ -284,9 +286,9 @@ def test_models_with_a_window_are_padded_even_where_it_does_not_show():
 
 
 def test_layers_that_do_not_attend_to_everything_are_padded():
-    trunk = tiny_causal(Qwen2Config(**SHAPE)).model
-    trunk.config.layer_types = ["full_attention", "chunked_attention"]
-    assert not packs_exactly(trunk)
+    backbone = tiny_causal(Qwen2Config(**SHAPE)).model
+    backbone.config.layer_types = ["full_attention", "chunked_attention"]
+    assert not packs_exactly(backbone)
 
 
 def test_soft_capped_attention_is_padded(tiny: TinyModels):
@@ -294,7 +296,7 @@ def test_soft_capped_attention_is_padded(tiny: TinyModels):
     assert not roles.packs
     assert roles.batch(PROMPTS, RESPONSES).packing is None
     heads = torch.ones(1, 2, 3, 4)
-    with attending(roles.trunk("policy"), pack([(3, [])])):
+    with attending(roles.backbone("policy"), pack([(3, [])])):
         packed_attention(roles.causal, heads, heads, heads, None)
         with pytest.raises(CannotPack, match="Gemma2ForCausalLM asks for softcap"):
             packed_attention(roles.causal, heads, heads, heads, None, softcap=50.0)
@@ -303,10 +305,12 @@ def test_soft_capped_attention_is_padded(tiny: TinyModels):
 def test_attention_that_differs_in_numbers_only_is_found(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
     """Here by positions: a model that counts them itself gets others in a packed row."""
     roles = lora_roles(tiny("llama"))
-    trunk = roles.trunk("policy")
-    forward = trunk.forward
-    monkeypatch.setattr(trunk, "forward", lambda **kw: forward(**{k: v for k, v in kw.items() if k != "position_ids"}))
-    assert not packs_exactly(trunk)
+    backbone = roles.backbone("policy")
+    forward = backbone.forward
+    monkeypatch.setattr(
+        backbone, "forward", lambda **kw: forward(**{k: v for k, v in kw.items() if k != "position_ids"})
+    )
+    assert not packs_exactly(backbone)
 
 
 def test_eager_attention_stays_eager(tiny: TinyModels):

@@ -115,10 +115,10 @@ def test_every_parameter_of_a_role_moves_and_no_other(tiny: TinyModels, with_lor
     assert not policy & critic
     assert head < critic if kind in ("adapter", "separate") else head == critic
     assert changed_by_a_step(roles, "policy") == policy
-    # a shared critic's value loss also moves the trunk it reads, but not the language-model head
+    # a shared critic's value loss also moves the backbone it reads, but not the language-model head
     moved = changed_by_a_step(roles, "critic")
-    trunk = {id(p) for p in roles.trunk("policy").parameters()} & policy
-    assert moved == (critic | trunk if kind == "shared" else critic)
+    backbone = {id(p) for p in roles.backbone("policy").parameters()} & policy
+    assert moved == (critic | backbone if kind == "shared" else critic)
     assert changed_by_a_step(roles, "policy") == policy  # and the other way round again
 
 

@@ -91,16 +91,16 @@ def test_a_bfloat16_decoder_that_is_wrong_is_refused_and_asked_for_it_warns(
 def test_bfloat16_rows_are_packed_on_sharp_logits_and_wrong_packing_is_not(
     sharp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trunk = batches.trunk_of(load_causal_lm(str(sharp), dtype=torch.bfloat16))
-    assert batches.packs_exactly(trunk)
+    backbone = batches.backbone_of(load_causal_lm(str(sharp), dtype=torch.bfloat16))
+    assert batches.packs_exactly(backbone)
     real = batches.library_states
 
-    def off(trunk: Any, batch: Any) -> torch.Tensor:
-        states = real(trunk, batch)
+    def off(backbone: Any, batch: Any) -> torch.Tensor:
+        states = real(backbone, batch)
         return states if batch.packing is None else states + 0.1 * states.roll(1, 0)
 
     monkeypatch.setattr(batches, "library_states", off)
-    assert not batches.packs_exactly(trunk)
+    assert not batches.packs_exactly(backbone)
 
 
 def test_logits_of_bfloat16_operands_are_not_rounded() -> None:
@@ -130,15 +130,15 @@ def test_a_trained_head_under_autocast_keeps_logits_and_has_the_gradient_of_the_
 
 
 def test_a_float32_pass_of_a_bfloat16_model_rounds_nothing_before_the_head(sharp: Path) -> None:
-    """As doctor reads it, by the trunk's states and the head; its measure would have an error of its own."""
+    """As doctor reads it, by the backbone's states and the head; its measure would have an error of its own."""
     halved, whole = (load_causal_lm(str(sharp), dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
     targets = torch.arange(IDS.shape[1])
     with torch.no_grad():
         whole.load_state_dict(halved.state_dict())
         with in_float32(halved):
-            states = batches.trunk_of(halved)(input_ids=IDS).last_hidden_state[0]
+            states = batches.backbone_of(halved)(input_ids=IDS).last_hidden_state[0]
             widened, _ = token_logprobs(states, head_of(halved), targets=targets, temperature=1.0)
-        states = batches.trunk_of(whole)(input_ids=IDS).last_hidden_state[0]
+        states = batches.backbone_of(whole)(input_ids=IDS).last_hidden_state[0]
         exact, _ = token_logprobs(states, head_of(whole), targets=targets, temperature=1.0)
     torch.testing.assert_close(widened, exact, rtol=0, atol=1e-5)
 

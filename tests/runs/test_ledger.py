@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 from tests.report.runs import sample, write_run
 from tinyrl.cli.commands import app
 from tinyrl.data.rows import row_key
-from tinyrl.runs.samples import hard_keys, prompt_texts, read_ledger, render_ledger
+from tinyrl.runs.samples import hard_keys, prompt_texts, read_prompt_stats, render_prompt_stats
 from tinyrl.tasks import load_rows, load_task
 
 #                 index, key, tried, solved
@@ -33,22 +33,22 @@ def shown(*arguments: str) -> Result:
 
 
 def test_a_prompt_stands_by_all_its_tries_and_the_last(tmp_path: Path) -> None:
-    ledger = read_ledger(write(tmp_path) / "prompts.jsonl", [])
-    assert {record.index: record.standing for record in ledger} == {
+    prompt_stats = read_prompt_stats(write(tmp_path) / "prompts.jsonl", [])
+    assert {record.index: record.standing for record in prompt_stats} == {
         0: "never",
         1: "always",
         2: "forgotten",
         3: "sometimes",
         7: "never",
     }
-    assert [(record.tried, record.solved) for record in ledger] == [(7, 0), (8, 8), (10, 2), (8, 4), (4, 0)]
-    assert ledger[2].tries == [(1, 4, 2), (2, 4, 0), (5, 2, 0)]
-    assert hard_keys(ledger) == {"a", "c", "e"}
+    assert [(record.tried, record.solved) for record in prompt_stats] == [(7, 0), (8, 8), (10, 2), (8, 4), (4, 0)]
+    assert prompt_stats[2].tries == [(1, 4, 2), (2, 4, 0), (5, 2, 0)]
+    assert hard_keys(prompt_stats) == {"a", "c", "e"}
 
 
 def test_the_page_has_the_counts_and_the_hard_ones_tried_most(tmp_path: Path) -> None:
-    ledger = read_ledger(write(tmp_path) / "prompts.jsonl", [])
-    assert render_ledger(ledger, TEXTS, num=1).split("\n") == [
+    prompt_stats = read_prompt_stats(write(tmp_path) / "prompts.jsonl", [])
+    assert render_prompt_stats(prompt_stats, TEXTS, num=1).split("\n") == [
         "training prompts tried: 5, in steps 1 to 5",
         "right, or solved: a completion whose reward is task.solved_reward or more",
         "      2  never solved: every completion was wrong",
@@ -66,7 +66,7 @@ def test_the_page_has_the_counts_and_the_hard_ones_tried_most(tmp_path: Path) ->
 
 def test_only_the_last_tries_are_shown(tmp_path: Path) -> None:
     made = write(tmp_path, {step: [[0, "a", step, 0]] for step in range(1, 12)})
-    last = render_ledger(read_ledger(made / "prompts.jsonl", []), {}, num=3).split("\n")[-1]
+    last = render_prompt_stats(read_prompt_stats(made / "prompts.jsonl", []), {}, num=3).split("\n")[-1]
     assert last == "  prompt 0      ... 0/4 0/5 0/6 0/7 0/8 0/9 0/10 0/11"
 
 
@@ -74,7 +74,7 @@ def test_damage_is_left_out_and_said(tmp_path: Path) -> None:
     odd = [[0, "a", 4], "x", [0, 5, 4, 0], [-1, "a", 4, 0], [0, "a", 4, 5], [True, "a", 4, 0], [1, "b", 2, 1]]
     made = write(tmp_path, {1: odd}, tail='{"step": 2}\n{"step": \n{"step": 3, "pro')
     notes: list[str] = []
-    (record,) = read_ledger(made / "prompts.jsonl", notes)
+    (record,) = read_prompt_stats(made / "prompts.jsonl", notes)
     assert (record.index, record.tries) == (1, [(1, 2, 1)])
     assert notes == [
         "prompts.jsonl: 1 line could not be read and are left out.",

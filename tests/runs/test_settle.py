@@ -10,8 +10,8 @@ from tinyrl.config.recipe import apply_overrides, as_override, dump_config
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import Source
 from tinyrl.runs.checkpoint import write_checkpoint
+from tinyrl.runs.resolve import absolute_paths, resolve
 from tinyrl.runs.run_dir import named_run
-from tinyrl.runs.settle import absolute_paths, settle
 
 REWARD = {"method": "reward", "task": {"data": "rows.jsonl"}, "model": {"path": "base"}}
 
@@ -42,7 +42,7 @@ def void(_: object) -> None:
 
 
 def settled(**values: Any) -> dict[str, Any]:
-    return settle(Config.model_validate({"method": "ppo", "task": {"data": "rows.jsonl"}, **values})).model_dump()
+    return resolve(Config.model_validate({"method": "ppo", "task": {"data": "rows.jsonl"}, **values})).model_dump()
 
 
 def test_paths_become_absolute_and_names_stay(folder: Path):
@@ -62,8 +62,8 @@ def test_paths_become_absolute_and_names_stay(folder: Path):
 
 def test_settling_twice_changes_nothing_and_an_old_record_is_compared_as_it_was_meant(folder: Path):
     a_run("rm", REWARD)
-    once = settle(Config.model_validate({"method": "ppo", "model": {"path": "base"}, "reward": {"model": "runs/rm"}}))
-    assert settle(once) == once
+    once = resolve(Config.model_validate({"method": "ppo", "model": {"path": "base"}, "reward": {"model": "runs/rm"}}))
+    assert resolve(once) == once
     before = {"method": "ppo", "model": {"path": "base"}, "task": {"data": "rows.jsonl"}}
     kept = absolute_paths(before)
     assert kept["model"]["path"] == str(folder / "base")
@@ -132,7 +132,7 @@ def test_a_critic_that_starts_from_a_run_is_of_its_kind_unless_somebody_says_oth
         values = settled(critic={"path": f"runs/{run}"})
         assert values["critic"]["kind"] == kind
         assert values["critic"]["path"].endswith(f"runs/{run}/checkpoints/step-000004")
-        again = settle(Config.model_validate(values))
+        again = resolve(Config.model_validate(values))
         assert again.model_dump() == values
     assert settled(critic={"path": "runs/shared", "kind": "shared"})["critic"]["kind"] == "shared"
     assert settled(critic={"path": "base"})["critic"]["kind"] == "separate"

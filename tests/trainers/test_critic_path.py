@@ -14,8 +14,8 @@ from tinyrl.components import Options, SamplingParts
 from tinyrl.config.schema import Config
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.reward_model import load_reward_model
+from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.runs.settle import settle
 
 PROMPTS, RESPONSES = [[5, 6, 7], [8, 9]], [[10, 11, 12], [13, 14]]
 FULL = {"lora": {"enabled": False}}
@@ -23,7 +23,7 @@ SEPARATE = {"critic": {"kind": "separate"}}
 
 
 def load(config: Config) -> SamplingParts:
-    return SamplingParts(settle(config), options=Options(device="cpu"))
+    return SamplingParts(resolve(config), options=Options(device="cpu"))
 
 
 def values(parts: SamplingParts) -> Tensor:

@@ -98,7 +98,7 @@ def test_neither_the_engine_nor_the_layout_changes_a_result(
     lines, samples = {}, {}
     for engine, packs in (("fused", True), ("hf-merged", True), ("hf", False)):
         if not packs:
-            monkeypatch.setattr("tinyrl.models.roles.packs_exactly", lambda trunk: False)
+            monkeypatch.setattr("tinyrl.models.roles.packs_exactly", lambda backbone: False)
         settings = running.config(method, chat_model, generation={"engine": engine}, **sections)
         code, run, _ = running.train(settings, tmp_path, name=engine)
         assert code == 0

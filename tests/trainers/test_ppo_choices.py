@@ -46,7 +46,7 @@ def hand_written(roles: Roles, rollout: Rollout) -> dict[str, list[Tensor]]:
         with torch.no_grad(), roles.acting("reference") as model:
             reference = model(input_ids=ids).logits[0, at].log_softmax(-1)
         with torch.no_grad(), roles.acting("critic"):
-            values = roles.value_head(roles.trunk("critic")(input_ids=ids).last_hidden_state[0, at])
+            values = roles.value_head(roles.backbone("critic")(input_ids=ids).last_hidden_state[0, at])
         with roles.acting("policy") as model:
             logprobs = model(input_ids=ids).logits[0, at].log_softmax(-1)
             returns, to_come = [0.0] * len(response), float(rollout.rewards[row])
@@ -56,7 +56,7 @@ def hand_written(roles: Roles, rollout: Rollout) -> dict[str, list[Tensor]]:
             terms = [-(returns[t] - float(values[t])) * logprobs[t, response[t]] for t in range(len(response))]
             add("policy", torch.stack(terms).sum())
         with roles.acting("critic"):
-            values = roles.value_head(roles.trunk("critic")(input_ids=ids).last_hidden_state[0, at])
+            values = roles.value_head(roles.backbone("critic")(input_ids=ids).last_hidden_state[0, at])
             add("critic", (0.5 * (values - torch.tensor(returns)).square()).sum())
     return totals
 

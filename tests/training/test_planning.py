@@ -26,7 +26,7 @@ from tinyrl.training.planning import (
     largest_group,
     largest_micro_batch,
     planner_of,
-    tried_outline,
+    tried_meta_models,
     tried_plan,
 )
 
@@ -36,9 +36,9 @@ GB = 10**9
 def planner(settings: Config, *, room: int = 1000 * GB) -> Planner:
     options = Options(device="cpu", weights=False)
     parts = trainer_of(settings.method)(settings, options=options)
-    outline = tried_outline(settings, options=options)
-    assert outline is not None
-    made = planner_of(parts, outline)
+    meta = tried_meta_models(settings, options=options)
+    assert meta is not None
+    made = planner_of(parts, meta)
     made.process, made.room = 0, room
     return made
 
@@ -81,7 +81,7 @@ def test_a_sampling_copy_in_another_dtype_has_every_weight(tiny: TinyModels):
     """The head too, which is not tied."""
     made = planner(small(tiny, generation={"dtype": "bfloat16"}, lora={"enabled": False}))
     assert made.sampling is not None
-    assert made.sampling.parts["sampling copy"] == 2 * sum(p.numel() for p in made.outline.causal.parameters())
+    assert made.sampling.parts["sampling copy"] == 2 * sum(p.numel() for p in made.meta.causal.parameters())
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -134,7 +134,7 @@ def test_states_of_a_token_that_graphs_keep_count_on_a_gpu(tiny: TinyModels, mon
 def test_two_chunks_of_logits_stand_for_all(lora: bool, tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
     """A head that is trained goes through autograd, where what was left out would be missed."""
     made = planner(small(tiny, lora={"enabled": lora}))
-    monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", 5 * made.outline.head("policy").weight.shape[0])
+    monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", 5 * made.meta.head("policy").weight.shape[0])
     shortened = made.plan(256).phases["updating"]
     own = logprobs._chunks
     monkeypatch.setattr(logprobs, "_chunks", lambda *args, device: own(*args, device=torch.device("cpu")))
@@ -173,11 +173,11 @@ def test_under_autocast_the_librarys_layers_are_planned(tiny: TinyModels):
     """Fine-tuning of every weight keeps them in float32 and computes in bfloat16."""
     every = {"lora": {"enabled": False}, "generation": {"max_new_tokens": 64}}
     low = planner(small(tiny, model={"dtype": "bfloat16"}, **every))
-    assert low.outline.causal.dtype == torch.float32
+    assert low.meta.causal.dtype == torch.float32
     assert low.trainer.accelerator.mixed_precision == "bf16"
-    assert not fuses(low.outline.trunk("policy"))
+    assert not fuses(low.meta.backbone("policy"))
     exact = planner(small(tiny, **every))
-    assert fuses(exact.outline.trunk("policy"))
+    assert fuses(exact.meta.backbone("policy"))
     assert low.plan(480).phases["updating"]["activations"] != exact.plan(480).phases["updating"]["activations"]
 
 
@@ -214,7 +214,7 @@ def test_a_plan_leaves_nothing_behind_and_changes_no_number(tiny: TinyModels):
     before = torch.get_rng_state()
     assert made.plan() == made.plan()
     assert torch.equal(torch.get_rng_state(), before)
-    assert all(p.grad is None for p in made.outline.causal.parameters())
+    assert all(p.grad is None for p in made.meta.causal.parameters())
 
 
 @pytest.mark.slow
@@ -248,9 +248,9 @@ def test_a_run_begins_with_the_micro_batches_that_fit(
     room = made.plan(before // 8).peak
     monkeypatch.setattr(planning, "memory_room", lambda device: room)
     made.trainer.micro_batches.by_memory = by_memory
-    outline = tried_outline(settings, options=Options(device="cpu"))
-    assert outline is not None
-    plan = tried_plan(made.trainer, planning.Outline(outline.roles, None, 0))
+    meta = tried_meta_models(settings, options=Options(device="cpu"))
+    assert meta is not None
+    plan = tried_plan(made.trainer, planning.MetaModels(meta.roles, None, 0))
     assert plan is not None
     assert plan.tokens == made.trainer.micro_batches.tokens
     assert plan.fits or not by_memory
@@ -305,6 +305,6 @@ def test_a_model_that_cannot_be_tried_is_trained_without_a_plan(
     def fail(*_: Any, **__: Any) -> None:
         raise NotImplementedError("no such kernel on the meta device")
 
-    monkeypatch.setattr(planning, "outline_roles", fail)
+    monkeypatch.setattr(planning, "meta_roles", fail)
     assert train(small(tiny), tmp_path)[0] == 0
     assert "planned" not in capsys.readouterr().out

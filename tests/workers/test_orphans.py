@@ -174,8 +174,8 @@ def test_an_idle_worker_that_was_killed_is_replaced(folder: Path):
     with FunctionReward("rewards.py:idle") as reward:
         assert reward(["p"], ["c"], {}).scores == [1.0]
         [pid] = noted_pids(folder)
-        keeper = psutil.Process(pid).ppid()
+        supervisor = psutil.Process(pid).ppid()
         os.kill(pid, signal.SIGKILL)
-        assert wait_until_gone([pid, keeper]) == []
+        assert wait_until_gone([pid, supervisor]) == []
         call = reward(["p"], ["c"], {})
         assert (call.scores, call.failures, call.retried) == ([1.0], [], None)

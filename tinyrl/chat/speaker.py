@@ -98,7 +98,7 @@ class _Heard(HfEngine):
         self._say(self._spelling.end())
         return said
 
-    def heard(self, rows: Tensor, alive: Tensor, tokens: Tensor) -> None:
+    def on_token(self, rows: Tensor, alive: Tensor, tokens: Tensor) -> None:
         if bool(alive[0]):
             token = int(tokens[0])
             self._known.append(token)

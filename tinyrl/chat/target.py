@@ -11,8 +11,8 @@ from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import Source
 from tinyrl.evaluation.targets import as_policy, check_sections
 from tinyrl.runs.checkpoint import checkpoint_of
+from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import open_run, run_of
-from tinyrl.runs.settle import settle
 from tinyrl.starter import starter_path
 from tinyrl.text import did_you_mean
 
@@ -47,4 +47,4 @@ def chat_target(path: str, settings: list[str]) -> ChatTarget:
 
 def _built(values: dict[str, Any], settings: list[str]) -> Config:
     values["generation"] = {**values.get("generation", {}), "allow_truncated_sampling": True}  # nothing is trained
-    return settle(build_config(apply_overrides(Source("settings", values), settings)))
+    return resolve(build_config(apply_overrides(Source("settings", values), settings)))

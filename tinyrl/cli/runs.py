@@ -113,20 +113,20 @@ def prompts(
     notes: list[str] = []
     with sentences(debug):
         from tinyrl.runs.run_dir import open_run
-        from tinyrl.runs.samples import HARD, hard_keys, prompt_texts, read_ledger, render_ledger
+        from tinyrl.runs.samples import HARD, hard_keys, prompt_texts, read_prompt_stats, render_prompt_stats
         from tinyrl.tasks.hard_rows import row_texts
 
         opened = open_run(run)
-        ledger = read_ledger(opened.prompts, notes)
-        hard = {record.index: record.key for record in ledger if record.standing in HARD}
+        prompt_stats = read_prompt_stats(opened.prompts, notes)
+        hard = {record.index: record.key for record in prompt_stats if record.standing in HARD}
         texts = prompt_texts(opened.samples, {*hard})
         if texts.keys() < hard.keys():
             texts = row_texts(opened, hard, notes) | texts
-        text = render_ledger(ledger, texts, num=num)
+        text = render_prompt_stats(prompt_stats, texts, num=num)
         if export_hard is not None:
             from tinyrl.tasks.hard_rows import export_rows
 
-            text += f"\n\n{export_rows(opened.read_config(), hard_keys(ledger), Path(export_hard))}"
+            text += f"\n\n{export_rows(opened.read_config(), hard_keys(prompt_stats), Path(export_hard))}"
     _show(text, notes)
 
 

@@ -94,10 +94,10 @@ def plan(
     """Say what a run will take: memory by part, disk, what fits, seconds a step. Exits with 4 where it does not fit."""
     with sentences(debug):
         from tinyrl.config.recipe import method_of
-        from tinyrl.runs.settle import settle
+        from tinyrl.runs.resolve import resolve
 
         method, settings = method_of(words)
-        config = settle(_config_of(method, settings))
+        config = resolve(_config_of(method, settings))
     quiet_libraries()
     from tinyrl.runs.signals import StopFlag
     from tinyrl.training.launch import plan, time_steps
@@ -140,13 +140,13 @@ def _start(
 def _dry_run(method: str | None, settings: list[str], *, options: RunOptions) -> None:
     """Everything up to the first step, printed by one process: nothing is written."""
     with sentences(options.debug):
-        from tinyrl.runs.settle import settle
+        from tinyrl.runs.resolve import resolve
 
         launch = launched()
         if launch.rank > 0:
             return
         forget_launcher()
-        config = settle(_config_of(method, settings))
+        config = resolve(_config_of(method, settings))
     quiet_libraries()
     from tinyrl.config.recipe import dump_config
     from tinyrl.runs.signals import StopFlag

@@ -160,7 +160,7 @@ def _one_update(config: Config) -> bool:
     return ppo.num_epochs == 1 and ppo.minibatch_size in (None, ppo.batch_size)
 
 
-def _own_trunk(config: Config) -> bool:
+def _own_backbone(config: Config) -> bool:
     undecided = config.critic.path is not None and "kind" not in config.critic.model_fields_set  # a run may decide
     return config.critic.kind != "shared" and not undecided
 
@@ -232,7 +232,7 @@ WITHOUT_EFFECT = [
     ),
     Idle("ppo.stop_kl", "ppo.minibatch_size", _one_update, "a rollout's only update cannot end early"),
     Idle(
-        "ppo.value_coef", "critic.kind", _own_trunk,
+        "ppo.value_coef", "critic.kind", _own_backbone,
         "only under critic.kind=shared do the losses of policy and critic move the same weights; the critic's pace "
         "is optim.critic_learning_rate",
     ),

@@ -21,7 +21,7 @@ WORDS = {"true": 1.0, "false": 0.0}  # as a .csv has them
 
 
 @dataclass(frozen=True)
-class Judged:
+class Scored:
     """A prompt (None: the answer is a text alone) and what is said of its answers: of the chosen and the rejected one
     the margin that is asked for, of a single one its label or rating.
     """
@@ -54,14 +54,14 @@ def objective_of(row: Row, asked: Asked) -> Objective:
     )
 
 
-def judged(row: Row, objective: Objective) -> Judged:
+def judged(row: Row, objective: Objective) -> Scored:
     """What a row says of its answers. Raises ValueError, naming the columns, where it does not."""
     if objective == "pairs":
         pair = preference(row)
-        return Judged(pair.prompt, (pair.chosen, pair.rejected), _value(pair.margin or 0.0, "margin"))
+        return Scored(pair.prompt, (pair.chosen, pair.rejected), _value(pair.margin or 0.0, "margin"))
     row = read_as(row, objective)
     one = labelled(row)
-    return Judged(one.prompt, (one.answer,), _value(one.label, "score" if row.get("label") is None else "label"))
+    return Scored(one.prompt, (one.answer,), _value(one.label, "score" if row.get("label") is None else "label"))
 
 
 def read_as(row: Row, objective: Objective) -> Row:

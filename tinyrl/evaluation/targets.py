@@ -20,8 +20,8 @@ from tinyrl.config.yaml_reader import Source
 from tinyrl.data.rows import example_rows, prompt_key
 from tinyrl.data.shapes import shared_prompt
 from tinyrl.runs.checkpoint import checkpoint_of
+from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import open_run, run_of
-from tinyrl.runs.settle import settle
 from tinyrl.tasks import load_split, load_task
 from tinyrl.text import shortened
 
@@ -105,7 +105,7 @@ def find(path: str, asked: Asked) -> Target:
     if asked.data is not None:  # read as the run's rows are
         values = config.model_dump()
         values["task"] |= {"eval_data": asked.data}
-        config = settle(build_config(Source("settings", values)))
+        config = resolve(build_config(Source("settings", values)))
     return Target(path, run, None, config)
 
 
@@ -223,4 +223,4 @@ def _as_asked(values: dict[str, Any], asked: Asked) -> Config:
     if any(_key(setting) in JUDGES for setting in asked.settings):
         of_run = values.get("reward", {})
         values["reward"] = {name: of_run[name] for name in ("timeout_s", "memory_gb") if name in of_run}
-    return settle(build_config(apply_overrides(Source("settings", values), list(asked.settings))))
+    return resolve(build_config(apply_overrides(Source("settings", values), list(asked.settings))))

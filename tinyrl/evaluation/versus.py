@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tinyrl.components import Options, SamplingParts, settle_threads, trainer_of
+from tinyrl.components import Options, SamplingParts, resolve_threads, trainer_of
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import prompt_key
 from tinyrl.evaluation.evaluate import Evaluation, Role, evaluate
@@ -84,7 +84,7 @@ class Side:
         return found
 
     def evaluate(self, prompts: list[PreparedPrompt], *, samples: int, best_of: int) -> Evaluation:
-        settle_threads(self.parts)
+        resolve_threads(self.parts)
         return evaluate(
             self.parts, num_prompts=len(prompts), samples=samples, role=self.role, prompts=prompts, best_of=best_of
         )
@@ -185,7 +185,7 @@ def measure(config: Config, checkpoint: Path | None, asked: Asked, *, options: O
             load_policy(trainer.roles, checkpoint)
         elif checkpoint is not None:
             trainer.load_models(checkpoint)
-        settle_threads(trainer)
+        resolve_threads(trainer)
         if asked.split == "train":
             trainer.held_out = trainer.train_rows
             trainer.forget()

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from tinyrl.models.batches import trunk_of
-from tinyrl.models.fused_trunk import turned
+from tinyrl.models.batches import backbone_of
+from tinyrl.models.fused_backbone import turned
 from tinyrl.models.logprobs import Head, head_of
 from tinyrl.models.lora import lora_matrices, lora_rank, merged_weight
 
@@ -185,16 +185,16 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype) -> None:
         self.model, self.dtype = model, dtype
-        self.trunk: Any = trunk_of(model)
+        self.backbone: Any = backbone_of(model)
         config = model.config.get_text_config()
-        attention = self.trunk.layers[0].self_attn
-        self.num_layers, self.num_heads = len(self.trunk.layers), config.num_attention_heads
+        attention = self.backbone.layers[0].self_attn
+        self.num_layers, self.num_heads = len(self.backbone.layers), config.num_attention_heads
         self.num_kv_heads, self.head_dim = config.num_key_value_heads, attention.head_dim
         self.queries = self.num_heads // self.num_kv_heads  # of a kv head: grouped-query attention (2305.13245)
         self.scaling: float = attention.scaling
         self.eps: float = config.rms_norm_eps
         self.least = torch.tensor(self.eps)
-        self.activation = self.trunk.layers[0].mlp.act_fn
+        self.activation = self.backbone.layers[0].mlp.act_fn
         self.layers: list[LayerWeights] = []
         self.embedding = torch.empty(0)
         self.norm = torch.empty(0)
@@ -216,15 +216,15 @@ class Decoder:
 
     def sync(self, adapter: str | None) -> None:
         """Copy the weights as they are now under `adapter`, into the same memory as before."""
-        embedding = self.trunk.embed_tokens.weight
+        embedding = self.backbone.embed_tokens.weight
         self.embedding = renewed(self.embedding, embedding.to(self.dtype))
-        self.norm = renewed(self.norm, self.trunk.norm.weight.to(self.dtype))
+        self.norm = renewed(self.norm, self.backbone.norm.weight.to(self.dtype))
         head = head_of(self.model)
         tied = head.weight is embedding or head.weight.data_ptr() == embedding.data_ptr() != 0  # 0: has no numbers
         weight = self.embedding if tied else renewed(self.head.weight, head.weight.to(self.dtype))
         bias = None if head.bias is None else renewed(self.head.bias, head.bias.to(self.dtype))
         self.head = Head(weight, bias, head.scale, head.softcap)
-        for i, layer in enumerate(self.trunk.layers):
+        for i, layer in enumerate(self.backbone.layers):
             weights = layer_weights(layer, adapter, kv_heads=self.num_kv_heads, dtype=self.dtype)
             if i == len(self.layers):
                 self.layers.append(weights)
@@ -238,7 +238,7 @@ class Decoder:
     def new_cache(self, rows: int, width: int) -> Cache:
         """All zero, as masked entries must be finite (0 x NaN is NaN). A CPU takes memory only where written."""
         shape = (self.num_layers, rows, self.num_kv_heads, 2, width, self.head_dim)
-        device = self.trunk.embed_tokens.weight.device
+        device = self.backbone.embed_tokens.weight.device
         if device.type == "cpu":
             entries = torch.from_numpy(np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)).view(self.dtype)
         else:
@@ -247,7 +247,7 @@ class Decoder:
 
     def _rotations(self, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
         positions = torch.arange(width, device=device).unsqueeze(0)
-        cos, sin = self.trunk.rotary_emb(torch.empty(1, 1, 1, dtype=self.dtype, device=device), positions)
+        cos, sin = self.backbone.rotary_emb(torch.empty(1, 1, 1, dtype=self.dtype, device=device), positions)
         sin[..., : self.head_dim // 2].neg_()
         shape = (width, 1, self.queries + 2, self.head_dim)
         rotated = [cos.new_ones(shape), sin.new_zeros(shape)]

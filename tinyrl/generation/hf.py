@@ -31,12 +31,12 @@ from tinyrl.generation.engine import (
     split,
 )
 from tinyrl.generation.token_sampling import inverse_cdf, stop_said_at, truncate, uniforms
-from tinyrl.models.batches import trunk_of
+from tinyrl.models.batches import backbone_of
 from tinyrl.models.device import to_device
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.lora import adapted_parameter
-from tinyrl.models.outline import weight_bytes
+from tinyrl.models.meta import weight_bytes
 from tinyrl.models.roles import Roles
 from tinyrl.runs.signals import check_stop
 
@@ -71,7 +71,7 @@ class HfEngine(HasRowLimit):
 
         return sample_in_fewer_rows(self, max(1, len(requests) * samples_per_request), attempt)
 
-    def heard(self, rows: Tensor, alive: Tensor, tokens: Tensor) -> None:
+    def on_token(self, rows: Tensor, alive: Tensor, tokens: Tensor) -> None:
         """Told of the tokens of a step as they are drawn, of which rows they are, and which of these still go on. An
         engine that is listened to overrides it.
         """
@@ -110,7 +110,7 @@ class _Decoding:
         options: SampleOptions,
     ) -> None:
         self.engine, self.requests, self.group, self.greedy = engine, requests, group, options.get("greedy", False)
-        self.trunk, self.head = trunk_of(model), head_of(model)
+        self.backbone, self.head = backbone_of(model), head_of(model)
         self.device = engine.roles.device
         self.num_rows = len(requests) * group
         keys, first = row_keys(requests, group, seed=options["seed"], step=options["step"])
@@ -132,7 +132,7 @@ class _Decoding:
             token, logprob = self._draw(logits, self.uniforms[rows, t])
             self.tokens[rows, t] = torch.where(alive, token, 0)
             self.logprobs[rows, t] = torch.where(alive, logprob, 0.0)
-            self.engine.heard(rows, alive, token)
+            self.engine.on_token(rows, alive, token)
             alive = self._still_going(t, rows, alive, token)
             if t + 1 == self.width:
                 break
@@ -157,7 +157,7 @@ class _Decoding:
             ids[i, width - len(request.prompt_tokens) :] = torch.tensor(request.prompt_tokens)
             mask[i, width - len(request.prompt_tokens) :] = 1
         ids, mask = to_device(ids, self.device), to_device(mask, self.device)
-        cache = DynamicCache(config=self.trunk.config)  # pyright: ignore
+        cache = DynamicCache(config=self.backbone.config)  # pyright: ignore
         logits = self._forward(ids, mask, cache)
         source = torch.arange(self.num_rows, device=self.device) // self.group
         _take_rows(cache, source)
@@ -166,7 +166,7 @@ class _Decoding:
     def _forward(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
         """Logits (rows, V) after the last position of `ids`, over the temperature."""
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        output = self.trunk(
+        output = self.backbone(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
         )
         return self.head.logits(output.last_hidden_state[:, -1]) / self.engine.settings.temperature

@@ -25,13 +25,13 @@ from tinyrl.generation.hf import HfEngine, HfMergedEngine
 from tinyrl.generation.server import ServerEngine
 from tinyrl.generation.server_client import ServerClient
 from tinyrl.generation.slots import Slots
-from tinyrl.models.batches import trunk_of
+from tinyrl.models.batches import backbone_of
 from tinyrl.models.device import HALVES, as_exact, free_bytes, in_float32, ordinary_ids, resolve_dtype
-from tinyrl.models.fused_trunk import reads_like_llama
+from tinyrl.models.fused_backbone import reads_like_llama
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.lora import adapted_parameter, is_plain_lora
-from tinyrl.models.outline import META, AsOn, LiveBytes, bytes_by_role, weight_bytes
+from tinyrl.models.meta import META, AsOn, LiveBytes, bytes_by_role, weight_bytes
 from tinyrl.models.roles import Roles
 from tinyrl.text import first_line, masked
 
@@ -191,9 +191,9 @@ def why_not_fused(roles: Roles, longest: int) -> str | None:
 
 
 def _unknown_shape(model: PreTrainedModel, longest: int) -> str | None:
-    if not reads_like_llama(trunk_of(model)):
+    if not reads_like_llama(backbone_of(model)):
         return f"{type(model).__name__} is not built like Llama"
-    if isinstance(trunk_of(model).embed_tokens, LoraLayer):
+    if isinstance(backbone_of(model).embed_tokens, LoraLayer):
         return "the adapter is on the embedding, too"
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)

@@ -168,7 +168,7 @@ class ServerEngine(SamplingEngine):
         base, root = self._served_base()
         checks.check_tokenizer(self.server, base, self.tokenizer)
         plain = self._check_base(base, root, prompts)
-        with checks.stirred(self.roles):
+        with checks.perturbed(self.roles):
             drawn = self._probe(self.adapters.load(POLICY_ADAPTER), prompts)
             with_adapter = self._rescored("policy", prompts, drawn)
         theirs, without = checks.served(drawn), self._rescored("policy", prompts, drawn)

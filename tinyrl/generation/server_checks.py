@@ -174,7 +174,7 @@ def is_other_model(theirs: Tensor, ours: Tensor) -> bool:
 
 
 @contextmanager
-def stirred(roles: Roles) -> Iterator[None]:
+def perturbed(roles: Roles) -> Iterator[None]:
     """Inside, the policy's adapter is another one, which changes the model at once; then exactly its own again."""
     generator = torch.Generator().manual_seed(0)
     matrices = [p for n, p in roles.adapter_parameters(POLICY_ADAPTER).items() if "_B." in n]

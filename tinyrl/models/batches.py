@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyrl.models.device import as_exact, in_float32, ordinary_ids, to_device
-from tinyrl.models.fused_trunk import can_fuse_now, could_fuse, fused_states
+from tinyrl.models.fused_backbone import can_fuse_now, could_fuse, fused_states
 from tinyrl.models.packing import CannotPack, Packing, attending, pack
 
 Masks = Sequence[Sequence[bool]] | None  # of each row's response: which tokens are listed
@@ -148,27 +148,27 @@ def _response_tokens(
     return {name: to_device(torch.tensor(x, dtype=torch.long), device) for name, x in lists.items()}
 
 
-def trunk_of(model: nn.Module) -> nn.Module:
+def backbone_of(model: nn.Module) -> nn.Module:
     """The decoder below the language-model head (or below a classification head)."""
     prefix = getattr(model, "base_model_prefix", "")
-    trunk = getattr(model, prefix, None) if prefix else None
-    if trunk is None or trunk is model:
+    backbone = getattr(model, prefix, None) if prefix else None
+    if backbone is None or backbone is model:
         raise ValueError(
             f"{type(model).__name__} keeps no separate decoder under `{prefix}`; tinyrl needs one to read hidden states"
         )
-    return trunk
+    return backbone
 
 
-def all_states(trunk: nn.Module, batch: SequenceBatch) -> Tensor:
+def all_states(backbone: nn.Module, batch: SequenceBatch) -> Tensor:
     """Hidden states of every position, flat (b * L, H)."""
-    if batch.packing is not None and fuses(trunk):
-        return fused_states(trunk, batch.input_ids, batch.position_ids, batch.packing)
-    return library_states(trunk, batch)
+    if batch.packing is not None and fuses(backbone):
+        return fused_states(backbone, batch.input_ids, batch.position_ids, batch.packing)
+    return library_states(backbone, batch)
 
 
-def library_states(trunk: nn.Module, batch: SequenceBatch) -> Tensor:
-    with attending(trunk, batch.packing):
-        output = trunk(
+def library_states(backbone: nn.Module, batch: SequenceBatch) -> Tensor:
+    with attending(backbone, batch.packing):
+        output = backbone(
             input_ids=batch.input_ids,
             attention_mask=batch.attention_mask,
             position_ids=batch.position_ids,
@@ -184,80 +184,84 @@ def states_at(states: Tensor, index: Tensor) -> Tensor:
     return states.index_select(0, index) if states.device.type == "cpu" else states[index]
 
 
-def response_states(trunk: nn.Module, batch: SequenceBatch) -> Tensor:
+def response_states(backbone: nn.Module, batch: SequenceBatch) -> Tensor:
     """The hidden states that predict each response token, flat (N, H) in the order of `batch.row`, `batch.column`."""
-    return states_at(all_states(trunk, batch), batch.state_index)
+    return states_at(all_states(backbone, batch), batch.state_index)
 
 
-def last_states(trunk: nn.Module, batch: SequenceBatch) -> Tensor:
+def last_states(backbone: nn.Module, batch: SequenceBatch) -> Tensor:
     """The hidden state of each row's last token, (b, H): what a reward model scores."""
     assert batch.last_index is not None, "the batch was packed without its last tokens"
-    return states_at(all_states(trunk, batch), batch.last_index)
+    return states_at(all_states(backbone, batch), batch.last_index)
 
 
 @torch.no_grad()
-def packs_exactly(trunk: nn.Module) -> bool:
+def packs_exactly(backbone: nn.Module) -> bool:
     """Whether the decoder's packed states equal its padded ones, tested on a few tokens.
 
     Always False for eager attention, which stays as asked, and for attention windows: those longer than the test would
     not show, so the config decides.
     """
-    config: Any = trunk.config
+    config: Any = backbone.config
     full = all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or ())
-    if not getattr(trunk, "_supports_attention_backend", False) or config._attn_implementation == "eager" or not full:
+    if (
+        not getattr(backbone, "_supports_attention_backend", False)
+        or config._attn_implementation == "eager"
+        or not full
+    ):
         return False
-    padded, packed = (_few_rows(trunk, make) for make in (make_batch, partial(make_packed_batch, last_tokens=True)))
+    padded, packed = (_few_rows(backbone, make) for make in (make_batch, partial(make_packed_batch, last_tokens=True)))
     try:
-        ours = _read(library_states(trunk, packed), packed)
+        ours = _read(library_states(backbone, packed), packed)
     except CannotPack:
         return False
-    return _alike(ours, trunk, padded)
+    return _alike(ours, backbone, padded)
 
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3")  # whose layers are computed so, also where no number can show it
 _fuses: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # decoders that have been tried
 
 
-def fuses(trunk: nn.Module) -> bool:
-    """Whether fused_trunk.py computes what the decoder does, as things are now. Its numbers are compared once, on a few
+def fuses(backbone: nn.Module) -> bool:
+    """Whether fused_backbone.py computes what the decoder does, as things are. Its numbers are compared once, on few
     packed tokens.
     """
-    if trunk not in _fuses and not could_fuse(trunk):
-        _fuses[trunk] = False
-    if not _fuses.get(trunk, True) or not can_fuse_now(trunk):
+    if backbone not in _fuses and not could_fuse(backbone):
+        _fuses[backbone] = False
+    if not _fuses.get(backbone, True) or not can_fuse_now(backbone):
         return False
-    if trunk not in _fuses:
-        _fuses[trunk] = _fuses_exactly(trunk)
-    return _fuses[trunk]
+    if backbone not in _fuses:
+        _fuses[backbone] = _fuses_exactly(backbone)
+    return _fuses[backbone]
 
 
-def fuse_alike(trunk: nn.Module, other: nn.Module) -> None:
+def fuse_alike(backbone: nn.Module, other: nn.Module) -> None:
     """Let a decoder without numbers be computed as `other` is."""
-    _fuses[trunk] = fuses(other)
+    _fuses[backbone] = fuses(other)
 
 
 @torch.no_grad()
-def _fuses_exactly(trunk: nn.Module) -> bool:
-    batch = _few_rows(trunk, partial(make_packed_batch, last_tokens=True))
+def _fuses_exactly(backbone: nn.Module) -> bool:
+    batch = _few_rows(backbone, partial(make_packed_batch, last_tokens=True))
     assert batch.packing is not None
     if batch.input_ids.device.type == "meta":  # without numbers there is nothing to compare
-        return trunk.config.model_type in KNOWN  # pyright: ignore
+        return backbone.config.model_type in KNOWN  # pyright: ignore
     try:
-        ours = _read(fused_states(trunk, batch.input_ids, batch.position_ids, batch.packing), batch)
-        return _alike(ours, trunk, batch)
+        ours = _read(fused_states(backbone, batch.input_ids, batch.position_ids, batch.packing), batch)
+        return _alike(ours, backbone, batch)
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, CannotPack, LookupError, RuntimeError, TypeError, ValueError):  # parts of another shape
         return False
 
 
-def _few_rows(trunk: nn.Module, make: Callable[..., SequenceBatch]) -> SequenceBatch:
+def _few_rows(backbone: nn.Module, make: Callable[..., SequenceBatch]) -> SequenceBatch:
     """A prompt of three responses, and another of one."""
-    config: Any = trunk.config
+    config: Any = backbone.config
     ids = ordinary_ids(config.get_text_config().vocab_size, 14)
     prompts = [ids[:4], ids[:4], ids[:4], ids[4:6]]
     responses = [ids[6:9], ids[9:10], ids[2:8], ids[10:14]]
-    return make(prompts, responses, device=next(trunk.parameters()).device)
+    return make(prompts, responses, device=next(backbone.parameters()).device)
 
 
 def _read(states: Tensor, batch: SequenceBatch) -> Tensor:
@@ -266,16 +270,16 @@ def _read(states: Tensor, batch: SequenceBatch) -> Tensor:
     return torch.cat([states_at(states, index) for index in (batch.state_index, batch.last_index)])
 
 
-def _alike(ours: Tensor, trunk: nn.Module, batch: SequenceBatch) -> bool:
+def _alike(ours: Tensor, backbone: nn.Module, batch: SequenceBatch) -> bool:
     """Whether these are the states that the library's modules compute of a batch: the same in float32, as near to
     float32 in half precision.
     """
     if ours.device.type == "meta":  # without numbers there is nothing to compare
         return True
-    library = _read(library_states(trunk, batch), batch)
+    library = _read(library_states(backbone, batch), batch)
     if ours.dtype == torch.float32:
         return bool(((ours - library).norm(dim=1) <= 1e-4 * library.norm(dim=1)).all())
-    with in_float32(trunk):
-        exact = _read(library_states(trunk, batch), batch)
+    with in_float32(backbone):
+        exact = _read(library_states(backbone, batch), batch)
     errors = [float(((x.float() - exact).norm(dim=1) / exact.norm(dim=1)).mean()) for x in (ours, library)]
     return as_exact(errors[0], errors[1])

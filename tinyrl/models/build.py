@@ -2,7 +2,7 @@
 
 What a critic starts from:
 
-    critic.path             kind      trunk                                           value head
+    critic.path             kind      backbone                                           value head
     -                       any       the policy's base                               zero
     a model                 separate  that model                                      its score head, or zero
     a reward run, LoRA      adapter   the reward model's adapter, on the same base    its score head
@@ -39,8 +39,8 @@ from tinyrl.models.reward_model import (
 )
 from tinyrl.models.roles import Roles
 from tinyrl.models.weight_checks import NoHead, few_tokens
-from tinyrl.models.weights_io import MODEL, VALUE_HEAD, load_critic, load_head, load_trunk
-from tinyrl.runs.settle import critic_run
+from tinyrl.models.weights_io import MODEL, VALUE_HEAD, load_backbone, load_critic, load_head
+from tinyrl.runs.resolve import critic_run
 
 KL_AT_START = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 
@@ -164,7 +164,7 @@ def _separate_model(
     if run is not None and path is not None:
         model, _ = _separate_model(run, dtype, trust_remote_code)
         if not run.lora.enabled:
-            load_trunk(model, Path(path) / "critic" / MODEL)
+            load_backbone(model, Path(path) / "critic" / MODEL)
         return model, None
     head = None
     try:
@@ -174,7 +174,7 @@ def _separate_model(
             else load_base(config, config.model.path, dtype=dtype, trust_remote_code=trust_remote_code)
         )
         head = _score_head(model)
-    except NoHead:  # a plain language model has no score head: its trunk is the critic's, under a zero head
+    except NoHead:  # a plain language model has no score head: its backbone is the critic's, under a zero head
         model = load_base(config, path or config.model.path, dtype=dtype, trust_remote_code=trust_remote_code)
     if config.model.adapter is not None and path is None:
         model = load_start_adapter(model, config.model.adapter).merge_and_unload()  # pyright: ignore
@@ -205,6 +205,6 @@ def _load_from_run(roles: Roles, run: Config, folder: Path) -> None:
         load_adapter_weights(roles.peft, "critic", folder / ADAPTER_FILE)
         load_head(roles.value_head, folder / SCORE_HEAD)
     elif isinstance(roles.critic_model, PeftModel) and not run.lora.enabled:
-        load_head(roles.value_head, folder / VALUE_HEAD)  # its trunk was read before adapters were put on it
+        load_head(roles.value_head, folder / VALUE_HEAD)  # its backbone was read before adapters were put on it
     else:
         load_critic(roles, folder)

@@ -99,14 +99,14 @@ def head_of(model: nn.Module) -> Head:
     return Head(output.weight, output.bias, scale, getattr(config, "final_logit_softcapping", None))
 
 
-def check_head(model: PreTrainedModel, head: Head, trunk: nn.Module) -> None:
+def check_head(model: PreTrainedModel, head: Head, backbone: nn.Module) -> None:
     """Compare head(states) with the model's own logits on a few tokens; raises ValueError when they differ.
 
     A model that changes its logits in a way unknown here would otherwise silently train on wrong probabilities.
     """
     own = few_tokens(model, path=str(model.config.name_or_path))
     with torch.no_grad():
-        ours = head.logits(trunk(input_ids=few_ids(model)).last_hidden_state[0])
+        ours = head.logits(backbone(input_ids=few_ids(model)).last_hidden_state[0])
     tolerance = 1e-4 if head.weight.dtype == torch.float32 else 0.02  # a bfloat16 logit is rounded by up to 0.004
     gap = (own - ours).abs().max().item() / max(1.0, own.abs().max().item())
     if not gap < tolerance:

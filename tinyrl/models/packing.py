@@ -120,12 +120,12 @@ _in_use: list[tuple[Packing, Any]] = []
 
 
 @contextmanager
-def attending(trunk: nn.Module, packing: Packing | None) -> Iterator[None]:
+def attending(backbone: nn.Module, packing: Packing | None) -> Iterator[None]:
     """Inside, the decoder's attention is the packed one (nothing happens where packing is None)."""
     if packing is None:
         yield
     else:
-        with _swapped(packing, trunk.config):
+        with _swapped(packing, backbone.config):
             yield
 
 

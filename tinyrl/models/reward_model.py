@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from tinyrl.distributed import ALONE, World
-from tinyrl.models.batches import last_states, make_batch, trunk_of
+from tinyrl.models.batches import backbone_of, last_states, make_batch
 from tinyrl.models.loading import FULL_REPORT, load_tokenizer, local_folder, resolve_model_path
 from tinyrl.models.logprobs import ValueHead
 from tinyrl.models.lora import (
@@ -90,7 +90,9 @@ class SequenceRewardModel:
         head = getattr(self.model, "score", None)
         if isinstance(head, nn.Linear):  # in float32: bfloat16 scores have ties where completions differ
             bias = None if head.bias is None else head.bias.float()
-            logits = nn.functional.linear(last_states(trunk_of(self.model), batch).float(), head.weight.float(), bias)
+            logits = nn.functional.linear(
+                last_states(backbone_of(self.model), batch).float(), head.weight.float(), bias
+            )
         else:
             logits = self.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
         return logits[:, self.label].float() + self.offset

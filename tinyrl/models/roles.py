@@ -9,8 +9,8 @@ parameters are collected once, by name, and kept trainable.
     reference  adapters off, or adapter `reference` (a frozen copy)       a frozen copy of the model
     critic     a value head on the states of one of (critic.kind):
       adapter          adapter `critic`                                   -
-      shared           the policy, whose trunk the value loss moves too   the same
-      shared-detached  the policy, whose trunk it does not move           the same
+      shared           the policy, whose backbone the value loss moves too   the same
+      shared-detached  the policy, whose backbone it does not move           the same
       separate         a model of its own (with LoRA)                     a model of its own
     reward     adapter `reward` and a score head, both frozen             -
     base       adapters off                                               the model itself
@@ -41,12 +41,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tinyrl.models.batches import (
     Masks,
     SequenceBatch,
+    backbone_of,
     last_states,
     make_batch,
     make_packed_batch,
     packs_exactly,
     response_states,
-    trunk_of,
 )
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.logprobs import Head, ValueHead, check_head, head_of, token_logprobs
@@ -87,8 +87,8 @@ class Roles:
         self.parameters["policy"] = policy
         self.keep_trainable()
         if device.type != "meta":  # without numbers there is nothing to compare
-            check_head(self.causal, self.head("policy"), self.trunk("policy"))
-        self.packs = packs_exactly(self.trunk("policy"))
+            check_head(self.causal, self.head("policy"), self.backbone("policy"))
+        self.packs = packs_exactly(self.backbone("policy"))
 
     # ---- building roles ----
 
@@ -143,11 +143,11 @@ class Roles:
         elif kind == "separate":
             assert model is not None
             model.to(self.device).eval()  # pyright: ignore[reportArgumentType]
-            trunk = self.trunk("critic")
+            backbone = self.backbone("critic")
             if not isinstance(model, PeftModel):
-                trunk.float()
-            self.packs = self.packs and packs_exactly(trunk)
-            parameters |= {n: p for n, p in trunk.named_parameters() if p.requires_grad}
+                backbone.float()
+            self.packs = self.packs and packs_exactly(backbone)
+            parameters |= {n: p for n, p in backbone.named_parameters() if p.requires_grad}
         self.parameters["critic"] = parameters
         self.keep_trainable()
 
@@ -219,8 +219,8 @@ class Roles:
             return model.get_base_model() if isinstance(model, PeftModel) else model  # pyright: ignore[reportReturnType]
         return self.causal
 
-    def trunk(self, role: Role) -> nn.Module:
-        return trunk_of(self._model_of(role))
+    def backbone(self, role: Role) -> nn.Module:
+        return backbone_of(self._model_of(role))
 
     def head(self, role: Role) -> Head:
         return head_of(self._model_of(role))
@@ -241,7 +241,7 @@ class Roles:
 
     def policy_states(self, batch: SequenceBatch) -> Tensor:
         """Hidden states (N, H) of the policy, which must be acting."""
-        return response_states(self.trunk("policy"), batch)
+        return response_states(self.backbone("policy"), batch)
 
     def logprobs(
         self,
@@ -253,7 +253,7 @@ class Roles:
         states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(log-probabilities, entropies) of the response tokens under `role`, each (b, T); the role must be acting."""
-        states = response_states(self.trunk(role), batch) if states is None else states
+        states = response_states(self.backbone(role), batch) if states is None else states
         logprobs, entropy = token_logprobs(
             states, self.head(role), targets=batch.targets, temperature=temperature, entropy_grad=entropy_grad
         )
@@ -262,7 +262,7 @@ class Roles:
     def values(self, batch: SequenceBatch, *, states: Tensor | None = None) -> Tensor:
         """Values (b, T) of states before each response token; the critic must be acting, unless `states` is given."""
         assert self.value_head is not None
-        states = response_states(self.trunk("critic"), batch) if states is None else states
+        states = response_states(self.backbone("critic"), batch) if states is None else states
         return batch.to_rows(self.value_head(states))
 
     @property
@@ -273,14 +273,14 @@ class Roles:
     def final_values(self, batch: SequenceBatch) -> Tensor:
         """Values (b,) of the states after each row's last token; `value_role` must be acting."""
         assert self.value_head is not None
-        return self.value_head(last_states(self.trunk(self.value_role), batch))
+        return self.value_head(last_states(self.backbone(self.value_role), batch))
 
     def scores(self, batch: SequenceBatch) -> Tensor:
         """Scores (b,) of a score head on the shared base, read at each row's last token; the reward role must be
         acting (or the policy, while the head is being trained).
         """
         assert self.score_head is not None
-        return self.score_head(last_states(trunk_of(self.causal), batch))
+        return self.score_head(last_states(backbone_of(self.causal), batch))
 
     # ---- how they compute ----
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tinyrl.models.batches import trunk_of
+from tinyrl.models.batches import backbone_of
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.logprobs import ValueHead
 from tinyrl.models.lora import ADAPTER_FILE, load_adapter_weights, read_finite, read_tensors
@@ -40,7 +40,7 @@ def save_roles(roles: Roles, folder: Path, *, tokenizer: PreTrainedTokenizerBase
             save_adapter(roles.critic_model, POLICY_ADAPTER, folder / "critic")
         else:
             (folder / "critic").mkdir(exist_ok=True)
-            save_file(_own_tensors(trunk_of(roles.critic_model)), folder / "critic" / MODEL)
+            save_file(_own_tensors(backbone_of(roles.critic_model)), folder / "critic" / MODEL)
     if roles.value_head is not None:
         save_file(_own_tensors(roles.value_head), folder / VALUE_HEAD)
 
@@ -60,14 +60,14 @@ def load_critic(roles: Roles, folder: Path) -> None:
     if isinstance(roles.critic_model, PeftModel):
         load_adapter_weights(roles.critic_model, POLICY_ADAPTER, folder / "critic" / ADAPTER_FILE)
     elif roles.critic_model is not None:
-        load_trunk(roles.critic_model, folder / "critic" / MODEL)
+        load_backbone(roles.critic_model, folder / "critic" / MODEL)
     if roles.value_head is not None:
         load_head(roles.value_head, folder / VALUE_HEAD)
 
 
-def load_trunk(model: PreTrainedModel, file: Path) -> None:
+def load_backbone(model: PreTrainedModel, file: Path) -> None:
     """Put back the decoder of a fully fine-tuned critic. Raises ValueError where the file is of another model."""
-    _load_model(trunk_of(model), file)
+    _load_model(backbone_of(model), file)
 
 
 def load_head(head: ValueHead, file: Path) -> None:

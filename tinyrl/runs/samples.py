@@ -211,7 +211,7 @@ class PromptRecord:
         return "sometimes" if self.tries[-1][2] else "forgotten"
 
 
-def read_ledger(path: Path, notes: list[str]) -> list[PromptRecord]:
+def read_prompt_stats(path: Path, notes: list[str]) -> list[PromptRecord]:
     """The prompts of prompts.jsonl that had a completion with a reward, by number. What cannot be read is left out, and
     said in `notes`. Raises ValueError where there is nothing.
     """
@@ -236,8 +236,8 @@ def read_ledger(path: Path, notes: list[str]) -> list[PromptRecord]:
     return sorted(found.values(), key=lambda record: record.index)
 
 
-def hard_keys(ledger: Iterable[PromptRecord]) -> set[str]:
-    return {record.key for record in ledger if record.standing in HARD}
+def hard_keys(prompt_stats: Iterable[PromptRecord]) -> set[str]:
+    return {record.key for record in prompt_stats if record.standing in HARD}
 
 
 def prompt_texts(path: Path, indices: set[int]) -> dict[int, str]:
@@ -250,11 +250,11 @@ def prompt_texts(path: Path, indices: set[int]) -> dict[int, str]:
     return texts
 
 
-def render_ledger(ledger: list[PromptRecord], texts: dict[int, str], *, num: int) -> str:
+def render_prompt_stats(prompt_stats: list[PromptRecord], texts: dict[int, str], *, num: int) -> str:
     """How many prompts stand how, and the `num` hard ones of each kind that were tried most, with their last tries."""
-    steps = [step for record in ledger for step, _, _ in record.tries]
-    lines = [f"training prompts tried: {len(ledger):,}, in steps {min(steps):,} to {max(steps):,}", SOLVED]
-    standing = {kind: [record for record in ledger if record.standing == kind] for kind in MEANING}
+    steps = [step for record in prompt_stats for step, _, _ in record.tries]
+    lines = [f"training prompts tried: {len(prompt_stats):,}, in steps {min(steps):,} to {max(steps):,}", SOLVED]
+    standing = {kind: [record for record in prompt_stats if record.standing == kind] for kind in MEANING}
     lines += [f"{len(standing[kind]):7,}  {meaning}" for kind, meaning in MEANING.items()]
     for kind in HARD:
         records = sorted(standing[kind], key=lambda record: (-record.tried, record.index))

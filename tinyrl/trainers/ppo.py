@@ -12,7 +12,7 @@ Schulman et al. (1707.06347), with the reward shaping of Ziegler et al. (1909.08
 
 What differs from the papers: gamma is 1 by default and the value after the last token 0 (ppo.bootstrap_truncated takes
 the critic's for a response that was cut off, by max_new_tokens or by max_turns); policy and critic have their own
-gradient norms and learning rates (except with critic.kind=shared, where the value loss also moves the policy's trunk,
+gradient norms and learning rates (except with critic.kind=shared, where the value loss moves the policy's backbone too,
 weighted by ppo.value_coef). The first critic.warmup rollouts train only the critic: against a critic that knows
 nothing, advantages are noise. The first critic.pretrain_steps do too, and regress on returns of lambda 1, into which no
 value of the critic's own enters but that of a bootstrapped end: the value pretraining of VC-PPO (2503.01491) and VAPO
@@ -256,7 +256,7 @@ class ValueLoss:
 
 @dataclass(frozen=True)
 class SharedTrunkLoss:
-    """Policy and value from one forward pass; no gradient of a detached, or warming up, value reaches the trunk."""
+    """Policy and value from one forward pass; no gradient of a detached, or warming up, value reaches the backbone."""
 
     policy: PolicyLoss
     value: ValueLoss

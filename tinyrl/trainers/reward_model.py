@@ -28,13 +28,13 @@ from tinyrl.algorithms.preference import bradley_terry_loss, label_loss, rating_
 from tinyrl.components import Options, Parts
 from tinyrl.config.schema import Config
 from tinyrl.data.described import beginning, described, quoting
-from tinyrl.data.judged import Judged, Objective, judged, mean_and_deviation, objective_of, read_as, two_labels
+from tinyrl.data.judged import Objective, Scored, judged, mean_and_deviation, objective_of, read_as, two_labels
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import example_rows, few_held_out, fingerprints
 from tinyrl.distributed import ALONE, World
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.reward_models import label_metrics, pair_metrics, rating_metrics
-from tinyrl.models.batches import SequenceBatch, trunk_of
+from tinyrl.models.batches import SequenceBatch, backbone_of
 from tinyrl.models.micro_batches import RowSizes, StepRows
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_room
 from tinyrl.models.roles import Role, Roles
@@ -111,7 +111,7 @@ class RewardModel(RowTrainer):
         if self.config.run.eval_prompts:
             self.notes += few_held_out([one.prompt or one.answers for _, one in held_out])
 
-    def _texts(self, row: Row, one: Judged, *, cut: list[bool]) -> tuple[list[int], ...]:
+    def _texts(self, row: Row, one: Scored, *, cut: list[bool]) -> tuple[list[int], ...]:
         """Tokens of each answer behind its prompt, by the functions that score completions later; `cut` notes whether
         its beginning is cut off. Raises ValueError, quoting the row, where no policy writes such.
         """
@@ -185,7 +185,7 @@ class RewardModel(RowTrainer):
             setattr(config, SCORE_OFFSET, float(head.bias.detach() - center))
             setattr(config, TEXT_FORMAT, asdict(self.text_format))
             classifier = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-            trunk_of(classifier).load_state_dict(trunk_of(self.roles.causal).state_dict())
+            backbone_of(classifier).load_state_dict(backbone_of(self.roles.causal).state_dict())
             with torch.no_grad():
                 classifier.score.weight.copy_(head.weight)
             classifier.save_pretrained(folder, max_shard_size="10000GB")
@@ -203,7 +203,9 @@ class RewardModel(RowTrainer):
             tensors = load_file(folder / "model.safetensors")
             weight = tensors.pop("score.weight")
             prefix = self.roles.causal.base_model_prefix
-            trunk_of(self.roles.causal).load_state_dict({k.removeprefix(f"{prefix}."): v for k, v in tensors.items()})
+            backbone_of(self.roles.causal).load_state_dict(
+                {k.removeprefix(f"{prefix}."): v for k, v in tensors.items()}
+            )
         head.load_state_dict({"weight": weight, **load_file(folder / "score_bias.safetensors")})
 
     def center(self) -> float:
@@ -264,9 +266,9 @@ def sizes_of(parts: Parts, examples: list[JudgedTokens]) -> RowSizes:
 # ---- rows as tokens ----
 
 
-def _usable(rows: list[Row], objective: Objective, notes: list[str]) -> list[tuple[Row, Judged]]:
+def _usable(rows: list[Row], objective: Objective, notes: list[str]) -> list[tuple[Row, Scored]]:
     """Rows, as they are and as read, without those that teach nothing (ValueError: all of them); `notes` tell."""
-    found: list[tuple[Row, Judged]] = []
+    found: list[tuple[Row, Scored]] = []
     for row in watched(rows):
         with quoting(row):
             found.append((row, judged(row, objective)))

@@ -15,27 +15,27 @@ from pathlib import Path
 
 import torch
 
-from tinyrl.components import Options, settle_threads, trainer_of
+from tinyrl.components import Options, resolve_threads, trainer_of
 from tinyrl.config.schema import Config
 from tinyrl.distributed import World
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
 from tinyrl.models.device import as_out_of_memory, peak_memory_gb
-from tinyrl.models.outline import SHAPES, checkpoint_bytes, stand_in
+from tinyrl.models.meta import SHAPES, checkpoint_bytes, stand_in
 from tinyrl.report import write_report
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.progress import Display, tell
+from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import RunDir, create_run, environment
-from tinyrl.runs.settle import settle
 from tinyrl.runs.summary import summary
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.training.memory_plan import MemoryPlan
 from tinyrl.training.planning import (
-    Outline,
+    MetaModels,
     Planned,
     beside_measured,
     plan_run,
     seconds_in_words,
-    tried_outline,
+    tried_meta_models,
     tried_plan,
 )
 from tinyrl.training.replicas import check_alike
@@ -116,14 +116,14 @@ def start(
 ) -> Launch:
     """Load everything, check it, and make the run's folder. Raises ValueError before anything is written."""
     check_trackers(config.run.trackers)
-    config = settle(config)
+    config = resolve(config)
     with undone_on_failure() as undo:
-        outline = tried_outline(config, options=options)
+        meta = tried_meta_models(config, options=options)
         with out_of_memory_stops("before the first step"):
             trainer: Trainer = trainer_of(config.method)(config, options=options)
             undo.callback(trainer.close)
             check_alike(trainer)
-            notes = [settle_threads(trainer), *trainer.check()]
+            notes = [resolve_threads(trainer), *trainer.check()]
             if trainer.accelerator.device.type == "cpu":  # numbers depend on what run.threads=auto came to
                 run_section = config.run.model_copy(update={"threads": torch.get_num_threads()})
                 config = trainer.config = config.model_copy(update={"run": run_section})
@@ -149,7 +149,7 @@ def start(
             pool = ThreadPoolExecutor(1)
             sources = pool.submit(reading).result
             pool.shutdown(wait=False)
-        launch = open_session(run, trainer, sources=sources, outline=outline)
+        launch = open_session(run, trainer, sources=sources, meta=meta)
         launch.say([f"run {run.path}", *notes])
         return launch
 
@@ -194,7 +194,7 @@ def out_of_memory_stops(when: str) -> Iterator[None]:
 
 
 def open_session(
-    run: RunDir, trainer: Trainer, *, sources: Callable[[], Sources], outline: Outline | None = None
+    run: RunDir, trainer: Trainer, *, sources: Callable[[], Sources], meta: MetaModels | None = None
 ) -> Launch:
     """A launch whose session stands at the beginning of the run."""
     trainer.keep_output(run.append_reward_output if run.writes else lambda text: None)
@@ -205,7 +205,7 @@ def open_session(
         display=Display(num_steps=trainer.config.run.num_steps, silent=not trainer.world.is_main),
         sources=sources,
     )
-    return Launch(run, trainer, session, tried_plan(trainer, outline))
+    return Launch(run, trainer, session, tried_plan(trainer, meta))
 
 
 def plan(config: Config, *, options: Options, output_dir: str = "runs") -> Planned:
@@ -224,12 +224,12 @@ def plan(config: Config, *, options: Options, output_dir: str = "runs") -> Plann
 def time_steps(config: Config, *, options: Options) -> str:
     when = "while a step was timed"
     with out_of_memory_stops(when), closing(trainer_of(config.method)(config, options=options)) as trainer:
-        return f"{settle_threads(trainer)}\n{seconds_in_words(trainer)}"
+        return f"{resolve_threads(trainer)}\n{seconds_in_words(trainer)}"
 
 
 def dry_run(config: Config, *, options: Options) -> str:
     """Everything up to the first step, without a run folder: what `--dry-run` shows besides the configuration."""
     when = "before the first step"
     with out_of_memory_stops(when), closing(trainer_of(config.method)(config, options=options)) as trainer:
-        settle_threads(trainer)
+        resolve_threads(trainer)
         return f"{seconds_in_words(trainer)}\n{trainer.preview()}"

@@ -22,8 +22,8 @@ from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.device import KEPT_BYTES
 from tinyrl.models.loading import saved_dtype
 from tinyrl.models.logprobs import CHUNK_ELEMENTS, token_logprobs
+from tinyrl.models.meta import META, AsOn, LiveBytes, bytes_by_role, four_bit_bytes, is_meta
 from tinyrl.models.micro_batches import StepRows
-from tinyrl.models.outline import META, AsOn, LiveBytes, bytes_by_role, four_bit_bytes, is_outline
 from tinyrl.models.roles import Role, Roles
 from tinyrl.training.trainer import Trainer
 
@@ -61,14 +61,14 @@ class MemoryPlan:
 
 @dataclass
 class Planner:
-    """Plans of one run for several budgets. outline: the trainer's models without numbers.
+    """Plans of one run for several budgets. meta: the trainer's models without numbers.
 
     process: bytes that the process has before it loads a model (0 on a GPU, where only tensors are counted);
     reward_model: without numbers too, where it is a model of its own.
     """
 
     trainer: Trainer
-    outline: Roles
+    meta: Roles
     process: int
     room: int
     reward_model: nn.Module | None = None
@@ -84,12 +84,12 @@ class Planner:
     @cached_property
     def standing(self) -> dict[str, int]:
         """Bytes of weights by role, of Adam's moments, and of the process itself."""
-        roles = bytes_by_role(self.outline, reward_model=self.reward_model)
+        roles = bytes_by_role(self.meta, reward_model=self.reward_model)
         if self.trainer.config.model.quantization == "4bit":
-            roles["base"] = four_bit_bytes(self.outline)
+            roles["base"] = four_bit_bytes(self.meta)
         moments = 8 if self.trainer.config.optim.optimizer == "adamw" else 2
         own = {"process": self.process} if self.process else {}
-        return {**own, **roles, "Adam": moments * sum(p.numel() for p in trained(self.outline))}
+        return {**own, **roles, "Adam": moments * sum(p.numel() for p in trained(self.meta))}
 
     @cached_property
     def sampling(self) -> SamplingBytes | None:
@@ -100,11 +100,11 @@ class Planner:
         held_out = min(config.run.eval_prompts, len(trainer.eval_prompts))
         rows = min(max(config.on_policy.batch_size, held_out), config.generation.max_rows or 1 << 30)
         longest = max(len(p.tokens) for p in (*trainer.train_prompts, *trainer.eval_prompts))
-        own = sampling_dtype(config.generation, self.outline)
+        own = sampling_dtype(config.generation, self.meta)
         free = max(0, self.room - sum(self.standing.values()))
         call = Call(rows, max(config.on_policy.num_prompts, held_out), longest, trainer.longest_response)
         return sampling_bytes(
-            self.outline, config.generation, call, engine=trainer.engine.name, dtype=own, device=self.device, free=free
+            self.meta, config.generation, call, engine=trainer.engine.name, dtype=own, device=self.device, free=free
         )
 
     def plan(self, tokens: int | None = None) -> MemoryPlan:
@@ -120,7 +120,7 @@ class Planner:
 
     def _as_read(self) -> int:
         """Bytes of the base's files beside the model while it is loaded; none on a CPU where the dtype is theirs."""
-        model, dtype = self.trainer.config.model, self.outline.causal.dtype
+        model, dtype = self.trainer.config.model, self.meta.causal.dtype
         if self.device.type != "cpu" or model.random_init:
             return 0
         saved = saved_dtype(model.path, revision=model.revision)
@@ -137,12 +137,12 @@ class Planner:
 
     def learn(self, role: Role, pairs: Sequences) -> None:
         """A forward and backward pass whose gradients are let go of: of real models too, to time it."""
-        with _with_gradients(self.outline, whole=False), self.trainer.accelerator.autocast():
+        with _with_gradients(self.meta, whole=False), self.trainer.accelerator.autocast():
             self._pass(role, pairs)
 
     def read(self, role: Role, pairs: Sequences) -> None:
-        with torch.no_grad(), self.outline.acting(role), self.trainer.accelerator.autocast():
-            self.trainer.planned_loss(self.outline, role, self._batch(pairs))
+        with torch.no_grad(), self.meta.acting(role), self.trainer.accelerator.autocast():
+            self.trainer.planned_loss(self.meta, role, self._batch(pairs))
 
     def _update(self, tokens: int) -> dict[str, int]:
         """Gradients, activations and the logits of a chunk, at the most of any pass of an optimizer step."""
@@ -153,17 +153,17 @@ class Planner:
         precision = self.trainer.accelerator.mixed_precision
         low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
         acting = AsOn(self.device, autocast=low)
-        with _with_gradients(self.outline, whole=count > 1), acting, LiveBytes() as live:
-            before = _gradient_bytes(self.outline)
+        with _with_gradients(self.meta, whole=count > 1), acting, LiveBytes() as live:
+            before = _gradient_bytes(self.meta)
             for role in self.trainer.passes:
                 self._pass(role, pairs)
             most = live.most + before
-        gradients = sum(p.numel() * p.itemsize for p in trained(self.outline))
+        gradients = sum(p.numel() * p.itemsize for p in trained(self.meta))
         chunk = 0 if self.trainer.scores_answers else self._chunk_bytes(pairs)
         return {"gradients": gradients, "logits chunk": chunk, "activations": max(0, most - gradients - chunk)}
 
     def _pass(self, role: Role, pairs: Sequences) -> None:
-        config, roles = self.trainer.config, self.outline
+        config, roles = self.trainer.config, self.meta
         recompute = roles.gradient_checkpointing() if config.model.gradient_checkpointing else contextlib.nullcontext()
         batch = self._batch(pairs)
         with roles.acting(role), recompute:
@@ -175,16 +175,16 @@ class Planner:
 
     def _batch(self, pairs: Sequences) -> SequenceBatch:
         prompts, responses = [p for p, _ in pairs], [r for _, r in pairs]
-        batch = self.outline.batch(prompts, responses, last_tokens=self.trainer.scores_answers)
-        if self.outline.packs or not is_outline(self.outline):
+        batch = self.meta.batch(prompts, responses, last_tokens=self.trainer.scores_answers)
+        if self.meta.packs or not is_meta(self.meta):
             return batch
         # The library reads numbers of a mask of rows; one of (b, 1, L, L), as it would make, it takes as it is.
-        (count, width), model = batch.input_ids.shape, self.outline.causal
+        (count, width), model = batch.input_ids.shape, self.meta.causal
         dtype = torch.bool if model.config._attn_implementation == "sdpa" else model.dtype
         return replace(batch, attention_mask=torch.zeros(count, 1, width, width, dtype=dtype, device=META))
 
     def _chunk_bytes(self, pairs: Sequences) -> int:
-        head, count = self.outline.head("policy"), sum(len(r) for _, r in pairs)
+        head, count = self.meta.head("policy"), sum(len(r) for _, r in pairs)
         with torch.no_grad(), LiveBytes() as live:
             states = torch.empty(count, head.weight.shape[1], dtype=head.weight.dtype, device=META)
             before, targets = live.now, torch.zeros(count, dtype=torch.long, device=META)
@@ -193,7 +193,7 @@ class Planner:
 
     def _optimizer_step(self) -> dict[str, int]:
         """Gradients, and what AdamW makes for itself: on a GPU a temporary for every parameter at once."""
-        sizes = [p.numel() * p.itemsize for p in trained(self.outline)]
+        sizes = [p.numel() * p.itemsize for p in trained(self.meta)]
         own = sum(sizes) if self.device.type == "cuda" else LARGEST_TEMPORARIES * max(sizes, default=0)
         return {"gradients": sum(sizes), "AdamW's temporaries": own}
 

@@ -20,7 +20,7 @@ from tinyrl.generation.select import engine_of
 from tinyrl.models.batches import SequenceBatch, make_batch
 from tinyrl.models.device import MOST_IN_FLOAT32, as_exact, in_float32, ordinary_ids
 from tinyrl.models.weight_checks import embedding_rows
-from tinyrl.runs.settle import settle
+from tinyrl.runs.resolve import resolve
 from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import render_prompt, token_ids
 from tinyrl.text import shortened, visible
@@ -42,7 +42,7 @@ class Check:
 
 def check_model(config: Config, *, options: Options) -> list[Check]:
     """Try the model of a configuration. Raises ValueError for one that cannot be loaded."""
-    parts = Parts(settle(config), options=options)
+    parts = Parts(resolve(config), options=options)
     try:
         checks = [*_tokens(parts), _template(parts), *_batches(parts), *_adapters(parts)]
         generation = parts.config.generation

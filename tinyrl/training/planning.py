@@ -21,7 +21,7 @@ from tinyrl.config.schema import Config
 from tinyrl.generation.engine import Request
 from tinyrl.models.batches import fuse_alike
 from tinyrl.models.device import memory_room, resolve_dtype, settled_bytes
-from tinyrl.models.outline import checkpoint_bytes, outline_reward_model, outline_roles
+from tinyrl.models.meta import checkpoint_bytes, meta_reward_model, meta_roles
 from tinyrl.models.roles import Roles
 from tinyrl.text import first_line
 from tinyrl.training.memory_plan import MemoryPlan, Planner
@@ -36,7 +36,7 @@ RAISED = (AssertionError, AttributeError, LookupError, NotImplementedError, Runt
 
 
 @dataclass(frozen=True)
-class Outline:
+class MetaModels:
     """A run's models without numbers, and the bytes that the process has before it loads them."""
 
     roles: Roles
@@ -44,27 +44,27 @@ class Outline:
     process: int
 
 
-def tried_outline(config: Config, *, options: Options) -> Outline | None:
+def tried_meta_models(config: Config, *, options: Options) -> MetaModels | None:
     """Made before any weight is loaded; None where it cannot be: loading then says why, or does what this cannot."""
     on_cpu, trust = options.device == "cpu" or not torch.cuda.is_available(), options.trust_remote_code
     try:
         dtype = resolve_dtype(config.model.dtype, on_cpu=on_cpu)
-        roles = outline_roles(config, dtype=dtype, trust_remote_code=trust)
-        judge = outline_reward_model(config, dtype=dtype, trust_remote_code=trust)
-        return Outline(roles, judge, settled_bytes() if on_cpu else 0)
+        roles = meta_roles(config, dtype=dtype, trust_remote_code=trust)
+        judge = meta_reward_model(config, dtype=dtype, trust_remote_code=trust)
+        return MetaModels(roles, judge, settled_bytes() if on_cpu else 0)
     except RAISED:
         return None
 
 
-def tried_plan(trainer: Trainer, outline: Outline | None) -> MemoryPlan | None:
+def tried_plan(trainer: Trainer, meta: MetaModels | None) -> MemoryPlan | None:
     """The memory of a run whose trainer is loaded; None where its passes cannot be tried without numbers.
 
     Where memory decides on the micro-batches, they are from here on the largest that fit in every process.
     """
     plan = None
     with contextlib.suppress(*RAISED):
-        if outline is not None:
-            planner = planner_of(trainer, outline)
+        if meta is not None:
+            planner = planner_of(trainer, meta)
             fitting = largest_micro_batch(planner) if trainer.micro_batches.by_memory else None
             plan = planner.plan(fitting)
     if trainer.micro_batches.by_memory:
@@ -73,12 +73,12 @@ def tried_plan(trainer: Trainer, outline: Outline | None) -> MemoryPlan | None:
     return plan
 
 
-def planner_of(trainer: Trainer, outline: Outline) -> Planner:
-    outline.roles.packs = trainer.roles.packs  # where its numbers were compared
+def planner_of(trainer: Trainer, meta: MetaModels) -> Planner:
+    meta.roles.packs = trainer.roles.packs  # where its numbers were compared
     with trainer.accelerator.autocast():
-        fuse_alike(outline.roles.trunk("policy"), trainer.roles.trunk("policy"))
+        fuse_alike(meta.roles.backbone("policy"), trainer.roles.backbone("policy"))
     room = memory_room(trainer.accelerator.device)
-    return Planner(trainer, outline.roles, outline.process, room, reward_model=outline.reward_model)
+    return Planner(trainer, meta.roles, meta.process, room, reward_model=meta.reward_model)
 
 
 # ---- what fits ----
@@ -109,7 +109,7 @@ def largest_group(planner: Planner) -> int | None:
 def disk_bytes(planner: Planner) -> int:
     run, rows = planner.trainer.config.run, planner.rows
     rollout = ROLLOUT_BYTES * sum(rows.sizes.responses) if planner.sampling is not None else 0
-    return (run.keep_checkpoints + 2) * (checkpoint_bytes(planner.outline) + rollout)
+    return (run.keep_checkpoints + 2) * (checkpoint_bytes(planner.meta) + rollout)
 
 
 # ---- in words ----
@@ -162,11 +162,9 @@ def plan_run(config: Config, *, options: Options, output_dir: str = "runs") -> P
     except RAISED as error:
         return _unplanned(error)
     try:
-        judge = outline_reward_model(
-            config, dtype=trainer.roles.causal.dtype, trust_remote_code=options.trust_remote_code
-        )
+        judge = meta_reward_model(config, dtype=trainer.roles.causal.dtype, trust_remote_code=options.trust_remote_code)
         process = settled_bytes() if trainer.accelerator.device.type == "cpu" else 0
-        planner = planner_of(trainer, Outline(trainer.roles, judge, process))
+        planner = planner_of(trainer, MetaModels(trainer.roles, judge, process))
         plan, tokens = planner.plan(), largest_micro_batch(planner)
         there = next(path for path in (Path(output_dir), *Path(output_dir).absolute().parents) if path.exists())
         free, needed = shutil.disk_usage(there).free, disk_bytes(planner)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tinyrl.components import Options, settle_threads, trainer_of
+from tinyrl.components import Options, resolve_threads, trainer_of
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.records import read_steps
+from tinyrl.runs.resolve import absolute_paths, resolve
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.runs.settle import absolute_paths, settle
 from tinyrl.training.launch import Launch, open_session, out_of_memory_stops, undone_on_failure
 from tinyrl.training.optim import stretched_schedule
-from tinyrl.training.planning import tried_outline
+from tinyrl.training.planning import tried_meta_models
 from tinyrl.training.replicas import check_alike
 from tinyrl.training.session import Session
 from tinyrl.training.state import HELD_OUT, Sources, changed_sources, changed_versions, read_sources, read_state
@@ -37,14 +37,14 @@ def resume(
         if folder is None and not warnings:
             _check_beginning(run)
         kept, since = (read_state(folder), folder.name) if folder else (None, "it was made")
-        config = settle(config or run.read_config())
+        config = resolve(config or run.read_config())
         before = absolute_paths(kept.config if kept else run.read_config().written())
         if config.run.threads == "auto":  # as the run has it, which an earlier version kept in state.json alone
             run_section = config.run.model_copy(update={"threads": before["run"].get("threads", "auto")})
             config = config.model_copy(update={"run": run_section})
         changes = check_changes(before, config, since=since, allowed=allow_config_change)
         notes = [f"warning: {w}; using {folder.name if folder else 'the start'} instead" for w in warnings[:1]]
-        outline = tried_outline(config, options=options)
+        meta = tried_meta_models(config, options=options)
         with out_of_memory_stops("before the first step"):
             trainer: Trainer = trainer_of(config.method)(config, options=options)
             undo.callback(trainer.close)
@@ -58,9 +58,9 @@ def resume(
                 allowed=allow_config_change,
             )
             notes += trainer.check()
-            launch = open_session(run, trainer, sources=lambda: sources, outline=outline)
+            launch = open_session(run, trainer, sources=lambda: sources, meta=meta)
             if folder is None or kept is None:
-                notes.append(settle_threads(trainer))
+                notes.append(resolve_threads(trainer))
                 run.cut({})
             else:
                 notes += launch.session.restore(folder, kept)

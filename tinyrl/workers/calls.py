@@ -225,7 +225,7 @@ class WorkerFunction:
     def _live_worker(self) -> Worker:
         if self._worker is None or not self._worker.alive:
             self.close()
-            self._worker = Worker(self._sources[0], memory_bytes=self._memory_bytes, heard=self.printed.add)
+            self._worker = Worker(self._sources[0], memory_bytes=self._memory_bytes, on_output=self.printed.add)
             load_timeout_s = max(self._timeout_s, LOAD_TIMEOUT_S)
             try:
                 self._facts = self._worker.load(

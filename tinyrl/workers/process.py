@@ -1,4 +1,4 @@
-"""Our end of a worker process: start it with its keeper, ask it, and end it with all it started.
+"""Our end of a worker process: start it with its supervisor, ask it, and end it with all it started.
 
 Nothing here waits without a deadline, and nothing waits on a pipe that may be full: request, reply and what the
 function prints move in one loop, which also checks whether the run is to stop.
@@ -22,14 +22,14 @@ import psutil
 from tinyrl.runs.launched import VARIABLES
 from tinyrl.runs.signals import check_stop
 from tinyrl.text import one_line, redact
-from tinyrl.workers import keeper, worker
+from tinyrl.workers import supervisor, worker
 from tinyrl.workers.loading import FunctionSource
 
 POLL_S = 0.1
 GRACE_S = 1.0  # the worker ends a late call itself and says where it was; after this we do
 CLOSE_S = 1.0  # for a worker to leave by itself
 EXIT_S = 0.5  # between the end of its pipe and its exit code
-END_S = 2 * keeper.PATIENCE_S  # for its keeper to end all it started
+END_S = 2 * supervisor.PATIENCE_S  # for its supervisor to end all it started
 MEMORY_SHARE = 0.5  # of the machine's memory, which a reward may use where nothing else is said
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 KEPT_OUTPUT_BYTES = 8192
@@ -51,12 +51,12 @@ class LoadFailed(CallFailed):
 class Worker:
     """One worker process with one person's function. It can be used until a call is lost; then start another.
 
-    `memory_bytes` is what each process of it may use. `heard` is given what the function prints, as it comes.
+    `memory_bytes` is what each process of it may use. `on_output` is given what the function prints, as it comes.
     """
 
-    def __init__(self, source: FunctionSource, *, memory_bytes: int, heard: Callable[[bytes], None]) -> None:
+    def __init__(self, source: FunctionSource, *, memory_bytes: int, on_output: Callable[[bytes], None]) -> None:
         self._source = source
-        self._heard = heard
+        self._on_output = on_output
         self._killed = False
         self._output = bytearray()
         self._process = subprocess.Popen(
@@ -168,7 +168,7 @@ class Worker:
         """Take what the function printed and keep the end of it; False when no more can come."""
         with contextlib.suppress(BlockingIOError):
             printed = os.read(self._prints.fileno(), 1 << 16)
-            self._heard(printed)
+            self._on_output(printed)
             self._output += printed
             del self._output[:-KEPT_OUTPUT_BYTES]
             return bool(printed)
@@ -226,10 +226,10 @@ def _environment() -> dict[str, str]:
 
 
 def _command(memory_bytes: int) -> list[str]:
-    """The keeper, and what it starts: -P keeps our folder off sys.path, where our loading.py would hide the user's."""
+    """The supervisor, and what it starts: -P keeps our folder off sys.path, where loading.py would hide the user's."""
     run = str(os.getpid())
     work = [sys.executable, "-P", worker.__file__, run]
-    return [sys.executable, "-I", "-S", keeper.__file__, run, str(memory_bytes), *work]
+    return [sys.executable, "-I", "-S", supervisor.__file__, run, str(memory_bytes), *work]
 
 
 def _is_reply(reply: Any) -> bool:

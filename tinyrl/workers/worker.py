@@ -1,6 +1,6 @@
 """The worker process of a person's function: a hang or a crash costs one worker and not the run.
 
-Started fresh by its keeper (`python -P worker.py RUN`: the run's process, for whoever lists processes), never forked.
+Started fresh by its supervisor (`python -P worker.py RUN`: the run's process, for who lists processes), never forked.
 Requests and replies are JSON, one a line, over the pipes it was started with; those are moved out of the function's
 sight first, so that what it prints, closes or reads cannot disturb them. Only the standard library is imported here:
 start-up is short, and torch is imported only where the user's own code does so.

@@ -20,7 +20,7 @@ MODEL_FIELDS = (("model", "path"), ("model", "adapter"), ("critic", "path"), ("r
 DATA_FIELDS = (("task", "data"), ("task", "eval_data"), ("environment", "corpus"), ("ppo", "ptx_data"))
 
 
-def settle(config: Config) -> Config:
+def resolve(config: Config) -> Config:
     """The configuration with absolute paths, checkpoints for runs, and lengths within the model's positions where
     nobody has set them: half of them for what is written, a quarter for what is read between turns. Idempotent.
     Raises ValueError for a run that cannot be what it is named as.

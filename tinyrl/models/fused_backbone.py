@@ -238,14 +238,14 @@ ROTATION = {  # all that rotary positions have of the usual kinds; Ministral-3 s
 }  # fmt: skip
 
 
-def reads_like_llama(trunk: nn.Module) -> bool:
+def reads_like_llama(backbone: nn.Module) -> bool:
     """Whether the decoder has the parts of Llama's; whether they compute the same is checked on numbers, of few and of
     early positions.
     """
-    layers: Any = getattr(trunk, "layers", None)
-    if layers is None or not all(hasattr(trunk, name) for name in ("embed_tokens", "norm", "rotary_emb")):
+    layers: Any = getattr(backbone, "layers", None)
+    if layers is None or not all(hasattr(backbone, name) for name in ("embed_tokens", "norm", "rotary_emb")):
         return False
-    config: Any = trunk.config
+    config: Any = backbone.config
     rope: dict[str, Any] = getattr(config.get_text_config(), "rope_parameters", None) or {}
     by_kind = [own for own in rope.values() if isinstance(own, dict)]  # of layers, where these differ
     if not all({*own} <= ROTATION for own in by_kind or [rope]):
@@ -266,25 +266,25 @@ def _has(module: nn.Module, path: str) -> bool:
     return True
 
 
-def could_fuse(trunk: nn.Module) -> bool:
+def could_fuse(backbone: nn.Module) -> bool:
     """Whether this file knows the parts of the decoder; whether the numbers agree is for batches.py to compare."""
-    if not reads_like_llama(trunk):
+    if not reads_like_llama(backbone):
         return False
-    config: Any = trunk.config.get_text_config()  # pyright: ignore
-    plain = all(type(_base(module)) is nn.Linear for layer in trunk.layers for module in _projections(layer))  # pyright: ignore
+    config: Any = backbone.config.get_text_config()  # pyright: ignore
+    plain = all(type(_base(module)) is nn.Linear for layer in backbone.layers for module in _projections(layer))  # pyright: ignore
     return plain and getattr(config, "hidden_act", None) in ACTIVATIONS and hasattr(config, "rms_norm_eps")
 
 
-def can_fuse_now(trunk: Any) -> bool:
+def can_fuse_now(backbone: Any) -> bool:
     """Whether nothing is in use that this file leaves to the library."""
-    device = trunk.norm.weight.device.type
+    device = backbone.norm.weight.device.type
     if any(torch.is_autocast_enabled(kind) for kind in (("cpu", "cuda") if device == "meta" else (device,))):
         return False
-    if getattr(trunk.layers[0], "gradient_checkpointing", False) or any(
-        p.dtype != torch.float32 for p in trunk.parameters()
+    if getattr(backbone.layers[0], "gradient_checkpointing", False) or any(
+        p.dtype != torch.float32 for p in backbone.parameters()
     ):
         return False
-    adapted = [m for layer in trunk.layers for m in _projections(layer) if isinstance(m, LoraLayer)]
+    adapted = [m for layer in backbone.layers for m in _projections(layer) if isinstance(m, LoraLayer)]
     return all(is_plain_lora(layer) and not _drops_out(layer) and not layer.merged for layer in adapted)
 
 
@@ -293,15 +293,15 @@ def _drops_out(layer: LoraLayer) -> bool:
     return any(isinstance(dropout, nn.Dropout) and dropout.training for dropout in layer.lora_dropout.values())
 
 
-def fused_states(trunk: Any, ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
+def fused_states(backbone: Any, ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
     """Hidden states (N, H) of the packed tokens ids (1, N) at positions (1, N), under the adapter that acts."""
-    eps: float = trunk.config.get_text_config().rms_norm_eps
-    embedded = trunk.embed_tokens(ids)
-    cos, sin = (t[0].unsqueeze(1) for t in trunk.rotary_emb(embedded, positions))
+    eps: float = backbone.config.get_text_config().rms_norm_eps
+    embedded = backbone.embed_tokens(ids)
+    cos, sin = (t[0].unsqueeze(1) for t in backbone.rotary_emb(embedded, positions))
     half = sin.shape[-1] // 2
     sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
     x = embedded[0]
-    for layer in trunk.layers:
+    for layer in backbone.layers:
         attention, norms = layer.self_attn, (layer.input_layernorm, layer.post_attention_layernorm)
         inputs, scales, rest, rest_scales = _tensors(layer)
         qkv: Any = NormedProducts.apply(x, norms[0].weight, eps, scales, *inputs)
@@ -311,7 +311,7 @@ def fused_states(trunk: Any, ids: Tensor, positions: Tensor, packing: Packing) -
         q, k = Rotated.apply(q, cos, sin), Rotated.apply(k, cos, sin)
         attended = attend(q, k, v, packing, attention.scaling).flatten(1)  # pyright: ignore
         x = AfterAttention.apply(x, attended, norms[1].weight, eps, rest_scales, *rest)
-    return Normed.apply(x, trunk.norm.weight, eps)  # pyright: ignore
+    return Normed.apply(x, backbone.norm.weight, eps)  # pyright: ignore
 
 
 def _tensors(layer: Any) -> tuple[list[Tensor | None], list[float], list[Tensor | None], list[float]]:

@@ -50,12 +50,12 @@ FIELDS = (
 TEXT_TOKENS = 512  # of a prompt, and of an answer, in rows that nobody has seen
 
 
-def is_outline(roles: Roles) -> bool:
+def is_meta(roles: Roles) -> bool:
     """Whether these models have no numbers."""
     return roles.device.type == "meta"
 
 
-def outline_roles(config: Config, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Roles:
+def meta_roles(config: Config, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Roles:
     """Policy, reference, critic and reward adapter as models/build.py makes them, without numbers; a 4-bit base is in
     `dtype`. Draws no random number. Raises ValueError for a model that cannot be read.
     """
@@ -85,9 +85,7 @@ def outline_roles(config: Config, *, dtype: torch.dtype, trust_remote_code: bool
     return roles
 
 
-def outline_reward_model(
-    config: Config, *, dtype: torch.dtype, trust_remote_code: bool = False
-) -> PreTrainedModel | None:
+def meta_reward_model(config: Config, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel | None:
     """The reward model where it is a model of its own, without numbers; None where there is none."""
     path = config.reward.model if config.uses("reward") else None
     if path is None or is_reward_adapter(path):

@@ -1,10 +1,10 @@
-"""The keeper of a worker: starts it, waits for it, and ends whatever it leaves behind.
+"""The supervisor of a worker: starts it, waits for it, and ends whatever it leaves behind.
 
-    python -I -S keeper.py RUN MEMORY_BYTES COMMAND ...
+    python -I -S supervisor.py RUN MEMORY_BYTES COMMAND ...
 
-On Linux it is a subreaper (prctl(2)): a process whose parent has ended becomes the keeper's child, whatever group or
-session it moved to. So all that a function started is found, and ended: when the worker is over, when SIGTERM
-says so, and when the run (process RUN) is gone. Then the keeper ends as the worker did, with its exit code or signal.
+On Linux it is a subreaper (prctl(2)): a process whose parent has ended becomes the supervisor's child, whatever group
+or session it moved to. So all that a function started is found, and ended: when the worker is over, when SIGTERM says
+so, and when the run (process RUN) is gone. Then the supervisor ends as the worker did, with its exit code or signal.
 Elsewhere only the worker's process group is ended.
 
 No process of the command may use more than MEMORY_BYTES of memory of its own (RLIMIT_DATA, which leaves out files and
@@ -32,16 +32,16 @@ def main() -> None:
     """Start the command and wait for its end, or for the order to end it."""
     global worker
     run, memory_bytes, *command = sys.argv[1:]
-    keeper = os.getpid()
+    supervisor = os.getpid()
     set_property(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: leave())
     signal.signal(signal.SIGALRM, lambda *_: None if os.getppid() == int(run) else leave())
     worker = os.fork()
     if not worker:
-        os.setpgid(0, 0)  # a function that kills its own group does not kill its keeper
+        os.setpgid(0, 0)  # a function that kills its own group does not kill its supervisor
         set_property(PR_SET_PDEATHSIG, signal.SIGKILL)
         limit_memory(int(memory_bytes))
-        if os.getppid() == keeper:
+        if os.getppid() == supervisor:
             os.execv(command[0], command)
         os._exit(1)
     nothing = os.open(os.devnull, os.O_RDWR)
