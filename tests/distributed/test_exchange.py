@@ -16,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed import HashStore, Work
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import Work
 
 from tests import running
 from tests.distributed.ranks import Ranks

@@ -140,7 +140,7 @@ def test_nothing_waits_between_two_looks(tiny: TinyModels, device: torch.device,
 def test_a_step_by_itself_waits_for_nothing(tiny: TinyModels, device: torch.device, by_graphs: bool):
     engine = engine_on(tiny, device, torch.float32)
     engine.by_graphs = by_graphs
-    with torch.inference_mode(), engine._decoding({}, rows=6, width=64) as (slots, advance):
+    with torch.inference_mode(), engine._decoding({"seed": 0, "step": 0}, rows=6, width=64) as (slots, advance):
         slots.clear()
         slots.enter([[0, 1, 2], [3, 4, 5]], [[20, 21, 22], [30]], uniforms=torch.rand(6, slots.columns).double())
         advance(6, 64)
@@ -153,7 +153,7 @@ def test_a_step_by_itself_waits_for_nothing(tiny: TinyModels, device: torch.devi
 def kernels_a_token(engine: FusedEngine, rows: int) -> int:
     """Operations of a step that launch a kernel."""
     engine.by_graphs = False
-    with torch.inference_mode(), engine._decoding({}, rows=rows, width=64) as (slots, advance):
+    with torch.inference_mode(), engine._decoding({"seed": 0, "step": 0}, rows=rows, width=64) as (slots, advance):
         slots.clear()
         slots.enter([list(range(rows))], [[20, 21, 22]], uniforms=torch.rand(rows, slots.columns).double())
         with counting_kernels() as kernels:
