@@ -52,7 +52,7 @@ def rollout(parts: SamplingParts, *, plainly: bool, step: int) -> list[Completio
             groups = parts.engine.play(requests, SPEED.group_size, answer=episodes, **options)
             completions = [completion for group in groups for completion in group]
         assert all(len(episode.turn_ends) == TURNS and not episode.failure for episode in episodes.episodes)
-        return episodes.settled(completions)
+        return episodes.finalized(completions)
 
 
 def main() -> None:

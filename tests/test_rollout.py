@@ -10,7 +10,7 @@ from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.components import Options, SamplingParts
 from tinyrl.rollout import Rollout
-from tinyrl.sampling import Truncation, sample_and_score, settle_truncated
+from tinyrl.sampling import Truncation, finalize_truncated, sample_and_score
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory):
 
 def collect(parts: SamplingParts, truncation: Truncation | None = None) -> Rollout:
     rollout = sample_and_score(parts.train_prompts[:3], parts.engine, parts.scorer, group_size=2, seed=0, step=0)
-    settle_truncated(rollout, truncation or Truncation())
+    finalize_truncated(rollout, truncation or Truncation())
     return rollout
 
 

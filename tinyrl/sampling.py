@@ -114,7 +114,7 @@ def _sampled(
     return merged, [Episode(**fields) for group in played for fields in group]
 
 
-def settle_truncated(rollout: Rollout, truncation: Truncation) -> None:
+def finalize_truncated(rollout: Rollout, truncation: Truncation) -> None:
     """Penalise truncated responses, or leave them out of the loss; they still count in their group's mean and std."""
     rollout.rewards = rollout.rewards - truncation.penalties(rollout.chosen_tokens, rollout.truncated)
     if truncation.mode == "mask":

@@ -323,7 +323,7 @@ def test_what_cannot_go_together(method: str, sections: dict[str, Any], sentence
         ("grpo", {"grpo": {"preset": "reinforce++", "group_size": 1}}),
         ("ppo", {"reference": {"kind": "none"}, "ppo": {"kl_coef": 0}}),
         ("ppo", {"critic": {"path": "x"}}),
-        ("ppo", {"critic": {"path": "x", "kind": "shared"}}),  # x may be a run, which runs/settle.py finds out
+        ("ppo", {"critic": {"path": "x", "kind": "shared"}}),  # x may be a run, which runs/resolve.py finds out
         ("ppo", {"ppo": {"ptx_coef": 0.5, "ptx_data": "t.jsonl"}}),
         ("grpo", {"reference": {"kind": "none"}}),
         ("grpo", {"grpo": {"kl_coef": 0.1, "kl_placement": "reward"}}),

@@ -46,7 +46,7 @@ def episodes_of(
     with Episodes(prompts, requests, GROUP, game=game, seed=SEED, step=STEP) as episodes:
         options["role"] = "policy"
         said = turns._play_plainly(requests, GROUP, engine=parts.engine, episodes=episodes, options=options)
-        return episodes.settled(said), episodes.episodes
+        return episodes.finalized(said), episodes.episodes
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,9 @@ from tinyrl.sampling import (
     Truncation,
     _add_episodes,
     _as_tensors,
+    finalize_truncated,
     forward_pass,
     sample_and_score,
-    settle_truncated,
 )
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.trainers.grpo import advantages_of
@@ -200,7 +200,7 @@ def test_counts_and_means_are_of_chosen_tokens(two: Rollout) -> None:
 
 def test_penalties_for_length_count_chosen_tokens(two: Rollout) -> None:
     """Four may be written; the soft penalty begins after two: 3 of 4 cost a half, 4 of 4 the whole."""
-    settle_truncated(two, Truncation("penalize", 1.0, overlong_tokens=2, max_new_tokens=4))
+    finalize_truncated(two, Truncation("penalize", 1.0, overlong_tokens=2, max_new_tokens=4))
     assert two.rewards.tolist() == [1.75 - 0.5, 3.0 - 1.0 - 1.0]
 
 

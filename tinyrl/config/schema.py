@@ -78,7 +78,7 @@ class Config(Section):
             optim.critic_learning_rate = optim.critic_learning_rate or (1e-5 if full else 1e-4)
             if self.critic.kind is None:
                 self.critic.kind = "separate" if full or self.critic.path else "adapter"
-                self.critic.model_fields_set.discard("kind")  # a run at critic.path decides, in runs/settle.py
+                self.critic.model_fields_set.discard("kind")  # a run at critic.path decides, in runs/resolve.py
         self.task.name = self.task.name or "rows"
         for problem in conflicts(self):
             raise ValueError(problem)

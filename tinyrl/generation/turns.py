@@ -139,7 +139,7 @@ def play(
             completions = [completion for group in groups for completion in group]
         else:
             completions = _play_plainly(requests, group_size, engine=engine, episodes=episodes, options=options)
-        return episodes.settled(completions), episodes.episodes
+        return episodes.finalized(completions), episodes.episodes
 
 
 def _play_plainly(
@@ -265,7 +265,7 @@ class Episodes:
             ready, self._ready = self._ready, []
             return ready
 
-    def settled(self, completions: list[Completion]) -> list[Completion]:
+    def finalized(self, completions: list[Completion]) -> list[Completion]:
         """The completions with what their episodes came to: why they ended, and the rewards of those cut off."""
         cut_off = [i for i, e in enumerate(self.episodes) if e.failure is None and not e.over]
         if cut_off:

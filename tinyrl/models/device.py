@@ -89,7 +89,7 @@ def keep_freed_memory() -> bool:
     )
 
 
-def settled_bytes() -> int:
+def warm_bytes() -> int:
     """Memory of this process that is in RAM once libraries have made what they keep: buffers of matrix products, the
     pages of kernels, modules that a first optimizer step imports. Draws no random number.
     """

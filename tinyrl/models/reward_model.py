@@ -1,6 +1,6 @@
 """Reward models: a classification model of its own, or an adapter and a head on the shared base.
 
-A classification model has its own tokenizer and template; what it reads of a prompt and a completion is settled in
+A classification model has its own tokenizer and template; what it reads of a prompt and a completion is decided in
 rewards/model_text.py, and this file is handed the tokens. Decoder models are scored at the last token of each row,
 whose position is known from lengths: the library looks for the last token that is not padding, which is the wrong one
 when pad == eos. Encoder models (a `classifier` over a pooled state) are called as they are.

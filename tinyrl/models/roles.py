@@ -82,7 +82,7 @@ class Roles:
             if reference:
                 self.reference_model = frozen_copy(self.causal, device=device)
             self.causal.float()
-        self.settle_adapters()
+        self.finalize_adapters()
         policy = self.adapter_parameters(POLICY_ADAPTER) if self.peft else dict(self.causal.named_parameters())
         self.parameters["policy"] = policy
         self.keep_trainable()
@@ -110,14 +110,14 @@ class Roles:
         self.reference_adapter = "reference"
 
     def add_adapter(self, name: str, *, config: LoraConfig) -> None:
-        """A further adapter on the same base; which roles train is settled by `self.parameters`."""
+        """A further adapter on the same base; which roles train is decided by `self.parameters`."""
         assert self.peft is not None
         fresh = copy.deepcopy(config)
         fresh.fan_in_fan_out = self.peft.peft_config[POLICY_ADAPTER].fan_in_fan_out  # pyright: ignore[reportAttributeAccessIssue]
         self.peft.add_adapter(name, fresh)
-        self.settle_adapters()
+        self.finalize_adapters()
 
-    def settle_adapters(self) -> None:
+    def finalize_adapters(self) -> None:
         """Call after adding an adapter: it may sit in layers that had none, its dropout is on, and PEFT's bookkeeping
         may have changed what is active and what trains. (PEFT makes its parameters float32.)
         """

@@ -82,7 +82,7 @@ def critic_run(config: Config) -> Config | None:
 
 def _critic_kind(config: Config, *, bases: tuple[str, str | None]) -> str | None:
     """critic.kind; that of the run which critic.path names where nobody has set one. `bases`: model.path and
-    critic.path as settled. Raises ValueError where what is named is for another kind, or another base.
+    critic.path as resolved. Raises ValueError where what is named is for another kind, or another base.
     """
     path, kind, found = config.critic.path, config.critic.kind, _run_at(config.critic.path)
     if path is None or not config.uses("critic") or (found is None and kind == "separate"):

@@ -27,7 +27,7 @@ from tinyrl.models.roles import Role, Roles
 from tinyrl.rewards.functions import FailureGuard, describe_failure
 from tinyrl.rollout import Rollout
 from tinyrl.runs.signals import stop_held
-from tinyrl.sampling import forward_pass, sample_and_score, settle_truncated
+from tinyrl.sampling import finalize_truncated, forward_pass, sample_and_score
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.trainers.policy_loss import LossSettings
 from tinyrl.trainers.step_records import Tried, allowed_bytes, sample_lines, shown_rows, token_lines, written
@@ -106,7 +106,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
             game=self.game,
             world=self.world,
         )
-        settle_truncated(rollout, self.truncation)
+        finalize_truncated(rollout, self.truncation)
         self.solved.look(prompts, rollout)
         self.tried.look(prompts, rollout)
         self._watch(rollout, prompts, step)

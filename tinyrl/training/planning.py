@@ -20,7 +20,7 @@ from tinyrl.components import Options, SamplingParts, trainer_of
 from tinyrl.config.schema import Config
 from tinyrl.generation.engine import Request
 from tinyrl.models.batches import fuse_alike
-from tinyrl.models.device import memory_room, resolve_dtype, settled_bytes
+from tinyrl.models.device import memory_room, resolve_dtype, warm_bytes
 from tinyrl.models.meta import checkpoint_bytes, meta_reward_model, meta_roles
 from tinyrl.models.roles import Roles
 from tinyrl.text import first_line
@@ -51,7 +51,7 @@ def tried_meta_models(config: Config, *, options: Options) -> MetaModels | None:
         dtype = resolve_dtype(config.model.dtype, on_cpu=on_cpu)
         roles = meta_roles(config, dtype=dtype, trust_remote_code=trust)
         judge = meta_reward_model(config, dtype=dtype, trust_remote_code=trust)
-        return MetaModels(roles, judge, settled_bytes() if on_cpu else 0)
+        return MetaModels(roles, judge, warm_bytes() if on_cpu else 0)
     except RAISED:
         return None
 
@@ -163,7 +163,7 @@ def plan_run(config: Config, *, options: Options, output_dir: str = "runs") -> P
         return _unplanned(error)
     try:
         judge = meta_reward_model(config, dtype=trainer.roles.causal.dtype, trust_remote_code=options.trust_remote_code)
-        process = settled_bytes() if trainer.accelerator.device.type == "cpu" else 0
+        process = warm_bytes() if trainer.accelerator.device.type == "cpu" else 0
         planner = planner_of(trainer, MetaModels(trainer.roles, judge, process))
         plan, tokens = planner.plan(), largest_micro_batch(planner)
         there = next(path for path in (Path(output_dir), *Path(output_dir).absolute().parents) if path.exists())

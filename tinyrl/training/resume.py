@@ -64,7 +64,10 @@ def resume(
                 run.cut({})
             else:
                 notes += launch.session.restore(folder, kept)
-                notes += [*_versions(known, sources, since=since), *_settle(launch.session, changes, since=since)]
+                notes += [
+                    *_versions(known, sources, since=since),
+                    *_accept(launch.session, changes, since=since),
+                ]
                 state, steps = launch.session.state, config.run.num_steps
                 were = kept.num_steps or steps
                 notes += filter(None, [stretched_schedule(config.optim, step=state.step, before=were, now=steps)])
@@ -88,7 +91,7 @@ def _check_beginning(run: RunDir) -> None:
         )
 
 
-def _settle(session: Session, changes: list[str], *, since: str) -> list[str]:
+def _accept(session: Session, changes: list[str], *, since: str) -> list[str]:
     """Let go of what changes make wrong; a line for each of them, and for that."""
     notes = [f"changed since {since}: {change}" for change in changes]
     if not all(keeps_rollout(change) for change in changes):
