@@ -218,13 +218,12 @@ def test_a_name_is_answered_as_the_page_says(method: str, answer: str):
 
 def test_every_finding_is_in_the_table():
     found = set[str]()
-    for file in ("policy_findings.py", "rollout_findings.py"):
-        tree = ast.parse((ROOT / "tinyrl" / "runs" / file).read_text(encoding="utf-8"))
-        for call in ast.walk(tree):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Finding":
-                name = call.args[0]
-                sides = [name.body, name.orelse] if isinstance(name, ast.IfExp) else [name]
-                found |= {ast.literal_eval(side) for side in sides}
+    tree = ast.parse((ROOT / "tinyrl" / "runs" / "findings.py").read_text(encoding="utf-8"))
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Finding":
+            name = call.args[0]
+            sides = [name.body, name.orelse] if isinstance(name, ast.IfExp) else [name]
+            found |= {ast.literal_eval(side) for side in sides}
     table = PAGES["see.md"].partition("| finding |")[2].partition("\n\n")[0]
     assert {row[0] for row in rows_of(table)} == found
     assert len(found) == 15

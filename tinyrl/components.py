@@ -11,15 +11,15 @@ from tinyrl.config.schema import Config
 from tinyrl.data.rows import fingerprints
 from tinyrl.environments.environment import Environment
 from tinyrl.generation.engine import SamplingEngine, end_at_turn_end
-from tinyrl.generation.game import Game, load_game
 from tinyrl.generation.planned import Unsampled
 from tinyrl.generation.select import engine_of, planned_engine
+from tinyrl.generation.turns import Game, load_game
 from tinyrl.models.build import build_reward_model, build_roles
 from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, threads_for
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.outline import outline_roles
-from tinyrl.models.vocabulary import check_ids, check_vocabulary
+from tinyrl.models.weight_checks import check_ids, check_vocabulary
 from tinyrl.parts import Parts, SamplingParts
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer

@@ -13,7 +13,7 @@ from tinyrl.config.schema import Config
 from tinyrl.data.rows import few_held_out
 from tinyrl.distributed import World, world
 from tinyrl.generation.engine import SamplingEngine, eos_token_ids
-from tinyrl.generation.game import Game
+from tinyrl.generation.turns import Game
 from tinyrl.generation.turns_preview import episode_notes, show_episode
 from tinyrl.models.build import check_reference
 from tinyrl.models.memory import bytes_by_role
@@ -21,8 +21,8 @@ from tinyrl.models.micro_batches import MicroBatches, RowSizes, StepRows
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.roles import Roles
 from tinyrl.models.weights_io import load_roles, save_roles
-from tinyrl.rewards.gold_check import check_gold
 from tinyrl.rewards.scorer import Scorer
+from tinyrl.rewards.trial import check_gold
 from tinyrl.sampling import Truncation
 from tinyrl.tasks import Task
 from tinyrl.tasks.answers import template_fault

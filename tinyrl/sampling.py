@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from tinyrl.distributed import ALONE, World
-from tinyrl.environments.episode import Episode
+from tinyrl.environments.environment import Episode
 from tinyrl.generation.engine import Completion, Request, SampledRole, SamplingEngine
-from tinyrl.generation.game import Game
-from tinyrl.generation.turns import play
+from tinyrl.generation.turns import Game, play
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.device import to_device
 from tinyrl.models.micro_batches import MicroBatches, Work, own_rows

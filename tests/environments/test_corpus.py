@@ -15,11 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tinyrl.environments import corpus as index_file
 from tinyrl.environments import corpus as module
-from tinyrl.environments import index_file
-from tinyrl.environments.corpus import Corpus, match_expression
-from tinyrl.environments.index_file import written_alone
-from tinyrl.environments.passages import SearchFailed
+from tinyrl.environments.corpus import Corpus, SearchFailed, match_expression, written_alone
 from tinyrl.errors import Interrupted
 from tinyrl.runs.signals import StopFlag
 

@@ -14,10 +14,10 @@ from tinyrl.environments.search import (
     NOTHING_FOUND,
     OPENING,
     Retriever,
+    SearchFailed,
     open_retriever,
     respond,
 )
-from tinyrl.environments.search_server import SearchFailed
 
 
 class Shelf:

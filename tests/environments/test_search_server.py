@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tinyrl import http_client
-from tinyrl.environments import search_server
-from tinyrl.environments.search_server import SearchFailed, SearchServer
+from tinyrl.environments import search
+from tinyrl.environments.search import SearchFailed, SearchServer
 from tinyrl.errors import Interrupted
 from tinyrl.runs.signals import StopFlag
 
@@ -71,7 +71,7 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(search_server, "WAITS_S", (0.0, 0.0))
+    monkeypatch.setattr(search, "WAITS_S", (0.0, 0.0))
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     server = Server()

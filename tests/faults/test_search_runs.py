@@ -17,7 +17,7 @@ from tests.faults.lookup_runs import lookup, said_by_environment
 from tests.trainers.test_resume import assert_same
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
-from tinyrl.environments import search, search_server
+from tinyrl.environments import search
 from tinyrl.environments.corpus import Corpus
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.starter.lookup import NAMES
@@ -28,7 +28,7 @@ CODE = "def length(completions, **columns):\n    return [float(len(c[0]['content
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_server, "WAITS_S", (0.0, 0.0))
+    monkeypatch.setattr(search, "WAITS_S", (0.0, 0.0))
     monkeypatch.setattr(search, "_between", lookup_query)
 
 

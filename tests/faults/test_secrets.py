@@ -14,7 +14,7 @@ from tests.environments.test_search_server import Server, documents, says
 from tests.faults.test_search_runs import lookup_query, searching
 from tests.training.test_resume import stopped_in_update
 from tinyrl.config.recipe import load_written_config
-from tinyrl.environments import search, search_server
+from tinyrl.environments import search
 from tinyrl.report import write_report
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.settle import settle
@@ -85,7 +85,7 @@ def test_secrets_of_a_search_servers_address_are_sent_and_in_no_file(
 ) -> None:
     """A resume asks for them; given again, in the environment or as a setting, they are no change."""
     server, secret = Server(), "hunter2"
-    monkeypatch.setattr(search_server, "WAITS_S", (0.0, 0.0))
+    monkeypatch.setattr(search, "WAITS_S", (0.0, 0.0))
     monkeypatch.setattr(search, "_between", lookup_query)
     thread = threading.Thread(target=server.http.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

@@ -34,7 +34,7 @@ from tinyrl.generation.select import select_engine
 from tinyrl.generation.slots import Slots
 from tinyrl.generation.weights import tensors
 from tinyrl.models.batches import fuses, trunk_of
-from tinyrl.models.fused_trunk import reads_like_llama
+from tinyrl.models.fused_layers import reads_like_llama
 from tinyrl.models.loading import lora_config, wrap_in_lora
 from tinyrl.models.roles import Roles
 

@@ -12,7 +12,7 @@ from tests.generation.episodes import BUDGET, TURNS, Delayed, Scripted, Threaded
 from tests.generation.sampling import LIKE_LLAMA, PROMPTS, assert_same, make_engine, requests, sample, stir
 from tests.running import LookedAt
 from tests.tiny_models import TinyModels
-from tinyrl.generation import fast_turns
+from tinyrl.generation import continuous_batching
 from tinyrl.generation.decoder import Cache, Decoder
 from tinyrl.generation.engine import Completion
 from tinyrl.generation.slots import Slots
@@ -226,7 +226,7 @@ def test_only_answers_are_read_and_only_once(tiny: TinyModels, monkeypatch: pyte
 
     monkeypatch.setattr(Decoder, "prefill", read)
     monkeypatch.setattr(Decoder, "extend", read_on)
-    monkeypatch.setattr(fast_turns, "EXTEND_TOKENS", {"cpu": 24})
+    monkeypatch.setattr(continuous_batching, "EXTEND_TOKENS", {"cpu": 24})
     answer = Scripted()
     episodes = [c for group in play(make(tiny("llama")), answer) for c in group]
     assert sum(prompts) == sum(len(p) for p in PROMPTS)

@@ -14,8 +14,7 @@ from tests.generation.recording import pretend_cuda, record_steps, recordable
 from tests.generation.sampling import assert_same, make_engine, requests, sample
 from tests.tiny_models import TinyModels
 from tinyrl.generation import continuous_batching, fused
-from tinyrl.generation.fused import FusedEngine
-from tinyrl.generation.graphs import StepGraphs
+from tinyrl.generation.fused import FusedEngine, StepGraphs
 
 
 @pytest.fixture(autouse=True)

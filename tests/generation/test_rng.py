@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tinyrl.generation.rng import inverse_cdf, sample_keys, uniforms
+from tinyrl.generation.token_sampling import inverse_cdf, sample_keys, uniforms
 
 LARGEST = 1.0 - 2.0**-53  # below one
 

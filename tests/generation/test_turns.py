@@ -13,10 +13,10 @@ import torch
 from tests.faults.lookup_runs import lookup
 from tinyrl.components import Options, load_sampling_parts
 from tinyrl.environments import Reply
-from tinyrl.environments.episode import Episode
+from tinyrl.environments.environment import Episode
 from tinyrl.generation import turns
 from tinyrl.generation.engine import Completion, Request
-from tinyrl.generation.rng import sample_keys, uniforms
+from tinyrl.generation.token_sampling import sample_keys, uniforms
 from tinyrl.generation.turns import Episodes, play
 from tinyrl.parts import SamplingParts
 

@@ -8,8 +8,8 @@ from tests.tiny_models import tiny_tokenizer
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.environments import Reply
 from tinyrl.environments.environment import Environment
-from tinyrl.environments.scripted import NONSENSE, asking_turn, tool_call
-from tinyrl.generation.game import Game
+from tinyrl.environments.trial import NONSENSE, asking_turn, tool_call
+from tinyrl.generation.turns import Game
 from tinyrl.generation.turns_preview import episode_notes, show_episode
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.tasks import load_task

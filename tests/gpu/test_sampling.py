@@ -11,9 +11,8 @@ from tests.generation.sampling import assert_same, make_engine, requests, sample
 from tests.gpu.waits import counting_kernels, counting_waits
 from tests.tiny_models import TinyModels
 from tinyrl.generation.engine import Completion, Request
-from tinyrl.generation.fused import FusedEngine
-from tinyrl.generation.graphs import StepGraphs
-from tinyrl.models.rounding import MOST_IN_FLOAT32, as_exact, in_float32
+from tinyrl.generation.fused import FusedEngine, StepGraphs
+from tinyrl.models.weight_checks import MOST_IN_FLOAT32, as_exact, in_float32
 
 pytestmark = pytest.mark.usefixtures("graphs")
 

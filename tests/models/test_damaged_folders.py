@@ -29,7 +29,7 @@ from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.reward_model import SCORE_HEAD
 from tinyrl.models.roles import Roles
 from tinyrl.models.value_head import ValueHead
-from tinyrl.models.vocabulary import check_vocabulary
+from tinyrl.models.weight_checks import check_vocabulary
 from tinyrl.models.weights_io import save_adapter
 from tinyrl.rewards.model_text import TextFormat, classifier_tokens
 from tinyrl.tasks.prompts import render_prompt

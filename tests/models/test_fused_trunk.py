@@ -13,8 +13,8 @@ from tests.models.test_packing import PROMPTS, RESPONSES
 from tests.tiny_models import TinyModels
 from tinyrl.models import batches, fused_layers
 from tinyrl.models.batches import all_states, fuses, library_states, trunk_of
-from tinyrl.models.live_bytes import LiveBytes
 from tinyrl.models.loading import lora_config, wrap_in_lora
+from tinyrl.models.memory import LiveBytes
 from tinyrl.models.roles import Roles
 
 FUSED = ("llama", "qwen2", "qwen3")

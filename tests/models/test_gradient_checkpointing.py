@@ -7,9 +7,8 @@ from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedModel
 
 from tests.models.building import CPU, a_batch, full_roles, lora, lora_roles, roles_with_critic, stir
 from tests.tiny_models import TinyModels
-from tinyrl.models.gradient_checkpointing import recomputable_layers
 from tinyrl.models.loading import load_causal_lm, wrap_in_lora
-from tinyrl.models.roles import Roles
+from tinyrl.models.roles import Roles, recomputable_layers
 
 
 def gradients(roles: Roles, role: str, *, recompute: bool) -> tuple[dict[str, torch.Tensor], int]:

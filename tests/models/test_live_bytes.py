@@ -2,7 +2,7 @@
 
 import torch
 
-from tinyrl.models.live_bytes import AsOn, LiveBytes
+from tinyrl.models.memory import AsOn, LiveBytes
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.models.building import lora, lora_roles, stir
 from tests.tiny_models import KINDS, TinyModels
 from tinyrl.models import loading
-from tinyrl.models.adapter_files import check_folder_adapter
 from tinyrl.models.loading import (
+    check_folder_adapter,
     load_causal_lm,
     load_model_config,
     load_start_adapter,

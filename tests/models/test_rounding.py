@@ -14,7 +14,7 @@ from tinyrl.generation.select import select_engine
 from tinyrl.models import batches
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.logprobs import WIDENED_ELEMENTS, Head, head_of, token_logprobs
-from tinyrl.models.rounding import as_exact, in_float32, ordinary_ids
+from tinyrl.models.weight_checks import as_exact, in_float32, ordinary_ids
 
 IDS = torch.tensor([[30, 31, 90, 7, 120, 55]])
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from tests.report.runs import PageReader, page, sample, write_run
 from tinyrl.report.samples import extremes, shown_steps
-from tinyrl.runs.held_out import HeldOut, read_held_out
-from tinyrl.runs.records import read_run
+from tinyrl.runs.records import HeldOut, read_held_out, read_run
 
 
 def held_out(folder: Path, samples: list[dict[str, Any]]) -> HeldOut:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.report.runs import PageReader, page, write_run
 from tinyrl.report.tokens import level_of, scale_of
-from tinyrl.runs.token_lines import MOST_TOKENS, read_last_tokens
+from tinyrl.runs.lines import MOST_TOKENS, read_last_tokens
 
 
 def token(piece: str, **numbers: Any) -> dict[str, Any]:

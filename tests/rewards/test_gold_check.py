@@ -10,9 +10,9 @@ import torch
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.config.sections import RewardConfig
 from tinyrl.models.micro_batches import MicroBatches
-from tinyrl.rewards.gold_check import GoldCheck, check_gold
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
+from tinyrl.rewards.trial import GoldCheck, check_gold
 from tinyrl.tasks import load_task
 from tinyrl.tasks.prompts import PreparedPrompt
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tinyrl.errors import GuardStop
-from tinyrl.rewards.guard import FailureGuard, describe_failure
+from tinyrl.rewards.functions import FailureGuard, describe_failure
 
 
 def test_three_bad_batches_in_a_row_trip():

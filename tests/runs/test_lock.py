@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.runs.test_run_dir import CONFIG, create
-from tinyrl.runs import lock as locks
-from tinyrl.runs.lock import LOCK, RunLock
-from tinyrl.runs.run_dir import check_new_run, create_run
+from tinyrl.runs import run_dir as locks
+from tinyrl.runs.run_dir import LOCK, RunLock, check_new_run, create_run
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from tinyrl.runs.lock import RunLock
+from tinyrl.runs.run_dir import RunLock
 with RunLock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(1000)

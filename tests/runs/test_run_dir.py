@@ -11,9 +11,8 @@ import pytest
 
 from tinyrl.config.changes import check_changes
 from tinyrl.config.schema import Config
-from tinyrl.runs.environment import environment, redact_command
 from tinyrl.runs.lines import json_lines
-from tinyrl.runs.run_dir import RunDir, check_new_run, create_run, finite, open_run, run_of
+from tinyrl.runs.run_dir import RunDir, check_new_run, create_run, environment, finite, open_run, redact_command, run_of
 from tinyrl.text import hidden, redact, restored
 
 CONFIG = Config.model_validate({"method": "grpo", "task": {"name": "sort"}})

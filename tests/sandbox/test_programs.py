@@ -28,9 +28,9 @@ from tinyrl.sandbox import (
     same_value,
     why_not_isolated,
 )
+from tinyrl.sandbox import isolation as system_calls
 from tinyrl.sandbox import probe as sandbox_probe
 from tinyrl.sandbox import programs as sandbox
-from tinyrl.sandbox import seccomp as system_calls
 
 needs_isolation = pytest.mark.skipif(why_not_isolated() is not None, reason=str(why_not_isolated()))
 

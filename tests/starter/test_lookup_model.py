@@ -16,7 +16,7 @@ from tinyrl.config.recipe import load_config
 from tinyrl.generation.engine import Request
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.parts import SamplingParts
-from tinyrl.starter.build import build
+from tinyrl.starter.build import build, build_lookup_tokenizer
 from tinyrl.starter.lookup import (
     ATTRIBUTES,
     FAMILIES,
@@ -31,7 +31,6 @@ from tinyrl.starter.lookup import (
 )
 from tinyrl.starter.splits import SPLITS, split_of
 from tinyrl.starter.text import episode_rows
-from tinyrl.starter.tokenizer import build_lookup_tokenizer
 from tinyrl.tasks.lookup import TASK, respond, verify
 
 FOLDER = Path(tinyrl.starter.__file__).parent

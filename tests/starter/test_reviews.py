@@ -5,7 +5,6 @@ from collections import Counter
 
 import pytest
 
-from tinyrl.starter.grammar import clause_mood, clause_moods, polarity, unparsable_share
 from tinyrl.starter.reviews import (
     ADJECTIVES,
     ENDINGS,
@@ -13,7 +12,11 @@ from tinyrl.starter.reviews import (
     TRAINING,
     VERB_PHRASES,
     Review,
+    clause_mood,
+    clause_moods,
     openings,
+    polarity,
+    unparsable_share,
     write_review,
 )
 from tinyrl.starter.splits import SPLITS

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tinyrl.starter.grammar import polarity, unparsable_share
-from tinyrl.starter.reviews import HELD_OUT_NOUNS, NOUNS, write_review
+from tinyrl.starter.reviews import HELD_OUT_NOUNS, NOUNS, polarity, unparsable_share, write_review
 from tinyrl.starter.sentiment import write
 from tinyrl.starter.splits import split_of
 from tinyrl.starter.text import broken, labelled_reviews, language_rows, reward_pairs

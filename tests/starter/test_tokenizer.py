@@ -5,8 +5,8 @@ import string
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from tinyrl.starter.build import VOCABULARY_SIZE, build_tokenizer
 from tinyrl.starter.text import language_rows
-from tinyrl.starter.tokenizer import VOCABULARY_SIZE, build_tokenizer
 
 
 @pytest.fixture(scope="module")

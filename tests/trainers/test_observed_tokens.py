@@ -14,7 +14,7 @@ from tinyrl.algorithms.advantages import gae
 from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.components import Options, load_sampling_parts
 from tinyrl.config.presets import PRESETS
-from tinyrl.environments.episode import Episode
+from tinyrl.environments.environment import Episode
 from tinyrl.generation.engine import Completion
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.parts import SamplingParts

@@ -19,7 +19,7 @@ from tinyrl.export.bundle import export, plan_export
 from tinyrl.generation.engine import eos_token_ids
 from tinyrl.generation.turns_preview import show_episode
 from tinyrl.models.roles import Roles
-from tinyrl.rewards.gold_check import check_gold
+from tinyrl.rewards.trial import check_gold
 from tinyrl.tasks.prompts import token_ids
 from tinyrl.trainers import dpo, reward_model, sft
 

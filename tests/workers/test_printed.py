@@ -1,7 +1,7 @@
 """What reward functions print: whole lines, safe to show, and no more than there is room for."""
 
-from tinyrl.workers import printed
-from tinyrl.workers.printed import Printed
+from tinyrl.workers import calls
+from tinyrl.workers.calls import Printed
 
 
 def test_lines_are_whole_and_wait_until_someone_takes_them() -> None:
@@ -28,13 +28,13 @@ def test_secrets_and_control_characters_are_not_passed_on() -> None:
 def test_of_a_flood_the_beginning_is_kept() -> None:
     output = Printed("score")
     for _ in range(3):
-        output.add(b"x" * printed.CALL_BYTES)
+        output.add(b"x" * calls.CALL_BYTES)
     output.end_call()
     output.add(b"next call\n")
     lines = list(output.kept)
     assert [len(lines[0]), *lines[1:]] == [
-        len("score: ") + printed.CALL_BYTES,
-        f"score: [{2 * printed.CALL_BYTES} more bytes left out]",
+        len("score: ") + calls.CALL_BYTES,
+        f"score: [{2 * calls.CALL_BYTES} more bytes left out]",
         "score: next call",
     ]
 
@@ -42,5 +42,5 @@ def test_of_a_flood_the_beginning_is_kept() -> None:
 def test_only_the_last_lines_wait() -> None:
     output = Printed("score")
     output.add(b"".join(b"%d\n" % i for i in range(1000)))
-    assert len(output.kept) == printed.KEPT_LINES
+    assert len(output.kept) == calls.KEPT_LINES
     assert output.kept[-1] == "score: 999"

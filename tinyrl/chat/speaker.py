@@ -18,12 +18,11 @@ from tinyrl.chat.target import ChatTarget
 from tinyrl.components import Options, load_parts, load_scorer
 from tinyrl.data.messages import Message, Prompt
 from tinyrl.data.readers import Row
-from tinyrl.environments.episode import Episode
+from tinyrl.environments.environment import Episode
 from tinyrl.generation.engine import Completion, Request, SampledRole, SamplingSettings
-from tinyrl.generation.game import Game, load_game
 from tinyrl.generation.hf import HfEngine
-from tinyrl.generation.turns import play
-from tinyrl.models.vocabulary import check_ids
+from tinyrl.generation.turns import Game, load_game, play
+from tinyrl.models.weight_checks import check_ids
 from tinyrl.models.weights_io import load_policy
 from tinyrl.parts import Parts
 from tinyrl.rewards.scorer import Scorer

@@ -13,20 +13,224 @@ stands between spaces and punctuation, so languages written without spaces are n
 from __future__ import annotations
 
 import errno
+import fcntl
+import hashlib
 import itertools
 import os
 import re
 import sqlite3
+import stat
+import tempfile
 import threading
+import time
 import unicodedata
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-from tinyrl.environments.index_file import State, file_hash, index_places, is_sealed, seal, state_of, written_alone
-from tinyrl.environments.passages import SearchFailed, read_passages
-from tinyrl.runs.signals import watched
+from tinyrl.data.readers import Row, parse_row
+from tinyrl.runs.signals import check_stop, watched
+from tinyrl.text import first_line, listed
+
+# ---- The file of an index ----
+# An index stands beside its corpus, or in the user's cache where that folder takes no file, or with the temporary
+# files. It is written by one process at a time under another name, which it loses when it is complete: a kill leaves no
+# half index behind, only a file that the next writer uses. It ends with its own checksum, which SQLite does not look
+# at.
+
+
+ENDING = ".fts5"
+WAIT_S = 0.1
+_CHECKED = b"sha256 "  # begins the last 71 bytes of an index
+_BLOCK = 1 << 20
+
+State = tuple[int, int, int]
+
+
+def state_of(source: Path) -> State:
+    """Bytes, time of change and time of change of its entry: a copy that keeps the first two has another third one."""
+    try:
+        found = source.stat()
+    except OSError as error:
+        raise ValueError(f"{source}: cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{source}: not a file")
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def file_hash(source: Path) -> str:
+    """SHA-256 of a file, about a second for each gigabyte."""
+    try:
+        with source.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ValueError(f"{source}: cannot be read: {error.strerror}") from error
+
+
+def seal(index: Path) -> None:
+    """Add the checksum to the end of a new index, and have it all on the disk."""
+    with index.open("r+b") as file:
+        file.write(_checksum(file, index.stat().st_size))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def is_sealed(index: Path) -> bool:
+    """Whether an index is, byte for byte, what was written; about a second for each gigabyte."""
+    try:
+        with index.open("rb") as file:
+            size = index.stat().st_size - len(_CHECKED) - 64
+            return size >= 0 and _checksum(file, size) == file.read()
+    except OSError:
+        return False
+
+
+def _checksum(file: BinaryIO, size: int) -> bytes:
+    """What stands at the end of an index, after `size` bytes, which are read."""
+    digest = hashlib.sha256()
+    for start in watched(range(0, size, _BLOCK)):
+        digest.update(file.read(min(_BLOCK, size - start)))
+    return _CHECKED + digest.hexdigest().encode()
+
+
+def index_places(source: Path) -> list[Path]:
+    """Where the index of a corpus may be, in order of preference."""
+    known = hashlib.sha256(os.fsencode(source.resolve())).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "tinyrl"
+    temporary = Path(tempfile.gettempdir()) / f"tinyrl-{os.getuid()}"
+    folders = [cache, temporary] if _is_own(temporary) else [cache]
+    name = f"{source.name}{ENDING}"
+    return [source.with_name(name), *(folder / f"{known}-{name}" for folder in folders)]
+
+
+def _is_own(folder: Path) -> bool:
+    """False for a folder that somebody else has put where everybody may."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return True
+    return found.st_uid == os.getuid()
+
+
+@contextmanager
+def written_alone(place: Path) -> Iterator[Path]:
+    """A file for this process to write, and then to move to `place`; others who want to write it wait.
+
+    The lock is the system's, which takes it back when a process ends, however it ends. Raises OSError where the folder
+    takes no file, or has no locks.
+    """
+    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock, writing = (place.with_name(place.name + ending) for ending in (".lock", ".writing"))
+    descriptor = _locked(lock)
+    try:
+        writing.unlink(missing_ok=True)  # of a process that was killed
+        yield writing
+    finally:
+        with suppress(OSError):  # a folder that is gone by now
+            writing.unlink(missing_ok=True)
+            lock.unlink()  # while it is held: nobody can hold a deleted one
+        os.close(descriptor)
+
+
+def _locked(lock: Path) -> int:
+    """The descriptor that holds a lock."""
+    while True:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        held = False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = os.path.samestat(lock.stat(), os.fstat(descriptor))
+        except (BlockingIOError, FileNotFoundError):  # another process has it, or had it and deleted it
+            check_stop()
+            time.sleep(WAIT_S)
+        finally:
+            if not held:
+                os.close(descriptor)
+        if held:
+            return descriptor
+
+
+# ---- Passages of a corpus, one text each ----
+# Rows are Search-R1's, `{"id": ..., "contents": "\"Title\"\ntext"}`, or have a `title` and a `text`. A file is read
+# row by row: Search-R1's own corpus has 21 million passages in 14 GB.
+
+
+COLUMNS = ("contents", "title", "text")
+
+
+class SearchFailed(Exception):
+    """What finds passages could not this time: its index is gone, its server did not answer; the message says, for
+    people.
+    """
+
+
+def read_passages(source: Path) -> Iterator[str]:
+    """The passages of a .jsonl or .parquet file, in its order. Raises ValueError, with file and line, for a bad one."""
+    read = READERS.get(source.suffix.lower())
+    if read is None:
+        raise ValueError(f"{source}: a corpus is a file ending in {' or '.join(READERS)}")
+    empty = True
+    try:
+        for place, row in read(str(source)):
+            passage = passage_of(row, place)
+            if not passage.strip():
+                raise ValueError(f"{place}: an empty passage")
+            yield passage
+            empty = False
+    except OSError as error:
+        raise ValueError(f"{source}: cannot be read: {error.strerror or error}") from error
+    if empty:
+        raise ValueError(f"{source}: no passages in it")
+
+
+def passage_of(row: Row, place: str) -> str:
+    """The text of a row. Raises ValueError, with `place`, where it has none."""
+    contents, title, text = (row.get(name) for name in COLUMNS)
+    if contents is None and isinstance(title, str) and isinstance(text, str):
+        contents = f'"{" ".join(title.split())}"\n{text}'
+    if not isinstance(contents, str):
+        found = f"one with the columns {listed(row)}" if contents is None else f"the contents {repr(contents)[:60]}"
+        raise ValueError(
+            f"{place}: a passage is a row with a text 'contents', or texts 'title' and 'text'; not {found}"
+        )
+    return contents
+
+
+def _read_jsonl(source: str) -> Iterator[tuple[str, Row]]:
+    with open(source, "rb") as file:
+        for number, raw in enumerate(file, start=1):
+            try:
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                wrong = f"byte {error.object[error.start]:#04x}"
+                raise ValueError(f"{source}:{number}: not UTF-8: {wrong}; save the file as UTF-8") from None
+            if line.strip():
+                yield f"{source}:{number}", parse_row(line.removesuffix("\n"), source, number=number)
+
+
+def _read_parquet(source: str) -> Iterator[tuple[str, Row]]:
+    import pyarrow  # half a second that other formats need not wait for
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(source) as file:
+            known = [name for name in file.schema_arrow.names if name in COLUMNS]
+            number = 0
+            for batch in file.iter_batches(columns=known or None):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{source} row {number}", row
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise ValueError(f"{source}: not a parquet file that can be read: {first_line(error)}") from error
+
+
+READERS: dict[str, Callable[[str], Iterator[tuple[str, Row]]]] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+
+
+# ---- A corpus searched by BM25 ----
+
 
 FORMAT, UNSEALED = "tinyrl passages 2", "tinyrl passages 1"  # the latter of versions that wrote no checksum
 TOKENIZER = "porter unicode61 remove_diacritics 2"

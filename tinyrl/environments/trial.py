@@ -5,6 +5,7 @@ It uses the user's own rows and the worker process that a run would use; no mode
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -12,9 +13,62 @@ from typing import Any
 
 from tinyrl.environments import Reply, Transcript
 from tinyrl.environments.environment import Environment
-from tinyrl.environments.scripted import NONSENSE, NOT_JSON, UNKNOWN_TOOL, asking_turn, tool_call
 from tinyrl.text import one_line, visible
 from tinyrl.workers.calls import MAX_FAILED_SHARE, RowFailure
+
+# ---- Scripted turns ----
+
+
+NONSENSE = "qzx vvk 7# ~~ jjq"
+UNKNOWN_TOOL = '<tool_call>\n{"name": "no_such_tool", "arguments": {}}\n</tool_call>'
+NOT_JSON = '<tool_call>\n{"name": "no_such_tool", "arguments": {\n</tool_call>'
+CELL = "```python\nprint(1 + 1)\n```\n"
+FIRST_WORDS = 8
+SAMPLES: dict[str, Any] = {"integer": 1, "number": 1.5, "boolean": True, "object": {}, "null": None}
+
+Schema = dict[str, Any]
+
+
+def asking_turn(built_in: str | None, schemas: list[Schema] | None, question: str) -> str | None:
+    """A turn that an environment should answer: a search for the first words of the question, a cell of Python, or a
+    call of the first tool. None where nothing is known of what it takes.
+    """
+    if built_in == "search":
+        return f"<search>{first_words(question)}</search>"
+    if built_in == "python":
+        return CELL
+    return tool_call(schemas[0], question) if schemas else None
+
+
+def tool_call(schema: Schema, question: str) -> str:
+    """A call of a tool with an argument for each parameter that it requires; texts are the question's first words."""
+    function = schema["function"]
+    parameters = function.get("parameters", {})
+    known = parameters.get("properties", {})
+    arguments = {name: _sample(known.get(name, {}), question) for name in parameters.get("required", [])}
+    call = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def first_words(question: str) -> str:
+    """The first words of a question, as a query; of several lines those of the last that has any."""
+    lines = [line for line in question.splitlines() if line.strip()]
+    return " ".join((lines[-1] if lines else "").split()[:FIRST_WORDS])
+
+
+def _sample(schema: Schema, question: str) -> Any:
+    """A value that a JSON schema allows."""
+    if schema.get("enum"):
+        return schema["enum"][0]
+    kinds = schema.get("type", "string")
+    kind = kinds[0] if isinstance(kinds, list) else kinds
+    if kind == "array":
+        return [_sample(schema.get("items", {}), question)]
+    return SAMPLES[kind] if kind in SAMPLES else first_words(question)
+
+
+# ---- `tinyrl env test` ----
+
 
 CHARS_A_TOKEN = 4  # of English: no tokenizer is loaded
 SHOWN_LINES, SHOWN_CHARS = 12, 200  # of what it printed, and of a failure

@@ -17,7 +17,7 @@ from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.pairing import win_rates
 from tinyrl.evaluation.targets import Asked, Target, find, locate, trained_on
 from tinyrl.evaluation.versus import OWN_SAMPLING, How, evaluate_side, load_side
-from tinyrl.generation.game import plays
+from tinyrl.generation.turns import plays
 from tinyrl.runs.run_dir import finite
 from tinyrl.tasks import load_task
 from tinyrl.text import number

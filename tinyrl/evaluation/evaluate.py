@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from tinyrl.environments.episode import policy_text
+from tinyrl.environments.environment import policy_text
 from tinyrl.evaluation.intervals import mean, mean_interval
 from tinyrl.evaluation.verdicts import verdict_metrics
 from tinyrl.parts import SamplingParts

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.config.schema import Config
 from tinyrl.generation.engine import end_at_turn_end
-from tinyrl.models.critic import load_base
+from tinyrl.models.build import load_base
 from tinyrl.models.loading import load_causal_lm, load_model_config, load_start_adapter
 from tinyrl.models.memory import weight_bytes
 from tinyrl.runs.checkpoint import check_room

@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.config.sections import TaskConfig
-from tinyrl.generation.rng import sample_keys
+from tinyrl.generation.token_sampling import sample_keys
 from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.roles import Roles
 from tinyrl.tasks.answers import answer_end

@@ -29,8 +29,7 @@ from tinyrl.generation.engine import (
     sample_in_fewer_rows,
     split,
 )
-from tinyrl.generation.rng import inverse_cdf, uniforms
-from tinyrl.generation.token_sampling import stop_said_at, truncate
+from tinyrl.generation.token_sampling import inverse_cdf, stop_said_at, truncate, uniforms
 from tinyrl.models.batches import trunk_of
 from tinyrl.models.device import to_device
 from tinyrl.models.loading import POLICY_ADAPTER

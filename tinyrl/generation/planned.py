@@ -18,10 +18,9 @@ from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import LOOK_EVERY, Completion, SamplingEngine, SamplingSettings
 from tinyrl.generation.fused import rows_that_fit
 from tinyrl.generation.slots import Slots
-from tinyrl.models.live_bytes import AsOn, LiveBytes
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.lora_merge import adapted_parameter
-from tinyrl.models.memory import weight_bytes
+from tinyrl.models.memory import AsOn, LiveBytes, weight_bytes
 from tinyrl.models.outline import META
 from tinyrl.models.roles import Roles
 

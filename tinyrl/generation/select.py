@@ -23,13 +23,13 @@ from tinyrl.generation.server import ServerEngine
 from tinyrl.generation.server_client import ServerClient
 from tinyrl.models.batches import trunk_of
 from tinyrl.models.device import free_bytes, resolve_dtype
-from tinyrl.models.fused_trunk import reads_like_llama
+from tinyrl.models.fused_layers import reads_like_llama
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.lora_merge import is_plain_lora
 from tinyrl.models.memory import bytes_by_role
 from tinyrl.models.roles import Roles
-from tinyrl.models.rounding import HALVES, as_exact, in_float32, ordinary_ids
+from tinyrl.models.weight_checks import HALVES, as_exact, in_float32, ordinary_ids
 from tinyrl.text import first_line, masked
 
 EngineName = Literal["auto", "fused", "hf-merged", "hf"]  # of this process

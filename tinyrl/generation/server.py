@@ -12,14 +12,22 @@ seeds draws from the same noise after a resume; its batching still rounds differ
 
 from __future__ import annotations
 
+import secrets
+import shlex
+import shutil
+import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.errors import GuardStop, Interrupted
-from tinyrl.generation import server_checks as checks
+from tinyrl.generation import server_client as checks
 from tinyrl.generation.engine import (
     Completion,
     Request,
@@ -30,12 +38,121 @@ from tinyrl.generation.engine import (
     max_new_tokens,
     row_keys,
 )
-from tinyrl.generation.rng import advanced
-from tinyrl.generation.server_adapters import LOAD, ServedAdapters
 from tinyrl.generation.server_client import ServerClient, ServerError
-from tinyrl.generation.server_command import serve_command
+from tinyrl.generation.token_sampling import advanced
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.roles import Roles
+from tinyrl.models.weights_io import save_adapter
+
+# ---- The command that starts a serving engine for a run ----
+
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank allows
+DEFAULT_PORT = 8000
+
+
+@dataclass(frozen=True)
+class ServeCommand:
+    """base: what the policy's base was loaded from; rank: of the adapters; adapters: sampled from at a time."""
+
+    base: str
+    rank: int
+    adapters: int
+    longest: int
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        most = next((allowed for allowed in RANKS if allowed >= self.rank), self.rank)
+        several = f" --max-loras {self.adapters}" if self.adapters > 1 else ""
+        where = f" --host {self.host}" + (f" --port {self.port}" if self.port != DEFAULT_PORT else "")
+        return (
+            f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {shlex.quote(self.base)} --enable-lora "
+            f"--max-lora-rank {most}{several} --logprobs-mode processed_logprobs "
+            f"--max-model-len {self.longest}{where}"
+        )
+
+
+def serve_command(roles: Roles, server: ServerClient, *, longest: int) -> ServeCommand:
+    """For a run whose sequences have at most `longest` tokens."""
+    assert roles.peft is not None
+    rank = roles.peft.peft_config[POLICY_ADAPTER].r  # pyright: ignore[reportAttributeAccessIssue]
+    base = str(roles.causal.name_or_path)
+    return ServeCommand(base, rank, 2 if roles.reference_adapter else 1, longest, server.host, server.port)
+
+
+# ---- A run's LoRA adapters on a serving engine ----
+# A name is never used twice: an adapter loaded again under its old name would be sampled with cached prefixes of the
+# old weights (vllm-project/vllm#42125).
+
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+class ServedAdapters:
+    """Which weights of each adapter the server has, and under which name. Folders are in `folder`, made at the first
+    load, under the system's one for temporary files (TMPDIR), and deleted in the end.
+    """
+
+    def __init__(self, server: ServerClient, roles: Roles) -> None:
+        self.server, self.roles = server, roles
+        self.loads = 0
+        self._run = secrets.token_hex(4)  # other runs may use the same server
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._served: dict[str, tuple[str, dict[str, Tensor]]] = {}
+
+    @property
+    def folder(self) -> Path:
+        """Where versions are written for the server to read."""
+        if self._temporary is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="tinyrl-adapters-")
+        return Path(self._temporary.name)
+
+    def name_of(self, adapter: str) -> str | None:
+        """The name under which the server has an adapter's weights as they are now; None: it does not have them.
+
+        Numbers are compared, since not every optimizer says which tensors it has written to.
+        """
+        name, weights = self._served.get(adapter, (None, {}))
+        now = self.roles.adapter_parameters(adapter)
+        return name if name and all(torch.equal(now[n].detach().cpu(), kept) for n, kept in weights.items()) else None
+
+    def load(self, adapter: str) -> str:
+        """Give the server an adapter's weights as they are now, and take the version before from it; the new name.
+
+        Raises ServerError.
+        """
+        assert self.roles.peft is not None, "the configuration asks for LoRA"
+        self.loads += 1
+        name = f"tinyrl-{self._run}-{self.loads}"
+        save_adapter(self.roles.peft, adapter, self.folder / name)
+        self.server.post(LOAD, {"lora_name": name, "lora_path": str(self.folder / name)})
+        self._unload(adapter)
+        now = self.roles.adapter_parameters(adapter)
+        self._served[adapter] = (name, {n: p.detach().to("cpu", copy=True) for n, p in now.items()})
+        return name
+
+    def forget(self) -> None:
+        """The server was started anew and has none of them."""
+        self._served.clear()
+
+    def close(self) -> None:
+        """Take every version from the server, if it is still there, and delete the folders."""
+        for adapter in list(self._served):
+            self._unload(adapter)
+        if self._temporary is not None:
+            self._temporary.cleanup()
+            self._temporary = None
+
+    def _unload(self, adapter: str) -> None:
+        name, _ = self._served.pop(adapter, (None, {}))
+        if name is not None:
+            self.server.tell(UNLOAD, {"lora_name": name})  # started anew or away, it has no such adapter
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+
+
+# ---- The server sampling engine ----
+
 
 MODELS, COMPLETIONS = "/v1/models", "/v1/completions"
 AT_A_TIME = 256  # requests under way where generation.max_rows says nothing else

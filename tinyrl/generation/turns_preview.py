@@ -8,10 +8,9 @@ from __future__ import annotations
 import time
 from itertools import groupby
 
-from tinyrl.environments.scripted import NONSENSE, asking_turn
+from tinyrl.environments.trial import NONSENSE, asking_turn
 from tinyrl.generation.engine import Completion, Request, SampledRole, SamplingEngine
-from tinyrl.generation.game import Game
-from tinyrl.generation.turns import play
+from tinyrl.generation.turns import Game, play
 from tinyrl.tasks.observations import ObservationTokens
 from tinyrl.tasks.prompts import PreparedPrompt, token_ids
 from tinyrl.tasks.task import Task

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from tinyrl.models.device import to_device
-from tinyrl.models.fused_trunk import can_fuse_now, could_fuse, fused_states
+from tinyrl.models.fused_layers import can_fuse_now, could_fuse, fused_states
 from tinyrl.models.packing import CannotPack, Packing, attending, pack
-from tinyrl.models.rounding import as_exact, in_float32, ordinary_ids
+from tinyrl.models.weight_checks import as_exact, in_float32, ordinary_ids
 
 Masks = Sequence[Sequence[bool]] | None  # of each row's response: which tokens are listed
 

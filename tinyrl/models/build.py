@@ -1,23 +1,152 @@
-"""Models built from a configuration: policy, reference, critic and reward model as roles on one base."""
+"""Models of a run, built from its configuration; the critic, by critic.kind and critic.path:
+
+    critic.path             kind      trunk                                           value head
+    -                       any       the policy's base                               zero
+    a model                 separate  that model                                      its score head, or zero
+    a reward run, LoRA      adapter   the reward model's adapter, on the same base    its score head
+    a reward run, full      separate  that model                                      its score head
+    a ppo run               its own   that run's critic                               that critic's
+
+A reward model scores finished texts, so as a critic it is biased on unfinished ones until it has been trained
+(critic.pretrain_steps; VC-PPO, 2503.01491).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from tinyrl.config.schema import Config
 from tinyrl.models.batches import make_batch
-from tinyrl.models.critic import add_critic, load_base
-from tinyrl.models.loading import load_start_adapter, lora_config, wrap_in_lora
+from tinyrl.models.loading import (
+    ADAPTER_FILE,
+    check_rank,
+    load_adapter_weights,
+    load_causal_lm,
+    load_start_adapter,
+    lora_config,
+    read_lora_config,
+    wrap_in_lora,
+)
 from tinyrl.models.reward_model import (
+    SCORE_HEAD,
+    SCORE_OFFSET,
     SequenceRewardModel,
     attach_reward_adapter,
     is_reward_adapter,
+    load_classifier,
     load_reward_model,
 )
 from tinyrl.models.roles import Roles
+from tinyrl.models.weight_checks import NoHead, few_tokens
+from tinyrl.models.weights_io import MODEL, VALUE_HEAD, load_critic, load_head, load_trunk
+from tinyrl.runs.settle import critic_run
+
+ScoreHead = tuple[Tensor, Tensor | None]  # weight (1, H), bias (1,)
+
+
+def load_base(config: Config, path: str, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    """The language model at `path`, read as the configuration says for model.path."""
+    return load_causal_lm(
+        path,
+        dtype=dtype,
+        attention=config.model.attention,
+        quantization=config.model.quantization,
+        random_init=config.model.random_init,
+        revision=config.model.revision if path == config.model.path else None,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def add_critic(roles: Roles, config: Config, *, dtype: torch.dtype, trust_remote_code: bool) -> None:
+    """Give the roles the critic of `critic.kind`, started from `critic.path`. Raises ValueError for one that does not
+    fit.
+    """
+    kind, path, lora = config.critic.kind, config.critic.path, config.lora
+    assert kind is not None, "config/schema.py fills it in"
+    run = critic_run(config)
+    fresh = lora_config(r=lora.r, alpha=lora.alpha, dropout=0.0, target_modules=lora.target_modules)
+    if kind != "separate":
+        adapter = _adapter_config(run, path, roles.causal) if kind == "adapter" else None
+        check_rank(roles.causal, adapter or fresh, what="lora.r")
+        roles.add_critic(kind, lora=adapter or fresh)
+        if run is not None and path is not None:
+            _load_from_run(roles, run, Path(path))
+        return
+    model, head = _separate_model(config, dtype, trust_remote_code)
+    few_tokens(model, path=path or config.model.path)
+    model.requires_grad_(not lora.enabled)
+    adapter = _adapter_config(run, path, model)
+    roles.add_critic(kind, model=wrap_in_lora(model, adapter or fresh) if lora.enabled else model.float())
+    if head is not None:
+        assert roles.value_head is not None
+        roles.value_head.copy_from(*head)
+    if run is not None and path is not None:
+        _load_from_run(roles, run, Path(path))
+
+
+def _separate_model(
+    config: Config, dtype: torch.dtype, trust_remote_code: bool
+) -> tuple[PreTrainedModel, ScoreHead | None]:
+    """The model of a separate critic, before adapters of its own, and the score head that it comes with."""
+    path, run = config.critic.path, critic_run(config)
+    if run is not None and path is not None:
+        model, _ = _separate_model(run, dtype, trust_remote_code)
+        if not run.lora.enabled:
+            load_trunk(model, Path(path) / "critic" / MODEL)
+        return model, None
+    head = None
+    try:
+        model = (
+            load_classifier(path, dtype=dtype)
+            if path
+            else load_base(config, config.model.path, dtype=dtype, trust_remote_code=trust_remote_code)
+        )
+        head = _score_head(model)
+    except NoHead:  # a plain language model has no score head: its trunk is the critic's, under a zero head
+        model = load_base(config, path or config.model.path, dtype=dtype, trust_remote_code=trust_remote_code)
+    if config.model.adapter is not None and path is None:
+        model = load_start_adapter(model, config.model.adapter).merge_and_unload()  # pyright: ignore
+    return model, head
+
+
+def _score_head(model: Any) -> ScoreHead | None:
+    """The score head of a classification model with one label; tinyrl's keep their bias in the configuration."""
+    head = getattr(model, "score", None)
+    if head is None or head.weight.shape[0] != 1:
+        return None
+    offset = getattr(model.config, SCORE_OFFSET, None)
+    return head.weight.float(), head.bias if offset is None else torch.tensor([float(offset)])
+
+
+def _adapter_config(run: Config | None, path: str | None, model: PreTrainedModel) -> LoraConfig | None:
+    """The configuration of the adapter that a run's critic, or its reward model, consists of."""
+    if run is None or path is None or not run.lora.enabled:
+        return None
+    return read_lora_config(f"{path}/critic" if run.method == "ppo" else path, model)
+
+
+def _load_from_run(roles: Roles, run: Config, folder: Path) -> None:
+    """Weights and head of a ppo run's critic, or of a reward model of adapters."""
+    assert roles.value_head is not None
+    if run.method == "reward":
+        assert roles.peft is not None
+        load_adapter_weights(roles.peft, "critic", folder / ADAPTER_FILE)
+        load_head(roles.value_head, folder / SCORE_HEAD)
+    elif isinstance(roles.critic_model, PeftModel) and not run.lora.enabled:
+        load_head(roles.value_head, folder / VALUE_HEAD)  # its trunk was read before adapters were put on it
+    else:
+        load_critic(roles, folder)
+
+
+# ---- Models built from a configuration ----
+
 
 KL_AT_START = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 

@@ -5,12 +5,15 @@ Weights are only ever read from safetensors files: `.bin`, `.pt` and `.pkl` are 
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,19 +26,102 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.pytorch_utils import Conv1D
 
-from tinyrl.models.adapter_files import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILE,
-    check_folder_adapter,
-    check_rank,
-    linear_layers,
-    load_adapter_weights,
-    read_lora_config,
-)
-from tinyrl.models.reading import MODEL_FILES, TOKENIZER_FILES, reading
+from tinyrl.models.reading import ADAPTER_FILES, MODEL_FILES, TOKENIZER_FILES, damage_in, reading
 from tinyrl.models.weight_checks import check_language_model, check_size, check_weights
 from tinyrl.starter import starter_path
 from tinyrl.text import did_you_mean, first_line
+
+# ---- Files of a LoRA adapter ----
+
+
+ADAPTER_CONFIG, ADAPTER_FILE = ADAPTER_FILES
+# Fields by which an adapter is more than LoRA matrices, and the value that is harmless.
+CHANGES_BASE = {"modules_to_save": None, "trainable_token_indices": None, "bias": "none", "layer_replication": None}
+
+
+def load_adapter_weights(model: PeftModel, name: str, file: Path) -> None:
+    """Read the weights of adapter `name`, which exists already. Raises ValueError unless the file has every one of them
+    and nothing else: the library only warns, and leaves missing ones at their random start.
+    """
+    tensors = read_finite(file)
+    with reading(f"{file} does not fit this base model"):
+        result = set_peft_model_state_dict(model, tensors, adapter_name=name)
+    missing = [key for key in result.missing_keys if f".{name}." in key and ".lora_" in key]
+    for what, keys in (("has weights this model has no place for", result.unexpected_keys), ("lacks weights", missing)):
+        if keys:
+            raise ValueError(f"{file} {what}, such as {keys[0]}")
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. Raises ValueError where it is damaged."""
+    with reading(f"cannot read {str(file.parent)!r}", folder=file.parent, files=(file.name,), otherwise=file.name):
+        return load_file(file)
+
+
+def read_finite(file: Path) -> dict[str, Tensor]:
+    """`read_tensors` of a small file (an adapter, a head); ValueError for numbers that are not finite, too."""
+    tensors = read_tensors(file)
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not tensor.isfinite().all():
+            what = "numbers that are not finite" if tensor.is_floating_point() else "whole numbers"
+            raise ValueError(f"{file}: {name} holds {what}")
+    return tensors
+
+
+def read_lora_config(path: str, model: PreTrainedModel) -> LoraConfig:
+    """The configuration of the adapter at `path`, ready to be put on `model` and to be given its weights."""
+    with reading(f"adapter {path!r}", folder=check_folder_adapter(path), files=ADAPTER_FILES, otherwise=ADAPTER_CONFIG):
+        config = LoraConfig.from_pretrained(path)
+        assert isinstance(config, LoraConfig)
+        config.init_lora_weights = True  # the weights are read next; other ways to draw them need data
+        check_rank(model, config, what="r")
+    return config
+
+
+def check_folder_adapter(path: str) -> Path:
+    """The folder of a LoRA adapter. Raises ValueError where files are missing, or where the adapter is more than LoRA
+    matrices: whole modules, token rows, biases and a changed base would stay when adapters are switched off.
+    """
+    folder = Path(path).expanduser()
+    for name in (ADAPTER_CONFIG, ADAPTER_FILE):
+        if not (folder / name).is_file():
+            raise ValueError(
+                f"adapter {path!r}: {name} is missing (an adapter is a folder with {ADAPTER_CONFIG} and {ADAPTER_FILE})"
+            )
+    damage = damage_in(folder, (ADAPTER_CONFIG,))
+    if damage is not None:
+        raise ValueError(f"adapter {path!r}: {damage}")
+    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"adapter {path!r} is of type {config.get('peft_type')}; tinyrl knows LORA")
+    for key, harmless in CHANGES_BASE.items():
+        if config.get(key) not in (harmless, None, []):
+            raise ValueError(f"adapter {path!r} has {key}={config[key]}; tinyrl needs one of LoRA matrices only")
+    drawn = config.get("init_lora_weights", True)
+    if isinstance(drawn, str) and drawn not in ("gaussian", "orthogonal", "eva"):
+        raise ValueError(
+            f"adapter {path!r} has init_lora_weights={drawn}, which changes the base; convert it to plain LoRA"
+        )
+    return folder
+
+
+def linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The layers LoRA can be put on, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)}
+
+
+def check_rank(model: PreTrainedModel, config: LoraConfig, *, what: str) -> None:
+    """Raise ValueError for a rank above that of every layer: it would add memory (at 10^9, all there is) and nothing
+    else.
+    """
+    most = max((min(layer.get_parameter("weight").shape) for layer in linear_layers(model).values()), default=0)
+    rank = max([config.r, *(config.rank_pattern or {}).values()])
+    if rank > most > 0:
+        raise ValueError(f"{what}={rank} is more than the rank of any layer of this model, which is {most} at most")
+
+
+# ---- Causal language models and tokenizers ----
+
 
 OF_A_TOKENIZER = "tokenizer_config.json or tokenizer.json"
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")

@@ -12,8 +12,14 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from tinyrl.config.schema import Config
-from tinyrl.models.adapter_files import read_lora_config
-from tinyrl.models.loading import POLICY_ADAPTER, load_causal_lm, load_model_config, lora_config, wrap_in_lora
+from tinyrl.models.loading import (
+    POLICY_ADAPTER,
+    load_causal_lm,
+    load_model_config,
+    lora_config,
+    read_lora_config,
+    wrap_in_lora,
+)
 from tinyrl.models.reading import reading
 from tinyrl.models.reward_model import is_reward_adapter
 from tinyrl.models.roles import Roles

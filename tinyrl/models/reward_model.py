@@ -22,21 +22,30 @@ from transformers import (
 )
 
 from tinyrl.distributed import ALONE, World
-from tinyrl.models.adapter_files import (
+from tinyrl.models.batches import last_states, make_batch, trunk_of
+from tinyrl.models.loading import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
+    FULL_REPORT,
     check_folder_adapter,
     load_adapter_weights,
+    load_tokenizer,
+    local_folder,
     read_lora_config,
+    resolve_model_path,
 )
-from tinyrl.models.batches import last_states, make_batch, trunk_of
-from tinyrl.models.loading import FULL_REPORT, load_tokenizer, local_folder, resolve_model_path
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.reading import MODEL_FILES, reading
 from tinyrl.models.roles import Roles
 from tinyrl.models.value_head import ValueHead
-from tinyrl.models.vocabulary import check_vocabulary, embedding_rows
-from tinyrl.models.weight_checks import NoHead, check_classifier, check_size, few_tokens
+from tinyrl.models.weight_checks import (
+    NoHead,
+    check_classifier,
+    check_size,
+    check_vocabulary,
+    embedding_rows,
+    few_tokens,
+)
 from tinyrl.models.weights_io import load_head
 
 SCORE_HEAD = "score_head.safetensors"

@@ -25,15 +25,18 @@ in that order. Results come back as (b, T): b rows of a micro-batch, T its longe
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tinyrl.models.batches import (
     Masks,
@@ -45,11 +48,60 @@ from tinyrl.models.batches import (
     response_states,
     trunk_of,
 )
-from tinyrl.models.gradient_checkpointing import recomputable_layers, recomputing
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.logprobs import Head, check_head, head_of, token_logprobs
 from tinyrl.models.lora_merge import merged_layers
+from tinyrl.models.packing import attending_as_now
 from tinyrl.models.value_head import ValueHead
+
+# ---- Gradient checkpointing ----
+# The library recomputes only layers in training mode, which also turns dropout on (some layers, such as OPT's, check
+# their own `training` before dropping). Here a layer is in training mode only while recomputation is chosen, and in
+# evaluation mode while it computes, so every dropout stays off.
+
+
+def recomputable_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """The decoder layers of a model. Raises ValueError where the library cannot recompute any."""
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(
+            f"model.gradient_checkpointing=true: {type(model).__name__} has no layers that can be recomputed; "
+            "set it to false"
+        )
+    return layers
+
+
+@contextmanager
+def recomputing(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Forward AND backward passes inside recompute the layers of these models; their gradients are the same."""
+    layers = [layer for model in models for layer in recomputable_layers(model)]
+    for layer in layers:
+        layer.gradient_checkpointing, layer.training = True, True
+        layer._gradient_checkpointing_func = partial(_recompute_later, layer)  # pyright: ignore[reportArgumentType]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.gradient_checkpointing, layer.training = False, False
+            del layer._gradient_checkpointing_func
+
+
+def _recompute_later(layer: nn.Module, run: Callable[..., Any], *args: Any) -> Any:
+    attending = attending_as_now()  # backward comes when the forward pass, and its attention, are over
+
+    def without_dropout(*inputs: Any) -> Any:
+        was, layer.training = layer.training, False
+        try:
+            with attending():
+                return run(*inputs)
+        finally:  # the recomputation is cut short by an exception of its own
+            layer.training = was
+
+    return checkpoint(without_dropout, *args, use_reentrant=False)
+
+
+# ---- Policy, reference, critic and reward as adapters and heads on one base ----
+
 
 Role = Literal["policy", "reference", "critic", "reward", "base"]
 CriticKind = Literal["adapter", "shared", "shared-detached", "separate"]

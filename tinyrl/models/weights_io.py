@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tinyrl.models.adapter_files import ADAPTER_FILE, load_adapter_weights, read_finite, read_tensors
 from tinyrl.models.batches import trunk_of
-from tinyrl.models.loading import POLICY_ADAPTER
+from tinyrl.models.loading import ADAPTER_FILE, POLICY_ADAPTER, load_adapter_weights, read_finite, read_tensors
 from tinyrl.models.reading import reading
 from tinyrl.models.roles import Roles
 from tinyrl.models.value_head import ValueHead

@@ -13,7 +13,7 @@ from tinyrl.report.overlay import Named
 from tinyrl.report.panels import Panel
 from tinyrl.report.samples import completion_html
 from tinyrl.report.settings import differing
-from tinyrl.runs.held_out import Sample
+from tinyrl.runs.records import Sample
 from tinyrl.text import excerpt, one_line
 
 MOST_PROMPTS = 8

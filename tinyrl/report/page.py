@@ -12,9 +12,8 @@ from tinyrl.report.reliability import reliability_html
 from tinyrl.report.samples import samples_html
 from tinyrl.report.settings import settings_html
 from tinyrl.report.tokens import tokens_html
-from tinyrl.runs.lines import number
+from tinyrl.runs.lines import number, read_last_tokens
 from tinyrl.runs.records import Run
-from tinyrl.runs.token_lines import read_last_tokens
 from tinyrl.text import one_line
 
 _FILES = {

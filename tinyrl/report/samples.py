@@ -7,7 +7,7 @@ import math
 
 from tinyrl.report.markup import text_html
 from tinyrl.report.outcome import show
-from tinyrl.runs.held_out import HeldOut, Sample
+from tinyrl.runs.records import HeldOut, Sample
 from tinyrl.text import Excerpt
 
 MOST_SAMPLES = 8

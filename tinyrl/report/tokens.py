@@ -10,7 +10,7 @@ from html import escape
 
 from tinyrl.report.markup import text_html
 from tinyrl.report.outcome import show
-from tinyrl.runs.token_lines import Token, TokenSample
+from tinyrl.runs.lines import Token, TokenSample
 
 LEVELS = 5
 _KINDS = {"train": "training, ", "eval": "held-out, ", "eval-greedy": "held-out, greedy, "}

@@ -8,10 +8,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from tinyrl.runs.finding import Finding, Row, has_steps
-from tinyrl.runs.policy_findings import OF_NUMBERS, OF_POLICY, held_out_falls
+from tinyrl.runs.findings import AT_ONCE, OF_NUMBERS, OF_POLICY, OF_ROLLOUTS, Finding, Row, has_steps, held_out_falls
 from tinyrl.runs.records import Run, json_lines, messages_of, number
-from tinyrl.runs.rollout_findings import AT_ONCE, OF_ROLLOUTS
 from tinyrl.text import number as shown
 from tinyrl.text import one_line, visible
 

@@ -7,23 +7,115 @@ which training prompts were tried and solved, failed_rewards.jsonl completions w
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import math
 import os
+import platform
 import re
+import shlex
 import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import dump_config, load_written_config
 from tinyrl.config.schema import Config
 from tinyrl.runs.lines import json_lines, lost_lines
-from tinyrl.runs.lock import LOCK, RunLock
 from tinyrl.starter import starter_path
-from tinyrl.text import did_you_mean, hidden
+from tinyrl.text import HIDDEN, SECRET, did_you_mean, hidden, one_line, redact
+
+# ---- The lock of a run folder ----
+# An flock on a file that is kept open: a kill, a crash or a power cut leaves a file behind and no lock. Commands that
+# only read a run need none.
+
+
+LOCK = ".lock"
+MOST_BYTES = 4096  # of what a holder writes about itself
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems mounted without them
+
+
+class RunLock:
+    """The lock of one run folder. To take it twice is to take it once; `with` takes and releases it.
+
+    `wanted`: False for a process beside the one that holds it; nothing is taken then.
+    """
+
+    def __init__(self, folder: Path, *, wanted: bool = True) -> None:
+        self.folder, self.wanted = folder, wanted
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> RunLock:
+        self.take()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def take(self) -> None:
+        """Raise ValueError, with who holds it, when another process does; OSError where the folder takes no file."""
+        while self.wanted and self._file is None:
+            file = open(self.folder / LOCK, "r+b", buffering=0, opener=_made)  # noqa: SIM115  open as long as it is held
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                with file:
+                    holder = _holder(file)
+                raise ValueError(f"run {self.folder} is in use: {holder}. Stop it first, or wait for its end") from None
+            except OSError as error:
+                if error.errno not in WITHOUT_LOCKS:
+                    raise
+                unsure = "its file system has no locks; see that no other process trains in it"
+                print(f"warning: {self.folder}: {unsure}", file=sys.stderr)
+            if self._is(file):  # else its holder deleted it, or the folder, after it was opened here
+                _write_holder(file)
+                self._file = file
+
+    def release(self) -> None:
+        """Let others train in the folder. The file is deleted while it is locked, so nobody can hold a deleted one."""
+        file, self._file = self._file, None
+        if file is not None:
+            with file, contextlib.suppress(OSError):  # the folder is gone, or can no longer be written to
+                if self._is(file):
+                    (self.folder / LOCK).unlink()
+
+    def _is(self, file: BinaryIO) -> bool:
+        try:
+            return os.path.samestat((self.folder / LOCK).stat(), os.fstat(file.fileno()))
+        except FileNotFoundError:
+            return False
+
+
+def _made(path: str, flags: int) -> int:
+    """Open for reading and writing, made where it is not there, and never what a link points to."""
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+
+
+def _write_holder(file: BinaryIO) -> None:
+    holder = {"pid": os.getpid(), "host": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+    with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+        os.ftruncate(file.fileno(), 0)
+        os.pwrite(file.fileno(), json.dumps(holder).encode(), 0)
+
+
+def _holder(file: BinaryIO) -> str:
+    """Who holds a lock, as it wrote itself."""
+    try:
+        holder: dict[str, Any] = json.loads(os.pread(file.fileno(), MOST_BYTES, 0))
+        pid, host, since = (one_line(str(holder[name]), 80) for name in ("pid", "host", "since"))
+    except (ValueError, KeyError, TypeError):
+        return "another process trains in it"
+    return f"process {pid} on {host} trains in it since {since}"
+
+
+# ---- The run directory ----
+
 
 BLOCK = 1 << 16  # bytes read at a time, from the end of a record
 _WRITING = ".writing"  # ends the name of a file that is not whole yet
@@ -314,3 +406,50 @@ def _write(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+# ---- What identifies a run and repeats it ----
+
+
+PACKAGES = ("tinyrl", "torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
+
+
+def environment(command: list[str], **facts: Any) -> dict[str, Any]:
+    """What identifies a run and repeats it: versions, machine, git revision, command (secrets taken out)."""
+    return {
+        "versions": versions(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "git": _git_revision(),
+        "command": redact_command(command),
+        **facts,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the installed packages that numbers depend on."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def redact_command(command: list[str]) -> str:
+    """A command line as it would be typed again, without its secrets (`--token abc` among them)."""
+    words = []
+    for before, word in zip(["", *command], command, strict=False):
+        named = before.startswith("-") and "=" not in before and SECRET.search(before)
+        name, equals, _ = word.partition("=")
+        words.append(HIDDEN if named else f"{name}={HIDDEN}" if equals and SECRET.search(name) else redact(word))
+    return shlex.join(words)
+
+
+def _git_revision() -> str | None:
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

@@ -1,9 +1,18 @@
 """The sandbox: untrusted programs run in isolation and are judged outside of it. Imports nothing else of tinyrl."""
 
-from tinyrl.sandbox.answers import python_block, same_output, same_value
 from tinyrl.sandbox.isolation import CannotIsolate, Limits
 from tinyrl.sandbox.probe import why_not_isolated
-from tinyrl.sandbox.programs import Outcome, Verdict, call_function, passes_calls, passes_tests, run_program
+from tinyrl.sandbox.programs import (
+    Outcome,
+    Verdict,
+    call_function,
+    passes_calls,
+    passes_tests,
+    python_block,
+    run_program,
+    same_output,
+    same_value,
+)
 
 __all__ = [
     "CannotIsolate",

@@ -7,9 +7,8 @@ Row i is a function of (seed, i) alone, so a longer corpus begins with the short
 import random
 import string
 
-from tinyrl.starter.grammar import unparsable_share
 from tinyrl.starter.lookup import draw_question, written_episode
-from tinyrl.starter.reviews import HELD_OUT, TRAINING, Lexicon, Review, openings, write_review
+from tinyrl.starter.reviews import HELD_OUT, TRAINING, Lexicon, Review, openings, unparsable_share, write_review
 from tinyrl.starter.sorting import NUM_LETTERS, sort_completion, sort_prompt, written_answer
 from tinyrl.starter.splits import split_of
 

@@ -33,7 +33,7 @@ from tinyrl.data.rows import batch_indices, example_rows, few_held_out, fingerpr
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.build import reference_of
 from tinyrl.models.micro_batches import StepRows
-from tinyrl.models.vocabulary import check_ids
+from tinyrl.models.weight_checks import check_ids
 from tinyrl.parts import Parts
 from tinyrl.text import number, shortened, visible
 from tinyrl.trainers.preference_pairs import (

@@ -14,7 +14,7 @@ from tinyrl.distributed import ALONE, World
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.parts import SamplingParts
-from tinyrl.rewards.guard import FailureGuard, describe_failure
+from tinyrl.rewards.functions import FailureGuard, describe_failure
 from tinyrl.rollout import Rollout
 from tinyrl.runs.signals import stop_held
 from tinyrl.sampling import forward_pass, sample_and_score, settle_truncated

@@ -22,7 +22,7 @@ from tinyrl.config.schema import Config
 from tinyrl.data.described import described
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import batch_indices, fingerprint, placed_rows
-from tinyrl.models.vocabulary import check_ids
+from tinyrl.models.weight_checks import check_ids
 from tinyrl.parts import Parts, SamplingParts
 from tinyrl.runs.signals import watched
 from tinyrl.trainers.examples import Example, joined, tokens_of, turns_of

@@ -16,7 +16,7 @@ from tinyrl.data.judged import Judged, Objective, judged, mean_and_deviation, ob
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import example_rows, few_held_out, fingerprints
 from tinyrl.models.reward_model import classifier_room
-from tinyrl.models.vocabulary import check_ids
+from tinyrl.models.weight_checks import check_ids
 from tinyrl.parts import Parts
 from tinyrl.rewards.model_text import TextFormat, judged_tokens
 from tinyrl.runs.signals import watched

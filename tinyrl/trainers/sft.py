@@ -23,7 +23,7 @@ from tinyrl.data.described import described
 from tinyrl.data.rows import batch_indices, example_rows, few_held_out, fingerprints
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.micro_batches import RowSizes, StepRows, Work, own_rows
-from tinyrl.models.vocabulary import check_ids
+from tinyrl.models.weight_checks import check_ids
 from tinyrl.parts import Parts
 from tinyrl.trainers.examples import Example, shown, tokenised, tokens_of
 from tinyrl.training.session import Session

@@ -12,7 +12,7 @@ from tinyrl.algorithms.masking import masked_mean
 from tinyrl.algorithms.reward_shaping import token_rewards
 from tinyrl.config.sections import RunConfig
 from tinyrl.data.rows import row_key
-from tinyrl.environments.episode import policy_text
+from tinyrl.environments.environment import policy_text
 from tinyrl.parts import SamplingParts
 from tinyrl.rollout import FINISH_REASONS, Rollout
 from tinyrl.tasks.prompts import PreparedPrompt

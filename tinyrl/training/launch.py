@@ -26,10 +26,9 @@ from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.parts import Parts
 from tinyrl.report import write_report
 from tinyrl.runs import checkpoint as checkpoints
-from tinyrl.runs.environment import environment
 from tinyrl.runs.progress import Display, tell
 from tinyrl.runs.reward_output import RewardOutput
-from tinyrl.runs.run_dir import RunDir, create_run
+from tinyrl.runs.run_dir import RunDir, create_run, environment
 from tinyrl.runs.settle import settle
 from tinyrl.runs.summary import summary
 from tinyrl.runs.tracking import check_trackers

@@ -20,10 +20,9 @@ from tinyrl.generation.planned import Call, SamplingBytes, sampling_bytes
 from tinyrl.generation.select import sampling_dtype
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.device import KEPT_BYTES
-from tinyrl.models.live_bytes import AsOn, LiveBytes
 from tinyrl.models.loading import saved_dtype
 from tinyrl.models.logprobs import CHUNK_ELEMENTS, token_logprobs
-from tinyrl.models.memory import bytes_by_role
+from tinyrl.models.memory import AsOn, LiveBytes, bytes_by_role
 from tinyrl.models.micro_batches import StepRows
 from tinyrl.models.outline import META, four_bit_bytes, is_outline
 from tinyrl.models.roles import Role, Roles

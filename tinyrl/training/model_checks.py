@@ -18,8 +18,7 @@ from tinyrl.config.schema import Config
 from tinyrl.generation.engine import Completion, Request, SamplingEngine, eos_token_ids
 from tinyrl.generation.select import engine_of
 from tinyrl.models.batches import SequenceBatch, make_batch
-from tinyrl.models.rounding import MOST_IN_FLOAT32, as_exact, in_float32, ordinary_ids
-from tinyrl.models.vocabulary import embedding_rows
+from tinyrl.models.weight_checks import MOST_IN_FLOAT32, as_exact, embedding_rows, in_float32, ordinary_ids
 from tinyrl.parts import Parts
 from tinyrl.runs.settle import settle
 from tinyrl.tasks.answers import answer_end

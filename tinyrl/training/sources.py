@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tinyrl.config.schema import Config
 from tinyrl.runs.checkpoint import MANIFEST
-from tinyrl.runs.environment import versions
+from tinyrl.runs.run_dir import versions
 from tinyrl.starter import starter_path
 from tinyrl.workers.loading import imported_beside, parse_use
 
