@@ -180,7 +180,7 @@ class RunConfig(Section):
     eval_prompts: NonNegative = Field(default=64, description="held-out prompts an evaluation takes; 0: no evaluation")
     save_every: NonNegative = Field(default=25, description="save every N steps; always last")
     keep_samples: NonNegative = Field(default=16, description="completions of each step that go into samples.jsonl")
-    samples_mb: PositiveFloat = Field(default=160.0, description="of samples.jsonl; a long run leaves out steps")
+    samples_mb: PositiveFloat = Field(default=90.0, description="of samples.jsonl; a long run leaves out steps")
     keep_checkpoints: Positive = Field(default=3, description="newest checkpoints that are kept, beside the best")
     best_metric: Text = Field(default="eval/reward_mean", description="its highest value marks the best checkpoint")
     deterministic: bool = Field(default=False, description="deterministic kernels on a GPU, at a cost in speed")
