@@ -16,7 +16,6 @@ LEVELS = (
     ("training", "export", "chat"),
     ("evaluation",),
     ("components",),
-    ("sampling",),
     ("rollout",),
     ("generation", "rewards"),
     ("tasks",),

@@ -32,8 +32,8 @@ from tinyrl.models.weights_io import load_roles, save_roles
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rewards.trial import check_gold
+from tinyrl.rollout.collector import Truncation
 from tinyrl.runs.rng_state import seed_generators
-from tinyrl.sampling import Truncation
 from tinyrl.tasks import Task, load_split, load_task
 from tinyrl.tasks.answers import template_fault
 from tinyrl.tasks.prompts import PreparedPrompt, prepare_prompts

@@ -19,7 +19,7 @@ from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.config.schema import Config
 from tinyrl.models.loading import load_tokenizer
-from tinyrl.rollout import Rollout
+from tinyrl.rollout.buffer import Rollout
 from tinyrl.runs.checkpoint import list_checkpoints, problem_with
 from tinyrl.runs.diagnosis import findings
 from tinyrl.runs.records import read_run

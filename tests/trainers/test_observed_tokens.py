@@ -17,8 +17,8 @@ from tinyrl.config.method_sections import PRESETS
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.engine import Completion
 from tinyrl.models.batches import SequenceBatch
-from tinyrl.rollout import Rollout
-from tinyrl.sampling import (
+from tinyrl.rollout.buffer import Rollout
+from tinyrl.rollout.collector import (
     Truncation,
     _add_episodes,
     _as_tensors,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tinyrl.config.method_sections import GrpoConfig
-from tinyrl.rollout import PolicyBatch
+from tinyrl.rollout.buffer import PolicyBatch
 from tinyrl.trainers.policy_loss import Counts, LossSettings, policy_loss, sampling_gap
 
 LENGTHS = 8

@@ -16,7 +16,7 @@ from tests.tiny_models import TinyModels
 from tests.trainers.test_on_policy import rollout_of
 from tinyrl.config.method_sections import PpoConfig
 from tinyrl.models.roles import Roles
-from tinyrl.rollout import Rollout
+from tinyrl.rollout.buffer import Rollout
 from tinyrl.trainers.ppo import advantages_and_returns
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass, Updater

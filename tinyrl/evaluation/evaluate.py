@@ -16,8 +16,8 @@ import torch
 from tinyrl.components import SamplingParts
 from tinyrl.environments.environment import policy_text
 from tinyrl.evaluation.statistics import mean, mean_interval, verdict_metrics
-from tinyrl.rollout import FINISH_REASONS
-from tinyrl.sampling import forward_pass, sample_and_score
+from tinyrl.rollout.buffer import FINISH_REASONS
+from tinyrl.rollout.collector import forward_pass, sample_and_score
 from tinyrl.tasks.prompts import PreparedPrompt
 
 EVAL_STEP = 1 << 40  # the step in the key of evaluation samples: no training step reaches it

@@ -20,7 +20,7 @@ from tinyrl.algorithms.advantages import decoupled_advantages, discounted_return
 from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.algorithms.reward_shaping import token_rewards
 from tinyrl.config.method_sections import GrpoConfig
-from tinyrl.rollout import Rollout
+from tinyrl.rollout.buffer import Rollout
 from tinyrl.trainers.on_policy import OnPolicyTrainer, steer_entropy
 from tinyrl.trainers.policy_loss import PolicyLoss
 from tinyrl.training.session import Session

@@ -25,9 +25,9 @@ from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.micro_batches import RowSizes, StepRows
 from tinyrl.models.roles import Role, Roles
 from tinyrl.rewards.functions import FailureGuard, describe_failure
-from tinyrl.rollout import Rollout
+from tinyrl.rollout.buffer import Rollout
+from tinyrl.rollout.collector import finalize_truncated, forward_pass, sample_and_score
 from tinyrl.runs.signals import stop_held
-from tinyrl.sampling import finalize_truncated, forward_pass, sample_and_score
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.trainers.policy_loss import LossSettings
 from tinyrl.trainers.step_records import Tried, allowed_bytes, sample_lines, shown_rows, token_lines, written

@@ -29,7 +29,7 @@ from tinyrl.algorithms.losses import (
 from tinyrl.algorithms.masking import Aggregation, masked_sum
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.roles import Roles
-from tinyrl.rollout import PolicyBatch, Rollout
+from tinyrl.rollout.buffer import PolicyBatch, Rollout
 
 
 @dataclass(frozen=True)

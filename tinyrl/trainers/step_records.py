@@ -14,7 +14,7 @@ from tinyrl.components import SamplingParts
 from tinyrl.config.sections import RunConfig
 from tinyrl.data.rows import row_key
 from tinyrl.environments.environment import policy_text
-from tinyrl.rollout import FINISH_REASONS, Rollout
+from tinyrl.rollout.buffer import FINISH_REASONS, Rollout
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.text import hidden
 

@@ -25,7 +25,7 @@ from tinyrl.data.rows import keyed_order
 from tinyrl.errors import Interrupted
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.device import cores_here, peak_memory_gb
-from tinyrl.rollout import Rollout
+from tinyrl.rollout.buffer import Rollout
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.diagnosis import Watch
 from tinyrl.runs.progress import Display

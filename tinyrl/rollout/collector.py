@@ -1,6 +1,6 @@
 """Sampling and scoring of a rollout, what becomes of truncated responses, and passes over it without gradient.
 
-Training and evaluation sample alike; what comes back is in rollout.py.
+Training and evaluation sample alike; what comes back is in buffer.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tinyrl.models.device import to_device
 from tinyrl.models.micro_batches import MicroBatches, Work, own_rows
 from tinyrl.models.roles import Role, Roles
 from tinyrl.rewards.scorer import Scorer
-from tinyrl.rollout import FINISH_REASONS, Rollout
+from tinyrl.rollout.buffer import FINISH_REASONS, Rollout
 from tinyrl.tasks.prompts import PreparedPrompt
 
 

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.components import Options, SamplingParts
-from tinyrl.rollout import Rollout
-from tinyrl.sampling import Truncation, finalize_truncated, sample_and_score
+from tinyrl.rollout.buffer import Rollout
+from tinyrl.rollout.collector import Truncation, finalize_truncated, sample_and_score
 
 
 @pytest.fixture(scope="module")
