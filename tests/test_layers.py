@@ -24,10 +24,10 @@ LEVELS = (
     ("workers", "distributed", "http_client"),
     ("runs",),
     ("config",),
-    ("algorithms", "sandbox", "starter", "errors", "text"),
+    ("algorithms", "starter", "errors", "text"),
 )
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms} | {"__main__": -1, "__init__": 99}
-ALONE = {"algorithms", "sandbox", "text"}  # know nothing else of tinyrl
+ALONE = {"algorithms", "text"}  # know nothing else of tinyrl
 
 
 def files() -> list[Path]:
@@ -73,6 +73,13 @@ def test_imports_go_down():
         together += [f"{place}:{line} imports {other}" for other, line in others if room in ALONE]
     assert not up
     assert not together
+
+
+def test_the_sandbox_knows_nothing_else():
+    """Some of its files are run as programs, by their path."""
+    for path in sorted((PACKAGE / "workers" / "sandbox").glob("*.py")):
+        for name, line in imported(path):
+            assert not name.startswith("tinyrl") or name.startswith("tinyrl.workers.sandbox"), f"{path}:{line}: {name}"
 
 
 def test_one_file_knows_torch_distributed():

@@ -26,7 +26,7 @@ from tinyrl.environments.python import (
     respond,
     was_stopped,
 )
-from tinyrl.sandbox import Limits, Outcome, why_not_isolated
+from tinyrl.workers.sandbox import Limits, Outcome, why_not_isolated
 
 pytestmark = pytest.mark.sandbox
 needs_isolation = pytest.mark.skipif(why_not_isolated() is not None, reason=str(why_not_isolated()))

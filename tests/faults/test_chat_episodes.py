@@ -18,7 +18,7 @@ from tinyrl.components import Options, SamplingParts
 from tinyrl.config.schema import Config
 from tinyrl.environments import python
 from tinyrl.environments.python import TIMED_OUT
-from tinyrl.sandbox import why_not_isolated
+from tinyrl.workers.sandbox import why_not_isolated
 
 CALLS = [f'<tool_call>{{"name":"guess","arguments":{{"word":"{word}"}}}}</tool_call>' for word in ("red", "blue")]
 BAD_CALL = '<tool_call>{"name":"shout","arguments":{}}</tool_call>'

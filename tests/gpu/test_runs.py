@@ -21,7 +21,7 @@ from tests.tiny_models import TinyModels
 from tests.trainers.test_resume import assert_same
 from tests.training.test_planned_peaks import CASES, TO, peaks, prepared
 from tinyrl.config.schema import Config
-from tinyrl.sandbox import why_not_isolated
+from tinyrl.workers.sandbox import why_not_isolated
 
 STOP_S = {"cuda": 5.0, "cpu": 60.0}  # a CPU under test may be doing other things
 TEXT_RUN = {"num_steps": 2, "eval_every": 1, "save_every": 0, "threads": 1}

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from tests.workers.test_orphans import wait_until_gone
-from tinyrl.sandbox import (
+from tinyrl.workers.sandbox import (
     Limits,
     Outcome,
     call_function,
@@ -30,7 +30,7 @@ from tinyrl.sandbox import (
     run_program,
     why_not_isolated,
 )
-from tinyrl.sandbox import process as sandbox_process
+from tinyrl.workers.sandbox import process as sandbox_process
 
 pytestmark = [
     pytest.mark.sandbox,
@@ -371,7 +371,7 @@ def test_nothing_of_root_goes_in_and_no_mount_comes_out():
     """No groups of root reach the program, and no scratch mount reaches us, with mounts shared as under systemd."""
     program = """
 import ctypes, os
-from tinyrl.sandbox.programs import run_program
+from tinyrl.workers.sandbox.programs import run_program
 libc = ctypes.CDLL(None)
 assert libc.unshare(0x20000) == 0
 assert libc.mount(None, b"/", None, ctypes.c_ulong(0x44000), None) == 0
@@ -693,8 +693,8 @@ def f():
 
 PARENT = """
 import sys
-from tinyrl.sandbox import isolation
-from tinyrl.sandbox import Limits, run_program, why_not_isolated
+from tinyrl.workers.sandbox import isolation
+from tinyrl.workers.sandbox import Limits, run_program, why_not_isolated
 isolation.NAMESPACES = sys.argv[1]
 why_not_isolated()
 print("ready", flush=True)

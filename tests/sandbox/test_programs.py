@@ -15,7 +15,7 @@ import pytest
 
 from tests.workers.test_orphans import wait_until_gone
 from tinyrl.rewards.functions import FunctionReward
-from tinyrl.sandbox import (
+from tinyrl.workers.sandbox import (
     CannotIsolate,
     Limits,
     call_function,
@@ -28,9 +28,9 @@ from tinyrl.sandbox import (
     same_value,
     why_not_isolated,
 )
-from tinyrl.sandbox import isolation as system_calls
-from tinyrl.sandbox import probe as sandbox_probe
-from tinyrl.sandbox import programs as sandbox
+from tinyrl.workers.sandbox import isolation as system_calls
+from tinyrl.workers.sandbox import probe as sandbox_probe
+from tinyrl.workers.sandbox import programs as sandbox
 
 needs_isolation = pytest.mark.skipif(why_not_isolated() is not None, reason=str(why_not_isolated()))
 
@@ -387,7 +387,7 @@ libc.prctl(38, 1, 0, 0, 0)
 assert libc.prctl(SECCOMP, 2, struct.pack("@HP", len(filter) // 8, ctypes.addressof(kept)), 0, 0) == 0
 
 import time
-from tinyrl.sandbox import *
+from tinyrl.workers.sandbox import *
 """
 
 

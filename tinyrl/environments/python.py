@@ -27,8 +27,8 @@ from typing import Any
 from tinyrl.environments import Reply, Transcript, last_turn
 from tinyrl.environments.cells import FINISHED
 from tinyrl.runs.signals import check_stop
-from tinyrl.sandbox import Limits, Outcome, python_block, run_program, why_not_isolated
 from tinyrl.text import excerpt, name_unseen
+from tinyrl.workers.sandbox import Limits, Outcome, python_block, run_program, why_not_isolated
 
 PROGRAM = Path(__file__).with_name("cells.py")
 MAX_WORKERS = 32

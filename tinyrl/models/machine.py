@@ -12,7 +12,7 @@ import torch
 from packaging.requirements import Requirement
 
 from tinyrl.runs.run_dir import versions
-from tinyrl.sandbox import why_not_isolated
+from tinyrl.workers.sandbox import why_not_isolated
 
 PURPOSES = {
     "quantization": "a 4-bit base, 8-bit Adam",

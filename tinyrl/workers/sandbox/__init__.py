@@ -1,8 +1,8 @@
 """The sandbox: untrusted programs run in isolation and are judged outside of it. Imports nothing else of tinyrl."""
 
-from tinyrl.sandbox.isolation import CannotIsolate, Limits
-from tinyrl.sandbox.probe import why_not_isolated
-from tinyrl.sandbox.programs import (
+from tinyrl.workers.sandbox.isolation import CannotIsolate, Limits
+from tinyrl.workers.sandbox.probe import why_not_isolated
+from tinyrl.workers.sandbox.programs import (
     Outcome,
     Verdict,
     call_function,

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 from typing import IO
 
-from tinyrl.sandbox.isolation import ENVIRONMENT, CannotIsolate, Limits, launch_command
+from tinyrl.workers.sandbox.isolation import ENVIRONMENT, CannotIsolate, Limits, launch_command
 
 START_S = 30.0  # for the sandbox to be ready, on a busy machine
 GRACE_S = 1.0  # for the launcher to end the program; after this we end both

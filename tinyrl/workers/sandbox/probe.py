@@ -7,8 +7,8 @@ import socket
 import sys
 import tempfile
 
-from tinyrl.sandbox.isolation import CannotIsolate, Limits
-from tinyrl.sandbox.process import Job, execute, last_line
+from tinyrl.workers.sandbox.isolation import CannotIsolate, Limits
+from tinyrl.workers.sandbox.process import Job, execute, last_line
 
 CANARY = "sings"
 PROBE = """

@@ -1,7 +1,7 @@
 """Code as a reward: a completion's program runs where it can do no harm, and is judged where it can forge nothing.
 
     # rewards.py, for rows with a column of tests: [[stdin, expected stdout], ...]
-    from tinyrl.sandbox import passes_tests, python_block
+    from tinyrl.workers.sandbox import passes_tests, python_block
     from tinyrl.tasks.grading import completion_text
 
     def score(prompts, completions, tests, **columns):
@@ -38,9 +38,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from tinyrl.sandbox.isolation import CannotIsolate, Limits
-from tinyrl.sandbox.probe import why_not_isolated
-from tinyrl.sandbox.process import Job, Run, execute, last_line
+from tinyrl.workers.sandbox.isolation import CannotIsolate, Limits
+from tinyrl.workers.sandbox.probe import why_not_isolated
+from tinyrl.workers.sandbox.process import Job, Run, execute, last_line
 
 # ---- A completion's program, and what it answered ----
 
