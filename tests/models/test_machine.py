@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tinyrl.cli.commands import app
-from tinyrl.models import machine
+from tinyrl.models import device
 
 TOPICS = ["versions", "device", "threads", "memory", "disk", "sandbox", "missing"]
 
@@ -22,8 +22,8 @@ def test_the_command_names_what_is_here() -> None:
 
 
 def requiring(monkeypatch: pytest.MonkeyPatch, *requirements: str) -> list[str]:
-    monkeypatch.setattr(machine.metadata, "requires", lambda name: [*requirements])
-    return [line for line in machine.look_at_machine()["missing"] if "disk" not in line and "CUDA" not in line]
+    monkeypatch.setattr(device.metadata, "requires", lambda name: [*requirements])
+    return [line for line in device.look_at_machine()["missing"] if "disk" not in line and "CUDA" not in line]
 
 
 def test_missing_packages_are_named_with_what_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.errors import GuardStop, Interrupted
-from tinyrl.generation import server_checks as checks
+from tinyrl.generation import server_client as checks
 from tinyrl.generation.engine import (
     Completion,
     Request,
