@@ -51,7 +51,7 @@ def test_a_drawing_is_scored_as_it_was_drawn() -> None:
 
 
 @SKLEARN
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("seed", [0])  # 1 and 2: benchmarks/RESULTS.md
 def test_flow_grpo_draws_what_is_asked_for_and_without_kl_hacks_its_reward(seed: int) -> None:
     flow = load("flow_digits")

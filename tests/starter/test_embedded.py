@@ -52,7 +52,7 @@ def test_grpo_default_reaches_what_the_readme_says(tmp_path: Path) -> None:
     assert last["eval/distinct_answers"] > 450
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_ppo_default_reaches_what_the_readme_says(tmp_path: Path) -> None:
     code, run, _ = running.train(load_config("ppo", None, overrides=["run.seed=21"]), tmp_path)
     assert code == 0

@@ -83,7 +83,7 @@ def digests(config: Config, folder: Path, *, repeats: int) -> set[str]:
     return found
 
 
-OFTEN = ("grpo", "ppo, adapter", "sft")  # of which a slow test says so, the others before a release
+OFTEN = ("grpo", "ppo, adapter")  # of which a slow test says so, the others before a release
 
 
 @pytest.mark.parametrize(
