@@ -29,23 +29,17 @@ def test_what_cannot_be_measured_is_refused():
     assert "at most 10" in (problem(parse(["learning", "--peer-python", "python", "--pairs", "11"])) or "")
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("words", "columns", "row"),
     [
         (["rollout"], "seconds | tokens a second", "| tinyrl, fused |"),
-        pytest.param(
-            ["turns"],
-            "seconds a rollout | ms a chosen token",
-            "| tinyrl, fast turns (fused) |",
-            marks=pytest.mark.release,
-        ),
-        pytest.param(
+        (["turns"], "seconds a rollout | ms a chosen token", "| tinyrl, fast turns (fused) |"),
+        (
             ["scaling", "--axes", "size"],
             "| size; tinyrl",
-            "| 18432 |",  # 2 layers: 2 x 32 x 32, 2 x 32 x 16, 3 x 32 x 64
-            marks=pytest.mark.release,
-        ),
+            "| 18432 |",
+        ),  # 2 layers: 2 x 32 x 32, 2 x 32 x 16, 3 x 32 x 64
     ],
 )
 def test_a_command_runs_without_a_peer(tmp_path: Path, words: list[str], columns: str, row: str):
