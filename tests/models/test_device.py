@@ -67,16 +67,17 @@ print(kept, *(faults_after_a_step() for _ in range(6)))
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 @pytest.mark.slow
 def test_memory_that_was_freed_is_used_again():
-    """By default the kernel has to supply its pages anew, each at a page fault. The heap may still grow in a step, so
-    the one with fewest counts.
+    """By default the kernel has to supply its pages anew, each at a page fault, unless something happens to lie above
+    them: of three processes the one with most counts. Kept memory may still grow in a step: the one with fewest.
     """
-    faults = {}
-    for keep in (False, True):
+
+    def faults(*, keep: bool) -> int:
         command = [sys.executable, "-c", FAULTS_OF_STEPS.format(keep=keep)]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         assert said[0] == str(keep)
-        faults[keep] = min(int(after) - int(before) for before, after in pairwise(said[1:]))
-    assert 4 * faults[True] < faults[False]
+        return min(int(after) - int(before) for before, after in pairwise(said[1:]))
+
+    assert 4 * faults(keep=True) < max(faults(keep=False) for _ in range(3))
 
 
 def test_a_cpu_that_has_no_more_memory_says_so_as_a_gpu_does():
