@@ -87,9 +87,6 @@ class RoleOptimizer:
     def _step(self, count: Tensor) -> Tensor | int:
         return count.clone() if isinstance(self.optimizer, torch.optim.AdamW) else int(count)
 
-    def state_bytes(self) -> int:
-        return sum(v.numel() * v.itemsize for v in self.state_tensors().values())
-
 
 def role_optimizers(optim: OptimConfig, parameters: dict[str, Parameters]) -> dict[str, RoleOptimizer]:
     """An optimizer for each role that is trained, the critic's with its own learning rate."""
