@@ -248,7 +248,7 @@ def test_rows_in_other_shapes(method: str, row: dict[str, Any]):
 @pytest.mark.parametrize(
     ("row", "objective", "sentence"),
     [
-        ({"text": "a", "label": "good"}, "auto", "bad.jsonl:2: 'label' must be true, false or a number of at most 1,0"),
+        ({"text": "a", "label": "good"}, "auto", "bad.jsonl:2: 'label' must be true, false or a number, not 'good'"),
         (
             {"text": "a", "label": None},
             "auto",

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tinyrl.data.judged import Objective, Scored, judged, mean_and_deviation, objective_of, two_labels
+from tinyrl.data.shapes import Objective, Scored, judged, mean_and_deviation, objective_of, two_labels
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,7 @@ USER = {"role": "user", "content": "2+2?"}
         ({"text": "t", "label": 1, "score": "3.5"}, "ratings", Scored(None, ("t",), 3.5)),
         ({"text": "t", "label": 4}, "ratings", Scored(None, ("t",), 4.0)),
         ({"text": "t", "score": 4}, "labels", Scored(None, ("t",), 4.0)),
+        ({"prompt": "2+2?", "completion": [ASSISTANT], "label": 1}, "labels", Scored([USER], ([ASSISTANT],), 1.0)),
     ],
 )  # fmt: skip
 def test_what_a_row_says(row: dict[str, Any], objective: Objective, read: Scored) -> None:
@@ -55,15 +56,20 @@ def test_what_a_row_says(row: dict[str, Any], objective: Objective, read: Scored
 @pytest.mark.parametrize(
     ("row", "objective", "sentence"),
     [
-        ({"text": "t", "label": "good"}, "labels", "'label' must be true, false or a number .* not 'good'. A name"),
-        ({"text": "t", "label": "nan"}, "labels", "'label' must be true, false or a number .* not 'nan'"),
+        ({"text": "t", "label": "good"}, "labels", "'label' must be true, false or a number, not 'good'"),
+        ({"text": "t", "label": "nan"}, "labels", "'label' must be true, false or a number, not 'nan'"),
         ({"text": "t", "label": float("nan")}, "labels", "'label' must be .* not nan"),
         ({"text": "t", "label": 10**400}, "labels", "'label' must be"),
-        ({"text": "t", "score": 1e300}, "ratings", r"'score' must be .* at most 1,000,000, .* not 1e\+300"),
+        ({"text": "t", "score": 1e300}, "ratings", r"'score' must be .* not 1e\+300 \(at most 1,000,000"),
         ({"text": "t", "score": "high"}, "ratings", "'score' must be a number, not 'high'"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "big"}, "pairs", "'margin' must be a number"),
-        ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": 1e9}, "pairs", "'margin' must be .* at most"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": 1e9}, "pairs", "'margin' must be a number, not .*at most"),
+        ({"text": "t", "score": True}, "ratings", "'score' must be a number, not True"),
+        ({"text": "t", "label": [1]}, "labels", r"'label' must be true, false or a number, not \[1\]"),
         ({"prompt": "p", "chosen": "a"}, "pairs", "no column 'rejected'"),
+        ({"label": 1}, "labels", "no column 'completion', 'messages', 'conversations' or 'text'. Columns: label"),
+        ({"messages": [ASSISTANT, USER], "label": 1}, "labels", "'messages' must end .* not assistant, user"),
+        ({"messages": [ASSISTANT], "label": 1}, "labels", "'messages' must end with an .* not assistant"),
         ({"text": "t"}, "labels", "no column 'label' or 'score'"),
     ],
 )  # fmt: skip

@@ -50,12 +50,12 @@ def test_jsonl_gives_rows_with_their_lines_and_skips_blank_ones(tmp_path):
     ]
 
 
-def test_json_gives_rows_with_the_lines_they_start_on(tmp_path):
+def test_json_gives_rows_with_their_numbers(tmp_path):
     source = written(tmp_path, "a.json", '\n[{"q": "[,{"},\n\n {"q":\n"b"}, {"q": "c"}\n]\n')
     assert read_source(source) == [
-        (f"{source}:2", {"q": "[,{"}),
-        (f"{source}:4", {"q": "b"}),
-        (f"{source}:5", {"q": "c"}),
+        (f"{source} row 1", {"q": "[,{"}),
+        (f"{source} row 2", {"q": "b"}),
+        (f"{source} row 3", {"q": "c"}),
     ]
 
 
@@ -113,8 +113,8 @@ def test_a_megabyte_in_one_field_is_read(tmp_path):
         ("a.jsonl", "", ["a.jsonl", "empty"]),
         ("a.jsonl", " \n\n", ["a.jsonl", "empty"]),
         ("a.json", '[\n{"q": 1},\n{"q": }\n]', ["a.json:3", "broken JSON at column 7"]),
-        ("a.json", '[\n{"q": 1},\n7]', ["a.json:3", "a row is an object", "a number: 7"]),
-        ("a.json", '[\n{"q": 1},\n{"q": "\\udc00x"}]', ["a.json:3", "lone surrogate"]),
+        ("a.json", '[\n{"q": 1},\n7]', ["a.json row 2", "a row is an object", "a number: 7"]),
+        ("a.json", '[\n{"q": 1},\n{"q": "\\udc00x"}]', ["a.json row 2", "lone surrogate"]),
         ("a.json", '{"q": 1}', ["a.json", "a list of objects", "an object"]),
         ("a.json", '{"q": 1}\n{"q": 2}', ["a.json:2", "one object a line is called .jsonl"]),
         ("a.json", "[]", ["a.json", "no rows"]),

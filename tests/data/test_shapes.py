@@ -4,17 +4,8 @@ from typing import Any
 
 import pytest
 
-from tinyrl.data.described import described
 from tinyrl.data.rows import hold_out
-from tinyrl.data.shapes import (
-    Labelled,
-    Preference,
-    TextExample,
-    labelled,
-    preference,
-    shared_prompt,
-    text_examples,
-)
+from tinyrl.data.shapes import Scored, TextExample, described, preference, shared_prompt, text_examples
 
 
 def user(content: str) -> dict[str, Any]:
@@ -106,45 +97,45 @@ def test_a_row_that_is_no_text_is_refused(row: dict[str, Any], sentence: str):
 @pytest.mark.parametrize(
     ("row", "wanted"),
     [
-        ({"prompt": "a", "chosen": " b", "rejected": " c"}, Preference("a", " b", " c")),
-        ({"prompt": "a", "chosen": "a b", "rejected": "a c"}, Preference("a", "a b", "a c")),
-        ({"prompt": [user("a")], "chosen": "b", "rejected": "c"}, Preference([user("a")], "b", "c")),
-        ({"prompt": "a", "chosen": [said("b")], "rejected": [said("c")]}, Preference("a", [said("b")], [said("c")])),
+        ({"prompt": "a", "chosen": " b", "rejected": " c"}, Scored("a", (" b", " c"))),
+        ({"prompt": "a", "chosen": "a b", "rejected": "a c"}, Scored("a", ("a b", "a c"))),
+        ({"prompt": [user("a")], "chosen": "b", "rejected": "c"}, Scored([user("a")], ("b", "c"))),
+        ({"prompt": "a", "chosen": [said("b")], "rejected": [said("c")]}, Scored("a", ([said("b")], [said("c")]))),
         # the prompt inside both
-        ({"chosen": "The sky is blue", "rejected": "The sky is black"}, Preference("The sky is", " blue", " black")),
-        ({"chosen": "one two", "rejected": "one two three"}, Preference("one", " two", " two three")),
+        ({"chosen": "The sky is blue", "rejected": "The sky is black"}, Scored("The sky is", (" blue", " black"))),
+        ({"chosen": "one two", "rejected": "one two three"}, Scored("one", (" two", " two three"))),
         (
             {"chosen": "\n\nHuman: a\n\nAssistant: I do", "rejected": "\n\nHuman: a\n\nAssistant: I do not"},
-            Preference("\n\nHuman: a\n\nAssistant:", " I do", " I do not"),
+            Scored("\n\nHuman: a\n\nAssistant:", (" I do", " I do not")),
         ),
         (
             {"chosen": "\n\nAssistant: b\n\nHuman: c d", "rejected": "\n\nAssistant: b\n\nHuman: c e"},
-            Preference("\n\nAssistant: b\n\nHuman: c", " d", " e"),
+            Scored("\n\nAssistant: b\n\nHuman: c", (" d", " e")),
         ),
         (
             {"chosen": [*TALK[:3], said("x")], "rejected": [*TALK[:3], said("y")]},
-            Preference(TALK[:3], [said("x")], [said("y")]),
+            Scored(TALK[:3], ([said("x")], [said("y")])),
         ),
         (
             {"chosen": [user("a"), said("x")], "rejected": [user("a"), said("x")]},
-            Preference([user("a")], [said("x")], [said("x")]),
+            Scored([user("a")], ([said("x")], [said("x")])),
         ),
         # both: as UltraFeedback has it, and as messages
         (
             {"prompt": "a", "chosen": [user("a"), said("x")], "rejected": [user("a"), said("y")]},
-            Preference([user("a")], [said("x")], [said("y")]),
+            Scored([user("a")], ([said("x")], [said("y")])),
         ),
         (
             {"prompt": [user("a")], "chosen": [user("a"), said("x")], "rejected": [user("a"), said("y")]},
-            Preference([user("a")], [said("x")], [said("y")]),
+            Scored([user("a")], ([said("x")], [said("y")])),
         ),
         # how much better
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 2}, Preference("a", "b", "c", 2.0)),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "0.5"}, Preference("a", "b", "c", 0.5)),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": None}, Preference("a", "b", "c")),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 2}, Scored("a", ("b", "c"), 2.0)),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "0.5"}, Scored("a", ("b", "c"), 0.5)),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": None}, Scored("a", ("b", "c"))),
     ],
 )
-def test_a_pair_behind_its_prompt(row: dict[str, Any], wanted: Preference):
+def test_a_pair_behind_its_prompt(row: dict[str, Any], wanted: Scored):
     assert preference(row) == wanted
 
 
@@ -185,50 +176,6 @@ def test_a_pair_behind_its_prompt(row: dict[str, Any], wanted: Preference):
 def test_a_row_that_is_no_pair_is_refused(row: dict[str, Any], sentence: str):
     with pytest.raises(ValueError, match=r"\S") as caught:
         preference(row)
-    assert str(caught.value).startswith(sentence)
-
-
-# ---- labels ----
-
-
-@pytest.mark.parametrize(
-    ("row", "wanted"),
-    [
-        ({"text": "good", "label": True}, Labelled(None, "good", True)),
-        ({"text": "good", "label": "positive"}, Labelled(None, "good", "positive")),
-        ({"text": "good", "label": 0}, Labelled(None, "good", 0)),
-        ({"text": "good", "score": "4.5"}, Labelled(None, "good", 4.5)),
-        ({"text": "good", "label": 1, "score": 0.9}, Labelled(None, "good", 1)),
-        ({"prompt": "a", "completion": "b", "label": False}, Labelled("a", "b", False)),
-        ({"prompt": "a", "completion": [said("b")], "label": 1}, Labelled([user("a")], [said("b")], 1)),
-        ({"messages": TALK, "score": 3}, Labelled(TALK[:3], TALK[3:], 3.0)),
-    ],
-)
-def test_a_text_with_a_label(row: dict[str, Any], wanted: Labelled):
-    found = labelled(row)
-    assert found == wanted
-    assert type(found.label) is type(wanted.label)
-
-
-@pytest.mark.parametrize(
-    ("row", "sentence"),
-    [
-        ({"text": "good"}, "no column 'label' or 'score'. Columns: text."),
-        ({"label": 1}, "no column 'completion', 'messages', 'conversations' or 'text'. Columns: label."),
-        ({"text": "good", "score": "high"}, "'score' must be a number, not 'high'"),
-        ({"text": "good", "score": True}, "'score' must be a number, not True"),
-        ({"text": "good", "label": [1]}, "'label' must be true, false, a number or text, not [1]"),
-        ({"text": "good", "label": float("nan")}, "'label' must be true, false, a number or text, not nan"),
-        (
-            {"messages": TALK[:3], "label": 1},
-            "'messages' must end with an answer of the assistant, not user, assistant",
-        ),
-        ({"messages": TALK[1:2], "label": 1}, "'messages' must end with an answer of the assistant, not assistant"),
-    ],
-)
-def test_a_row_without_a_label_is_refused(row: dict[str, Any], sentence: str):
-    with pytest.raises(ValueError, match=r"\S") as caught:
-        labelled(row)
     assert str(caught.value).startswith(sentence)
 
 
@@ -280,9 +227,9 @@ def test_what_rows_are_taken_for_is_said_with_an_example():
         "rows: 1 of `chosen` and `rejected` (messages) with the prompt inside both, with `margin`",
         "for example: user: 'a' -> assistant: 'b' better by 1.5 than assistant: 'c'",
     ]
-    assert described([{"text": "a", "score": 2}], "labels") == [
+    assert described([{"text": "a", "score": 2}], "ratings") == [
         "rows: 1 of `text` with `score`",
-        "for example: 'a' is 2.0",
+        "for example: 'a' is 2",
     ]
 
 

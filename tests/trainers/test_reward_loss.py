@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.tiny_models import tiny_model
 from tinyrl.components import Options
 from tinyrl.config.schema import Config
-from tinyrl.data.judged import Objective
+from tinyrl.data.shapes import Objective
 from tinyrl.trainers.reward_model import JudgedTokens, RewardModel, score_loss
 
 CHOSEN = [[10, 11, 12, 13, 14], [20, 21, 22], [10, 11, 40, 41, 42, 43, 44], [30, 31, 50, 51]]

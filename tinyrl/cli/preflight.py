@@ -9,10 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tinyrl.config.schema import Config
-from tinyrl.data.judged import judged, objective_of
 from tinyrl.data.readers import Row, hub_name, is_saved_set
 from tinyrl.data.rows import placed_rows
-from tinyrl.data.shapes import READINGS, text_examples
+from tinyrl.data.shapes import judged, objective_of, preference, text_examples
 from tinyrl.evaluation.targets import Asked, check_asked, find
 from tinyrl.runs.launched import launched
 from tinyrl.runs.run_dir import meant_a_run, named_run, open_run, run_of
@@ -204,7 +203,7 @@ def _check_examples(config: Config) -> None:
         if kind == "judged":  # as what the first row is
             judged(row, objective_of(first, config.reward_model.objective))
         else:
-            READINGS[kind](row)
+            (text_examples if kind == "text" else preference)(row)
 
     for source in (where.data, where.eval_data):
         if source is not None:

@@ -18,16 +18,9 @@ Prompt = str | list[Message]  # text, or chat messages, as the data has them
 CONVERSATIONS = ("messages", "conversations")
 SHAREGPT_ROLES = {
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool": "tool",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "tool"), "tool"),
 }
 
 
@@ -62,7 +55,6 @@ def messages_of(value: Any, column: str) -> list[Message]:
 
 
 def _message(value: Any, column: str) -> Message:
-    """A message with a role and a text, ShareGPT's `from` and `value` renamed; keys that are null are left out."""
     if not isinstance(value, dict):
         raise ValueError(f"'{column}' holds {value!r:.60} where a message (role, content) belongs")
     message = {str(key): inner for key, inner in value.items() if inner is not None}
@@ -71,7 +63,11 @@ def _message(value: Any, column: str) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ValueError(f"'{column}' has a message without a `role`: {value!r:.60}")
-    content = _content(message.get("content"), column)
+    content = message.get("content")
+    if isinstance(content, list):
+        content = _joined(content, column)
+    elif content is not None and not isinstance(content, str):
+        raise ValueError(f"'{column}' has a message whose `content` is not text: {content!r:.60}")
     if content is None and not (role == "assistant" and {"tool_calls", "reasoning_content"} & {*message}):
         raise ValueError(f"'{column}' has a message without `content`: {value!r:.60}")
     if isinstance(message.get("tool_calls"), list):
@@ -108,24 +104,17 @@ def _of_sharegpt(message: Message, column: str) -> Message:
     return {**message, "role": role, "tool_calls": [{"type": "function", "function": one} for one in calls]}
 
 
-def _content(content: Any, column: str) -> str | None:
-    """The text of a message; one in parts is put together."""
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ValueError(f"'{column}' has a message whose `content` is not text: {content!r:.60}")
-    for part in content:
+def _joined(parts: list[Any], column: str) -> str:
+    for part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type", part) if isinstance(part, dict) else part
             raise ValueError(f"'{column}' has a message with a part that is not text: {kind!r:.60}")
-    return "".join(part["text"] for part in content)
+    return "".join(part["text"] for part in parts)
 
 
 def as_messages(prompt: Prompt | None) -> list[Message]:
     """A prompt as messages: text is one of the user's."""
-    if prompt is None:
-        return []
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
 
 
 def roles_of(messages: list[Message]) -> str:

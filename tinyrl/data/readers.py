@@ -1,7 +1,7 @@
 """Readers of rows from files (jsonl, json, csv, parquet), folders of save_to_disk and the Hugging Face hub, placed.
 
 The text formats are read by hand because people's files are broken in ordinary ways and every error should name the
-file, the line and the value: a cut-off line, an Excel encoding, a key written twice, NaN. Everything a file can do
+file, the place and the value: a cut-off line, an Excel encoding, a key written twice, NaN. Everything a file can do
 wrong is a ValueError; a file is data only and nothing in it is executed.
 """
 
@@ -19,11 +19,11 @@ from typing import Any
 from tinyrl.text import decode_utf8, did_you_mean, first_line
 
 Row = dict[str, Any]
-Placed = list[tuple[str, Row]]  # a row and where it stands: "train.jsonl:12"
+Placed = list[tuple[str, Row]]  # a row and where it stands: "train.jsonl:12", "train.parquet row 12"
 
 _HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?(?:@(?P<split>[\w.\[\]:%+-]+))?")
 SAVED = ("dataset_info.json", "dataset_dict.json")  # what save_to_disk leaves in a folder of one split, and of several
-_SEPARATORS = re.compile(r"[\s,]*")
+_HALF = re.compile(r"\\u[dD]")  # how an escape of half a character begins
 _FOREIGN_STARTS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"PK\x03\x04": "zipped", b"\x1f\x8b": "gzipped"}
 
 
@@ -53,6 +53,25 @@ def read_source(source: str, *, revision: str | None = None) -> Placed:
     return placed
 
 
+def is_saved_set(source: str) -> bool:
+    """Whether it is a folder of `datasets`' save_to_disk, of one split or of several."""
+    return any((Path(source) / name).is_file() for name in SAVED)
+
+
+def hub_name(source: str) -> str | None:
+    """The data set (owner/name) of a hub source; None for a file."""
+    match = _HUB.fullmatch(source)
+    is_file = Path(source).suffix.lower() in FILE_READERS or Path(source).exists()
+    return match["id"] if match and not is_file else None
+
+
+def _numbered(source: str, rows: list[Row]) -> Placed:
+    return [(f"{source} row {number}", row) for number, row in enumerate(rows, start=1)]
+
+
+# ---- text files ----
+
+
 def _read_text(source: str) -> str:
     path = Path(source)
     try:
@@ -74,17 +93,16 @@ def _read_text(source: str) -> str:
 
 
 def _read_jsonl(source: str) -> Placed:
-    placed = []
     # only \n ends a line: JSON strings may hold the other characters that splitlines() splits at
-    for number, line in enumerate(_read_text(source).split("\n"), start=1):
-        if line.strip():
-            placed.append((f"{source}:{number}", parse_row(line, source, number=number)))
-    return placed
+    lines = enumerate(_read_text(source).split("\n"), start=1)
+    return [(f"{source}:{number}", parse_row(line, source, number=number)) for number, line in lines if line.strip()]
 
 
 def parse_row(line: str, source: str, *, number: int) -> Row:
     """The row that line `number` of a .jsonl file holds. Raises ValueError, with the line, where it holds none."""
-    return _row(_parse_json(line, source, number), line, f"{source}:{number}")
+    row = _parse_json(line, source, number)
+    _check_row(row, f"{source}:{number}", escaped=bool(_HALF.search(line)))
+    return row
 
 
 def _read_json(source: str) -> Placed:
@@ -93,15 +111,9 @@ def _read_json(source: str) -> Placed:
     if not isinstance(rows, list):
         hint = "; one object a line is called .jsonl"
         raise ValueError(f"{source}: a .json file holds a list of objects [{{...}}, ...], not {_kind(rows)}{hint}")
-    placed, decoder, at, line = [], json.JSONDecoder(), text.index("[") + 1, 1 + text.count("\n", 0, text.index("["))
-    for row in rows:  # the text is valid: a second pass over it finds where each row starts and ends
-        separator = _SEPARATORS.match(text, at)
-        start = separator.end() if separator else at
-        line += text.count("\n", at, start)
-        _, at = decoder.raw_decode(text, start)
-        place = f"{source}:{line}"
-        placed.append((place, _row(row, text[start:at], place)))
-        line += text.count("\n", start, at)
+    escaped, placed = bool(_HALF.search(text)), _numbered(source, rows)
+    for place, row in placed:
+        _check_row(row, place, escaped=escaped)
     return placed
 
 
@@ -137,17 +149,17 @@ def _finite(text: str) -> float:
     return value
 
 
-def _row(value: Any, text: str, place: str) -> Row:
+def _check_row(value: Any, place: str, *, escaped: bool) -> None:
+    """ValueError unless it is an object with columns and, where escapes are to be looked at, whole characters."""
     if not isinstance(value, dict):
         raise ValueError(f'{place}: a row is an object {{"column": value, ...}}, not {_kind(value)}')
     if not value:
         raise ValueError(f"{place}: a row without columns")
-    if re.search(r"\\u[dD]", text):
+    if escaped:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"{place}: half a character (a lone surrogate): {error.object[error.start]!a}") from None
-    return value
 
 
 def _kind(value: Any) -> str:
@@ -168,7 +180,8 @@ def _read_csv(source: str) -> Placed:
             if not cells:
                 continue
             if not header:
-                header = _csv_header(cells, place)
+                header = cells
+                _check_header(header, place)
             elif len(cells) != len(header):
                 columns = ", ".join(header)
                 raise ValueError(f"{place}: {len(cells)} values for {len(header)} columns ({columns}); quote commas")
@@ -181,7 +194,7 @@ def _read_csv(source: str) -> Placed:
     return placed
 
 
-def _csv_header(cells: list[str], place: str) -> list[str]:
+def _check_header(cells: list[str], place: str) -> None:
     doubles = sorted({name for name in cells if cells.count(name) > 1 and name})
     if doubles:
         raise ValueError(f"{place}: the column '{doubles[0]}' stands twice in the header")
@@ -189,7 +202,9 @@ def _csv_header(cells: list[str], place: str) -> list[str]:
         raise ValueError(f"{place}: column {cells.index('') + 1} of the header has no name ({', '.join(cells)[:80]})")
     if len(cells) == 1 and re.search(r"[;\t]", cells[0]):
         raise ValueError(f"{place}: columns are separated by commas, not by ';' or tabs: {cells[0][:80]!r}")
-    return cells
+
+
+# ---- what `datasets` and pyarrow read ----
 
 
 def _read_parquet(source: str) -> Placed:
@@ -199,15 +214,9 @@ def _read_parquet(source: str) -> Placed:
     import pyarrow.parquet
 
     try:
-        rows = pyarrow.parquet.read_table(source).to_pylist()
+        return _numbered(source, pyarrow.parquet.read_table(source).to_pylist())
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise ValueError(f"{source}: not a parquet file that can be read: {first_line(error)}") from error
-    return [(f"{source} row {number}", row) for number, row in enumerate(rows, start=1)]
-
-
-def is_saved_set(source: str) -> bool:
-    """Whether it is a folder of `datasets`' save_to_disk, of one split or of several."""
-    return any((Path(source) / name).is_file() for name in SAVED)
 
 
 def _read_saved(source: str) -> Placed:
@@ -220,17 +229,9 @@ def _read_saved(source: str) -> Placed:
             if "train" not in saved:
                 raise ValueError(f"name the folder of one of its splits: {', '.join(map(str, saved))}")
             saved = saved["train"]
-        rows = saved.to_list()
+        return _numbered(source, saved.to_list())
     except (DatasetsError, OSError, KeyError, ValueError) as error:
         raise ValueError(f"{source}: a folder of save_to_disk that cannot be read: {first_line(error)}") from error
-    return [(f"{source} row {number}", row) for number, row in enumerate(rows, start=1)]
-
-
-def hub_name(source: str) -> str | None:
-    """The data set (owner/name) of a hub source; None for a file."""
-    match = _HUB.fullmatch(source)
-    is_file = Path(source).suffix.lower() in FILE_READERS or Path(source).exists()
-    return match["id"] if match and not is_file else None
 
 
 def _read_hub(source: str, *, revision: str | None, id: str, config: str | None, split: str | None) -> Placed:
@@ -238,13 +239,13 @@ def _read_hub(source: str, *, revision: str | None, id: str, config: str | None,
     from datasets.exceptions import DatasetsError
 
     try:
-        rows = datasets.load_dataset(id, config, split=split or "train", revision=revision).to_list()
+        data = datasets.load_dataset(id, config, split=split or "train", revision=revision)
+        return _numbered(source, data.to_list())
     except (DatasetsError, OSError, ValueError) as error:
         raise ValueError(
             f"task data '{source}': there is no such file, and the hub does not give it: {first_line(error)}\n"
             "  A hub name is owner/name:config@split. Without a network, give a file: task.data=FILE.jsonl"
         ) from error
-    return [(f"{source} row {number}", row) for number, row in enumerate(rows, start=1)]
 
 
 FILE_READERS: dict[str, Callable[[str], Placed]] = {

@@ -9,16 +9,13 @@ import hashlib
 import json
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tinyrl.data.judged import objective_of
+from tinyrl.config.schema import Config
 from tinyrl.data.readers import Placed, Row, read_source
-from tinyrl.data.shapes import shared_prompt
+from tinyrl.data.shapes import objective_of, shared_prompt
 from tinyrl.runs.signals import watched
 from tinyrl.text import did_you_mean, listed, shortened
-
-if TYPE_CHECKING:
-    from tinyrl.config.schema import Config
 
 HELD_OUT_SHARE = 10  # one prompt in this many is held out for evaluation where no evaluation data is given
 HELD_OUT_MOST = 512
@@ -26,16 +23,17 @@ FEW = 30  # prompts; a score of fewer says little
 
 
 def read_rows(source: str, *, columns: dict[str, str] | None = None, revision: str | None = None) -> list[Row]:
-    """The rows of a .jsonl, .json, .csv or .parquet file, or of a hub data set "owner/name:config@split".
-
-    `columns` {new: old} renames, replacing a column `new` that was there; `revision` is for the hub. Raises ValueError
-    naming the place.
-    """
+    """`placed_rows` without the places."""
     return [row for _, row in placed_rows(source, columns=columns, revision=revision)]
 
 
 def placed_rows(source: str, *, columns: dict[str, str] | None = None, revision: str | None = None) -> Placed:
-    """`read_rows`, each row with its place ("train.jsonl:12"), for errors found later."""
+    """The rows of a .jsonl, .json, .csv or .parquet file, a folder of save_to_disk, or a hub data set
+    "owner/name:config@split", each with its place ("train.jsonl:12"), for errors found later.
+
+    `columns` {new: old} renames, replacing a column `new` that was there; `revision` is for the hub. Raises ValueError
+    naming the place.
+    """
     placed = read_source(source, revision=revision)
     return [(place, _renamed(row, columns, place)) if columns else (place, row) for place, row in placed]
 
@@ -44,10 +42,8 @@ def _renamed(row: Row, columns: dict[str, str], place: str) -> Row:
     for new, old in columns.items():
         if old not in row:
             meant = did_you_mean(old, list(row))
-            raise ValueError(
-                f"{place}: no column '{shortened(old)}', which task.columns.{shortened(new)} asks for.{meant} "
-                f"Columns: {listed(row)}"
-            )
+            asked = f"which task.columns.{shortened(new)} asks for.{meant} Columns: {listed(row)}"
+            raise ValueError(f"{place}: no column '{shortened(old)}', {asked}")
     kept = {name: value for name, value in row.items() if name not in columns and name not in columns.values()}
     return {**kept, **{new: row[old] for new, old in columns.items()}}
 
@@ -81,7 +77,6 @@ def few_held_out(prompts: list[Any]) -> list[str]:
 
 
 def fingerprints(train: list[Row], held_out: list[Row]) -> dict[str, str]:
-    """Of both splits, by name."""
     return {"training": fingerprint(train), "held-out": fingerprint(held_out)}
 
 
@@ -118,19 +113,15 @@ def example_rows(config: Config) -> tuple[list[Row], list[Row]]:
     """
     where = config.task
     if where.data is None:
-        raise ValueError(
-            f"task.data is missing: `tinyrl train {config.method}` needs rows to learn from "
-            "(.jsonl, .json, .csv, .parquet or a hub name)"
-        )
+        kinds = ".jsonl, .json, .csv, .parquet or a hub name"
+        raise ValueError(f"task.data is missing: `tinyrl train {config.method}` needs rows to learn from ({kinds})")
 
     def graded(row: Row) -> bool:
         return config.trains.rows == "judged" and objective_of(row, config.reward_model.objective) != "pairs"
 
     def read(source: str) -> list[Row]:
         rows = read_rows(source, columns=where.columns, revision=where.revision)
-        if not (rows and graded(rows[0])):
-            return rows
-        return [rows[i] for i in keyed_order(f"graded {where.split_seed}", len(rows))]
+        return [rows[i] for i in keyed_order(f"graded {where.split_seed}", len(rows))] if graded(rows[0]) else rows
 
     rows = read(where.data)
     if where.eval_data is not None:
@@ -141,9 +132,8 @@ def example_rows(config: Config) -> tuple[list[Row], list[Row]]:
     if not train_rows and not config.run.eval_prompts:
         train_rows, held_out = rows, []
     if not train_rows:
-        raise ValueError(
-            f"{where.data}: only one row, so none can be held out; give task.eval_data too, or run.eval_prompts=0"
-        )
+        hint = "give task.eval_data too, or run.eval_prompts=0"
+        raise ValueError(f"{where.data}: only one row, so none can be held out; {hint}")
     return train_rows[: where.max_samples], held_out[: where.max_samples]
 
 

@@ -1,17 +1,21 @@
-"""Shapes of row contents as people have them: prompts, texts, conversations, preference pairs, labels and ratings.
+"""Contents of rows: texts, conversations, preference pairs, labels and ratings, in the columns that people have.
 
-A row is read by its columns; a column that is null counts as absent.
+A column that is null counts as absent.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from tinyrl.config.methods import or_list
+from tinyrl.config.sections import LARGEST
 from tinyrl.data.messages import (
     CONVERSATIONS,
     Message,
@@ -24,12 +28,16 @@ from tinyrl.data.messages import (
     roles_of,
 )
 from tinyrl.data.readers import Row
-from tinyrl.text import did_you_mean, listed, shortened
+from tinyrl.text import did_you_mean, listed, number, one_line, shortened
 
 Side = str | list[Message]  # what follows a prompt
+Objective = Literal["pairs", "labels", "ratings"]
 
 TEXT_COLUMNS = ("completion", "messages", "conversations", "text")  # the first that a row has is the one it is read by
+OBJECTIVE_OF: dict[str, Objective] = {"chosen": "pairs", "rejected": "pairs", "label": "labels", "score": "ratings"}
 ASSISTANT_OF_HH, HUMAN_OF_HH = "\n\nAssistant:", "\n\nHuman:"  # turns of transcripts written as one text
+SHOWN = 240  # characters of an example's prompt, and of its answer
+MOST_SHOWN = 5  # labels in an error
 
 
 @dataclass(frozen=True)
@@ -44,25 +52,23 @@ class TextExample:
 
 
 @dataclass(frozen=True)
-class Preference:
-    """Two continuations of one prompt, and by how much the chosen one is better where the row says so."""
-
-    prompt: Prompt
-    chosen: Side
-    rejected: Side
-    margin: float | None = None
-
-
-@dataclass(frozen=True)
-class Labelled:
-    """A text, or a prompt and its continuation, with a label or a rating."""
+class Scored:
+    """A prompt (None: the answer is a text alone), and either (chosen, rejected) with the margin asked for, or one
+    answer with its label or rating.
+    """
 
     prompt: Prompt | None
-    answer: Side
-    label: bool | int | float | str
+    answers: tuple[Side, ...]
+    value: float = 0.0
 
-
-# ---- the three readings of a row ----
+    @property
+    def unusable(self) -> str | None:
+        """Why nothing can be learnt from it; None where something can."""
+        for answer in self.answers:
+            last = {"content": answer} if isinstance(answer, str) else answer[-1]
+            if {*last} <= {"role", "content"} and not last["content"].strip():  # a message may hold more than text
+                return "an empty answer"
+        return "two equal answers" if len(self.answers) > 1 and self.answers[0] == self.answers[1] else None
 
 
 def text_examples(row: Row) -> list[TextExample]:
@@ -73,16 +79,23 @@ def text_examples(row: Row) -> list[TextExample]:
     """
     column = column_of(row, TEXT_COLUMNS)
     if column in CONVERSATIONS:
-        return _turns(conversation(row, column), behind=1, tools=_tools(row))
-    prompt = None if row.get("prompt") is None else _prompt(row["prompt"])
-    answer = _side(row, column)
-    if isinstance(answer, str):
-        return [TextExample(prompt, answer)]
-    before = as_messages(prompt)
-    return _turns([*before, *answer], behind=max(1, len(before)), tools=_tools(row))
+        messages, behind = conversation(row, column), 1
+    else:
+        prompt, answer = _prompt(row), _side(row, column)
+        if isinstance(answer, str):
+            return [TextExample(prompt, answer)]
+        before = as_messages(prompt)
+        messages, behind = [*before, *answer], max(1, len(before))
+    tools = parsed(row.get("tools"), "tools")
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"'tools' must be a list of tool definitions, not {tools!r:.60}")
+    turns = [i for i, message in enumerate(messages) if i >= behind and message["role"] == "assistant"]
+    if not turns:
+        raise ValueError(f"there is no turn of the assistant with a message before it, only {roles_of(messages)}")
+    return [TextExample(messages[:i], [messages[i]], tools or None) for i in turns]
 
 
-def preference(row: Row) -> Preference:
+def preference(row: Row) -> Scored:
     """A row's `chosen` and `rejected` behind their prompt: the column `prompt`, or what both begin with.
 
     Messages share whole messages, and each side keeps one. Of texts the shared beginning ends after the last
@@ -91,44 +104,56 @@ def preference(row: Row) -> Preference:
     for column in ("chosen", "rejected"):
         column_of(row, (column,))
     chosen, rejected = _side(row, "chosen"), _side(row, "rejected")
-    if isinstance(chosen, str) is not isinstance(rejected, str):
-        raise ValueError("`chosen` and `rejected` must both be text or both be chat messages")
-    margin = None if row.get("margin") is None else _number(row["margin"], "margin")
-    given = None if row.get("prompt") is None else _prompt(row["prompt"])
-    if isinstance(chosen, str) or isinstance(rejected, str):
-        assert isinstance(chosen, str)
-        assert isinstance(rejected, str)
+    margin = 0.0 if row.get("margin") is None else _number(row["margin"], "margin")
+    given = _prompt(row)
+    if isinstance(chosen, str) and isinstance(rejected, str):
         if given is not None:
-            return Preference(given, chosen, rejected, margin)
+            return Scored(given, (chosen, rejected), margin)
         at = _shared_text(chosen, rejected)
-        return Preference(_prompt(chosen[:at]), chosen[at:], rejected[at:], margin)
-    return Preference(*_message_pair(given, chosen, rejected), margin)
+        check_prompt(chosen[:at])
+        return Scored(chosen[:at], (chosen[at:], rejected[at:]), margin)
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        raise ValueError("`chosen` and `rejected` must both be text or both be chat messages")
+    return Scored(*_message_pair(given, chosen, rejected), margin)
 
 
-def labelled(row: Row) -> Labelled:
-    """A row's text with its `label`, or its `score` (a number) where it has no label.
+def judged(row: Row, objective: Objective) -> Scored:
+    """What a row says of its answers, as a reward model learns it: a pair, or a text with its `label` or `score` (of
+    ratings `score` comes first). A conversation is judged by its last message, which must be the assistant's.
 
-    A conversation is judged by its last message, which must be the assistant's. Raises ValueError, naming the columns.
+    Raises ValueError, naming the columns.
     """
-    column = column_of(row, ("label", "score"))
-    label = row[column]
-    if column == "score":
-        label = _number(label, "score")
-    elif not isinstance(label, bool | int | float | str) or (isinstance(label, float) and not math.isfinite(label)):
-        raise ValueError(f"'label' must be true, false, a number or text, not {label!r:.60}")
-    of_text = column_of(row, TEXT_COLUMNS)
-    prompt = None if row.get("prompt") is None else _prompt(row["prompt"])
-    answer = conversation(row, of_text) if of_text in CONVERSATIONS else _side(row, of_text)
-    if isinstance(answer, str):
-        return Labelled(prompt, answer, label)
-    messages = answer if of_text in CONVERSATIONS else [*as_messages(prompt), *answer]
+    if objective == "pairs":
+        return preference(row)
+    value_in = _value_column(row, objective)
+    value = _number(row[value_in], value_in)
+    column = column_of(row, TEXT_COLUMNS)
+    if column in CONVERSATIONS:
+        messages = conversation(row, column)
+    else:
+        prompt, answer = _prompt(row), _side(row, column)
+        if isinstance(answer, str):
+            return Scored(prompt, (answer,), value)
+        messages = [*as_messages(prompt), *answer]
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
-        raise ValueError(f"'{of_text}' must end with an answer of the assistant, not {roles_of(messages)}")
-    return Labelled(messages[:-1], messages[-1:], label)
+        raise ValueError(f"'{column}' must end with an answer of the assistant, not {roles_of(messages)}")
+    return Scored(messages[:-1], (messages[-1:],), value)
 
 
-RowKind = Literal["text", "pairs", "labels"]
-READINGS: dict[RowKind, Callable[[Row], Any]] = {"text": text_examples, "pairs": preference, "labels": labelled}
+def objective_of(row: Row, asked: Literal["auto"] | Objective) -> Objective:
+    """What rows are taken for: `asked`, or what the columns of the first say. Raises ValueError where they say nothing.
+
+    `chosen` and `rejected` are pairs, `label` one of two labels, `score` a rating.
+    """
+    if asked != "auto":
+        return asked
+    for column, objective in OBJECTIVE_OF.items():
+        if row.get(column) is not None:
+            return objective
+    raise ValueError(
+        "a reward model learns from pairs (`chosen`, `rejected`), from labels (`label`) or from ratings (`score`); "
+        f"this row has {listed(row)}. Rename columns with task.columns.NEW=OLD"
+    )
 
 
 def shared_prompt(row: Row) -> Any:
@@ -148,6 +173,34 @@ def shared_prompt(row: Row) -> Any:
     return row.get("completion")
 
 
+# ---- labels and ratings of all rows ----
+
+
+def two_labels(values: Iterable[float]) -> tuple[float, float]:
+    """(the lower, the higher) label of some rows: the higher one is the good one. Raises ValueError unless there are
+    two: one score says how good an answer is, not which of several kinds it is.
+    """
+    there = sorted(set(values))
+    if len(there) == 2:
+        return there[0], there[1]
+    shown = ", ".join(f"{value:g}" for value in there[:MOST_SHOWN]) + (", ..." if len(there) > MOST_SHOWN else "")
+    if len(there) < 2:
+        raise ValueError(f"every row to train on has the label {shown}: there is nothing to tell apart")
+    raise ValueError(
+        f"the rows have {len(there)} different labels ({shown}), and a reward model gives one score, which tells two "
+        "apart. Where a larger number is a better answer, they are ratings: reward_model.objective=ratings"
+    )
+
+
+def mean_and_deviation(ratings: list[float]) -> tuple[float, float]:
+    """Of the ratings to train on. Raises ValueError where all are equal."""
+    mean = math.fsum(ratings) / len(ratings)
+    deviation = math.sqrt(math.fsum((rating - mean) ** 2 for rating in ratings) / len(ratings))
+    if min(ratings) == max(ratings) or not math.isfinite(deviation):
+        raise ValueError(f"every row to train on has the rating {number(mean)}: there is nothing to learn")
+    return mean, deviation
+
+
 # ---- columns ----
 
 
@@ -165,6 +218,10 @@ def column_of(row: Row, wanted: tuple[str, ...]) -> str:
     raise ValueError(f"no column {either}.{near} Columns: {listed(row)}. {rename}")
 
 
+def _value_column(row: Row, objective: Objective) -> str:
+    return column_of(row, ("score", "label") if objective == "ratings" else ("label", "score"))
+
+
 def _side(row: Row, column: str) -> Side:
     value = row[column]
     if isinstance(value, list) and column != "text":
@@ -174,37 +231,31 @@ def _side(row: Row, column: str) -> Side:
     return value
 
 
-def _prompt(value: Any) -> Prompt:
-    prompt = messages_of(value, "prompt") if isinstance(value, list) and value else value
+def _prompt(row: Row) -> Prompt | None:
+    prompt = row.get("prompt")
+    if prompt is None:
+        return None
+    prompt = messages_of(prompt, "prompt") if isinstance(prompt, list) and prompt else prompt
     check_prompt(prompt)
     return prompt
 
 
 def _number(value: Any, column: str) -> float:
-    """A finite number; those of a .csv are texts."""
+    """A label, rating or margin as a number; a .csv has them as text, and only a label may be true or false."""
+    found = math.nan
     try:
-        found = math.nan if isinstance(value, bool) else float(value)
+        if column == "label":
+            text = str(value).strip().lower()
+            found = float({"true": 1, "false": 0}.get(text, text))
+        elif not isinstance(value, bool):
+            found = float(value)
     except (TypeError, ValueError, OverflowError):
-        found = math.nan
-    if not math.isfinite(found):
-        raise ValueError(f"'{column}' must be a number, not {value!r:.60}")
-    return found
-
-
-def _tools(row: Row) -> list[Any] | None:
-    """The definitions of tools, a list or one as JSON text; None where there are none."""
-    tools = parsed(row.get("tools"), "tools")
-    if tools is not None and not isinstance(tools, list):
-        raise ValueError(f"'tools' must be a list of tool definitions, not {tools!r:.60}")
-    return tools or None
-
-
-def _turns(messages: list[Message], *, behind: int, tools: list[Any] | None) -> list[TextExample]:
-    """An example for each turn of the assistant, from message `behind` on."""
-    turns = [i for i, message in enumerate(messages) if i >= behind and message["role"] == "assistant"]
-    if not turns:
-        raise ValueError(f"there is no turn of the assistant with a message before it, only {roles_of(messages)}")
-    return [TextExample(messages[:i], [messages[i]], tools) for i in turns]
+        pass
+    if abs(found) <= LARGEST:
+        return found
+    what = "true, false or a number" if column == "label" else "a number"
+    hint = "" if column == "margin" else ", the larger the better; a name does not say which is"
+    raise ValueError(f"'{column}' must be {what}, not {value!r:.60} (at most {LARGEST:,}{hint})")
 
 
 # ---- pairs that hold their prompt ----
@@ -212,8 +263,8 @@ def _turns(messages: list[Message], *, behind: int, tools: list[Any] | None) -> 
 
 def _message_pair(
     given: Prompt | None, chosen: list[Message], rejected: list[Message]
-) -> tuple[Prompt, list[Message], list[Message]]:
-    """(prompt, chosen, rejected) of messages, the prompt given, inside both, or both at once."""
+) -> tuple[Prompt, tuple[Side, Side]]:
+    """(prompt, (chosen, rejected)) of messages, the prompt given, inside both, or both at once."""
     if given is not None and chosen[0]["role"] == rejected[0]["role"] == "assistant":
         prompt, sides = given, (chosen, rejected)
     else:
@@ -229,7 +280,7 @@ def _message_pair(
     for name, side in zip(("chosen", "rejected"), sides, strict=True):
         if side[-1]["role"] != "assistant":
             raise ValueError(f"`{name}` must end with a turn of the assistant, not {roles_of(side)}")
-    return prompt, sides[0], sides[1]
+    return prompt, sides
 
 
 def _shared_text(chosen: str, rejected: str) -> int:
@@ -245,3 +296,68 @@ def _shared_text(chosen: str, rejected: str) -> int:
         same = "are the same text" if chosen == rejected else "have no first word in common"
         raise ValueError(f"`chosen` and `rejected` {same}, and there is no `prompt`: {shortened(chosen, 60)!r}")
     return words[-1]
+
+
+# ---- what a run says of its rows ----
+
+
+def described(rows: list[Row], what: Literal["text"] | Objective) -> list[str]:
+    """What rows are taken for, in a line, and the first of them as an example, in another."""
+    if not rows:
+        return ["rows: none"]
+    counts = Counter(_form(row, what) for row in rows)
+    forms = "; ".join(f"{count:,} of {form}" for form, count in counts.most_common())
+    if what == "text":
+        *others, last = text_examples(rows[0])
+        more = f" (the last of {1 + len(others)} of its row)" if others else ""
+        tools = f" (tools: {len(last.tools)})" if last.tools else ""
+        prompt = "(the beginning)" if last.prompt is None else _shown(last.prompt)
+        example = f"{prompt}{tools} -> {_shown(last.answer)}{more}"
+    else:
+        first = judged(rows[0], what)
+        example = "" if first.prompt is None else f"{_shown(first.prompt)} -> "
+        answer, *rejected = map(_shown, first.answers)
+        by = f" by {first.value:g}" if first.value else ""
+        example += f"{answer} better{by} than {rejected[0]}" if rejected else f"{answer} is {first.value:g}"
+    return [f"rows: {forms}", f"for example: {example}"]
+
+
+@contextmanager
+def quoting(row: Row) -> Iterator[None]:
+    """Put the row behind a ValueError that the block raises about it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{error}\n  in the row {beginning(row)}") from error
+
+
+def beginning(row: Row) -> str:
+    """The beginning of a row, in one harmless line."""
+    return one_line(str(row)[:500], 100)
+
+
+def _form(row: Row, what: Literal["text"] | Objective) -> str:
+    """The columns that a row is read by, as a sentence names them."""
+    has_prompt = row.get("prompt") is not None
+    if what == "pairs":
+        side = "messages" if isinstance(row.get("chosen"), list) else "text"
+        where = "behind `prompt`" if has_prompt else "with the prompt inside both"
+        return f"`chosen` and `rejected` ({side}) {where}{', with `margin`' if row.get('margin') is not None else ''}"
+    column = column_of(row, TEXT_COLUMNS)
+    label = "" if what == "text" else f" with `{_value_column(row, what)}`"
+    if column in CONVERSATIONS:
+        return f"`{column}`{', one example for each turn of the assistant' if what == 'text' else label}"
+    return f"`prompt` and `{column}`{label}" if has_prompt else f"`{column}`{label}"
+
+
+def _shown(side: Side) -> str:
+    """A text or messages in one harmless line; of a long one the beginning and the end."""
+    text = repr(side) if isinstance(side, str) else " | ".join(_said(message) for message in side)
+    if len(text) > SHOWN:
+        text = f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
+    return one_line(text, 2 * SHOWN)
+
+
+def _said(message: Message) -> str:
+    calls = f" (calls {json.dumps(message['tool_calls'], default=str)[:80]})" if message.get("tool_calls") else ""
+    return f"{message['role']}: {message['content']!r}{calls}"

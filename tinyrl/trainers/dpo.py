@@ -27,10 +27,9 @@ from tinyrl.algorithms.preference import dpo_loss, ipo_loss, kto_loss, mismatche
 from tinyrl.components import Options, Parts
 from tinyrl.config.method_sections import DpoConfig
 from tinyrl.config.schema import Config
-from tinyrl.data.described import described, quoting
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import example_rows, few_held_out, fingerprints
-from tinyrl.data.shapes import preference
+from tinyrl.data.shapes import described, preference, quoting
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.build import reference_of
 from tinyrl.models.micro_batches import RowSizes, StepRows
@@ -279,8 +278,7 @@ def tokenised(rows: list[Row], parts: Parts) -> list[Pair]:
     for row in watched(rows):
         with quoting(row):
             pair = preference(row)
-            answers = (pair.chosen, pair.rejected)
-            sides = [render_answer(parts.tokenizer, pair.prompt, answer, **how) for answer in answers]
+            sides = [render_answer(parts.tokenizer, pair.prompt, answer, **how) for answer in pair.answers]
         (prompt, chosen), (_, rejected) = sides
         pairs.append(Pair(prompt, chosen, rejected))
     return pairs

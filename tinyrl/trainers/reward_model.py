@@ -27,10 +27,19 @@ from transformers import AutoModelForSequenceClassification
 from tinyrl.algorithms.preference import bradley_terry_loss, label_loss, rating_loss
 from tinyrl.components import Options, Parts
 from tinyrl.config.schema import Config
-from tinyrl.data.described import beginning, described, quoting
-from tinyrl.data.judged import Objective, Scored, judged, mean_and_deviation, objective_of, read_as, two_labels
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import example_rows, few_held_out, fingerprints
+from tinyrl.data.shapes import (
+    Objective,
+    Scored,
+    beginning,
+    described,
+    judged,
+    mean_and_deviation,
+    objective_of,
+    quoting,
+    two_labels,
+)
 from tinyrl.distributed import ALONE, World
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.reward_models import label_metrics, pair_metrics, rating_metrics
@@ -87,8 +96,7 @@ class RewardModel(RowTrainer):
                 f"reward_model.label_smoothing={settings.label_smoothing} is for pairs and labels; these rows are "
                 "ratings"
             )
-        kind = "pairs" if objective == "pairs" else "labels"
-        self.notes = described([read_as(row, objective) for row in rows], kind)
+        self.notes = described(rows, objective)
         train, held_out = (_usable(part, objective, self.notes) for part in (rows, held_out_rows))
         values = [one.value for _, one in train]
         # A rating is mean + deviation * target.

@@ -21,10 +21,9 @@ from transformers import PreTrainedTokenizerBase
 from tinyrl.algorithms.masking import masked_sum
 from tinyrl.components import Options, Parts
 from tinyrl.config.schema import Config
-from tinyrl.data.described import beginning, described, quoting
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import example_rows, few_held_out, fingerprints
-from tinyrl.data.shapes import text_examples
+from tinyrl.data.shapes import beginning, described, quoting, text_examples
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.micro_batches import RowSizes, StepRows, Work, own_rows
 from tinyrl.models.weight_checks import check_ids
