@@ -11,8 +11,7 @@ import torch
 
 from tests import running
 from tests.tiny_models import TinyModels
-from tinyrl.evaluation.reward_models import label_metrics, pair_metrics, rating_metrics
-from tinyrl.evaluation.statistics import verdict_metrics
+from tinyrl.evaluation.statistics import label_metrics, pair_metrics, rating_metrics, verdict_metrics
 from tinyrl.report.panels import KINDS
 from tinyrl.runs.metrics import METRICS
 
@@ -68,7 +67,7 @@ def held_out_keys() -> set[str]:
         verdict_metrics([1.0, 0.0], ["a", "b"], 2, is_pass=bool),
     ]
     keys = {f"eval/{key}" for metrics in shown for key in metrics}
-    keys |= keys_of_functions("evaluation/evaluate.py", "metrics")
+    keys |= keys_of_functions("evaluation/evaluate.py", "_metrics", "_divergence")
     return keys | keys_of_functions("trainers/sft.py", "evaluate") | keys_of_functions("trainers/dpo.py", "evaluate")
 
 

@@ -63,7 +63,7 @@ def test_what_a_row_says(row: dict[str, Any], objective: Objective, read: Scored
         ({"text": "t", "score": 1e300}, "ratings", r"'score' must be .* not 1e\+300 \(at most 1,000,000"),
         ({"text": "t", "score": "high"}, "ratings", "'score' must be a number, not 'high'"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "big"}, "pairs", "'margin' must be a number"),
-        ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": 1e9}, "pairs", "'margin' must be a number, not .*at most"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": 1e9}, "pairs", "'margin' must .*at most"),
         ({"text": "t", "score": True}, "ratings", "'score' must be a number, not True"),
         ({"text": "t", "label": [1]}, "labels", r"'label' must be true, false or a number, not \[1\]"),
         ({"prompt": "p", "chosen": "a"}, "pairs", "no column 'rejected'"),

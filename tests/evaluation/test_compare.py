@@ -10,10 +10,11 @@ import pytest
 from tinyrl.components import Options
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
-from tinyrl.evaluation import compare
-from tinyrl.evaluation.compare import alike, compare_policies, render_comparison
+from tinyrl.evaluation import versus
 from tinyrl.evaluation.evaluate import Evaluation
+from tinyrl.evaluation.table import render_comparison
 from tinyrl.evaluation.targets import Asked, Target
+from tinyrl.evaluation.versus import alike, compare_policies
 
 SEARCHING = {"environment": {"use": "search", "corpus": "rows.jsonl", "timeout_s": 9}}
 
@@ -46,7 +47,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_policies_that_would_be_judged_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which engine samples is a policy's own."""
-    monkeypatch.setattr(compare, "locate", lambda target: target)
+    monkeypatch.setattr(versus, "locate", lambda target: target)
     with pytest.raises(ValueError, match=r"differ in generation.max_new_tokens \(5 and 9\).*=\.\.\.$"):
         alike(["runs/short", "runs/long"], Asked())
     assert len(alike(["runs/short", "runs/long"], Asked(settings=("generation.max_new_tokens=7",)))) == 2
@@ -57,7 +58,7 @@ def test_policies_that_would_be_judged_otherwise_are_refused(monkeypatch: pytest
 
 
 def test_settings_of_training_alone_keep_no_policy_from_being_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "locate", lambda target: target)
+    monkeypatch.setattr(versus, "locate", lambda target: target)
     assert len(alike(["runs/short", "runs/skips"], Asked())) == 2
 
 
@@ -83,8 +84,8 @@ def test_the_table_has_a_row_for_the_baseline_its_best_and_each_policy(monkeypat
         ("runs/short", 1): judged(3.0, [5.0, 5.0, 5.0, 0.0], kl=2.5),
         ("runs/long", 1): judged(1.0, [1.0, 1.0, 1.0, 1.0], kl=0.125),
     }
-    monkeypatch.setattr(compare, "locate", lambda target: target)
-    monkeypatch.setattr(compare, "trained_on", lambda path: frozenset([path]))
+    monkeypatch.setattr(versus, "locate", lambda target: target)
+    monkeypatch.setattr(versus, "trained_on", lambda path: frozenset([path]))
 
     places = {"runs/long": [7, 8]}
 
@@ -96,7 +97,7 @@ def test_the_table_has_a_row_for_the_baseline_its_best_and_each_policy(monkeypat
         assert (asked.num_prompts, asked.samples) == (40, 2)
         return places.get(target.path, [7, 9]), given[target.path, asked.best_of]
 
-    monkeypatch.setattr(compare, "_evaluated", evaluated)
+    monkeypatch.setattr(versus, "_evaluated", evaluated)
     settings = ("generation.max_new_tokens=7", "task.max_samples=null")
     asked = Asked(task="sort", settings=settings, num_prompts=40, samples=2, best_of=4)
     options = Options(device="cpu")

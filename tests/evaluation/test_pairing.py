@@ -4,23 +4,18 @@ import math
 
 import pytest
 
-from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.statistics import paired_difference, win_rates
 
 
 def test_paired_difference() -> None:
-    ours, other = Evaluation({}, [1.0, 2.0, 3.0, math.nan] * 10, []), Evaluation({}, [0.0, 1.0, 2.0, 9.0] * 10, [])
+    ours, other = [1.0, 2.0, 3.0, math.nan] * 10, [0.0, 1.0, 2.0, 9.0] * 10
     difference = paired_difference(ours, other)
     assert difference == {"reward_mean": 1.0, "reward_ci": [1.0, 1.0], "distinguishable": True}
     same = paired_difference(ours, ours)
     assert same["reward_mean"] == 0.0
     assert same["distinguishable"] is False
-    one = paired_difference(Evaluation({}, [1.0], []), Evaluation({}, [0.0], []))
+    one = paired_difference([1.0], [0.0])
     assert one["distinguishable"] is False  # one prompt has no interval
-
-
-def valued(**values: list[list[float]]) -> Evaluation:
-    return Evaluation({}, [], [], dict(values))
 
 
 NAN = math.nan
@@ -30,8 +25,8 @@ def test_samples_of_a_prompt_meet_each_other_and_a_tie_counts_half() -> None:
     """Prompt 1: 1 beats both 0s, 0 ties with both: 3/4. Prompt 2: both 2s tie with 2 and beat 1: 3/4. Prompt 3 has no
     value. Prompt 4: the 3 ties with 3 and loses to 4: 1/4. Half of all meetings are ties.
     """
-    ours = valued(reward=[[1.0, 0.0], [2.0, 2.0], [NAN, NAN], [3.0, NAN]])
-    other = valued(reward=[[0.0, 0.0], [2.0, 1.0], [1.0, 1.0], [3.0, 4.0]])
+    ours = dict(reward=[[1.0, 0.0], [2.0, 2.0], [NAN, NAN], [3.0, NAN]])
+    other = dict(reward=[[0.0, 0.0], [2.0, 1.0], [1.0, 1.0], [3.0, 4.0]])
     rate = win_rates(ours, other)["reward"]
     assert rate["mean"] == pytest.approx((0.75 + 0.75 + 0.25) / 3)
     assert rate["ties"] == pytest.approx(0.5)
@@ -39,8 +34,8 @@ def test_samples_of_a_prompt_meet_each_other_and_a_tie_counts_half() -> None:
 
 
 def test_each_judge_of_both_sides_has_a_rate_with_an_interval() -> None:
-    ours = valued(reward=[[1.0]] * 40, verifier=[[0.5]] * 40, alone=[[1.0]] * 40)
-    other = valued(reward=[[0.0]] * 30 + [[2.0]] * 10, verifier=[[0.5]] * 40)
+    ours = dict(reward=[[1.0]] * 40, verifier=[[0.5]] * 40, alone=[[1.0]] * 40)
+    other = dict(reward=[[0.0]] * 30 + [[2.0]] * 10, verifier=[[0.5]] * 40)
     rates = win_rates(ours, other)
     assert rates.keys() == {"reward", "verifier"}
     assert rates["verifier"] == {"mean": 0.5, "ci": [0.5, 0.5], "ties": 1.0}
@@ -50,5 +45,5 @@ def test_each_judge_of_both_sides_has_a_rate_with_an_interval() -> None:
 
 
 def test_without_a_value_on_both_sides_the_rate_is_unknown() -> None:
-    rate = win_rates(valued(reward=[[NAN], [1.0]]), valued(reward=[[1.0], [NAN]]))["reward"]
+    rate = win_rates(dict(reward=[[NAN], [1.0]]), dict(reward=[[1.0], [NAN]]))["reward"]
     assert all(math.isnan(value) for value in (rate["mean"], *rate["ci"], rate["ties"]))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tinyrl.evaluation.reward_models import (
+from tinyrl.evaluation.statistics import (
     concordance,
     expected_calibration_error,
     label_metrics,

@@ -19,7 +19,7 @@ from tinyrl.components import Options, SamplingParts
 from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardConfig
-from tinyrl.evaluation.reward_models import concordance
+from tinyrl.evaluation.statistics import concordance
 from tinyrl.models import reward_model as reward_models
 from tinyrl.models.roles import Roles
 from tinyrl.tasks.prompts import prepare_prompts, token_ids

@@ -106,7 +106,8 @@ def compare(
             raise ValueError("which policies? tinyrl compare RUN... --vs RUN")
         for target in (*targets, vs):
             check_evaluation(target, Asked(task, settings=settings), vs=vs)
-        from tinyrl.evaluation.compare import compare_policies, render_comparison
+        from tinyrl.evaluation.table import render_comparison
+        from tinyrl.evaluation.versus import compare_policies
 
         asked = Asked(task, settings=settings, num_prompts=num_prompts, samples=samples, best_of=best_of)
         options = RunOptions(device, trust_remote_code, debug).of_parts()

@@ -15,8 +15,8 @@ import torch
 
 from tinyrl.components import SamplingParts
 from tinyrl.environments.environment import policy_text
-from tinyrl.evaluation.statistics import mean, mean_interval, verdict_metrics
-from tinyrl.rollout.buffer import FINISH_REASONS
+from tinyrl.evaluation.statistics import grouped, mean, mean_interval, numbers, verdict_metrics
+from tinyrl.rollout.buffer import FINISH_REASONS, Rollout
 from tinyrl.rollout.collector import forward_pass, sample_and_score
 from tinyrl.tasks.prompts import PreparedPrompt
 
@@ -28,7 +28,7 @@ Role = Literal["policy", "reference", "base"]
 class Evaluation:
     """metrics: what `tinyrl eval --json` prints; by_prompt: mean reward of each prompt, for paired differences;
     samples: lines for samples.jsonl; values: by judge (the reward, each reward of several, the verifier where it is
-    not the reward), for each prompt what it gives each sample.
+    not the reward), for each prompt what it gives each sample, without judges that apply to none.
     """
 
     metrics: dict[str, Any]
@@ -38,9 +38,8 @@ class Evaluation:
 
     def flat(self) -> dict[str, Any]:
         """The metrics as `eval/...` keys of metrics.jsonl."""
-        inner = self.metrics.get("greedy", {})
-        own = {f"eval/{k}": v for k, v in self.metrics.items() if k != "greedy"}
-        return {**own, **{f"eval/greedy/{k}": v for k, v in inner.items()}}
+        flat = {**self.metrics, **{f"greedy/{k}": v for k, v in self.metrics.get("greedy", {}).items()}}
+        return {f"eval/{k}": v for k, v in flat.items() if k != "greedy"}
 
 
 def evaluate(
@@ -54,148 +53,132 @@ def evaluate(
 ) -> Evaluation:
     """Sample and judge completions of the first held-out prompts, each the best of `best_of`, and one greedy one."""
     prompts = (parts.eval_prompts if prompts is None else prompts)[:num_prompts]
-    sampled = _Scored(parts, prompts, samples, role=role, greedy=False, best_of=best_of)
-    greedy = _Scored(parts, prompts, 1, role=role, greedy=True)
+    sampled = _judged(parts, prompts, samples, role=role, best_of=best_of)
+    greedy = _judged(parts, prompts, 1, role=role, greedy=True)
     shared = ("num_prompts", "num_samples")
-    inner = {name: value for name, value in greedy.metrics().items() if name not in shared}
-    lines = sampled.lines() + greedy.lines()
-    return Evaluation({**sampled.metrics(), "greedy": inner}, sampled.by_prompt(), lines, sampled.values())
+    sampled.metrics["greedy"] = {name: value for name, value in greedy.metrics.items() if name not in shared}
+    sampled.samples += greedy.samples
+    return sampled
 
 
-class _Scored:
-    """Completions of one kind (sampled or greedy) with their rewards and verdicts."""
+def _judged(
+    parts: SamplingParts,
+    prompts: list[PreparedPrompt],
+    samples: int,
+    *,
+    role: Role,
+    greedy: bool = False,
+    best_of: int = 1,
+) -> Evaluation:
+    """An evaluation of sampled completions alone, or of greedy ones."""
+    scorer, task = parts.scorer, parts.task
+    rollout = sample_and_score(
+        prompts,
+        parts.engine,
+        scorer,
+        group_size=samples * best_of,
+        seed=parts.config.run.seed,
+        step=EVAL_STEP,
+        greedy=greedy,
+        role=role,
+        game=parts.game,
+        first_sample=samples if best_of > 1 else 0,  # other samples than those it may be compared with
+        world=parts.world,
+    )
+    if best_of > 1:
+        rollout = rollout.select(best_rows(rollout.rewards.tolist(), best_of))
+    repeated = [p for p in prompts for _ in range(samples)]
+    tokens, transcripts = [rollout.response(row) for row in range(len(rollout))], rollout.transcripts
+    texts = [policy_text(t) for t in transcripts] if transcripts else [scorer.text(t) for t in tokens]
+    rewards, columns = rollout.rewards.tolist(), rollout.scores.T.tolist()
+    each = {f"reward/{name}": column for name, column in zip(scorer.names, columns, strict=True)}  # before weights
+    by_prompt = [mean(group) for group in grouped(rewards, samples)]
+    metrics = _metrics(rollout, each, by_prompt, texts) | _divergence(parts, rollout, role, best_of, greedy=greedy)
+    judges = {"reward": rewards} | (each if len(each) > 1 else {})
+    verdicts = columns[0] if scorer.uses_verifier else None
+    if verdicts is None and task.verify is not None:
+        verdicts = scorer.verify(repeated, tokens, transcripts=transcripts, world=parts.world).scores
+        judges["verifier"] = verdicts
+    if verdicts is not None:
+        answers = None if task.answer is None else [task.answer(text) for text in texts]
+        metrics |= verdict_metrics(verdicts, answers, samples, is_pass=task.is_pass)
+    values = {name: grouped(column, samples) for name, column in judges.items() if numbers(column)}
+    kind = "eval-greedy" if greedy else "eval"
+    lines = [{"kind": kind, **line} for line in _lines(rollout, repeated, texts, samples, scorer.names)]
+    return Evaluation(metrics, by_prompt, lines, values)
 
-    def __init__(
-        self,
-        parts: SamplingParts,
-        prompts: list[PreparedPrompt],
-        samples: int,
-        *,
-        role: Role,
-        greedy: bool,
-        best_of: int = 1,
-    ) -> None:
-        self.parts, self.prompts, self.samples, self.greedy = parts, prompts, samples, greedy
-        self.best_of, self.names = best_of, parts.scorer.names
-        self.rollout = sample_and_score(
-            prompts,
-            parts.engine,
-            parts.scorer,
-            group_size=samples * best_of,
-            seed=parts.config.run.seed,
-            step=EVAL_STEP,
-            greedy=greedy,
-            role=role,
-            game=parts.game,
-            first_sample=samples if best_of > 1 else 0,  # other samples than those it may be compared with
+
+def _metrics(
+    rollout: Rollout, each: dict[str, list[float]], by_prompt: list[float], texts: list[str]
+) -> dict[str, Any]:
+    """Of the weighted sum of rewards, of each reward over the completions it applies to, of lengths and episodes."""
+    rewards = numbers(rollout.rewards.tolist())
+    return {
+        "reward_mean": mean(rewards),
+        "reward_median": statistics.median(rewards) if rewards else math.nan,
+        "reward_std": statistics.stdev(rewards) if len(rewards) > 1 else 0.0,
+        "reward_ci": mean_interval(by_prompt),
+        **{name: mean(column) for name, column in each.items() if numbers(column)},
+        **rollout.environment_metrics(),
+        "mean_length": mean(rollout.chosen_tokens.tolist()),
+        "truncated": mean(rollout.truncated.tolist()),
+        "distinct": len(set(texts)) / max(1, len(texts)),
+        "num_prompts": len(by_prompt),
+        "num_samples": len(texts) // max(1, len(by_prompt)),
+    }
+
+
+def _divergence(
+    parts: SamplingParts, rollout: Rollout, role: Role, best_of: int, *, greedy: bool
+) -> dict[str, float | int]:
+    """KL to the reference in nats per response (absent without a reference), and mean entropy of a chosen token.
+
+    What is chosen among several is no sample of the policy: its log-probabilities give neither, only a bound.
+    """
+    if best_of > 1 or greedy:
+        return {"best_of": best_of, "kl_bound": best_of_kl(best_of)} if best_of > 1 else {}
+    roles, temperature = parts.roles, parts.config.generation.temperature
+    rollout = replace(rollout, kept=torch.ones_like(rollout.kept))  # whatever its reward, it was sampled
+
+    def run(who: Role):
+        named = "reference" if who == "reference" else "policy"
+        return forward_pass(
+            rollout,
+            roles,
+            role=who,
+            micro_batches=parts.micro_batches,
+            autocast=parts.accelerator.autocast,  # pyright: ignore[reportArgumentType]
+            compute=lambda batch: roles.logprobs(named, batch, temperature=temperature),
             world=parts.world,
         )
-        if best_of > 1:
-            self.rollout = self.rollout.select(best_rows(self.rollout.rewards.tolist(), best_of))
-        self.repeated = [p for p in prompts for _ in range(samples)]
-        tokens = [self.rollout.response(row) for row in range(len(self.rollout))]
-        transcripts = self.rollout.transcripts
-        texts = None if transcripts is None else [policy_text(transcript) for transcript in transcripts]
-        self.texts = texts or [parts.scorer.text(t) for t in tokens]
-        self.rewards: list[float] = self.rollout.rewards.tolist()
-        self.columns: list[list[float]] = self.rollout.scores.T.tolist()  # of each reward, before weights
-        self.verdicts: list[float] | None = None
-        if parts.scorer.uses_verifier:
-            self.verdicts = self.columns[0]
-        elif parts.task.verify is not None:
-            scored = parts.scorer.verify(self.repeated, tokens, transcripts=transcripts, world=parts.world)
-            self.verdicts = scored.scores
-        # What is chosen among several is no sample of the policy: its log-probabilities give neither KL nor entropy.
-        self.kl, self.entropy = self._passes(role) if not greedy and best_of == 1 else (None, None)
 
-    def _passes(self, role: Role) -> tuple[float | None, float]:
-        """KL to the reference in nats per response (None without a reference), and mean entropy of a chosen token."""
-        parts, roles = self.parts, self.parts.roles
-        rollout = replace(self.rollout, kept=torch.ones_like(self.rollout.kept))  # whatever its reward, it was sampled
-        temperature = parts.config.generation.temperature
+    logprobs, entropy = run(role)
+    mean_entropy = {"entropy": float(entropy.sum() / rollout.response_mask.sum())}
+    if not roles.has_reference:
+        return mean_entropy
+    ref_logprobs, _ = run("reference")
+    return {"kl": float((logprobs - ref_logprobs).sum(1).mean()), **mean_entropy}
 
-        def run(who: Role):
-            named = "reference" if who == "reference" else "policy"
-            return forward_pass(
-                rollout,
-                roles,
-                role=who,
-                micro_batches=parts.micro_batches,
-                autocast=parts.accelerator.autocast,  # pyright: ignore[reportArgumentType]
-                compute=lambda batch: roles.logprobs(named, batch, temperature=temperature),
-                world=parts.world,
-            )
 
-        logprobs, entropy = run(role)
-        mean_entropy = float(entropy.sum() / rollout.response_mask.sum())
-        if not roles.has_reference:
-            return None, mean_entropy
-        ref_logprobs, _ = run("reference")
-        return float((logprobs - ref_logprobs).sum(1).mean()), mean_entropy
-
-    def by_prompt(self) -> list[float]:
-        return [mean([r for r in group if not math.isnan(r)]) for group in self._grouped(self.rewards)]
-
-    def _grouped(self, values: list[float]) -> list[list[float]]:
-        return [values[i : i + self.samples] for i in range(0, len(values), self.samples)]
-
-    def values(self) -> dict[str, list[list[float]]]:
-        """What each judge gives each sample, by prompt; nothing of one that applies to none."""
-        judges = {"reward": self.rewards}
-        if len(self.names) > 1:
-            judges |= {f"reward/{name}": column for name, column in zip(self.names, self.columns, strict=True)}
-        if self.verdicts is not None and not self.parts.scorer.uses_verifier:
-            judges["verifier"] = self.verdicts
-        return {judge: self._grouped(column) for judge, column in judges.items() if not all(map(math.isnan, column))}
-
-    def metrics(self) -> dict[str, Any]:
-        valid = [r for r in self.rewards if not math.isnan(r)]
-        out: dict[str, Any] = {
-            "reward_mean": mean(valid),
-            "reward_median": statistics.median(valid) if valid else math.nan,
-            "reward_std": statistics.stdev(valid) if len(valid) > 1 else 0.0,
-            "reward_ci": mean_interval(self.by_prompt()),
+def _lines(
+    rollout: Rollout, prompts: list[PreparedPrompt], texts: list[str], samples: int, names: list[str]
+) -> list[dict[str, Any]]:
+    """Lines of samples.jsonl."""
+    scores, rewards, reasons = (x.tolist() for x in (rollout.scores, rollout.rewards, rollout.finish_reasons))
+    return [
+        {
+            "prompt_index": p.index,
+            "sample": i % samples,
+            "prompt": p.text,
+            "completion": text,
+            **rollout.episode_of(i),
+            "rewards": dict(zip(names, scores[i], strict=True)),
+            "reward": rewards[i],
+            "advantage": None,
+            "finish_reason": FINISH_REASONS[reasons[i]],
         }
-        # The mean of each reward before weights, over the completions it applies to.
-        applying = zip(self.names, ([v for v in column if not math.isnan(v)] for column in self.columns), strict=True)
-        out |= {f"reward/{name}": mean(values) for name, values in applying if values}
-        if self.verdicts is not None:
-            task = self.parts.task
-            answers = [task.answer(text) for text in self.texts] if task.answer is not None else None
-            out |= verdict_metrics(self.verdicts, answers, self.samples, is_pass=task.is_pass)
-        if self.kl is not None:
-            out["kl"] = self.kl
-        if self.entropy is not None:
-            out["entropy"] = self.entropy
-        if self.best_of > 1:
-            out |= {"best_of": self.best_of, "kl_bound": best_of_kl(self.best_of)}
-        return {
-            **out,
-            **self.rollout.environment_metrics(),
-            "mean_length": mean(self.rollout.chosen_tokens.tolist()),
-            "truncated": mean(self.rollout.truncated.tolist()),
-            "distinct": len(set(self.texts)) / max(1, len(self.texts)),
-            "num_prompts": len(self.prompts),
-            "num_samples": self.samples,
-        }
-
-    def lines(self) -> list[dict[str, Any]]:
-        scores, reasons = self.rollout.scores.tolist(), self.rollout.finish_reasons.tolist()
-        return [
-            {
-                "kind": "eval-greedy" if self.greedy else "eval",
-                "prompt_index": p.index,
-                "sample": i % self.samples,
-                "prompt": p.text,
-                "completion": text,
-                **self.rollout.episode_of(i),
-                "rewards": dict(zip(self.names, scores[i], strict=True)),
-                "reward": self.rewards[i],
-                "advantage": None,
-                "finish_reason": FINISH_REASONS[reasons[i]],
-            }
-            for i, (p, text) in enumerate(zip(self.repeated, self.texts, strict=True))
-        ]
+        for i, (p, text) in enumerate(zip(prompts, texts, strict=True))
+    ]
 
 
 def best_rows(rewards: list[float], best_of: int) -> list[int]:

@@ -1,6 +1,8 @@
-"""Statistics of an evaluation: means with 95 % intervals, pass@k and majority@k, and two policies paired by prompt.
+"""Statistics of an evaluation: means with 95 % intervals, pass@k and majority@k, two policies paired by prompt, and
+what reward models are measured by.
 
-Intervals are Wilson's for 0/1 values, Student's t for few others, else the bootstrap.
+Intervals are Wilson's for 0/1 values, Student's t for few others, else the bootstrap. A value that is NaN does not
+apply, and is left out.
 """
 
 from __future__ import annotations
@@ -9,41 +11,59 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from statistics import NormalDist, fmean
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from tinyrl.evaluation.evaluate import Evaluation
+from tinyrl.algorithms.preference import bradley_terry_loss, label_loss
 
 INTERVAL = 0.95
 TAIL = (1 - INTERVAL) / 2
-FEWEST = 2  # values that an interval needs
 MANY = 50  # values from which on the percentile bootstrap covers as much as it says; of 3 it covers 74 %, of 8 89 %
+Bin = tuple[float, float, int]  # mean prediction, mean of what turned out, rows
+
+
+def numbers(values: Sequence[float]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]
 
 
 def mean(values: Sequence[float]) -> float:
     """The mean; NaN of no values."""
-    return float(sum(values) / len(values)) if values else math.nan
+    valid = numbers(values)
+    return float(sum(valid) / len(valid)) if valid else math.nan
+
+
+def grouped(values: list[Any], size: int) -> list[list[Any]]:
+    return [values[i : i + size] for i in range(0, len(values), size)]
 
 
 def mean_interval(values: Sequence[float]) -> list[float]:
     """[low, high] of the mean reward over prompts, one value a prompt: samples of one prompt are not independent.
 
     Where every value is 0 or 1 it is Wilson's: resampling 64 prompts of which 61 are right covers the truth in 83 % of
-    cases, and would call all right certain. NaN values are left out; with fewer than two others both ends are NaN.
+    cases, and would call all right certain. With fewer than two values both ends are NaN.
     """
-    kept = [v for v in values if not math.isnan(v)]
-    if len(kept) >= FEWEST and all(v in (0.0, 1.0) for v in kept):
-        return wilson_interval(int(sum(kept)), len(kept))
-    return interval(kept)
+    valid = numbers(values)
+    if len(valid) > 1 and all(v in (0.0, 1.0) for v in valid):
+        return wilson_interval(int(sum(valid)), len(valid))
+    return interval(valid)
 
 
 def interval(values: Sequence[float]) -> list[float]:
-    """Of the mean of values of any kind, paired differences too: by Student's t where there are few. NaN as above."""
-    kept = [v for v in values if not math.isnan(v)]
-    return t_interval(kept) if len(kept) < MANY else bootstrap_interval(kept)
+    """Of the mean of values of any kind, paired differences too: of few values mean -+ t s / sqrt(n), with Student's t
+    of n - 1 degrees of freedom and the deviation s (unbiased). NaN as above.
+    """
+    valid = numbers(values)
+    if len(valid) >= MANY:
+        return bootstrap_interval(valid)
+    if len(valid) < 2:
+        return [math.nan, math.nan]
+    middle, spread = mean(valid), float(np.std(valid, ddof=1))
+    half = t_quantile(len(valid) - 1) * spread / math.sqrt(len(valid))
+    return [middle - half, middle + half]
 
 
 def wilson_interval(successes: int, trials: int) -> list[float]:
@@ -58,15 +78,6 @@ def wilson_interval(successes: int, trials: int) -> list[float]:
     half = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     scale = 1 + z * z / trials
     return [max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)]
-
-
-def t_interval(values: Sequence[float]) -> list[float]:
-    """mean -+ t s / sqrt(n), with Student's t of n - 1 degrees of freedom and the deviation s (unbiased)."""
-    if len(values) < FEWEST:
-        return [math.nan, math.nan]
-    middle, spread = mean(values), float(np.std(values, ddof=1))
-    half = t_quantile(len(values) - 1) * spread / math.sqrt(len(values))
-    return [middle - half, middle + half]
 
 
 @lru_cache
@@ -95,16 +106,16 @@ def verdict_metrics(
 
     Over the prompts with a verdict (NaN: the row has no answer to compare with); nothing where no prompt has one.
     """
-    starts = [i for i in range(0, len(verdicts), samples) if not all(map(math.isnan, verdicts[i : i + samples]))]
-    if not starts:
+    there = [numbers(group) != [] for group in grouped(verdicts, samples)]
+    groups = [[is_pass(v) for v in g] for g, one in zip(grouped(verdicts, samples), there, strict=True) if one]
+    if not groups:
         return {}
-    groups = [[is_pass(v) for v in verdicts[i : i + samples]] for i in starts]
     out: dict[str, Any] = {"pass@1": mean([pass_at_k(len(g), sum(g), 1) for g in groups])}
-    out["verifier_mean"] = mean([v for v in verdicts if not math.isnan(v)])
+    out["verifier_mean"] = mean(verdicts)
     if samples > 1:
         out[f"pass@{samples}"] = mean([pass_at_k(len(g), sum(g), samples) for g in groups])
     if answers is not None:
-        said = [answers[i : i + samples] for i in starts]
+        said = [group for group, one in zip(grouped(answers, samples), there, strict=True) if one]
         out["distinct_answers"] = len({a for group in said for a in group if a is not None})
         if samples > 1:
             out[f"majority@{samples}"] = mean([majority_passes(a, g) for a, g in zip(said, groups, strict=True)])
@@ -131,34 +142,134 @@ def majority_passes(answers: Sequence[Any], passed: Sequence[bool]) -> float:
 # ---- two policies on the same prompts ----
 
 
-def paired_difference(ours: Evaluation, other: Evaluation) -> dict[str, Any]:
-    """Mean reward difference prompt by prompt, with its interval; distinguishable when that is known and without 0."""
-    pairs = [a - b for a, b in zip(ours.by_prompt, other.by_prompt, strict=True) if not math.isnan(a - b)]
+def paired_difference(ours: list[float], other: list[float]) -> dict[str, Any]:
+    """Of mean rewards by prompt, with an interval; distinguishable when that is known and without 0."""
+    pairs = [a - b for a, b in zip(ours, other, strict=True)]
     low, high = interval(pairs)
     return {"reward_mean": mean(pairs), "reward_ci": [low, high], "distinguishable": low > 0.0 or high < 0.0}
 
 
-def win_rates(ours: Evaluation, other: Evaluation) -> dict[str, dict[str, Any]]:
+def win_rates(ours: dict[str, list[list[float]]], other: dict[str, list[list[float]]]) -> dict[str, dict[str, Any]]:
     """Of each judge that both sides have: how often ours is preferred, with an interval over prompts, and the ties.
 
-    Within a prompt every sample of ours meets every sample of the other side; a tie counts half. NaN values meet
-    nobody, and a prompt without a meeting is left out.
+    ours, other: for each prompt what a judge gives each sample. Within a prompt every sample of ours meets every sample
+    of the other side; a tie counts half. NaN values meet nobody, and a prompt without a meeting is left out.
     """
+    rates: dict[str, dict[str, Any]] = {}
+    for judge in (judge for judge in ours if judge in other):
+        shares, ties = [], []
+        for mine, theirs in zip(ours[judge], other[judge], strict=True):
+            if pairs := [(a, b) for a in numbers(mine) for b in numbers(theirs)]:
+                won, tied = sum(a > b for a, b in pairs), sum(a == b for a, b in pairs)
+                shares.append((won + 0.5 * tied) / len(pairs))
+                ties.append(tied / len(pairs))
+        rates[judge] = {"mean": mean(shares), "ci": mean_interval(shares), "ties": mean(ties)}
+    return rates
+
+
+# ---- a reward model on held-out rows ----
+# It predicts that the chosen side wins (pairs), that the label is the good one (labels), how high the rating is
+# (ratings). Where predictions are right on average at every height, it is calibrated (Guo et al. 2017, 1706.04599).
+
+
+def pair_metrics(chosen: Tensor, rejected: Tensor, margins: Tensor) -> dict[str, Any]:
+    """Accuracy (a tie counts half), mean margin and loss of held-out pairs; calibration of the side that is preferred:
+    predicted is sigmoid(|difference of the scores|), observed whether that side is the chosen one.
+
+    chosen, rejected, margins (those asked for): (n,), n at least 1.
+    """
+    loss, metrics = bradley_terry_loss(chosen, rejected, margin=margins)
+    differences = (chosen.double() - rejected.double()).tolist()
+    wins = [0.5 if d == 0 else float(d > 0) for d in differences]
     return {
-        judge: _win_rate([_meetings(*both) for both in zip(values, other.values[judge], strict=True)])
-        for judge, values in ours.values.items()
-        if judge in other.values
+        "accuracy": float(metrics["rewards/accuracy"]),
+        "margin": float(metrics["rewards/margin"]),
+        "loss": float(loss),
+        "num_pairs": len(chosen),
+        **_calibration([_sigmoid(abs(d)) for d in differences], wins),
     }
 
 
-def _meetings(ours: list[float], other: list[float]) -> tuple[float, float]:
-    """(share won, ties counting half; share of ties) of the meetings of one prompt's samples; NaN without any."""
-    pairs = [(a, b) for a in ours for b in other if not math.isnan(a - b)]
-    won, tied = sum(a > b for a, b in pairs), sum(a == b for a, b in pairs)
-    return ((won + 0.5 * tied) / len(pairs), tied / len(pairs)) if pairs else (math.nan, math.nan)
+def label_metrics(scores: Tensor, labels: Tensor) -> dict[str, Any]:
+    """Accuracy at score 0 (exactly 0 counts half), mean score of the good label minus that of the other, area under
+    the ROC curve and loss of held-out rows; calibration of sigmoid(score) as the probability of the good label.
+
+    scores, labels (0 or 1): (n,), n at least 1. Without both labels there is neither margin nor area.
+    """
+    loss, metrics = label_loss(scores, labels)
+    score, label = scores.double().tolist(), labels.double().tolist()
+    good, bad = ([s for s, y in zip(score, label, strict=True) if y == which] for which in (1.0, 0.0))
+    both = {"margin": fmean(good) - fmean(bad), "auc": concordance(score, label)} if good and bad else {}
+    return {
+        "accuracy": float(metrics["rewards/accuracy"]),
+        **both,
+        "loss": float(loss),
+        "num_rows": len(score),
+        **_calibration([_sigmoid(s) for s in score], label),
+    }
 
 
-def _win_rate(meetings: list[tuple[float, float]]) -> dict[str, Any]:
-    met = [both for both in meetings if not math.isnan(both[0])]
-    shares = [share for share, _ in met]
-    return {"mean": mean(shares), "ci": mean_interval(shares), "ties": mean([ties for _, ties in met])}
+def rating_metrics(scores: Tensor, ratings: Tensor, *, mean: float, deviation: float) -> dict[str, Any]:
+    """Of held-out rows: accuracy (of two with different ratings the better one scores higher), correlation, loss
+    (squared error in deviations); error and calibration of mean + deviation * score as the rating itself.
+
+    scores, in deviations from the mean of the training ratings, and ratings, as they are: (n,), n at least 1. Where
+    all ratings, or all scores, are equal there is no correlation, and in the first case no accuracy.
+    """
+    predicted, observed = (mean + deviation * scores.double()).tolist(), ratings.double().tolist()
+    error = [p - o for p, o in zip(predicted, observed, strict=True)]
+    a, b = (np.asarray(values) - np.mean(values) for values in (predicted, observed))
+    spread = math.sqrt(float((a * a).sum() * (b * b).sum()))
+    accuracy = concordance(predicted, observed)
+    return {
+        **({} if math.isnan(accuracy) else {"accuracy": accuracy}),
+        **({"correlation": float((a * b).sum()) / spread} if spread > 0 else {}),
+        "loss": fmean((e / deviation) ** 2 for e in error),
+        "rmse": math.sqrt(fmean(e * e for e in error)),
+        "num_rows": len(error),
+        **_calibration(predicted, observed),
+    }
+
+
+def concordance(scores: Sequence[float], targets: Sequence[float]) -> float:
+    """The share of pairs of rows with different targets that the scores put in the right order, a tie counting half.
+
+    With targets 0 and 1 it is the area under the ROC curve. NaN where all targets are equal.
+    """
+    score, target = np.asarray(scores, dtype=np.float64), np.asarray(targets, dtype=np.float64)
+    right, pairs = 0.0, 0
+    for at in range(len(score)):  # row by row: memory grows with the rows, not with their square
+        lower = target < target[at]
+        pairs += int(lower.sum())
+        right += float((score[at] > score[lower]).sum()) + 0.5 * float((score[at] == score[lower]).sum())
+    return right / pairs if pairs else math.nan
+
+
+def reliability(predicted: Sequence[float], observed: Sequence[float], *, bins: int = 10) -> list[Bin]:
+    """Rows in order of their prediction, cut into `bins` of as equal size as can be, lowest first (bins of equal width
+    would mostly be empty). Rows with the same prediction stand in one bin, so that their order does not matter; a bin
+    without rows is left out.
+    """
+    ranked = sorted(zip(predicted, observed, strict=True))
+    found: dict[int, list[tuple[float, float]]] = {}
+    start = 0
+    for _, rows in groupby(ranked, key=lambda row: row[0]):
+        same = list(rows)
+        found.setdefault(bins * start // len(ranked), []).extend(same)
+        start += len(same)
+    return [(fmean(p for p, _ in rows), fmean(o for _, o in rows), len(rows)) for rows in found.values()]
+
+
+def expected_calibration_error(bins: Sequence[Bin]) -> float:
+    """Mean over rows of |mean prediction - mean outcome| of their bin; NaN without rows."""
+    rows = sum(count for *_, count in bins)
+    return sum(count * abs(predicted - observed) for predicted, observed, count in bins) / rows if rows else math.nan
+
+
+def _calibration(predicted: list[float], observed: list[float]) -> dict[str, Any]:
+    bins = reliability(predicted, observed)
+    return {"ece": expected_calibration_error(bins), "reliability": [list(one) for one in bins]}
+
+
+def _sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-value)) if value > -700 else 0.0

@@ -1,4 +1,4 @@
-"""An evaluation as one JSON object, or as a table for people."""
+"""Evaluations and comparisons as JSON, or as a table for people."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from tinyrl.runs.run_dir import finite
 from tinyrl.text import number
 
 BEFORE_SHARES = ("reward_mean", "reward_median", "reward_std")
-SHARES = ("pass@1",)
 EPISODES = "environment/"
 AFTER_SHARES = ("verifier_mean", "kl", "entropy", "mean_length", "truncated", "distinct", "distinct_answers")
+FEW_PROMPTS = f"warning: fewer than {FEW} prompts say little"
 
 
 def render(result: dict[str, Any], *, as_json: bool) -> str:
+    """What `evaluate_target` gives."""
     if as_json:
         return json.dumps(finite(result))
     sides = [result, result["other"]] if "other" in result else [result]
@@ -29,47 +30,34 @@ def render(result: dict[str, Any], *, as_json: bool) -> str:
     measured = [side.get("held_out", {}) for side in sides]  # by a trainer, on held-out rows
     for key in dict.fromkeys(key for numbers in measured for key in numbers):
         if any(isinstance(numbers.get(key), int | float) for numbers in measured):
-            rows.append((key, [_cell(numbers.get(key), None) for numbers in measured]))
+            rows.append((key, [_cell(numbers.get(key)) for numbers in measured]))
     lines = [f"{key:18}" + "".join(f"{cell:>24}" for cell in cells) for key, cells in rows]
     if "reward_ci" in result:
-        interval = _interval(result["reward_ci"], number)
         of = f"{result['num_prompts']} prompts x {result['num_samples']}"
-        lines.append(f"(greedy in brackets; {of}; reward 95 % interval {interval})")
+        lines.append(f"(greedy in brackets; {of}; reward 95 % interval {_interval(result['reward_ci'])})")
     if "best_of" in result:
         bound = number(result["kl_bound"])
         lines.append(f"(each the best of {result['best_of']} by the reward: at most {bound} nats from one alone)")
     if "difference" in result:
         lines += _difference(result)
-    lines += [_win_rate(judge, **rate) for judge, rate in result.get("win_rate", {}).items()]
-    return "\n".join(lines + _warnings(result))
-
-
-def _win_rate(judge: str, *, mean: float, ci: list[float], ties: float) -> str:
-    if math.isnan(mean):
-        return f"win rate by {judge} unknown: no prompt has a value on both sides"
-    tied = f", {ties:.0%} ties" if ties else ""
-    return f"win rate by {judge} {number(mean)} (95 % interval {_interval(ci, number)}{tied})"
-
-
-def _warnings(result: dict[str, Any]) -> list[str]:
-    lines = []
-    if result.get("trained_on"):
-        lines.append(f"warning: {result['target']} was trained on {result['trained_on']} of these prompts")
-    if result.get("other", {}).get("trained_on"):
-        other = result["other"]
-        lines.append(f"warning: {other['target']} was trained on {other['trained_on']} of the held-out prompts")
-    if result.get("num_prompts", FEW) < FEW:
-        lines.append(f"warning: fewer than {FEW} prompts say little")
-    return lines
+    for judge, rate in result.get("win_rate", {}).items():
+        tied = f", {rate['ties']:.0%} ties" if rate["ties"] else ""
+        shown = f"{number(rate['mean'])} (95 % interval {_interval(rate['ci'])}{tied})"
+        unknown = "unknown: no prompt has a value on both sides"
+        lines.append(f"win rate by {judge} {unknown if math.isnan(rate['mean']) else shown}")
+    for side, prompts in ((result, "these prompts"), (result.get("other", {}), "the held-out prompts")):
+        if side.get("trained_on"):
+            lines.append(f"warning: {side['target']} was trained on {side['trained_on']} of {prompts}")
+    return "\n".join(lines + ([FEW_PROMPTS] if result.get("num_prompts", FEW) < FEW else []))
 
 
 def _keys(sides: list[dict[str, Any]]) -> list[str]:
     """The rows of the table: what a side has; each reward on its own where there are several; what episodes were."""
     there = list(dict.fromkeys(key for side in sides for key in side))
     rewards = [key for key in there if key.startswith("reward/")]
-    shares = [key for key in there if key.startswith(("pass@", "majority@")) and key not in SHARES]
+    shares = sorted((key for key in there if key.startswith(("pass@", "majority@"))), key=lambda key: key != "pass@1")
     episodes = [key for key in there if key.startswith(EPISODES)]
-    wanted = (*BEFORE_SHARES, *(rewards if len(rewards) > 1 else ()), *SHARES, *shares, *AFTER_SHARES, *episodes)
+    wanted = (*BEFORE_SHARES, *(rewards if len(rewards) > 1 else ()), *shares, *AFTER_SHARES, *episodes)
     return [key for key in wanted if key in there]
 
 
@@ -88,13 +76,58 @@ def _difference(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _interval(ends: list[float], shown: Callable[[float], str]) -> str:
+def _interval(ends: list[float], shown: Callable[[float], str] = number) -> str:
     low, high = ends
     return "unknown: not enough prompts" if math.isnan(low) else f"{shown(low)} to {shown(high)}"
 
 
-def _cell(value: float | None, greedy: float | None) -> str:
+def _cell(value: float | None, greedy: float | None = None) -> str:
     missing = value is None or math.isnan(value)
     shown = "-" if missing else number(value) if isinstance(value, float) else str(value)
     inner = "" if greedy is None else f" ({number(greedy)})" if isinstance(greedy, float) else f" ({greedy})"
     return shown + inner
+
+
+# ---- several policies beside one ----
+
+
+def render_comparison(rows: list[dict[str, Any]], *, as_json: bool) -> str:
+    """What `compare_policies` gives, a line a policy."""
+    if as_json:
+        return json.dumps(finite(rows))
+    first = rows[0]
+    judges = list(dict.fromkeys(judge for row in rows for judge in row.get("win_rate", {})))
+    verified = ["verifier"] if "verifier_mean" in first else []
+    header = ["policy", "reward", "median", *verified, "KL", "length", *(f"wins by {judge}" for judge in judges)]
+    table = [header]
+    for row in rows:
+        rates = [row.get("win_rate", {}).get(judge) for judge in judges]
+        table.append(
+            [
+                row["policy"],
+                _with_interval(row["reward_mean"], row["reward_ci"]),
+                _cell(row["reward_median"]),
+                *(_cell(row.get("verifier_mean")) for _ in verified),
+                f"<= {number(row['kl_bound'])}" if "kl_bound" in row else _cell(row.get("kl")),
+                f"{row['mean_length']:.1f}",
+                *("-" if rate is None else _with_interval(rate["mean"], rate["ci"]) for rate in rates),
+            ]
+        )
+    widths = [max(len(line[i]) for line in table) for i in range(len(header))]
+    lines = [
+        "  ".join([line[0].ljust(widths[0]), *(f"{cell:>{w}}" for cell, w in zip(line[1:], widths[1:], strict=True))])
+        for line in table
+    ]
+    lines.append(
+        f"({first['num_prompts']} prompts x {first['num_samples']}; 95 % intervals; KL in nats per response to where "
+        f"each started, of best-of-n to {first['policy']}; wins against that, ties half)"
+    )
+    for row in rows:
+        if "environment" in row:
+            settings = ", ".join(f"environment.{name}" for name in row["environment"])
+            lines.append(f"{row['policy']} plays in another environment than {first['policy']} ({settings})")
+    return "\n".join(lines + ([FEW_PROMPTS] if first["num_prompts"] < FEW else []))
+
+
+def _with_interval(value: float, ends: list[float]) -> str:
+    return f"{_cell(value)} {'' if math.isnan(ends[0]) else f'({_interval(ends)})'}"

@@ -1,8 +1,9 @@
-"""`tinyrl eval`: evaluation of a run, a checkpoint or a model, and comparison with --vs, paired by prompt.
+"""`tinyrl eval` and `tinyrl compare`: evaluation of runs, checkpoints and models, and comparison paired by prompt.
 
-Both sides of a comparison are judged by the first one: its held-out rows, uniforms, sampling settings, and its reward
+Under `eval --vs` both sides are judged by the first one: its held-out rows, uniforms, sampling settings, and its reward
 through its scorer. Only the model, its tokenizer and its reference are the other's own. Where a trainer measures the
 first one on rows (sft, dpo, reward), it measures the other side's model on the same rows.
+`compare` judges each policy by its own configuration, and refuses policies that would not be judged alike.
 """
 
 from __future__ import annotations
@@ -30,15 +31,23 @@ from tinyrl.evaluation.targets import (
     prompt_keys,
     trained_on,
 )
+from tinyrl.generation.turns import plays
 from tinyrl.models.weights_io import load_policy
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.runs.run_dir import finite, run_of
+from tinyrl.tasks import load_task
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.text import hidden
 
 FEWEST_LEFT = 10  # prompts, after those that the other side was trained on are left out
 # Generation settings that say how a model is run, not what is sampled.
 OWN_SAMPLING = ("engine", "dtype", "max_rows", "url", "timeout_s")
+LIMITS = ("timeout_s", "memory_gb")  # of the processes of people's code
+JUDGED_BY = {  # the sections that say how samples are judged, and which of their settings do not
+    "task": ("skip_solved", "solved_reward"),
+    "reward": (*LIMITS, "truncated", "truncated_penalty", "overlong_tokens"),
+    "generation": OWN_SAMPLING,
+}
 
 
 def evaluate_target(target: str, asked: Asked, *, vs: str | None = None, options: Options) -> dict[str, Any]:
@@ -77,21 +86,17 @@ class Side:
         """Those of a split, as this side's tokenizer reads them. Raises ValueError where there are none."""
         found = self.parts.eval_prompts if split == "eval" else self.parts.train_prompts
         if not found:
-            raise ValueError(
-                f"{self.name} has no prompts of split {split}: evaluate those of training (--split train), or other "
-                "rows (--data FILE)"
-            )
+            hint = "evaluate those of training (--split train), or other rows (--data FILE)"
+            raise ValueError(f"{self.name} has no prompts of split {split}: {hint}")
         return found
 
-    def evaluate(self, prompts: list[PreparedPrompt], *, samples: int, best_of: int) -> Evaluation:
+    def evaluate(self, prompts: list[PreparedPrompt], asked: Asked, *, best_of: int = 1) -> Evaluation:
         resolve_threads(self.parts)
-        return evaluate(
-            self.parts, num_prompts=len(prompts), samples=samples, role=self.role, prompts=prompts, best_of=best_of
-        )
+        count = {"num_prompts": len(prompts), "samples": asked.samples, "best_of": best_of}
+        return evaluate(self.parts, role=self.role, prompts=prompts, **count)
 
 
 def _sampled(first: Target, vs: str | None, asked: Asked, *, options: Options) -> dict[str, Any]:
-    samples, best_of = asked.samples, asked.best_of
     with ExitStack() as opened:
         ours = load_side(first, options=options)
         opened.callback(ours.parts.close)
@@ -101,16 +106,16 @@ def _sampled(first: Target, vs: str | None, asked: Asked, *, options: Options) -
             theirs = _other(vs, ours, asked=asked, options=options)
             opened.callback(theirs.parts.close)
             prompts, left_out = _shared_prompts(ours, theirs, asked)
-        mine = ours.evaluate(prompts, samples=samples, best_of=best_of)
+        mine = ours.evaluate(prompts, asked, best_of=asked.best_of)
         result, lines = mine.metrics, [{"target": ours.name, **line} for line in mine.samples]
         if theirs is not None:
             by_index = {p.index: p for p in theirs.prompts(asked.split)}
-            other = theirs.evaluate([by_index[p.index] for p in prompts], samples=samples, best_of=1)
+            other = theirs.evaluate([by_index[p.index] for p in prompts], asked)
             lines += [{"target": theirs.name, **line} for line in other.samples]
             result |= {
                 "other": {"target": theirs.name, **other.metrics},
-                "difference": {**paired_difference(mine, other), "left_out": left_out},
-                "win_rate": win_rates(mine, other),
+                "difference": {**paired_difference(mine.by_prompt, other.by_prompt), "left_out": left_out},
+                "win_rate": win_rates(mine.values, other.values),
             }
         if asked.data is not None:  # the run's own split would have held them out
             seen = trained_on(first.path)
@@ -156,9 +161,13 @@ def _other(vs: str, ours: Side, *, asked: Asked, options: Options) -> Side:
     assert target.sampled is not None
     config = judged_by(first, target.sampled, own=OWN_SAMPLING)
     side = load_side(replace(target, sampled=config), options=options, judge=ours.parts.scorer)
-    run = side.parts.config.run.model_copy(update={"seed": first.run.seed})  # whose uniforms the samples are drawn by
-    side.parts.config = side.parts.config.model_copy(update={"run": run})
+    side.parts.config = _seeded(side.parts.config, first.run.seed)
     return replace(side, trained_on=trained_on(vs))
+
+
+def _seeded(config: Config, seed: int) -> Config:
+    """The same with another run's uniforms."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
 
 
 def load_side(target: Target, *, options: Options, judge: Scorer | None = None) -> Side:
@@ -207,3 +216,86 @@ def _other_measured(config: Config, vs: str, asked: Asked, *, options: Options) 
     found = measure(measured_by(config, other), other.checkpoint, asked, options=options)
     seen = len(prompt_keys(config, "eval") & trained_on(vs)) if asked.split == "eval" else 0
     return {"target": other.name, "held_out": found} | ({"trained_on": seen} if seen else {})
+
+
+# ---- several policies beside one ----
+
+
+def compare_policies(targets: list[str], asked: Asked, *, vs: str, options: Options) -> list[dict[str, Any]]:
+    """A row for the baseline `vs`, with `best_of` above 1 one for the best of so many of its samples, one a target.
+
+    A row has `policy`, what `evaluate` says of it, and `win_rate` against the baseline; `environment` names settings of
+    its environment that are not the baseline's. All are sampled on the same prompts, which none of them was trained on,
+    with the same uniforms. Raises ValueError where they would not be judged alike or on other prompts, and where no
+    prompt is left.
+    """
+    found = alike([vs, *targets], asked)
+    first, seen = found[0], frozenset().union(*(trained_on(target.path) for target in found))
+    assert first.sampled is not None
+    wanted = [(first.name, first, 1), *((target.name, target, 1) for target in found[1:])]
+    if asked.best_of > 1:
+        wanted.insert(1, (f"{first.name}, best of {asked.best_of}", first, asked.best_of))
+    rows, prompts, baseline = [], [], Evaluation({}, [], [])
+    for name, target, best_of in wanted:
+        places, evaluation = _evaluated(
+            target, replace(asked, best_of=best_of), seen=seen, seed=first.sampled.run.seed, options=options
+        )
+        rows.append({"policy": name, **evaluation.metrics})
+        if len(rows) == 1:
+            prompts, baseline = places, evaluation
+            continue
+        if places != prompts:
+            raise ValueError(
+                f"{vs} and {target.path} have room for different prompts, so they cannot be compared: "
+                "task.long_prompts=drop leaves some out; give a generation.max_prompt_tokens that both have room for"
+            )
+        rows[-1]["win_rate"] = win_rates(evaluation.values, baseline.values)
+        if other := _other_environment(first, target):
+            rows[-1]["environment"] = other
+    return rows
+
+
+def alike(paths: list[str], asked: Asked) -> list[Target]:
+    """The targets at these paths. ValueError names the first setting by which they would be judged differently."""
+    found = [locate(find(path, asked)) for path in paths]
+    for target in found:
+        if not target.is_policy:
+            raise ValueError(f"{target.path} is a reward model, which writes nothing that could be judged")
+        if target.sampled is None:
+            hint = "give --task NAME or reward.model=PATH"
+            raise ValueError(f"{target.path}: nothing says what its samples are judged by; {hint}")
+        for section, besides in JUDGED_BY.items():
+            for name, (left, right) in _differences(found[0], target, section, besides=besides).items():
+                raise ValueError(
+                    f"{found[0].path} and {target.path} differ in {section}.{name} ({left} and {right}), so they would "
+                    f"not be judged alike; give it for all: {section}.{name}=..."
+                )
+    return found
+
+
+def _differences(first: Target, other: Target, section: str, *, besides: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:
+    """The settings of a section in which two targets differ, with both values."""
+    left, right = (getattr(target.sampled, section).model_dump() for target in (first, other))
+    return {name: (left[name], right[name]) for name in left if name not in besides and left[name] != right[name]}
+
+
+def _other_environment(first: Target, other: Target) -> list[str]:
+    """The settings of its environment in which a target differs from the first: each plays in its own."""
+    configs = [target.sampled for target in (first, other) if target.sampled is not None]
+    played = any(plays(config, load_task(config.task.name or "rows")) for config in configs)
+    return list(_differences(first, other, "environment", besides=LIMITS)) if played else []
+
+
+def _evaluated(
+    target: Target, asked: Asked, *, seen: frozenset[str], seed: int, options: Options
+) -> tuple[list[int], Evaluation]:
+    """One policy on the prompts that nobody was trained on (their numbers too), with the uniforms of `seed`."""
+    assert target.sampled is not None
+    side = load_side(replace(target, sampled=_seeded(target.sampled, seed)), options=options)
+    try:
+        prompts = [p for p in side.prompts(asked.split) if prompt_key(p.prompt) not in seen][: asked.num_prompts]
+        if not prompts:
+            raise ValueError("no held-out prompt is left that none of the policies was trained on; give --task")
+        return [p.index for p in prompts], side.evaluate(prompts, asked, best_of=asked.best_of)
+    finally:
+        side.parts.close()

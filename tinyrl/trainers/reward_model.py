@@ -42,7 +42,7 @@ from tinyrl.data.shapes import (
 )
 from tinyrl.distributed import ALONE, World
 from tinyrl.evaluation.evaluate import Evaluation
-from tinyrl.evaluation.reward_models import label_metrics, pair_metrics, rating_metrics
+from tinyrl.evaluation.statistics import label_metrics, pair_metrics, rating_metrics
 from tinyrl.models.batches import SequenceBatch, backbone_of
 from tinyrl.models.micro_batches import RowSizes, StepRows
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_room
