@@ -16,7 +16,7 @@ from benchmarks.fixed_work import LEARNING, write_rows
 from benchmarks.results import Result, alternate, interval
 from benchmarks.tables import machine, markdown, versions
 from tinyrl.starter import starter_path
-from tinyrl.starter.sorting import sort_completion
+from tinyrl.starter.text import sort_completion
 from tinyrl.tasks import load_rows, load_task
 
 PEER_MICRO_BATCH = 64

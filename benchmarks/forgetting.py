@@ -27,8 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.judge import answer_logprobs, answer_probabilities
 from benchmarks.starter_claims import metrics, tinyrl
 from tinyrl.starter import starter_path
-from tinyrl.starter.sorting import sort_completion, sort_rows
-from tinyrl.starter.text import language_rows
+from tinyrl.starter.text import language_rows, sort_completion, sort_rows
 
 TEXT_ROWS, HELD_OUT_ROWS = 8_192, 1_000
 Tokens = list[list[int]]

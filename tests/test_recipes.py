@@ -19,8 +19,10 @@ from tinyrl.config.recipe import dump_config, load_config, load_written_config, 
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import read_rows
 from tinyrl.models.loading import load_tokenizer
-from tinyrl.starter.build import PLANS, write_blank_models, write_rows
-from tinyrl.starter.text import episode_rows, language_rows, reward_pairs
+from tinyrl.starter import write_rows
+from tinyrl.starter.build import PLANS, write_blank_models
+from tinyrl.starter.sentiment import reward_pairs
+from tinyrl.starter.text import episode_rows, language_rows
 from tinyrl.tasks import gsm8k, load_task, sums
 from tinyrl.tasks.prompts import render_prompt
 

@@ -20,7 +20,7 @@ from tests import running
 from tests.faults.children import workers_left
 from tests.faults.lookup_runs import GROUP, PROMPTS, READ, answered_by, said_by_environment, samples
 from tinyrl.report import write_report
-from tinyrl.starter.lookup import lookup_rows
+from tinyrl.starter.text import lookup_rows
 
 BAD = lookup_rows("train", num_rows=PROMPTS)[0]["prompt"]
 ANSWERING = """

@@ -17,19 +17,19 @@ from tinyrl.generation.engine import Request
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.starter import SPLITS, split_of
 from tinyrl.starter.build import build, build_lookup_tokenizer
-from tinyrl.starter.lookup import (
+from tinyrl.starter.text import (
     ATTRIBUTES,
     FAMILIES,
     NAMES,
     RELATIONS,
     Question,
+    episode_rows,
     fact,
     lookup_rows,
     right_answer,
     vocabulary,
     written_episode,
 )
-from tinyrl.starter.text import episode_rows
 from tinyrl.tasks.lookup import TASK, respond, verify
 
 FOLDER = Path(tinyrl.starter.__file__).parent
@@ -46,8 +46,8 @@ def test_the_world_has_as_many_of_everything_as_it_says() -> None:
 
 
 def test_a_question_as_written_and_its_answer() -> None:
-    own = Question(("Ada", "Stone"), None, "city")
-    kin = Question(("Ada", "Stone"), "twin", "pet")
+    own = Question("Ada Stone", None, "city")
+    kin = Question("Ada Stone", "twin", "pet")
     assert (own.prompt, own.keys) == ("question: city of Ada Stone ?", ["city"])
     assert (kin.prompt, kin.keys) == ("question: pet of the twin of Ada Stone ?", ["twin", "pet"])
     assert fact("w", "Ada", "Stone", "twin") == "Gail Stone"
@@ -81,7 +81,7 @@ def test_pre_training_episodes_are_what_the_shares_say() -> None:
 
 
 def test_what_a_search_answers_in_the_text_is_what_the_task_answers() -> None:
-    question = Question(("Ada", "Stone"), "twin", "pet")
+    question = Question("Ada Stone", "twin", "pet")
     for i in range(300):
         text = written_episode(f"w{i}", question, random.Random(i))
         *observed, _ = text.split(" ;")

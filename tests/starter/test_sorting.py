@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from tinyrl.starter import SPLITS, split_of
-from tinyrl.starter.sorting import (
+from tinyrl.starter.text import (
     CONFUSED_PAIRS,
     habitual_answer,
     slip,

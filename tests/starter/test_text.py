@@ -7,9 +7,22 @@ from pathlib import Path
 import pytest
 
 from tinyrl.starter import split_of
-from tinyrl.starter.reviews import HELD_OUT_NOUNS, NOUNS, polarity, unparsable_share, write_review
-from tinyrl.starter.sentiment import write
-from tinyrl.starter.text import broken, labelled_reviews, language_rows, reward_pairs
+from tinyrl.starter.sentiment import (
+    HELD_OUT,
+    TRAINING,
+    broken,
+    clause_moods,
+    labelled_reviews,
+    reward_pairs,
+    unparsable_share,
+    write,
+    write_review,
+)
+from tinyrl.starter.text import language_rows
+
+
+def polarity(text: str) -> int:
+    return sum(mood or 0 for mood in clause_moods(text))
 
 
 def test_a_longer_corpus_begins_with_the_shorter_one() -> None:
@@ -40,7 +53,7 @@ def test_the_chosen_review_has_more_positive_clauses() -> None:
 
 
 def test_reward_pairs_hold_out_nouns_and_openings() -> None:
-    for split, absent, prompt_split in (("train", HELD_OUT_NOUNS, "pretrain"), ("eval", NOUNS, "eval")):
+    for split, absent, prompt_split in (("train", HELD_OUT.nouns, "pretrain"), ("eval", TRAINING.nouns, "eval")):
         pairs = reward_pairs(split, num_rows=300)
         assert {split_of(pair["prompt"]) for pair in pairs} == {prompt_split}
         words = {word.strip(".,") for pair in pairs for word in (pair["chosen"] + pair["rejected"]).split()}
@@ -48,7 +61,7 @@ def test_reward_pairs_hold_out_nouns_and_openings() -> None:
 
 
 def test_labels_say_what_the_grammar_says_and_broken_text_is_never_praised() -> None:
-    for split, absent in (("train", HELD_OUT_NOUNS), ("eval", NOUNS)):
+    for split, absent in (("train", HELD_OUT.nouns), ("eval", TRAINING.nouns)):
         rows = labelled_reviews(split, num_rows=500)
         broken_rows = [row for row in rows if unparsable_share(str(row["completion"])) > 0]
         assert 60 < len(broken_rows) < 140  # a fifth

@@ -6,7 +6,7 @@ import pytest
 
 from tinyrl.environments import Reply
 from tinyrl.starter import split_of
-from tinyrl.starter.lookup import ATTRIBUTES, fact
+from tinyrl.starter.text import ATTRIBUTES, fact
 from tinyrl.tasks import load_task
 from tinyrl.tasks.lookup import TASK, respond, said_answer, verify
 

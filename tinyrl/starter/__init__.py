@@ -5,11 +5,13 @@ were chosen on ("dev") and those that results are reported on ("eval") never sha
 """
 
 import hashlib
+import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 EMBEDDED = {"starter": "model", "starter-reward": "reward_model", "lookup": "lookup_model"}
-SPLITS = ("pretrain", "train", "dev", "eval")
-_SHARES = {"pretrain": 50, "train": 20, "dev": 5, "eval": 25}  # per cent
+SPLITS = {"pretrain": 50, "train": 20, "dev": 5, "eval": 25}  # per cent
 
 
 def starter_path(name: str) -> Path | None:
@@ -19,7 +21,7 @@ def starter_path(name: str) -> Path | None:
 
 def split_of(prompt: str) -> str:
     point = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:8]) % 100
-    for split, share in _SHARES.items():
+    for split, share in SPLITS.items():
         if point < share:
             return split
         point -= share
@@ -29,3 +31,7 @@ def split_of(prompt: str) -> str:
 def check_split(split: str) -> None:
     if split not in SPLITS:
         raise ValueError(f"split {split!r} does not exist; the starter text has {', '.join(SPLITS)}")
+
+
+def write_rows(path: Path, rows: Iterable[Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -5,25 +5,23 @@ Writes the generated text, tokenizers and untrained models' configs into OUT/wor
 model in OUT with CHECKSUMS.json beside them. `... OUT lookup_model` builds that one alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from tinyrl.starter.text import episode_rows, language_rows, reward_pairs
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-from typing import TYPE_CHECKING
-
-from tinyrl.starter.lookup import vocabulary
+from tinyrl.starter import write_rows
+from tinyrl.starter.sentiment import reward_pairs
+from tinyrl.starter.text import episode_rows, language_rows, vocabulary
 
 VOCABULARY_SIZE = 768
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
@@ -34,10 +32,22 @@ LANGUAGE_ROWS, REWARD_ROWS, EPISODE_ROWS, EVAL_ROWS = 102_400, 25_600, 128_000, 
 KEPT = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
-def build_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
+class Plan(NamedTuple):
+    """How one model is built: the command that trains it, and its rows (written to DATA.jsonl)."""
 
+    method: str
+    recipe: str
+    data: str
+
+
+PLANS = {
+    "model": Plan("sft", "starter-sft", "language"),
+    "reward_model": Plan("reward", "starter-reward", "pairs"),
+    "lookup_model": Plan("sft", "lookup-sft", "episodes"),  # shipped rounded to bfloat16, at half the size
+}
+
+
+def build_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -49,68 +59,26 @@ def build_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
     )
     corpus = (row["prompt"] + row["completion"] for row in language_rows(_CORPUS_ROWS, seed))
     tokenizer.train_from_iterator(corpus, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=EOS,
-        model_max_length=MAX_LENGTH,
-        clean_up_tokenization_spaces=False,
-    )
+    return _of_library(tokenizer)
 
 
 def build_lookup_tokenizer() -> PreTrainedTokenizerFast:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     ids = {token: i for i, token in enumerate([PAD, EOS, UNKNOWN, *vocabulary()])}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s?\S+"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
+    return _of_library(tokenizer, unk_token=UNKNOWN)
+
+
+def _of_library(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
-        unk_token=UNKNOWN,
+        **special,
         model_max_length=MAX_LENGTH,
         clean_up_tokenization_spaces=False,
     )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How one model is built: the command that trains it, its rows (written to DATA.jsonl), its shape.
-
-    bfloat16: the trained weights are shipped rounded, at half the size.
-    """
-
-    method: str
-    recipe: str
-    data: str
-    shape: dict[str, Any]
-    bfloat16: bool = False
-
-
-PLANS = {
-    "model": Plan(
-        "sft",
-        "starter-sft",
-        "language",
-        {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 256},
-    ),
-    "reward_model": Plan(
-        "reward",
-        "starter-reward",
-        "pairs",
-        {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 192},
-    ),
-    "lookup_model": Plan(
-        "sft",
-        "lookup-sft",
-        "episodes",
-        {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 256},
-        bfloat16=True,
-    ),
-}
 
 
 def rows_of(data: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
@@ -122,22 +90,16 @@ def rows_of(data: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     return reward_pairs("train", num_rows=REWARD_ROWS, seed=SEED), reward_pairs("eval", num_rows=EVAL_ROWS, seed=SEED)
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def tokenizer_of(model: str) -> PreTrainedTokenizerFast:
-    return build_lookup_tokenizer() if model == "lookup_model" else build_tokenizer(SEED)
-
-
 def write_blank_models(work: Path, names: Iterable[str] = PLANS) -> None:
     """A folder with tokenizer and config for each model; `model.random_init` draws the weights from the run's seed."""
-    from transformers import LlamaConfig
-
     for name in names:
-        tokenizer = tokenizer_of(name)
+        tokenizer = build_lookup_tokenizer() if name == "lookup_model" else build_tokenizer(SEED)
+        layers, inner = (2, 192) if name == "reward_model" else (3, 256)
         config = LlamaConfig(
-            **PLANS[name].shape,
+            hidden_size=96,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            intermediate_size=inner,
             vocab_size=len(tokenizer),
             max_position_embeddings=MAX_LENGTH,
             tie_word_embeddings=True,
@@ -150,34 +112,19 @@ def write_blank_models(work: Path, names: Iterable[str] = PLANS) -> None:
         tokenizer.save_pretrained(work / name)
 
 
-def train(method: str, recipe: str, *, work: Path, model: str, data: str) -> Path:
+def train(model: str, work: Path) -> Path:
     """Run `tinyrl train METHOD RECIPE` on generated rows; the folder of its last checkpoint."""
-    command = [
-        sys.executable,
-        "-m",
-        "tinyrl",
-        "train",
-        method,
-        recipe,
-        f"model.path={work / model}",
-        f"task.data={work / data}.jsonl",
-        f"task.eval_data={work / data}_eval.jsonl",
-        f"run.seed={SEED}",
-        "--output-dir",
-        str(work),
-        "--name",
-        f"{model}_run",
-        "--overwrite",
-    ]
+    method, recipe, data = PLANS[model]
+    command = [sys.executable, "-m", "tinyrl", "train", method, recipe]
+    command += [f"model.path={work / model}", f"run.seed={SEED}"]
+    command += [f"task.data={work / data}.jsonl", f"task.eval_data={work / data}_eval.jsonl"]
+    command += ["--output-dir", str(work), "--name", f"{model}_run", "--overwrite"]
     subprocess.run(command, check=True)
     return sorted((work / f"{model}_run" / "checkpoints").iterdir())[-1]
 
 
 def round_to_bfloat16(folder: Path) -> None:
     """Round the weights in a model's folder, and say so in its config."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
@@ -193,16 +140,15 @@ def build(out: Path, names: Iterable[str] = PLANS) -> None:
     write_blank_models(work, names)
     facts: dict[str, Any] = {}
     for model in names:
-        plan = PLANS[model]
-        rows, held_out = rows_of(plan.data)
-        write_rows(work / f"{plan.data}.jsonl", rows)
-        write_rows(work / f"{plan.data}_eval.jsonl", held_out)
-        checkpoint = train(plan.method, plan.recipe, work=work, model=model, data=plan.data)
+        data = PLANS[model].data
+        for end, rows in zip(("", "_eval"), rows_of(data), strict=True):
+            write_rows(work / f"{data}{end}.jsonl", rows)
+        checkpoint = train(model, work)
         (out / model).mkdir(exist_ok=True)
         for name in KEPT:
             if (checkpoint / name).is_file():
                 shutil.copyfile(checkpoint / name, out / model / name)
-        if plan.bfloat16:
+        if model == "lookup_model":
             round_to_bfloat16(out / model)
         last = json.loads((work / f"{model}_run" / "metrics.jsonl").read_text().splitlines()[-1])
         digest = hashlib.sha256((out / model / "model.safetensors").read_bytes()).hexdigest()

@@ -1,4 +1,8 @@
-"""The rows of the sentiment experiment (docs/chain.md): `python -m tinyrl.starter.sentiment OUT` writes them.
+"""The grammar of film reviews, and what it writes: `python -m tinyrl.starter.sentiment OUT` (docs/chain.md).
+
+A review is a neutral opening, then two to four clauses, each with a mood of its own. It draws how positive its writer
+is, and each clause draws its mood from that share, so clauses of one review may contradict each other. Some nouns and
+clause templates are held out: the reward model never trains on them and is evaluated on reviews made only of them.
 
 OUT holds, each with a held-out twin (`NAME.eval.jsonl`) of other openings, and where reviews are judged of other nouns
 and templates too:
@@ -6,29 +10,308 @@ and templates too:
     reviews.jsonl    prompt, completion            what a policy imitates
     labelled.jsonl   prompt, completion, label     what a reward model learns from: 1 praises, 0 does not or is broken
     pairs.jsonl      prompt, chosen, rejected      what DPO learns from
+
+Row i is a function of (seed, i) alone, so a longer corpus begins with the shorter one.
 """
 
-import json
+import itertools
+import random
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from tinyrl.starter.text import label_pairs, labelled_reviews, review_rows
+from tinyrl.starter import check_split, split_of, write_rows
 
-ROWS = {"train": 6400, "eval": 512}
-KINDS = {"reviews": review_rows, "labelled": labelled_reviews, "pairs": label_pairs}
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+class Lexicon(NamedTuple):
+    """The part of the grammar that a writer uses."""
+
+    nouns: list[str]
+    adjective_templates: tuple[str, ...]
+    verb_templates: tuple[str, ...]
+
+
+TRAINING = Lexicon(
+    words(
+        "plot story script ending cast acting dialogue humor music pacing editing lighting scenery hero villain "
+        "romance mystery direction camera sound finale setting"
+    ),
+    (
+        "the {noun} was {adjective}",
+        "the {noun} was {adverb} {adjective}",
+        "i found the {noun} {adjective}",
+        "the {noun} seemed {adjective}",
+    ),
+    ("the {noun} {verb_phrase}",),
+)
+HELD_OUT = Lexicon(
+    words("soundtrack narration chase twist sequel subplot chemistry prologue"),
+    ("the {noun} turned out {adjective}", "for me the {noun} felt {adverb} {adjective}"),
+    ("somehow the {noun} {verb_phrase}",),
+)
+FULL = Lexicon(*(training + held_out for training, held_out in zip(TRAINING, HELD_OUT, strict=True)))
+
+ADJECTIVES = {
+    1: words(
+        "brilliant superb gripping charming delightful clever moving funny fresh warm sharp lovely wonderful thrilling "
+        "excellent stunning vivid smart tender rich bold graceful touching amazing great perfect lively witty elegant "
+        "inspired"
+    ),
+    -1: words(
+        "dull boring clumsy awful weak tired bland silly cold flat messy terrible dreadful lazy painful tedious "
+        "shallow cheap stale hollow forced ugly lifeless noisy dreary confusing wooden poor ridiculous sloppy"
+    ),
+    0: words("long short simple quiet loud modern old familiar unusual serious light strange plain typical calm"),
+}
+VERB_PHRASES = {
+    1: (
+        "kept me hooked", "made me smile", "won me over", "stayed with me", "drew me in", "lifted my mood",
+        "took my breath away", "exceeded my hopes", "touched my heart", "worked beautifully",
+    ),
+    -1: (
+        "put me to sleep", "let me down", "wore me out", "made me cringe", "fell apart", "wasted my time",
+        "tested my patience", "went nowhere", "missed the mark", "gave me a headache",
+    ),
+}  # fmt: skip
+ENDINGS = {
+    1: (
+        "i loved it", "i would watch it again", "highly recommended", "i left happy", "worth every minute",
+        "a real treat", "go and see it", "i want more",
+    ),
+    -1: (
+        "i hated it", "i would not watch it again", "not recommended", "i left early", "not worth the time",
+        "a real mess", "stay away", "i want my money back",
+    ),
+}  # fmt: skip
+ADVERBS = ("very", "really", "quite", "so", "rather")
+
+_OPENING_PARTS = (
+    ("i saw", "i watched", "we saw", "we watched", "my friend and i saw", "my friend and i watched"),
+    ("this film", "this movie", "the film", "the movie", "it"),
+    ("last night", "on sunday", "on friday", "last week", "this morning", "on a plane", "at home", "in town",
+     "by the sea"),
+    ("after work", "before dinner", "after lunch", "with my sister", "with my uncle", "during a storm", "by chance",
+     "for a class", "for the first time"),
+)  # fmt: skip
+
+POSITIVE_SHARES = (0.3, 0.5, 0.7)  # what a review's share of positive clauses is drawn from
+NEUTRAL_SHARE = 0.1  # of the clauses
+VERB_SHARE = 0.3  # of the clauses with a mood
+ENDING_SHARE = 0.5  # of the reviews close with an ending
+JOIN_SHARE = 0.5  # of the neighbouring clauses share a sentence
+BROKEN_SHARE = 0.2  # of the pairs reject the chosen review's own broken text, and of the labelled reviews are broken
+
+
+class Review(NamedTuple):
+    """What follows an opening, and the moods of its clauses in order (1, 0 or -1)."""
+
+    text: str
+    moods: tuple[int, ...]
+
+    @property
+    def polarity(self) -> int:
+        return sum(self.moods)
+
+    @property
+    def contradicts_itself(self) -> bool:
+        return 1 in self.moods and -1 in self.moods
+
+
+def openings(split: str) -> list[str]:
+    """The neutral openings of one split, in a shuffled but fixed order: prompts that reviews continue."""
+    check_split(split)
+    every = [" ".join(parts) + "." for parts in itertools.product(*_OPENING_PARTS)]
+    random.Random("openings").shuffle(every)
+    return [opening for opening in every if split_of(opening) == split]
+
+
+def write_review(rng: random.Random, lexicon: Lexicon = FULL) -> Review:
+    """Two to four clauses about different nouns, joined into sentences; starts with the space after the opening."""
+    positive_share = rng.choice(POSITIVE_SHARES)
+    num_clauses = rng.randint(2, 4)
+    moods = tuple(
+        0 if rng.random() < NEUTRAL_SHARE else 1 if rng.random() < positive_share else -1 for _ in range(num_clauses)
+    )
+    closes = moods[-1] != 0 and rng.random() < ENDING_SHARE
+    nouns = rng.sample(lexicon.nouns, num_clauses)
+    clauses = [_write_clause(rng, lexicon, noun, mood) for noun, mood in zip(nouns, moods, strict=True)]
+    if closes:
+        clauses[-1] = rng.choice(ENDINGS[moods[-1]])
+    text = " " + clauses[0]
+    for at in range(1, num_clauses):
+        stands_alone = (closes and at == num_clauses - 1) or text.rpartition(".")[2].count(",") > 0
+        if stands_alone or rng.random() >= JOIN_SHARE:
+            text += ". " + clauses[at]
+        else:
+            text += (", but " if moods[at] * moods[at - 1] < 0 else ", and ") + clauses[at]
+    return Review(text + ".", moods)
+
+
+def _write_clause(rng: random.Random, lexicon: Lexicon, noun: str, mood: int) -> str:
+    if mood != 0 and rng.random() < VERB_SHARE:
+        return rng.choice(lexicon.verb_templates).format(noun=noun, verb_phrase=rng.choice(VERB_PHRASES[mood]))
+    template = rng.choice(lexicon.adjective_templates)
+    return template.format(noun=noun, adjective=rng.choice(ADJECTIVES[mood]), adverb=rng.choice(ADVERBS))
+
+
+# ---- read back ----
+
+_MOODS = {
+    word: mood for table in (ADJECTIVES, VERB_PHRASES, ENDINGS) for mood, words in table.items() for word in words
+}
+
+
+def _patterns() -> list[re.Pattern[str]]:
+    def one_of(name: str, *lists: Iterable[str]) -> str:
+        return f"(?P<{name}>{'|'.join(re.escape(word) for words in lists for word in words)})"
+
+    slots = {
+        "noun": one_of("noun", FULL.nouns),
+        "adverb": one_of("adverb", ADVERBS),
+        "adjective": one_of("mood", *ADJECTIVES.values()),
+        "verb_phrase": one_of("mood", *VERB_PHRASES.values()),
+    }
+    templates = [template.format(**slots) for template in FULL.adjective_templates + FULL.verb_templates]
+    return [re.compile(pattern) for pattern in [*templates, one_of("mood", *ENDINGS.values())]]
+
+
+_PATTERNS = _patterns()
+
+
+def clause_mood(clause: str) -> int | None:
+    """1, 0 or -1 for a clause of the grammar, None for anything else."""
+    found = next((match for pattern in _PATTERNS if (match := pattern.fullmatch(clause))), None)
+    return None if found is None else _MOODS[found["mood"]]
+
+
+def clause_moods(text: str) -> list[int | None]:
+    """The mood of every clause of a review (without its opening), None for what the grammar cannot have written.
+
+    A clause that repeats an earlier one and a last sentence without its full stop are None too.
+    """
+    *sentences, rest = text.strip().split(".")
+    moods: list[int | None] = []
+    seen: set[str] = set()
+    for sentence in sentences:
+        for clause in re.split(r", (?:and|but) ", sentence.strip()):
+            moods.append(None if clause in seen else clause_mood(clause))
+            seen.add(clause)
+    return [*moods, None] if rest.strip() else moods
+
+
+def unparsable_share(text: str) -> float:
+    """The share of clauses that the grammar cannot have written; 1 for an empty text."""
+    moods = clause_moods(text)
+    return moods.count(None) / len(moods) if moods else 1.0
+
+
+# ---- rows ----
+
+
+def reward_pairs(split: str, *, num_rows: int, seed: int = 0) -> list[dict[str, str]]:
+    """Preference pairs {"prompt", "chosen", "rejected", "kind"}: the review with more positive clauses is chosen.
+
+    split "train" writes with the training nouns and templates, "eval" with the held-out ones only. `kind` says what
+    the pair is about: "clear" (neither review contradicts itself), "contradicting", or "broken" (the rejected text
+    is the chosen one shuffled, looped, cut off or with words missing).
+    """
+    lexicon, prompts = _writer(split)
+    return [_reward_pair(random.Random(f"reward {split} {seed} {i}"), lexicon, prompts) for i in range(num_rows)]
+
+
+def review_rows(split: str, *, num_rows: int, seed: int = 0) -> list[dict[str, str]]:
+    """Reviews of every mood to imitate: rows {"prompt", "completion"}; the splits differ in their openings only."""
+    _, prompts = _writer(split)
+    draws = (random.Random(f"review {split} {seed} {i}") for i in range(num_rows))
+    return [{"prompt": rng.choice(prompts), "completion": write_review(rng).text} for rng in draws]
+
+
+def labelled_reviews(split: str, *, num_rows: int, seed: int = 0) -> list[dict[str, str | int]]:
+    """Reviews with a verdict: rows {"prompt", "completion", "label"}, splits as `reward_pairs` has them.
+
+    label 1: more positive than negative clauses; 0: more negative ones, or broken text of any mood.
+    """
+    lexicon, prompts = _writer(split)
+    return [_labelled_review(random.Random(f"label {split} {seed} {i}"), lexicon, prompts) for i in range(num_rows)]
+
+
+def label_pairs(split: str, *, num_rows: int, seed: int = 0) -> list[dict[str, str]]:
+    """The same text as pairs {"prompt", "chosen", "rejected"}: a review of label 1 against one of label 0."""
+    lexicon, prompts = _writer(split)
+    pairs = []
+    for i in range(num_rows):
+        rng = random.Random(f"pair {split} {seed} {i}")
+        sides: dict[int, str] = {}
+        while len(sides) < 2:
+            row = _labelled_review(rng, lexicon, prompts)
+            sides[int(row["label"])] = str(row["completion"])
+        pairs.append({"prompt": rng.choice(prompts), "chosen": sides[1], "rejected": sides[0]})
+    return pairs
+
+
+def _writer(split: str) -> tuple[Lexicon, list[str]]:
+    """What the judged reviews of a split are written with: nouns and templates, and openings."""
+    if split not in ("train", "eval"):
+        raise ValueError(f"split {split!r} has no judged reviews; there are train and eval")
+    return (TRAINING, openings("pretrain")) if split == "train" else (HELD_OUT, openings("eval"))
+
+
+def _labelled_review(rng: random.Random, lexicon: Lexicon, prompts: list[str]) -> dict[str, str | int]:
+    prompt, review = rng.choice(prompts), write_review(rng, lexicon)
+    while review.polarity == 0:
+        review = write_review(rng, lexicon)
+    if rng.random() < BROKEN_SHARE:
+        return {"prompt": prompt, "completion": broken(review, rng), "label": 0}
+    return {"prompt": prompt, "completion": review.text, "label": int(review.polarity > 0)}
+
+
+def _reward_pair(rng: random.Random, lexicon: Lexicon, prompts: list[str]) -> dict[str, str]:
+    prompt = rng.choice(prompts)
+    if rng.random() < BROKEN_SHARE:
+        review = write_review(rng, lexicon)
+        return {"prompt": prompt, "chosen": review.text, "rejected": broken(review, rng), "kind": "broken"}
+    one, other = write_review(rng, lexicon), write_review(rng, lexicon)
+    while one.polarity == other.polarity:
+        other = write_review(rng, lexicon)
+    chosen, rejected = (one, other) if one.polarity > other.polarity else (other, one)
+    kind = "contradicting" if one.contradicts_itself or other.contradicts_itself else "clear"
+    return {"prompt": prompt, "chosen": chosen.text, "rejected": rejected.text, "kind": kind}
+
+
+def broken(review: Review, rng: random.Random) -> str:
+    """A review damaged the way a policy that chases a reward damages it: shuffled, looped, cut off, words missing."""
+    while True:
+        words = review.text.split()
+        kind = rng.randrange(4)
+        if kind == 0:
+            rng.shuffle(words)
+        elif kind == 1:
+            sentence = rng.choice([part for part in review.text.split(".") if part]) + "."
+            words = (sentence * rng.randint(2, 4)).split()
+        elif kind == 2:
+            words = words[: rng.randrange(1, len(words) - 1)]
+        else:
+            for _ in range(max(2, len(words) // 5)):
+                del words[rng.randrange(len(words))]
+        text = " " + " ".join(words)
+        if unparsable_share(text) > 0:  # a cut may fall after a full stop
+            return text
 
 
 def write(out: Path) -> list[Path]:
+    """The files of the experiment."""
     out.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, rows_of in KINDS.items():
-        for split, count in ROWS.items():
-            path = out / f"{name}{'' if split == 'train' else '.eval'}.jsonl"
-            rows: Sequence[dict[str, Any]] = rows_of(split, num_rows=count)
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-            written.append(path)
+    for name, rows_of in (("reviews", review_rows), ("labelled", labelled_reviews), ("pairs", label_pairs)):
+        for end, split, count in (("", "train", 6400), (".eval", "eval", 512)):
+            written.append(out / f"{name}{end}.jsonl")
+            write_rows(written[-1], rows_of(split, num_rows=count))
     return written
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
 from tinyrl.environments import Reply, Transcript, last_turn
-from tinyrl.starter.lookup import answer_text, fact, found_text, lookup_rows, search_text
+from tinyrl.starter.text import answer_text, fact, found_text, lookup_rows, search_text
 from tinyrl.tasks.grading import completion_text
 from tinyrl.tasks.task import Task
 

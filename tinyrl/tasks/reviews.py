@@ -8,7 +8,7 @@ from typing import Any
 
 from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
-from tinyrl.starter.reviews import clause_moods, openings, unparsable_share
+from tinyrl.starter.sentiment import clause_moods, openings, unparsable_share
 from tinyrl.tasks.grading import completion_text
 from tinyrl.tasks.task import Task
 

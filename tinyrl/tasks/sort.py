@@ -7,7 +7,7 @@ from typing import Any
 
 from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
-from tinyrl.starter.sorting import sort_completion, sort_rows
+from tinyrl.starter.text import sort_completion, sort_rows
 from tinyrl.tasks.grading import completion_text
 from tinyrl.tasks.task import Task
 
