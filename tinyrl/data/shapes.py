@@ -206,12 +206,12 @@ def mean_and_deviation(ratings: list[float]) -> tuple[float, float]:
 
 def column_of(row: Row, wanted: tuple[str, ...]) -> str:
     """The first of some columns that a row has and that is not null."""
-    there = next((name for name in wanted if row.get(name) is not None), None)
-    if there is not None:
-        return there
-    null = next((name for name in wanted if name in row), None)
-    if null is not None:
-        raise ValueError(f"'{null}' is null")
+    for name in wanted:
+        if row.get(name) is not None:
+            return name
+    for name in wanted:
+        if name in row:
+            raise ValueError(f"'{name}' is null")
     near = next((meant for name in wanted if (meant := did_you_mean(name, list(row)))), "")
     either = or_list([f"'{name}'" for name in wanted])
     rename = f"Rename one (of task.data: task.columns.{wanted[0]}=OLD)"  # rows of another setting are as they are

@@ -1,9 +1,8 @@
 """What `tinyrl eval` evaluates: a run, a checkpoint or a model, and the configurations that it is loaded with.
 
-A run of grpo or ppo is sampled on its held-out prompts and judged by its reward. A run of sft or dpo has held-out rows,
-on which its trainer measures it, and is a policy too, which is sampled where a task or a reward is named. A reward
-model is measured on its held-out rows alone. A task, rows and settings of the command line take the place of the run's
-own. Nothing here imports torch.
+A run of grpo or ppo is sampled on its held-out prompts and judged by its reward. A run of sft or dpo is measured by its
+trainer on its held-out rows, and sampled too where a task or a reward is named. A reward model is only measured. A
+task, rows and settings of the command line take the place of the run's own. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -85,21 +84,21 @@ def find(path: str, asked: Asked) -> Target:
     _check_settings(asked)
     run = run_of(Path(path))
     if run is None:
-        return Target(path, None, _model(path, asked), None)
+        if asked.task is None and asked.data is None:
+            where = "--task NAME (see `tinyrl tasks`) or --data FILE"
+            raise ValueError(f"{path} is not a run, so say what to evaluate a model on: {where}")
+        values = {"model": {"path": path}, "task": {"name": asked.task or "rows"}, "reference": {"kind": "none"}}
+        return Target(path, None, _as_asked({"method": "grpo", **values}, asked), None)
     config = open_run(run).read_config()
     method = config.trains
     if method.samples:
         return Target(path, run, config if asked.as_it_is else _as_asked(config.model_dump(), asked), None)
     if not method.policy and (asked.judge or asked.settings):
-        raise ValueError(
-            f"{path} is a reward model, which writes nothing that could be judged; a policy is judged by it with "
-            f"tinyrl eval POLICY reward.model={path}"
-        )
+        hint = f"a policy is judged by it with tinyrl eval POLICY reward.model={path}"
+        raise ValueError(f"{path} is a reward model, which writes nothing that could be judged; {hint}")
     if asked.settings and not asked.judge:
-        raise ValueError(
-            f"{path} is a run of {config.method}, which is sampled where something judges it: beside "
-            f"{shortened(asked.settings[0])} name {A_JUDGE}"
-        )
+        hint = f"beside {shortened(asked.settings[0])} name {A_JUDGE}"
+        raise ValueError(f"{path} is a run of {config.method}, which is sampled where something judges it: {hint}")
     if asked.judge:
         return Target(path, run, _as_asked(as_policy(config), asked), config)
     if asked.data is not None:  # read as the run's rows are
@@ -144,9 +143,8 @@ def judged_by(first: Config, config: Config, *, own: tuple[str, ...]) -> Config:
     """The other side's configuration with the first one's rows, reward, environment and sampling; `own` are the
     settings of `generation` that say how a model is run, not what is sampled.
     """
-    generation = {**first.generation.model_dump(), **config.generation.model_dump(include={*own})}
-    given = {"task": first.task.model_dump(), "reward": first.reward.model_dump(), "generation": generation}
-    given["environment"] = first.environment.model_dump()
+    given = first.model_dump(include={"task", "reward", "environment", "generation"})
+    given["generation"] |= config.generation.model_dump(include={*own})
     return Config.model_validate({**config.model_dump(), **given})
 
 
@@ -158,11 +156,9 @@ def measured_by(first: Config, other: Target) -> Config:
     theirs = other.measured or other.sampled
     assert theirs is not None
     if first.trains.policy is not other.is_policy:
-        kinds = ("a reward model", "a policy")
-        raise ValueError(
-            f"{other.path} is {kinds[other.is_policy]} and the first one is {kinds[not other.is_policy]}: they have no "
-            "number in common"
-        )
+        both = "is a policy and the first one is a reward model"
+        both = both if other.is_policy else "is a reward model and the first one is a policy"
+        raise ValueError(f"{other.path} {both}: they have no number in common")
     values = first.model_dump() | {"model": theirs.model.model_dump(), "lora": theirs.lora.model_dump()}
     if not other.is_policy:
         values["task"] |= {name: getattr(theirs.task, name) for name in RENDERING}
@@ -176,10 +172,8 @@ def _key(setting: str) -> str:
 def check_sections(settings: Iterable[str], sections: tuple[str, ...], who: str) -> None:
     for setting in settings:
         if setting.partition(".")[0] not in sections:
-            raise ValueError(
-                f"override '{shortened(setting)}': {who} takes settings of {and_list([*sections])}; the others are the "
-                "run's own"
-            )
+            known = f"{who} takes settings of {and_list([*sections])}; the others are the run's own"
+            raise ValueError(f"override '{shortened(setting)}': {known}")
 
 
 def _check_settings(asked: Asked) -> None:
@@ -193,24 +187,14 @@ def _check_settings(asked: Asked) -> None:
             raise ValueError(f"override '{shortened(setting)}': say it as {OPTIONS[_key(setting)]}")
 
 
-def _model(path: str, asked: Asked) -> Config:
-    task = asked.task or ("rows" if asked.data is not None else None)
-    if task is None:
-        where = "--task NAME (see `tinyrl tasks`) or --data FILE"
-        raise ValueError(f"{path} is not a run, so say what to evaluate a model on: {where}")
-    values = {"method": "grpo", "model": {"path": path}, "task": {"name": task}, "reference": {"kind": "none"}}
-    return _as_asked(values, asked)
-
-
 def as_policy(config: Config) -> dict[str, Any]:
     """The policy that any method has trained, as grpo's configuration: to be sampled and scored, not trained."""
-    names = ["model", "lora", "task", "run", "reference"]
-    names += ["generation", "environment", "reward"] if config.samples else []
-    values: dict[str, Any] = {name: getattr(config, name).model_dump() for name in names}
+    sampling = {"generation", "environment", "reward"} if config.samples else set()
+    values = config.model_dump(include={"model", "lora", "task", "run", *sampling})
     values["run"] |= {"trackers": []}
     values["lora"] |= {"dropout": 0.0}
     values["reference"] = {"kind": "none" if config.model.random_init else config.reference.kind}
-    return {"method": "grpo", **values}
+    return values | {"method": "grpo"}
 
 
 def _as_asked(values: dict[str, Any], asked: Asked) -> Config:

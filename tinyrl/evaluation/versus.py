@@ -149,7 +149,7 @@ def _other(vs: str, ours: Side, *, asked: Asked, options: Options) -> Side:
     if vs == "base":
         if roles.peft is None and roles.reference_model is None:
             raise ValueError(
-                "--vs base: this model was fully fine-tuned without a reference, so its base is not at hand"
+                "--vs base: the model was fully fine-tuned without a reference, so its base is not at hand"
             )
         return Side(ours.parts, "reference" if roles.peft is None else "base", "base")
     if vs == "start":
@@ -161,13 +161,13 @@ def _other(vs: str, ours: Side, *, asked: Asked, options: Options) -> Side:
     assert target.sampled is not None
     config = judged_by(first, target.sampled, own=OWN_SAMPLING)
     side = load_side(replace(target, sampled=config), options=options, judge=ours.parts.scorer)
-    side.parts.config = _seeded(side.parts.config, first.run.seed)
+    side.parts.config = _with(side.parts.config, seed=first.run.seed)  # whose uniforms the samples are drawn by
     return replace(side, trained_on=trained_on(vs))
 
 
-def _seeded(config: Config, seed: int) -> Config:
-    """The same with another run's uniforms."""
-    return config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
+def _with(config: Config, **run: int) -> Config:
+    """The same with other settings of run."""
+    return config.model_copy(update={"run": config.run.model_copy(update=run)})
 
 
 def load_side(target: Target, *, options: Options, judge: Scorer | None = None) -> Side:
@@ -187,8 +187,7 @@ def load_side(target: Target, *, options: Options, judge: Scorer | None = None) 
 
 def measure(config: Config, checkpoint: Path | None, asked: Asked, *, options: Options) -> dict[str, Any]:
     """What a trainer measures on rows, for the weights of a checkpoint; None: for what training starts from."""
-    run = config.run.model_copy(update={"eval_prompts": asked.num_prompts})
-    trainer = trainer_of(config.method)(config.model_copy(update={"run": run}), options=options)
+    trainer = trainer_of(config.method)(_with(config, eval_prompts=asked.num_prompts), options=options)
     try:
         if checkpoint is not None and config.trains.policy:  # of any method: that of another run too
             load_policy(trainer.roles, checkpoint)
@@ -206,12 +205,10 @@ def measure(config: Config, checkpoint: Path | None, asked: Asked, *, options: O
 def _other_measured(config: Config, vs: str, asked: Asked, *, options: Options) -> dict[str, Any]:
     if vs in ("base", "start"):
         if not config.trains.policy:
-            raise ValueError(
-                f"--vs {vs}: a reward model starts from nothing; name another run of `tinyrl train reward`"
-            )
-        model = config.model.model_copy(update={"adapter": None} if vs == "base" else {})
-        begin = config.model_copy(update={"model": model})
-        return {"target": vs, "held_out": measure(begin, None, asked, options=options)}
+            raise ValueError(f"--vs {vs}: a reward model starts from nothing; name another `tinyrl train reward` run")
+        if vs == "base":
+            config = config.model_copy(update={"model": config.model.model_copy(update={"adapter": None})})
+        return {"target": vs, "held_out": measure(config, None, asked, options=options)}
     other = locate(find(vs, Asked(task=None if run_of(Path(vs)) else "rows")))
     found = measure(measured_by(config, other), other.checkpoint, asked, options=options)
     seen = len(prompt_keys(config, "eval") & trained_on(vs)) if asked.split == "eval" else 0
@@ -291,7 +288,7 @@ def _evaluated(
 ) -> tuple[list[int], Evaluation]:
     """One policy on the prompts that nobody was trained on (their numbers too), with the uniforms of `seed`."""
     assert target.sampled is not None
-    side = load_side(replace(target, sampled=_seeded(target.sampled, seed)), options=options)
+    side = load_side(replace(target, sampled=_with(target.sampled, seed=seed)), options=options)
     try:
         prompts = [p for p in side.prompts(asked.split) if prompt_key(p.prompt) not in seen][: asked.num_prompts]
         if not prompts:

@@ -25,14 +25,14 @@ from typing import NamedTuple
 from tinyrl.starter import check_split, split_of, write_rows
 
 
-def words(text: str) -> list[str]:
-    return text.split()
+def words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
 
 
 class Lexicon(NamedTuple):
     """The part of the grammar that a writer uses."""
 
-    nouns: list[str]
+    nouns: tuple[str, ...]
     adjective_templates: tuple[str, ...]
     verb_templates: tuple[str, ...]
 
