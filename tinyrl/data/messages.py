@@ -118,7 +118,6 @@ def as_messages(prompt: Prompt | None) -> list[Message]:
 
 
 def roles_of(messages: list[Message]) -> str:
-    """The roles of messages as a sentence lists them."""
     return listed((message["role"] for message in messages), most=8)
 
 

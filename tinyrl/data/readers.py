@@ -221,7 +221,6 @@ def _read_parquet(source: str) -> Placed:
 
 def _read_saved(source: str) -> Placed:
     import datasets  # seconds
-    from datasets.exceptions import DatasetsError
 
     try:
         saved = datasets.load_from_disk(source)
@@ -230,18 +229,17 @@ def _read_saved(source: str) -> Placed:
                 raise ValueError(f"name the folder of one of its splits: {', '.join(map(str, saved))}")
             saved = saved["train"]
         return _numbered(source, saved.to_list())
-    except (DatasetsError, OSError, KeyError, ValueError) as error:
+    except (datasets.exceptions.DatasetsError, OSError, KeyError, ValueError) as error:
         raise ValueError(f"{source}: a folder of save_to_disk that cannot be read: {first_line(error)}") from error
 
 
 def _read_hub(source: str, *, revision: str | None, id: str, config: str | None, split: str | None) -> Placed:
     import datasets  # seconds
-    from datasets.exceptions import DatasetsError
 
     try:
         data = datasets.load_dataset(id, config, split=split or "train", revision=revision)
         return _numbered(source, data.to_list())
-    except (DatasetsError, OSError, ValueError) as error:
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise ValueError(
             f"task data '{source}': there is no such file, and the hub does not give it: {first_line(error)}\n"
             "  A hub name is owner/name:config@split. Without a network, give a file: task.data=FILE.jsonl"

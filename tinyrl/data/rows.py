@@ -28,11 +28,8 @@ def read_rows(source: str, *, columns: dict[str, str] | None = None, revision: s
 
 
 def placed_rows(source: str, *, columns: dict[str, str] | None = None, revision: str | None = None) -> Placed:
-    """The rows of a .jsonl, .json, .csv or .parquet file, a folder of save_to_disk, or a hub data set
-    "owner/name:config@split", each with its place ("train.jsonl:12"), for errors found later.
-
-    `columns` {new: old} renames, replacing a column `new` that was there; `revision` is for the hub. Raises ValueError
-    naming the place.
+    """`read_source` with columns renamed ({new: old}, replacing a column `new` that was there), each row with its place
+    ("train.jsonl:12"), for errors found later. Raises ValueError naming the place.
     """
     placed = read_source(source, revision=revision)
     return [(place, _renamed(row, columns, place)) if columns else (place, row) for place, row in placed]
@@ -106,10 +103,9 @@ def hold_out(
 def example_rows(config: Config) -> tuple[list[Row], list[Row]]:
     """(training rows, held-out rows) of a method that learns from rows, by task.data and task.eval_data.
 
-    Labels and ratings keep all answers of a held-out prompt, and are shuffled, keyed by task.split_seed, before any are
-    taken: such files often stand in the order of their labels. Where all rows have one prompt (games, texts behind an
-    empty one), rows are held out, not prompts. Raises ValueError where there are no rows, or none but one, which
-    is trained on and not held out with run.eval_prompts=0.
+    Labels and ratings keep all answers of a held-out prompt, and are shuffled first (by task.split_seed): such files
+    often stand in the order of their labels. Where all rows have one prompt, rows are held out, not prompts. Raises
+    ValueError where there are no rows, or only one that run.eval_prompts would hold out.
     """
     where = config.task
     if where.data is None:

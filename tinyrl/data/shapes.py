@@ -77,15 +77,11 @@ def text_examples(row: Row) -> list[TextExample]:
     Tool and user turns are context, as is an assistant turn with nothing before it. Raises ValueError, naming the
     columns, for a row that is none of `completion`, `messages`, `conversations`, `text`.
     """
-    column = column_of(row, TEXT_COLUMNS)
-    if column in CONVERSATIONS:
-        messages, behind = conversation(row, column), 1
-    else:
-        prompt, answer = _prompt(row), _side(row, column)
-        if isinstance(answer, str):
-            return [TextExample(prompt, answer)]
-        before = as_messages(prompt)
-        messages, behind = [*before, *answer], max(1, len(before))
+    _, prompt, answer = _text_of(row)
+    if isinstance(answer, str):
+        return [TextExample(prompt, answer)]
+    before = as_messages(prompt)
+    messages, behind = [*before, *answer], max(1, len(before))
     tools = parsed(row.get("tools"), "tools")
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"'tools' must be a list of tool definitions, not {tools!r:.60}")
@@ -127,14 +123,10 @@ def judged(row: Row, objective: Objective) -> Scored:
         return preference(row)
     value_in = _value_column(row, objective)
     value = _number(row[value_in], value_in)
-    column = column_of(row, TEXT_COLUMNS)
-    if column in CONVERSATIONS:
-        messages = conversation(row, column)
-    else:
-        prompt, answer = _prompt(row), _side(row, column)
-        if isinstance(answer, str):
-            return Scored(prompt, (answer,), value)
-        messages = [*as_messages(prompt), *answer]
+    column, prompt, answer = _text_of(row)
+    if isinstance(answer, str):
+        return Scored(prompt, (answer,), value)
+    messages = [*as_messages(prompt), *answer]
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise ValueError(f"'{column}' must end with an answer of the assistant, not {roles_of(messages)}")
     return Scored(messages[:-1], (messages[-1:],), value)
@@ -218,6 +210,14 @@ def column_of(row: Row, wanted: tuple[str, ...]) -> str:
     raise ValueError(f"no column {either}.{near} Columns: {listed(row)}. {rename}")
 
 
+def _text_of(row: Row) -> tuple[str, Prompt | None, Side]:
+    """The column that a row is read by, the prompt before it, and what it holds; a conversation holds its prompt."""
+    column = column_of(row, TEXT_COLUMNS)
+    if column in CONVERSATIONS:
+        return column, None, conversation(row, column)
+    return column, _prompt(row), _side(row, column)
+
+
 def _value_column(row: Row, objective: Objective) -> str:
     return column_of(row, ("score", "label") if objective == "ratings" else ("label", "score"))
 
@@ -264,7 +264,6 @@ def _number(value: Any, column: str) -> float:
 def _message_pair(
     given: Prompt | None, chosen: list[Message], rejected: list[Message]
 ) -> tuple[Prompt, tuple[Side, Side]]:
-    """(prompt, (chosen, rejected)) of messages, the prompt given, inside both, or both at once."""
     if given is not None and chosen[0]["role"] == rejected[0]["role"] == "assistant":
         prompt, sides = given, (chosen, rejected)
     else:
@@ -284,7 +283,6 @@ def _message_pair(
 
 
 def _shared_text(chosen: str, rejected: str) -> int:
-    """Where the beginning that two texts share ends."""
     both = zip(chosen, rejected, strict=False)
     most = min(len(chosen), len(rejected)) - 1
     shared = chosen[: next((i for i, (a, b) in enumerate(both) if a != b), most)]
@@ -332,12 +330,10 @@ def quoting(row: Row) -> Iterator[None]:
 
 
 def beginning(row: Row) -> str:
-    """The beginning of a row, in one harmless line."""
     return one_line(str(row)[:500], 100)
 
 
 def _form(row: Row, what: Literal["text"] | Objective) -> str:
-    """The columns that a row is read by, as a sentence names them."""
     has_prompt = row.get("prompt") is not None
     if what == "pairs":
         side = "messages" if isinstance(row.get("chosen"), list) else "text"
@@ -351,7 +347,6 @@ def _form(row: Row, what: Literal["text"] | Objective) -> str:
 
 
 def _shown(side: Side) -> str:
-    """A text or messages in one harmless line; of a long one the beginning and the end."""
     text = repr(side) if isinstance(side, str) else " | ".join(_said(message) for message in side)
     if len(text) > SHOWN:
         text = f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"

@@ -26,18 +26,16 @@ Role = Literal["policy", "reference", "base"]
 
 @dataclass
 class Evaluation:
-    """metrics: what `tinyrl eval --json` prints; by_prompt: mean reward of each prompt, for paired differences;
-    samples: lines for samples.jsonl; values: by judge (the reward, each reward of several, the verifier where it is
-    not the reward), for each prompt what it gives each sample, without judges that apply to none.
+    """values: by judge (the reward, each reward of several, the verifier where it is not the reward), for each prompt
+    what it gives each sample, without judges that apply to none.
     """
 
-    metrics: dict[str, Any]
-    by_prompt: list[float]
-    samples: list[dict[str, Any]]
+    metrics: dict[str, Any]  # what `tinyrl eval --json` prints
+    by_prompt: list[float]  # mean reward of each prompt, for paired differences
+    samples: list[dict[str, Any]]  # lines for samples.jsonl
     values: dict[str, list[list[float]]] = field(default_factory=dict)
 
     def flat(self) -> dict[str, Any]:
-        """The metrics as `eval/...` keys of metrics.jsonl."""
         flat = {**self.metrics, **{f"greedy/{k}": v for k, v in self.metrics.get("greedy", {}).items()}}
         return {f"eval/{k}": v for k, v in flat.items() if k != "greedy"}
 
@@ -70,7 +68,6 @@ def _judged(
     greedy: bool = False,
     best_of: int = 1,
 ) -> Evaluation:
-    """An evaluation of sampled completions alone, or of greedy ones."""
     scorer, task = parts.scorer, parts.task
     rollout = sample_and_score(
         prompts,
@@ -163,7 +160,6 @@ def _divergence(
 def _lines(
     rollout: Rollout, prompts: list[PreparedPrompt], texts: list[str], samples: int, names: list[str]
 ) -> list[dict[str, Any]]:
-    """Lines of samples.jsonl."""
     scores, rewards, reasons = (x.tolist() for x in (rollout.scores, rollout.rewards, rollout.finish_reasons))
     return [
         {

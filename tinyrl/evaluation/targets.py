@@ -30,22 +30,21 @@ JUDGES = ("reward", "reward.functions", "reward.model")  # settings that replace
 A_JUDGE = "a task (--task NAME) or a reward (reward.model=PATH, 'reward.functions=[{use: FILE.py:FUNCTION}]')"
 RENDERING = ("chat", "system_prompt", "chat_template")  # task settings that belong to the model, whatever the task
 
+OWN_SAMPLING = ("engine", "dtype", "max_rows", "url", "timeout_s")  # how a model is run, not what is sampled
+
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line says besides the target. task: another one than the run's; data: rows in place of the
-    held-out ones; settings: of reward, generation and task, in place of the run's; best_of: each sample of the target
-    is the best of so many by the reward; save_samples: a file for the samples.
-    """
+    """What the command line says besides the target."""
 
-    task: str | None = None
-    data: str | None = None
-    settings: tuple[str, ...] = ()
+    task: str | None = None  # another one than the run's
+    data: str | None = None  # rows in place of the held-out ones
+    settings: tuple[str, ...] = ()  # of reward, generation and task, in place of the run's
     split: str = "eval"
     num_prompts: int = 512
     samples: int = 1
-    best_of: int = 1
-    save_samples: str | None = None
+    best_of: int = 1  # each sample of the target is the best of so many by the reward
+    save_samples: str | None = None  # a file
 
     @property
     def judge(self) -> bool:
@@ -59,15 +58,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Target:
-    """What is evaluated. sampled: the configuration that it is sampled with (None: it is not); measured: the run's own,
-    where its trainer measures it on rows (None: it does not); checkpoint: whose weights, once `locate` has found it.
-    """
+    """What is evaluated."""
 
     path: str
     run: Path | None
-    sampled: Config | None
-    measured: Config | None
-    checkpoint: Path | None = None
+    sampled: Config | None  # the configuration that it is sampled with, if it is
+    measured: Config | None  # the run's own, where its trainer measures it on rows
+    checkpoint: Path | None = None  # whose weights, once `locate` has found it
 
     @property
     def name(self) -> str:
@@ -75,7 +72,6 @@ class Target:
 
     @property
     def is_policy(self) -> bool:
-        """Whether it can be sampled from, and not only measured."""
         return self.measured is None or self.measured.trains.policy
 
 
@@ -139,12 +135,10 @@ def prompt_keys(config: Config, split: str) -> frozenset[str]:
     return frozenset(prompt_key(shared_prompt(row)) for row in (train if split == "train" else held_out))
 
 
-def judged_by(first: Config, config: Config, *, own: tuple[str, ...]) -> Config:
-    """The other side's configuration with the first one's rows, reward, environment and sampling; `own` are the
-    settings of `generation` that say how a model is run, not what is sampled.
-    """
+def judged_by(first: Config, config: Config) -> Config:
+    """The other side's configuration with the first one's rows, reward, environment and sampling."""
     given = first.model_dump(include={"task", "reward", "environment", "generation"})
-    given["generation"] |= config.generation.model_dump(include={*own})
+    given["generation"] |= config.generation.model_dump(include={*OWN_SAMPLING})
     return Config.model_validate({**config.model_dump(), **given})
 
 

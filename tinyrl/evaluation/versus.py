@@ -21,6 +21,7 @@ from tinyrl.data.rows import prompt_key
 from tinyrl.evaluation.evaluate import Evaluation, Role, evaluate
 from tinyrl.evaluation.statistics import paired_difference, win_rates
 from tinyrl.evaluation.targets import (
+    OWN_SAMPLING,
     Asked,
     Target,
     check_asked,
@@ -40,8 +41,6 @@ from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.text import hidden
 
 FEWEST_LEFT = 10  # prompts, after those that the other side was trained on are left out
-# Generation settings that say how a model is run, not what is sampled.
-OWN_SAMPLING = ("engine", "dtype", "max_rows", "url", "timeout_s")
 LIMITS = ("timeout_s", "memory_gb")  # of the processes of people's code
 JUDGED_BY = {  # the sections that say how samples are judged, and which of their settings do not
     "task": ("skip_solved", "solved_reward"),
@@ -159,14 +158,13 @@ def _other(vs: str, ours: Side, *, asked: Asked, options: Options) -> Side:
     # It needs a configuration to be sampled with, whatever it says: the first one's takes its place.
     target, first = locate(find(vs, replace(asked, task=asked.task or "rows", settings=()))), ours.parts.config
     assert target.sampled is not None
-    config = judged_by(first, target.sampled, own=OWN_SAMPLING)
+    config = judged_by(first, target.sampled)
     side = load_side(replace(target, sampled=config), options=options, judge=ours.parts.scorer)
     side.parts.config = _with(side.parts.config, seed=first.run.seed)  # whose uniforms the samples are drawn by
     return replace(side, trained_on=trained_on(vs))
 
 
 def _with(config: Config, **run: int) -> Config:
-    """The same with other settings of run."""
     return config.model_copy(update={"run": config.run.model_copy(update=run)})
 
 
@@ -271,7 +269,6 @@ def alike(paths: list[str], asked: Asked) -> list[Target]:
 
 
 def _differences(first: Target, other: Target, section: str, *, besides: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:
-    """The settings of a section in which two targets differ, with both values."""
     left, right = (getattr(target.sampled, section).model_dump() for target in (first, other))
     return {name: (left[name], right[name]) for name in left if name not in besides and left[name] != right[name]}
 

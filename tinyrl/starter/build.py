@@ -82,7 +82,6 @@ def _of_library(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast
 
 
 def rows_of(data: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """(rows to train on, held-out rows) of one kind of generated data."""
     if data == "language":
         return language_rows(LANGUAGE_ROWS, SEED), language_rows(EVAL_ROWS, SEED + 1)
     if data == "episodes":
@@ -124,7 +123,6 @@ def train(model: str, work: Path) -> Path:
 
 
 def round_to_bfloat16(folder: Path) -> None:
-    """Round the weights in a model's folder, and say so in its config."""
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())

