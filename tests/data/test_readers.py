@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tinyrl.data.readers import read_source
+from tinyrl.data.readers import placed_rows
 
 
 def written(folder: Path, name: str, content: str | bytes) -> str:
@@ -18,7 +18,7 @@ def written(folder: Path, name: str, content: str | bytes) -> str:
 
 def refused(source: str) -> str:
     with pytest.raises(ValueError, match=r"\w") as caught:
-        read_source(source)
+        placed_rows(source)
     message = str(caught.value)
     assert len(message.splitlines()) <= 6
     assert max(map(len, message.splitlines())) < 400
@@ -30,11 +30,11 @@ def test_a_folder_of_save_to_disk_gives_its_rows(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "1 + 1"}], "answer": "2"}, {"prompt": [], "answer": None}]
     one = datasets.Dataset.from_list(rows)
     one.save_to_disk(str(tmp_path / "one"))
-    assert [row for _, row in read_source(str(tmp_path / "one"))] == rows
+    assert [row for _, row in placed_rows(str(tmp_path / "one"))] == rows
     both = datasets.DatasetDict(train=one, test=one.select([0]))
     both.save_to_disk(str(tmp_path / "both"))
-    assert [row for _, row in read_source(str(tmp_path / "both"))] == rows
-    assert [row for _, row in read_source(str(tmp_path / "both" / "test"))] == rows[:1]
+    assert [row for _, row in placed_rows(str(tmp_path / "both"))] == rows
+    assert [row for _, row in placed_rows(str(tmp_path / "both" / "test"))] == rows[:1]
     datasets.DatasetDict(dev=one).save_to_disk(str(tmp_path / "dev"))
     assert "splits: dev" in refused(str(tmp_path / "dev"))
     for file in (tmp_path / "one").glob("*.arrow"):
@@ -44,7 +44,7 @@ def test_a_folder_of_save_to_disk_gives_its_rows(tmp_path: Path) -> None:
 
 def test_jsonl_gives_rows_with_their_lines_and_skips_blank_ones(tmp_path):
     source = written(tmp_path, "a.jsonl", '{"q": "1", "n": 2}\n\n  \n{"q": "\u2028two\x85", "n": [true, null]}\r\n')
-    assert read_source(source) == [
+    assert placed_rows(source) == [
         (f"{source}:1", {"q": "1", "n": 2}),
         (f"{source}:4", {"q": "\u2028two\x85", "n": [True, None]}),
     ]
@@ -52,7 +52,7 @@ def test_jsonl_gives_rows_with_their_lines_and_skips_blank_ones(tmp_path):
 
 def test_json_gives_rows_with_their_numbers(tmp_path):
     source = written(tmp_path, "a.json", '\n[{"q": "[,{"},\n\n {"q":\n"b"}, {"q": "c"}\n]\n')
-    assert read_source(source) == [
+    assert placed_rows(source) == [
         (f"{source} row 1", {"q": "[,{"}),
         (f"{source} row 2", {"q": "b"}),
         (f"{source} row 3", {"q": "c"}),
@@ -61,7 +61,7 @@ def test_json_gives_rows_with_their_numbers(tmp_path):
 
 def test_csv_gives_rows_with_the_lines_they_start_on(tmp_path):
     source = written(tmp_path, "a.csv", 'q,answer\n"two\nlines, ""quoted""",1\n\nlast,\n')
-    assert read_source(source) == [
+    assert placed_rows(source) == [
         (f"{source}:2", {"q": 'two\nlines, "quoted"', "answer": "1"}),
         (f"{source}:5", {"q": "last", "answer": ""}),
     ]
@@ -72,7 +72,7 @@ def test_parquet_gives_rows(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     source = str(tmp_path / "a.parquet")
     parquet.write_table(pyarrow.table({"q": ["x", "y"], "names": [["a"], []]}), source)
-    assert read_source(source) == [
+    assert placed_rows(source) == [
         (f"{source} row 1", {"q": "x", "names": ["a"]}),
         (f"{source} row 2", {"q": "y", "names": []}),
     ]
@@ -82,13 +82,13 @@ def test_parquet_gives_rows(tmp_path):
 def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path, name):
     text = {"a.jsonl": '{"q": "é"}', "a.json": '[{"q": "é"}]', "a.csv": "q\né"}[name]
     source = written(tmp_path, name, b"\xef\xbb\xbf" + text.encode())
-    assert [row for _, row in read_source(source)] == [{"q": "é"}]
+    assert [row for _, row in placed_rows(source)] == [{"q": "é"}]
 
 
 def test_a_megabyte_in_one_field_is_read(tmp_path):
     long = "x" * 1_000_000
-    assert read_source(written(tmp_path, "a.csv", f"q,a\n{long},1\n"))[0][1] == {"q": long, "a": "1"}
-    assert read_source(written(tmp_path, "a.jsonl", json.dumps({"q": long})))[0][1] == {"q": long}
+    assert placed_rows(written(tmp_path, "a.csv", f"q,a\n{long},1\n"))[0][1] == {"q": long, "a": "1"}
+    assert placed_rows(written(tmp_path, "a.jsonl", json.dumps({"q": long})))[0][1] == {"q": long}
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,9 @@ def test_a_hub_name_has_a_config_and_a_split(monkeypatch):
         ("openai/gsm8k:main@test row 1", {"q": "x", "n": [1]}),
         ("openai/gsm8k:main@test row 2", {"q": "y", "n": []}),
     ]
-    assert read_source("openai/gsm8k:main@test") == wanted
-    assert [len(read_source(name)) for name in ("a/b", "a/b@dev", "a-1/b.c:d")] == [2, 2, 2]
-    assert len(read_source("a/b", revision="1f0c")) == 2
+    assert placed_rows("openai/gsm8k:main@test") == wanted
+    assert [len(placed_rows(name)) for name in ("a/b", "a/b@dev", "a-1/b.c:d")] == [2, 2, 2]
+    assert len(placed_rows("a/b", revision="1f0c")) == 2
     assert calls == [
         ("openai/gsm8k", "main", "test", None),
         ("a/b", None, "train", None),
@@ -198,7 +198,7 @@ def test_a_hub_name_has_a_config_and_a_split(monkeypatch):
 def test_any_bytes_give_rows_or_a_value_error(tmp_path, name, content):
     source = written(tmp_path, name, content)
     try:
-        placed = read_source(source)
+        placed = placed_rows(source)
     except ValueError as error:
         message = str(error)
     else:

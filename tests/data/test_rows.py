@@ -6,12 +6,12 @@ import pytest
 
 from tests.running import LookedAt
 from tinyrl.data.messages import check_prompt
+from tinyrl.data.readers import placed_rows
 from tinyrl.data.rows import (
     batch_indices,
     fingerprint,
     hold_out,
     keyed_order,
-    placed_rows,
     read_rows,
     replaced_indices,
 )

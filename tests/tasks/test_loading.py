@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tinyrl.config.schema import Config
-from tinyrl.data import rows as data_rows
+from tinyrl.data import readers
 from tinyrl.data.rows import example_rows
 from tinyrl.tasks import TASKS, load_rows, load_split, load_task
 from tinyrl.tasks.task import Task
@@ -169,11 +169,11 @@ def test_tasks_and_rows_need_no_torch():
 def test_a_revision_reaches_the_hub_with_every_source(monkeypatch: pytest.MonkeyPatch):
     asked: list[tuple[str, str | None]] = []
 
-    def read(source: str, *, revision: str | None) -> list[tuple[str, dict[str, str]]]:
+    def read(source: str, *, revision: str | None, **name: str | None) -> list[tuple[str, dict[str, str]]]:
         asked.append((source, revision))
         return [(source, {"q": f"{n}", "text": f"{n}"}) for n in range(20)]
 
-    monkeypatch.setattr(data_rows, "read_source", read)
+    monkeypatch.setattr(readers, "_read_hub", read)
     load_rows(TOY, "train", data="a/b", eval_data="a/b@test", revision="1f0c")
     load_rows(TOY, "eval", data="a/b", eval_data="a/b@test", revision="1f0c")
     load_rows(TOY, "eval", data="a/b", revision="1f0c")

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tinyrl.config.schema import Config
-from tinyrl.data.readers import Row, hub_name, is_saved_set
-from tinyrl.data.rows import placed_rows
+from tinyrl.data.readers import Row, hub_name, is_saved_set, placed_rows
 from tinyrl.data.shapes import judged, objective_of, preference, text_examples
 from tinyrl.evaluation.targets import Asked, check_asked, find
 from tinyrl.runs.launched import launched

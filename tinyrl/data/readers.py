@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tinyrl.text import decode_utf8, did_you_mean, first_line
+from tinyrl.text import decode_utf8, did_you_mean, first_line, listed, shortened
 
 Row = dict[str, Any]
 Placed = list[tuple[str, Row]]  # a row and where it stands: "train.jsonl:12", "train.parquet row 12"
@@ -27,9 +27,11 @@ _HALF = re.compile(r"\\u[dD]")  # how an escape of half a character begins
 _FOREIGN_STARTS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"PK\x03\x04": "zipped", b"\x1f\x8b": "gzipped"}
 
 
-def read_source(source: str, *, revision: str | None = None) -> Placed:
+def placed_rows(source: str, *, columns: dict[str, str] | None = None, revision: str | None = None) -> Placed:
     """The rows of a file, of a folder that `datasets` has saved, or of a hub data set "owner/name:config@split", at
-    `revision`; of several splits train, where none is named.
+    `revision` (of several splits train, where none is named), each with its place.
+
+    `columns` {new: old} renames, replacing a column `new` that was there. Raises ValueError naming the place.
     """
     path = Path(source)
     read = FILE_READERS.get(path.suffix.lower())
@@ -50,7 +52,17 @@ def read_source(source: str, *, revision: str | None = None) -> Placed:
         raise ValueError(f"'{source}' is neither a file ({kinds}) nor a hub name such as openai/gsm8k:main@train")
     if not placed:
         raise ValueError(f"{source}: no rows in it")
-    return placed
+    return [(place, _renamed(row, columns, place)) for place, row in placed] if columns else placed
+
+
+def _renamed(row: Row, columns: dict[str, str], place: str) -> Row:
+    for new, old in columns.items():
+        if old not in row:
+            meant = did_you_mean(old, list(row))
+            asked = f"which task.columns.{shortened(new)} asks for.{meant} Columns: {listed(row)}"
+            raise ValueError(f"{place}: no column '{shortened(old)}', {asked}")
+    kept = {name: value for name, value in row.items() if name not in columns and name not in columns.values()}
+    return {**kept, **{new: row[old] for new, old in columns.items()}}
 
 
 def is_saved_set(source: str) -> bool:
@@ -221,6 +233,7 @@ def _read_parquet(source: str) -> Placed:
 
 def _read_saved(source: str) -> Placed:
     import datasets  # seconds
+    from datasets.exceptions import DatasetsError
 
     try:
         saved = datasets.load_from_disk(source)
@@ -229,17 +242,18 @@ def _read_saved(source: str) -> Placed:
                 raise ValueError(f"name the folder of one of its splits: {', '.join(map(str, saved))}")
             saved = saved["train"]
         return _numbered(source, saved.to_list())
-    except (datasets.exceptions.DatasetsError, OSError, KeyError, ValueError) as error:
+    except (DatasetsError, OSError, KeyError, ValueError) as error:
         raise ValueError(f"{source}: a folder of save_to_disk that cannot be read: {first_line(error)}") from error
 
 
 def _read_hub(source: str, *, revision: str | None, id: str, config: str | None, split: str | None) -> Placed:
     import datasets  # seconds
+    from datasets.exceptions import DatasetsError
 
     try:
         data = datasets.load_dataset(id, config, split=split or "train", revision=revision)
         return _numbered(source, data.to_list())
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+    except (DatasetsError, OSError, ValueError) as error:
         raise ValueError(
             f"task data '{source}': there is no such file, and the hub does not give it: {first_line(error)}\n"
             "  A hub name is owner/name:config@split. Without a network, give a file: task.data=FILE.jsonl"

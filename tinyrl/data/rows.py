@@ -1,4 +1,4 @@
-"""Rows: column renames, the held-out split, the order of use, the fingerprint.
+"""Rows: the held-out split, the order of use, the fingerprint.
 
 Which rows a step uses is a function of (seed, step) and nothing else, so a resumed run needs no iterator to restore.
 """
@@ -12,10 +12,9 @@ from functools import lru_cache
 from typing import Any
 
 from tinyrl.config.schema import Config
-from tinyrl.data.readers import Placed, Row, read_source
+from tinyrl.data.readers import Row, placed_rows
 from tinyrl.data.shapes import objective_of, shared_prompt
 from tinyrl.runs.signals import watched
-from tinyrl.text import did_you_mean, listed, shortened
 
 HELD_OUT_SHARE = 10  # one prompt in this many is held out for evaluation where no evaluation data is given
 HELD_OUT_MOST = 512
@@ -25,24 +24,6 @@ FEW = 30  # prompts; a score of fewer says little
 def read_rows(source: str, *, columns: dict[str, str] | None = None, revision: str | None = None) -> list[Row]:
     """`placed_rows` without the places."""
     return [row for _, row in placed_rows(source, columns=columns, revision=revision)]
-
-
-def placed_rows(source: str, *, columns: dict[str, str] | None = None, revision: str | None = None) -> Placed:
-    """`read_source` with columns renamed ({new: old}, replacing a column `new` that was there), each row with its place
-    ("train.jsonl:12"), for errors found later. Raises ValueError naming the place.
-    """
-    placed = read_source(source, revision=revision)
-    return [(place, _renamed(row, columns, place)) if columns else (place, row) for place, row in placed]
-
-
-def _renamed(row: Row, columns: dict[str, str], place: str) -> Row:
-    for new, old in columns.items():
-        if old not in row:
-            meant = did_you_mean(old, list(row))
-            asked = f"which task.columns.{shortened(new)} asks for.{meant} Columns: {listed(row)}"
-            raise ValueError(f"{place}: no column '{shortened(old)}', {asked}")
-    kept = {name: value for name, value in row.items() if name not in columns and name not in columns.values()}
-    return {**kept, **{new: row[old] for new, old in columns.items()}}
 
 
 def fingerprint(rows: list[Row]) -> str:

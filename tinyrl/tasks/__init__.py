@@ -12,8 +12,8 @@ import importlib.util
 from typing import TYPE_CHECKING, Literal
 
 from tinyrl.data.messages import CONVERSATIONS
-from tinyrl.data.readers import Row
-from tinyrl.data.rows import hold_out, placed_rows
+from tinyrl.data.readers import Row, placed_rows
+from tinyrl.data.rows import hold_out
 from tinyrl.data.shapes import shared_prompt
 from tinyrl.tasks.task import Task
 from tinyrl.text import did_you_mean, listed

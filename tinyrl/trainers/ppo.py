@@ -51,8 +51,8 @@ from tinyrl.algorithms.reward_shaping import token_rewards
 from tinyrl.components import Options, Parts, SamplingParts
 from tinyrl.config.method_sections import PpoConfig
 from tinyrl.config.schema import Config
-from tinyrl.data.readers import Row
-from tinyrl.data.rows import batch_indices, fingerprint, placed_rows
+from tinyrl.data.readers import Row, placed_rows
+from tinyrl.data.rows import batch_indices, fingerprint
 from tinyrl.data.shapes import described
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.roles import Role, Roles
