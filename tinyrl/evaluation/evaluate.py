@@ -86,7 +86,7 @@ class _Scored:
             step=EVAL_STEP,
             greedy=greedy,
             role=role,
-            game=parts.game,
+            runner=parts.game,
             first_sample=samples if best_of > 1 else 0,  # other samples than those it may be compared with
             world=parts.world,
         )

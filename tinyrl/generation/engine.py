@@ -66,30 +66,6 @@ class Completion:
     chosen: list[bool] | None = None
 
 
-@dataclass
-class Response:
-    """What an episode's policy has chosen and read so far, and why its last turn ended."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    chosen: list[bool] = field(default_factory=list)
-    finish_reason: FinishReason = "length"
-
-    def chose(self, turn: Completion) -> None:
-        self.tokens += turn.tokens
-        self.logprobs += turn.logprobs
-        self.chosen += [True] * len(turn.tokens)
-        self.finish_reason = turn.finish_reason
-
-    def read(self, tokens: list[int]) -> None:
-        self.tokens += tokens
-        self.logprobs += [0.0] * len(tokens)
-        self.chosen += [False] * len(tokens)
-
-    def completion(self) -> Completion:
-        return Completion(self.tokens, self.logprobs, self.finish_reason, self.chosen)
-
-
 @dataclass(frozen=True)
 class SamplingSettings:
     """How completions are drawn, the same for every request of a run.

@@ -10,7 +10,7 @@ token or later, so whatever is written to its cache lies behind what it has read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -139,10 +139,6 @@ class Slots:
         behind = self._move_behind(list(cached), self._exchange)
         self.parked |= {sample: Parked(slot, rows[sample]) for slot, sample in enumerate(behind, self.live)}
         self._keep_positions()
-
-    def drop(self, samples: Iterable[int]) -> None:
-        for sample in samples:
-            del self.parked[sample]
 
     def resume(self, samples: list[int], tokens: list[list[int]], *, uniforms: Tensor) -> None:
         """Parked samples go on: tokens[i] are read behind what samples[i] has in the cache, and the next one is drawn.

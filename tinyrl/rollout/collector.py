@@ -14,7 +14,7 @@ from torch import Tensor
 from tinyrl.distributed import ALONE, World
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.engine import Completion, Request, SampledRole, SampleOptions, SamplingEngine
-from tinyrl.generation.turns import Game, play
+from tinyrl.generation.turns import EpisodeRunner, play
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.device import to_device
 from tinyrl.models.micro_batches import MicroBatches, Work, own_rows
@@ -54,13 +54,13 @@ def sample_and_score(
     step: int,
     greedy: bool = False,
     role: SampledRole = "policy",
-    game: Game | None = None,
+    runner: EpisodeRunner | None = None,
     first_sample: int = 0,
     world: World = ALONE,
 ) -> Rollout:
     """Sample `group_size` responses for each prompt and score them: the first step of training and of evaluation.
 
-    With a `game` a response is an episode of turns. A prompt that is in the batch twice gets further samples, not the
+    With a `runner` a response is an episode of turns. A prompt that is in the batch twice gets further samples, not the
     same ones again; `first_sample` is the number of its first, by which it is drawn. Rows without a reward are not
     kept: it failed, or none applies. The processes of `world` sample some of the prompts each, and all of them get the
     whole rollout.
@@ -72,7 +72,7 @@ def sample_and_score(
         seen[prompt.index] = first + group_size
         requests.append(Request(prompt.tokens, prompt_row=prompt.index, first_sample=first))
     options: SampleOptions = {"seed": seed, "step": step, "greedy": greedy, "role": role}
-    completions, episodes = _sampled(prompts, requests, group_size, engine, game=game, options=options, world=world)
+    completions, episodes = _sampled(prompts, requests, group_size, engine, runner=runner, options=options, world=world)
     rollout = _as_tensors(prompts, completions, group_size)
     if episodes is not None:
         _add_episodes(rollout, episodes)
@@ -89,7 +89,7 @@ def _sampled(
     group_size: int,
     engine: SamplingEngine,
     *,
-    game: Game | None,
+    runner: EpisodeRunner | None,
     options: SampleOptions,
     world: World,
 ) -> tuple[list[Completion], list[Episode] | None]:
@@ -98,11 +98,11 @@ def _sampled(
     some, asked, episodes = [prompts[i] for i in own], [requests[i] for i in own], None
     if not own:
         completions: list[Completion] = []
-        episodes = None if game is None else []
-    elif game is None:
+        episodes = None if runner is None else []
+    elif runner is None:
         completions = [completion for group in engine.sample(asked, group_size, **options) for completion in group]
     else:
-        completions, episodes = play(some, asked, group_size, engine=engine, game=game, **options)
+        completions, episodes = play(some, asked, group_size, engine=engine, runner=runner, **options)
     if world.size == 1:
         return completions, episodes
     starts = range(0, len(completions), group_size)

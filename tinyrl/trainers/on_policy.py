@@ -103,7 +103,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
             group_size=self.group_size,
             seed=self.config.run.seed,
             step=step,
-            game=self.game,
+            runner=self.game,
             world=self.world,
         )
         finalize_truncated(rollout, self.truncation)
