@@ -21,8 +21,7 @@ from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import LOOK_EVERY, Completion, SamplingEngine, SamplingSettings
 from tinyrl.generation.fused import PREFILL_TOKENS, WIDTH_BUCKET, FusedEngine, rows_that_fit
 from tinyrl.generation.hf import HfEngine, HfMergedEngine
-from tinyrl.generation.server import ServerEngine
-from tinyrl.generation.server_client import ServerClient
+from tinyrl.generation.server import ServerClient, ServerEngine
 from tinyrl.generation.slots import Slots
 from tinyrl.models.batches import backbone_of
 from tinyrl.models.device import HALVES, as_exact, free_bytes, in_float32, ordinary_ids, resolve_dtype
