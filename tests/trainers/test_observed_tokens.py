@@ -20,7 +20,6 @@ from tinyrl.models.batches import SequenceBatch
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.collector import (
     Truncation,
-    _add_episodes,
     _as_tensors,
     finalize_truncated,
     forward_pass,
@@ -173,9 +172,8 @@ def two() -> Rollout:
         Completion([5, 6, 7, 8], [-1.0] * 4, "length", [True] * 4),
     ]
     prompt = PreparedPrompt(0, {"prompt": "a"}, "a", "a", [4], "")
-    out = _as_tensors([prompt], completions, 2)
     turns = [Episode(turn_ends=[1, 5], turn_rewards=[0.5, 0.25]), Episode(turn_ends=[3], turn_rewards=[0.0])]
-    _add_episodes(out, turns)
+    out = _as_tensors([prompt], completions, 2, turns)
     out.rewards = torch.tensor([1.75, 3.0])
     out.ref_logprobs = torch.full((2, 6), -1.5)
     return out

@@ -9,19 +9,21 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from tinyrl.algorithms.kl import k1
 from tinyrl.environments import Transcript
+from tinyrl.generation.engine import FinishReason
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.device import to_device
 from tinyrl.models.micro_batches import RowSizes
 from tinyrl.models.roles import Roles
 from tinyrl.workers.calls import RowFailure
 
-FINISH_REASONS = ("eos", "stop", "length", "turns")
+FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 _SAMPLED_PER_TOKEN = ("response_tokens", "response_mask", "sampling_logprobs", "turn_rewards")
 _SCORED_PER_TOKEN = ("old_logprobs", "rescored_logprobs", "ref_logprobs", "values")
 _PER_SAMPLE = ("response_lengths", "scores", "rewards", "finish_reasons", "kept", "turns", "invalid_turns")
@@ -126,13 +128,6 @@ class Rollout:
     def chosen_tokens(self) -> Tensor:
         """(B,) how many tokens of each response the policy chose."""
         return self.response_mask.sum(1)
-
-    @property
-    def lengths(self) -> list[int]:
-        return [
-            len(self.prompt_tokens[p]) + n
-            for p, n in zip(self.prompt_index.tolist(), self.response_lengths.tolist(), strict=True)
-        ]
 
     def response(self, row: int) -> list[int]:
         return self.response_tokens[row, : int(self.response_lengths[row])].tolist()

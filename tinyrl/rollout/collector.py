@@ -1,19 +1,18 @@
-"""Sampling and scoring of a rollout, what becomes of truncated responses, and passes over it without gradient.
-
-Training and evaluation sample alike; what comes back is in buffer.py.
-"""
+"""Sampling and scoring of a rollout, what becomes of truncated responses, and passes over it without gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from tinyrl.distributed import ALONE, World
 from tinyrl.environments.environment import Episode
-from tinyrl.generation.engine import Completion, Request, SampledRole, SampleOptions, SamplingEngine
+from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine
 from tinyrl.generation.turns import EpisodeRunner, play
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.device import to_device
@@ -50,13 +49,10 @@ def sample_and_score(
     scorer: Scorer,
     *,
     group_size: int,
-    seed: int,
-    step: int,
-    greedy: bool = False,
-    role: SampledRole = "policy",
     runner: EpisodeRunner | None = None,
     first_sample: int = 0,
     world: World = ALONE,
+    **options: Unpack[SampleOptions],
 ) -> Rollout:
     """Sample `group_size` responses for each prompt and score them: the first step of training and of evaluation.
 
@@ -71,11 +67,8 @@ def sample_and_score(
         first = seen.get(prompt.index, first_sample)
         seen[prompt.index] = first + group_size
         requests.append(Request(prompt.tokens, prompt_row=prompt.index, first_sample=first))
-    options: SampleOptions = {"seed": seed, "step": step, "greedy": greedy, "role": role}
     completions, episodes = _sampled(prompts, requests, group_size, engine, runner=runner, options=options, world=world)
-    rollout = _as_tensors(prompts, completions, group_size)
-    if episodes is not None:
-        _add_episodes(rollout, episodes)
+    rollout = _as_tensors(prompts, completions, group_size, episodes)
     repeated = [p for p in prompts for _ in range(group_size)]
     sheet = scorer(repeated, [c.tokens for c in completions], episodes=episodes, world=world)
     rollout.scores, rollout.rewards, rollout.failures = sheet.scores, sheet.rewards, sheet.failures
@@ -94,15 +87,14 @@ def _sampled(
     world: World,
 ) -> tuple[list[Completion], list[Episode] | None]:
     """Completions, and the episodes that they are, of all processes: each samples its share of the prompts."""
-    own = world.own(range(len(requests)))
-    some, asked, episodes = [prompts[i] for i in own], [requests[i] for i in own], None
-    if not own:
-        completions: list[Completion] = []
-        episodes = None if runner is None else []
-    elif runner is None:
-        completions = [completion for group in engine.sample(asked, group_size, **options) for completion in group]
+    own, episodes = world.own(range(len(requests))), None
+    prompts, requests = [prompts[i] for i in own], [requests[i] for i in own]
+    if runner is None:
+        completions = [completion for group in engine.sample(requests, group_size, **options) for completion in group]
+    elif own:
+        completions, episodes = play(prompts, requests, group_size, engine=engine, runner=runner, **options)
     else:
-        completions, episodes = play(some, asked, group_size, engine=engine, runner=runner, **options)
+        completions, episodes = [], []
     if world.size == 1:
         return completions, episodes
     starts = range(0, len(completions), group_size)
@@ -121,39 +113,33 @@ def finalize_truncated(rollout: Rollout, truncation: Truncation) -> None:
         rollout.kept = rollout.kept & ~rollout.truncated
 
 
-def _as_tensors(prompts: list[PreparedPrompt], completions: list[Completion], group_size: int) -> Rollout:
-    lengths = torch.tensor([len(c.tokens) for c in completions])
-    rows, width = len(completions), int(lengths.max())
-    tokens, logprobs = torch.zeros(rows, width, dtype=torch.long), torch.zeros(rows, width)
-    chosen = torch.arange(width) < lengths.unsqueeze(1)
-    for row, completion in enumerate(completions):
-        tokens[row, : len(completion.tokens)] = torch.tensor(completion.tokens)
-        logprobs[row, : len(completion.tokens)] = torch.tensor(completion.logprobs)
-        if completion.chosen is not None:
-            chosen[row, : len(completion.tokens)] = torch.tensor(completion.chosen)
-    return Rollout(
+def _as_tensors(
+    prompts: list[PreparedPrompt], completions: list[Completion], group_size: int, episodes: list[Episode] | None = None
+) -> Rollout:
+    def padded(rows: Iterable[list[Any]], dtype: torch.dtype) -> Tensor:
+        return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)
+
+    rollout = Rollout(
         prompt_tokens=[p.tokens for p in prompts],
         prompt_rows=torch.tensor([p.index for p in prompts]),
         prompt_index=torch.arange(len(prompts)).repeat_interleave(group_size),
-        response_tokens=tokens,
-        response_lengths=lengths,
-        response_mask=chosen,
-        sampling_logprobs=logprobs,
-        scores=torch.empty(rows, 0),
-        rewards=torch.zeros(rows),
+        response_tokens=padded((c.tokens for c in completions), torch.long),
+        response_lengths=torch.tensor([len(c.tokens) for c in completions]),
+        response_mask=padded((c.chosen or [True] * len(c.tokens) for c in completions), torch.bool),
+        sampling_logprobs=padded((c.logprobs for c in completions), torch.float32),
+        scores=torch.empty(len(completions), 0),
+        rewards=torch.zeros(len(completions)),
         finish_reasons=torch.tensor([FINISH_REASONS.index(c.finish_reason) for c in completions]),
-        kept=torch.ones(rows, dtype=torch.bool),
+        kept=torch.ones(len(completions), dtype=torch.bool),
     )
-
-
-def _add_episodes(rollout: Rollout, episodes: list[Episode]) -> None:
-    rewards = torch.zeros_like(rollout.sampling_logprobs)
-    for row, episode in enumerate(episodes):
-        rewards[row, episode.turn_ends] = torch.tensor(episode.turn_rewards)
-    rollout.turn_rewards = rewards
-    rollout.turns = torch.tensor([len(episode.turn_ends) for episode in episodes])
-    rollout.invalid_turns = torch.tensor([episode.invalid for episode in episodes])
-    rollout.transcripts = [episode.transcript for episode in episodes]
+    if episodes is not None:
+        rollout.turn_rewards = torch.zeros_like(rollout.sampling_logprobs)
+        for row, episode in enumerate(episodes):
+            rollout.turn_rewards[row, episode.turn_ends] = torch.tensor(episode.turn_rewards)
+        rollout.turns = torch.tensor([len(episode.turn_ends) for episode in episodes])
+        rollout.invalid_turns = torch.tensor([episode.invalid for episode in episodes])
+        rollout.transcripts = [episode.transcript for episode in episodes]
+    return rollout
 
 
 def forward_pass(
