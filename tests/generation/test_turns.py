@@ -14,8 +14,7 @@ from tests.faults.lookup_runs import lookup
 from tinyrl.components import Options, SamplingParts
 from tinyrl.environments import Reply
 from tinyrl.environments.environment import Episode
-from tinyrl.generation.engine import Completion, Request, SampleOptions
-from tinyrl.generation.token_sampling import sample_keys, uniforms
+from tinyrl.generation.engine import Completion, Request, SampleOptions, sample_keys, uniforms
 from tinyrl.generation.turns import Episodes, play, play_plainly
 
 GROUP, SEED, STEP = 8, 3, 2

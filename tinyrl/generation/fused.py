@@ -23,17 +23,18 @@ from tinyrl.generation.engine import (
     LOOK_EVERY,
     Completion,
     FinishReason,
-    HasRowLimit,
+    LocalEngine,
     Request,
     SampleOptions,
     SamplingSettings,
     eos_token_ids,
+    grouped,
     max_new_tokens,
     row_keys,
-    sample_in_fewer_rows,
+    stop_said_at,
+    uniforms,
 )
 from tinyrl.generation.slots import Slots
-from tinyrl.generation.token_sampling import stop_said_at, uniforms
 from tinyrl.generation.turns import Episodes
 from tinyrl.models.device import free_bytes
 from tinyrl.models.roles import Roles
@@ -91,7 +92,7 @@ class Kept:
     graphs: dict[bool, StepGraphs] = field(default_factory=dict)
 
 
-class FusedEngine(HasRowLimit):
+class FusedEngine(LocalEngine):
     """Samples through a `Decoder`, whose weights are copied from the acting role at every call.
 
     by_graphs: whether steps are replayed from graphs, as on CUDA; deterministic algorithms may copy from the host,
@@ -114,7 +115,6 @@ class FusedEngine(HasRowLimit):
             roles.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
         )
         self.decoders: dict[int, Decoder] = {}  # of each model that has sampled: the policy's, a frozen reference
-        self._copy_bytes = 0
         self._kept: Kept | None = None
 
     def sample(
@@ -143,7 +143,7 @@ class FusedEngine(HasRowLimit):
             with self._decoding(options, rows=rows, width=width) as (slots, advance):
                 return Sampling(self, slots, advance, requests, group, options, episodes).run()
 
-        return sample_in_fewer_rows(self, len(requests) * group, attempt) if requests else []
+        return self.in_fewer_rows(len(requests) * group, attempt) if requests else []
 
     @contextmanager
     def _decoding(
@@ -166,7 +166,7 @@ class FusedEngine(HasRowLimit):
 
     def _hand_back(self, decoder: Decoder) -> None:
         """Free the copy for the update, as it is quickly made again, unless graphs still read it."""
-        self._copy_bytes = decoder.weight_bytes
+        self.copy_bytes = decoder.weight_bytes
         if not self.by_graphs:
             decoder.release()
 
@@ -177,10 +177,6 @@ class FusedEngine(HasRowLimit):
         for decoder in self.decoders.values():
             decoder.release()
         return kept
-
-    @property
-    def copy_bytes(self) -> int:
-        return self._copy_bytes
 
     @property
     def columns(self) -> int:
@@ -267,8 +263,7 @@ class Sampling:
                 slots.longest += 1
                 self.advance(*self._shape())
             self._retire()
-        flat = [self.done[i] for i in sorted(self.done)]
-        return [flat[i : i + self.group] for i in range(0, len(flat), self.group)]
+        return grouped([self.done[i] for i in sorted(self.done)], self.group)
 
     def _may_admit(self) -> bool:
         """Whether enough slots are free; any will do where nothing else can be decoded."""

@@ -20,7 +20,7 @@ from tinyrl.config.sections import GenerationConfig
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import LOOK_EVERY, Completion, SamplingEngine, SamplingSettings
 from tinyrl.generation.fused import PREFILL_TOKENS, WIDTH_BUCKET, FusedEngine, rows_that_fit
-from tinyrl.generation.hf import HfEngine, HfMergedEngine
+from tinyrl.generation.hf import HfEngine
 from tinyrl.generation.server import ServerClient, ServerEngine
 from tinyrl.generation.slots import Slots
 from tinyrl.models.batches import backbone_of
@@ -109,8 +109,7 @@ def select_engine(
         if wanted == "fused" and not engine.exact and engine.decoders:
             return engine, f"generation.engine; warning: {said}"
         name, why = choice(no_fused=said)
-    kind = HfMergedEngine if name == "hf-merged" else HfEngine
-    return kind(roles, tokenizer, settings), why
+    return HfEngine(roles, tokenizer, settings, merged=name == "hf-merged"), why
 
 
 def _choice(

@@ -6,7 +6,7 @@
                3. one request a completion: token ids in, token ids and log-probabilities out
 
 Its numbers are those of other kernels and often another dtype, so `exact` is False: trainers score what it drew anew,
-and weigh the difference. A completion's seed is the key of its random numbers (token_sampling.py), so that a server
+and weigh the difference. A completion's seed is the key of its random numbers (engine.py), so that a server
 that honours seeds draws from the same noise after a resume; its batching still rounds differently.
 """
 
@@ -39,11 +39,12 @@ from tinyrl.generation.engine import (
     SampleOptions,
     SamplingEngine,
     SamplingSettings,
+    advanced,
     eos_token_ids,
+    grouped,
     max_new_tokens,
     row_keys,
 )
-from tinyrl.generation.token_sampling import advanced
 from tinyrl.http_client import Answer, HttpClient, NoAnswer
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.roles import Roles
@@ -420,7 +421,7 @@ class ServerEngine(SamplingEngine):
                 if error.status != LOST or started_anew:
                     raise Interrupted(self._sentence(error)) from error
                 self.adapters.served.clear()
-        return [flat[i : i + samples_per_request] for i in range(0, len(flat), samples_per_request)]
+        return grouped(flat, samples_per_request)
 
     def close(self) -> None:
         self.adapters.close()

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from tinyrl.generation.decoder import Decoder
-from tinyrl.generation.engine import SamplingSettings
-from tinyrl.generation.token_sampling import sample_tokens
+from tinyrl.generation.engine import SamplingSettings, sample_tokens
 from tinyrl.models.device import to_device
 
 
