@@ -86,7 +86,6 @@ class Kept:
     that hold their addresses, for sampled and for greedy tokens.
     """
 
-    decoder: Decoder
     rows: int
     slots: Slots
     graphs: dict[bool, StepGraphs] = field(default_factory=dict)
@@ -111,9 +110,8 @@ class FusedEngine(LocalEngine):
         self.exact = dtype == torch.float32 and roles.causal.dtype == torch.float32
         self.eos = eos_token_ids(roles, tokenizer)
         self.look_every = LOOK_EVERY[roles.device.type]
-        self.by_graphs = self.overlaps = (
-            roles.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
-        )
+        on_cuda = roles.device.type == "cuda"
+        self.by_graphs = self.overlaps = on_cuda and not torch.are_deterministic_algorithms_enabled()
         self.decoders: dict[int, Decoder] = {}  # of each model that has sampled: the policy's, a frozen reference
         self._kept: Kept | None = None
 
@@ -157,15 +155,13 @@ class FusedEngine(LocalEngine):
             decoder = self.decoders.setdefault(id(model), Decoder(model, dtype=self.dtype))
             decoder.sync(self.roles.adapter_of(role))
             yield self._slots(decoder, options.get("greedy", False), rows=rows, width=width)
-        self._hand_back(decoder)
+        self.keep(decoder)
 
-    def adopt(self, decoder: Decoder) -> None:
-        """Sample from the policy's model through this decoder, whose copy of the weights is already made."""
-        self.decoders[id(self.roles.causal)] = decoder
-        self._hand_back(decoder)
-
-    def _hand_back(self, decoder: Decoder) -> None:
-        """Free the copy for the update, as it is quickly made again, unless graphs still read it."""
+    def keep(self, decoder: Decoder) -> None:
+        """Sample from its model through this decoder from now on. Its copy of the weights is freed for the update, as
+        it is quickly made again, unless graphs still read it.
+        """
+        self.decoders[id(decoder.model)] = decoder
         self.copy_bytes = decoder.weight_bytes
         if not self.by_graphs:
             decoder.release()
@@ -191,10 +187,10 @@ class FusedEngine(LocalEngine):
             slots = self._new_slots(decoder, greedy, rows=rows, width=width)
             return slots, slots.advance
         kept = self._kept
-        if kept is None or kept.decoder is not decoder or kept.rows < rows or kept.slots.width < width:
+        if kept is None or kept.slots.decoder is not decoder or kept.rows < rows or kept.slots.width < width:
             kept = self._kept = None  # its memory serves the next
             width = -(-width // WIDTH_BUCKET) * WIDTH_BUCKET
-            self._kept = kept = Kept(decoder, rows, self._new_slots(decoder, greedy, rows=rows, width=width))
+            self._kept = kept = Kept(rows, self._new_slots(decoder, greedy, rows=rows, width=width))
         slots = kept.slots
         slots.greedy, self.capacity = greedy, slots.capacity
         if greedy not in kept.graphs:
@@ -203,16 +199,9 @@ class FusedEngine(LocalEngine):
 
     def _new_slots(self, decoder: Decoder, greedy: bool, *, rows: int, width: int) -> Slots:
         device = self.roles.device
-        self.capacity = min(rows, rows_that_fit(decoder, width, free=free_bytes(device)))
-        return Slots(
-            decoder,
-            self.settings,
-            capacity=self.capacity,
-            width=width,
-            columns=self.columns,
-            greedy=greedy,
-            device=device,
-        )
+        self.capacity = rows = min(rows, rows_that_fit(decoder, width, free=free_bytes(device)))
+        shape = {"capacity": rows, "width": width, "columns": self.columns}
+        return Slots(decoder, self.settings, **shape, greedy=greedy, device=device)
 
 
 def rows_that_fit(decoder: Decoder, width: int, *, free: int) -> int:
@@ -261,7 +250,7 @@ class Sampling:
             for _ in range(self.engine.look_every if slots.live else 0):
                 check_stop()
                 slots.longest += 1
-                self.advance(*self._shape())
+                self.advance(*(bucket(slots) if self.engine.by_graphs else (slots.live, slots.longest)))
             self._retire()
         return grouped([self.done[i] for i in sorted(self.done)], self.group)
 
@@ -270,11 +259,6 @@ class Sampling:
         slots = self.slots
         enough = slots.used <= ADMIT_BELOW * slots.capacity or (not slots.live and slots.used < slots.capacity)
         return bool(self.waiting) and enough
-
-    def _shape(self) -> tuple[int, int]:
-        """Rows and cache columns of a step: those in use, or with graphs the bucket that holds them."""
-        slots = self.slots
-        return bucket(slots) if self.engine.by_graphs else (slots.live, slots.longest)
 
     def _admit(self, free: int) -> None:
         limit = PREFILL_TOKENS[self.slots.device.type]
@@ -289,12 +273,9 @@ class Sampling:
                 samples.setdefault(request, []).append(self.waiting.popleft())
                 free -= 1
             check_stop()
-            rows = list(chain.from_iterable(samples.values()))
-            self.slots.enter(
-                list(samples.values()),
-                [self.requests[i].prompt_tokens for i in samples],
-                uniforms=self._uniforms(rows),
-            )
+            drawn = self._uniforms(list(chain.from_iterable(samples.values())))
+            prompts = [self.requests[i].prompt_tokens for i in samples]
+            self.slots.enter(list(samples.values()), prompts, uniforms=drawn)
 
     def _uniforms(self, samples: list[int], after: list[int] | int = 0) -> Tensor:
         """The random numbers of these samples' next tokens, of which there are so many `after` the first."""

@@ -51,12 +51,7 @@ class HfEngine(LocalEngine):
     """
 
     def __init__(
-        self,
-        roles: Roles,
-        tokenizer: PreTrainedTokenizerBase,
-        settings: SamplingSettings,
-        *,
-        merged: bool = False,
+        self, roles: Roles, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings, *, merged: bool = False
     ) -> None:
         self.roles, self.tokenizer, self.settings, self.merged = roles, tokenizer, settings, merged
         self.name, self.max_rows = "hf-merged" if merged else "hf", settings.max_rows

@@ -238,7 +238,7 @@ def trial_logprobs(engine: FusedEngine) -> tuple[Tensor, Tensor, Tensor]:
         token = ids.gather(1, (lengths + t).unsqueeze(1)).squeeze(1)
         states.append(decoder.step(token, lengths + t, cache=cache, width=ids.shape[1]))
     ours = torch.stack([decoder.head.logits(s) for s in states], 1).log_softmax(-1)
-    engine.adopt(decoder)
+    engine.keep(decoder)
     return ours, library, exact
 
 

@@ -49,16 +49,13 @@ class Slots:
     ) -> None:
         self.decoder, self.settings, self.greedy, self.device = decoder, settings, greedy, device
         self.capacity, self.width, self.columns = capacity, width, columns
-        self.token, self.position, self.count = (
-            torch.zeros(capacity, dtype=torch.long, device=device) for _ in range(3)
-        )  # the last token of each row, which is not in the cache yet; where it will go; tokens drawn so far
+        # The last token of each row, which is not in the cache yet; where it will go; tokens drawn so far.
+        self.token, self.position, self.count = torch.zeros(3, capacity, dtype=torch.long, device=device).unbind()
         self.uniforms = torch.zeros(capacity, columns, dtype=torch.float64, device=device)
         self.tokens = torch.zeros(capacity, columns, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(capacity, columns, device=device)
         self.cache = decoder.new_cache(capacity, width)
-        self.sample: list[int] = []
-        self.parked: dict[int, Parked] = {}
-        self.longest = 0
+        self.clear()
 
     @property
     def live(self) -> int:
@@ -69,7 +66,9 @@ class Slots:
         return len(self.sample) + len(self.parked)
 
     def clear(self) -> None:
-        self.sample, self.parked, self.longest = [], {}, 0
+        self.sample: list[int] = []
+        self.parked: dict[int, Parked] = {}
+        self.longest = 0
 
     def enter(self, samples: list[list[int]], prompts: list[list[int]], *, uniforms: Tensor) -> None:
         """New rows: samples[p] continue prompt p, which is read once; uniforms has a row for each of them."""

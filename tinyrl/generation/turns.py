@@ -25,14 +25,7 @@ from tinyrl.data.readers import Row
 from tinyrl.environments import Reply, Transcript
 from tinyrl.environments.environment import Environment, Episode
 from tinyrl.environments.trial import NONSENSE, asking_turn
-from tinyrl.generation.engine import (
-    Completion,
-    Request,
-    SampleOptions,
-    SamplingEngine,
-    eos_token_ids,
-    row_keys,
-)
+from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine, eos_token_ids, row_keys
 from tinyrl.models.roles import Roles
 from tinyrl.runs.signals import check_stop
 from tinyrl.tasks import Task
