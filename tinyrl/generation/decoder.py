@@ -68,7 +68,6 @@ class LayerWeights:
 
 @torch.no_grad()
 def layer_weights(layer: Any, adapter: str | None, *, kv_heads: int, dtype: torch.dtype) -> LayerWeights:
-    """The weights of the library's decoder layer as they are now under `adapter`."""
     attention, mlp, in_half = layer.self_attn, layer.mlp, dtype != torch.float32
     norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
     inside = (None, None) if in_half else norms
@@ -135,16 +134,6 @@ def tensors(weights: LayerWeights | Projection) -> list[Tensor]:
     return [t for v in values if v is not None for t in (tensors(v) if isinstance(v, Projection) else [v])]
 
 
-def take_over(old: LayerWeights | Projection, fresh: LayerWeights | Projection) -> None:
-    """Give `old` the values of `fresh`, in the memory that it has."""
-    for field in fields(fresh):
-        was, new = getattr(old, field.name), getattr(fresh, field.name)
-        if isinstance(new, Projection):
-            take_over(was, new)
-        elif new is not None:
-            setattr(old, field.name, renewed(was, new))
-
-
 def renewed(old: Tensor | None, fresh: Tensor) -> Tensor:
     """`fresh`, in the memory of `old` if it has any (a CUDA graph holds the address); shared weights as they are."""
     if old is None or old.shape != fresh.shape or old.data_ptr() == fresh.data_ptr():
@@ -207,7 +196,8 @@ class Decoder:
             weights = layer_weights(layer, adapter, kv_heads=self.num_kv_heads, dtype=self.dtype)
             if i == len(self.layers):
                 self.layers.append(weights)
-            take_over(self.layers[i], weights)
+            for old, fresh in zip(tensors(self.layers[i]), tensors(weights), strict=True):
+                renewed(old, fresh)
 
     def release(self) -> None:
         """Give the memory of the copy back; `sync` takes it again."""

@@ -182,7 +182,6 @@ class FusedEngine(LocalEngine):
     def _slots(
         self, decoder: Decoder, greedy: bool, *, rows: int, width: int
     ) -> tuple[Slots, Callable[[int, int], None]]:
-        """Slots for as many rows as wanted, or as memory allows, and the function that advances them."""
         if not self.by_graphs:
             slots = self._new_slots(decoder, greedy, rows=rows, width=width)
             return slots, slots.advance
@@ -210,7 +209,6 @@ def rows_that_fit(decoder: Decoder, width: int, *, free: int) -> int:
 
 
 def bucket(slots: Slots) -> tuple[int, int]:
-    """The smallest graph shape (rows, cache columns) that holds the slots in use."""
     rows = next((b for b in ROW_BUCKETS if b >= slots.live), -(-slots.live // FURTHER) * FURTHER)
     width = -(-slots.longest // WIDTH_BUCKET) * WIDTH_BUCKET
     return min(rows, slots.capacity), min(width, slots.width)

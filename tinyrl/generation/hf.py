@@ -98,8 +98,6 @@ def split(requests: list[Request], group: int, *, max_rows: int) -> Iterator[tup
 
 
 class _Decoding:
-    """One batch while it is being decoded: the cache, the rows still going, and their tokens so far."""
-
     def __init__(
         self, engine: HfEngine, model: torch.nn.Module, requests: list[Request], group: int, options: SampleOptions
     ) -> None:
@@ -146,7 +144,6 @@ class _Decoding:
         return [Completion(tokens[r][:n], logprobs[r][:n], REASONS[why]) for r, (n, why) in enumerate(ends)]
 
     def _prefill(self) -> tuple[Tensor, DynamicCache, Tensor]:
-        """Each prompt once, then its cache and last logits repeated for the group."""
         width = max(len(r.prompt_tokens) for r in self.requests)
         ids = torch.zeros(len(self.requests), width, dtype=torch.long)
         mask = torch.zeros_like(ids)

@@ -53,12 +53,7 @@ def engine_of(
     stop: texts that end a completion, or a turn of it; longest_response: in tokens, what is read between turns too.
     """
     settings = SamplingSettings(
-        temperature=config.temperature,
-        max_new_tokens=config.max_new_tokens,
-        stop=stop,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        max_rows=config.max_rows,
+        config.temperature, config.max_new_tokens, stop, config.top_p, config.top_k, config.max_rows
     )
     longest = config.max_prompt_tokens + longest_response
     if config.engine == "server":
@@ -150,7 +145,6 @@ def _choice(
 
 
 def _why_no_copy(roles: Roles, dtype: torch.dtype, *, quantized: bool, free: int) -> str | None:
-    """Why copies of the weights with the adapter in them cannot be made; None where they can."""
     needed = sum(p.numel() for p in roles.causal.parameters()) * dtype.itemsize
     plain = all(is_plain_lora(layer) for layer in roles.adapted_layers(POLICY_ADAPTER))
     reasons = {
@@ -164,7 +158,6 @@ def _why_no_copy(roles: Roles, dtype: torch.dtype, *, quantized: bool, free: int
 
 
 def _why_not_fused(roles: Roles, longest: int) -> str | None:
-    """What of this model's shape the fused engine does not know; None where there is nothing."""
     model, name = roles.causal, type(roles.causal).__name__
     try:
         if not reads_like_llama(backbone_of(model)):

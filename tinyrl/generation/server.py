@@ -344,7 +344,6 @@ class ServerEngine(SamplingEngine):
         return base.id, base.root or base.id
 
     def _check_base(self, base: str, root: str, prompts: list[list[int]]) -> float:
-        """The gap of the base. Raises ValueError where the server's numbers are not those of our base."""
         drawn = self._probe(base, prompts)
         theirs, ours = _served(drawn), self._rescored("base", prompts, drawn)
         plain = _gap(theirs, ours)
@@ -413,15 +412,16 @@ class ServerEngine(SamplingEngine):
             greedy = options.get("greedy", False)
             return self._drawn([self._body(name, r, s, greedy=greedy) for r, s in zip(rows, seeds, strict=True)])
 
-        for started_anew in (False, True):
+        try:
             try:
-                flat = attempt()
-                break
+                return grouped(attempt(), samples_per_request)
             except ServerError as error:
-                if error.status != LOST or started_anew:
-                    raise Interrupted(self._sentence(error)) from error
+                if error.status != LOST:
+                    raise
                 self.adapters.served.clear()
-        return grouped(flat, samples_per_request)
+                return grouped(attempt(), samples_per_request)
+        except ServerError as error:
+            raise Interrupted(self._sentence(error)) from error
 
     def close(self) -> None:
         self.adapters.close()
@@ -460,7 +460,6 @@ class ServerEngine(SamplingEngine):
     def _rescored(
         self, role: SampledRole, prompts: list[list[int]], drawn: list[Completion], *, temperature: float | None = None
     ) -> Tensor:
-        """Our own log-probabilities (N,) of all tokens that were drawn, row by row."""
         temperature = temperature or self.settings.temperature
         roles, scored = self.roles, "reference" if role == "reference" else "policy"
         batch = roles.batch(prompts, [c.tokens for c in drawn])
@@ -497,7 +496,6 @@ class ServerEngine(SamplingEngine):
         return [self._completion(answer, body) for answer, body in zip(answers, bodies, strict=True)]
 
     def _completion(self, answer: Any, asked: dict[str, Any]) -> Completion:
-        """Raises ServerError where an answer is not one to what was asked for."""
         [choice] = _read_as(_Completions, answer, server=self.server, path=COMPLETIONS).choices
         tokens, logprobs, most = choice.token_ids, choice.logprobs.token_logprobs, asked["max_tokens"]
         beyond = next((token for token in tokens if token >= self.vocabulary), None)

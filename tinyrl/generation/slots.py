@@ -24,8 +24,6 @@ from tinyrl.models.device import to_device
 
 @dataclass
 class Parked:
-    """A row that waits: its slot, and how many tokens it has in the cache."""
-
     slot: int
     cached: int
 
@@ -82,8 +80,8 @@ class Slots:
         self.sample += chain.from_iterable(samples)
         self.longest = max(self.longest, ids.shape[1])
         source = to_device(torch.tensor([p for p, count in enumerate(counts) for _ in range(count)]), self.device)
-        self._begin(slice(starts[0], starts[-1]), lengths[source], uniforms)
-        self._draw(self.decoder.head.logits(states)[source], slice(starts[0], starts[-1]))
+        logits = self.decoder.head.logits(states)[source]
+        self._begin(logits, slice(starts[0], starts[-1]), position=lengths[source], uniforms=uniforms)
 
     def advance(self, live: int, width: int) -> None:
         """One token in each of the first `live` rows, reading `width` columns of the cache. Only tensors: a CUDA graph
@@ -94,9 +92,10 @@ class Slots:
         self.position[:live] += 1
         self._draw(self.decoder.head.logits(states), slice(live))
 
-    def _begin(self, rows: slice, position: Tensor, uniforms: Tensor) -> None:
-        """No token has been drawn yet in these rows; the next goes to `position`."""
+    def _begin(self, logits: Tensor, rows: slice, *, position: Tensor, uniforms: Tensor) -> None:
+        """The first token of a completion, or of a turn, in these rows, which goes to `position`."""
         self.position[rows], self.count[rows], self.uniforms[rows] = position, 0, to_device(uniforms, self.device)
+        self._draw(logits, rows)
 
     def _draw(self, logits: Tensor, rows: slice) -> None:
         column = self.count[rows].clamp(max=self.columns - 1).unsqueeze(-1)
@@ -128,7 +127,6 @@ class Slots:
         return self.tokens[where, :most].tolist(), self.logprobs[where, :most].tolist()
 
     def leave(self, slots: list[int]) -> None:
-        """Remove the rows at `slots`; rows from the end move into the gaps."""
         self._move_behind(slots, self._copy)
 
     def park(self, cached: dict[int, int]) -> None:
@@ -152,11 +150,9 @@ class Slots:
         self.sample += samples
         self.longest = max(self.longest, *ends)
         places = slice(where.start, where.stop)
-        self._begin(places, start + lengths, uniforms)
-        self._draw(self.decoder.head.logits(states), places)
+        self._begin(self.decoder.head.logits(states), places, position=start + lengths, uniforms=uniforms)
 
     def _padded(self, rows: list[list[int]]) -> Tensor:
-        """Token ids of rows (R, longest), padded on the right, on the device."""
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
         return to_device(ids, self.device)
 

@@ -50,7 +50,6 @@ class EpisodeRunner:
 
     @property
     def max_episode_tokens(self) -> int:
-        """The most tokens of an episode, chosen and read."""
         return self.max_new_tokens + (self.environment.max_turns - 1) * self.observations.most
 
     def openings(self, task: Task, rows: list[Row]) -> list[str | None]:
@@ -97,7 +96,6 @@ def load_episode_runner(
 
 
 def plays(config: Config, task: Task) -> bool:
-    """Whether an environment answers, the configuration's or the task's."""
     named = config.environment.use is not None or bool(config.environment.tools)
     return named or task.respond is not None or task.environment is not None
 
@@ -215,7 +213,6 @@ class Episodes:
         return self.runner.max_new_tokens - self.episodes[sample].num_chosen
 
     def ended(self, sample: int, turn: Completion) -> None:
-        """A turn of an episode has ended."""
         episode, tokens = self.episodes[sample], turn.tokens
         opened = self.prompts[sample].opened
         if episode.transcript:  # after a turn's own end the template opened another; after a stop string this goes on
@@ -283,7 +280,6 @@ class Episodes:
         return [p.prompt for p in prompts], [self.episodes[i].transcript for i in samples], columns
 
     def _answered(self, sample: int, reply: Reply | None) -> None:
-        """Take an answer: the episode goes on with its tokens, or is over."""
         episode, runner = self.episodes[sample], self.runner
         if reply is None:  # the environment has nothing more to say, or has failed
             episode.over = True

@@ -137,7 +137,6 @@ class Rollout:
         return RowSizes.of(prompts, self.response_lengths.tolist(), packed=roles.packs)
 
     def batch(self, rows: Sequence[int], roles: Roles) -> SequenceBatch:
-        """The model's input for some samples, listing the tokens that count."""
         prompts = [self.prompt_tokens[int(self.prompt_index[row])] for row in rows]
         responses, mask = [self.response(row) for row in rows], self.loss_mask[list(rows)].tolist()
         masks = [of_row[: len(response)] for of_row, response in zip(mask, responses, strict=True)]
@@ -150,7 +149,6 @@ class Rollout:
         return to_device(cut, batch.input_ids.device)
 
     def minibatch(self, rows: Sequence[int], *, batch: SequenceBatch, logprobs: Tensor, entropy: Tensor) -> PolicyBatch:
-        """What a policy's loss reads of some rows, whose log-probabilities and entropies (b, T) were just computed."""
         assert self.advantages is not None, "advantages come before the first minibatch"
         sampling, mask, advantages = (
             self.take(x, rows, batch=batch) for x in (self.sampling_logprobs, self.loss_mask, self.advantages)

@@ -86,7 +86,6 @@ def _sampled(
     options: SampleOptions,
     world: World,
 ) -> tuple[list[Completion], list[Episode] | None]:
-    """Completions, and the episodes that they are, of all processes: each samples its share of the prompts."""
     own, episodes = world.own(range(len(requests))), None
     prompts, requests = [prompts[i] for i in own], [requests[i] for i in own]
     if runner is None:
