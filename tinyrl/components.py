@@ -32,7 +32,6 @@ from tinyrl.models.weights_io import load_roles, save_roles
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rewards.trial import check_gold
-from tinyrl.rollout.collector import Truncation
 from tinyrl.runs.rng_state import seed_generators
 from tinyrl.tasks import Task, load_split, load_task
 from tinyrl.tasks.answers import template_fault
@@ -304,11 +303,6 @@ class SamplingParts(Parts):
         self.engine.close()
         if self.game is not None:
             self.game.environment.close()
-
-    @property
-    def truncation(self) -> Truncation:
-        reward, most = self.config.reward, self.config.generation.max_new_tokens
-        return Truncation(reward.truncated, reward.truncated_penalty, reward.overlong_tokens, most)
 
 
 def load_scorer(

@@ -14,12 +14,12 @@ from tinyrl.algorithms.advantages import gae
 from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.components import Options, SamplingParts
 from tinyrl.config.method_sections import PRESETS
+from tinyrl.config.sections import RewardConfig
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.engine import Completion
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.collector import (
-    Truncation,
     _as_tensors,
     finalize_truncated,
     forward_pass,
@@ -198,7 +198,7 @@ def test_counts_and_means_are_of_chosen_tokens(two: Rollout) -> None:
 
 def test_penalties_for_length_count_chosen_tokens(two: Rollout) -> None:
     """Four may be written; the soft penalty begins after two: 3 of 4 cost a half, 4 of 4 the whole."""
-    finalize_truncated(two, Truncation("penalize", 1.0, overlong_tokens=2, max_new_tokens=4))
+    finalize_truncated(two, RewardConfig(truncated="penalize", overlong_tokens=2), max_new_tokens=4)
     assert two.rewards.tolist() == [1.75 - 0.5, 3.0 - 1.0 - 1.0]
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from tinyrl.config.sections import RewardConfig
 from tinyrl.distributed import ALONE, World
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine
@@ -21,26 +22,6 @@ from tinyrl.models.roles import Role, Roles
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.buffer import FINISH_REASONS, Rollout
 from tinyrl.tasks.prompts import PreparedPrompt
-
-
-@dataclass(frozen=True)
-class Truncation:
-    """How truncated responses are treated: keep, mask (leave out of the loss) or penalize; and DAPO's soft penalty."""
-
-    mode: str = "keep"
-    penalty: float = 1.0
-    overlong_tokens: int = 0
-    max_new_tokens: int = 0
-
-    def penalties(self, lengths: Tensor, truncated: Tensor) -> Tensor:
-        """(B,) to subtract from the rewards. Soft overlong punishment (DAPO, 2503.14476, Eq. 13): its reward is 0 up to
-        max - buffer tokens, then falls to -1 at max.
-        """
-        penalty = torch.where(truncated, self.penalty, 0.0) if self.mode == "penalize" else torch.zeros(len(lengths))
-        if self.overlong_tokens:
-            start = self.max_new_tokens - self.overlong_tokens
-            penalty = penalty + ((lengths - start) / self.overlong_tokens).clamp(0.0, 1.0)
-        return penalty
 
 
 def sample_and_score(
@@ -105,10 +86,17 @@ def _sampled(
     return merged, [Episode(**fields) for group in played for fields in group]
 
 
-def finalize_truncated(rollout: Rollout, truncation: Truncation) -> None:
-    """Penalise truncated responses, or leave them out of the loss; they still count in their group's mean and std."""
-    rollout.rewards = rollout.rewards - truncation.penalties(rollout.chosen_tokens, rollout.truncated)
-    if truncation.mode == "mask":
+def finalize_truncated(rollout: Rollout, reward: RewardConfig, *, max_new_tokens: int) -> None:
+    """Penalise truncated responses, or leave them out of the loss; they still count in their group's mean and std.
+
+    Soft overlong punishment (DAPO, 2503.14476, Eq. 13): its reward is 0 up to max - buffer tokens, then falls to -1 at
+    max.
+    """
+    penalty = torch.where(rollout.truncated, reward.truncated_penalty if reward.truncated == "penalize" else 0.0, 0.0)
+    if buffer := reward.overlong_tokens:
+        penalty = penalty + ((rollout.chosen_tokens - (max_new_tokens - buffer)) / buffer).clamp(0.0, 1.0)
+    rollout.rewards = rollout.rewards - penalty
+    if reward.truncated == "mask":
         rollout.kept = rollout.kept & ~rollout.truncated
 
 

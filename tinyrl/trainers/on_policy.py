@@ -106,7 +106,8 @@ class OnPolicyTrainer(SamplingParts, Trainer):
             runner=self.game,
             world=self.world,
         )
-        finalize_truncated(rollout, self.truncation)
+        most = self.config.generation.max_new_tokens
+        finalize_truncated(rollout, self.config.reward, max_new_tokens=most)
         self.solved.look(prompts, rollout)
         self.tried.look(prompts, rollout)
         self._watch(rollout, prompts, step)
