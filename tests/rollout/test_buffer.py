@@ -63,6 +63,7 @@ def test_soft_overlong_penalty(parts: SamplingParts) -> None:
     rollout = collect(parts)
     rollout.rewards, lengths = torch.zeros(5), torch.tensor([3, 6, 7, 9, 10])
     rollout.response_mask = torch.arange(10) < lengths.unsqueeze(1)
+    rollout.finish_reasons = rollout.kept = torch.zeros(5, dtype=torch.bool)
     finalize_truncated(rollout, RewardConfig(overlong_tokens=4), max_new_tokens=10)
     assert rollout.rewards.tolist() == [0.0, 0.0, -0.25, -0.75, -1.0]
 
