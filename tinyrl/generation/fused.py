@@ -182,25 +182,21 @@ class FusedEngine(LocalEngine):
     def _slots(
         self, decoder: Decoder, greedy: bool, *, rows: int, width: int
     ) -> tuple[Slots, Callable[[int, int], None]]:
-        if not self.by_graphs:
-            slots = self._new_slots(decoder, greedy, rows=rows, width=width)
-            return slots, slots.advance
-        kept = self._kept
+        kept, device = self._kept, self.roles.device
         if kept is None or kept.slots.decoder is not decoder or kept.rows < rows or kept.slots.width < width:
             kept = self._kept = None  # its memory serves the next
-            width = -(-width // WIDTH_BUCKET) * WIDTH_BUCKET
-            self._kept = kept = Kept(rows, self._new_slots(decoder, greedy, rows=rows, width=width))
+            width = -(-width // WIDTH_BUCKET) * WIDTH_BUCKET if self.by_graphs else width
+            fit = min(rows, rows_that_fit(decoder, width, free=free_bytes(device)))
+            self.capacity, shape = fit, {"capacity": fit, "width": width, "columns": self.columns}
+            kept = Kept(rows, Slots(decoder, self.settings, **shape, greedy=greedy, device=device))
         slots = kept.slots
         slots.greedy, self.capacity = greedy, slots.capacity
+        if not self.by_graphs:
+            return slots, slots.advance
+        self._kept = kept
         if greedy not in kept.graphs:
             kept.graphs[greedy] = StepGraphs(slots.advance, state=(slots.token, slots.position, slots.count))
         return slots, kept.graphs[greedy]
-
-    def _new_slots(self, decoder: Decoder, greedy: bool, *, rows: int, width: int) -> Slots:
-        device = self.roles.device
-        self.capacity = rows = min(rows, rows_that_fit(decoder, width, free=free_bytes(device)))
-        shape = {"capacity": rows, "width": width, "columns": self.columns}
-        return Slots(decoder, self.settings, **shape, greedy=greedy, device=device)
 
 
 def rows_that_fit(decoder: Decoder, width: int, *, free: int) -> int:
