@@ -19,9 +19,9 @@ from benchmarks.fixed_work import SPEED
 from benchmarks.scripted_tool import TURNS
 from tinyrl.components import Options, SamplingParts
 from tinyrl.config.recipe import load_config
-from tinyrl.generation.engine import Completion, FinishReason, Request, SampleOptions
+from tinyrl.generation.engine import Completion, Request, SampleOptions
 from tinyrl.generation.fused import FusedEngine
-from tinyrl.generation.turns import Episodes, _play_plainly
+from tinyrl.generation.turns import Episodes, play_plainly
 from tinyrl.models.weights_io import load_policy
 
 
@@ -31,8 +31,8 @@ class LimitedTurns(Episodes):
     def limit(self, sample: int) -> int:
         return min(SPEED.max_new_tokens, super().limit(sample))
 
-    def ended(self, sample: int, tokens: list[int], finish_reason: FinishReason) -> None:
-        super().ended(sample, tokens, "eos")
+    def ended(self, sample: int, turn: Completion) -> None:
+        super().ended(sample, replace(turn, finish_reason="eos"))
 
 
 def rollout(parts: SamplingParts, *, plainly: bool, step: int) -> list[Completion]:
@@ -41,18 +41,15 @@ def rollout(parts: SamplingParts, *, plainly: bool, step: int) -> list[Completio
     prompts = parts.train_prompts[: SPEED.num_prompts]
     requests = [Request(prompt.tokens, prompt_row=prompt.index) for prompt in prompts]
     options: SampleOptions = {"seed": parts.config.run.seed, "step": step}
-    game = replace(parts.game, max_new_tokens=TURNS * SPEED.max_new_tokens)
-    with LimitedTurns(prompts, requests, SPEED.group_size, game=game, seed=options["seed"], step=step) as episodes:
+    runner = replace(parts.game, max_new_tokens=TURNS * SPEED.max_new_tokens)
+    with LimitedTurns(prompts, requests, SPEED.group_size, runner=runner, seed=options["seed"], step=step) as episodes:
         if plainly:
-            completions = _play_plainly(
-                requests, SPEED.group_size, engine=parts.engine, episodes=episodes, options=options
-            )
+            play_plainly(requests, SPEED.group_size, engine=parts.engine, episodes=episodes, options=options)
         else:
             assert isinstance(parts.engine, FusedEngine)
-            groups = parts.engine.play(requests, SPEED.group_size, answer=episodes, **options)
-            completions = [completion for group in groups for completion in group]
+            parts.engine.play(requests, SPEED.group_size, episodes=episodes, **options)
         assert all(len(episode.turn_ends) == TURNS and not episode.failure for episode in episodes.episodes)
-        return episodes.finalized(completions)
+        return episodes.finalized()
 
 
 def main() -> None:

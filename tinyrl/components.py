@@ -19,7 +19,7 @@ from tinyrl.distributed import World, world
 from tinyrl.environments.environment import Environment
 from tinyrl.generation.engine import SamplingEngine, end_at_turn_end, eos_token_ids
 from tinyrl.generation.select import Unsampled, engine_of, planned_engine
-from tinyrl.generation.turns import episode_notes, load_game, show_episode
+from tinyrl.generation.turns import episode_notes, load_episode_runner, show_episode
 from tinyrl.models.build import build_reward_model, build_roles, check_reference
 from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, threads_for, to_device
 from tinyrl.models.loading import load_tokenizer
@@ -32,7 +32,6 @@ from tinyrl.models.weights_io import load_roles, save_roles
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rewards.trial import check_gold
-from tinyrl.rollout.collector import Truncation
 from tinyrl.runs.rng_state import seed_generators
 from tinyrl.tasks import Task, load_split, load_task
 from tinyrl.tasks.answers import template_fault
@@ -184,7 +183,7 @@ class SamplingParts(Parts):
     def __init__(self, config: Config, *, options: Options, judge: Scorer | None = None) -> None:
         super().__init__(config, options=options)
         self.task: Task = load_task(config.task.name or "rows", grading=config.task.grading)
-        self.game = load_game(config, self.task, tokenizer=self.tokenizer, roles=self.roles)
+        self.game = load_episode_runner(config, self.task, tokenizer=self.tokenizer, roles=self.roles)
         environment = self.game.environment if self.game is not None else None  # answers between turns
         self.train_prompts, self.eval_prompts = (self._prompts(split) for split in ("train", "eval"))
         if judge is None:
@@ -212,7 +211,7 @@ class SamplingParts(Parts):
     @property
     def longest_response(self) -> int:
         """Tokens of a response, with what is read between its turns."""
-        return self.config.generation.max_new_tokens if self.game is None else self.game.columns
+        return self.config.generation.max_new_tokens if self.game is None else self.game.max_episode_tokens
 
     def _prompts(self, split: str) -> list[PreparedPrompt]:
         where, generation, game = self.config.task, self.config.generation, self.game
@@ -304,11 +303,6 @@ class SamplingParts(Parts):
         self.engine.close()
         if self.game is not None:
             self.game.environment.close()
-
-    @property
-    def truncation(self) -> Truncation:
-        reward, most = self.config.reward, self.config.generation.max_new_tokens
-        return Truncation(reward.truncated, reward.truncated_penalty, reward.overlong_tokens, most)
 
 
 def load_scorer(

@@ -6,13 +6,16 @@ import queue
 import random
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from tests.generation.sampling import Engine
 from tinyrl.generation.engine import Completion, FinishReason, Request
+from tinyrl.generation.turns import Response
 
+Answer = tuple[int, list[int] | None]
 Respond = Callable[[int, list[list[int]]], list[int] | None]
 TURNS, BUDGET, LONGEST = 3, 20, 9  # of an episode: turns, tokens chosen in all; tokens of an answer
 
@@ -26,7 +29,7 @@ def echo(sample: int, turns: list[list[int]]) -> list[int] | None:
 class Scripted:
     """Answers `respond(sample, turns so far)` as soon as it is asked; over after TURNS turns or BUDGET tokens."""
 
-    columns = BUDGET + (TURNS - 1) * LONGEST
+    max_episode_tokens = BUDGET + (TURNS - 1) * LONGEST
 
     def __init__(self, respond: Respond = echo, *, limits: tuple[int, ...] = (5, 9, 3, 20, 12)) -> None:
         self.respond, self.limits = respond, limits
@@ -35,18 +38,20 @@ class Scripted:
 
     def restart(self) -> None:
         self.restarts += 1
+        self.responses: defaultdict[int, Response] = defaultdict(Response)
         self.turns: dict[int, list[list[int]]] = {}
         self.reasons: dict[int, list[FinishReason]] = {}
-        self.ready: list[tuple[int, list[int] | None]] = []
+        self.ready: list[Answer] = []
 
     def limit(self, sample: int) -> int:
         said = sum(len(turn) for turn in self.turns.get(sample, []))
         return min(self.limits[(sample + len(self.turns.get(sample, []))) % len(self.limits)], BUDGET - said)
 
-    def ended(self, sample: int, tokens: list[int], finish_reason: FinishReason) -> None:
+    def ended(self, sample: int, turn: Completion) -> None:
         turns = self.turns.setdefault(sample, [])
-        turns.append(tokens)
-        self.reasons.setdefault(sample, []).append(finish_reason)
+        turns.append(turn.tokens)
+        self.responses[sample].add(turn.tokens, turn.logprobs)
+        self.reasons.setdefault(sample, []).append(turn.finish_reason)
         self.log.append(("ended", sample))
         over = len(turns) == TURNS or sum(map(len, turns)) == BUDGET
         self.answered(sample, None if over else self.respond(sample, list(turns)))
@@ -54,11 +59,21 @@ class Scripted:
     def answered(self, sample: int, tokens: list[int] | None) -> None:
         self.ready.append((sample, tokens))
 
-    def answers(self, *, wait: bool) -> list[tuple[int, list[int] | None]]:
+    def answers(self, *, wait: bool) -> list[Answer]:
         assert self.ready or not wait, "waiting for answers that never come"
         came, self.ready = self.ready, []
         self.log += [("answered", sample) for sample, _ in came]
+        return self.read(came)
+
+    def read(self, came: list[Answer]) -> list[Answer]:
+        for sample, tokens in came:
+            self.responses[sample].add(tokens or [])
         return came
+
+    def completions(self, group: int) -> list[list[Completion]]:
+        said = [self.responses[i] for i in range(len(self.responses))]
+        flat = [Completion(r.tokens, r.logprobs, self.reasons[i][-1], r.chosen) for i, r in enumerate(said)]
+        return [flat[i : i + group] for i in range(0, len(flat), group)]
 
 
 class Delayed(Scripted):
@@ -68,14 +83,14 @@ class Delayed(Scripted):
         super().restart()
         self.random = random.Random(0)
 
-    def answers(self, *, wait: bool) -> list[tuple[int, list[int] | None]]:
+    def answers(self, *, wait: bool) -> list[Answer]:
         assert self.ready or not wait
         come = [i for i in range(len(self.ready)) if self.random.random() < 0.15]
         come = come or ([self.random.randrange(len(self.ready))] if wait else [])
         self.random.shuffle(come)
         answers = [self.ready[i] for i in come]
         self.ready = [answer for i, answer in enumerate(self.ready) if i not in come]
-        return answers
+        return self.read(answers)
 
 
 class Threaded(Scripted):
@@ -83,7 +98,7 @@ class Threaded(Scripted):
 
     def restart(self) -> None:
         super().restart()
-        self.came: queue.Queue[tuple[int, list[int] | None]] = queue.Queue()
+        self.came: queue.Queue[Answer] = queue.Queue()
         self.random = random.Random(0)
 
     def answered(self, sample: int, tokens: list[int] | None) -> None:
@@ -95,11 +110,11 @@ class Threaded(Scripted):
 
         threading.Thread(target=make).start()
 
-    def answers(self, *, wait: bool) -> list[tuple[int, list[int] | None]]:
+    def answers(self, *, wait: bool) -> list[Answer]:
         answers = [self.came.get(timeout=60)] if wait else []
         while not self.came.empty():
             answers.append(self.came.get())
-        return answers
+        return self.read(answers)
 
 
 def plain(
@@ -127,7 +142,7 @@ def plain(
         )
         for i, (turn,) in zip(going, turns, strict=True):
             done[i] = more(done[i], turn.tokens, turn.logprobs, True, turn.finish_reason)
-            answer.ended(i, turn.tokens, turn.finish_reason)
+            answer.ended(i, turn)
         answers = {i: tokens for i, tokens in answer.answers(wait=True) if tokens is not None}
         for i, tokens in answers.items():
             done[i] = more(done[i], tokens, [0.0] * len(tokens), False, done[i].finish_reason)

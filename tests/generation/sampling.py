@@ -13,7 +13,7 @@ from torch import Tensor
 from tinyrl.generation import hf
 from tinyrl.generation.engine import Completion, Request, SamplingEngine, SamplingSettings
 from tinyrl.generation.fused import FusedEngine
-from tinyrl.generation.hf import HfEngine, HfMergedEngine
+from tinyrl.generation.hf import HfEngine
 from tinyrl.generation.server import ServerEngine
 from tinyrl.generation.slots import Slots
 from tinyrl.models.loading import load_causal_lm, load_tokenizer, lora_config, wrap_in_lora
@@ -45,7 +45,7 @@ def make_engine(
     roles, tokenizer = Roles(model, device=device, reference=reference), load_tokenizer(str(folder))
     if name == "fused":
         return FusedEngine(roles, tokenizer, settings, dtype=dtype)
-    return {"hf": HfEngine, "hf-merged": HfMergedEngine}[name](roles, tokenizer, settings)
+    return HfEngine(roles, tokenizer, settings, merged=name == "hf-merged")
 
 
 def requests(prompts: list[list[int]] | None = None) -> list[Request]:

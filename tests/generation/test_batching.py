@@ -9,7 +9,8 @@ from tests.generation.sampling import PROMPTS, assert_same, make_engine, request
 from tests.running import LookedAt
 from tests.tiny_models import TinyModels
 from tinyrl.generation import hf
-from tinyrl.generation.engine import Request, join, split
+from tinyrl.generation.engine import Request
+from tinyrl.generation.hf import split
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
@@ -97,11 +98,6 @@ def test_split_keeps_within_the_rows_and_groups_together_where_they_fit(
     assert [([r.prompt_row for r in batch], count) for batch, count in batches] == expected
     numbers = [(r.prompt_row, r.first_sample + i) for batch, count in batches for r in batch for i in range(count)]
     assert numbers == [(prompt, 10 + i) for prompt in range(3) for i in range(group)]
-
-
-def test_join_puts_groups_together_again():
-    parts = [["a", "b"], ["c"], ["d", "e"], ["f"]]
-    assert join(parts, 3) == [["a", "b", "c"], ["d", "e", "f"]]  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(("fits", "left"), [(11, 8), (4, 4), (2, 2), (1, 1)])

@@ -29,7 +29,8 @@ def make(folder: Any, name: str = "fused", **options: Any) -> Any:
 
 
 def play(engine: Any, answer: Scripted, group: int = 4, **options: Any) -> list[list[Completion]]:
-    return engine.play(requests(), group, **{"answer": answer, "seed": 0, "step": 0, **options})
+    engine.play(requests(), group, **{"episodes": answer, "seed": 0, "step": 0, **options})
+    return answer.completions(group)
 
 
 def assert_same_episodes(ours: list[list[Completion]], theirs: list[list[Completion]]) -> None:
@@ -168,7 +169,7 @@ def spoken(tiny: TinyModels, stop: list[str], observation: list[int]) -> tuple[A
     engine = make(tiny("llama", vocabulary=WORDS), stop=stop)
     engine.eos = set()
     answer = Scripted(lambda _, turns: observation if len(turns) == 1 else None, limits=(6,))
-    engine.play(requests([[20, 21, 22]]), 8, answer=answer, seed=0, step=0)
+    engine.play(requests([[20, 21, 22]]), 8, episodes=answer, seed=0, step=0)
     return engine.tokenizer, [answer.turns[i] for i in range(8)]
 
 
@@ -305,11 +306,12 @@ def test_a_stop_is_looked_for_while_answers_are_read(tiny: TinyModels):
 def test_an_answer_that_leaves_no_room_is_found_before_it_is_read(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
     """It would be written into the next row's part of the cache."""
     monkeypatch.setattr(Decoder, "extend", lambda *_, **__: pytest.fail("read"))
-    for length in (Scripted.columns, Scripted.columns - 5):
+    for length in (Scripted.max_episode_tokens, Scripted.max_episode_tokens - 5):
         with pytest.raises(AssertionError):
             play(make(tiny("llama")), Scripted(lambda *_, n=length: [40] * n, limits=(5,)))
 
 
 def test_no_requests_no_episodes(tiny: TinyModels):
     answer = Scripted()
-    assert make(tiny("llama")).play([], 2, answer=answer, seed=0, step=0) == []
+    make(tiny("llama")).play([], 2, episodes=answer, seed=0, step=0)
+    assert answer.restarts == 0

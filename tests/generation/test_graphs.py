@@ -84,7 +84,8 @@ def test_parked_rows_are_kept_from_what_graphs_compute_behind_the_live_ones(
     engine.max_rows, engine.look_every = max_rows, look_every
     expected = plain(slow, requests(), 4, Scripted())
     for answer in (Scripted(), Delayed(), Threaded()):
-        assert_same(engine.play(requests(), 4, answer=answer, seed=0, step=0), expected)
+        engine.play(requests(), 4, episodes=answer, seed=0, step=0)
+        assert_same(answer.completions(4), expected)
     assert {rows for rows, _ in shapes} <= {1, 2, 3, 4, 6, 8, 16}
 
 

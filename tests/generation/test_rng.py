@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tinyrl.generation.token_sampling import inverse_cdf, sample_keys, uniforms
+from tinyrl.generation.engine import draw, sample_keys, uniforms
 
 LARGEST = 1.0 - 2.0**-53  # below one
 
@@ -83,7 +83,7 @@ def test_inverse_cdf_is_the_naive_search(size: int):
     u = torch.rand(60, generator=generator, dtype=torch.float64)
     u[0], u[1] = 0.0, LARGEST
     expected = [naive(row, x) for row, x in zip(probs.double().tolist(), u.tolist(), strict=True)]
-    assert inverse_cdf(probs, u).tolist() == expected
+    assert draw(probs, u)[0].tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_inverse_cdf_is_the_naive_search(size: int):
     ],
 )
 def test_inverse_cdf_by_hand(probs: list[float], u: float, index: int):
-    assert inverse_cdf(torch.tensor([probs]), torch.tensor([u], dtype=torch.float64)).tolist() == [index]
+    assert draw(torch.tensor([probs]), torch.tensor([u], dtype=torch.float64))[0].tolist() == [index]
 
 
 def test_entries_of_probability_zero_are_never_drawn():
@@ -113,7 +113,7 @@ def test_entries_of_probability_zero_are_never_drawn():
     for column in range(0, 50, 7):
         for nudge in (-1e-16, 0.0, 1e-16):
             u = (cdf[:, column] / cdf[:, -1] + nudge).clamp(0.0, LARGEST)
-            drawn = inverse_cdf(quarters, u)
+            drawn = draw(quarters, u)[0]
             assert (quarters.gather(1, drawn.unsqueeze(1)) > 0).all()
 
 
@@ -125,7 +125,7 @@ def test_large_vocabularies_are_exact_where_a_float32_sum_is_not():
     for row in range(4):
         exact = np.cumsum(probs[row].double().numpy())
         expected = np.searchsorted(exact, u[row].numpy() * exact[-1], side="right")
-        drawn = inverse_cdf(probs[row].expand(500, -1), u[row]).numpy()
+        drawn = draw(probs[row].expand(500, -1), u[row])[0].numpy()
         assert (drawn == expected).all()
         rounded = np.cumsum(probs[row].numpy(), dtype=np.float32)
         wrong_in_float32 += int((np.searchsorted(rounded, u[row].numpy(), side="right") != expected).sum())
@@ -135,5 +135,5 @@ def test_large_vocabularies_are_exact_where_a_float32_sum_is_not():
 def test_probabilities_that_are_not_numbers_stay_inside_the_vocabulary():
     """The recorded log-probability is not finite either, which stops the step; the index must not crash the GPU."""
     for size in (3, 5, 10):
-        drawn = inverse_cdf(torch.full((1, size), torch.nan), torch.tensor([0.9], dtype=torch.float64))
+        drawn = draw(torch.full((1, size), torch.nan), torch.tensor([0.9], dtype=torch.float64))[0]
         assert 0 <= int(drawn) < size

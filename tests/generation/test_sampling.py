@@ -9,7 +9,7 @@ import torch
 
 from tests.generation.sampling import CPU, ENGINES, LIKE_LLAMA, PROMPTS, Engine, make_engine, sample, stir, tokens_of
 from tests.tiny_models import KINDS, TinyModels
-from tinyrl.generation.token_sampling import truncate
+from tinyrl.generation.engine import truncate
 from tinyrl.models.batches import make_batch
 
 EVERY_ENGINE = [

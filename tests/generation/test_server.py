@@ -17,17 +17,16 @@ from tests.generation.stand_in import Faults, StandIn
 from tests.tiny_models import TinyModels
 from tinyrl import http_client
 from tinyrl.errors import GuardStop, Interrupted
-from tinyrl.generation import server_client
+from tinyrl.generation import server
 from tinyrl.generation.engine import Request
 from tinyrl.generation.hf import HfEngine
-from tinyrl.generation.server import ServerEngine
-from tinyrl.generation.server_client import ServerClient
+from tinyrl.generation.server import ServerClient, ServerEngine
 from tinyrl.runs.signals import StopFlag
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_client, "WAITS_S", (0.01, 0.01))
+    monkeypatch.setattr(server, "WAITS_S", (0.01, 0.01))
     monkeypatch.setattr(http_client, "POLL_S", 0.02)
 
 

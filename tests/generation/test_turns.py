@@ -14,10 +14,8 @@ from tests.faults.lookup_runs import lookup
 from tinyrl.components import Options, SamplingParts
 from tinyrl.environments import Reply
 from tinyrl.environments.environment import Episode
-from tinyrl.generation import turns
-from tinyrl.generation.engine import Completion, Request, SampleOptions
-from tinyrl.generation.token_sampling import sample_keys, uniforms
-from tinyrl.generation.turns import Episodes, play
+from tinyrl.generation.engine import Completion, Request, SampleOptions, sample_keys, uniforms
+from tinyrl.generation.turns import Episodes, play, play_plainly
 
 GROUP, SEED, STEP = 8, 3, 2
 Played = tuple[list[Completion], list[Episode]]
@@ -42,11 +40,11 @@ def episodes_of(
     requests = [Request(p.tokens, prompt_row=p.index) for p in prompts]
     options: SampleOptions = {"seed": SEED, "step": STEP, "greedy": greedy}
     if not plainly:
-        return play(prompts, requests, GROUP, engine=parts.engine, game=game, **options)
-    with Episodes(prompts, requests, GROUP, game=game, seed=SEED, step=STEP) as episodes:
+        return play(prompts, requests, GROUP, engine=parts.engine, runner=game, **options)
+    with Episodes(prompts, requests, GROUP, runner=game, seed=SEED, step=STEP) as episodes:
         options["role"] = "policy"
-        said = turns._play_plainly(requests, GROUP, engine=parts.engine, episodes=episodes, options=options)
-        return episodes.finalized(said), episodes.episodes
+        play_plainly(requests, GROUP, engine=parts.engine, episodes=episodes, options=options)
+        return episodes.finalized(), episodes.episodes
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +148,7 @@ def test_each_episode_has_a_seed_of_its_own(fused: SamplingParts) -> None:
     try:
         for step in (STEP, STEP, STEP + 1):
             requests = [Request(p.tokens, prompt_row=p.index) for p in prompts]
-            play(prompts, requests, GROUP, engine=fused.engine, game=game, seed=SEED, step=step)
+            play(prompts, requests, GROUP, engine=fused.engine, runner=game, seed=SEED, step=step)
     finally:
         environment._respond = respond
     batch = len(prompts) * GROUP

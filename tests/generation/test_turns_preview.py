@@ -9,7 +9,7 @@ from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.environments import Reply
 from tinyrl.environments.environment import Environment
 from tinyrl.environments.trial import NONSENSE, asking_turn, tool_call
-from tinyrl.generation.turns import Game, episode_notes, show_episode
+from tinyrl.generation.turns import EpisodeRunner, episode_notes, show_episode
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.tasks import load_task
 from tinyrl.tasks.observations import ObservationTokens
@@ -26,12 +26,14 @@ TEMPLATE = (
 )
 
 
-def game_of(respond: Any, tokenizer: Any, *, chat: bool = False, max_new_tokens: int = 24, **settings: Any) -> Game:
+def game_of(
+    respond: Any, tokenizer: Any, *, chat: bool = False, max_new_tokens: int = 24, **settings: Any
+) -> EpisodeRunner:
     config = EnvironmentConfig(max_observation_tokens=8, **settings)
     environment = Environment(config, task="lookup", respond=respond, use=None, stop=(";", "."), length=len)
     eos = {tokenizer.eos_token_id}
     observed = ObservationTokens(tokenizer, chat=chat, variables={}, eos=eos, max_tokens=8)
-    return Game(environment, observed, tokenizer, max_new_tokens, {})
+    return EpisodeRunner(environment, observed, tokenizer, max_new_tokens, {})
 
 
 def without_time(line: str) -> str:

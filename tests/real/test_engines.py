@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from tests import running
 from tinyrl.components import Options, SamplingParts
 from tinyrl.generation.engine import Completion, Request, SamplingSettings
 from tinyrl.generation.fused import FusedEngine
-from tinyrl.generation.hf import HfEngine, HfMergedEngine
+from tinyrl.generation.hf import HfEngine
 from tinyrl.generation.select import select_engine
 
 pytestmark = pytest.mark.real
 
-ENGINES: dict[str, Any] = {"hf": HfEngine, "hf-merged": HfMergedEngine, "fused": FusedEngine}
+ENGINES: dict[str, Any] = {"hf": HfEngine, "hf-merged": partial(HfEngine, merged=True), "fused": FusedEngine}
 SETTINGS = SamplingSettings(temperature=1.0, max_new_tokens=12)
 LONGEST = 512
 WORST = 1.5  # times the error of the library in bfloat16

@@ -1,6 +1,7 @@
 """The rollout: round trip through safetensors, masks from lengths and finish reasons, truncation, duplicate prompts."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.components import Options, SamplingParts
+from tinyrl.config.sections import RewardConfig
 from tinyrl.rollout.buffer import Rollout
-from tinyrl.rollout.collector import Truncation, finalize_truncated, sample_and_score
+from tinyrl.rollout.collector import finalize_truncated, sample_and_score
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +23,9 @@ def parts(tmp_path_factory: pytest.TempPathFactory):
     loaded.close()
 
 
-def collect(parts: SamplingParts, truncation: Truncation | None = None) -> Rollout:
+def collect(parts: SamplingParts, **reward: Any) -> Rollout:
     rollout = sample_and_score(parts.train_prompts[:3], parts.engine, parts.scorer, group_size=2, seed=0, step=0)
-    finalize_truncated(rollout, truncation or Truncation())
+    finalize_truncated(rollout, RewardConfig(**reward), max_new_tokens=10)
     return rollout
 
 
@@ -42,27 +44,28 @@ def test_mask_and_lengths_agree_when_pad_is_eos(parts: SamplingParts) -> None:
     rollout = collect(parts)
     assert rollout.response_mask.sum(1).tolist() == rollout.response_lengths.tolist()
     assert rollout.prompt_index.tolist() == [0, 0, 1, 1, 2, 2]
-    assert rollout.lengths == [len(rollout.prompt_tokens[i // 2]) + len(rollout.response(i)) for i in range(6)]
 
 
 def test_truncated_responses_can_be_masked_or_penalised(parts: SamplingParts) -> None:
     kept = collect(parts)
     assert kept.truncated.any(), "a random model should run into max_new_tokens"
-    masked = collect(parts, Truncation("mask"))
+    masked = collect(parts, truncated="mask")
     assert not masked.loss_mask[masked.truncated].any()
     assert torch.equal(masked.kept, ~masked.truncated)
     assert torch.equal(masked.response_mask, kept.response_mask)  # what the policy chose is another matter
     torch.testing.assert_close(masked.rewards, kept.rewards)  # still in the group's statistics
-    penalised = collect(parts, Truncation("penalize", penalty=2.5))
+    penalised = collect(parts, truncated="penalize", truncated_penalty=2.5)
     torch.testing.assert_close(penalised.rewards, kept.rewards - 2.5 * kept.truncated)
 
 
-def test_soft_overlong_penalty() -> None:
+def test_soft_overlong_penalty(parts: SamplingParts) -> None:
     """DAPO Eq. 13 with 10 tokens at most and a buffer of 4: nothing up to 6, then down by a quarter a token to -1."""
-    penalties = Truncation(overlong_tokens=4, max_new_tokens=10).penalties(
-        torch.tensor([3, 6, 7, 9, 10]), torch.zeros(5, dtype=torch.bool)
-    )
-    assert penalties.tolist() == [0.0, 0.0, 0.25, 0.75, 1.0]
+    rollout = collect(parts)
+    rollout.rewards, lengths = torch.zeros(5), torch.tensor([3, 6, 7, 9, 10])
+    rollout.response_mask = torch.arange(10) < lengths.unsqueeze(1)
+    rollout.finish_reasons = rollout.kept = torch.zeros(5, dtype=torch.bool)
+    finalize_truncated(rollout, RewardConfig(overlong_tokens=4), max_new_tokens=10)
+    assert rollout.rewards.tolist() == [0.0, 0.0, -0.25, -0.75, -1.0]
 
 
 def test_a_prompt_twice_in_a_step_gets_other_samples(parts: SamplingParts) -> None:

@@ -14,13 +14,12 @@ from tinyrl.algorithms.advantages import gae
 from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.components import Options, SamplingParts
 from tinyrl.config.method_sections import PRESETS
+from tinyrl.config.sections import RewardConfig
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.engine import Completion
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.collector import (
-    Truncation,
-    _add_episodes,
     _as_tensors,
     finalize_truncated,
     forward_pass,
@@ -59,7 +58,7 @@ def parts() -> SamplingParts:
 def rollout(parts: SamplingParts) -> Rollout:
     """24 episodes, their log-probabilities a little off the policy's, with rewards of turns."""
     out = sample_and_score(
-        parts.train_prompts, parts.engine, parts.scorer, group_size=4, seed=0, step=0, game=parts.game
+        parts.train_prompts, parts.engine, parts.scorer, group_size=4, seed=0, step=0, runner=parts.game
     )
     read = ~out.response_mask & (torch.arange(out.response_mask.shape[1]) < out.response_lengths[:, None])
     assert int(read.sum()) > 30
@@ -173,9 +172,8 @@ def two() -> Rollout:
         Completion([5, 6, 7, 8], [-1.0] * 4, "length", [True] * 4),
     ]
     prompt = PreparedPrompt(0, {"prompt": "a"}, "a", "a", [4], "")
-    out = _as_tensors([prompt], completions, 2)
     turns = [Episode(turn_ends=[1, 5], turn_rewards=[0.5, 0.25]), Episode(turn_ends=[3], turn_rewards=[0.0])]
-    _add_episodes(out, turns)
+    out = _as_tensors([prompt], completions, 2, turns)
     out.rewards = torch.tensor([1.75, 3.0])
     out.ref_logprobs = torch.full((2, 6), -1.5)
     return out
@@ -200,7 +198,7 @@ def test_counts_and_means_are_of_chosen_tokens(two: Rollout) -> None:
 
 def test_penalties_for_length_count_chosen_tokens(two: Rollout) -> None:
     """Four may be written; the soft penalty begins after two: 3 of 4 cost a half, 4 of 4 the whole."""
-    finalize_truncated(two, Truncation("penalize", 1.0, overlong_tokens=2, max_new_tokens=4))
+    finalize_truncated(two, RewardConfig(truncated="penalize", overlong_tokens=2), max_new_tokens=4)
     assert two.rewards.tolist() == [1.75 - 0.5, 3.0 - 1.0 - 1.0]
 
 

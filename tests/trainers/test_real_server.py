@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests import running
 from tests.tiny_models import tiny_tokenizer
-from tinyrl.generation.server_client import ServerClient
+from tinyrl.generation.server import ServerClient
 
 URL = os.environ.get("TINYRL_SERVER_URL", "")
 

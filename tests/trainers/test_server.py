@@ -17,7 +17,7 @@ from tests.tiny_models import TinyModels
 from tinyrl import http_client
 from tinyrl.components import Options
 from tinyrl.config.schema import Config
-from tinyrl.generation import server_client
+from tinyrl.generation import server
 from tinyrl.models.loading import resolve_model_path
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.launch import dry_run
@@ -26,7 +26,7 @@ from tinyrl.training.update import Updater
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_client, "WAITS_S", (0.01, 0.01))
+    monkeypatch.setattr(server, "WAITS_S", (0.01, 0.01))
     monkeypatch.setattr(http_client, "POLL_S", 0.02)
 
 

@@ -20,7 +20,7 @@ from tinyrl.data.readers import Row
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.engine import Completion, Request, SampledRole, SamplingSettings
 from tinyrl.generation.hf import HfEngine
-from tinyrl.generation.turns import Game, load_game, play
+from tinyrl.generation.turns import EpisodeRunner, load_episode_runner, play
 from tinyrl.models.weight_checks import check_ids
 from tinyrl.models.weights_io import load_policy
 from tinyrl.rewards.scorer import Scorer
@@ -114,7 +114,9 @@ class Speaker:
     model has a chat template (without one each prompt stands alone).
     """
 
-    def __init__(self, target: ChatTarget, parts: Parts, task: Task, game: Game | None, options: Options) -> None:
+    def __init__(
+        self, target: ChatTarget, parts: Parts, task: Task, game: EpisodeRunner | None, options: Options
+    ) -> None:
         self.target, self.parts, self.task, self.game, self.options = target, parts, task, game, options
         generation, config = target.config.generation, target.config
         self.settings = SamplingSettings(
@@ -270,7 +272,7 @@ class Speaker:
             [[completion]] = self.engine.sample([request], 1, **key)
             text = str(self.parts.tokenizer.decode(completion.tokens, skip_special_tokens=True))
             return Answer(turn, prompt, completion, text, None)
-        [completion], [episode] = play([prompt], [request], 1, engine=self.engine, game=self.game, **key)
+        [completion], [episode] = play([prompt], [request], 1, engine=self.engine, runner=self.game, **key)
         text = "".join(message["content"] for message in episode.transcript if message["role"] == "assistant")
         return Answer(turn, prompt, completion, text, episode)
 
@@ -280,7 +282,7 @@ def load_speaker(target: ChatTarget, *, options: Options) -> Speaker:
     config = target.config
     parts = Parts(config, options=options)
     task = load_task(config.task.name or "rows", grading=config.task.grading)
-    game = load_game(config, task, tokenizer=parts.tokenizer, roles=parts.roles)
+    game = load_episode_runner(config, task, tokenizer=parts.tokenizer, roles=parts.roles)
     if target.checkpoint is not None:
         load_policy(parts.roles, target.checkpoint)
     return Speaker(target, parts, task, game, options)

@@ -5,9 +5,8 @@ arithmetic: LoRA branches at every token, the whole cache copied at every token,
 Here the weights are private copies, made afresh from base and adapter, with one matrix for projections that share an
 input. The base itself is never merged in place, which would round it.
 
-In float32 the adapter is merged into the matrix. In bfloat16 that would round small updates away: one Adam step of 5e-5
-changes a weight by a hundredth of its spacing. There [W, (alpha / r) B] stands in one matrix and is multiplied with
-[h, A h], so that base and branch are added up in float32 inside one product, and rounded once.
+In float32 the adapter is merged into the matrix. In bfloat16 that would round small updates away. There one matrix
+[W, (alpha / r) B] is multiplied with [h, A h], so that base and branch are added up in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from tinyrl.models.batches import backbone_of
 from tinyrl.models.fused_backbone import turned
 from tinyrl.models.logprobs import Head, head_of
 from tinyrl.models.lora import lora_matrices, lora_rank, merged_weight
+from tinyrl.models.meta import weight_bytes
 
 RANK_MULTIPLE = 8  # rows of a bfloat16 matrix then start at 16 bytes, as fast kernels want
 
@@ -68,15 +68,12 @@ class LayerWeights:
 
 @torch.no_grad()
 def layer_weights(layer: Any, adapter: str | None, *, kv_heads: int, dtype: torch.dtype) -> LayerWeights:
-    """The weights of the library's decoder layer as they are now under `adapter`."""
-    attention, mlp = layer.self_attn, layer.mlp
-
+    attention, mlp, in_half = layer.self_attn, layer.mlp, dtype != torch.float32
     norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
-    inside = norms if dtype == torch.float32 else (None, None)
-    beside = (None, None) if dtype == torch.float32 else tuple(weight.to(dtype) for weight in norms)
+    inside = (None, None) if in_half else norms
 
-    def norm(module: nn.Module | None) -> Tensor | None:
-        return None if module is None else module.weight.to(dtype)  # pyright: ignore
+    def norm(module: Any) -> Tensor | None:
+        return None if module is None else module.weight.to(dtype)
 
     qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
     return LayerWeights(
@@ -84,20 +81,14 @@ def layer_weights(layer: Any, adapter: str | None, *, kv_heads: int, dtype: torc
         joined([attention.o_proj], adapter, dtype=dtype),
         joined([mlp.gate_proj, mlp.up_proj], adapter, dtype=dtype, norm=inside[1]),
         joined([mlp.down_proj], adapter, dtype=dtype),
-        attention_norm=beside[0],
-        mlp_norm=beside[1],
+        *(weight.to(dtype) if in_half else None for weight in norms),
         q_norm=norm(getattr(attention, "q_norm", None)),
         k_norm=norm(getattr(attention, "k_norm", None)),
     )
 
 
 def joined(
-    modules: list[nn.Module],
-    adapter: str | None,
-    *,
-    dtype: torch.dtype,
-    parts: int = 1,
-    norm: Tensor | None = None,
+    modules: list[nn.Module], adapter: str | None, *, dtype: torch.dtype, parts: int = 1, norm: Tensor | None = None
 ) -> Projection:
     """Linear layers that share their input as one, whose outputs are the first of `parts` equal parts of each layer's,
     the second, and so on. norm (in,): what the input is to be multiplied with (merged weights only). Its shapes are
@@ -120,8 +111,7 @@ def joined(
     lora_a, column = weight.new_zeros(columns, weight.shape[1]), 0
     lora_b = [weight.new_zeros(len(own), columns) for own, _ in pairs]
     for module, branch in zip(modules, lora_b, strict=True):
-        matrices = lora_matrices(module, adapter)
-        if matrices is not None:
+        if (matrices := lora_matrices(module, adapter)) is not None:
             a, b = matrices
             lora_a[column : column + len(a)] = a
             branch[:, column : column + len(a)] = b
@@ -135,12 +125,8 @@ def laid_out(weight: Tensor, norm: Tensor | None) -> Tensor:
     """
     if weight.device.type != "cpu":
         return weight if norm is None else weight * norm
-    by_inputs = weight.new_empty(weight.shape[1], weight.shape[0])
-    if norm is None:
-        by_inputs.copy_(weight.t())
-    else:
-        torch.mul(weight.t(), norm.unsqueeze(1), out=by_inputs)
-    return by_inputs.t()
+    by_inputs = weight.t().clone(memory_format=torch.contiguous_format)
+    return (by_inputs if norm is None else by_inputs.mul_(norm.unsqueeze(1))).t()
 
 
 def tensors(weights: LayerWeights | Projection) -> list[Tensor]:
@@ -148,24 +134,11 @@ def tensors(weights: LayerWeights | Projection) -> list[Tensor]:
     return [t for v in values if v is not None for t in (tensors(v) if isinstance(v, Projection) else [v])]
 
 
-def take_over(old: LayerWeights | Projection, fresh: LayerWeights | Projection) -> None:
-    """Give `old` the values of `fresh`, in the memory that it has."""
-    for field in fields(fresh):
-        was, new = getattr(old, field.name), getattr(fresh, field.name)
-        if isinstance(new, Projection):
-            take_over(was, new)
-        elif new is not None:
-            setattr(old, field.name, renewed(was, new))
-
-
 def renewed(old: Tensor | None, fresh: Tensor) -> Tensor:
     """`fresh`, in the memory of `old` if it has any (a CUDA graph holds the address); shared weights as they are."""
     if old is None or old.shape != fresh.shape or old.data_ptr() == fresh.data_ptr():
         return fresh
     return old.copy_(fresh)
-
-
-NO_HEAD = Head(torch.empty(0), None)  # before there is a copy: never the model's own, which `sync` would write into
 
 
 @dataclass
@@ -195,10 +168,7 @@ class Decoder:
         self.eps: float = config.rms_norm_eps
         self.least = torch.tensor(self.eps)
         self.activation = self.backbone.layers[0].mlp.act_fn
-        self.layers: list[LayerWeights] = []
-        self.embedding = torch.empty(0)
-        self.norm = torch.empty(0)
-        self.head = NO_HEAD
+        self.release()
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -208,11 +178,9 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the private copy: what merging or another dtype keeps from sharing the model's memory."""
-        own = [t for layer in self.layers for t in tensors(layer)]
+        own = [*(t for layer in self.layers for t in tensors(layer)), self.embedding, self.head.weight]
         shared = {p.data_ptr() for p in self.model.parameters()}
-        own += [self.embedding, self.head.weight]
-        unique = {t.data_ptr(): t for t in own if t.data_ptr() not in shared}
-        return sum(t.numel() * t.itemsize for t in unique.values())
+        return weight_bytes(t for t in own if t.data_ptr() not in shared)
 
     def sync(self, adapter: str | None) -> None:
         """Copy the weights as they are now under `adapter`, into the same memory as before."""
@@ -228,12 +196,15 @@ class Decoder:
             weights = layer_weights(layer, adapter, kv_heads=self.num_kv_heads, dtype=self.dtype)
             if i == len(self.layers):
                 self.layers.append(weights)
-            take_over(self.layers[i], weights)
+            for old, fresh in zip(tensors(self.layers[i]), tensors(weights), strict=True):
+                renewed(old, fresh)
 
     def release(self) -> None:
         """Give the memory of the copy back; `sync` takes it again."""
-        self.layers, self.embedding, self.norm = [], torch.empty(0), torch.empty(0)
-        self.head = NO_HEAD
+        self.layers: list[LayerWeights] = []
+        self.embedding, self.norm = torch.empty(0), torch.empty(0)
+        # Never the model's own, which `sync` would write into.
+        self.head = Head(torch.empty(0), None)
 
     def new_cache(self, rows: int, width: int) -> Cache:
         """All zero, as masked entries must be finite (0 x NaN is NaN). A CPU takes memory only where written."""
@@ -243,17 +214,13 @@ class Decoder:
             entries = torch.from_numpy(np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)).view(self.dtype)
         else:
             entries = torch.zeros(shape, dtype=self.dtype, device=device)
-        return Cache(entries.view(shape), *self._rotations(width, device))
-
-    def _rotations(self, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
         positions = torch.arange(width, device=device).unsqueeze(0)
         cos, sin = self.backbone.rotary_emb(torch.empty(1, 1, 1, dtype=self.dtype, device=device), positions)
         sin[..., : self.head_dim // 2].neg_()
-        shape = (width, 1, self.queries + 2, self.head_dim)
-        rotated = [cos.new_ones(shape), sin.new_zeros(shape)]
-        for table, values in zip(rotated, (cos, sin), strict=True):
-            table[:, :, :-1] = values[0, :, None, None]
-        return rotated[0], rotated[1]
+        rotation = (width, 1, self.queries + 2, self.head_dim)
+        cache = Cache(entries.view(shape), cos.new_ones(rotation), sin.new_zeros(rotation))
+        cache.cos[:, :, :-1], cache.sin[:, :, :-1] = cos[0, :, None, None], sin[0, :, None, None]
+        return cache
 
     def prefill(self, ids: Tensor, lengths: Tensor, *, cache: Cache, rows: list[range]) -> Tensor:
         """Read prompts ids (P, L), padded on the right, and put the keys and values of prompt p into each of rows[p] of

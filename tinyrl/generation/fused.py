@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Unpack
+from typing import Unpack
 
 import numpy as np
 import torch
@@ -23,18 +23,18 @@ from tinyrl.generation.engine import (
     LOOK_EVERY,
     Completion,
     FinishReason,
-    HasRowLimit,
+    LocalEngine,
     Request,
-    Response,
     SampleOptions,
     SamplingSettings,
     eos_token_ids,
+    grouped,
     max_new_tokens,
     row_keys,
-    sample_in_fewer_rows,
+    stop_said_at,
+    uniforms,
 )
 from tinyrl.generation.slots import Slots
-from tinyrl.generation.token_sampling import stop_said_at, uniforms
 from tinyrl.generation.turns import Episodes
 from tinyrl.models.device import free_bytes
 from tinyrl.models.roles import Roles
@@ -86,13 +86,12 @@ class Kept:
     that hold their addresses, for sampled and for greedy tokens.
     """
 
-    decoder: Decoder
     rows: int
     slots: Slots
     graphs: dict[bool, StepGraphs] = field(default_factory=dict)
 
 
-class FusedEngine(HasRowLimit):
+class FusedEngine(LocalEngine):
     """Samples through a `Decoder`, whose weights are copied from the acting role at every call.
 
     by_graphs: whether steps are replayed from graphs, as on CUDA; deterministic algorithms may copy from the host,
@@ -111,11 +110,9 @@ class FusedEngine(HasRowLimit):
         self.exact = dtype == torch.float32 and roles.causal.dtype == torch.float32
         self.eos = eos_token_ids(roles, tokenizer)
         self.look_every = LOOK_EVERY[roles.device.type]
-        self.by_graphs = self.overlaps = (
-            roles.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
-        )
+        on_cuda = roles.device.type == "cuda"
+        self.by_graphs = self.overlaps = on_cuda and not torch.are_deterministic_algorithms_enabled()
         self.decoders: dict[int, Decoder] = {}  # of each model that has sampled: the policy's, a frozen reference
-        self._copy_bytes = 0
         self._kept: Kept | None = None
 
     def sample(
@@ -124,33 +121,27 @@ class FusedEngine(HasRowLimit):
         return self._sampled(requests, samples_per_request, options)
 
     def play(
-        self, requests: list[Request], samples_per_request: int, *, answer: Episodes, **options: Unpack[SampleOptions]
-    ) -> list[list[Completion]]:
-        """As `sample`, for episodes of several turns: `answer` says what is read after each turn, and how long a turn
-        may be (max_new_tokens of a request does not count). Sample i of request r is r * samples_per_request + i to it.
-
-        A completion is a whole response; `chosen` says which of its tokens were drawn, and the finish reason is that of
-        the last turn. Token t of it is drawn by the request's random number first_token + t.
+        self, requests: list[Request], samples_per_request: int, *, episodes: Episodes, **options: Unpack[SampleOptions]
+    ) -> None:
+        """As `sample`, for `episodes` of several turns, which gather what was said, and say what is read after a turn
+        and how long the next may be (max_new_tokens of a request does not count). Sample i of request r is episode
+        r * samples_per_request + i. Token t of it is drawn by the request's random number first_token + t.
         """
-        return self._sampled(requests, samples_per_request, options, answer)
+        self._sampled(requests, samples_per_request, options, episodes)
 
     def _sampled(
-        self, requests: list[Request], group: int, options: SampleOptions, answer: Episodes | None = None
+        self, requests: list[Request], group: int, options: SampleOptions, episodes: Episodes | None = None
     ) -> list[list[Completion]]:
-        if not requests:
-            return []
-
         def attempt(rows: int) -> list[list[Completion]]:
-            if answer is not None:
-                answer.restart()
-            columns = self.columns if answer is None else answer.columns + self.look_every - 1
+            columns = self.columns
+            if episodes is not None:
+                episodes.restart()
+                columns = episodes.max_episode_tokens + self.look_every - 1
             width = max(len(r.prompt_tokens) for r in requests) + columns
             with self._decoding(options, rows=rows, width=width) as (slots, advance):
-                if answer is None:
-                    return Sampling(self, slots, advance, requests, group, options).run()
-                return Playing(self, slots, advance, requests, group, options, answer=answer).run()
+                return Sampling(self, slots, advance, requests, group, options, episodes).run()
 
-        return sample_in_fewer_rows(self, len(requests) * group, attempt)
+        return self.in_fewer_rows(len(requests) * group, attempt) if requests else []
 
     @contextmanager
     def _decoding(
@@ -164,16 +155,14 @@ class FusedEngine(HasRowLimit):
             decoder = self.decoders.setdefault(id(model), Decoder(model, dtype=self.dtype))
             decoder.sync(self.roles.adapter_of(role))
             yield self._slots(decoder, options.get("greedy", False), rows=rows, width=width)
-        self._hand_back(decoder)
+        self.keep(decoder)
 
-    def adopt(self, decoder: Decoder) -> None:
-        """Sample from the policy's model through this decoder, whose copy of the weights is already made."""
-        self.decoders[id(self.roles.causal)] = decoder
-        self._hand_back(decoder)
-
-    def _hand_back(self, decoder: Decoder) -> None:
-        """Free the copy for the update, as it is quickly made again, unless graphs still read it."""
-        self._copy_bytes = decoder.weight_bytes
+    def keep(self, decoder: Decoder) -> None:
+        """Sample from its model through this decoder from now on. Its copy of the weights is freed for the update, as
+        it is quickly made again, unless graphs still read it.
+        """
+        self.decoders[id(decoder.model)] = decoder
+        self.copy_bytes = decoder.weight_bytes
         if not self.by_graphs:
             decoder.release()
 
@@ -186,10 +175,6 @@ class FusedEngine(HasRowLimit):
         return kept
 
     @property
-    def copy_bytes(self) -> int:
-        return self._copy_bytes
-
-    @property
     def columns(self) -> int:
         """New tokens of one turn a row has room for: it may run past its end until the next look."""
         return self.settings.max_new_tokens + self.look_every - 1
@@ -197,33 +182,21 @@ class FusedEngine(HasRowLimit):
     def _slots(
         self, decoder: Decoder, greedy: bool, *, rows: int, width: int
     ) -> tuple[Slots, Callable[[int, int], None]]:
-        """Slots for as many rows as wanted, or as memory allows, and the function that advances them."""
-        if not self.by_graphs:
-            slots = self._new_slots(decoder, greedy, rows=rows, width=width)
-            return slots, slots.advance
-        kept = self._kept
-        if kept is None or kept.decoder is not decoder or kept.rows < rows or kept.slots.width < width:
+        kept, device = self._kept, self.roles.device
+        if kept is None or kept.slots.decoder is not decoder or kept.rows < rows or kept.slots.width < width:
             kept = self._kept = None  # its memory serves the next
-            width = -(-width // WIDTH_BUCKET) * WIDTH_BUCKET
-            self._kept = kept = Kept(decoder, rows, self._new_slots(decoder, greedy, rows=rows, width=width))
+            width = -(-width // WIDTH_BUCKET) * WIDTH_BUCKET if self.by_graphs else width
+            fit = min(rows, rows_that_fit(decoder, width, free=free_bytes(device)))
+            self.capacity, shape = fit, {"capacity": fit, "width": width, "columns": self.columns}
+            kept = Kept(rows, Slots(decoder, self.settings, **shape, greedy=greedy, device=device))
         slots = kept.slots
         slots.greedy, self.capacity = greedy, slots.capacity
+        if not self.by_graphs:
+            return slots, slots.advance
+        self._kept = kept
         if greedy not in kept.graphs:
             kept.graphs[greedy] = StepGraphs(slots.advance, state=(slots.token, slots.position, slots.count))
         return slots, kept.graphs[greedy]
-
-    def _new_slots(self, decoder: Decoder, greedy: bool, *, rows: int, width: int) -> Slots:
-        device = self.roles.device
-        self.capacity = min(rows, rows_that_fit(decoder, width, free=free_bytes(device)))
-        return Slots(
-            decoder,
-            self.settings,
-            capacity=self.capacity,
-            width=width,
-            columns=self.columns,
-            greedy=greedy,
-            device=device,
-        )
 
 
 def rows_that_fit(decoder: Decoder, width: int, *, free: int) -> int:
@@ -232,14 +205,15 @@ def rows_that_fit(decoder: Decoder, width: int, *, free: int) -> int:
 
 
 def bucket(slots: Slots) -> tuple[int, int]:
-    """The smallest graph shape (rows, cache columns) that holds the slots in use."""
     rows = next((b for b in ROW_BUCKETS if b >= slots.live), -(-slots.live // FURTHER) * FURTHER)
     width = -(-slots.longest // WIDTH_BUCKET) * WIDTH_BUCKET
     return min(rows, slots.capacity), min(width, slots.width)
 
 
 class Sampling:
-    """One call of `sample`: the waiting samples and the finished completions."""
+    """One call of the engine: the waiting samples and the finished completions. With `episodes` a completion is one
+    turn, so that nothing of the text before it can end it, and its row is parked until the answer can be read.
+    """
 
     def __init__(
         self,
@@ -249,42 +223,36 @@ class Sampling:
         requests: list[Request],
         group: int,
         options: SampleOptions,
+        episodes: Episodes | None = None,
     ) -> None:
         self.engine, self.slots, self.advance, self.requests, self.group = engine, slots, advance, requests, group
-        self.settings = engine.settings
+        self.settings, self.episodes = engine.settings, episodes
         self.keys, self.first_tokens = row_keys(requests, group, seed=options["seed"], step=options["step"])
         self.waiting = deque(range(len(requests) * group))
         self.done: dict[int, Completion] = {}
 
     def run(self) -> list[list[Completion]]:
+        """The completions of each request; none of `episodes`, which have them."""
         slots = self.slots
         slots.clear()
         while self.waiting or slots.used:
-            self._resume()
+            if self.episodes is not None:
+                self._resume(self.episodes)
             if self._may_admit():
                 self._admit(slots.capacity - slots.used)
                 self._retire()
             for _ in range(self.engine.look_every if slots.live else 0):
                 check_stop()
                 slots.longest += 1
-                self.advance(*self._shape())
+                self.advance(*(bucket(slots) if self.engine.by_graphs else (slots.live, slots.longest)))
             self._retire()
-        flat = [self.done[i] for i in range(len(self.requests) * self.group)]
-        return [flat[i : i + self.group] for i in range(0, len(flat), self.group)]
-
-    def _resume(self) -> None:
-        """Let parked rows go on. A completion is one turn: no row is parked."""
+        return grouped([self.done[i] for i in sorted(self.done)], self.group)
 
     def _may_admit(self) -> bool:
         """Whether enough slots are free; any will do where nothing else can be decoded."""
         slots = self.slots
         enough = slots.used <= ADMIT_BELOW * slots.capacity or (not slots.live and slots.used < slots.capacity)
         return bool(self.waiting) and enough
-
-    def _shape(self) -> tuple[int, int]:
-        """Rows and cache columns of a step: those in use, or with graphs the bucket that holds them."""
-        slots = self.slots
-        return bucket(slots) if self.engine.by_graphs else (slots.live, slots.longest)
 
     def _admit(self, free: int) -> None:
         limit = PREFILL_TOKENS[self.slots.device.type]
@@ -299,12 +267,9 @@ class Sampling:
                 samples.setdefault(request, []).append(self.waiting.popleft())
                 free -= 1
             check_stop()
-            rows = list(chain.from_iterable(samples.values()))
-            self.slots.enter(
-                list(samples.values()),
-                [self.requests[i].prompt_tokens for i in samples],
-                uniforms=self._uniforms(rows),
-            )
+            drawn = self._uniforms(list(chain.from_iterable(samples.values())))
+            prompts = [self.requests[i].prompt_tokens for i in samples]
+            self.slots.enter(list(samples.values()), prompts, uniforms=drawn)
 
     def _uniforms(self, samples: list[int], after: list[int] | int = 0) -> Tensor:
         """The random numbers of these samples' next tokens, of which there are so many `after` the first."""
@@ -329,11 +294,9 @@ class Sampling:
             self._take_out({slot: Completion(t[:n], p[:n], reason) for (slot, (n, reason)), t, p in rows})
 
     def _limit(self, sample: int) -> int:
-        return max_new_tokens(self.requests[sample // self.group], self.settings)
-
-    def _take_out(self, ended: dict[int, Completion]) -> None:
-        self.done |= {self.slots.sample[slot]: completion for slot, completion in ended.items()}
-        self.slots.leave(list(ended))
+        if self.episodes is None:
+            return max_new_tokens(self.requests[sample // self.group], self.settings)
+        return self.episodes.limit(sample)
 
     def _end(self, said: list[int], eos_at: int | None, count: int, limit: int) -> tuple[int, FinishReason | None]:
         """The length of a row and why it has ended; None while it goes on. said: its tokens, for stop strings."""
@@ -346,71 +309,50 @@ class Sampling:
         ended = reason == "eos" or count >= limit
         return length, reason if ended else None
 
-
-class Playing(Sampling):
-    """One call of `play`: to the slots a turn is a completion of its own, so that nothing of the text before it can end
-    it; the row is parked between two turns.
-    """
-
-    def __init__(self, *args: Any, answer: Episodes, **named: Any) -> None:
-        super().__init__(*args, **named)
-        self.answer = answer
-        self.responses: dict[int, Response] = {}
-        self.limits: dict[int, int] = {}  # of the turns that are being decoded
-
-    def _limit(self, sample: int) -> int:
-        if sample not in self.limits:
-            self.limits[sample] = self.answer.limit(sample)
-            before = len(self.responses[sample].tokens) if sample in self.responses else 0
-            assert 1 <= self.limits[sample] <= min(self.settings.max_new_tokens, self.answer.columns - before)
-        return self.limits[sample]
-
     def _take_out(self, ended: dict[int, Completion]) -> None:
-        """Park the rows whose turns have ended. Their last token is not in the cache: it is read with the answer."""
-        turns = {self.slots.sample[slot]: turn for slot, turn in ended.items()}
-        for sample, turn in turns.items():
-            self.responses.setdefault(sample, Response()).chose(turn)
-            del self.limits[sample]
-        cached: dict[int, int] = {}  # by slot
-        for slot in ended:
-            sample = self.slots.sample[slot]
-            prompt = self.requests[sample // self.group].prompt_tokens
-            cached[slot] = len(prompt) + len(self.responses[sample].tokens) - 1
+        """The rows at these slots are done, or wait for what is read after their turns."""
+        samples = {slot: self.slots.sample[slot] for slot in ended}
+        if self.episodes is None:
+            self.done |= {samples[slot]: completion for slot, completion in ended.items()}
+            self.slots.leave(list(ended))
+            return
+        cached: dict[int, int] = {}
+        for slot, turn in ended.items():
+            self.episodes.ended(samples[slot], turn)
+            prompt = self.requests[samples[slot] // self.group].prompt_tokens
+            # The last token of a turn is not in the cache: it is read with the answer.
+            cached[slot] = len(prompt) + len(self.episodes.responses[samples[slot]].tokens) - 1
         self.slots.park(cached)
-        for sample, turn in turns.items():
-            self.answer.ended(sample, turn.tokens, turn.finish_reason)
 
-    def _resume(self) -> None:
+    def _resume(self, episodes: Episodes) -> None:
         """Read the answers that have come. Where nothing else can be decoded, wait for one."""
         slots = self.slots
         idle = not slots.live and not self._may_admit()
         if not slots.parked or not (idle or self.engine.overlaps):
             return
-        answered = self.answer.answers(wait=idle)
-        over = [sample for sample, tokens in answered if tokens is None]
-        slots.drop(over)
-        for sample in over:
-            self.done[sample] = self.responses.pop(sample).completion()
-        for batch in self._batches({sample: tokens for sample, tokens in answered if tokens is not None}):
+        going: dict[int, list[int]] = {}  # by sample, what is read
+        for sample, answer in episodes.answers(wait=idle):
+            if answer is None:
+                del slots.parked[sample]
+                continue
+            response = episodes.responses[sample].tokens
+            room = episodes.max_episode_tokens - len(response)
+            assert 1 <= episodes.limit(sample) <= min(self.settings.max_new_tokens, room)
+            going[sample] = response[-len(answer) - 1 :]
+        for batch in self._batches(going):
             check_stop()
-            before = [self.responses[sample].tokens[-1:] for sample in batch]
-            for sample, tokens in batch.items():
-                self.responses[sample].read(tokens)
-                self._limit(sample)  # there is room
-            samples, first = list(batch), [len(self.responses[sample].tokens) for sample in batch]
-            tokens = [last + answer for last, answer in zip(before, batch.values(), strict=True)]
-            slots.resume(samples, tokens, uniforms=self._uniforms(samples, after=first))
-        if len(over) < len(answered):
+            after = [len(episodes.responses[sample].tokens) for sample in batch]
+            slots.resume(batch, [going[sample] for sample in batch], uniforms=self._uniforms(batch, after=after))
+        if going:
             self._retire()
 
-    def _batches(self, answers: dict[int, list[int]]) -> Iterator[dict[int, list[int]]]:
-        limit = EXTEND_TOKENS[self.slots.device.type]
-        batch: dict[int, list[int]] = {}
+    def _batches(self, answers: dict[int, list[int]]) -> Iterator[list[int]]:
+        limit, batch, longest = EXTEND_TOKENS[self.slots.device.type], list[int](), 0
         for sample, tokens in answers.items():
-            longest = max(len(t) for t in [*batch.values(), tokens]) + 1
+            longest = max(longest, len(tokens))
             if batch and (len(batch) + 1) * longest > limit:
                 yield batch
-                batch = {}
-            batch[sample] = tokens
+                batch, longest = [], len(tokens)
+            batch.append(sample)
         if batch:
             yield batch

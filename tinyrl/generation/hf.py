@@ -1,36 +1,36 @@
 """The hf sampling engine: a left-padded batch through the library's own modules and cache.
 
 It is simple, so the other engines are tested against it. Prompts are prefilled once per group, rows are dropped as
-they finish, log-probabilities are recorded while decoding, and randomness is keyed (token_sampling.py), so the same
-request gives the same completion in any batch.
+they finish, and log-probabilities are recorded while decoding.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Unpack, get_args
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from tinyrl.generation.engine import (
     LOOK_EVERY,
     Completion,
     FinishReason,
-    HasRowLimit,
+    LocalEngine,
     Request,
-    SampledRole,
     SampleOptions,
     SamplingSettings,
+    draw,
     eos_token_ids,
-    join,
+    grouped,
     max_new_tokens,
     row_keys,
-    sample_in_fewer_rows,
-    split,
+    stop_said_at,
+    truncate,
+    uniforms,
 )
-from tinyrl.generation.token_sampling import inverse_cdf, stop_said_at, truncate, uniforms
 from tinyrl.models.batches import backbone_of
 from tinyrl.models.device import to_device
 from tinyrl.models.loading import POLICY_ADAPTER
@@ -45,76 +45,69 @@ COMPACT_BELOW = 0.8
 REASONS = get_args(FinishReason)
 
 
-class HfEngine(HasRowLimit):
-    """Samples from the policy in place: nothing is copied, so there is nothing to synchronise after an update."""
+class HfEngine(LocalEngine):
+    """merged: with the role's adapter merged into private copies of the weights while it samples, for models that the
+    fused engine does not support.
+    """
 
-    name = "hf"
-
-    def __init__(self, roles: Roles, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings) -> None:
-        self.roles, self.tokenizer, self.settings = roles, tokenizer, settings
-        self.max_rows = settings.max_rows
+    def __init__(
+        self, roles: Roles, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings, *, merged: bool = False
+    ) -> None:
+        self.roles, self.tokenizer, self.settings, self.merged = roles, tokenizer, settings, merged
+        self.name, self.max_rows = "hf-merged" if merged else "hf", settings.max_rows
         self.exact = roles.causal.dtype == torch.float32
         self.look_every = LOOK_EVERY[roles.device.type]  # a number read from a GPU is waited for
         self.eos = torch.tensor(sorted(eos_token_ids(roles, tokenizer)), dtype=torch.long, device=roles.device)
+        layers = roles.adapted_layers(POLICY_ADAPTER) if merged else []
+        self.copy_bytes = weight_bytes(getattr(*adapted_parameter(layer)) for layer in layers)
 
     def sample(
         self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
     ) -> list[list[Completion]]:
         def attempt(rows: int) -> list[list[Completion]]:
-            with self._acting(options.get("role", "policy")) as model:
-                parts = [
-                    completions
+            acting = self.roles.acting_merged if self.merged else self.roles.acting
+            with acting(options.get("role", "policy")) as model:
+                flat = [
+                    completion
                     for batch, group in split(requests, samples_per_request, max_rows=rows)
-                    for completions in _Decoding(self, model, batch, group, options).run()
+                    for completion in _Decoding(self, model, batch, group, options).run()
                 ]
-            return join(parts, samples_per_request)
+            return grouped(flat, samples_per_request)
 
-        return sample_in_fewer_rows(self, max(1, len(requests) * samples_per_request), attempt)
+        return self.in_fewer_rows(max(1, len(requests) * samples_per_request), attempt)
 
     def on_token(self, rows: Tensor, alive: Tensor, tokens: Tensor) -> None:
         """Told of the tokens of a step as they are drawn, of which rows they are, and which of these still go on. An
         engine that is listened to overrides it.
         """
 
-    def _acting(self, role: SampledRole) -> AbstractContextManager[PreTrainedModel]:
-        return self.roles.acting(role)
 
-
-class HfMergedEngine(HfEngine):
-    """The same loop, with the role's adapter merged into private copies of the weights while it samples.
-
-    For models that the fused engine does not support.
+def split(requests: list[Request], group: int, *, max_rows: int) -> Iterator[tuple[list[Request], int]]:
+    """Batches of at most `max_rows` rows, in order: (requests, samples of each). A group stays together, and shares
+    the prefill of its prompt, unless it is larger than that.
     """
-
-    name = "hf-merged"
-
-    @property
-    def copy_bytes(self) -> int:
-        """Bytes of the merged layers, which exist only while it samples."""
-        layers = self.roles.adapted_layers(POLICY_ADAPTER)
-        return weight_bytes(getattr(*adapted_parameter(layer)) for layer in layers)
-
-    def _acting(self, role: SampledRole) -> AbstractContextManager[PreTrainedModel]:
-        return self.roles.acting_merged(role)
+    if group <= max_rows:
+        together = max_rows // group
+        for start in range(0, len(requests), together):
+            yield requests[start : start + together], group
+        return
+    for request in requests:
+        for start in range(0, group, max_rows):
+            part = replace(request, first_sample=request.first_sample + start)
+            yield [part], min(max_rows, group - start)
 
 
 class _Decoding:
-    """One batch while it is being decoded: the cache, the rows still going, and their tokens so far."""
-
     def __init__(
-        self,
-        engine: HfEngine,
-        model: torch.nn.Module,
-        requests: list[Request],
-        group: int,
-        options: SampleOptions,
+        self, engine: HfEngine, model: torch.nn.Module, requests: list[Request], group: int, options: SampleOptions
     ) -> None:
-        self.engine, self.requests, self.group, self.greedy = engine, requests, group, options.get("greedy", False)
+        self.engine, self.settings, self.requests, self.group = engine, engine.settings, requests, group
+        self.greedy = options.get("greedy", False)
         self.backbone, self.head = backbone_of(model), head_of(model)
         self.device = engine.roles.device
         self.num_rows = len(requests) * group
         keys, first = row_keys(requests, group, seed=options["seed"], step=options["step"])
-        limits = torch.tensor([max_new_tokens(r, engine.settings) for r in requests]).repeat_interleave(group)
+        limits = torch.tensor([max_new_tokens(r, self.settings) for r in requests]).repeat_interleave(group)
         self.width = int(limits.max())
         self.limits = to_device(limits, self.device)
         self.uniforms = to_device(uniforms(keys, num_tokens=self.width, first=first), self.device)
@@ -123,7 +116,7 @@ class _Decoding:
         self.lengths = self.limits.clone()
         self.reasons = torch.full((self.num_rows,), REASONS.index("length"), device=self.device)
 
-    def run(self) -> list[list[Completion]]:
+    def run(self) -> list[Completion]:
         logits, cache, mask = self._prefill()
         rows = torch.arange(self.num_rows, device=self.device)  # which rows are still in the batch
         alive = torch.ones_like(rows, dtype=torch.bool)  # and which of those are still going
@@ -146,10 +139,11 @@ class _Decoding:
                     rows, mask, token, alive = rows[keep], mask[keep], token[keep], alive[keep]
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
             logits = self._forward(token.unsqueeze(-1), mask, cache)
-        return self._completions()
+        tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()
+        ends = zip(self.lengths.tolist(), self.reasons.tolist(), strict=True)
+        return [Completion(tokens[r][:n], logprobs[r][:n], REASONS[why]) for r, (n, why) in enumerate(ends)]
 
     def _prefill(self) -> tuple[Tensor, DynamicCache, Tensor]:
-        """Each prompt once, then its cache and last logits repeated for the group."""
         width = max(len(r.prompt_tokens) for r in self.requests)
         ids = torch.zeros(len(self.requests), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -169,7 +163,7 @@ class _Decoding:
         output = self.backbone(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
         )
-        return self.head.logits(output.last_hidden_state[:, -1]) / self.engine.settings.temperature
+        return self.head.logits(output.last_hidden_state[:, -1]) / self.settings.temperature
 
     def _draw(self, logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """One token a row, and its log-probability under the distribution that training scores."""
@@ -178,34 +172,25 @@ class _Decoding:
             token = log_p.argmax(-1)
         else:
             probs = log_p.exp()
-            if self.engine.settings.top_k or self.engine.settings.top_p < 1:
-                probs = truncate(probs, top_k=self.engine.settings.top_k, top_p=self.engine.settings.top_p)
-            token = inverse_cdf(probs, u)
+            if self.settings.top_k or self.settings.top_p < 1:
+                probs = truncate(probs, top_k=self.settings.top_k, top_p=self.settings.top_p)
+            token = draw(probs, u)[0]
         return token, log_p.gather(-1, token.unsqueeze(-1)).squeeze(-1)
 
     def _still_going(self, t: int, rows: Tensor, alive: Tensor, token: Tensor) -> Tensor:
-        alive = self._finish(t, rows, alive, alive & torch.isin(token, self.engine.eos), "eos")
-        if self.engine.settings.stop:
-            alive = self._finish(t, rows, alive, alive & self._said_stop(t, rows, alive), "stop")
+        alive = self._finish(t, rows, alive, torch.isin(token, self.engine.eos), "eos")
+        if stop := self.settings.stop:
+            texts = zip(self.tokens[rows, : t + 1].tolist(), alive.tolist(), strict=True)
+            tokenizer = self.engine.tokenizer
+            said = [going and stop_said_at(tokens, stop, tokenizer, look_at=1) is not None for tokens, going in texts]
+            alive = self._finish(t, rows, alive, to_device(torch.tensor(said), self.device), "stop")
         return alive & (self.limits[rows] > t + 1)
 
     def _finish(self, t: int, rows: Tensor, alive: Tensor, ended: Tensor, reason: FinishReason) -> Tensor:
+        ended = alive & ended
         self.lengths[rows] = torch.where(ended, t + 1, self.lengths[rows])
         self.reasons[rows] = torch.where(ended, REASONS.index(reason), self.reasons[rows])
         return alive & ~ended
-
-    def _said_stop(self, t: int, rows: Tensor, alive: Tensor) -> Tensor:
-        """Rows whose text now holds a stop string that ends in its last token."""
-        stop, tokenizer = self.engine.settings.stop, self.engine.tokenizer
-        texts = zip(self.tokens[rows, : t + 1].tolist(), alive.tolist(), strict=True)
-        said = [going and stop_said_at(tokens, stop, tokenizer, look_at=1) is not None for tokens, going in texts]
-        return to_device(torch.tensor(said), self.device)
-
-    def _completions(self) -> list[list[Completion]]:
-        tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()
-        ends = zip(self.lengths.tolist(), self.reasons.tolist(), strict=True)
-        flat = [Completion(tokens[r][:n], logprobs[r][:n], REASONS[why]) for r, (n, why) in enumerate(ends)]
-        return [flat[i : i + self.group] for i in range(0, self.num_rows, self.group)]
 
 
 def _take_rows(cache: DynamicCache, rows: Tensor) -> None:

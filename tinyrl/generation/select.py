@@ -2,14 +2,13 @@
 
 A server where one is named. Else the fused engine where its numbers agree with the model's own forward pass; else the
 library's modules with merged weights; else (a quantised or bfloat16 base, or no room for the copy) the library's
-modules with LoRA branches. Memory is counted before there are weights: the fused engine's own decoder runs on the meta
-device, a prefill and a token of every row at its last position; the library's modules are counted by formula, since
-their cache grows by copies.
+modules with LoRA branches.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,9 +20,8 @@ from tinyrl.config.sections import GenerationConfig
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import LOOK_EVERY, Completion, SamplingEngine, SamplingSettings
 from tinyrl.generation.fused import PREFILL_TOKENS, WIDTH_BUCKET, FusedEngine, rows_that_fit
-from tinyrl.generation.hf import HfEngine, HfMergedEngine
-from tinyrl.generation.server import ServerEngine
-from tinyrl.generation.server_client import ServerClient
+from tinyrl.generation.hf import HfEngine
+from tinyrl.generation.server import ServerClient, ServerEngine
 from tinyrl.generation.slots import Slots
 from tinyrl.models.batches import backbone_of
 from tinyrl.models.device import HALVES, as_exact, free_bytes, in_float32, ordinary_ids, resolve_dtype
@@ -55,12 +53,7 @@ def engine_of(
     stop: texts that end a completion, or a turn of it; longest_response: in tokens, what is read between turns too.
     """
     settings = SamplingSettings(
-        temperature=config.temperature,
-        max_new_tokens=config.max_new_tokens,
-        stop=stop,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        max_rows=config.max_rows,
+        config.temperature, config.max_new_tokens, stop, config.top_p, config.top_k, config.max_rows
     )
     longest = config.max_prompt_tokens + longest_response
     if config.engine == "server":
@@ -82,10 +75,9 @@ def planned_engine(
     """The name of the engine that a run of these models has. `roles` have no numbers: the trial is taken as passed."""
     if config.engine == "server":
         return "server"
-    dtype, longest = sampling_dtype(config, roles), config.max_prompt_tokens + longest_response
     free = free_bytes(device) - sum(bytes_by_role(roles).values())
-    no_copy = why_no_copy(roles, dtype, quantized=quantized, free=free)
-    return engine_by_shape(roles, wanted=config.engine, dtype=dtype, longest=longest, no_copy=no_copy)[0]
+    dtype, longest = sampling_dtype(config, roles), config.max_prompt_tokens + longest_response
+    return _choice(roles, wanted=config.engine, dtype=dtype, longest=longest, quantized=quantized, free=free)[0]
 
 
 def select_engine(
@@ -101,45 +93,50 @@ def select_engine(
 
     Raises ValueError when the engine asked for by name cannot sample from this model correctly.
     """
-    quantized = bool(getattr(roles.causal, "is_quantized", False))
-    no_copy = why_no_copy(roles, dtype, quantized=quantized, free=free_bytes(roles.device))
-    name, why = engine_by_shape(roles, wanted=wanted, dtype=dtype, longest=longest, no_copy=no_copy)
+    quantized, free = bool(getattr(roles.causal, "is_quantized", False)), free_bytes(roles.device)
+    choice = partial(_choice, roles, wanted=wanted, dtype=dtype, longest=longest, quantized=quantized, free=free)
+    name, why = choice()
     if name == "fused":
         engine = FusedEngine(roles, tokenizer, settings, dtype=dtype)
-        fits, said = tried(engine)
+        fits, said = _tried(engine)
         if fits:
             return engine, said
         if wanted == "fused" and not engine.exact and engine.decoders:
             return engine, f"generation.engine; warning: {said}"
-        name, why = _other_engine(roles, wanted=wanted, dtype=dtype, no_fused=said, no_copy=no_copy)
-    kind = HfMergedEngine if name == "hf-merged" else HfEngine
-    return kind(roles, tokenizer, settings), why
+        name, why = choice(no_fused=said)
+    return HfEngine(roles, tokenizer, settings, merged=name == "hf-merged"), why
 
 
-def engine_by_shape(
-    roles: Roles, *, wanted: EngineName, dtype: torch.dtype, longest: int, no_copy: str | None
+def _choice(
+    roles: Roles,
+    *,
+    wanted: EngineName,
+    dtype: torch.dtype,
+    longest: int,
+    quantized: bool,
+    free: int,
+    no_fused: str | None = None,
 ) -> tuple[EngineName, str]:
     """The engine that a model of this shape has, and why; the fused one if its numbers turn out to be the model's. It
-    needs no weights, so plans ask it too. no_copy: `why_no_copy`. Raises ValueError as `select_engine` does.
+    needs no weights, so plans ask it too. free: bytes of the device with the models loaded; no_fused: what was wrong
+    with the fused engine's numbers.
     """
     if wanted == "hf":
         return "hf", "generation.engine"
-    no_fused = no_copy or ("generation.engine" if wanted == "hf-merged" else why_not_fused(roles, longest))
+    no_copy = _why_no_copy(roles, dtype, quantized=quantized, free=free)
+    asked = "generation.engine" if wanted == "hf-merged" else None
+    no_fused = no_fused or no_copy or asked or _why_not_fused(roles, longest)
     if no_fused is None:
         return "fused", ""
-    return _other_engine(roles, wanted=wanted, dtype=dtype, no_fused=no_fused, no_copy=no_copy)
-
-
-def _other_engine(
-    roles: Roles, *, wanted: EngineName, dtype: torch.dtype, no_fused: str, no_copy: str | None
-) -> tuple[EngineName, str]:
     if wanted == "fused":
         raise ValueError(f"generation.engine=fused: {no_fused}; use auto")
     if dtype not in (roles.causal.dtype, roles.dtype):
-        raise ValueError(
-            f"generation.dtype={str(dtype).removeprefix('torch.')} needs the fused engine, but {no_fused}; use auto"
-        )
-    no_merging = no_copy or why_not_merged(roles)
+        named = str(dtype).removeprefix("torch.")
+        raise ValueError(f"generation.dtype={named} needs the fused engine, but {no_fused}; use auto")
+    no_merging = no_copy
+    if no_copy is None and roles.peft is not None and roles.causal.dtype != torch.float32:
+        base = str(roles.causal.dtype).removeprefix("torch.")
+        no_merging = f"merged into {base} weights the first updates of LoRA would be rounded away, so it stays unmerged"
     if no_merging is None:
         return "hf-merged", no_fused
     if wanted == "hf-merged":
@@ -147,80 +144,61 @@ def _other_engine(
     return "hf", no_fused if no_merging in no_fused else f"{no_fused}; {no_merging}"
 
 
-def why_no_copy(roles: Roles, dtype: torch.dtype, *, quantized: bool, free: int) -> str | None:
-    """Why copies of the weights with the adapter in them cannot be made; None where they can. free: bytes of the device
-    with the models loaded.
-    """
-    if quantized:
-        return "the base is quantised, so LoRA stays unmerged"
-    if not all(is_plain_lora(layer) for layer in roles.adapted_layers(POLICY_ADAPTER)):
-        return "the adapter is more than W + B A (DoRA, or with a bias), so it stays unmerged"
+def _why_no_copy(roles: Roles, dtype: torch.dtype, *, quantized: bool, free: int) -> str | None:
     needed = sum(p.numel() for p in roles.causal.parameters()) * dtype.itemsize
-    if needed > free * COPY_SHARE:
-        return f"a merged copy of the weights ({needed / 1e9:.1f} GB) would take most of the free memory"
+    plain = all(is_plain_lora(layer) for layer in roles.adapted_layers(POLICY_ADAPTER))
+    reasons = {
+        "the base is quantised, so LoRA stays unmerged": quantized,
+        "the adapter is more than W + B A (DoRA, or with a bias), so it stays unmerged": not plain,
+        f"a merged copy of the weights ({needed / 1e9:.1f} GB) would take most of the free memory": (
+            needed > free * COPY_SHARE
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _why_not_fused(roles: Roles, longest: int) -> str | None:
+    model, name = roles.causal, type(roles.causal).__name__
+    try:
+        if not reads_like_llama(backbone_of(model)):
+            return f"{name} is not built like Llama"
+        if isinstance(backbone_of(model).embed_tokens, LoraLayer):
+            return "the adapter is on the embedding, too"
+        config = model.config.get_text_config()
+        window = getattr(config, "sliding_window", None)
+        kinds = getattr(config, "layer_types", None)  # Mistral has none: with a window, every layer looks through it
+        windowed = window is not None if kinds is None else any("full" not in kind for kind in kinds)
+        if windowed and (window is None or window < longest):
+            return f"{name} does not look at all earlier tokens in every layer"
+        rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        if rope in ("dynamic", "longrope"):
+            return f"the rotary positions of {name} ({rope}) depend on what else is in the batch"
+    except RAISED_BY_TRIALS as error:
+        return f"{name} cannot be read by it ({type(error).__name__}: {first_line(error)})"
     return None
 
 
-def why_not_merged(roles: Roles) -> str | None:
-    """Why the library's modules should not compute with merged weights; None where they may."""
-    if roles.peft is None or roles.causal.dtype == torch.float32:
-        return None
-    dtype = str(roles.causal.dtype).removeprefix("torch.")
-    return f"merged into {dtype} weights the first updates of LoRA would be rounded away, so it stays unmerged"
-
-
-def tried(engine: FusedEngine) -> tuple[bool, str]:
-    """Whether the fused engine has the model's numbers, and how they compare; a trial that raises is a reason too, as
-    what a strange model's parts do is not known.
+def _tried(engine: FusedEngine) -> tuple[bool, str]:
+    """Whether the engine's numbers are those of the model, and how far they are off: in float32 from the model's own
+    forward pass, in half precision both from a float32 pass of the same weights. A trial that raises is a reason too,
+    as what a strange model's parts do is not known.
     """
     kind = type(engine.roles.causal).__name__
     try:
-        return numbers_agree(engine, kind)
+        ours, library, exact = trial_logprobs(engine)
     except torch.OutOfMemoryError:
         raise
     except RAISED_BY_TRIALS as error:
         return False, f"its trial with {kind} ended in {type(error).__name__}: {first_line(error)}"
-
-
-def why_not_fused(roles: Roles, longest: int) -> str | None:
-    """What of this model's shape the fused engine does not know; None where there is nothing."""
-    try:
-        return _unknown_shape(roles.causal, longest)
-    except RAISED_BY_TRIALS as error:
-        return f"{type(roles.causal).__name__} cannot be read by it ({type(error).__name__}: {first_line(error)})"
-
-
-def _unknown_shape(model: PreTrainedModel, longest: int) -> str | None:
-    if not reads_like_llama(backbone_of(model)):
-        return f"{type(model).__name__} is not built like Llama"
-    if isinstance(backbone_of(model).embed_tokens, LoraLayer):
-        return "the adapter is on the embedding, too"
-    config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)  # Mistral has none: with a window, every layer looks through it
-    windowed = window is not None if kinds is None else any("full" not in kind for kind in kinds)
-    if windowed and (window is None or window < longest):
-        return f"{type(model).__name__} does not look at all earlier tokens in every layer"
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope in ("dynamic", "longrope"):
-        return f"the rotary positions of {type(model).__name__} ({rope}) depend on what else is in the batch"
-    return None
-
-
-def numbers_agree(engine: FusedEngine, kind: str) -> tuple[bool, str]:
-    """Whether the engine's numbers are those of the model, and how far they are off: in float32 from the model's own
-    forward pass, in half precision both from a float32 pass of the same weights.
-    """
-    ours, library, exact = trial_logprobs(engine)
     gap = (ours - exact).abs()
     error, library_error = float(gap.mean()), float((library - exact).abs().mean())
-    fits = as_exact(error, library_error)
+    fits, worst = as_exact(error, library_error), float(gap.max())
     if not engine.exact:
         said = f"{error:.2g} nats from float32 on average, the library's modules {library_error:.2g}"
         return fits, said if fits else f"its numbers are not those of {kind}: {said}"
     if fits:
-        return True, f"differs from the model's own forward pass by at most {float(gap.max()):.1g}"
-    return False, f"its numbers are not those of {kind} (by {float(gap.max()):.2g})"
+        return True, f"differs from the model's own forward pass by at most {worst:.1g}"
+    return False, f"its numbers are not those of {kind} (by {worst:.2g})"
 
 
 @torch.no_grad()
@@ -253,7 +231,7 @@ def trial_logprobs(engine: FusedEngine) -> tuple[Tensor, Tensor, Tensor]:
         token = ids.gather(1, (lengths + t).unsqueeze(1)).squeeze(1)
         states.append(decoder.step(token, lengths + t, cache=cache, width=ids.shape[1]))
     ours = torch.stack([decoder.head.logits(s) for s in states], 1).log_softmax(-1)
-    engine.adopt(decoder)
+    engine.keep(decoder)
     return ours, library, exact
 
 
@@ -265,16 +243,6 @@ class Unsampled(SamplingEngine):
 
     def sample(self, *_: Any, **__: Any) -> list[list[Completion]]:
         raise AssertionError("models without numbers do not sample")
-
-
-@dataclass(frozen=True)
-class Call:
-    """What is sampled at a time: rows wanted, of how many prompts, tokens of the longest, new tokens of a row."""
-
-    rows: int
-    prompts: int
-    prompt: int
-    new: int
 
 
 @dataclass(frozen=True)
@@ -293,47 +261,48 @@ class SamplingBytes:
 def sampling_bytes(
     roles: Roles,
     config: GenerationConfig,
-    call: Call,
     *,
     engine: str,
-    dtype: torch.dtype,
+    rows: int,
+    prompts: int,
+    prompt_tokens: int,
+    new_tokens: int,
     device: torch.device,
     free: int,
 ) -> SamplingBytes:
-    """Of one call of the engine on `device`, of which `free` bytes are free; `roles` have no numbers."""
-    if engine == "server":  # its memory is its own
-        return SamplingBytes(call.rows, call.rows, {})
-    if engine == "fused":
-        return _fused(roles, config, call, dtype=dtype, device=device, free=free)
-    layers = roles.adapted_layers(POLICY_ADAPTER) if engine == "hf-merged" else []
-    copy = weight_bytes(getattr(*adapted_parameter(layer)) for layer in layers)
-    text = roles.causal.config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    layer_cache = 2 * heads * size * roles.causal.dtype.itemsize * (call.prompt + call.new)  # of a row
-    cache = call.rows * layer_cache * (text.num_hidden_layers + 1)  # a layer's is there twice while it grows
-    logits = MATRICES_OF_LOGITS * call.rows * roles.head("policy").weight.shape[0] * 4
-    return SamplingBytes(call.rows, call.rows, {"sampling copy": copy, "cache": cache, "logits of sampling": logits})
+    """Of one call of the engine on `device`, of which `free` bytes are free, before there are weights: the fused
+    engine's decoder runs on the meta device, a prefill and a token of every row at its last position; the library's
+    modules are counted by formula, since their cache grows by copies. A server's memory is its own.
 
-
-def _fused(
-    roles: Roles, config: GenerationConfig, call: Call, *, dtype: torch.dtype, device: torch.device, free: int
-) -> SamplingBytes:
-    columns = call.new + LOOK_EVERY[device.type] - 1
-    width = call.prompt + columns
+    rows: wanted at a time, of so many prompts; prompt_tokens: of the longest; new_tokens: of a row.
+    """
+    if engine == "server":
+        return SamplingBytes(rows, rows, {})
+    if engine != "fused":
+        layers = roles.adapted_layers(POLICY_ADAPTER) if engine == "hf-merged" else []
+        copy = weight_bytes(getattr(*adapted_parameter(layer)) for layer in layers)
+        text = roles.causal.config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        layer_cache = 2 * heads * size * roles.causal.dtype.itemsize * (prompt_tokens + new_tokens)  # of a row
+        cache = rows * layer_cache * (text.num_hidden_layers + 1)  # a layer's is there twice while it grows
+        logits = MATRICES_OF_LOGITS * rows * roles.head("policy").weight.shape[0] * 4
+        return SamplingBytes(rows, rows, {"sampling copy": copy, "cache": cache, "logits of sampling": logits})
+    columns = new_tokens + LOOK_EVERY[device.type] - 1
+    width = prompt_tokens + columns
     width = -(-width // WIDTH_BUCKET) * WIDTH_BUCKET if device.type == "cuda" else width
     settings = SamplingSettings(config.temperature, config.max_new_tokens, top_p=config.top_p, top_k=config.top_k)
     with roles.acting("policy") as model, LiveBytes() as live, AsOn(device):
-        decoder = Decoder(model, dtype=dtype)
+        decoder = Decoder(model, dtype=sampling_dtype(config, roles))
         decoder.sync(roles.adapter_of("policy"))
         copy = live.now
         fit = rows_that_fit(decoder, width, free=max(0, free - copy))
-        rows = min(call.rows, fit)
+        rows = min(rows, fit)
         slots = Slots(decoder, settings, capacity=rows, width=width, columns=columns, greedy=False, device=META)
         cache = weight_bytes([slots.cache.entries])
-        prompts = min(rows, call.prompts, max(1, PREFILL_TOKENS[device.type] // call.prompt))
-        ids = torch.zeros(prompts, call.prompt, dtype=torch.long, device=META)
-        lengths = torch.full((prompts,), call.prompt, device=META)
+        prompts = min(rows, prompts, max(1, PREFILL_TOKENS[device.type] // prompt_tokens))
+        ids = torch.zeros(prompts, prompt_tokens, dtype=torch.long, device=META)
+        lengths = torch.full((prompts,), prompt_tokens, device=META)
         decoder.prefill(ids, lengths, cache=slots.cache, rows=[range(1)])  # writing a row takes no memory
         with LiveBytes() as token:
             slots.advance(rows, width)

@@ -6,26 +6,32 @@
                3. one request a completion: token ids in, token ids and log-probabilities out
 
 Its numbers are those of other kernels and often another dtype, so `exact` is False: trainers score what it drew anew,
-and weigh the difference. A completion's seed is the key of its random numbers (token_sampling.py), so that a server
+and weigh the difference. A completion's seed is the key of its random numbers (engine.py), so that a server
 that honours seeds draws from the same noise after a resume; its batching still rounds differently.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import secrets
 import shlex
 import shutil
 import tempfile
+import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Annotated, Any, Literal, TypeVar, Unpack
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.errors import GuardStop, Interrupted
-from tinyrl.generation import server_client as checks
 from tinyrl.generation.engine import (
     Completion,
     Request,
@@ -33,49 +39,191 @@ from tinyrl.generation.engine import (
     SampleOptions,
     SamplingEngine,
     SamplingSettings,
+    advanced,
     eos_token_ids,
+    grouped,
     max_new_tokens,
     row_keys,
 )
-from tinyrl.generation.server_client import ServerClient, ServerError
-from tinyrl.generation.token_sampling import advanced
+from tinyrl.http_client import Answer, HttpClient, NoAnswer
 from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.roles import Roles
 from tinyrl.models.weights_io import save_adapter
+from tinyrl.text import masked, shortened, whole_address
 
+MODELS, COMPLETIONS, DETOKENIZE = "/v1/models", "/v1/completions", "/detokenize"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank allows
-DEFAULT_PORT = 8000
-MODELS, COMPLETIONS = "/v1/models", "/v1/completions"
+PORTS, DEFAULT_PORT = {"http": 80, "https": 443}, 8000
+API_KEY = "VLLM_API_KEY"  # the variable from which vLLM's own server takes its key
+WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before the second try and those after it
+TRY_AGAIN = (408, 425, 429, 502, 503, 504)
+TELL_S = 5.0
+MOST_SAID = 300  # characters of a refusal
+LOST = 404  # an adapter the server does not have: it was started anew
 AT_A_TIME = 256  # requests under way where generation.max_rows says nothing else
 PROBED_PROMPTS, PROBED_TOKENS = 4, 64
-LOST = 404  # an adapter the server does not have: it was started anew
+TOKENS_AT_ONCE = 4096  # whose text is compared in one request
+PERTURBED = 0.02  # deviation of the numbers added to LoRA's B, which is zero in a fresh adapter
+UNEXPLAINED = 0.1  # of the squares that the server's numbers may leave, where another model leaves 1 or more
+SMALLEST_GAP, TIMES = 1e-4, 5.0  # nats per token: a gap is too large above the first one, this many times
+ROUNDED = 1e-3  # by which a log-probability may be above 0
+
+
+class ServerError(Exception):
+    """What a server did instead of answering, in words; `status`: of a refusal (None: there was no answer)."""
+
+    def __init__(self, said: str, *, status: int | None = None) -> None:
+        super().__init__(said)
+        self.status = status
+
+
+class ServerClient:
+    """A server at an http address, that of `generation.url`. `timeout_s` is for one request, however often it is tried.
+    It is asked past any proxy, since it is on this machine: it reads adapters from a folder.
+
+    Raises ValueError where the address lacks its password, which is in the environment.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float) -> None:
+        parts = urllib.parse.urlsplit(whole_address(url, setting="generation.url"))
+        assert parts.scheme in ("http", "https"), "the configuration has checked it"
+        assert parts.hostname
+        path = parts.path.rstrip("/").removesuffix("/v1")
+        self.url = parts._replace(path=path, fragment="").geturl()
+        self.host, self.port = parts.hostname, parts.port or PORTS[parts.scheme]
+        self.http = HttpClient(
+            self.url,
+            timeout_s=timeout_s,
+            setting="generation.timeout_s",
+            waits_s=WAITS_S,
+            try_again=TRY_AGAIN,
+            proxies=False,
+        )
+
+    @property
+    def name(self) -> str:
+        """For messages, without a password that the address may hold."""
+        return f"the server at {shortened(masked(self.url))}"
+
+    def get(self, path: str) -> Any:
+        return self.ask("GET", path, [None])[0]
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        return self.ask("POST", path, [body])[0]
+
+    def ask(self, method: str, path: str, bodies: list[Any], *, most: int = 1) -> list[Any]:
+        """The JSON of the answers to some requests, in their order, `most` of them under way at a time; text where it
+        is none, such as after a load.
+
+        Raises ServerError with the first that fails or is refused, and Interrupted once a stop was asked for; the
+        others are given up.
+        """
+
+        def read(answer: Answer) -> Any:
+            value = answer.body.decode(errors="replace")
+            with contextlib.suppress(ValueError, RecursionError):
+                value = json.loads(value)
+            if answer.status >= 300:
+                said = shortened(_said(value), MOST_SAID)
+                raise ServerError(f"{self.name} answered {path} with {answer.status}: {said}", status=answer.status)
+            return value
+
+        try:
+            return self.http.ask(method, path, bodies, read=read, most=most, headers=_key())
+        except NoAnswer as error:
+            raise ServerError(f"{self.name} {error}") from None
+
+    def tell(self, path: str, body: dict[str, Any]) -> None:
+        """Send a request of which nothing depends: one try, whatever comes of it."""
+        with contextlib.suppress(NoAnswer):
+            self.http.ask("POST", path, [body], read=lambda answer: None, headers=_key(), once_s=TELL_S)
+
+
+def _key() -> dict[str, str]:
+    key = os.environ.get(API_KEY)
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _said(answer: Any) -> str:
+    if isinstance(answer, dict):
+        inner = answer.get("error") if isinstance(answer.get("error"), dict) else answer
+        return str(inner.get("message") or inner.get("detail") or answer)  # pyright: ignore[reportOptionalMemberAccess]
+    return str(answer) or "no message"
+
+
+class _Part(BaseModel):
+    """Of a server's answer: these fields as they are here, others are not looked at."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _Model(_Part):
+    """A base, or an adapter, which has a parent; root: what it was loaded from."""
+
+    id: Annotated[str, Field(min_length=1)]
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: Annotated[int, Field(gt=0)] | None = None
+
+
+class _Models(_Part):
+    data: list[_Model]
+
+
+class _Logprobs(_Part):
+    token_logprobs: list[Annotated[float, Field(le=ROUNDED, allow_inf_nan=False)]]
+
+
+class _Choice(_Part):
+    """A completion; `token_ids` with the one that ended it."""
+
+    token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    logprobs: _Logprobs
+    finish_reason: Literal["stop", "length"]
+
+
+class _Completions(_Part):
+    choices: Annotated[list[_Choice], Field(min_length=1, max_length=1)]
+
+
+class _Detokenized(_Part):
+    prompt: str
+
+
+_Shape = TypeVar("_Shape", bound=_Part)
+
+
+def _read_as(shape: type[_Shape], answer: Any, *, server: ServerClient, path: str) -> _Shape:
+    """A server's answer in its shape. Raises ServerError naming the first field that is not as it should be."""
+    try:
+        return shape.model_validate(answer)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the answer"
+        given = "" if first["type"] == "missing" else f", not {shortened(repr(first['input']), 40)}"
+        raise ServerError(f"{server.name} answered {path} with a wrong {place}: {first['msg']}{given}") from None
 
 
 class ServedAdapters:
-    """Which weights of each adapter the server has, and under which name. Folders are in `folder`, made at the first
-    load, under the system's one for temporary files (TMPDIR), and deleted in the end.
+    """Which weights of each adapter the server has, and under which name. Folders are in `folder`, under the system's
+    one for temporary files (TMPDIR), and deleted in the end.
     """
 
     def __init__(self, server: ServerClient, roles: Roles) -> None:
         self.server, self.roles = server, roles
         self.loads = 0
         self._run = secrets.token_hex(4)  # other runs may use the same server
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._served: dict[str, tuple[str, dict[str, Tensor]]] = {}
-
-    @property
-    def folder(self) -> Path:
-        if self._temporary is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="tinyrl-adapters-")
-        return Path(self._temporary.name)
+        self._temporary = tempfile.TemporaryDirectory(prefix="tinyrl-adapters-")
+        self.folder = Path(self._temporary.name)
+        self.served: dict[str, tuple[str, dict[str, Tensor]]] = {}
 
     def name_of(self, adapter: str) -> str | None:
         """The name under which the server has an adapter's weights as they are now; None: it does not have them.
 
         Numbers are compared, since not every optimizer says which tensors it has written to.
         """
-        name, weights = self._served.get(adapter, (None, {}))
+        name, weights = self.served.get(adapter, (None, {}))
         now = self.roles.adapter_parameters(adapter)
         return name if name and all(torch.equal(now[n].detach().cpu(), kept) for n, kept in weights.items()) else None
 
@@ -91,37 +239,19 @@ class ServedAdapters:
         self.server.post(LOAD, {"lora_name": name, "lora_path": str(self.folder / name)})
         self._unload(adapter)
         now = self.roles.adapter_parameters(adapter)
-        self._served[adapter] = (name, {n: p.detach().to("cpu", copy=True) for n, p in now.items()})
+        self.served[adapter] = (name, {n: p.detach().to("cpu", copy=True) for n, p in now.items()})
         return name
 
-    def forget(self) -> None:
-        """The server was started anew and has none of them."""
-        self._served.clear()
-
     def close(self) -> None:
-        for adapter in list(self._served):
+        for adapter in list(self.served):
             self._unload(adapter)
-        if self._temporary is not None:
-            self._temporary.cleanup()
-            self._temporary = None
+        self._temporary.cleanup()
 
     def _unload(self, adapter: str) -> None:
-        name, _ = self._served.pop(adapter, (None, {}))
+        name, _ = self.served.pop(adapter, (None, {}))
         if name is not None:
             self.server.tell(UNLOAD, {"lora_name": name})  # started anew or away, it has no such adapter
             shutil.rmtree(self.folder / name, ignore_errors=True)
-
-
-def serve_command(roles: Roles, server: ServerClient, *, rank: int, longest: int) -> str:
-    """What starts a serving engine for a run: vLLM's command, for sequences of at most `longest` tokens."""
-    most = next((allowed for allowed in RANKS if allowed >= rank), rank)
-    several = " --max-loras 2" if roles.reference_adapter else ""  # sampled from at a time
-    where = f" --host {server.host}" + (f" --port {server.port}" if server.port != DEFAULT_PORT else "")
-    return (
-        f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {shlex.quote(str(roles.causal.name_or_path))} --enable-lora "
-        f"--max-lora-rank {most}{several} --logprobs-mode processed_logprobs "
-        f"--max-model-len {longest}{where}"
-    )
 
 
 class ServerEngine(SamplingEngine):
@@ -140,15 +270,26 @@ class ServerEngine(SamplingEngine):
     ) -> None:
         self.roles, self.tokenizer, self.settings = roles, tokenizer, settings
         self.server, self.longest = server, longest
-        self.max_rows = settings.max_rows
+        self.most = settings.max_rows or AT_A_TIME
         self.eos = sorted(eos_token_ids(roles, tokenizer))
         self.vocabulary = len(roles.causal.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
         self.adapters = ServedAdapters(server, roles)
         assert roles.peft is not None, "the configuration asks for LoRA"
         self.rank: int = roles.peft.peft_config[POLICY_ADAPTER].r  # pyright: ignore[reportAttributeAccessIssue]
-        self.command = serve_command(roles, server, rank=self.rank, longest=longest)
         self.first_gap: float | None = None  # of the base, then of the first policy if that is larger
         self._base, self._notes = "", list[str]()
+
+    @property
+    def command(self) -> str:
+        """What starts a serving engine for this run: vLLM's command."""
+        server, rank = self.server, next((allowed for allowed in RANKS if allowed >= self.rank), self.rank)
+        several = " --max-loras 2" if self.roles.reference_adapter else ""  # sampled from at a time
+        where = f" --host {server.host}" + (f" --port {server.port}" if server.port != DEFAULT_PORT else "")
+        return (
+            f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {shlex.quote(str(self.roles.causal.name_or_path))} "
+            f"--enable-lora --max-lora-rank {rank}{several} --logprobs-mode processed_logprobs "
+            f"--max-model-len {self.longest}{where}"
+        )
 
     # ---- before the first step ----
 
@@ -166,30 +307,30 @@ class ServerEngine(SamplingEngine):
 
     def _checked(self, prompts: list[list[int]]) -> list[str]:
         base, root = self._served_base()
-        checks.check_tokenizer(self.server, base, self.tokenizer)
+        self._check_tokenizer(base)
         plain = self._check_base(base, root, prompts)
-        with checks.perturbed(self.roles):
+        with perturbed(self.roles):
             drawn = self._probe(self.adapters.load(POLICY_ADAPTER), prompts)
             with_adapter = self._rescored("policy", prompts, drawn)
-        theirs, without = checks.served(drawn), self._rescored("policy", prompts, drawn)
-        if checks.unexplained(theirs, with_adapter, otherwise=without) > checks.UNEXPLAINED:
+        theirs, without = _served(drawn), self._rescored("policy", prompts, drawn)
+        if _unexplained(theirs, with_adapter, otherwise=without) > UNEXPLAINED:
             raise ValueError(
                 f"{self.server.name} took an adapter and does not sample with it: a token's log-probability is "
-                f"{checks.gap(theirs, with_adapter):.2g} nats from ours with the adapter, on average, and "
-                f"{checks.gap(theirs, without):.2g} from ours without it. Start it with\n  {self.command}"
+                f"{_gap(theirs, with_adapter):.2g} nats from ours with the adapter, on average, and "
+                f"{_gap(theirs, without):.2g} from ours without it. Start it with\n  {self.command}"
             )
         self._base, self.first_gap = base, plain
-        adapted, moved = checks.gap(theirs, with_adapter), checks.gap(with_adapter, without)
+        adapted, moved = _gap(theirs, with_adapter), _gap(with_adapter, without)
         return [
             f"{self.server.name} serves {base} ({root}); a token's log-probability differs from ours by {plain:.2g} "
             f"nats on average, under a test adapter, which moves it by {moved:.2g}, by {adapted:.2g}",
             f"asked of it: the adapter of rank {self.rank} after every update, under a new name, which it "
             f"reads from {self.adapters.folder}; {PROBED_PROMPTS} completions that are scored here too; then those of "
-            f"the step, {self.max_rows or AT_A_TIME} at a time",
+            f"the step, {self.most} at a time",
         ]
 
     def _served_base(self) -> tuple[str, str]:
-        listed = checks.read_as(checks.Models, self.server.get(MODELS), server=self.server, path=MODELS)
+        listed = _read_as(_Models, self.server.get(MODELS), server=self.server, path=MODELS)
         base = next((model for model in listed.data if not model.parent), None)
         if base is None:
             raise ServerError(f"{self.server.name} lists no model under {MODELS}")
@@ -203,23 +344,49 @@ class ServerEngine(SamplingEngine):
         return base.id, base.root or base.id
 
     def _check_base(self, base: str, root: str, prompts: list[list[int]]) -> float:
-        """The gap of the base. Raises ValueError where the server's numbers are not those of our base."""
         drawn = self._probe(base, prompts)
-        theirs, ours = checks.served(drawn), self._rescored("base", prompts, drawn)
-        plain = checks.gap(theirs, ours)
+        theirs, ours = _served(drawn), self._rescored("base", prompts, drawn)
+        plain = _gap(theirs, ours)
         if self.settings.temperature != 1:
-            raw = checks.rescored(self.roles, "base", prompts, drawn, temperature=1.0)
-            if checks.gap(theirs, raw) < plain / 2:
+            raw = self._rescored("base", prompts, drawn, temperature=1.0)
+            if _gap(theirs, raw) < plain / 2:
                 raise ValueError(
                     f"{self.server.name} gives log-probabilities before the temperature of {self.settings.temperature}:"
                     f" start it with --logprobs-mode processed_logprobs, as in\n  {self.command}"
                 )
-        if checks.is_other_model(theirs, ours):
+        # Ours do not explain how the server's vary from token to token.
+        if _unexplained(theirs, ours, otherwise=ours.mean().expand_as(ours)) > UNEXPLAINED:
             raise ValueError(
                 f"{self.server.name} has another base: it serves {root}, whose log-probabilities are {plain:.2g} nats "
                 f"per token from those of {self.roles.causal.name_or_path}. Start it with\n  {self.command}"
             )
         return plain
+
+    def _check_tokenizer(self, base: str) -> None:
+        """Raise ValueError, with the first token, where a token of ours means another text there; all are looked at.
+
+        How text is split into tokens is ours alone: the server is sent tokens, and only reads them, for stop strings.
+        """
+
+        def texts(tokens: list[int]) -> tuple[str, str]:
+            there = self.server.post(DETOKENIZE, {"model": base, "tokens": tokens})
+            read = _read_as(_Detokenized, there, server=self.server, path=DETOKENIZE)
+            return str(self.tokenizer.decode(tokens)), read.prompt
+
+        for start in range(0, len(self.tokenizer), TOKENS_AT_ONCE):
+            tokens = list(range(start, min(start + TOKENS_AT_ONCE, len(self.tokenizer))))
+            here, there = texts(tokens)
+            if here == there:
+                continue
+            while len(tokens) > 1:
+                first, second = tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]
+                here, there = texts(first)
+                tokens = second if here == there else first
+            here, there = texts(tokens)
+            raise ValueError(
+                f"{self.server.name} has another tokenizer: token {tokens[0]} is {shortened(repr(here))} here "
+                f"and {shortened(repr(there))} there"
+            )
 
     # ---- sampling ----
 
@@ -247,46 +414,40 @@ class ServerEngine(SamplingEngine):
 
         try:
             try:
-                flat = attempt()
+                return grouped(attempt(), samples_per_request)
             except ServerError as error:
                 if error.status != LOST:
                     raise
-                self.adapters.forget()  # the server was started anew, and does not know the adapter
-                flat = attempt()
+                self.adapters.served.clear()
+                return grouped(attempt(), samples_per_request)
         except ServerError as error:
             raise Interrupted(self._sentence(error)) from error
-        return [flat[i : i + samples_per_request] for i in range(0, len(flat), samples_per_request)]
 
     def close(self) -> None:
         self.adapters.close()
 
     def _synced(self, role: SampledRole, prompts: list[list[int]]) -> str:
+        """The name of the role's weights on the server. New ones are loaded, and our own forward shows whether it
+        samples with them; a bad gap is looked at twice.
+        """
         adapter = self.roles.adapter_of(role)
-        if adapter is None:
-            return self._base
-        name = self.adapters.name_of(adapter)
-        if name is None:
-            name = self._guarded(adapter, role, prompts)
-        return name
-
-    def _guarded(self, adapter: str, role: SampledRole, prompts: list[list[int]]) -> str:
-        """Load an adapter, and see by our own forward that the server samples with it; a bad gap is looked at twice."""
+        name = self._base if adapter is None else self.adapters.name_of(adapter)
+        if adapter is None or name is not None:
+            return name or ""
         assert self.first_gap is not None
-        first = self.adapters.loads == 1  # after that of the test adapter
-        for last in (False, True):
+        first, found = self.adapters.loads == 1, 0.0  # after that of the test adapter
+        for _ in range(2):
             name = self.adapters.load(adapter)
             drawn = self._probe(name, prompts)
-            found = checks.gap(checks.served(drawn), self._rescored(role, prompts, drawn))
-            if found <= max(checks.SMALLEST_GAP, checks.TIMES * self.first_gap):
+            found = _gap(_served(drawn), self._rescored(role, prompts, drawn))
+            if found <= max(SMALLEST_GAP, TIMES * self.first_gap):
                 self.first_gap = max(self.first_gap, found) if first else self.first_gap
                 return name
-            if last:
-                raise GuardStop(
-                    f"the server samples from another policy: after the last sync the log-probabilities of "
-                    f"{self.server.name} are {found:.2g} nats per token from ours, and were {self.first_gap:.2g} at "
-                    f"first. Start it anew, and go on from the last checkpoint:\n  {self.command}"
-                )
-        raise AssertionError("unreachable")
+        raise GuardStop(
+            f"the server samples from another policy: after the last sync the log-probabilities of {self.server.name} "
+            f"are {found:.2g} nats per token from ours, and were {self.first_gap:.2g} at first. Start it anew, and go "
+            f"on from the last checkpoint:\n  {self.command}"
+        )
 
     def _probe(self, name: str, prompts: list[list[int]]) -> list[Completion]:
         """A completion of each prompt by a served model, of so many tokens whatever they are, from all tokens."""
@@ -296,8 +457,15 @@ class ServerEngine(SamplingEngine):
         bodies = [self._body(name, r, seed, greedy=False) | own for seed, r in enumerate(requests)]
         return self._drawn(bodies)
 
-    def _rescored(self, role: SampledRole, prompts: list[list[int]], drawn: list[Completion]) -> Any:
-        return checks.rescored(self.roles, role, prompts, drawn, temperature=self.settings.temperature)
+    def _rescored(
+        self, role: SampledRole, prompts: list[list[int]], drawn: list[Completion], *, temperature: float | None = None
+    ) -> Tensor:
+        temperature = temperature or self.settings.temperature
+        roles, scored = self.roles, "reference" if role == "reference" else "policy"
+        batch = roles.batch(prompts, [c.tokens for c in drawn])
+        with torch.no_grad(), roles.acting(role):
+            logprobs, _ = roles.logprobs(scored, batch, temperature=temperature)
+        return torch.cat([row[: len(c.tokens)] for row, c in zip(logprobs.float().cpu(), drawn, strict=True)])
 
     def _body(self, name: str, request: Request, seed: int, *, greedy: bool) -> dict[str, Any]:
         """Every setting is named: a server fills in what is missing from the model's generation_config.json."""
@@ -324,16 +492,31 @@ class ServerEngine(SamplingEngine):
         }
 
     def _drawn(self, bodies: list[dict[str, Any]]) -> list[Completion]:
-        answers = self.server.post_all(COMPLETIONS, bodies, most=self.max_rows or AT_A_TIME)
+        answers = self.server.ask("POST", COMPLETIONS, bodies, most=self.most)
         return [self._completion(answer, body) for answer, body in zip(answers, bodies, strict=True)]
 
     def _completion(self, answer: Any, asked: dict[str, Any]) -> Completion:
-        """Raises ServerError where an answer is not one to what was asked for."""
-        choice = checks.read_completion(answer, asked, vocabulary=self.vocabulary, server=self.server, path=COMPLETIONS)
-        tokens = choice.token_ids
-        return Completion(
-            tokens, choice.logprobs.token_logprobs, "eos" if tokens[-1] in self.eos else choice.finish_reason
-        )
+        [choice] = _read_as(_Completions, answer, server=self.server, path=COMPLETIONS).choices
+        tokens, logprobs, most = choice.token_ids, choice.logprobs.token_logprobs, asked["max_tokens"]
+        beyond = next((token for token in tokens if token >= self.vocabulary), None)
+        early = next((token for token in tokens[:-1] if token in asked["stop_token_ids"]), None)
+        ended, said_so = tokens[-1] in asked["stop_token_ids"], choice.finish_reason == "stop"
+        wrong = ""
+        if len(tokens) > most:
+            wrong = f"{len(tokens)} tokens where {most} were asked for"
+        elif len(logprobs) != len(tokens):
+            wrong = f"{len(logprobs)} log-probabilities of {len(tokens)} tokens"
+        elif beyond is not None:
+            wrong = f"token {beyond}, and the vocabulary has {self.vocabulary:,}"
+        elif early is not None:
+            wrong = f"tokens that go on after {early}, which ends a completion"
+        elif said_so and not ended and not asked["stop"]:
+            wrong = "a completion that ends by itself, which was not asked for"
+        elif not said_so and not ended and len(tokens) < most:
+            wrong = f"{len(tokens)} tokens cut off for their length, where there was room for {most}"
+        if wrong:
+            raise ServerError(f"{self.server.name} answered {COMPLETIONS} with {wrong}")
+        return Completion(tokens, logprobs, "eos" if tokens[-1] in self.eos else choice.finish_reason)
 
     def _sentence(self, error: ServerError) -> str:
         said = str(error)
@@ -346,3 +529,36 @@ class ServerEngine(SamplingEngine):
         elif error.status == LOST and LOAD not in said:
             said += ": it does not know this run's adapter"
         return f"{said}. Start it with\n  {self.command}"
+
+
+def _served(drawn: list[Completion]) -> Tensor:
+    return torch.tensor([logprob for c in drawn for logprob in c.logprobs])
+
+
+def _gap(theirs: Tensor, ours: Tensor) -> float:
+    """Mean |difference| over the N tokens, in nats per token."""
+    return float((theirs - ours).abs().mean())
+
+
+def _unexplained(theirs: Tensor, ours: Tensor, *, otherwise: Tensor) -> float:
+    """The share of squares that `ours` leaves of the server's numbers: sum (theirs - ours)^2 over
+    sum (ours - otherwise)^2. About 0 where the server computes what we do, 1 where it computes `otherwise`.
+    """
+    return float((theirs - ours).square().sum() / (ours - otherwise).square().sum().clamp(min=1e-30))
+
+
+@contextmanager
+def perturbed(roles: Roles) -> Iterator[None]:
+    """Inside, the policy's adapter is another one, which changes the model at once; then exactly its own again."""
+    generator = torch.Generator().manual_seed(0)
+    matrices = [p for n, p in roles.adapter_parameters(POLICY_ADAPTER).items() if "_B." in n]
+    before = [p.detach().clone() for p in matrices]
+    with torch.no_grad():
+        for p in matrices:
+            p.add_((torch.randn(p.shape, generator=generator) * PERTURBED).to(p))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, own in zip(matrices, before, strict=True):
+                p.copy_(own)

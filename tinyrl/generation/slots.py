@@ -10,7 +10,7 @@ token or later, so whatever is written to its cache lies behind what it has read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -18,15 +18,12 @@ import torch
 from torch import Tensor
 
 from tinyrl.generation.decoder import Decoder
-from tinyrl.generation.engine import SamplingSettings
-from tinyrl.generation.token_sampling import sample_tokens
+from tinyrl.generation.engine import SamplingSettings, sample_tokens
 from tinyrl.models.device import to_device
 
 
 @dataclass
 class Parked:
-    """A row that waits: its slot, and how many tokens it has in the cache."""
-
     slot: int
     cached: int
 
@@ -50,16 +47,13 @@ class Slots:
     ) -> None:
         self.decoder, self.settings, self.greedy, self.device = decoder, settings, greedy, device
         self.capacity, self.width, self.columns = capacity, width, columns
-        self.token, self.position, self.count = (
-            torch.zeros(capacity, dtype=torch.long, device=device) for _ in range(3)
-        )  # the last token of each row, which is not in the cache yet; where it will go; tokens drawn so far
+        # The last token of each row, which is not in the cache yet; where it will go; tokens drawn so far.
+        self.token, self.position, self.count = torch.zeros(3, capacity, dtype=torch.long, device=device).unbind()
         self.uniforms = torch.zeros(capacity, columns, dtype=torch.float64, device=device)
         self.tokens = torch.zeros(capacity, columns, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(capacity, columns, device=device)
         self.cache = decoder.new_cache(capacity, width)
-        self.sample: list[int] = []
-        self.parked: dict[int, Parked] = {}
-        self.longest = 0
+        self.clear()
 
     @property
     def live(self) -> int:
@@ -70,7 +64,9 @@ class Slots:
         return len(self.sample) + len(self.parked)
 
     def clear(self) -> None:
-        self.sample, self.parked, self.longest = [], {}, 0
+        self.sample: list[int] = []
+        self.parked: dict[int, Parked] = {}
+        self.longest = 0
 
     def enter(self, samples: list[list[int]], prompts: list[list[int]], *, uniforms: Tensor) -> None:
         """New rows: samples[p] continue prompt p, which is read once; uniforms has a row for each of them."""
@@ -84,8 +80,8 @@ class Slots:
         self.sample += chain.from_iterable(samples)
         self.longest = max(self.longest, ids.shape[1])
         source = to_device(torch.tensor([p for p, count in enumerate(counts) for _ in range(count)]), self.device)
-        self._begin(slice(starts[0], starts[-1]), lengths[source], uniforms)
-        self._draw(self.decoder.head.logits(states)[source], slice(starts[0], starts[-1]))
+        logits = self.decoder.head.logits(states)[source]
+        self._begin(logits, slice(starts[0], starts[-1]), position=lengths[source], uniforms=uniforms)
 
     def advance(self, live: int, width: int) -> None:
         """One token in each of the first `live` rows, reading `width` columns of the cache. Only tensors: a CUDA graph
@@ -96,9 +92,10 @@ class Slots:
         self.position[:live] += 1
         self._draw(self.decoder.head.logits(states), slice(live))
 
-    def _begin(self, rows: slice, position: Tensor, uniforms: Tensor) -> None:
-        """No token has been drawn yet in these rows; the next goes to `position`."""
+    def _begin(self, logits: Tensor, rows: slice, *, position: Tensor, uniforms: Tensor) -> None:
+        """The first token of a completion, or of a turn, in these rows, which goes to `position`."""
         self.position[rows], self.count[rows], self.uniforms[rows] = position, 0, to_device(uniforms, self.device)
+        self._draw(logits, rows)
 
     def _draw(self, logits: Tensor, rows: slice) -> None:
         column = self.count[rows].clamp(max=self.columns - 1).unsqueeze(-1)
@@ -130,7 +127,6 @@ class Slots:
         return self.tokens[where, :most].tolist(), self.logprobs[where, :most].tolist()
 
     def leave(self, slots: list[int]) -> None:
-        """Remove the rows at `slots`; rows from the end move into the gaps."""
         self._move_behind(slots, self._copy)
 
     def park(self, cached: dict[int, int]) -> None:
@@ -139,10 +135,6 @@ class Slots:
         behind = self._move_behind(list(cached), self._exchange)
         self.parked |= {sample: Parked(slot, rows[sample]) for slot, sample in enumerate(behind, self.live)}
         self._keep_positions()
-
-    def drop(self, samples: Iterable[int]) -> None:
-        for sample in samples:
-            del self.parked[sample]
 
     def resume(self, samples: list[int], tokens: list[list[int]], *, uniforms: Tensor) -> None:
         """Parked samples go on: tokens[i] are read behind what samples[i] has in the cache, and the next one is drawn.
@@ -158,11 +150,9 @@ class Slots:
         self.sample += samples
         self.longest = max(self.longest, *ends)
         places = slice(where.start, where.stop)
-        self._begin(places, start + lengths, uniforms)
-        self._draw(self.decoder.head.logits(states), places)
+        self._begin(self.decoder.head.logits(states), places, position=start + lengths, uniforms=uniforms)
 
     def _padded(self, rows: list[list[int]]) -> Tensor:
-        """Token ids of rows (R, longest), padded on the right, on the device."""
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
         return to_device(ids, self.device)
 

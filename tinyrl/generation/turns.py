@@ -5,9 +5,8 @@
         2. the environment answers the turns that have ended, a batch at a time
         3. what it says is appended to the tokens, read by the policy and never trained on
 
-Two ways lead to the same episodes. The plain one, for every engine, reads an episode from its beginning at each turn.
-An engine with a `play` of its own keeps the rows that wait, and reads the answers only. Both ask one `Episodes`. A
-preview is played by a scripted engine (`Script`).
+Two ways lead to the same `Episodes`. The plain one, for every engine, reads an episode from its beginning at each turn.
+An engine with a `play` of its own keeps the rows that wait, and reads the answers only.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, field
+from itertools import chain, groupby, repeat
 from typing import Any, Unpack
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.schema import Config
@@ -27,16 +25,7 @@ from tinyrl.data.readers import Row
 from tinyrl.environments import Reply, Transcript
 from tinyrl.environments.environment import Environment, Episode
 from tinyrl.environments.trial import NONSENSE, asking_turn
-from tinyrl.generation.engine import (
-    Completion,
-    FinishReason,
-    Request,
-    Response,
-    SampleOptions,
-    SamplingEngine,
-    eos_token_ids,
-)
-from tinyrl.generation.token_sampling import sample_keys
+from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine, eos_token_ids, row_keys
 from tinyrl.models.roles import Roles
 from tinyrl.runs.signals import check_stop
 from tinyrl.tasks import Task
@@ -50,7 +39,7 @@ SHOWN_TOKENS = 64  # of each side, each time
 
 
 @dataclass(frozen=True)
-class Game:
+class EpisodeRunner:
     """max_new_tokens: of the policy's own, over all turns; variables: what the chat template is asked with."""
 
     environment: Environment
@@ -60,13 +49,8 @@ class Game:
     variables: dict[str, Any]
 
     @property
-    def columns(self) -> int:
-        """The most tokens of an episode, chosen and read."""
+    def max_episode_tokens(self) -> int:
         return self.max_new_tokens + (self.environment.max_turns - 1) * self.observations.most
-
-    def text(self, tokens: list[int]) -> str:
-        """What tokens say, special ones left out."""
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def openings(self, task: Task, rows: list[Row]) -> list[str | None]:
         """What the environment says at the end of each row's prompt."""
@@ -75,7 +59,9 @@ class Game:
         return self.environment.openings([task.prompt(row) for row in rows], columns)
 
 
-def load_game(config: Config, task: Task, *, tokenizer: PreTrainedTokenizerBase, roles: Roles) -> Game | None:
+def load_episode_runner(
+    config: Config, task: Task, *, tokenizer: PreTrainedTokenizerBase, roles: Roles
+) -> EpisodeRunner | None:
     """Start the configuration's environment, or the task's, and find out how its answers become tokens; None where
     nothing answers. Raises ValueError where that cannot be done.
     """
@@ -106,16 +92,12 @@ def load_game(config: Config, task: Task, *, tokenizer: PreTrainedTokenizerBase,
         eos=eos_token_ids(roles, tokenizer),
         max_tokens=environment.max_observation_tokens,
     )
-    return Game(environment, observations, tokenizer, config.generation.max_new_tokens, variables)
+    return EpisodeRunner(environment, observations, tokenizer, config.generation.max_new_tokens, variables)
 
 
 def plays(config: Config, task: Task) -> bool:
-    """Whether an environment answers, the configuration's or the task's."""
     named = config.environment.use is not None or bool(config.environment.tools)
     return named or task.respond is not None or task.environment is not None
-
-
-Asked = tuple[list[int], list[Reply | None]]  # episodes that were asked about, and the replies
 
 
 def play(
@@ -124,7 +106,7 @@ def play(
     group_size: int,
     *,
     engine: SamplingEngine,
-    game: Game,
+    runner: EpisodeRunner,
     **options: Unpack[SampleOptions],
 ) -> tuple[list[Completion], list[Episode]]:
     """`group_size` episodes for each request, in order, as completions (what was read is not `chosen`) and as episodes.
@@ -132,48 +114,56 @@ def play(
     Raises Interrupted once a stop was asked for, and what `engine.sample` raises.
     """
     key = {"seed": options["seed"], "step": options["step"]}
-    with Episodes(prompts, requests, group_size, game=game, **key) as episodes:
+    with Episodes(prompts, requests, group_size, runner=runner, **key) as episodes:
         play_on: Any = getattr(engine, "play", None)  # goes on with rows where they are, instead of reading them again
         if play_on is not None:
-            groups = play_on(requests, group_size, answer=episodes, **options)
-            completions = [completion for group in groups for completion in group]
+            play_on(requests, group_size, episodes=episodes, **options)
         else:
-            completions = _play_plainly(requests, group_size, engine=engine, episodes=episodes, options=options)
-        return episodes.finalized(completions), episodes.episodes
+            play_plainly(requests, group_size, engine=engine, episodes=episodes, options=options)
+        return episodes.finalized(), episodes.episodes
 
 
-def _play_plainly(
+def play_plainly(
     requests: list[Request], group_size: int, *, engine: SamplingEngine, episodes: Episodes, options: SampleOptions
-) -> list[Completion]:
+) -> None:
     """Turn by turn: each episode that goes on is a request of its own, with all that was said so far as its prompt."""
     episodes.restart()
-    said = [Response() for _ in episodes.episodes]
     turns = [completion for group in engine.sample(requests, group_size, **options) for completion in group]
-    going = list(range(len(said)))
+    going = list(range(len(turns)))
     while going:
         for sample, turn in zip(going, turns, strict=True):
-            said[sample].chose(turn)
-            episodes.ended(sample, turn.tokens, turn.finish_reason)
+            episodes.ended(sample, turn)
         answered: dict[int, list[int] | None] = {}
         while len(answered) < len(going):
             answered.update(episodes.answers(wait=True))
         going = [sample for sample in going if answered[sample] is not None]
         following = []
         for sample in going:
-            so_far = said[sample]
-            so_far.read(answered[sample] or [])
-            first = requests[sample // group_size]
+            first, so_far = requests[sample // group_size], episodes.responses[sample].tokens
             following.append(
                 Request(
-                    prompt_tokens=first.prompt_tokens + so_far.tokens,
+                    prompt_tokens=first.prompt_tokens + so_far,
                     prompt_row=first.prompt_row,
                     first_sample=first.first_sample + sample % group_size,
-                    first_token=first.first_token + len(so_far.tokens),
+                    first_token=first.first_token + len(so_far),
                     max_new_tokens=episodes.limit(sample),
                 )
             )
         turns = [group[0] for group in engine.sample(following, 1, **options)] if following else []
-    return [response.completion() for response in said]
+
+
+@dataclass
+class Response:
+    """Tokens of an episode so far: those of the policy, and those it only read, without log-probabilities."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    chosen: list[bool] = field(default_factory=list)
+
+    def add(self, tokens: list[int], logprobs: list[float] | None = None) -> None:
+        self.tokens += tokens
+        self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
+        self.chosen += [logprobs is not None] * len(tokens)
 
 
 class Episodes:
@@ -189,21 +179,17 @@ class Episodes:
         requests: list[Request],
         group_size: int,
         *,
-        game: Game,
+        runner: EpisodeRunner,
         seed: int,
         step: int,
     ) -> None:
         self.prompts = [prompt for prompt in prompts for _ in range(group_size)]
-        self.game, self.columns = game, game.columns
-        samples = np.concatenate([np.arange(group_size) + r.first_sample for r in requests])
-        rows = np.repeat(np.array([r.prompt_row for r in requests]), group_size)
-        keys = sample_keys(seed, step, prompts=rows, samples=samples)
-        by_prompt = game.environment.has_openings
-        self.seeds = [
-            int(row) if by_prompt else int(key) >> (64 - SEED_BITS) for row, key in zip(rows, keys, strict=True)
-        ]
+        self.runner, self.max_episode_tokens = runner, runner.max_episode_tokens
+        keys, _ = row_keys(requests, group_size, seed=seed, step=step)
+        rows = [request.prompt_row for request in requests for _ in range(group_size)]
+        self.seeds = rows if runner.environment.has_openings else [int(key) >> (64 - SEED_BITS) for key in keys]
         self._thread = ThreadPoolExecutor(1)
-        self._call: Future[Asked] | None = None
+        self._call: Future[tuple[list[int], list[Reply | None]]] | None = None  # who was asked about, and the replies
         self.restart()
 
     def __enter__(self) -> Episodes:
@@ -218,33 +204,36 @@ class Episodes:
             wait_for([self._call])
             self._call = None
         self.episodes = [Episode() for _ in self.prompts]
+        self.responses = [Response() for _ in self.prompts]
         self._waiting: list[int] = []
         self._ready: list[tuple[int, list[int] | None]] = []
 
     def limit(self, sample: int) -> int:
         """How many tokens the next turn of an episode may have, at least one."""
-        return self.game.max_new_tokens - self.episodes[sample].num_chosen
+        return self.runner.max_new_tokens - self.episodes[sample].num_chosen
 
-    def ended(self, sample: int, tokens: list[int], finish_reason: FinishReason) -> None:
-        """A turn of an episode has ended, with these tokens of its own."""
-        episode, game = self.episodes[sample], self.game
+    def ended(self, sample: int, turn: Completion) -> None:
+        episode, tokens = self.episodes[sample], turn.tokens
         opened = self.prompts[sample].opened
         if episode.transcript:  # after a turn's own end the template opened another; after a stop string this goes on
-            opened = game.observations.opened if episode.ended_at is not None else ""
-        episode.transcript.append({"role": "assistant", "content": opened + game.text(tokens)})
+            opened = self.runner.observations.opened if episode.ended_at is not None else ""
+        said = str(self.runner.tokenizer.decode(tokens, skip_special_tokens=True))
+        episode.transcript.append({"role": "assistant", "content": opened + said})
+        self.responses[sample].add(tokens, turn.logprobs)
         episode.num_tokens += len(tokens)
         episode.num_chosen += len(tokens)
         episode.turn_ends.append(episode.num_tokens - 1)
         episode.turn_rewards.append(0.0)
-        episode.finish_reason = finish_reason
-        episode.ended_at = tokens[-1] if finish_reason == "eos" else None
-        if finish_reason == "length":
+        episode.finish_reason = turn.finish_reason
+        episode.ended_at = tokens[-1] if turn.finish_reason == "eos" else None
+        if turn.finish_reason == "length":
             self._ready.append((sample, None))
         else:
             self._waiting.append(sample)
 
     def answers(self, *, wait: bool) -> list[tuple[int, list[int] | None]]:
-        """The episodes whose answers have come since: the tokens to be read next, or None for one that is over.
+        """The episodes whose answers have come since: the tokens to be read next, which their responses have from now
+        on, or None for one that is over.
 
         wait: for one at least, where any is asked for.
         """
@@ -265,22 +254,22 @@ class Episodes:
             ready, self._ready = self._ready, []
             return ready
 
-    def finalized(self, completions: list[Completion]) -> list[Completion]:
-        """The completions with what their episodes came to: why they ended, and the rewards of those cut off."""
+    def finalized(self) -> list[Completion]:
+        """The responses with what their episodes came to: why they ended, and the rewards of those cut off."""
         cut_off = [i for i, e in enumerate(self.episodes) if e.failure is None and not e.over]
         if cut_off:
-            rows = self.game.environment.final_rewards(*self._given(cut_off))
+            rows = self.runner.environment.final_rewards(*self._given(cut_off))
             for failure in rows.failures:
                 self.episodes[cut_off[failure.row]].failure = failure.reason
             for sample, reward in zip(cut_off, rows.values, strict=True):
                 self.episodes[sample].turn_rewards[-1] += reward or 0.0
         return [
-            Completion(c.tokens, c.logprobs, e.finish_reason, c.chosen)
-            for c, e in zip(completions, self.episodes, strict=True)
+            Completion(r.tokens, r.logprobs, e.finish_reason, r.chosen)
+            for r, e in zip(self.responses, self.episodes, strict=True)
         ]
 
-    def _ask(self, asked: list[int]) -> Asked:
-        answers = self.game.environment.respond(*self._given(asked))
+    def _ask(self, asked: list[int]) -> tuple[list[int], list[Reply | None]]:
+        answers = self.runner.environment.respond(*self._given(asked))
         for failure in answers.failures:
             self.episodes[asked[failure.row]].failure = failure.reason
         return asked, answers.replies
@@ -291,31 +280,31 @@ class Episodes:
         return [p.prompt for p in prompts], [self.episodes[i].transcript for i in samples], columns
 
     def _answered(self, sample: int, reply: Reply | None) -> None:
-        """Take an answer: the episode goes on with its tokens, or is over."""
-        episode, game = self.episodes[sample], self.game
+        episode, runner = self.episodes[sample], self.runner
         if reply is None:  # the environment has nothing more to say, or has failed
             episode.over = True
             self._ready.append((sample, None))
             return
         episode.turn_rewards[-1] += reply.reward
         episode.invalid += reply.invalid
-        last = len(episode.turn_ends) == game.environment.max_turns
-        if reply.done or last or episode.num_chosen >= game.max_new_tokens:
+        last = len(episode.turn_ends) == runner.environment.max_turns
+        if reply.done or last or episode.num_chosen >= runner.max_new_tokens:
             if reply.text:
-                episode.transcript.append({"role": "tool", "content": game.observations.cut(reply.text)})
+                episode.transcript.append({"role": "tool", "content": runner.observations.cut(reply.text)})
             episode.over = reply.done
             if not reply.done:
                 episode.finish_reason = "turns" if last else "length"
             self._ready.append((sample, None))
             return
-        observed = game.observations(reply.text, ended_at=episode.ended_at)
+        observed = runner.observations(reply.text, ended_at=episode.ended_at)
         episode.transcript.append({"role": "tool", "content": observed.text})
         episode.num_tokens += len(observed.tokens)
+        self.responses[sample].add(observed.tokens)
         self._ready.append((sample, observed.tokens))
 
 
-def episode_notes(game: Game) -> list[str]:
-    notes, observations = [f"environment {game.environment.describe()}"], game.observations
+def episode_notes(runner: EpisodeRunner) -> list[str]:
+    notes, observations = [f"environment {runner.environment.describe()}"], runner.observations
     if observations.chat and observations.role != "tool":
         role = observations.role
         notes.append(f"the chat template has no role tool: what the environment answers is a message of role {role}")
@@ -324,12 +313,17 @@ def episode_notes(game: Game) -> list[str]:
     return notes
 
 
-def show_episode(game: Game, prompt: PreparedPrompt, task: Task, *, stop: list[str]) -> list[str]:
+def show_episode(runner: EpisodeRunner, prompt: PreparedPrompt, task: Task, *, stop: list[str]) -> list[str]:
     """Play an episode of this prompt with scripted turns, and show it as lines. `stop`: what ends a turn beside EOS."""
-    turns, tokenizer = scripted_turns(game, prompt, task), game.tokenizer
-    script = Script([_turn(text, game.observations, stop) for text in turns], most=game.max_new_tokens)
+    turns, tokenizer = scripted_turns(runner, prompt, task), runner.tokenizer
     request, begun = Request(prompt_tokens=prompt.tokens, prompt_row=prompt.index), time.perf_counter()
-    [completion], [episode] = play([prompt], [request], 1, engine=script, game=game, seed=0, step=0)
+    with Episodes([prompt], [request], 1, runner=runner, seed=0, step=0) as episodes:
+        for text in chain(turns, repeat(turns[-1])):
+            episodes.ended(0, _turn(text, runner.observations, stop, most=episodes.limit(0)))
+            [(_, read)] = episodes.answers(wait=True)
+            if read is None:
+                break
+        [completion], [episode] = episodes.finalized(), episodes.episodes
     seconds = time.perf_counter() - begun
     asked = len(episode.turn_ends) - (completion.finish_reason == "length")
     assert completion.chosen is not None
@@ -354,42 +348,23 @@ def show_episode(game: Game, prompt: PreparedPrompt, task: Task, *, stop: list[s
     return lines
 
 
-def scripted_turns(game: Game, prompt: PreparedPrompt, task: Task) -> list[str]:
+def scripted_turns(runner: EpisodeRunner, prompt: PreparedPrompt, task: Task) -> list[str]:
     """A turn that asks (nonsense, where none is known), and one that answers: the gold answer, or nonsense again."""
     question = prompt.row.get("question")
     if not isinstance(question, str):
         question = prompt.prompt if isinstance(prompt.prompt, str) else prompt.prompt[-1]["content"]
-    environment = game.environment
+    environment = runner.environment
     asks = asking_turn(environment.built_in, environment.schemas, question)
     if task.asking_turn is not None and environment.built_in is None and not environment.workers:  # the task's own
         asks = task.asking_turn(prompt.row)
     return [asks or NONSENSE.split()[0], task.gold(prompt.row) or NONSENSE]
 
 
-class Script(SamplingEngine):
-    """A sampling engine that says what it was told to, turn after turn, the last one again and again."""
-
-    name, exact = "script", True
-
-    def __init__(self, turns: list[Completion], *, most: int) -> None:
-        self._turns, self._most, self._said = turns, most, 0
-
-    def sample(
-        self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
-    ) -> list[list[Completion]]:
-        """The next turn, cut where the request says so, for the one sample of the one request."""
-        [request] = requests
-        assert samples_per_request == 1
-        turn, most = self._turns[min(self._said, len(self._turns) - 1)], request.max_new_tokens or self._most
-        self._said += 1
-        cut = len(turn.tokens) > most
-        return [[Completion(turn.tokens[:most], turn.logprobs[:most], "length" if cut else turn.finish_reason)]]
-
-
-def _turn(text: str, observations: ObservationTokens, stop: list[str]) -> Completion:
-    """A turn as sampling would have ended it: at a stop string, or with EOS."""
-    tokens, ends = token_ids(observations.tokenizer, text), sorted(observations.eos)
+def _turn(text: str, observations: ObservationTokens, stop: list[str], *, most: int) -> Completion:
+    """A turn as sampling would have ended it: at a stop string, with EOS, or after `most` tokens."""
+    tokens, ends, reason = token_ids(observations.tokenizer, text), sorted(observations.eos), "stop"
     if ends and not text.endswith(tuple(stop)):
         tokens.append(observations.end if observations.end in ends else ends[0])
-        return Completion(tokens, [0.0] * len(tokens), "eos")
-    return Completion(tokens, [0.0] * len(tokens), "stop")
+        reason = "eos"
+    reason = "length" if len(tokens) > most else reason
+    return Completion(tokens[:most], [0.0] * len(tokens[:most]), reason)

@@ -9,19 +9,21 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from tinyrl.algorithms.kl import k1
 from tinyrl.environments import Transcript
+from tinyrl.generation.engine import FinishReason
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.device import to_device
 from tinyrl.models.micro_batches import RowSizes
 from tinyrl.models.roles import Roles
 from tinyrl.workers.calls import RowFailure
 
-FINISH_REASONS = ("eos", "stop", "length", "turns")
+FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 _SAMPLED_PER_TOKEN = ("response_tokens", "response_mask", "sampling_logprobs", "turn_rewards")
 _SCORED_PER_TOKEN = ("old_logprobs", "rescored_logprobs", "ref_logprobs", "values")
 _PER_SAMPLE = ("response_lengths", "scores", "rewards", "finish_reasons", "kept", "turns", "invalid_turns")
@@ -127,13 +129,6 @@ class Rollout:
         """(B,) how many tokens of each response the policy chose."""
         return self.response_mask.sum(1)
 
-    @property
-    def lengths(self) -> list[int]:
-        return [
-            len(self.prompt_tokens[p]) + n
-            for p, n in zip(self.prompt_index.tolist(), self.response_lengths.tolist(), strict=True)
-        ]
-
     def response(self, row: int) -> list[int]:
         return self.response_tokens[row, : int(self.response_lengths[row])].tolist()
 
@@ -142,7 +137,6 @@ class Rollout:
         return RowSizes.of(prompts, self.response_lengths.tolist(), packed=roles.packs)
 
     def batch(self, rows: Sequence[int], roles: Roles) -> SequenceBatch:
-        """The model's input for some samples, listing the tokens that count."""
         prompts = [self.prompt_tokens[int(self.prompt_index[row])] for row in rows]
         responses, mask = [self.response(row) for row in rows], self.loss_mask[list(rows)].tolist()
         masks = [of_row[: len(response)] for of_row, response in zip(mask, responses, strict=True)]
@@ -155,7 +149,6 @@ class Rollout:
         return to_device(cut, batch.input_ids.device)
 
     def minibatch(self, rows: Sequence[int], *, batch: SequenceBatch, logprobs: Tensor, entropy: Tensor) -> PolicyBatch:
-        """What a policy's loss reads of some rows, whose log-probabilities and entropies (b, T) were just computed."""
         assert self.advantages is not None, "advantages come before the first minibatch"
         sampling, mask, advantages = (
             self.take(x, rows, batch=batch) for x in (self.sampling_logprobs, self.loss_mask, self.advantages)

@@ -1,20 +1,20 @@
-"""Sampling and scoring of a rollout, what becomes of truncated responses, and passes over it without gradient.
-
-Training and evaluation sample alike; what comes back is in buffer.py.
-"""
+"""Sampling and scoring of a rollout, what becomes of truncated responses, and passes over it without gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from tinyrl.config.sections import RewardConfig
 from tinyrl.distributed import ALONE, World
 from tinyrl.environments.environment import Episode
-from tinyrl.generation.engine import Completion, Request, SampledRole, SampleOptions, SamplingEngine
-from tinyrl.generation.turns import Game, play
+from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine
+from tinyrl.generation.turns import EpisodeRunner, play
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.device import to_device
 from tinyrl.models.micro_batches import MicroBatches, Work, own_rows
@@ -24,43 +24,20 @@ from tinyrl.rollout.buffer import FINISH_REASONS, Rollout
 from tinyrl.tasks.prompts import PreparedPrompt
 
 
-@dataclass(frozen=True)
-class Truncation:
-    """How truncated responses are treated: keep, mask (leave out of the loss) or penalize; and DAPO's soft penalty."""
-
-    mode: str = "keep"
-    penalty: float = 1.0
-    overlong_tokens: int = 0
-    max_new_tokens: int = 0
-
-    def penalties(self, lengths: Tensor, truncated: Tensor) -> Tensor:
-        """(B,) to subtract from the rewards. Soft overlong punishment (DAPO, 2503.14476, Eq. 13): its reward is 0 up to
-        max - buffer tokens, then falls to -1 at max.
-        """
-        penalty = torch.where(truncated, self.penalty, 0.0) if self.mode == "penalize" else torch.zeros(len(lengths))
-        if self.overlong_tokens:
-            start = self.max_new_tokens - self.overlong_tokens
-            penalty = penalty + ((lengths - start) / self.overlong_tokens).clamp(0.0, 1.0)
-        return penalty
-
-
 def sample_and_score(
     prompts: list[PreparedPrompt],
     engine: SamplingEngine,
     scorer: Scorer,
     *,
     group_size: int,
-    seed: int,
-    step: int,
-    greedy: bool = False,
-    role: SampledRole = "policy",
-    game: Game | None = None,
+    runner: EpisodeRunner | None = None,
     first_sample: int = 0,
     world: World = ALONE,
+    **options: Unpack[SampleOptions],
 ) -> Rollout:
     """Sample `group_size` responses for each prompt and score them: the first step of training and of evaluation.
 
-    With a `game` a response is an episode of turns. A prompt that is in the batch twice gets further samples, not the
+    With a `runner` a response is an episode of turns. A prompt that is in the batch twice gets further samples, not the
     same ones again; `first_sample` is the number of its first, by which it is drawn. Rows without a reward are not
     kept: it failed, or none applies. The processes of `world` sample some of the prompts each, and all of them get the
     whole rollout.
@@ -71,11 +48,8 @@ def sample_and_score(
         first = seen.get(prompt.index, first_sample)
         seen[prompt.index] = first + group_size
         requests.append(Request(prompt.tokens, prompt_row=prompt.index, first_sample=first))
-    options: SampleOptions = {"seed": seed, "step": step, "greedy": greedy, "role": role}
-    completions, episodes = _sampled(prompts, requests, group_size, engine, game=game, options=options, world=world)
-    rollout = _as_tensors(prompts, completions, group_size)
-    if episodes is not None:
-        _add_episodes(rollout, episodes)
+    completions, episodes = _sampled(prompts, requests, group_size, engine, runner=runner, options=options, world=world)
+    rollout = _as_tensors(prompts, completions, group_size, episodes)
     repeated = [p for p in prompts for _ in range(group_size)]
     sheet = scorer(repeated, [c.tokens for c in completions], episodes=episodes, world=world)
     rollout.scores, rollout.rewards, rollout.failures = sheet.scores, sheet.rewards, sheet.failures
@@ -89,20 +63,18 @@ def _sampled(
     group_size: int,
     engine: SamplingEngine,
     *,
-    game: Game | None,
+    runner: EpisodeRunner | None,
     options: SampleOptions,
     world: World,
 ) -> tuple[list[Completion], list[Episode] | None]:
-    """Completions, and the episodes that they are, of all processes: each samples its share of the prompts."""
-    own = world.own(range(len(requests)))
-    some, asked, episodes = [prompts[i] for i in own], [requests[i] for i in own], None
-    if not own:
-        completions: list[Completion] = []
-        episodes = None if game is None else []
-    elif game is None:
-        completions = [completion for group in engine.sample(asked, group_size, **options) for completion in group]
+    own, episodes = world.own(range(len(requests))), None
+    prompts, requests = [prompts[i] for i in own], [requests[i] for i in own]
+    if runner is None:
+        completions = [completion for group in engine.sample(requests, group_size, **options) for completion in group]
+    elif own:
+        completions, episodes = play(prompts, requests, group_size, engine=engine, runner=runner, **options)
     else:
-        completions, episodes = play(some, asked, group_size, engine=engine, game=game, **options)
+        completions, episodes = [], []
     if world.size == 1:
         return completions, episodes
     starts = range(0, len(completions), group_size)
@@ -114,46 +86,47 @@ def _sampled(
     return merged, [Episode(**fields) for group in played for fields in group]
 
 
-def finalize_truncated(rollout: Rollout, truncation: Truncation) -> None:
-    """Penalise truncated responses, or leave them out of the loss; they still count in their group's mean and std."""
-    rollout.rewards = rollout.rewards - truncation.penalties(rollout.chosen_tokens, rollout.truncated)
-    if truncation.mode == "mask":
+def finalize_truncated(rollout: Rollout, reward: RewardConfig, *, max_new_tokens: int) -> None:
+    """Penalise truncated responses, or leave them out of the loss; they still count in their group's mean and std.
+
+    Soft overlong punishment (DAPO, 2503.14476, Eq. 13): its reward is 0 up to max - buffer tokens, then falls to -1 at
+    max.
+    """
+    penalty = torch.where(rollout.truncated, reward.truncated_penalty if reward.truncated == "penalize" else 0.0, 0.0)
+    if buffer := reward.overlong_tokens:
+        penalty = penalty + ((rollout.chosen_tokens - (max_new_tokens - buffer)) / buffer).clamp(0.0, 1.0)
+    rollout.rewards = rollout.rewards - penalty
+    if reward.truncated == "mask":
         rollout.kept = rollout.kept & ~rollout.truncated
 
 
-def _as_tensors(prompts: list[PreparedPrompt], completions: list[Completion], group_size: int) -> Rollout:
-    lengths = torch.tensor([len(c.tokens) for c in completions])
-    rows, width = len(completions), int(lengths.max())
-    tokens, logprobs = torch.zeros(rows, width, dtype=torch.long), torch.zeros(rows, width)
-    chosen = torch.arange(width) < lengths.unsqueeze(1)
-    for row, completion in enumerate(completions):
-        tokens[row, : len(completion.tokens)] = torch.tensor(completion.tokens)
-        logprobs[row, : len(completion.tokens)] = torch.tensor(completion.logprobs)
-        if completion.chosen is not None:
-            chosen[row, : len(completion.tokens)] = torch.tensor(completion.chosen)
-    return Rollout(
+def _as_tensors(
+    prompts: list[PreparedPrompt], completions: list[Completion], group_size: int, episodes: list[Episode] | None = None
+) -> Rollout:
+    def padded(rows: Iterable[list[Any]], dtype: torch.dtype) -> Tensor:
+        return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)
+
+    rollout = Rollout(
         prompt_tokens=[p.tokens for p in prompts],
         prompt_rows=torch.tensor([p.index for p in prompts]),
         prompt_index=torch.arange(len(prompts)).repeat_interleave(group_size),
-        response_tokens=tokens,
-        response_lengths=lengths,
-        response_mask=chosen,
-        sampling_logprobs=logprobs,
-        scores=torch.empty(rows, 0),
-        rewards=torch.zeros(rows),
+        response_tokens=padded((c.tokens for c in completions), torch.long),
+        response_lengths=torch.tensor([len(c.tokens) for c in completions]),
+        response_mask=padded((c.chosen or [True] * len(c.tokens) for c in completions), torch.bool),
+        sampling_logprobs=padded((c.logprobs for c in completions), torch.float32),
+        scores=torch.empty(len(completions), 0),
+        rewards=torch.zeros(len(completions)),
         finish_reasons=torch.tensor([FINISH_REASONS.index(c.finish_reason) for c in completions]),
-        kept=torch.ones(rows, dtype=torch.bool),
+        kept=torch.ones(len(completions), dtype=torch.bool),
     )
-
-
-def _add_episodes(rollout: Rollout, episodes: list[Episode]) -> None:
-    rewards = torch.zeros_like(rollout.sampling_logprobs)
-    for row, episode in enumerate(episodes):
-        rewards[row, episode.turn_ends] = torch.tensor(episode.turn_rewards)
-    rollout.turn_rewards = rewards
-    rollout.turns = torch.tensor([len(episode.turn_ends) for episode in episodes])
-    rollout.invalid_turns = torch.tensor([episode.invalid for episode in episodes])
-    rollout.transcripts = [episode.transcript for episode in episodes]
+    if episodes is not None:
+        rollout.turn_rewards = torch.zeros_like(rollout.sampling_logprobs)
+        for row, episode in enumerate(episodes):
+            rollout.turn_rewards[row, episode.turn_ends] = torch.tensor(episode.turn_rewards)
+        rollout.turns = torch.tensor([len(episode.turn_ends) for episode in episodes])
+        rollout.invalid_turns = torch.tensor([episode.invalid for episode in episodes])
+        rollout.transcripts = [episode.transcript for episode in episodes]
+    return rollout
 
 
 def forward_pass(

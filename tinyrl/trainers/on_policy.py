@@ -103,10 +103,11 @@ class OnPolicyTrainer(SamplingParts, Trainer):
             group_size=self.group_size,
             seed=self.config.run.seed,
             step=step,
-            game=self.game,
+            runner=self.game,
             world=self.world,
         )
-        finalize_truncated(rollout, self.truncation)
+        most = self.config.generation.max_new_tokens
+        finalize_truncated(rollout, self.config.reward, max_new_tokens=most)
         self.solved.look(prompts, rollout)
         self.tried.look(prompts, rollout)
         self._watch(rollout, prompts, step)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tinyrl.components import SamplingParts
-from tinyrl.generation.select import Call, SamplingBytes, sampling_bytes, sampling_dtype
+from tinyrl.generation.select import SamplingBytes, sampling_bytes
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.device import KEPT_BYTES
 from tinyrl.models.loading import saved_dtype
@@ -100,11 +100,17 @@ class Planner:
         held_out = min(config.run.eval_prompts, len(trainer.eval_prompts))
         rows = min(max(config.on_policy.batch_size, held_out), config.generation.max_rows or 1 << 30)
         longest = max(len(p.tokens) for p in (*trainer.train_prompts, *trainer.eval_prompts))
-        own = sampling_dtype(config.generation, self.meta)
         free = max(0, self.room - sum(self.standing.values()))
-        call = Call(rows, max(config.on_policy.num_prompts, held_out), longest, trainer.longest_response)
         return sampling_bytes(
-            self.meta, config.generation, call, engine=trainer.engine.name, dtype=own, device=self.device, free=free
+            self.meta,
+            config.generation,
+            engine=trainer.engine.name,
+            rows=rows,
+            prompts=max(config.on_policy.num_prompts, held_out),
+            prompt_tokens=longest,
+            new_tokens=trainer.longest_response,
+            device=self.device,
+            free=free,
         )
 
     def plan(self, tokens: int | None = None) -> MemoryPlan:
