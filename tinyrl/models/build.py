@@ -46,8 +46,12 @@ KL_AT_START = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
 def build_roles(config: Config, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False) -> Roles:
-    """Read the base and put policy, reference and critic on it. LoRA's A is drawn from torch's generator."""
-    model = load_base(config, config.model.path, dtype=dtype, trust_remote_code=trust_remote_code)
+    """Read the base and put policy, reference and critic on it. LoRA's A is drawn from torch's generator.
+
+    On the meta device (models/meta.py) only shapes are read, and a 4-bit base is in `dtype`.
+    """
+    numbers = device.type != "meta"
+    model = load_base(config, config.model.path, dtype=dtype, trust_remote_code=trust_remote_code, numbers=numbers)
     lora = config.lora
     if config.model.adapter is not None:
         wrapped = load_start_adapter(model, config.model.adapter)
@@ -135,32 +139,36 @@ def add_critic(roles: Roles, config: Config, *, dtype: torch.dtype, trust_remote
     """
     kind, path, lora = config.critic.kind, config.critic.path, config.lora
     assert kind is not None, "config/schema.py fills it in"
-    run = critic_run(config)
+    run, numbers = critic_run(config), roles.device.type != "meta"
     fresh = fresh_adapter(config, dropout=0.0)
     if kind != "separate":
         adapter = _adapter_config(run, path, roles.causal) if kind == "adapter" else None
         check_rank(roles.causal, adapter or fresh, what="lora.r")
         roles.add_critic(kind, lora=adapter or fresh)
-        if run is not None and path is not None:
+        if run is not None and path is not None and numbers:
             _load_from_run(roles, run, Path(path))
         return
-    model, head = _separate_model(config, dtype, trust_remote_code)
-    few_tokens(model, path=path or config.model.path)
+    model, head = _separate_model(config, dtype, trust_remote_code, numbers=numbers)
+    if numbers:
+        few_tokens(model, path=path or config.model.path)
     model.requires_grad_(not lora.enabled)
     adapter = _adapter_config(run, path, model)
     roles.add_critic(kind, model=wrap_in_lora(model, adapter or fresh) if lora.enabled else model.float())
     if head is not None:
         assert roles.value_head is not None
         roles.value_head.copy_from(*head)
-    if run is not None and path is not None:
+    if run is not None and path is not None and numbers:
         _load_from_run(roles, run, Path(path))
 
 
 def _separate_model(
-    config: Config, dtype: torch.dtype, trust_remote_code: bool
+    config: Config, dtype: torch.dtype, trust_remote_code: bool, *, numbers: bool = True
 ) -> tuple[PreTrainedModel, ScoreHead | None]:
     """The model of a separate critic, before adapters of its own, and the score head that it comes with."""
     path, run = config.critic.path, critic_run(config)
+    if not numbers:
+        base = path or config.model.path
+        return load_base(config, base, dtype=dtype, trust_remote_code=trust_remote_code, numbers=False), None
     if run is not None and path is not None:
         model, _ = _separate_model(run, dtype, trust_remote_code)
         if not run.lora.enabled:

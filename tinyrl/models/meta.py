@@ -29,12 +29,9 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import Source
-from tinyrl.models.build import fresh_adapter, load_base
-from tinyrl.models.loading import POLICY_ADAPTER, load_model_config, load_tokenizer, wrap_in_lora
-from tinyrl.models.logprobs import ValueHead
-from tinyrl.models.lora import read_lora_config
-from tinyrl.models.reading import reading
-from tinyrl.models.reward_model import is_reward_adapter
+from tinyrl.models.build import build_roles
+from tinyrl.models.loading import POLICY_ADAPTER, load_model_config, load_tokenizer
+from tinyrl.models.reward_model import attach_reward_adapter, is_reward_adapter
 from tinyrl.models.roles import Roles
 from tinyrl.starter import starter_path
 
@@ -56,28 +53,15 @@ def is_meta(roles: Roles) -> bool:
 
 
 def meta_roles(config: Config, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Roles:
-    """Policy, reference, critic and reward adapter as models/build.py makes them, without numbers; a 4-bit base is in
-    `dtype`. Draws no random number. Raises ValueError for a model that cannot be read.
+    """Policy, reference, critic and reward adapter without numbers. Draws no random number.
+
+    Raises ValueError for a model that cannot be read.
     """
     with _without_numbers():
-        model = load_base(config, config.model.path, dtype=dtype, trust_remote_code=trust_remote_code, numbers=False)
-        start = None if config.model.adapter is None else read_lora_config(config.model.adapter, model)
-        if start is not None:
-            with reading(f"model.adapter={config.model.adapter}: does not fit this base model"):
-                wrapped = wrap_in_lora(model, start)
-        else:
-            fresh = fresh_adapter(config, dropout=config.lora.dropout)
-            wrapped = wrap_in_lora(model, fresh) if config.lora.enabled else model
-        roles = Roles(wrapped, device=META, reference=config.has_reference)
-        if start is not None and config.has_reference:
-            roles.freeze_reference_adapter()
-        if config.uses("critic"):
-            _add_critic(roles, config, dtype, trust_remote_code)
+        roles = build_roles(config, device=META, dtype=dtype, trust_remote_code=trust_remote_code)
         path = config.reward.model if config.uses("reward") else None
         if path is not None and is_reward_adapter(path):
-            roles.add_adapter("reward", config=read_lora_config(path, roles.causal))
-            roles.score_head = ValueHead(roles.hidden_size("policy")).requires_grad_(False)
-            roles.keep_trainable()
+            attach_reward_adapter(roles, path)
         if config.trains.rows == "judged":
             roles.train_score_head()
         if config.lora.dropout > 0:
@@ -106,19 +90,6 @@ def four_bit_bytes(roles: Roles) -> int:
     packed = {id(m.weight): m.weight.numel() for m in layers if id(m.weight) not in adapters}
     rest = [p for p in roles.causal.parameters() if id(p) not in adapters and id(p) not in packed]
     return int(FOUR_BIT * sum(packed.values())) + sum(p.numel() * p.itemsize for p in rest)
-
-
-def _add_critic(roles: Roles, config: Config, dtype: torch.dtype, trust_remote_code: bool) -> None:
-    kind = config.critic.kind
-    assert kind is not None, "config/schema.py fills it in"
-    adapter = fresh_adapter(config, dropout=0.0)
-    if kind != "separate":
-        roles.add_critic(kind, lora=adapter)
-        return
-    path = config.critic.path or config.model.path
-    model = load_base(config, path, dtype=dtype, trust_remote_code=trust_remote_code, numbers=False)
-    model.requires_grad_(not config.lora.enabled)
-    roles.add_critic(kind, model=wrap_in_lora(model, adapter) if config.lora.enabled else model.float())
 
 
 @contextmanager

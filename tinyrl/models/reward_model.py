@@ -175,8 +175,9 @@ def attach_reward_adapter(roles: Roles, path: str) -> None:
         )
     with reading(f"reward.model={path}: does not fit this base model", otherwise=ADAPTER_CONFIG):
         roles.add_adapter("reward", config=config)
-    load_adapter_weights(roles.peft, "reward", check_folder_adapter(path) / ADAPTER_FILE)
     head = ValueHead(roles.hidden_size("policy"))
-    load_head(head, head_file)
+    if roles.device.type != "meta":
+        load_adapter_weights(roles.peft, "reward", head_file.with_name(ADAPTER_FILE))
+        load_head(head, head_file)
     roles.score_head = head.to(roles.device).requires_grad_(False)
     roles.keep_trainable()
