@@ -12,17 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.models.building import lora, lora_roles, stir
 from tests.tiny_models import KINDS, TinyModels
 from tinyrl.models import loading
-from tinyrl.models.loading import (
-    load_causal_lm,
-    load_model_config,
-    load_start_adapter,
-    load_tokenizer,
-    lora_config,
-    resolve_model_path,
-    wrap_in_lora,
-)
-from tinyrl.models.lora import check_folder_adapter
-from tinyrl.models.weights_io import save_adapter
+from tinyrl.models.loading import load_causal_lm, load_model_config, load_tokenizer, resolve_model_path
+from tinyrl.models.lora import check_folder_adapter, load_start_adapter, lora_config, save_adapter, wrap_in_lora
 
 IDS = torch.arange(20, 50).unsqueeze(0)
 

@@ -13,8 +13,9 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertFor
 from tests.models.building import CPU, a_batch, every_tensor, full_roles, logprobs, lora, lora_roles, stir
 from tests.tiny_models import TinyModels, tiny_tokenizer
 from tinyrl.models.batches import make_batch
-from tinyrl.models.loading import load_causal_lm, load_tokenizer, wrap_in_lora
+from tinyrl.models.loading import load_causal_lm, load_tokenizer
 from tinyrl.models.logprobs import ValueHead
+from tinyrl.models.lora import save_adapter, wrap_in_lora
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.reward_model import (
     SCORE_HEAD,
@@ -27,7 +28,6 @@ from tinyrl.models.reward_model import (
     load_reward_model,
 )
 from tinyrl.models.roles import Roles
-from tinyrl.models.weights_io import save_adapter
 from tinyrl.rewards.model_text import TextFormat, classifier_tokens
 
 TEXTS = ["a", "a longer text than the others", "mid size", "", "the end<eos>", "<eos>"]

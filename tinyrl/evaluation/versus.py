@@ -30,7 +30,7 @@ from tinyrl.evaluation.targets import (
     prompt_keys,
     trained_on,
 )
-from tinyrl.models.weights_io import load_policy
+from tinyrl.models.roles import load_policy
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.runs.run_dir import finite, run_of
 from tinyrl.tasks.prompts import PreparedPrompt

@@ -39,9 +39,8 @@ from tinyrl.generation.engine import (
 )
 from tinyrl.generation.server_client import ServerClient, ServerError
 from tinyrl.generation.token_sampling import advanced
-from tinyrl.models.loading import POLICY_ADAPTER
+from tinyrl.models.lora import POLICY_ADAPTER, save_adapter
 from tinyrl.models.roles import Roles
-from tinyrl.models.weights_io import save_adapter
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank allows

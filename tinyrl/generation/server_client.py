@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tinyrl.generation.engine import Completion, SampledRole
 from tinyrl.http_client import Answer, HttpClient, NoAnswer
-from tinyrl.models.loading import POLICY_ADAPTER
+from tinyrl.models.lora import POLICY_ADAPTER
 from tinyrl.models.roles import Roles
 from tinyrl.text import masked, shortened, whole_address
 

@@ -26,8 +26,16 @@ from transformers import PreTrainedModel
 
 from tinyrl.config.schema import Config
 from tinyrl.models.batches import make_batch
-from tinyrl.models.loading import load_causal_lm, load_start_adapter, lora_config, wrap_in_lora
-from tinyrl.models.lora import ADAPTER_FILE, check_rank, load_adapter_weights, read_lora_config
+from tinyrl.models.loading import NoHead, few_tokens, load_causal_lm
+from tinyrl.models.lora import (
+    ADAPTER_FILE,
+    check_rank,
+    load_adapter_weights,
+    load_start_adapter,
+    lora_config,
+    read_lora_config,
+    wrap_in_lora,
+)
 from tinyrl.models.reward_model import (
     SCORE_HEAD,
     SCORE_OFFSET,
@@ -37,9 +45,7 @@ from tinyrl.models.reward_model import (
     load_classifier,
     load_reward_model,
 )
-from tinyrl.models.roles import Roles
-from tinyrl.models.weight_checks import NoHead, few_tokens
-from tinyrl.models.weights_io import MODEL, VALUE_HEAD, load_backbone, load_critic, load_head
+from tinyrl.models.roles import MODEL, VALUE_HEAD, Roles, load_backbone, load_critic, load_head
 from tinyrl.runs.resolve import critic_run
 
 KL_AT_START = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}

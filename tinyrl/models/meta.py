@@ -30,7 +30,8 @@ from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import Source
 from tinyrl.models.build import build_roles
-from tinyrl.models.loading import POLICY_ADAPTER, load_model_config, load_tokenizer
+from tinyrl.models.loading import load_model_config, load_tokenizer
+from tinyrl.models.lora import POLICY_ADAPTER
 from tinyrl.models.reward_model import attach_reward_adapter, is_reward_adapter
 from tinyrl.models.roles import Roles
 from tinyrl.starter import starter_path

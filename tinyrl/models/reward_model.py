@@ -23,7 +23,18 @@ from transformers import (
 
 from tinyrl.distributed import ALONE, World
 from tinyrl.models.batches import backbone_of, last_states, make_batch
-from tinyrl.models.loading import FULL_REPORT, load_tokenizer, local_folder, resolve_model_path
+from tinyrl.models.loading import (
+    FULL_REPORT,
+    NoHead,
+    check_classifier,
+    check_size,
+    check_vocabulary,
+    embedding_rows,
+    few_tokens,
+    load_tokenizer,
+    local_folder,
+    resolve_model_path,
+)
 from tinyrl.models.logprobs import ValueHead
 from tinyrl.models.lora import (
     ADAPTER_CONFIG,
@@ -34,16 +45,7 @@ from tinyrl.models.lora import (
 )
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.reading import MODEL_FILES, reading
-from tinyrl.models.roles import Roles
-from tinyrl.models.weight_checks import (
-    NoHead,
-    check_classifier,
-    check_size,
-    check_vocabulary,
-    embedding_rows,
-    few_tokens,
-)
-from tinyrl.models.weights_io import load_head
+from tinyrl.models.roles import Roles, load_head
 
 SCORE_HEAD = "score_head.safetensors"
 SCORE_OFFSET = (
