@@ -78,7 +78,7 @@ def test_one_label_of_several(tiny: TinyModels):
     for label, index in ((1, 1), ("good", 1), ("best", 2), (0, 0)):
         scores = scores_of(load(folder, label), ["some text"])
         assert scores == pytest.approx([by_hand(folder, "some text", index)], abs=1e-5)
-    with pytest.raises(ValueError, match=r"choose one with reward.model_label: 0 \(bad\), 1 \(good\), 2 \(best\)"):
+    with pytest.raises(ValueError, match=r"reward.model_label: choose one of 0 \(bad\), 1 \(good\), 2 \(best\)"):
         load(folder)
     for wrong in ("Good", 3, -1):
         with pytest.raises(ValueError, match=f"reward.model_label={wrong!r} is not one of"):

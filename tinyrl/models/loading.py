@@ -33,6 +33,7 @@ from tinyrl.starter import starter_path
 from tinyrl.text import did_you_mean, shortened
 
 OF_A_TOKENIZER = "tokenizer_config.json or tokenizer.json"
+PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # The library then says which weights are missing or of another shape, instead of an error that names none of them.
 FULL_REPORT: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -71,22 +72,13 @@ def check_folder(folder: Path) -> None:
     """Raise ValueError unless the folder may hold a whole model: config.json, and no weights but safetensors."""
     names = {p.name for p in folder.iterdir()}
     if "config.json" not in names and ADAPTER_FILES[0] in names:
-        raise ValueError(
-            f"{folder} is an adapter, not a whole model: name its base as model.path and the adapter as model.adapter"
-        )
+        raise ValueError(f"{folder} is an adapter, not a whole model: name it as model.adapter, its base as model.path")
     if "config.json" not in names:
-        raise ValueError(
-            f"{folder} is not a model folder: it has no config.json (it has: "
-            f"{', '.join(sorted(names)[:8]) or 'nothing'})"
-        )
-    pickled = sorted(
-        n for n in names if n.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt")) and n != "training_args.bin"
-    )
+        there = ", ".join(sorted(names)[:8]) or "nothing"
+        raise ValueError(f"{folder} is not a model folder: it has no config.json (it has: {there})")
+    pickled = sorted(n for n in names - {"training_args.bin"} if n.endswith(PICKLED))
     if pickled and not any(n.endswith(".safetensors") for n in names):
-        raise ValueError(
-            f"{folder} has only pickled weights ({pickled[0]}), which can execute code when read; "
-            "convert them to safetensors"
-        )
+        raise ValueError(f"{folder}: {pickled[0]} is pickled and can execute code when read; convert it to safetensors")
 
 
 def load_tokenizer(
@@ -121,12 +113,9 @@ def load_tokenizer(
 def load_model_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
     """config.json of a model. Raises ValueError when it cannot be read."""
     resolved = resolve_model_path(path)
-    with reading(
-        f"cannot load a model from {path!r}", folder=resolved, files=("config.json",), otherwise="config.json"
-    ):
-        return AutoConfig.from_pretrained(
-            resolved, revision=revision or HUB_DEFAULT, trust_remote_code=trust_remote_code
-        )
+    what, revision = f"cannot load a model from {path!r}", revision or HUB_DEFAULT
+    with reading(what, folder=resolved, files=("config.json",), otherwise="config.json"):
+        return AutoConfig.from_pretrained(resolved, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def saved_dtype(path: str, *, revision: str | None = None) -> torch.dtype:
@@ -162,15 +151,10 @@ def load_causal_lm(
     }
     if quantization == "4bit":
         options["quantization_config"] = four_bit(dtype)
-    with reading(
-        f"cannot load a causal language model from {path!r}",
-        folder=resolved,
-        files=MODEL_FILES,
-        otherwise="config.json",
-    ):
-        config = AutoConfig.from_pretrained(
-            resolved, revision=revision or HUB_DEFAULT, trust_remote_code=trust_remote_code
-        )
+    what = f"cannot load a causal language model from {path!r}"
+    with reading(what, folder=resolved, files=MODEL_FILES, otherwise="config.json"):
+        revision = revision or HUB_DEFAULT
+        config = AutoConfig.from_pretrained(resolved, revision=revision, trust_remote_code=trust_remote_code)
         check_size(config, folder=None if random_init else local_folder(resolved))
         loaded: Any
         if random_init:
@@ -178,7 +162,7 @@ def load_causal_lm(
         else:
             check_language_model(config)
             loaded = AutoModelForCausalLM.from_pretrained(
-                resolved, revision=revision or HUB_DEFAULT, use_safetensors=True, **options, **FULL_REPORT
+                resolved, revision=revision, use_safetensors=True, **options, **FULL_REPORT
             )
     model, found = loaded
     if found is not None:
@@ -254,10 +238,8 @@ def check_weights(model: PreTrainedModel, found: dict[str, Any], *, path: str) -
     mismatched = sorted(found["mismatched_keys"])
     if mismatched:
         name, in_file, in_model = mismatched[0]
-        raise ValueError(
-            f"{path!r} has {name} in shape {_shape(in_file)}, and config.json asks for {_shape(in_model)}"
-            f"{_and_more(len(mismatched))}"
-        )
+        shapes = f"in shape {_shape(in_file)}, and config.json asks for {_shape(in_model)}"
+        raise ValueError(f"{path!r} has {name} {shapes}{_and_more(len(mismatched))}")
     missing, left_over = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
     if missing:
         instead = f"; it has {left_over[0]} instead" if left_over else ""
@@ -285,10 +267,7 @@ def check_language_model(config: PretrainedConfig) -> None:
     """Raise ValueError for a model with another head: with tied embeddings nothing of a language model is missing."""
     others = [name for name in getattr(config, "architectures", None) or () if str(name).endswith(OTHER_HEADS)]
     if others:
-        raise ValueError(
-            f"it is a {others[0]}, without a language-model head to sample from (a reward model is named as "
-            "reward.model, or as critic.path)"
-        )
+        raise ValueError(f"it is a {others[0]}; a reward model is named as reward.model or critic.path")
 
 
 def check_size(config: PretrainedConfig, *, folder: Path | None) -> None:

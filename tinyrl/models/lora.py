@@ -51,12 +51,10 @@ def wrap_in_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         return get_peft_model(model, config, adapter_name=POLICY_ADAPTER)  # pyright: ignore[reportReturnType]
     except ValueError as error:
         linear = sorted({n.rsplit(".", 1)[-1] for n in linear_layers(model)})
-        wanted = (
-            config.target_modules if isinstance(config.target_modules, str) else sorted(config.target_modules or ())
-        )
-        raise ValueError(
-            f"lora.target_modules={wanted}: {first_line(error)}\nLinear layers there are: {', '.join(linear)}"
-        ) from error
+        targets = config.target_modules
+        wanted = targets if isinstance(targets, str) else sorted(targets or ())
+        there = f"Linear layers there are: {', '.join(linear)}"
+        raise ValueError(f"lora.target_modules={wanted}: {first_line(error)}\n{there}") from error
 
 
 def load_start_adapter(model: PreTrainedModel, path: str) -> PeftModel:
@@ -114,11 +112,9 @@ def check_folder_adapter(path: str) -> Path:
     matrices: whole modules, token rows, biases and a changed base would stay when adapters are switched off.
     """
     folder = Path(path).expanduser()
-    for name in (ADAPTER_CONFIG, ADAPTER_FILE):
+    for name in ADAPTER_FILES:
         if not (folder / name).is_file():
-            raise ValueError(
-                f"adapter {path!r}: {name} is missing (an adapter is a folder with {ADAPTER_CONFIG} and {ADAPTER_FILE})"
-            )
+            raise ValueError(f"adapter {path!r}: {name} is missing (a folder with {' and '.join(ADAPTER_FILES)})")
     damage = damage_in(folder, (ADAPTER_CONFIG,))
     if damage is not None:
         raise ValueError(f"adapter {path!r}: {damage}")
@@ -130,9 +126,7 @@ def check_folder_adapter(path: str) -> Path:
             raise ValueError(f"adapter {path!r} has {key}={config[key]}; tinyrl needs one of LoRA matrices only")
     drawn = config.get("init_lora_weights", True)
     if isinstance(drawn, str) and drawn not in ("gaussian", "orthogonal", "eva"):
-        raise ValueError(
-            f"adapter {path!r} has init_lora_weights={drawn}, which changes the base; convert it to plain LoRA"
-        )
+        raise ValueError(f"adapter {path!r} has init_lora_weights={drawn}, which changes the base")
     return folder
 
 

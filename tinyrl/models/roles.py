@@ -25,7 +25,7 @@ in that order. Results come back as (b, T): b rows of a micro-batch, T its longe
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -306,9 +306,22 @@ class Roles:
 
     @contextmanager
     def gradient_checkpointing(self) -> Iterator[None]:
-        """Recompute activations in backward; forward and backward belong inside."""
-        with recomputing(self._trained_models()):
+        """Forward AND backward passes inside recompute the decoders' layers; their gradients are the same.
+
+        The library recomputes only layers in training mode, which also turns dropout on (some, such as OPT's, check
+        their own `training`). So a layer is in training mode only while recomputation is chosen, and not while it
+        computes.
+        """
+        layers = [layer for model in self._trained_models() for layer in recomputable_layers(model)]
+        for layer in layers:
+            layer.gradient_checkpointing, layer.training = True, True
+            layer._gradient_checkpointing_func = partial(_recompute_later, layer)  # pyright: ignore[reportArgumentType]
+        try:
             yield
+        finally:
+            for layer in layers:
+                layer.gradient_checkpointing, layer.training = False, False
+                del layer._gradient_checkpointing_func
 
     def _trained_models(self) -> list[PreTrainedModel]:
         return [self.causal] if self.critic_model is None else [self.causal, self._model_of("critic")]
@@ -332,30 +345,8 @@ def recomputable_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """The decoder layers of a model. Raises ValueError where the library cannot recompute any."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
-        raise ValueError(
-            f"model.gradient_checkpointing=true: {type(model).__name__} has no layers that can be recomputed; "
-            "set it to false"
-        )
+        raise ValueError(f"model.gradient_checkpointing=true: {type(model).__name__} has no layers to recompute")
     return layers
-
-
-@contextmanager
-def recomputing(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Forward AND backward passes inside recompute the layers of these models; their gradients are the same.
-
-    The library recomputes only layers in training mode, which also turns dropout on (some, such as OPT's, check their
-    own `training`). So a layer is in training mode only while recomputation is chosen, and not while it computes.
-    """
-    layers = [layer for model in models for layer in recomputable_layers(model)]
-    for layer in layers:
-        layer.gradient_checkpointing, layer.training = True, True
-        layer._gradient_checkpointing_func = partial(_recompute_later, layer)  # pyright: ignore[reportArgumentType]
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.gradient_checkpointing, layer.training = False, False
-            del layer._gradient_checkpointing_func
 
 
 def _recompute_later(layer: nn.Module, run: Callable[..., Any], *args: Any) -> Any:
@@ -386,12 +377,11 @@ def save_roles(roles: Roles, folder: Path, *, tokenizer: PreTrainedTokenizerBase
     else:
         roles.causal.save_pretrained(folder, max_shard_size="10000GB")
     tokenizer.save_pretrained(folder)
-    if roles.critic_model is not None:
-        if isinstance(roles.critic_model, PeftModel):
-            save_adapter(roles.critic_model, POLICY_ADAPTER, folder / "critic")
-        else:
-            (folder / "critic").mkdir(exist_ok=True)
-            save_file(_own_tensors(backbone_of(roles.critic_model)), folder / "critic" / MODEL)
+    if isinstance(roles.critic_model, PeftModel):
+        save_adapter(roles.critic_model, POLICY_ADAPTER, folder / "critic")
+    elif roles.critic_model is not None:
+        (folder / "critic").mkdir(exist_ok=True)
+        save_file(_own_tensors(backbone_of(roles.critic_model)), folder / "critic" / MODEL)
     if roles.value_head is not None:
         save_file(_own_tensors(roles.value_head), folder / VALUE_HEAD)
 
