@@ -147,19 +147,18 @@ def add_critic(roles: Roles, config: Config, *, dtype: torch.dtype, trust_remote
     assert kind is not None, "config/schema.py fills it in"
     run, numbers = critic_run(config), roles.device.type != "meta"
     fresh = fresh_adapter(config, dropout=0.0)
-    if kind != "separate":
-        adapter = _adapter_config(run, path, roles.causal) if kind == "adapter" else None
-        check_rank(roles.causal, adapter or fresh, what="lora.r")
-        roles.add_critic(kind, lora=adapter or fresh)
-        if run is not None and path is not None and numbers:
-            _load_from_run(roles, run, Path(path))
-        return
-    model, head = _separate_model(config, dtype, trust_remote_code, numbers=numbers)
-    if numbers:
-        few_tokens(model, path=path or config.model.path)
-    model.requires_grad_(not lora.enabled)
-    adapter = _adapter_config(run, path, model)
-    roles.add_critic(kind, model=wrap_in_lora(model, adapter or fresh) if lora.enabled else model.float())
+    head = None
+    if kind == "separate":
+        model, head = _separate_model(config, dtype, trust_remote_code, numbers=numbers)
+        if numbers:
+            few_tokens(model, path=path or config.model.path)
+        model.requires_grad_(not lora.enabled)
+        adapter = _adapter_config(run, path, model) or fresh
+        roles.add_critic(kind, model=wrap_in_lora(model, adapter) if lora.enabled else model.float())
+    else:
+        adapter = (_adapter_config(run, path, roles.causal) if kind == "adapter" else None) or fresh
+        check_rank(roles.causal, adapter, what="lora.r")
+        roles.add_critic(kind, lora=adapter)
     if head is not None:
         assert roles.value_head is not None
         roles.value_head.copy_from(*head)
@@ -172,24 +171,20 @@ def _separate_model(
 ) -> tuple[PreTrainedModel, ScoreHead | None]:
     """The model of a separate critic, before adapters of its own, and the score head that it comes with."""
     path, run = config.critic.path, critic_run(config)
+    base = path or config.model.path
     if not numbers:
-        base = path or config.model.path
         return load_base(config, base, dtype=dtype, trust_remote_code=trust_remote_code, numbers=False), None
     if run is not None and path is not None:
         model, _ = _separate_model(run, dtype, trust_remote_code)
         if not run.lora.enabled:
             load_backbone(model, Path(path) / "critic" / MODEL)
         return model, None
-    head = None
     try:
-        model = (
-            load_classifier(path, dtype=dtype)
-            if path
-            else load_base(config, config.model.path, dtype=dtype, trust_remote_code=trust_remote_code)
-        )
-        head = _score_head(model)
+        model = load_classifier(path, dtype=dtype) if path else None
     except NoHead:  # a plain language model has no score head: its backbone is the critic's, under a zero head
-        model = load_base(config, path or config.model.path, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = None
+    head = _score_head(model)
+    model = model or load_base(config, base, dtype=dtype, trust_remote_code=trust_remote_code)
     if config.model.adapter is not None and path is None:
         model = load_start_adapter(model, config.model.adapter).merge_and_unload()  # pyright: ignore
     return model, head

@@ -285,8 +285,10 @@ def _memory() -> str:
 
 def _missing() -> list[str]:
     """Packages that are absent or too old, a GPU that torch does not see, room on the disk."""
-    lines, of_extra = [], dict[str, list[str]]()
-    for requirement in map(Requirement, _requirements()):
+    requirements, lines, of_extra = list[str](), [], dict[str, list[str]]()
+    with contextlib.suppress(metadata.PackageNotFoundError):  # used without being installed
+        requirements = metadata.requires("tinyrl") or []
+    for requirement in map(Requirement, requirements):
         extra = next((name for name in PURPOSES if _only_for(requirement, name)), None)
         problem = _problem(requirement)
         if problem and extra is not None:
@@ -301,14 +303,6 @@ def _missing() -> list[str]:
     if shutil.disk_usage(Path.cwd()).free < LITTLE_DISK:
         lines.append("room on the disk: checkpoints may not fit")
     return lines
-
-
-def _requirements() -> list[str]:
-    """What tinyrl's own metadata asks for; nothing where it is used without being installed."""
-    try:
-        return metadata.requires("tinyrl") or []
-    except metadata.PackageNotFoundError:
-        return []
 
 
 def _only_for(requirement: Requirement, extra: str) -> bool:

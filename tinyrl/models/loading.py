@@ -32,7 +32,6 @@ from tinyrl.models.reading import ADAPTER_FILES, MODEL_FILES, TOKENIZER_FILES, r
 from tinyrl.starter import starter_path
 from tinyrl.text import did_you_mean, shortened
 
-OF_A_TOKENIZER = "tokenizer_config.json or tokenizer.json"
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # The library then says which weights are missing or of another shape, instead of an error that names none of them.
@@ -87,10 +86,8 @@ def load_tokenizer(
     """The tokenizer of a model; one without a pad token pads with EOS (masks never look at token ids, so that is
     safe). Raises ValueError when it cannot be read, or has no EOS where one is needed (to end a completion).
     """
-    resolved = resolve_model_path(path)
-    with reading(
-        f"cannot load a tokenizer from {path!r}", folder=resolved, files=TOKENIZER_FILES, otherwise=OF_A_TOKENIZER
-    ):
+    resolved, what = resolve_model_path(path), f"cannot load a tokenizer from {path!r}"
+    with reading(what, folder=resolved, files=TOKENIZER_FILES, otherwise="tokenizer_config.json or tokenizer.json"):
         # A folder that names no architecture's tokenizer means its tokenizer.json as it is; beside some architectures
         # (Qwen2) the library would put the vocabulary into that architecture's own tokenizer all the same.
         named = get_tokenizer_config(resolved, revision=revision or HUB_DEFAULT).get("tokenizer_class")

@@ -144,15 +144,8 @@ def _recomputed(
 ) -> tuple[Tensor, Tensor]:
     parts, chunks = [], _chunks(len(states), head.weight.shape[0], device=states.device)
     for chunk in chunks:
-        logprobs, entropy = checkpoint(
-            dense_logprobs,
-            states[chunk],
-            head,
-            targets[chunk],
-            temperature,
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )  # pyright: ignore
+        of_chunk = states[chunk], head, targets[chunk], temperature
+        logprobs, entropy = checkpoint(dense_logprobs, *of_chunk, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore
         parts.append((logprobs, entropy if entropy_grad else entropy.detach()))
     if not parts:
         return states.new_zeros(0, dtype=torch.float32), states.new_zeros(0, dtype=torch.float32)
@@ -233,9 +226,8 @@ class ValueHead(nn.Linear):
     def copy_from(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Start from a one-label head, weight (1, H), for instance a reward model's."""
         if weight.shape != self.weight.shape:
-            raise ValueError(
-                f"a head of shape {tuple(weight.shape)} does not fit a value head of shape {tuple(self.weight.shape)}"
-            )
+            shapes = f"{tuple(weight.shape)} does not fit a value head of shape {tuple(self.weight.shape)}"
+            raise ValueError(f"a head of shape {shapes}")
         with torch.no_grad():
             self.weight.copy_(weight)
             if bias is not None:
