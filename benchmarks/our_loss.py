@@ -14,7 +14,7 @@ from benchmarks.fixed_batch import GROUP_SIZE, Batch, fixed_batch
 from benchmarks.fixed_work import SPEED
 from tinyrl.components import Options
 from tinyrl.config.recipe import load_config
-from tinyrl.models.weights_io import load_policy
+from tinyrl.models.roles import load_policy
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.trainers.on_policy import OnPolicyTrainer
 from tinyrl.trainers.policy_loss import PolicyLoss

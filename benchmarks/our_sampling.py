@@ -15,7 +15,7 @@ from tinyrl.components import Options, Parts
 from tinyrl.config.recipe import load_config
 from tinyrl.generation.engine import Request
 from tinyrl.generation.select import engine_of
-from tinyrl.models.weights_io import load_policy
+from tinyrl.models.roles import load_policy
 
 
 def main() -> None:

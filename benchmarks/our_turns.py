@@ -22,7 +22,7 @@ from tinyrl.config.recipe import load_config
 from tinyrl.generation.engine import Completion, Request, SampleOptions
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.turns import Episodes, play_plainly
-from tinyrl.models.weights_io import load_policy
+from tinyrl.models.roles import load_policy
 
 
 class LimitedTurns(Episodes):

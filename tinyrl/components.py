@@ -22,13 +22,11 @@ from tinyrl.generation.select import Unsampled, engine_of, planned_engine
 from tinyrl.generation.turns import episode_notes, load_episode_runner, show_episode
 from tinyrl.models.build import build_reward_model, build_roles, check_reference
 from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, threads_for, to_device
-from tinyrl.models.loading import load_tokenizer
+from tinyrl.models.loading import check_ids, check_vocabulary, load_tokenizer
 from tinyrl.models.meta import bytes_by_role, meta_roles
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.reward_model import positions_of
-from tinyrl.models.roles import Role
-from tinyrl.models.weight_checks import check_ids, check_vocabulary
-from tinyrl.models.weights_io import load_roles, save_roles
+from tinyrl.models.roles import Role, load_roles, save_roles
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rewards.trial import check_gold

@@ -16,7 +16,7 @@ from tests.gpu.waits import counting_kernels
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import SamplingSettings
 from tinyrl.generation.slots import Slots
-from tinyrl.models.loading import lora_config, wrap_in_lora
+from tinyrl.models.lora import lora_config, wrap_in_lora
 
 WIDTH, ROWS = 64, 4
 CPU = torch.device("cpu")

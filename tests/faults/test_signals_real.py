@@ -37,7 +37,7 @@ STEPS, BATCH = 3, 8
 PHASES: dict[str, tuple[Any, str, int]] = {  # what is called in a phase, and at which call the signal comes
     "sampling": (Slots, "advance", 20),
     "update": (torch.Tensor, "backward", 7),
-    "evaluation": (evaluation._Scored, "_passes", 2),
+    "evaluation": (evaluation, "_divergence", 2),
 }
 FAST = (("SIGTERM", "update"), ("SIGINT", "evaluation"), ("SIGUSR1", "sampling"), ("SIGTERM", "reward"))
 SLEEPER = f"""

@@ -16,7 +16,8 @@ from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.hf import HfEngine
 from tinyrl.generation.server import ServerEngine
 from tinyrl.generation.slots import Slots
-from tinyrl.models.loading import load_causal_lm, load_tokenizer, lora_config, wrap_in_lora
+from tinyrl.models.loading import load_causal_lm, load_tokenizer
+from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.roles import Roles
 
 CPU = torch.device("cpu")

@@ -34,7 +34,7 @@ from tinyrl.generation.select import select_engine
 from tinyrl.generation.slots import Slots
 from tinyrl.models.batches import backbone_of, fuses
 from tinyrl.models.fused_backbone import reads_like_llama
-from tinyrl.models.loading import lora_config, wrap_in_lora
+from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.roles import Roles
 
 CPU = torch.device("cpu")

@@ -13,7 +13,8 @@ from tests.tiny_models import TinyModels
 from tinyrl.generation.decoder import Decoder, joined, tensors
 from tinyrl.generation.engine import SamplingSettings
 from tinyrl.generation.select import select_engine
-from tinyrl.models.loading import load_causal_lm, lora_config, wrap_in_lora
+from tinyrl.models.loading import load_causal_lm
+from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.roles import Roles
 
 RATE = 5e-5

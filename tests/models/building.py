@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from tinyrl.models.batches import SequenceBatch, make_batch
-from tinyrl.models.loading import load_causal_lm, lora_config, wrap_in_lora
+from tinyrl.models.loading import load_causal_lm
+from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.roles import CriticKind, Roles
 
 CPU = torch.device("cpu")

@@ -24,13 +24,12 @@ from tests.tiny_models import TinyModels
 from tinyrl.config.schema import Config
 from tinyrl.models import templates
 from tinyrl.models.build import build_reward_model, build_roles
-from tinyrl.models.loading import load_tokenizer
+from tinyrl.models.loading import check_vocabulary, load_tokenizer
 from tinyrl.models.logprobs import ValueHead
+from tinyrl.models.lora import save_adapter
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.reward_model import SCORE_HEAD
 from tinyrl.models.roles import Roles
-from tinyrl.models.weight_checks import check_vocabulary
-from tinyrl.models.weights_io import save_adapter
 from tinyrl.rewards.model_text import TextFormat, classifier_tokens
 from tinyrl.tasks.prompts import render_prompt
 

@@ -13,7 +13,7 @@ from tests.models.test_packing import PROMPTS, RESPONSES
 from tests.tiny_models import TinyModels
 from tinyrl.models import batches, fused_backbone
 from tinyrl.models.batches import all_states, backbone_of, fuses, library_states
-from tinyrl.models.loading import lora_config, wrap_in_lora
+from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.meta import LiveBytes
 from tinyrl.models.roles import Roles
 

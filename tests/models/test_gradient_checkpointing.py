@@ -7,7 +7,8 @@ from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedModel
 
 from tests.models.building import CPU, a_batch, full_roles, lora, lora_roles, roles_with_critic, stir
 from tests.tiny_models import TinyModels
-from tinyrl.models.loading import load_causal_lm, wrap_in_lora
+from tinyrl.models.loading import load_causal_lm
+from tinyrl.models.lora import wrap_in_lora
 from tinyrl.models.roles import Roles, recomputable_layers
 
 

@@ -12,17 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.models.building import lora, lora_roles, stir
 from tests.tiny_models import KINDS, TinyModels
 from tinyrl.models import loading
-from tinyrl.models.loading import (
-    load_causal_lm,
-    load_model_config,
-    load_start_adapter,
-    load_tokenizer,
-    lora_config,
-    resolve_model_path,
-    wrap_in_lora,
-)
-from tinyrl.models.lora import check_folder_adapter
-from tinyrl.models.weights_io import save_adapter
+from tinyrl.models.loading import load_causal_lm, load_model_config, load_tokenizer, resolve_model_path
+from tinyrl.models.lora import check_folder_adapter, load_start_adapter, lora_config, save_adapter, wrap_in_lora
 
 IDS = torch.arange(20, 50).unsqueeze(0)
 
@@ -31,7 +22,7 @@ def test_pickled_weights_are_refused(tiny: TinyModels, tmp_path: Path):
     shutil.copytree(tiny("llama"), folder := tmp_path / "model")
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"pickle")
-    with pytest.raises(ValueError, match=r"only pickled weights \(pytorch_model.bin\), which can execute code"):
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is pickled"):
         load_causal_lm(str(folder), dtype=torch.float32)
 
 
@@ -81,7 +72,7 @@ def test_an_adapter_is_not_taken_for_a_model(tiny: TinyModels, tmp_path: Path):
     roles = lora_roles(tiny("llama"))
     assert roles.peft is not None
     save_adapter(roles.peft, "default", tmp_path)
-    with pytest.raises(ValueError, match=r"is an adapter, not a whole model: name its base as model\.path"):
+    with pytest.raises(ValueError, match=r"is an adapter, not a whole model: name it as model\.adapter"):
         load_causal_lm(str(tmp_path), dtype=torch.float32)
 
 
@@ -245,7 +236,7 @@ def test_an_embedding_tied_to_the_head_is_missing_once_and_for_both(tiny: TinyMo
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_a_classification_model_is_no_policy(tiny: TinyModels, kind: str):
     """With tied embeddings nothing of the language model is missing, and it would be trained without a word."""
-    with pytest.raises(ValueError, match="ForSequenceClassification, without a language-model head"):
+    with pytest.raises(ValueError, match="ForSequenceClassification"):
         load_causal_lm(str(tiny.reward(kind)), dtype=torch.float32)
 
 

@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.running import config
 from tests.tiny_models import TinyModels
 from tinyrl.models.build import build_reward_model, build_roles
+from tinyrl.models.lora import POLICY_ADAPTER, save_adapter
 from tinyrl.models.meta import bytes_by_role, checkpoint_bytes, four_bit_bytes, meta_reward_model, meta_roles
+from tinyrl.models.reward_model import SCORE_HEAD
 
 CPU = torch.device("cpu")
 CASES: dict[str, dict[str, Any]] = {
@@ -42,6 +45,21 @@ def test_parameters_are_those_of_the_models_with_numbers(tiny: TinyModels, case:
     assert bytes_by_role(meta) == bytes_by_role(real)
     assert checkpoint_bytes(meta) == checkpoint_bytes(real)
     assert meta.packs == real.packs
+    assert all(p.device.type == "meta" for p in meta.causal.parameters())
+
+
+def test_adapters_that_exist_are_described_without_their_weights(tiny: TinyModels, tmp_path: Path):
+    start = build_roles(config("grpo", tiny("llama"), lora={"r": 3}), device=CPU, dtype=torch.float32)
+    assert start.peft is not None
+    save_adapter(start.peft, POLICY_ADAPTER, tmp_path)
+    save_file({"weight": torch.ones(1, 32), "bias": torch.zeros(1)}, tmp_path / SCORE_HEAD)
+    given = {"model": {"path": str(tiny("llama")), "adapter": str(tmp_path)}, "reward": {"model": str(tmp_path)}}
+    settings = config("grpo", tiny("llama"), **given)
+    real = build_roles(settings, device=CPU, dtype=torch.float32)
+    build_reward_model(settings, real, dtype=torch.float32)
+    meta = meta_roles(settings, dtype=torch.float32)
+    assert bytes_by_role(meta) == bytes_by_role(real)
+    assert {"policy", "reference", "reward"} <= bytes_by_role(meta).keys()
     assert all(p.device.type == "meta" for p in meta.causal.parameters())
 
 

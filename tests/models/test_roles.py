@@ -23,9 +23,9 @@ from tests.models.building import (
     values,
 )
 from tests.tiny_models import TinyModels, sharp_model
-from tinyrl.models.loading import load_causal_lm, load_start_adapter, wrap_in_lora
+from tinyrl.models.loading import load_causal_lm
+from tinyrl.models.lora import load_start_adapter, save_adapter, wrap_in_lora
 from tinyrl.models.roles import CriticKind, Roles
-from tinyrl.models.weights_io import save_adapter
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tests.tiny_models import TinyModels
-from tinyrl.models.loading import load_causal_lm, load_tokenizer
-from tinyrl.models.weight_checks import check_ids, check_vocabulary
+from tinyrl.models.loading import check_ids, check_vocabulary, load_causal_lm, load_tokenizer
 
 
 def test_a_special_token_without_a_row_is_refused_where_a_row_holds_it(tiny: TinyModels):

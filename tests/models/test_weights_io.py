@@ -22,9 +22,9 @@ from tests.models.building import (
     values,
 )
 from tests.tiny_models import TinyModels
-from tinyrl.models.loading import load_causal_lm, load_start_adapter, load_tokenizer
-from tinyrl.models.roles import CriticKind, Roles
-from tinyrl.models.weights_io import load_policy, load_roles, save_roles
+from tinyrl.models.loading import load_causal_lm, load_tokenizer
+from tinyrl.models.lora import load_start_adapter
+from tinyrl.models.roles import CriticKind, Roles, load_policy, load_roles, save_roles
 
 KINDS = ["llama", "qwen2", "gpt2", "gemma2"]
 

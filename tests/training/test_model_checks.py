@@ -15,7 +15,7 @@ from tinyrl.cli.commands import app
 from tinyrl.components import Options
 from tinyrl.config.schema import Config
 from tinyrl.generation.fused import FusedEngine
-from tinyrl.models.loading import POLICY_ADAPTER
+from tinyrl.models.lora import POLICY_ADAPTER
 from tinyrl.models.roles import Roles
 from tinyrl.training import model_checks
 from tinyrl.training.model_checks import Check, check_model

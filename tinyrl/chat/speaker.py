@@ -21,8 +21,8 @@ from tinyrl.environments.environment import Episode
 from tinyrl.generation.engine import Completion, Request, SampledRole, SamplingSettings
 from tinyrl.generation.hf import HfEngine
 from tinyrl.generation.turns import EpisodeRunner, load_episode_runner, play
-from tinyrl.models.weight_checks import check_ids
-from tinyrl.models.weights_io import load_policy
+from tinyrl.models.loading import check_ids
+from tinyrl.models.roles import load_policy
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.tasks import Task, load_split, load_task
 from tinyrl.tasks.prompts import PreparedPrompt, in_chat, prepare_prompts, render_prompt

@@ -33,7 +33,7 @@ from tinyrl.evaluation.targets import (
     trained_on,
 )
 from tinyrl.generation.turns import plays
-from tinyrl.models.weights_io import load_policy
+from tinyrl.models.roles import load_policy
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.runs.run_dir import finite, run_of
 from tinyrl.tasks import load_task

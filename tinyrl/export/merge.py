@@ -18,7 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tinyrl.config.schema import Config
 from tinyrl.generation.engine import end_at_turn_end
 from tinyrl.models.build import load_base
-from tinyrl.models.loading import load_causal_lm, load_model_config, load_start_adapter
+from tinyrl.models.loading import load_causal_lm, load_model_config
+from tinyrl.models.lora import load_start_adapter
 from tinyrl.models.meta import weight_bytes
 from tinyrl.runs.checkpoint import check_room
 from tinyrl.runs.records import json_lines

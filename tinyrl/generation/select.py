@@ -26,9 +26,8 @@ from tinyrl.generation.slots import Slots
 from tinyrl.models.batches import backbone_of
 from tinyrl.models.device import HALVES, as_exact, free_bytes, in_float32, ordinary_ids, resolve_dtype
 from tinyrl.models.fused_backbone import reads_like_llama
-from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.logprobs import head_of
-from tinyrl.models.lora import adapted_parameter, is_plain_lora
+from tinyrl.models.lora import POLICY_ADAPTER, adapted_parameter, is_plain_lora
 from tinyrl.models.meta import META, AsOn, LiveBytes, bytes_by_role, weight_bytes
 from tinyrl.models.roles import Roles
 from tinyrl.text import first_line, masked

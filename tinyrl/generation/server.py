@@ -46,9 +46,8 @@ from tinyrl.generation.engine import (
     row_keys,
 )
 from tinyrl.http_client import Answer, HttpClient, NoAnswer
-from tinyrl.models.loading import POLICY_ADAPTER
+from tinyrl.models.lora import POLICY_ADAPTER, save_adapter
 from tinyrl.models.roles import Roles
-from tinyrl.models.weights_io import save_adapter
 from tinyrl.text import masked, shortened, whole_address
 
 MODELS, COMPLETIONS, DETOKENIZE = "/v1/models", "/v1/completions", "/detokenize"

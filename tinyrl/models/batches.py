@@ -74,11 +74,8 @@ def make_batch(
         to_device(input_ids, device),
         to_device(attention_mask, device),
         torch.arange(width, device=device).expand(len(prompts), width),
-        **_response_tokens(responses, listed, device),
-        state_index=to_device(torch.tensor(state_index, dtype=torch.long), device),
+        **_response_tokens(responses, listed, state_index, device),
         last_index=to_device(torch.tensor([i * width + n - 1 for i, n in enumerate(lengths)]), device),
-        num_rows=len(prompts),
-        num_columns=max((len(r) for r in responses), default=0),
     )
 
 
@@ -119,11 +116,8 @@ def make_packed_batch(
         input_ids,
         torch.ones_like(input_ids),
         to_device(torch.tensor([positions]), device),
-        **_response_tokens(responses, listed, device),
-        state_index=to_device(torch.tensor(list(chain(*before)), dtype=torch.long), device),
+        **_response_tokens(responses, listed, list(chain(*before)), device),
         last_index=to_device(torch.tensor(ends), device) if last_tokens else None,
-        num_rows=len(prompts),
-        num_columns=max((len(r) for r in responses), default=0),
         packing=pack(shape, device=device),
     )
 
@@ -139,13 +133,14 @@ def _listed(prompts: list[list[int]], responses: list[list[int]], masks: Masks) 
 
 
 def _response_tokens(
-    responses: list[list[int]], listed: list[Sequence[int]], device: torch.device | str
+    responses: list[list[int]], listed: list[Sequence[int]], state_index: list[int], device: torch.device | str
 ) -> dict[str, Any]:
-    """`row`, `column` and `targets` of every listed response token, row by row."""
+    """The fields of a batch that do not depend on its layout, and `state_index`, as tensors."""
     row = [i for i, columns in enumerate(listed) for _ in columns]
     targets = [response[t] for response, columns in zip(responses, listed, strict=True) for t in columns]
-    lists = {"row": row, "column": list(chain(*listed)), "targets": targets}
-    return {name: to_device(torch.tensor(x, dtype=torch.long), device) for name, x in lists.items()}
+    lists = {"row": row, "column": list(chain(*listed)), "targets": targets, "state_index": state_index}
+    fields = {name: to_device(torch.tensor(x, dtype=torch.long), device) for name, x in lists.items()}
+    return {**fields, "num_rows": len(responses), "num_columns": max(map(len, responses), default=0)}
 
 
 def backbone_of(model: nn.Module) -> nn.Module:
@@ -154,7 +149,7 @@ def backbone_of(model: nn.Module) -> nn.Module:
     backbone = getattr(model, prefix, None) if prefix else None
     if backbone is None or backbone is model:
         raise ValueError(
-            f"{type(model).__name__} keeps no separate decoder under `{prefix}`; tinyrl needs one to read hidden states"
+            f"{type(model).__name__} keeps no separate decoder under `{prefix}` to read hidden states from"
         )
     return backbone
 

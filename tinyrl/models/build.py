@@ -26,8 +26,16 @@ from transformers import PreTrainedModel
 
 from tinyrl.config.schema import Config
 from tinyrl.models.batches import make_batch
-from tinyrl.models.loading import load_causal_lm, load_start_adapter, lora_config, wrap_in_lora
-from tinyrl.models.lora import ADAPTER_FILE, check_rank, load_adapter_weights, read_lora_config
+from tinyrl.models.loading import NoHead, few_tokens, load_causal_lm
+from tinyrl.models.lora import (
+    ADAPTER_FILE,
+    check_rank,
+    load_adapter_weights,
+    load_start_adapter,
+    lora_config,
+    read_lora_config,
+    wrap_in_lora,
+)
 from tinyrl.models.reward_model import (
     SCORE_HEAD,
     SCORE_OFFSET,
@@ -37,17 +45,19 @@ from tinyrl.models.reward_model import (
     load_classifier,
     load_reward_model,
 )
-from tinyrl.models.roles import Roles
-from tinyrl.models.weight_checks import NoHead, few_tokens
-from tinyrl.models.weights_io import MODEL, VALUE_HEAD, load_backbone, load_critic, load_head
+from tinyrl.models.roles import MODEL, VALUE_HEAD, Roles, load_backbone, load_critic, load_head
 from tinyrl.runs.resolve import critic_run
 
 KL_AT_START = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
 def build_roles(config: Config, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False) -> Roles:
-    """Read the base and put policy, reference and critic on it. LoRA's A is drawn from torch's generator."""
-    model = load_base(config, config.model.path, dtype=dtype, trust_remote_code=trust_remote_code)
+    """Read the base and put policy, reference and critic on it. LoRA's A is drawn from torch's generator.
+
+    On the meta device (models/meta.py) only shapes are read, and a 4-bit base is in `dtype`.
+    """
+    numbers = device.type != "meta"
+    model = load_base(config, config.model.path, dtype=dtype, trust_remote_code=trust_remote_code, numbers=numbers)
     lora = config.lora
     if config.model.adapter is not None:
         wrapped = load_start_adapter(model, config.model.adapter)
@@ -135,47 +145,46 @@ def add_critic(roles: Roles, config: Config, *, dtype: torch.dtype, trust_remote
     """
     kind, path, lora = config.critic.kind, config.critic.path, config.lora
     assert kind is not None, "config/schema.py fills it in"
-    run = critic_run(config)
+    run, numbers = critic_run(config), roles.device.type != "meta"
     fresh = fresh_adapter(config, dropout=0.0)
-    if kind != "separate":
-        adapter = _adapter_config(run, path, roles.causal) if kind == "adapter" else None
-        check_rank(roles.causal, adapter or fresh, what="lora.r")
-        roles.add_critic(kind, lora=adapter or fresh)
-        if run is not None and path is not None:
-            _load_from_run(roles, run, Path(path))
-        return
-    model, head = _separate_model(config, dtype, trust_remote_code)
-    few_tokens(model, path=path or config.model.path)
-    model.requires_grad_(not lora.enabled)
-    adapter = _adapter_config(run, path, model)
-    roles.add_critic(kind, model=wrap_in_lora(model, adapter or fresh) if lora.enabled else model.float())
+    head = None
+    if kind == "separate":
+        model, head = _separate_model(config, dtype, trust_remote_code, numbers=numbers)
+        if numbers:
+            few_tokens(model, path=path or config.model.path)
+        model.requires_grad_(not lora.enabled)
+        adapter = _adapter_config(run, path, model) or fresh
+        roles.add_critic(kind, model=wrap_in_lora(model, adapter) if lora.enabled else model.float())
+    else:
+        adapter = (_adapter_config(run, path, roles.causal) if kind == "adapter" else None) or fresh
+        check_rank(roles.causal, adapter, what="lora.r")
+        roles.add_critic(kind, lora=adapter)
     if head is not None:
         assert roles.value_head is not None
         roles.value_head.copy_from(*head)
-    if run is not None and path is not None:
+    if run is not None and path is not None and numbers:
         _load_from_run(roles, run, Path(path))
 
 
 def _separate_model(
-    config: Config, dtype: torch.dtype, trust_remote_code: bool
+    config: Config, dtype: torch.dtype, trust_remote_code: bool, *, numbers: bool = True
 ) -> tuple[PreTrainedModel, ScoreHead | None]:
     """The model of a separate critic, before adapters of its own, and the score head that it comes with."""
     path, run = config.critic.path, critic_run(config)
+    base = path or config.model.path
+    if not numbers:
+        return load_base(config, base, dtype=dtype, trust_remote_code=trust_remote_code, numbers=False), None
     if run is not None and path is not None:
         model, _ = _separate_model(run, dtype, trust_remote_code)
         if not run.lora.enabled:
             load_backbone(model, Path(path) / "critic" / MODEL)
         return model, None
-    head = None
     try:
-        model = (
-            load_classifier(path, dtype=dtype)
-            if path
-            else load_base(config, config.model.path, dtype=dtype, trust_remote_code=trust_remote_code)
-        )
-        head = _score_head(model)
+        model = load_classifier(path, dtype=dtype) if path else None
     except NoHead:  # a plain language model has no score head: its backbone is the critic's, under a zero head
-        model = load_base(config, path or config.model.path, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = None
+    head = _score_head(model)
+    model = model or load_base(config, base, dtype=dtype, trust_remote_code=trust_remote_code)
     if config.model.adapter is not None and path is None:
         model = load_start_adapter(model, config.model.adapter).merge_and_unload()  # pyright: ignore
     return model, head

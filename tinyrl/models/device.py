@@ -62,9 +62,7 @@ def make_accelerator(device: str, *, dtype: str) -> Accelerator:
         raise ValueError(f"--device {device!r}: allowed are auto, cpu, cuda")
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
-        raise ValueError(
-            "--device cuda: torch sees no CUDA device here (is this a CPU build of torch?); use --device auto or cpu"
-        )
+        raise ValueError("--device cuda: torch sees no CUDA device (is this a CPU build?); use --device auto or cpu")
     on_cpu = device == "cpu" or not has_cuda
     wanted = resolve_dtype(dtype, on_cpu=on_cpu)
     if AcceleratorState._shared_state:
@@ -86,9 +84,7 @@ def keep_freed_memory() -> bool:
     Each micro-batch frees what the next one asks for. By default glibc returns it to the kernel in between, which then
     clears every page again. Returns False where the C library has no such setting.
     """
-    if sys.platform != "linux":
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     return mallopt is not None and all(
         [mallopt(which, KEPT_BYTES) == 1 for which in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD)]
     )
@@ -241,16 +237,14 @@ PURPOSES = {
     "math": "task.grading=math",
     "track": "TensorBoard, trackio, wandb",
 }
-CGROUP = Path("/sys/fs/cgroup/memory.max")  # a container's limit, which the kernel's own figures do not show
 LITTLE_DISK = 2e9
 
 
 def look_at_machine() -> dict[str, list[str]]:
     """Lines by topic; "missing" has what keeps something from working, and what to do."""
-    found = versions()
     why = why_not_isolated()
     return {
-        "versions": [", ".join(f"{name} {version}" for name, version in found.items())],
+        "versions": [", ".join(f"{name} {version}" for name, version in versions().items())],
         "device": _device(),
         "threads": [_threads()],
         "memory": [_memory()],
@@ -284,15 +278,17 @@ def _threads() -> str:
 
 def _memory() -> str:
     memory = psutil.virtual_memory()
-    text = CGROUP.read_text(encoding="ascii").strip() if CGROUP.is_file() else "max"
+    text = CGROUP_LIMIT.read_text(encoding="ascii").strip() if CGROUP_LIMIT.is_file() else "max"
     limit = f", of which this container may use {int(text) / 1e9:,.1f}" if text.isdigit() else ""
     return f"{memory.available / 1e9:,.1f} of {memory.total / 1e9:,.1f} GB free{limit}"
 
 
 def _missing() -> list[str]:
     """Packages that are absent or too old, a GPU that torch does not see, room on the disk."""
-    lines, of_extra = [], dict[str, list[str]]()
-    for requirement in map(Requirement, _requirements()):
+    requirements, lines, of_extra = list[str](), [], dict[str, list[str]]()
+    with contextlib.suppress(metadata.PackageNotFoundError):  # used without being installed
+        requirements = metadata.requires("tinyrl") or []
+    for requirement in map(Requirement, requirements):
         extra = next((name for name in PURPOSES if _only_for(requirement, name)), None)
         problem = _problem(requirement)
         if problem and extra is not None:
@@ -307,14 +303,6 @@ def _missing() -> list[str]:
     if shutil.disk_usage(Path.cwd()).free < LITTLE_DISK:
         lines.append("room on the disk: checkpoints may not fit")
     return lines
-
-
-def _requirements() -> list[str]:
-    """What tinyrl's own metadata asks for; nothing where it is used without being installed."""
-    try:
-        return metadata.requires("tinyrl") or []
-    except metadata.PackageNotFoundError:
-        return []
 
 
 def _only_for(requirement: Requirement, extra: str) -> bool:

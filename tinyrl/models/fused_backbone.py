@@ -251,19 +251,12 @@ def reads_like_llama(backbone: nn.Module) -> bool:
     if not all({*own} <= ROTATION for own in by_kind or [rope]):
         return False
     parts = ("input_layernorm", "post_attention_layernorm", *(f"{_room(name)}.{name}" for name in PROJECTIONS))
-    return all(all(_has(layer, part) for part in parts) for layer in layers)
+    names = [{name for name, _ in layer.named_modules()} for layer in layers]
+    return all(present.issuperset(parts) for present in names)
 
 
 def _room(projection: str) -> str:
     return "self_attn" if projection[0] in "qkvo" else "mlp"
-
-
-def _has(module: nn.Module, path: str) -> bool:
-    for part in path.split("."):
-        if not hasattr(module, part):
-            return False
-        module = getattr(module, part)
-    return True
 
 
 def could_fuse(backbone: nn.Module) -> bool:
@@ -285,12 +278,9 @@ def can_fuse_now(backbone: Any) -> bool:
     ):
         return False
     adapted = [m for layer in backbone.layers for m in _projections(layer) if isinstance(m, LoraLayer)]
-    return all(is_plain_lora(layer) and not _drops_out(layer) and not layer.merged for layer in adapted)
-
-
-def _drops_out(layer: LoraLayer) -> bool:
-    """Whether an adapter's dropout is on. One of zero is an nn.Identity, whatever mode it is in."""
-    return any(isinstance(dropout, nn.Dropout) and dropout.training for dropout in layer.lora_dropout.values())
+    dropouts = [d for layer in adapted for d in layer.lora_dropout.values()]  # one of zero is an nn.Identity
+    drops_out = any(isinstance(dropout, nn.Dropout) and dropout.training for dropout in dropouts)
+    return not drops_out and all(is_plain_lora(layer) and not layer.merged for layer in adapted)
 
 
 def fused_states(backbone: Any, ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:

@@ -1,16 +1,22 @@
-"""Loading of causal language models and tokenizers from safetensors, and LoRA adapters put on them.
+"""Loading of causal language models and tokenizers, and whether weights, config.json and tokenizer go together.
 
-Weights are only ever read from safetensors files: `.bin`, `.pt` and `.pkl` are refused, because unpickling runs code.
+Weights are only ever read from safetensors files: `.bin`, `.pt` and `.pkl` are refused, because unpickling runs code. A
+library fills missing weights with random numbers and goes on, so that noise would be trained. A token without a row in
+the embedding would be an error of indices later; a few models (Gemma-3 1B) have special tokens without one, which
+ordinary text never holds: they may stay, and only rows that hold one are refused.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,28 +27,18 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
-from transformers.pytorch_utils import Conv1D
 
-from tinyrl.models.lora import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILE,
-    check_folder_adapter,
-    check_rank,
-    linear_layers,
-    load_adapter_weights,
-    read_lora_config,
-)
-from tinyrl.models.reading import MODEL_FILES, TOKENIZER_FILES, reading
-from tinyrl.models.weight_checks import check_language_model, check_size, check_weights
+from tinyrl.models.reading import ADAPTER_FILES, MODEL_FILES, TOKENIZER_FILES, reading, tensor_shapes
 from tinyrl.starter import starter_path
-from tinyrl.text import did_you_mean, first_line
+from tinyrl.text import did_you_mean, shortened
 
-OF_A_TOKENIZER = "tokenizer_config.json or tokenizer.json"
+PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # The library then says which weights are missing or of another shape, instead of an error that names none of them.
 FULL_REPORT: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 HUB_DEFAULT = "main"
-POLICY_ADAPTER = "default"  # PEFT's own name for a first adapter: the policy's files then load with plain PEFT
+MOST_LAYERS = 10_000
+OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
 
 
 def resolve_model_path(path: str) -> str:
@@ -74,23 +70,14 @@ def local_folder(resolved: str) -> Path | None:
 def check_folder(folder: Path) -> None:
     """Raise ValueError unless the folder may hold a whole model: config.json, and no weights but safetensors."""
     names = {p.name for p in folder.iterdir()}
-    if "config.json" not in names and ADAPTER_CONFIG in names:
-        raise ValueError(
-            f"{folder} is an adapter, not a whole model: name its base as model.path and the adapter as model.adapter"
-        )
+    if "config.json" not in names and ADAPTER_FILES[0] in names:
+        raise ValueError(f"{folder} is an adapter, not a whole model: name it as model.adapter, its base as model.path")
     if "config.json" not in names:
-        raise ValueError(
-            f"{folder} is not a model folder: it has no config.json (it has: "
-            f"{', '.join(sorted(names)[:8]) or 'nothing'})"
-        )
-    pickled = sorted(
-        n for n in names if n.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt")) and n != "training_args.bin"
-    )
+        there = ", ".join(sorted(names)[:8]) or "nothing"
+        raise ValueError(f"{folder} is not a model folder: it has no config.json (it has: {there})")
+    pickled = sorted(n for n in names - {"training_args.bin"} if n.endswith(PICKLED))
     if pickled and not any(n.endswith(".safetensors") for n in names):
-        raise ValueError(
-            f"{folder} has only pickled weights ({pickled[0]}), which can execute code when read; "
-            "convert them to safetensors"
-        )
+        raise ValueError(f"{folder}: {pickled[0]} is pickled and can execute code when read; convert it to safetensors")
 
 
 def load_tokenizer(
@@ -99,10 +86,8 @@ def load_tokenizer(
     """The tokenizer of a model; one without a pad token pads with EOS (masks never look at token ids, so that is
     safe). Raises ValueError when it cannot be read, or has no EOS where one is needed (to end a completion).
     """
-    resolved = resolve_model_path(path)
-    with reading(
-        f"cannot load a tokenizer from {path!r}", folder=resolved, files=TOKENIZER_FILES, otherwise=OF_A_TOKENIZER
-    ):
+    resolved, what = resolve_model_path(path), f"cannot load a tokenizer from {path!r}"
+    with reading(what, folder=resolved, files=TOKENIZER_FILES, otherwise="tokenizer_config.json or tokenizer.json"):
         # A folder that names no architecture's tokenizer means its tokenizer.json as it is; beside some architectures
         # (Qwen2) the library would put the vocabulary into that architecture's own tokenizer all the same.
         named = get_tokenizer_config(resolved, revision=revision or HUB_DEFAULT).get("tokenizer_class")
@@ -125,12 +110,9 @@ def load_tokenizer(
 def load_model_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
     """config.json of a model. Raises ValueError when it cannot be read."""
     resolved = resolve_model_path(path)
-    with reading(
-        f"cannot load a model from {path!r}", folder=resolved, files=("config.json",), otherwise="config.json"
-    ):
-        return AutoConfig.from_pretrained(
-            resolved, revision=revision or HUB_DEFAULT, trust_remote_code=trust_remote_code
-        )
+    what, revision = f"cannot load a model from {path!r}", revision or HUB_DEFAULT
+    with reading(what, folder=resolved, files=("config.json",), otherwise="config.json"):
+        return AutoConfig.from_pretrained(resolved, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def saved_dtype(path: str, *, revision: str | None = None) -> torch.dtype:
@@ -166,15 +148,10 @@ def load_causal_lm(
     }
     if quantization == "4bit":
         options["quantization_config"] = four_bit(dtype)
-    with reading(
-        f"cannot load a causal language model from {path!r}",
-        folder=resolved,
-        files=MODEL_FILES,
-        otherwise="config.json",
-    ):
-        config = AutoConfig.from_pretrained(
-            resolved, revision=revision or HUB_DEFAULT, trust_remote_code=trust_remote_code
-        )
+    what = f"cannot load a causal language model from {path!r}"
+    with reading(what, folder=resolved, files=MODEL_FILES, otherwise="config.json"):
+        revision = revision or HUB_DEFAULT
+        config = AutoConfig.from_pretrained(resolved, revision=revision, trust_remote_code=trust_remote_code)
         check_size(config, folder=None if random_init else local_folder(resolved))
         loaded: Any
         if random_init:
@@ -182,7 +159,7 @@ def load_causal_lm(
         else:
             check_language_model(config)
             loaded = AutoModelForCausalLM.from_pretrained(
-                resolved, revision=revision or HUB_DEFAULT, use_safetensors=True, **options, **FULL_REPORT
+                resolved, revision=revision, use_safetensors=True, **options, **FULL_REPORT
             )
     model, found = loaded
     if found is not None:
@@ -213,38 +190,137 @@ def four_bit(dtype: torch.dtype) -> Any:
     )
 
 
-def lora_config(*, r: int, alpha: float, dropout: float, target_modules: str | list[str]) -> LoraConfig:
-    """LoRA (2106.09685): W + (alpha / r) B A on every module in `target_modules`; `all-linear` leaves the head out."""
-    return LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=target_modules, task_type="CAUSAL_LM")  # pyright: ignore[reportArgumentType]
+def embedding_rows(model: PreTrainedModel | PeftModel) -> int:
+    embedding: Any = model.get_input_embeddings()
+    return int(embedding.weight.shape[0])
 
 
-def wrap_in_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
-    """Add the policy's adapter. Raises ValueError, with the names there are, when target_modules match nothing.
-
-    A classification model (a critic that starts from a reward model) is wrapped too; its head stays as it is.
-    """
-    if not hasattr(model, "prepare_inputs_for_generation"):
-        config = replace(config, task_type="FEATURE_EXTRACTION", exclude_modules=["score"])
-    if any(isinstance(module, Conv1D) for module in model.modules()):  # GPT-2's weights are transposed
-        config = replace(config, fan_in_fan_out=True)
-    check_rank(model, config, what="lora.r")
-    try:
-        return get_peft_model(model, config, adapter_name=POLICY_ADAPTER)  # pyright: ignore[reportReturnType]
-    except ValueError as error:
-        linear = sorted({n.rsplit(".", 1)[-1] for n in linear_layers(model)})
-        wanted = (
-            config.target_modules if isinstance(config.target_modules, str) else sorted(config.target_modules or ())
-        )
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | PeftModel, *, path: str) -> None:
+    """Raise ValueError when EOS, or a token of ordinary text, has no row in the model's embedding."""
+    rows, eos = embedding_rows(model), tokenizer.eos_token_id
+    without = {str(tokenizer.eos_token): eos} if isinstance(eos, int) and eos >= rows else {}
+    if len(tokenizer) > rows:
+        added = tokenizer.added_tokens_decoder
+        without |= {token: i for token, i in tokenizer.get_vocab().items() if i >= rows and i not in added}
+    for token, number in without.items():
         raise ValueError(
-            f"lora.target_modules={wanted}: {first_line(error)}\nLinear layers there are: {', '.join(linear)}"
-        ) from error
+            f"the tokenizer has {len(tokenizer)} tokens and the embedding of {path!r} {rows} rows: "
+            f"there is none for {shortened(token)!r} (token {number})"
+        )
 
 
-def load_start_adapter(model: PreTrainedModel, path: str) -> PeftModel:
-    """Continue from a LoRA adapter that exists (plain PEFT files). Raises ValueError when it does not fit the base."""
-    config, file = read_lora_config(path, model), check_folder_adapter(path) / ADAPTER_FILE
-    config.base_model_name_or_path = None  # the library warns when the same base stands elsewhere
-    with reading(f"model.adapter={path}: does not fit this base model", otherwise=ADAPTER_CONFIG):
-        wrapped = get_peft_model(model, config, adapter_name=POLICY_ADAPTER)
-    load_adapter_weights(wrapped, POLICY_ADAPTER, file)  # pyright: ignore[reportArgumentType]
-    return wrapped  # pyright: ignore[reportReturnType]
+def check_ids(sequences: Iterable[list[int]], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+    """Raise ValueError for the first token of some rows that has no row in the model's embedding."""
+    rows = embedding_rows(model)
+    for number, ids in enumerate(sequences, start=1):
+        highest = max(ids, default=0)
+        if highest >= rows:
+            raise ValueError(
+                f"row {number} holds {shortened(str(tokenizer.convert_ids_to_tokens(highest)))!r} (token "
+                f"{highest}), for which the model has no embedding: it has {rows} rows"
+            )
+
+
+class NoHead(ValueError):
+    """The weights of a language model where those of a classification model were asked for: all but the head."""
+
+
+def check_weights(model: PreTrainedModel, found: dict[str, Any], *, path: str) -> None:
+    """Raise ValueError, naming the first weight, unless the file had every weight of `model`, in its shape.
+
+    `found`: the library's loading info, which leaves out what is tied and what a model's class says may be absent.
+    Left-over weights are refused where they say that config.json is of another model: layers beyond its last, biases
+    it has none for. Other heads and towers may be left over.
+    """
+    mismatched = sorted(found["mismatched_keys"])
+    if mismatched:
+        name, in_file, in_model = mismatched[0]
+        shapes = f"in shape {_shape(in_file)}, and config.json asks for {_shape(in_model)}"
+        raise ValueError(f"{path!r} has {name} {shapes}{_and_more(len(mismatched))}")
+    missing, left_over = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
+    if missing:
+        instead = f"; it has {left_over[0]} instead" if left_over else ""
+        raise ValueError(
+            f"{path!r} lacks {missing[0]}{_and_more(len(missing))}, which config.json asks for and which would be "
+            f"random noise{instead}"
+        )
+    foreign = _of_another_model(left_over, model)
+    if foreign:
+        raise ValueError(f"{path!r} has {foreign[0]}{_and_more(len(foreign))}, which config.json has no place for")
+
+
+def check_classifier(model: PreTrainedModel, found: dict[str, Any], *, path: str) -> None:
+    """`check_weights` for a classification model. Raises NoHead where only the head is missing."""
+    missing = sorted(found["missing_keys"])
+    if missing and not any(name.startswith(f"{model.base_model_prefix}.") for name in missing):
+        raise NoHead(
+            f"{path!r} is no reward model: its weights have no {missing[-1]}, which would be random noise (is it a "
+            "language model?)"
+        )
+    check_weights(model, found, path=path)
+
+
+def check_language_model(config: PretrainedConfig) -> None:
+    """Raise ValueError for a model with another head: with tied embeddings nothing of a language model is missing."""
+    others = [name for name in getattr(config, "architectures", None) or () if str(name).endswith(OTHER_HEADS)]
+    if others:
+        raise ValueError(f"it is a {others[0]}; a reward model is named as reward.model or critic.path")
+
+
+def check_size(config: PretrainedConfig, *, folder: Path | None) -> None:
+    """Raise ValueError where config.json describes a model that is larger than the weights in `folder` by far: it
+    would be built, for hours or beyond the memory, before a comparison could show it. Torch builds nothing here.
+    """
+    text: Any = config.get_text_config()
+    files = sorted(folder.glob("*.safetensors")) if folder is not None else []
+    shapes = [shape for file in files for shape in tensor_shapes(file).values()]
+    layers, most = getattr(text, "num_hidden_layers", None), min(MOST_LAYERS, len(shapes) or MOST_LAYERS)
+    if layers is not None and not 1 <= layers <= most:
+        raise ValueError(f"config.json: num_hidden_layers={layers}, and the weights are of 1 to {most:,} layers")
+    if not shapes or getattr(config, "quantization_config", None) is not None or hasattr(text, "embedding_size"):
+        return  # packed or factored weights have other sizes
+    numbers = sum(math.prod(shape) for shape in shapes)
+    for name in ("vocab_size", "intermediate_size"):
+        needed = text.hidden_size * (getattr(text, name, None) or 0)
+        if needed > numbers:
+            raise ValueError(
+                f"config.json: hidden_size={text.hidden_size} x {name}={getattr(text, name)} is more than the "
+                f"{numbers:,} numbers that all of its weights hold"
+            )
+
+
+def few_ids(model: PreTrainedModel) -> Tensor:
+    """Eight token ids, (1, 8), that any model can read."""
+    return torch.arange(1, 9, device=next(model.parameters()).device).unsqueeze(0) % embedding_rows(model)
+
+
+@torch.no_grad()
+def few_tokens(model: PreTrainedModel, *, path: str) -> Tensor:
+    """What a model makes of eight tokens, in float32: its logits (8, V), a classifier's (labels,), or states (8, H).
+    Raises ValueError where it cannot be computed (settings that only its forward pass reads), or is not finite.
+    """
+    with reading(f"the model of {path!r} cannot be computed"):
+        output = model(input_ids=few_ids(model))
+    numbers = output.logits if hasattr(output, "logits") else output.last_hidden_state
+    if not numbers.isfinite().all():
+        raise ValueError(f"{path!r} gives numbers that are not finite, so some of its weights are damaged")
+    return numbers[0].float()
+
+
+def _of_another_model(left_over: list[str], model: nn.Module) -> list[str]:
+    """Left-over weights of a kind the model has in other layers, and biases of layers that have none."""
+    kinds = {re.sub(r"\d+", "*", name) for name in model.state_dict()}
+    without_bias = {
+        f"{name}.bias"
+        for name, module in model.named_modules()
+        if hasattr(module, "weight") and getattr(module, "bias", ...) is None
+    }
+    return [name for name in left_over if re.sub(r"\d+", "*", name) in kinds or name in without_bias]
+
+
+def _shape(shape: Collection[int]) -> str:
+    return " x ".join(map(str, shape)) or "()"
+
+
+def _and_more(count: int) -> str:
+    return f" (and {count - 1} more weights)" if count > 2 else " (and another weight)" if count == 2 else ""

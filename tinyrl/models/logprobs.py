@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from tinyrl.models.weight_checks import few_ids, few_tokens
+from tinyrl.models.loading import few_ids, few_tokens
 
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}  # logits in a chunk: 16 and 128 MB in float32
 WIDENED_ELEMENTS = 1 << 19  # of a half-precision head on a CPU, widened to float32 at a time: 2 MB
@@ -144,15 +144,8 @@ def _recomputed(
 ) -> tuple[Tensor, Tensor]:
     parts, chunks = [], _chunks(len(states), head.weight.shape[0], device=states.device)
     for chunk in chunks:
-        logprobs, entropy = checkpoint(
-            dense_logprobs,
-            states[chunk],
-            head,
-            targets[chunk],
-            temperature,
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )  # pyright: ignore
+        of_chunk = states[chunk], head, targets[chunk], temperature
+        logprobs, entropy = checkpoint(dense_logprobs, *of_chunk, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore
         parts.append((logprobs, entropy if entropy_grad else entropy.detach()))
     if not parts:
         return states.new_zeros(0, dtype=torch.float32), states.new_zeros(0, dtype=torch.float32)
@@ -233,9 +226,8 @@ class ValueHead(nn.Linear):
     def copy_from(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Start from a one-label head, weight (1, H), for instance a reward model's."""
         if weight.shape != self.weight.shape:
-            raise ValueError(
-                f"a head of shape {tuple(weight.shape)} does not fit a value head of shape {tuple(self.weight.shape)}"
-            )
+            shapes = f"{tuple(weight.shape)} does not fit a value head of shape {tuple(self.weight.shape)}"
+            raise ValueError(f"a head of shape {shapes}")
         with torch.no_grad():
             self.weight.copy_(weight)
             if bias is not None:

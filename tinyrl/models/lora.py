@@ -7,25 +7,65 @@ first updates are large (generation/decoder.py).
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tinyrl.models.reading import ADAPTER_FILES, damage_in, reading
+from tinyrl.text import first_line
 
 ADAPTER_CONFIG, ADAPTER_FILE = ADAPTER_FILES
+POLICY_ADAPTER = "default"  # PEFT's own name for a first adapter: the policy's files then load with plain PEFT
 # Fields by which an adapter is more than LoRA matrices, and the value that is harmless.
 CHANGES_BASE = {"modules_to_save": None, "trainable_token_indices": None, "bias": "none", "layer_replication": None}
+
+
+def lora_config(*, r: int, alpha: float, dropout: float, target_modules: str | list[str]) -> LoraConfig:
+    """LoRA (2106.09685): W + (alpha / r) B A on every module in `target_modules`; `all-linear` leaves the head out."""
+    return LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=target_modules, task_type="CAUSAL_LM")  # pyright: ignore[reportArgumentType]
+
+
+def wrap_in_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
+    """Add the policy's adapter. Raises ValueError, with the names there are, when target_modules match nothing.
+
+    A classification model (a critic that starts from a reward model) is wrapped too; its head stays as it is.
+    """
+    if not hasattr(model, "prepare_inputs_for_generation"):
+        config = replace(config, task_type="FEATURE_EXTRACTION", exclude_modules=["score"])
+    if any(isinstance(module, Conv1D) for module in model.modules()):  # GPT-2's weights are transposed
+        config = replace(config, fan_in_fan_out=True)
+    check_rank(model, config, what="lora.r")
+    try:
+        return get_peft_model(model, config, adapter_name=POLICY_ADAPTER)  # pyright: ignore[reportReturnType]
+    except ValueError as error:
+        linear = sorted({n.rsplit(".", 1)[-1] for n in linear_layers(model)})
+        targets = config.target_modules
+        wanted = targets if isinstance(targets, str) else sorted(targets or ())
+        there = f"Linear layers there are: {', '.join(linear)}"
+        raise ValueError(f"lora.target_modules={wanted}: {first_line(error)}\n{there}") from error
+
+
+def load_start_adapter(model: PreTrainedModel, path: str) -> PeftModel:
+    """Continue from a LoRA adapter that exists (plain PEFT files). Raises ValueError when it does not fit the base."""
+    config, file = read_lora_config(path, model), check_folder_adapter(path) / ADAPTER_FILE
+    config.base_model_name_or_path = None  # the library warns when the same base stands elsewhere
+    with reading(f"model.adapter={path}: does not fit this base model", otherwise=ADAPTER_CONFIG):
+        wrapped = get_peft_model(model, config, adapter_name=POLICY_ADAPTER)
+    if model.device.type != "meta":
+        load_adapter_weights(wrapped, POLICY_ADAPTER, file)  # pyright: ignore[reportArgumentType]
+    return wrapped  # pyright: ignore[reportReturnType]
 
 
 def load_adapter_weights(model: PeftModel, name: str, file: Path) -> None:
@@ -72,11 +112,9 @@ def check_folder_adapter(path: str) -> Path:
     matrices: whole modules, token rows, biases and a changed base would stay when adapters are switched off.
     """
     folder = Path(path).expanduser()
-    for name in (ADAPTER_CONFIG, ADAPTER_FILE):
+    for name in ADAPTER_FILES:
         if not (folder / name).is_file():
-            raise ValueError(
-                f"adapter {path!r}: {name} is missing (an adapter is a folder with {ADAPTER_CONFIG} and {ADAPTER_FILE})"
-            )
+            raise ValueError(f"adapter {path!r}: {name} is missing (a folder with {' and '.join(ADAPTER_FILES)})")
     damage = damage_in(folder, (ADAPTER_CONFIG,))
     if damage is not None:
         raise ValueError(f"adapter {path!r}: {damage}")
@@ -88,9 +126,7 @@ def check_folder_adapter(path: str) -> Path:
             raise ValueError(f"adapter {path!r} has {key}={config[key]}; tinyrl needs one of LoRA matrices only")
     drawn = config.get("init_lora_weights", True)
     if isinstance(drawn, str) and drawn not in ("gaussian", "orthogonal", "eva"):
-        raise ValueError(
-            f"adapter {path!r} has init_lora_weights={drawn}, which changes the base; convert it to plain LoRA"
-        )
+        raise ValueError(f"adapter {path!r} has init_lora_weights={drawn}, which changes the base")
     return folder
 
 
@@ -106,6 +142,17 @@ def check_rank(model: PreTrainedModel, config: LoraConfig, *, what: str) -> None
     rank = max([config.r, *(config.rank_pattern or {}).values()])
     if rank > most > 0:
         raise ValueError(f"{what}={rank} is more than the rank of any layer of this model, which is {most} at most")
+
+
+def save_adapter(model: PeftModel, name: str, folder: Path) -> None:
+    """One adapter as plain PEFT: adapter_model.safetensors and adapter_config.json."""
+    folder.mkdir(exist_ok=True)
+    state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    tensors = {key: tensor.detach().contiguous().cpu() for key, tensor in state.items()}
+    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    config = copy.copy(model.peft_config[name])
+    config.inference_mode = True  # plain PEFT then loads it ready to use
+    config.save_pretrained(str(folder))
 
 
 def adapted_parameter(layer: LoraLayer) -> tuple[nn.Module, str]:

@@ -29,12 +29,10 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import Source
-from tinyrl.models.build import fresh_adapter, load_base
-from tinyrl.models.loading import POLICY_ADAPTER, load_model_config, load_tokenizer, wrap_in_lora
-from tinyrl.models.logprobs import ValueHead
-from tinyrl.models.lora import read_lora_config
-from tinyrl.models.reading import reading
-from tinyrl.models.reward_model import is_reward_adapter
+from tinyrl.models.build import build_roles
+from tinyrl.models.loading import load_model_config, load_tokenizer
+from tinyrl.models.lora import POLICY_ADAPTER
+from tinyrl.models.reward_model import attach_reward_adapter, is_reward_adapter
 from tinyrl.models.roles import Roles
 from tinyrl.starter import starter_path
 
@@ -42,6 +40,7 @@ META = torch.device("meta")
 FOUR_BIT = 0.5 + 0.127 / 8  # bytes a weight: NF4, and its scales, which are quantised again (2305.14314, section 3)
 STATE_BYTES = 32_000  # of a checkpoint that are no weights: random numbers, configuration, where the run stands
 PRODUCTS = ("linear", "matmul", "__matmul__", "bmm", "addmm", "baddbmm")  # what autocast computes in its own dtype
+ADAPTERS = (POLICY_ADAPTER, "reference", "critic", "reward")
 MATH = 0  # torch's number for attention by plain products
 FIELDS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -56,28 +55,15 @@ def is_meta(roles: Roles) -> bool:
 
 
 def meta_roles(config: Config, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Roles:
-    """Policy, reference, critic and reward adapter as models/build.py makes them, without numbers; a 4-bit base is in
-    `dtype`. Draws no random number. Raises ValueError for a model that cannot be read.
+    """Policy, reference, critic and reward adapter without numbers. Draws no random number.
+
+    Raises ValueError for a model that cannot be read.
     """
     with _without_numbers():
-        model = load_base(config, config.model.path, dtype=dtype, trust_remote_code=trust_remote_code, numbers=False)
-        start = None if config.model.adapter is None else read_lora_config(config.model.adapter, model)
-        if start is not None:
-            with reading(f"model.adapter={config.model.adapter}: does not fit this base model"):
-                wrapped = wrap_in_lora(model, start)
-        else:
-            fresh = fresh_adapter(config, dropout=config.lora.dropout)
-            wrapped = wrap_in_lora(model, fresh) if config.lora.enabled else model
-        roles = Roles(wrapped, device=META, reference=config.has_reference)
-        if start is not None and config.has_reference:
-            roles.freeze_reference_adapter()
-        if config.uses("critic"):
-            _add_critic(roles, config, dtype, trust_remote_code)
+        roles = build_roles(config, device=META, dtype=dtype, trust_remote_code=trust_remote_code)
         path = config.reward.model if config.uses("reward") else None
         if path is not None and is_reward_adapter(path):
-            roles.add_adapter("reward", config=read_lora_config(path, roles.causal))
-            roles.score_head = ValueHead(roles.hidden_size("policy")).requires_grad_(False)
-            roles.keep_trainable()
+            attach_reward_adapter(roles, path)
         if config.trains.rows == "judged":
             roles.train_score_head()
         if config.lora.dropout > 0:
@@ -92,33 +78,19 @@ def meta_reward_model(config: Config, *, dtype: torch.dtype, trust_remote_code: 
         return None
     described = load_model_config(path, trust_remote_code=trust_remote_code)
     with _without_numbers():
-        return AutoModelForSequenceClassification.from_config(
-            described, dtype=dtype, trust_remote_code=trust_remote_code
-        )
+        options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+        return AutoModelForSequenceClassification.from_config(described, **options)
 
 
 def four_bit_bytes(roles: Roles) -> int:
     """Bytes that a base held in 4 bits has: its linear layers, the head excepted, in FOUR_BIT, the rest as it is."""
     head = roles.causal.get_output_embeddings()
-    layers = [m for m in roles.causal.modules() if isinstance(m, torch.nn.Linear) and m is not head]
-    names = (POLICY_ADAPTER, "reference", "critic", "reward")
-    adapters = {id(p) for name in names for p in roles.adapter_parameters(name).values()}
-    packed = {id(m.weight): m.weight.numel() for m in layers if id(m.weight) not in adapters}
-    rest = [p for p in roles.causal.parameters() if id(p) not in adapters and id(p) not in packed]
+    layers = [m for m in roles.causal.modules() if isinstance(m, nn.Linear) and m is not head]
+    base = _base_parameters(roles)
+    weights = {id(p) for p in base}
+    packed = {id(m.weight): m.weight.numel() for m in layers if id(m.weight) in weights}
+    rest = [p for p in base if id(p) not in packed]
     return int(FOUR_BIT * sum(packed.values())) + sum(p.numel() * p.itemsize for p in rest)
-
-
-def _add_critic(roles: Roles, config: Config, dtype: torch.dtype, trust_remote_code: bool) -> None:
-    kind = config.critic.kind
-    assert kind is not None, "config/schema.py fills it in"
-    adapter = fresh_adapter(config, dropout=0.0)
-    if kind != "separate":
-        roles.add_critic(kind, lora=adapter)
-        return
-    path = config.critic.path or config.model.path
-    model = load_base(config, path, dtype=dtype, trust_remote_code=trust_remote_code, numbers=False)
-    model.requires_grad_(not config.lora.enabled)
-    roles.add_critic(kind, model=wrap_in_lora(model, adapter) if config.lora.enabled else model.float())
 
 
 @contextmanager
@@ -137,16 +109,20 @@ def bytes_by_role(roles: Roles, *, reward_model: nn.Module | None = None) -> dic
     """`base`: the weights that roles share; then what each role adds to them (an adapter, a head, a model of its own).
     Roles that add nothing (a reference that is the base without adapters) are left out.
     """
-    adapters = {name: roles.adapter_parameters(name) for name in (POLICY_ADAPTER, "reference", "critic", "reward")}
-    branches = {id(p) for adapter in adapters.values() for p in adapter.values()}
+    adapters = {name: roles.adapter_parameters(name) for name in ADAPTERS}
     parts: dict[str, list[Tensor]] = {
-        "base": [p for p in roles.causal.parameters() if id(p) not in branches],
+        "base": _base_parameters(roles),
         "policy": [*adapters[POLICY_ADAPTER].values()],
         "reference": [*adapters["reference"].values(), *_of(roles.reference_model)],
         "critic": [*adapters["critic"].values(), *_of(roles.critic_model), *_of(roles.value_head)],
         "reward": [*adapters["reward"].values(), *_of(reward_model), *_of(roles.score_head)],
     }
     return {role: weight_bytes(tensors) for role, tensors in parts.items() if tensors}
+
+
+def _base_parameters(roles: Roles) -> list[Tensor]:
+    branches = {id(p) for name in ADAPTERS for p in roles.adapter_parameters(name).values()}
+    return [p for p in roles.causal.parameters() if id(p) not in branches]
 
 
 def _of(module: nn.Module | None) -> list[Tensor]:
@@ -174,18 +150,14 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **kwargs)
         for storage in _storages((out,)):
             if storage not in self._known:
-                self._count(storage)
+                size = self._known[storage] = storage.nbytes()
+                self._count(size)
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._count, -size).atexit = False
         return out
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        size = storage.nbytes()
-        self._known[storage] = size
+    def _count(self, size: int) -> None:
         self.now += size
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._gone, size).atexit = False
-
-    def _gone(self, size: int) -> None:
-        self.now -= size
 
 
 def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:

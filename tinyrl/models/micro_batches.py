@@ -62,9 +62,9 @@ class RowSizes:
 
     def plan(self, rows: Sequence[int], *, max_tokens: int) -> list[list[int]]:
         """Group rows into micro-batches of at most `max_tokens`. A row longer than the budget goes alone."""
-        if not self.packed:
-            return plan_micro_batches(rows, self.lengths, max_tokens=max_tokens)
-        return self._plan_groups(rows, max_tokens)
+        if self.packed:
+            return self._plan_groups(rows, max_tokens)
+        return plan_micro_batches(rows, self.lengths, max_tokens=max_tokens)
 
     def shares(self, rows: Sequence[int], count: int) -> list[list[int]]:
         """Rows in `count` shares of about as many tokens. Rows with one prompt stay together, where that is read once
@@ -144,22 +144,15 @@ class StepRows:
     def fullest(self, max_tokens: int) -> StepRows:
         """These rows with responses as short as fills a micro-batch of this budget best: by an eighth, two, three, ...
 
-        Where a group of the longest rows leaves a budget half empty, shorter ones of two groups fill it.
+        Where a group of the longest rows leaves a budget half empty, shorter ones of two groups fill it. Pairs are not
+        cut.
         """
-        best, most = self, self._cost(max_tokens)
-        for eighths in range(SHARES - 1, 0, -1):
-            cut = self._cut(eighths / SHARES)
-            if cut is not None and cut._cost(max_tokens) > most:
-                best, most = cut, cut._cost(max_tokens)
-        return best
-
-    def _cost(self, max_tokens: int) -> int:
-        return self.sizes.cost(self.widest(max_tokens)[0])
-
-    def _cut(self, share: float) -> StepRows | None:
-        """None where a row is a pair, which is not cut."""
         if any(len(of_row) > 1 for of_row in self.sequences):
-            return None
+            return self
+        cuts = [self, *(self._cut(eighths / SHARES) for eighths in range(SHARES - 1, 0, -1))]
+        return max(cuts, key=lambda cut: cut.sizes.cost(cut.widest(max_tokens)[0]))
+
+    def _cut(self, share: float) -> StepRows:
         sequences = [[(p, r[: max(1, round(share * len(r)))]) for p, r in of_row] for of_row in self.sequences]
         sizes = replace(self.sizes, responses=[len(r) for ((_, r),) in sequences])
         return replace(self, sequences=sequences, sizes=sizes)

@@ -122,11 +122,8 @@ _in_use: list[tuple[Packing, Any]] = []
 @contextmanager
 def attending(backbone: nn.Module, packing: Packing | None) -> Iterator[None]:
     """Inside, the decoder's attention is the packed one (nothing happens where packing is None)."""
-    if packing is None:
+    with nullcontext() if packing is None else _swapped(packing, backbone.config):
         yield
-    else:
-        with _swapped(packing, backbone.config):
-            yield
 
 
 @contextmanager
@@ -202,15 +199,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling:
     for i, block in enumerate(packing.blocks):
         k, v = keys[i], values[i]
         if block.prompt is not None:
-            k, v = (torch.cat([_for_each(block, p[block.prompt]), x], 2) for p, x in zip(prompts, (k, v), strict=True))
+            shape = (block.num_rows, -1, -1, -1)  # the prompt's keys (P, heads, d) stand in front of every row
+            in_front = [x[block.prompt].transpose(0, 1).expand(shape) for x in prompts]
+            k, v = (torch.cat(pair, 2) for pair in zip(in_front, (k, v), strict=True))
         out = _attend(queries[i], k, v, scaling, packing, i)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return _Read.apply(torch.cat(outputs), packing.slots)  # pyright: ignore
-
-
-def _for_each(block: Block, prompt: Tensor) -> Tensor:
-    """A prompt's keys (P, heads, d) in front of every row, (rows, heads, P, d)."""
-    return prompt.transpose(0, 1).expand(block.num_rows, -1, -1, -1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, packing: Packing, index: int) -> Tensor:

@@ -18,13 +18,9 @@ from tinyrl.errors import Stop, no_memory
 from tinyrl.text import ERROR_CHARACTERS, first_line, last_line, shortened
 
 TOKENIZER_FILES = (
-    "tokenizer_config.json",
-    "tokenizer.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
+    "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "vocab.json",
-)
+)  # fmt: skip
 MODEL_FILES = ("config.json", "model.safetensors.index.json", "generation_config.json", "*.safetensors")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -46,15 +42,10 @@ def reading(
         raise
     except Exception as error:
         # Broad on purpose, see above: which exceptions a library knows for a damaged file is not documented anywhere.
-        if _is_about_room(error):
+        if no_memory(error) is not None or (isinstance(error, OSError) and error.errno in NO_ROOM):
             raise
         found = damage_in(Path(folder), files) if folder is not None else None
         raise ValueError(f"{what}: {found or said(error, about=otherwise)}") from error
-
-
-def _is_about_room(error: Exception) -> bool:
-    """Memory or disk ran out, however it is told."""
-    return no_memory(error) is not None or (isinstance(error, OSError) and error.errno in NO_ROOM)
 
 
 def said(error: Exception, *, about: str = "") -> str:

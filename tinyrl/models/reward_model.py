@@ -23,7 +23,18 @@ from transformers import (
 
 from tinyrl.distributed import ALONE, World
 from tinyrl.models.batches import backbone_of, last_states, make_batch
-from tinyrl.models.loading import FULL_REPORT, load_tokenizer, local_folder, resolve_model_path
+from tinyrl.models.loading import (
+    FULL_REPORT,
+    NoHead,
+    check_classifier,
+    check_size,
+    check_vocabulary,
+    embedding_rows,
+    few_tokens,
+    load_tokenizer,
+    local_folder,
+    resolve_model_path,
+)
 from tinyrl.models.logprobs import ValueHead
 from tinyrl.models.lora import (
     ADAPTER_CONFIG,
@@ -34,21 +45,10 @@ from tinyrl.models.lora import (
 )
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.reading import MODEL_FILES, reading
-from tinyrl.models.roles import Roles
-from tinyrl.models.weight_checks import (
-    NoHead,
-    check_classifier,
-    check_size,
-    check_vocabulary,
-    embedding_rows,
-    few_tokens,
-)
-from tinyrl.models.weights_io import load_head
+from tinyrl.models.roles import Roles, load_head
 
 SCORE_HEAD = "score_head.safetensors"
-SCORE_OFFSET = (
-    "tinyrl_score_offset"  # in a classification model's config: added to its score, so that training pairs average 0
-)
+SCORE_OFFSET = "tinyrl_score_offset"  # in a classification model's config: added, so that training pairs average 0
 
 
 class SequenceRewardModel:
@@ -90,9 +90,8 @@ class SequenceRewardModel:
         head = getattr(self.model, "score", None)
         if isinstance(head, nn.Linear):  # in float32: bfloat16 scores have ties where completions differ
             bias = None if head.bias is None else head.bias.float()
-            logits = nn.functional.linear(
-                last_states(backbone_of(self.model), batch).float(), head.weight.float(), bias
-            )
+            states = last_states(backbone_of(self.model), batch).float()
+            logits = nn.functional.linear(states, head.weight.float(), bias)
         else:
             logits = self.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
         return logits[:, self.label].float() + self.offset
@@ -116,12 +115,8 @@ def find_label(config: Any, label: int | str | None) -> int:
     for index in range(count):
         if label == index or label == names.get(index):
             return index
-    what = (
-        "reward.model has several labels; choose one with"
-        if label is None
-        else f"reward.model_label={label!r} is not one of"
-    )
-    raise ValueError(f"{what} reward.model_label: {', '.join(f'{i} ({names.get(i, i)})' for i in range(count))}")
+    what = ": choose one of" if label is None else f"={label!r} is not one of"
+    raise ValueError(f"reward.model_label{what} {', '.join(f'{i} ({names.get(i, i)})' for i in range(count))}")
 
 
 def load_classifier(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -166,17 +161,14 @@ def attach_reward_adapter(roles: Roles, path: str) -> None:
     config = read_lora_config(path, roles.causal)
     head_file = check_folder_adapter(path) / SCORE_HEAD
     if not head_file.is_file():
-        raise ValueError(
-            f"reward.model={path}: {SCORE_HEAD} is missing, so this adapter is a policy, not a reward model"
-        )
+        raise ValueError(f"reward.model={path}: {SCORE_HEAD} is missing, so this adapter is a policy")
     if roles.peft is None:
-        raise ValueError(
-            f"reward.model={path} is an adapter: it needs lora.enabled=true, on the base it was trained on"
-        )
+        raise ValueError(f"reward.model={path} is an adapter: it needs lora.enabled=true, on its own base")
     with reading(f"reward.model={path}: does not fit this base model", otherwise=ADAPTER_CONFIG):
         roles.add_adapter("reward", config=config)
-    load_adapter_weights(roles.peft, "reward", check_folder_adapter(path) / ADAPTER_FILE)
     head = ValueHead(roles.hidden_size("policy"))
-    load_head(head, head_file)
+    if roles.device.type != "meta":
+        load_adapter_weights(roles.peft, "reward", head_file.with_name(ADAPTER_FILE))
+        load_head(head, head_file)
     roles.score_head = head.to(roles.device).requires_grad_(False)
     roles.keep_trainable()

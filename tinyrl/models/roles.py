@@ -25,17 +25,19 @@ in that order. Results come back as (b, T): b rows of a micro-batch, T its longe
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tinyrl.models.batches import (
@@ -48,11 +50,20 @@ from tinyrl.models.batches import (
     packs_exactly,
     response_states,
 )
-from tinyrl.models.loading import POLICY_ADAPTER
 from tinyrl.models.logprobs import Head, ValueHead, check_head, head_of, token_logprobs
-from tinyrl.models.lora import merged_layers
+from tinyrl.models.lora import (
+    ADAPTER_FILE,
+    POLICY_ADAPTER,
+    load_adapter_weights,
+    merged_layers,
+    read_finite,
+    read_tensors,
+    save_adapter,
+)
 from tinyrl.models.packing import attending_as_now
+from tinyrl.models.reading import reading
 
+MODEL, VALUE_HEAD = "model.safetensors", "value_head.safetensors"
 Role = Literal["policy", "reference", "critic", "reward", "base"]
 CriticKind = Literal["adapter", "shared", "shared-detached", "separate"]
 
@@ -295,9 +306,22 @@ class Roles:
 
     @contextmanager
     def gradient_checkpointing(self) -> Iterator[None]:
-        """Recompute activations in backward; forward and backward belong inside."""
-        with recomputing(self._trained_models()):
+        """Forward AND backward passes inside recompute the decoders' layers; their gradients are the same.
+
+        The library recomputes only layers in training mode, which also turns dropout on (some, such as OPT's, check
+        their own `training`). So a layer is in training mode only while recomputation is chosen, and not while it
+        computes.
+        """
+        layers = [layer for model in self._trained_models() for layer in recomputable_layers(model)]
+        for layer in layers:
+            layer.gradient_checkpointing, layer.training = True, True
+            layer._gradient_checkpointing_func = partial(_recompute_later, layer)  # pyright: ignore[reportArgumentType]
+        try:
             yield
+        finally:
+            for layer in layers:
+                layer.gradient_checkpointing, layer.training = False, False
+                del layer._gradient_checkpointing_func
 
     def _trained_models(self) -> list[PreTrainedModel]:
         return [self.causal] if self.critic_model is None else [self.causal, self._model_of("critic")]
@@ -321,30 +345,8 @@ def recomputable_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """The decoder layers of a model. Raises ValueError where the library cannot recompute any."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
-        raise ValueError(
-            f"model.gradient_checkpointing=true: {type(model).__name__} has no layers that can be recomputed; "
-            "set it to false"
-        )
+        raise ValueError(f"model.gradient_checkpointing=true: {type(model).__name__} has no layers to recompute")
     return layers
-
-
-@contextmanager
-def recomputing(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Forward AND backward passes inside recompute the layers of these models; their gradients are the same.
-
-    The library recomputes only layers in training mode, which also turns dropout on (some, such as OPT's, check their
-    own `training`). So a layer is in training mode only while recomputation is chosen, and not while it computes.
-    """
-    layers = [layer for model in models for layer in recomputable_layers(model)]
-    for layer in layers:
-        layer.gradient_checkpointing, layer.training = True, True
-        layer._gradient_checkpointing_func = partial(_recompute_later, layer)  # pyright: ignore[reportArgumentType]
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.gradient_checkpointing, layer.training = False, False
-            del layer._gradient_checkpointing_func
 
 
 def _recompute_later(layer: nn.Module, run: Callable[..., Any], *args: Any) -> Any:
@@ -359,3 +361,81 @@ def _recompute_later(layer: nn.Module, run: Callable[..., Any], *args: Any) -> A
             layer.training = was
 
     return checkpoint(without_dropout, *args, use_reentrant=False)
+
+
+# ---- Checkpoint files: the policy at the root as plain PEFT files, or a plain transformers model ----
+
+
+def save_roles(roles: Roles, folder: Path, *, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Policy and value_head.safetensors at the root, critic/ and reference/ beside them where they have own weights."""
+    if roles.peft is not None:
+        save_adapter(roles.peft, POLICY_ADAPTER, folder)
+        if roles.reference_adapter is not None:
+            save_adapter(roles.peft, roles.reference_adapter, folder / "reference")
+        if roles.critic_kind == "adapter":
+            save_adapter(roles.peft, "critic", folder / "critic")
+    else:
+        roles.causal.save_pretrained(folder, max_shard_size="10000GB")
+    tokenizer.save_pretrained(folder)
+    if isinstance(roles.critic_model, PeftModel):
+        save_adapter(roles.critic_model, POLICY_ADAPTER, folder / "critic")
+    elif roles.critic_model is not None:
+        (folder / "critic").mkdir(exist_ok=True)
+        save_file(_own_tensors(backbone_of(roles.critic_model)), folder / "critic" / MODEL)
+    if roles.value_head is not None:
+        save_file(_own_tensors(roles.value_head), folder / VALUE_HEAD)
+
+
+def load_roles(roles: Roles, folder: Path) -> None:
+    load_policy(roles, folder)
+    if roles.peft is not None and roles.reference_adapter is not None:
+        load_adapter_weights(roles.peft, roles.reference_adapter, folder / "reference" / ADAPTER_FILE)
+    load_critic(roles, folder)
+    roles.keep_trainable()
+
+
+def load_critic(roles: Roles, folder: Path) -> None:
+    """Only the critic of a checkpoint: its own weights, where it has some, and the value head."""
+    if roles.peft is not None and roles.critic_kind == "adapter":
+        load_adapter_weights(roles.peft, "critic", folder / "critic" / ADAPTER_FILE)
+    if isinstance(roles.critic_model, PeftModel):
+        load_adapter_weights(roles.critic_model, POLICY_ADAPTER, folder / "critic" / ADAPTER_FILE)
+    elif roles.critic_model is not None:
+        load_backbone(roles.critic_model, folder / "critic" / MODEL)
+    if roles.value_head is not None:
+        load_head(roles.value_head, folder / VALUE_HEAD)
+
+
+def load_backbone(model: PreTrainedModel, file: Path) -> None:
+    """Put back the decoder of a fully fine-tuned critic. Raises ValueError where the file is of another model."""
+    _load_model(backbone_of(model), file)
+
+
+def load_head(head: ValueHead, file: Path) -> None:
+    """Put back the weights of a value or score head. Raises ValueError where the file has others."""
+    tensors = read_finite(file)
+    with reading(f"{file} does not fit this model"):
+        head.load_state_dict(tensors)
+
+
+def load_policy(roles: Roles, folder: Path) -> None:
+    """Only the policy of a checkpoint (or of any plain PEFT folder or transformers model of the same shape)."""
+    if roles.peft is not None:
+        load_adapter_weights(roles.peft, POLICY_ADAPTER, folder / ADAPTER_FILE)
+        roles.keep_trainable()
+    else:
+        _load_model(roles.causal, folder / MODEL)
+
+
+def _load_model(model: PreTrainedModel | torch.nn.Module, file: Path) -> None:
+    tensors = read_tensors(file)
+    with reading(f"{file} does not fit this model"):  # a tensor of another shape
+        missing, unexpected = model.load_state_dict(tensors, strict=False)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ())
+    missing = [name for name in missing if name not in tied]
+    if missing or unexpected:
+        raise ValueError(f"{file} does not fit this model: missing {missing[:1]}, unexpected {unexpected[:1]}")
+
+
+def _own_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().contiguous().cpu() for name, tensor in module.state_dict().items()}

@@ -56,10 +56,8 @@ def _check_variables(template: str, names: tuple[str, ...]) -> None:
     mentioned = set(re.findall(r"[A-Za-z_]\w*", template))
     for name in names:
         if name not in mentioned:
-            raise ValueError(
-                f"task.chat_template: this model's chat template has no variable `{shortened(name)}`."
-                f"{did_you_mean(name, sorted(mentioned))}"
-            )
+            unknown = f"this model's chat template has no variable `{shortened(name)}`"
+            raise ValueError(f"task.chat_template: {unknown}.{did_you_mean(name, sorted(mentioned))}")
 
 
 class _OutOfTime(BaseException):

@@ -32,8 +32,8 @@ from tinyrl.data.rows import example_rows, few_held_out, fingerprints
 from tinyrl.data.shapes import described, preference, quoting
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.build import reference_of
+from tinyrl.models.loading import check_ids
 from tinyrl.models.micro_batches import RowSizes, StepRows
-from tinyrl.models.weight_checks import check_ids
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import render_answer
 from tinyrl.text import number, shortened, visible

@@ -55,8 +55,8 @@ from tinyrl.data.readers import Row, placed_rows
 from tinyrl.data.rows import batch_indices, fingerprint
 from tinyrl.data.shapes import described
 from tinyrl.models.batches import SequenceBatch
+from tinyrl.models.loading import check_ids
 from tinyrl.models.roles import Role, Roles
-from tinyrl.models.weight_checks import check_ids
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.runs.signals import watched
 from tinyrl.trainers.on_policy import OnPolicyTrainer, steer_entropy

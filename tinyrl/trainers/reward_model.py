@@ -44,10 +44,10 @@ from tinyrl.distributed import ALONE, World
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.statistics import label_metrics, pair_metrics, rating_metrics
 from tinyrl.models.batches import SequenceBatch, backbone_of
+from tinyrl.models.loading import check_ids
 from tinyrl.models.micro_batches import RowSizes, StepRows
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_room
 from tinyrl.models.roles import Role, Roles
-from tinyrl.models.weight_checks import check_ids
 from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, judged_tokens
 from tinyrl.runs.signals import watched
 from tinyrl.text import number

@@ -25,8 +25,8 @@ from tinyrl.data.readers import Row
 from tinyrl.data.rows import example_rows, few_held_out, fingerprints
 from tinyrl.data.shapes import beginning, described, quoting, text_examples
 from tinyrl.evaluation.evaluate import Evaluation
+from tinyrl.models.loading import check_ids
 from tinyrl.models.micro_batches import RowSizes, StepRows, Work, own_rows
-from tinyrl.models.weight_checks import check_ids
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import render_answer
 from tinyrl.text import excerpt, visible

@@ -19,7 +19,7 @@ from tinyrl.generation.engine import Completion, Request, SamplingEngine, eos_to
 from tinyrl.generation.select import engine_of
 from tinyrl.models.batches import SequenceBatch, make_batch
 from tinyrl.models.device import MOST_IN_FLOAT32, as_exact, in_float32, ordinary_ids
-from tinyrl.models.weight_checks import embedding_rows
+from tinyrl.models.loading import embedding_rows
 from tinyrl.runs.resolve import resolve
 from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import render_prompt, token_ids

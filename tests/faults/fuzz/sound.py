@@ -9,7 +9,7 @@ from pathlib import Path
 from tests import running
 from tests.models.building import lora_roles, stir
 from tests.tiny_models import TinyModels
-from tinyrl.models.weights_io import save_adapter
+from tinyrl.models.lora import save_adapter
 
 CHAT = [{"role": "user", "content": "How many?"}]
 PROMPTS = [{"prompt": f"{n} and 1 are", "answer": f"{n + 1}", "level": n} for n in range(12)]
