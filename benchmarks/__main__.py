@@ -2,6 +2,7 @@
 
     python -m benchmarks grpo     --peer-python TRL_VENV/bin/python [--sizes s m v] [--pairs 5] [--steps 6]
     python -m benchmarks ppo      --peer-python TRL_1_12_VENV/bin/python [--sizes s]
+    python -m benchmarks distill  --peer-python TRL_VENV/bin/python [--sizes s]
     python -m benchmarks rollout  [--peer-python TRL_VENV/bin/python] [--sizes s m]
     python -m benchmarks turns    [--peer-python TRL_VENV/bin/python] [--sizes s m] [--pairs 5] [--steps 4]
     python -m benchmarks text     --peer-python TRL_VENV/bin/python [--sizes s] [--micro-batches 16]
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import (
+    compare_distill,
     compare_grpo,
     compare_learning,
     compare_memory,
@@ -58,6 +60,7 @@ class Command:
 COMMANDS = {
     "grpo": Command(compare_grpo.main, ("s", "m", "v")),
     "ppo": Command(compare_ppo.main, ("s",)),
+    "distill": Command(compare_distill.main, ("s",)),
     "rollout": Command(compare_rollout.main, ("s", "m"), needs_a_peer=False),
     "turns": Command(compare_turns.main, ("s", "m"), needs_a_peer=False, steps=4),
     "text": Command(compare_text.main, ("s",)),

@@ -20,7 +20,7 @@ from tinyrl.cli.commands import app
 from tinyrl.training import launch
 from tinyrl.training.session import Session
 
-PHASES = ("rollout", "reference", "values", "update")
+PHASES = ("rollout", "reference", "values", "teacher", "update")
 
 
 @contextmanager

@@ -171,6 +171,8 @@ def with_a_small_model(config: Config) -> list[str]:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     overrides = [f"model.path={folder}"]
+    if config.method == "distill":
+        overrides += small_teacher(config, family)
     if METHODS[config.method].samples:
         overrides += ["generation.max_new_tokens=8", "environment.max_observation_tokens=16"]
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -199,6 +201,19 @@ def with_a_small_model(config: Config) -> list[str]:
         labels = [{"label": n % 2} if "label" in rows else {} for n in range(40)]
         write_rows(Path("rows.jsonl"), [{**rows, "number": n, **label} for n, label in enumerate(labels)])
         overrides += ["task.data=rows.jsonl", "task.eval_data=rows.jsonl"]
+    return overrides
+
+
+def small_teacher(config: Config, family: str) -> list[str]:
+    """A teacher of the same words in the place of one from the hub, or what it said of given answers."""
+    if config.teacher.path == "start":
+        return []
+    teacher = tiny_model(Path("teacher"), family, vocabulary=WORDS)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (teacher / file).write_bytes((Path("model") / file).read_bytes())
+    overrides = [f"teacher.path={teacher}"]
+    if importlib.util.find_spec("bitsandbytes") is None:
+        overrides.append("teacher.quantization=null")
     return overrides
 
 

@@ -7,13 +7,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
+from tinyrl.data.readers import Row
 from tinyrl.data.rows import few_held_out, fingerprints
 from tinyrl.distributed import World, world
 from tinyrl.environments.environment import Environment
@@ -63,6 +64,8 @@ class Parts:
     Random weights (LoRA's A) are drawn from run.seed. Raises ValueError, in a sentence, for what a user can fix.
     """
 
+    learns: ClassVar[bool] = False  # whether it is to train, so that a teacher is loaded too
+
     def __init__(self, config: Config, *, options: Options) -> None:
         self.config = config
         self.accelerator = make_accelerator(options.device, dtype=config.model.dtype)
@@ -74,7 +77,9 @@ class Parts:
         model, trust = config.model, options.trust_remote_code
         self.tokenizer = load_tokenizer(model.path, revision=model.revision, trust_remote_code=trust)
         if options.weights:
-            self.roles = build_roles(config, device=self.accelerator.device, dtype=dtype, trust_remote_code=trust)
+            self.roles = build_roles(
+                config, device=self.accelerator.device, dtype=dtype, trust_remote_code=trust, teacher=self.learns
+            )
         else:
             self.roles = meta_roles(config, dtype=dtype, trust_remote_code=trust)
         check_vocabulary(self.tokenizer, self.roles.causal, path=model.path)
@@ -212,7 +217,7 @@ class SamplingParts(Parts):
         return self.config.generation.max_new_tokens if self.game is None else self.game.max_episode_tokens
 
     def _prompts(self, split: str) -> list[PreparedPrompt]:
-        where, generation, game = self.config.task, self.config.generation, self.game
+        generation, game = self.config.generation, self.game
         rows, longest, limit = load_split(self.config, split), self.longest_response, generation.max_prompt_tokens
         positions = getattr(self.roles.causal.config, "max_position_embeddings", None)
         if positions is not None and longest >= positions:
@@ -224,6 +229,15 @@ class SamplingParts(Parts):
             )
         if positions is not None:
             limit = min(limit, positions - longest)
+        return self.prepared(rows, limit=limit)
+
+    def prepared(
+        self, rows: list[Row], *, limit: int | None = None, openings: list[str | None] | None = None
+    ) -> list[PreparedPrompt]:
+        """Prompts of rows, with what an environment, or `openings`, add to them; `limit`: tokens of a prompt."""
+        where, game = self.config.task, self.game
+        if openings is None and game is not None:
+            openings = game.openings(self.task, rows)
         prepared = prepare_prompts(
             self.task,
             rows,
@@ -231,9 +245,9 @@ class SamplingParts(Parts):
             chat=where.chat,
             system_prompt=where.system_prompt,
             variables=where.chat_template if game is None else game.variables,
-            max_prompt_tokens=limit,
+            max_prompt_tokens=1 << 30 if limit is None else limit,
             long_prompts=where.long_prompts,
-            openings=None if game is None else game.openings(self.task, rows),
+            openings=openings,
         )
         check_ids((p.tokens for p in prepared), self.tokenizer, self.roles.causal)
         return prepared

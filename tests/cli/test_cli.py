@@ -139,8 +139,8 @@ def test_a_name_that_exists():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["gpro"], "unknown method 'gpro'. Did you mean `grpo`? Methods: grpo, ppo, sft, reward, dpo"),
-        ([], "which method? `tinyrl train grpo`, ppo, sft, reward or dpo; or `tinyrl train --resume RUN`"),
+        (["gpro"], "unknown method 'gpro'. Did you mean `grpo`? Methods: grpo, ppo, distill, sft, reward, dpo"),
+        ([], "which method? `tinyrl train grpo`, ppo, distill, sft, reward or dpo; or `tinyrl train --resume RUN`"),
         (["r.yaml"], "which method? Say it first, as in `tinyrl train grpo r.yaml`"),
         (["grpo", "q.yaml"], "recipe 'q.yaml' is neither a file nor a packaged recipe."),
         (["grpo", "starter-gpro"], "recipe 'starter-gpro' is neither a file nor a packaged recipe. Did you mean"),

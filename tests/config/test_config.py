@@ -382,6 +382,17 @@ PAIRS: dict[tuple[str, str], tuple[str, str, str, str]] = {
     ("ppo.value_coef", "critic.kind"): ("ppo", "0.5", "critic.kind=shared-detached", "critic.kind=shared"),
     ("ppo.ptx_data", "ppo.ptx_coef"): ("ppo", "t.jsonl", "", "ppo.ptx_coef=0.5"),
     ("ppo.ptx_batch_size", "ppo.ptx_coef"): ("ppo", "8", "", "ppo.ptx_coef=0.5 ppo.ptx_data=t.jsonl"),
+    **{
+        (f"teacher.{name}", "teacher.coef"): ("grpo", value, "", f"teacher.coef=0.5 {beside}")
+        for name, value, beside in (
+            ("path", "start", "teacher.hint=x"), ("hint", "x", "teacher.path=start"), ("divergence", "0.5", ""),
+            ("top_k", "8", ""), ("quantization", "4bit", "teacher.path=m"), ("timeout_s", "5.0", ""),
+            ("coef_schedule", "linear", ""),
+        )
+    },
+    ("teacher.divergence", "distill.objective"): (
+        "distill", "0.5", "distill.objective=sampled", "distill.objective=divergence",
+    ),
     ("dpo.label_smoothing", "dpo.loss"): ("dpo", "0.1", "dpo.loss=ipo", "dpo.loss=sigmoid"),
     ("dpo.target_margin", "dpo.loss"): ("dpo", "0.5", "dpo.loss=sigmoid", "dpo.loss=simpo"),
 }  # fmt: skip

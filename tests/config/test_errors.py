@@ -37,8 +37,8 @@ def sentence(values: dict[str, Any], method: str = "grpo") -> str:
         ({"reference": {"what": 1}}, "r.yaml: unknown key `reference.what`. `reference` has: kind"),
         (
             {"zzz": 1},
-            "r.yaml: unknown key `zzz`. Sections: method, model, lora, reference, critic, task, reward, environment, "
-            "generation, optim, grpo, ppo, sft, reward_model, dpo, run",
+            "r.yaml: unknown key `zzz`. Sections: method, model, lora, reference, critic, teacher, task, reward, "
+            "environment, generation, optim, grpo, ppo, distill, sft, reward_model, dpo, run",
         ),
         (
             {"run": {"micro_batch_tokens": "abc"}},

@@ -38,12 +38,14 @@ def test_a_trainer_trains_evaluates_and_can_be_planned(name: str) -> None:
 def test_sections_that_only_some_methods_have() -> None:
     assert OPTIONAL_SECTIONS == (
         "reference",
+        "teacher",
         "reward",
         "environment",
         "generation",
         "grpo",
         "critic",
         "ppo",
+        "distill",
         "sft",
         "reward_model",
         "dpo",

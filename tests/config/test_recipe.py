@@ -84,10 +84,10 @@ def refused(method: str, name: str | None, *overrides: str) -> str:
         (SORT + "grpo.kl_coef: 0\n", "r.yaml:3: unknown key `grpo.kl_coef`. "),
         (
             "method: gpro\n",
-            "r.yaml:1: `method` is 'gpro'; it must be grpo, ppo, sft, reward or dpo. Did you mean `grpo`?",
+            "r.yaml:1: `method` is 'gpro'; it must be grpo, ppo, distill, sft, reward or dpo. Did you mean `grpo`?",
         ),
-        ("method: [grpo]\n", "r.yaml:1: `method` is ['grpo']; it must be grpo, ppo, sft, reward or dpo."),
-        ("method: 3\n", "r.yaml:1: `method` is 3; it must be grpo, ppo, sft, reward or dpo."),
+        ("method: [grpo]\n", "r.yaml:1: `method` is ['grpo']; it must be grpo, ppo, distill, sft, reward or dpo."),
+        ("method: 3\n", "r.yaml:1: `method` is 3; it must be grpo, ppo, distill, sft, reward or dpo."),
         ("method: ppo\n", "r.yaml:1: this recipe is for `tinyrl train ppo`, not grpo"),
         ("method: reward\nreward: {timeout_s: 3.0}\n", "r.yaml:1: this recipe is for `tinyrl train reward`, not grpo"),
     ],
@@ -240,8 +240,8 @@ def test_an_override_cannot_turn_a_recipe_into_one_for_another_method(recipe: Ca
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
-        ("gpro", "unknown method 'gpro'. Did you mean `grpo`? Methods: grpo, ppo, sft, reward, dpo"),
-        ("", "unknown method ''. Methods: grpo, ppo, sft, reward, dpo"),
+        ("gpro", "unknown method 'gpro'. Did you mean `grpo`? Methods: grpo, ppo, distill, sft, reward, dpo"),
+        ("", "unknown method ''. Methods: grpo, ppo, distill, sft, reward, dpo"),
         ("starter-grpo", "which method? Say it first, as in `tinyrl train grpo starter-grpo`"),
         ("run.seed=3", "which method? Say it first, as in `tinyrl train grpo run.seed=3`"),
     ],
@@ -326,7 +326,7 @@ def test_a_config_yaml_from_before_there_was_a_split_seed_keeps_its_held_out_row
 def test_a_config_yaml_without_its_method(tmp_path: Path):
     (tmp_path / "config.yaml").write_text("model: {path: starter}\n")
     with pytest.raises(
-        ValueError, match=r"config\.yaml: `method` is missing; it must be grpo, ppo, sft, reward or dpo"
+        ValueError, match=r"config\.yaml: `method` is missing; it must be grpo, ppo, distill, sft, reward or dpo"
     ):
         load_written_config(tmp_path / "config.yaml")
 

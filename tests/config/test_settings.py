@@ -29,7 +29,7 @@ def test_every_field_has_a_description_of_one_line() -> None:
 
 def test_the_page_of_a_section() -> None:
     assert describe_settings("reference") == (
-        "reference:    # the policy to stay near to (read by grpo, ppo and dpo)\n"
+        "reference:    # the policy to stay near to (read by grpo, ppo, distill and dpo)\n"
         "  kind: auto  # auto: the policy at the start, frozen (auto or none)"
     )
 
@@ -50,15 +50,18 @@ def test_the_page_is_a_recipe_with_every_default_and_fits_the_terminal(width: in
 
 def test_what_a_reward_function_of_the_list_has_is_shown() -> None:
     shown = describe_settings("reward").splitlines()
-    assert shown[3].startswith("  #   use:")
-    assert shown[4].startswith("  #   weight: 1.0")
+    use = next(i for i, line in enumerate(shown) if line.startswith("  #   use:"))
+    assert shown[use + 1].startswith("  #   weight: 1.0")
 
 
 @pytest.mark.parametrize(
     ("word", "answer"),
     [
         ("gpro", "there is no section 'gpro'. Did you mean `grpo`? Sections: model, lora"),
-        ("minibatch_size", "there is no section 'minibatch_size'. `minibatch_size` is in grpo and ppo. Sections:"),
+        (
+            "minibatch_size",
+            "there is no section 'minibatch_size'. `minibatch_size` is in grpo, ppo and distill. Sections:",
+        ),
         ("zzz", "there is no section 'zzz'. Sections: model, lora"),
     ],
 )

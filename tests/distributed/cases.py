@@ -29,6 +29,7 @@ def sections(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
     pairs = {"task": {"name": "rows", "data": str(folder / "pairs.jsonl")}}
     judge = str(tiny_reward_model(folder / "judge", "llama"))
+    other = str(tiny_model(folder / "other", "qwen2"))
     environment = {
         "environment": {"use": f"{folder / 'env.py'}:respond"},
         "generation": {"max_new_tokens": 24, "stop": list(string.ascii_letters)},
@@ -49,6 +50,7 @@ def sections(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
         "ppo-full": ("ppo", {**FULL, "ppo": ends}),
         "ppo-judged": ("ppo", {"reward": {"model": judge}, "critic": {"kind": "shared"}, "ppo": odd}),
         "ppo-environment": ("ppo", {**environment, "ppo": adaptive}),
+        "distill": ("distill", {"distill": {"num_prompts": 5, "group_size": 2}, "teacher": {"path": other}}),
         "sft": ("sft", {"task": {"name": "rows", "data": str(texts(folder))}, "sft": {"batch_size": 5}}),
         "reward": ("reward", {**pairs, **steady, "reward_model": {"batch_size": 6}}),
         "dpo": ("dpo", {**pairs, "dpo": {"batch_size": 7}}),
@@ -70,7 +72,7 @@ def cases(folder: Path) -> dict[str, Config]:
     for name, (method, laid_over) in sections(folder).items():
         over = {**laid_over, "run": {**rare, **laid_over.get("run", {})}}
         over["optim"] = {"learning_rate": 1e-3, **laid_over.get("optim", {})}
-        if method not in running.METHODS:  # reads no prompts
+        if method not in (*running.METHODS, "distill"):  # reads no prompts
             over = {"task": over["task"], "run": over["run"], "optim": over["optim"], **over}
         made[name] = running.config(method, model, **over)
     return made

@@ -28,7 +28,7 @@ from tinyrl.generation.engine import uniforms
 KNOWN = {
     "model", "prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "stop", "include_stop_str_in_output", "skip_special_tokens", "stop_token_ids",
-    "ignore_eos", "logprobs", "return_token_ids",
+    "ignore_eos", "logprobs", "return_token_ids", "prompt_logprobs",
 }  # fmt: skip
 
 
@@ -46,6 +46,7 @@ class Faults:
     slow_s: float = 0.0
     raw: bool = False
     token: int | None = None
+    leaves_out: bool = False  # the last token of a prompt that was to be read
     updates_adapters: bool = True
     reads_folders: bool = True
     noise: int = 0  # added to every seed
@@ -145,6 +146,8 @@ class StandIn:
             if asked["model"] != "base" and asked["model"] not in self.loaded:
                 return 404, {"error": {"message": f"The model `{asked['model']}` does not exist."}}
             self.completions += 1
+            if "prompt_logprobs" in asked:
+                return 200, {"choices": [{"prompt_logprobs": self._read(asked["prompt"], asked["prompt_logprobs"])}]}
             tokens, logprobs, reason = self._draw(asked, self.loaded.get(asked["model"], {}))
             if faults.shift_after is not None and self.completions > faults.shift_after:
                 logprobs = [logprob + faults.shift for logprob in logprobs]
@@ -179,6 +182,17 @@ class StandIn:
             if token in asked["stop_token_ids"] or self._says_stop(ids[new:], asked["stop"]):
                 return ids[new:], logprobs, "stop"
         return ids[new:], logprobs, "length"
+
+    @torch.no_grad()
+    def _read(self, ids: list[int], count: int) -> list[dict[str, dict[str, float]] | None]:
+        """Of each token the likeliest in its place, and itself, which may be none of them."""
+        logits = self.model(input_ids=torch.tensor([ids])).logits[0].double()
+        said: list[dict[str, dict[str, float]] | None] = [None]
+        for log_p, token in zip(logits[:-1].log_softmax(-1), ids[1:], strict=True):
+            places = {*log_p.topk(count).indices.tolist(), token}
+            shift = self.faults.shift if self.faults.shift_after == 0 else 0.0
+            said.append({str(i): {"logprob": float(log_p[i]) + shift} for i in places})
+        return said[:-1] if self.faults.leaves_out else said
 
     def _inverse_cdf(self, probs: Tensor, u: float, asked: dict[str, Any]) -> int:
         weights = probs.tolist()

@@ -94,7 +94,7 @@ def of_tokens(rollout: Any, rewards: torch.Tensor | None = None) -> dict[str, An
 
 
 def test_a_line_says_of_each_token_what_the_update_made_of_it() -> None:
-    nothing = dict.fromkeys(("advantage", "old", "new", "ref", "value", "reward"))
+    nothing = dict.fromkeys(("advantage", "old", "new", "ref", "teacher", "value", "reward"))
     of_group = one_row(advantages=torch.tensor([0.5]), turn_rewards=torch.tensor([[0.0, 0.25, 0.0, 0.0]]))
     assert of_tokens(of_group) == {
         "kind": "train",

@@ -131,13 +131,13 @@ def test_states_of_a_token_that_graphs_keep_count_on_a_gpu(tiny: TinyModels, mon
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["frozen head", "trained head"])
-def test_two_chunks_of_logits_stand_for_all(lora: bool, tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+def test_twochunks_of_of_logits_stand_for_all(lora: bool, tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
     """A head that is trained goes through autograd, where what was left out would be missed."""
     made = planner(small(tiny, lora={"enabled": lora}))
     monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", 5 * made.meta.head("policy").weight.shape[0])
     shortened = made.plan(256).phases["updating"]
-    own = logprobs._chunks
-    monkeypatch.setattr(logprobs, "_chunks", lambda *args, device: own(*args, device=torch.device("cpu")))
+    own = logprobs.chunks_of
+    monkeypatch.setattr(logprobs, "chunks_of", lambda *args, device: own(*args, device=torch.device("cpu")))
     whole = made.plan(256).phases["updating"]
     assert sum(shortened.values()) == pytest.approx(sum(whole.values()), rel=0.02)
 

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import tinyrl
-from tinyrl.cli import doctor, eval, export, runs, train
+from tinyrl.cli import distill, doctor, eval, export, runs, train
 from tinyrl.cli.errors import memory_sentences, sentences
 from tinyrl.cli.options import Debug
 from tinyrl.runs.launched import launched
@@ -62,6 +62,7 @@ app.command()(runs.report)
 app.command()(runs.checkpoints)
 app.command()(runs.samples)
 app.command()(runs.prompts)
+app.add_typer(distill.distillation, name="distill")
 app.add_typer(doctor.rewards, name="reward")
 app.add_typer(doctor.environments, name="env")
 

@@ -35,7 +35,7 @@ def evaluate(
     ] = None,
     vs: Annotated[
         str | None,
-        typer.Option(help="base, start, a run, a checkpoint or a model, judged by the first one's prompts and reward"),
+        typer.Option(help="base, start, teacher, a run, a checkpoint or a model; judged as the first one is"),
     ] = None,
     task: Annotated[str | None, typer.Option(help="another task than the run's")] = None,
     data: Annotated[str | None, typer.Option(metavar="FILE", help="rows in place of the held-out ones")] = None,

@@ -30,6 +30,7 @@ MADE_BY = {  # folders that recipes name, and what a user types to make them
         "python -m tinyrl.tasks.sums data && tinyrl train sft smollm2-sums-sft run.num_steps=8 --name form && "
         "tinyrl export runs/form --merge --dtype float32 --output smollm2-sums"
     ),
+    "gsm8k-by-7b": "tinyrl distill store gsm8k-distill-0.5b-24gb --output gsm8k-by-7b",
 }
 
 
@@ -44,6 +45,12 @@ def check_before_loading(config: Config) -> None:
     check_trackers(config.run.trackers)
     check_model_path("model.path", config.model.path)
     _check_revisions(config)
+    if config.learns_from_teacher and config.teacher.path is None:
+        raise ValueError(
+            "teacher.path is missing: a run, an adapter, a model, a server's address, stored answers, self or start"
+        )
+    if config.learns_from_teacher and config.teacher.kind in ("model", "adapter"):
+        check_model_path("teacher.path", str(config.teacher.path))
     if config.critic.path is not None:
         check_model_path("critic.path", config.critic.path)
     if config.model.adapter is not None and not _is_run("model.adapter", config.model.adapter):
@@ -95,7 +102,7 @@ def check_evaluation(target: str, asked: Asked, *, vs: str | None = None) -> Non
     """ValueError for what `tinyrl eval` cannot use: targets, a task, rows, settings, options that nothing reads."""
     if asked.task is not None:
         load_task(asked.task)
-    for name in (target, *([vs] if vs not in (None, "base", "start") else [])):
+    for name in (target, *([vs] if vs not in (None, "base", "start", "teacher") else [])):
         if run_of(Path(name)) is not None:
             continue
         if name == target and asked.task is None and asked.data is None:  # the other side is judged by the first one's

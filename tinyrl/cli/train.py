@@ -97,7 +97,7 @@ def plan(
         from tinyrl.runs.resolve import resolve
 
         method, settings = method_of(words)
-        config = resolve(_config_of(method, settings))
+        config = resolve(config_of(method, settings))
     quiet_libraries()
     from tinyrl.runs.signals import StopFlag
     from tinyrl.training.launch import plan, time_steps
@@ -116,7 +116,7 @@ def _start(
     with sentences(options.debug):
         from tinyrl.runs.run_dir import check_new_run
 
-        config = _config_of(method, settings)
+        config = config_of(method, settings)
         if launched().rank == 0:
             check_new_run(output_dir, name=name, overwrite=overwrite)
     quiet_libraries()
@@ -146,7 +146,7 @@ def _dry_run(method: str | None, settings: list[str], *, options: RunOptions) ->
         if launch.rank > 0:
             return
         forget_launcher()
-        config = resolve(_config_of(method, settings))
+        config = resolve(config_of(method, settings))
     quiet_libraries()
     from tinyrl.config.recipe import dump_config
     from tinyrl.runs.signals import StopFlag
@@ -198,7 +198,7 @@ def _resume(run: str, words: list[str], *, besides: list[str], allow_config_chan
         raise typer.Exit(launch.go())
 
 
-def _config_of(method: str | None, settings: list[str]) -> Config:
+def config_of(method: str | None, settings: list[str]) -> Config:
     """The configuration that the command line asks for, checked as far as that goes without torch."""
     from tinyrl.cli.preflight import ask_hub_once, check_before_loading
     from tinyrl.config.recipe import load_config, split_settings

@@ -66,6 +66,7 @@ FAMILIAR = _by_setting({
     "model.quantization": "load_in_4bit", "model.gradient_checkpointing": "enable_gradient_checkpointing",
     "critic.path": "critic.model.path critic_pretrain", "critic.warmup": "critic_warmup freezing_actor_steps",
     "task.data": "dataset_name train_files", "task.eval_data": "val_files",
+    "distill.on_policy": "lmbda", "teacher.path": "teacher_model_name_or_path teacher_model",
     "sft.loss_on": "assistant_only_loss completion_only_loss train_on_inputs",
     "task.columns": "dataset_text_field prompt_key", "task.chat_template": "enable_thinking chat_template_kwargs",
     "reward.functions": "reward_funcs custom_reward_function.path reward_weights", "reward.model": "reward_model_path",

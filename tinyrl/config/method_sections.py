@@ -56,6 +56,12 @@ PPO_PRESETS: Presets = {
     "a2c": {"num_epochs": 1, "minibatch_size": None, "value_clip_eps": None, "gae_lambda": 1.0,
             "whiten_advantages": False},
 }  # fmt: skip
+DISTILL_PRESETS: Presets = {
+    "distill": {
+        "num_prompts": 32, "num_epochs": 1, "minibatch_size": None, "clip_eps": 0.2, "kl_coef": 0.0,
+        "kl_placement": "loss",
+    },
+}  # fmt: skip
 KL_ESTIMATOR = {"loss": "k3", "reward": "k1"}  # by kl_placement, where nothing else is asked for
 
 
@@ -144,6 +150,20 @@ class PpoConfig(OnPolicySection):
     @property
     def batch_size(self) -> int:
         return self.num_prompts
+
+
+class DistillConfig(OnPolicySection):
+    presets = DISTILL_PRESETS
+    preset: Literal["distill"] = Field(default="distill", description="gives the fields here their defaults")
+    group_size: Annotated[int, Field(ge=1, le=100_000)] = Field(default=1, description="completions per prompt")
+    objective: Literal["divergence", "sampled"] = Field(
+        default="divergence", description="distance of the distributions, or a policy gradient on sampled tokens"
+    )
+    on_policy: Share = Field(default=1.0, description="share of prompts sampled; others have given answers")
+
+    @property
+    def batch_size(self) -> int:
+        return self.num_prompts * self.group_size
 
 
 class SftConfig(Section):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-MethodName = Literal["grpo", "ppo", "sft", "reward", "dpo"]
+MethodName = Literal["grpo", "ppo", "distill", "sft", "reward", "dpo"]
 Rows = Literal["prompts", "text", "pairs", "judged"]
 
 
@@ -36,8 +36,13 @@ class Method:
 
 EPISODES = ("reward", "environment", "generation")
 METHODS: dict[str, Method] = {
-    "grpo": Method("grpo", ("reference", *EPISODES), "tinyrl.trainers.grpo:Grpo", "prompts", "starter-grpo"),
-    "ppo": Method("ppo", ("reference", "critic", *EPISODES), "tinyrl.trainers.ppo:Ppo", "prompts", "starter-ppo"),
+    "grpo": Method("grpo", ("reference", "teacher", *EPISODES), "tinyrl.trainers.grpo:Grpo", "prompts", "starter-grpo"),
+    "ppo": Method(
+        "ppo", ("reference", "critic", "teacher", *EPISODES), "tinyrl.trainers.ppo:Ppo", "prompts", "starter-ppo"
+    ),
+    "distill": Method(
+        "distill", ("reference", "teacher", *EPISODES), "tinyrl.trainers.distill:Distill", "prompts", "starter-distill"
+    ),
     "sft": Method("sft", (), "tinyrl.trainers.sft:Sft", "text"),
     "reward": Method("reward_model", (), "tinyrl.trainers.reward_model:RewardModel", "judged", policy=False),
     "dpo": Method("dpo", ("reference",), "tinyrl.trainers.dpo:Dpo", "pairs"),

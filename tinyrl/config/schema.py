@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, model_validator
 
-from tinyrl.config.method_sections import DpoConfig, GrpoConfig, PpoConfig, RewardModelConfig, SftConfig
+from tinyrl.config.method_sections import (
+    DistillConfig,
+    DpoConfig,
+    GrpoConfig,
+    OnPolicySection,
+    PpoConfig,
+    RewardModelConfig,
+    SftConfig,
+)
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, Method, MethodName, is_method
 from tinyrl.config.sections import (
     URL_SETTINGS,
@@ -29,6 +37,7 @@ from tinyrl.config.sections import (
     RunConfig,
     Section,
     TaskConfig,
+    TeacherConfig,
 )
 from tinyrl.text import hidden, is_address, masked, redact, shortened
 
@@ -41,6 +50,7 @@ class Config(Section):
     lora: LoraSection = Field(default_factory=LoraSection, description="low-rank adapters on the frozen base")
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="the policy to stay near to")
     critic: CriticConfig = Field(default_factory=CriticConfig, description="the value function of PPO")
+    teacher: TeacherConfig = Field(default_factory=TeacherConfig, description="whose distribution is learnt")
     task: TaskConfig = Field(default_factory=TaskConfig, description="prompts, and where rows come from")
     reward: RewardConfig = Field(default_factory=RewardConfig, description="what scores completions")
     environment: EnvironmentConfig = Field(
@@ -50,6 +60,9 @@ class Config(Section):
     optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer and learning rates")
     grpo: GrpoConfig = Field(default_factory=lambda: GrpoConfig.model_validate({}), description="GRPO and its family")
     ppo: PpoConfig = Field(default_factory=lambda: PpoConfig.model_validate({}), description="PPO")
+    distill: DistillConfig = Field(
+        default_factory=lambda: DistillConfig.model_validate({}), description="a policy from a teacher"
+    )
     sft: SftConfig = Field(default_factory=SftConfig, description="supervised fine-tuning")
     reward_model: RewardModelConfig = Field(
         default_factory=RewardModelConfig, description="learning a reward model from pairs, labels or ratings"
@@ -98,16 +111,21 @@ class Config(Section):
         return METHODS[self.method]
 
     @property
-    def own(self) -> GrpoConfig | PpoConfig | SftConfig | RewardModelConfig | DpoConfig:
+    def own(self) -> GrpoConfig | PpoConfig | DistillConfig | SftConfig | RewardModelConfig | DpoConfig:
         """The section that only this method has."""
         return getattr(self, self.trains.own)
 
     @property
-    def on_policy(self) -> GrpoConfig | PpoConfig:
+    def on_policy(self) -> GrpoConfig | PpoConfig | DistillConfig:
         """The section of a method that learns from its own samples; no other method has one."""
         own = self.own
-        assert isinstance(own, GrpoConfig | PpoConfig), f"{self.method} samples nothing"
+        assert isinstance(own, OnPolicySection), f"{self.method} samples nothing"
         return own
+
+    @property
+    def learns_from_teacher(self) -> bool:
+        """Whether a teacher reads the rollouts."""
+        return self.method == "distill" or (self.uses("teacher") and self.teacher.coef > 0)
 
     @property
     def samples(self) -> bool:
@@ -237,6 +255,14 @@ WITHOUT_EFFECT = [
         "is optim.critic_learning_rate",
     ),
     *_each("ppo.ptx_data ptx_batch_size", "ppo.ptx_coef", lambda c: c.ppo.ptx_coef == 0, "a weight of 0 reads no text"),
+    *_each(
+        "teacher.path hint divergence top_k quantization timeout_s coef_schedule", "teacher.coef",
+        lambda c: not c.learns_from_teacher, "a weight of 0 reads no teacher",
+    ),
+    Idle(
+        "teacher.divergence", "distill.objective", lambda c: c.method == "distill" and c.distill.objective == "sampled",
+        "only the log-probability of the token that came is used",
+    ),
     Idle("dpo.label_smoothing", "dpo.loss", lambda c: c.dpo.loss != "sigmoid", "only sigmoid has it"),
     Idle("dpo.target_margin", "dpo.loss", lambda c: c.dpo.loss != "simpo", "only simpo has a margin"),
 ]  # fmt: skip
@@ -277,7 +303,7 @@ OUR_ARGUMENTS = {
 
 def conflicts(config: Config) -> Iterator[str]:
     """A sentence for each pair of settings that cannot go together, most telling first."""
-    sampling = (_sampling, _kl, _server) if config.samples else ()
+    sampling = (_sampling, _kl, _server, _teacher) if config.samples else ()
     of_method = {"grpo": (_grpo,), "ppo": (_ppo,), "dpo": (_dpo,)}.get(config.method, ())
     return chain.from_iterable(rules(config) for rules in (_models, _episodes, *sampling, *of_method))
 
@@ -362,6 +388,28 @@ def _server(config: Config) -> Iterator[str]:
         yield "generation.engine=server takes LoRA adapters, so it needs lora.enabled=true; else use engine=auto"
     if generation.dtype != "auto":
         yield f"generation.dtype={generation.dtype} is not for generation.engine=server: it is the server's own --dtype"
+
+
+def _teacher(config: Config) -> Iterator[str]:
+    teacher, kind, distill = config.teacher, config.teacher.kind, config.method == "distill"
+    if not config.learns_from_teacher:
+        return
+    if distill and teacher.coef > 0:
+        yield f"teacher.coef={teacher.coef} weighs the teacher beside a reward; distill learns from it alone"
+    if distill and kind == "stored" and 0 < config.distill.on_policy < 1:
+        yield f"distill.on_policy={config.distill.on_policy}: teacher.path={teacher.path} are stored, and not sampled"
+    if kind in ("self", "start") and teacher.hint is None:
+        yield f"teacher.path={teacher.path} needs teacher.hint: without one it knows no more than the policy"
+    if kind == "start" and not config.has_reference:
+        yield "teacher.path=start is the reference, and reference.kind=none leaves none"
+    if kind == "server" and config.generation.temperature != 1.0:
+        yield f"generation.temperature={config.generation.temperature} is not the 1 at which a server's teacher answers"
+    if kind == "stored" and not distill:
+        yield f"teacher.path={teacher.path} are stored answers, for `tinyrl train distill`; here a teacher has to read"
+    if teacher.quantization and kind != "model":
+        yield f"teacher.quantization={teacher.quantization} is for a model of its own, not teacher.path={teacher.path}"
+    if distill and config.environment.use and config.distill.on_policy < 1:
+        yield f"distill.on_policy={config.distill.on_policy}: given answers are no episodes of environment.use"
 
 
 def _grpo(config: Config) -> Iterator[str]:

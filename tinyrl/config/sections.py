@@ -6,9 +6,13 @@ else.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from tinyrl.starter import starter_path
+from tinyrl.text import is_address
 
 LARGEST = 1_000_000  # of a coefficient, clip, cap or penalty: more is a slip, and overflows in float32 sooner or later
 
@@ -79,6 +83,28 @@ class CriticConfig(Section):
     path: Text | None = Field(default=None, description="a ppo or reward run, or a model; null: model.path")
     warmup: NonNegative = Field(default=1, description="steps at the start that train only the critic")
     pretrain_steps: NonNegative = Field(default=0, description="first steps, on returns of lambda 1 (VC-PPO)")
+
+
+class TeacherConfig(Section):
+    path: Text | None = Field(default=None, description="a run, adapter or model, a server, stored, self, or start")
+    hint: Text | None = Field(default=None, description="what it reads besides, such as 'Answer: {answer}'")
+    divergence: Share = Field(default=1.0, description="0: forward KL, 1: reverse KL, between: Jensen-Shannon")
+    top_k: Positive | None = Field(default=None, description="its likeliest tokens and a tail; null: the vocabulary")
+    coef: NonNegativeFloat = Field(default=0.0, description="of the distance to it, in the loss of grpo and ppo")
+    coef_schedule: Schedule = Field(default="constant", description="of teacher.coef, over the run")
+    quantization: Literal["4bit", "8bit"] | None = Field(default=None, description="hold its own model in few bits")
+    timeout_s: PositiveFloat = Field(default=600.0, description="seconds that one answer of a server may take")
+
+    @property
+    def kind(self) -> str:
+        """What `path` names: none, self, start, server, adapter, stored or model."""
+        if self.path is None or self.path in ("self", "start"):
+            return self.path or "none"
+        if is_address(self.path):
+            return "server"
+        folder = starter_path(self.path) or Path(self.path).expanduser()
+        files = {"adapter_config.json": "adapter", "teacher.json": "stored"}
+        return next((kind for file, kind in files.items() if (folder / file).is_file()), "model")
 
 
 class TaskConfig(Section):

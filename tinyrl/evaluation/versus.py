@@ -36,6 +36,7 @@ from tinyrl.generation.turns import plays
 from tinyrl.models.roles import load_policy
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.runs.run_dir import finite, run_of
+from tinyrl.starter import starter_path
 from tinyrl.tasks import load_task
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.text import hidden
@@ -155,6 +156,8 @@ def _other(vs: str, ours: Side, *, asked: Asked, options: Options) -> Side:
         if not roles.has_reference:
             raise ValueError("--vs start: this run has no reference (reference.kind=none)")
         return Side(ours.parts, "reference", "start")
+    if vs == "teacher":
+        return _teacher(ours, options=options)
     # It needs a configuration to be sampled with, whatever it says: the first one's takes its place.
     target, first = locate(find(vs, replace(asked, task=asked.task or "rows", settings=()))), ours.parts.config
     assert target.sampled is not None
@@ -166,6 +169,19 @@ def _other(vs: str, ours: Side, *, asked: Asked, options: Options) -> Side:
 
 def _with(config: Config, **run: int) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update=run)})
+
+
+def _teacher(ours: Side, *, options: Options) -> Side:
+    """The teacher of a run, in the policy's place. Raises ValueError for one that is no model on this machine."""
+    config = ours.parts.config
+    kind, path = config.teacher.kind, config.teacher.path
+    if not config.uses("teacher") or kind not in ("adapter", "model"):
+        raise ValueError(f"--vs teacher: teacher.path={path} of this run is no adapter and no model to sample from")
+    assert path is not None
+    adapter = str(starter_path(path) or path) if kind == "adapter" else None
+    model = {"adapter": adapter} if adapter else {"path": path, "adapter": None, "revision": None}
+    sampled = config.model_copy(update={"model": config.model.model_copy(update=model)})
+    return Side(SamplingParts(sampled, options=options, judge=ours.parts.scorer), "policy", "teacher")
 
 
 def load_side(target: Target, *, options: Options, judge: Scorer | None = None) -> Side:

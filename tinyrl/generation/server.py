@@ -151,13 +151,13 @@ def _said(answer: Any) -> str:
     return str(answer) or "no message"
 
 
-class _Part(BaseModel):
+class AnswerPart(BaseModel):
     """Of a server's answer: these fields as they are here, others are not looked at."""
 
     model_config = ConfigDict(strict=True)
 
 
-class _Model(_Part):
+class ServedModel(AnswerPart):
     """A base, or an adapter, which has a parent; root: what it was loaded from."""
 
     id: Annotated[str, Field(min_length=1)]
@@ -166,15 +166,15 @@ class _Model(_Part):
     max_model_len: Annotated[int, Field(gt=0)] | None = None
 
 
-class _Models(_Part):
-    data: list[_Model]
+class Models(AnswerPart):
+    data: list[ServedModel]
 
 
-class _Logprobs(_Part):
+class _Logprobs(AnswerPart):
     token_logprobs: list[Annotated[float, Field(le=ROUNDED, allow_inf_nan=False)]]
 
 
-class _Choice(_Part):
+class _Choice(AnswerPart):
     """A completion; `token_ids` with the one that ended it."""
 
     token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -182,18 +182,18 @@ class _Choice(_Part):
     finish_reason: Literal["stop", "length"]
 
 
-class _Completions(_Part):
+class _Completions(AnswerPart):
     choices: Annotated[list[_Choice], Field(min_length=1, max_length=1)]
 
 
-class _Detokenized(_Part):
+class _Detokenized(AnswerPart):
     prompt: str
 
 
-_Shape = TypeVar("_Shape", bound=_Part)
+Shape = TypeVar("Shape", bound=AnswerPart)
 
 
-def _read_as(shape: type[_Shape], answer: Any, *, server: ServerClient, path: str) -> _Shape:
+def read_as(shape: type[Shape], answer: Any, *, server: ServerClient, path: str) -> Shape:
     """A server's answer in its shape. Raises ServerError naming the first field that is not as it should be."""
     try:
         return shape.model_validate(answer)
@@ -202,6 +202,34 @@ def _read_as(shape: type[_Shape], answer: Any, *, server: ServerClient, path: st
         place = ".".join(map(str, first["loc"])) or "the answer"
         given = "" if first["type"] == "missing" else f", not {shortened(repr(first['input']), 40)}"
         raise ServerError(f"{server.name} answered {path} with a wrong {place}: {first['msg']}{given}") from None
+
+
+def check_tokenizer(server: ServerClient, base: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError, with the first token, where a token of ours means another text there; all are looked at.
+
+    How text is split into tokens is ours alone: the server is sent tokens, and only reads them, for stop strings.
+    Raises ServerError where it does not answer.
+    """
+
+    def texts(tokens: list[int]) -> tuple[str, str]:
+        there = server.post(DETOKENIZE, {"model": base, "tokens": tokens})
+        read = read_as(_Detokenized, there, server=server, path=DETOKENIZE)
+        return str(tokenizer.decode(tokens)), read.prompt
+
+    for start in range(0, len(tokenizer), TOKENS_AT_ONCE):
+        tokens = list(range(start, min(start + TOKENS_AT_ONCE, len(tokenizer))))
+        here, there = texts(tokens)
+        if here == there:
+            continue
+        while len(tokens) > 1:
+            first, second = tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]
+            here, there = texts(first)
+            tokens = second if here == there else first
+        here, there = texts(tokens)
+        raise ValueError(
+            f"{server.name} has another tokenizer: token {tokens[0]} is {shortened(repr(here))} here "
+            f"and {shortened(repr(there))} there"
+        )
 
 
 class ServedAdapters:
@@ -306,7 +334,7 @@ class ServerEngine(SamplingEngine):
 
     def _checked(self, prompts: list[list[int]]) -> list[str]:
         base, root = self._served_base()
-        self._check_tokenizer(base)
+        check_tokenizer(self.server, base, self.tokenizer)
         plain = self._check_base(base, root, prompts)
         with perturbed(self.roles):
             drawn = self._probe(self.adapters.load(POLICY_ADAPTER), prompts)
@@ -329,7 +357,7 @@ class ServerEngine(SamplingEngine):
         ]
 
     def _served_base(self) -> tuple[str, str]:
-        listed = _read_as(_Models, self.server.get(MODELS), server=self.server, path=MODELS)
+        listed = read_as(Models, self.server.get(MODELS), server=self.server, path=MODELS)
         base = next((model for model in listed.data if not model.parent), None)
         if base is None:
             raise ServerError(f"{self.server.name} lists no model under {MODELS}")
@@ -360,32 +388,6 @@ class ServerEngine(SamplingEngine):
                 f"per token from those of {self.roles.causal.name_or_path}. Start it with\n  {self.command}"
             )
         return plain
-
-    def _check_tokenizer(self, base: str) -> None:
-        """Raise ValueError, with the first token, where a token of ours means another text there; all are looked at.
-
-        How text is split into tokens is ours alone: the server is sent tokens, and only reads them, for stop strings.
-        """
-
-        def texts(tokens: list[int]) -> tuple[str, str]:
-            there = self.server.post(DETOKENIZE, {"model": base, "tokens": tokens})
-            read = _read_as(_Detokenized, there, server=self.server, path=DETOKENIZE)
-            return str(self.tokenizer.decode(tokens)), read.prompt
-
-        for start in range(0, len(self.tokenizer), TOKENS_AT_ONCE):
-            tokens = list(range(start, min(start + TOKENS_AT_ONCE, len(self.tokenizer))))
-            here, there = texts(tokens)
-            if here == there:
-                continue
-            while len(tokens) > 1:
-                first, second = tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]
-                here, there = texts(first)
-                tokens = second if here == there else first
-            here, there = texts(tokens)
-            raise ValueError(
-                f"{self.server.name} has another tokenizer: token {tokens[0]} is {shortened(repr(here))} here "
-                f"and {shortened(repr(there))} there"
-            )
 
     # ---- sampling ----
 
@@ -495,7 +497,7 @@ class ServerEngine(SamplingEngine):
         return [self._completion(answer, body) for answer, body in zip(answers, bodies, strict=True)]
 
     def _completion(self, answer: Any, asked: dict[str, Any]) -> Completion:
-        [choice] = _read_as(_Completions, answer, server=self.server, path=COMPLETIONS).choices
+        [choice] = read_as(_Completions, answer, server=self.server, path=COMPLETIONS).choices
         tokens, logprobs, most = choice.token_ids, choice.logprobs.token_logprobs, asked["max_tokens"]
         beyond = next((token for token in tokens if token >= self.vocabulary), None)
         early = next((token for token in tokens[:-1] if token in asked["stop_token_ids"]), None)

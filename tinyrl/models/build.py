@@ -26,8 +26,9 @@ from transformers import PreTrainedModel
 
 from tinyrl.config.schema import Config
 from tinyrl.models.batches import make_batch
-from tinyrl.models.loading import NoHead, few_tokens, load_causal_lm
+from tinyrl.models.loading import NoHead, few_tokens, load_causal_lm, load_tokenizer
 from tinyrl.models.lora import (
+    ADAPTER_CONFIG,
     ADAPTER_FILE,
     check_rank,
     load_adapter_weights,
@@ -36,6 +37,7 @@ from tinyrl.models.lora import (
     read_lora_config,
     wrap_in_lora,
 )
+from tinyrl.models.reading import reading
 from tinyrl.models.reward_model import (
     SCORE_HEAD,
     SCORE_OFFSET,
@@ -47,12 +49,17 @@ from tinyrl.models.reward_model import (
 )
 from tinyrl.models.roles import MODEL, VALUE_HEAD, Roles, load_backbone, load_critic, load_head
 from tinyrl.runs.resolve import critic_run
+from tinyrl.starter import starter_path
+from tinyrl.text import shortened
 
 KL_AT_START = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
-def build_roles(config: Config, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False) -> Roles:
-    """Read the base and put policy, reference and critic on it. LoRA's A is drawn from torch's generator.
+def build_roles(
+    config: Config, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False, teacher: bool = False
+) -> Roles:
+    """Read the base and put policy, reference, critic, and where it is wanted the teacher on it. LoRA's A is drawn from
+    torch's generator.
 
     On the meta device (models/meta.py) only shapes are read, and a 4-bit base is in `dtype`.
     """
@@ -70,9 +77,54 @@ def build_roles(config: Config, *, device: torch.device, dtype: torch.dtype, tru
         roles.freeze_reference_adapter()
     if config.uses("critic"):
         add_critic(roles, config, dtype=dtype, trust_remote_code=trust_remote_code)
+    if teacher and config.learns_from_teacher:
+        add_teacher(roles, config, dtype=dtype, trust_remote_code=trust_remote_code)
     if config.model.gradient_checkpointing:
         roles.check_gradient_checkpointing()
     return roles
+
+
+def add_teacher(roles: Roles, config: Config, *, dtype: torch.dtype, trust_remote_code: bool) -> None:
+    """Give the roles the teacher that is an adapter on this base, or a model of its own. Raises ValueError where it
+    does not fit, or reads other tokens.
+    """
+    path, kind = config.teacher.path, config.teacher.kind
+    if kind == "adapter":
+        assert path is not None
+        if roles.peft is None:
+            raise ValueError(f"teacher.path={path} is an adapter: it needs lora.enabled=true, on the base it is of")
+        folder = starter_path(path) or Path(path).expanduser()
+        with reading(f"teacher.path={path}: does not fit this base model", otherwise=ADAPTER_CONFIG):
+            roles.add_adapter("teacher", config=read_lora_config(str(folder), roles.causal))
+        if roles.device.type != "meta":
+            load_adapter_weights(roles.peft, "teacher", folder / ADAPTER_FILE)
+        roles.keep_trainable()
+    elif kind == "model":
+        assert path is not None
+        numbers = roles.device.type != "meta"
+        model = load_causal_lm(
+            path,
+            dtype=dtype,
+            attention=config.model.attention,
+            quantization=config.teacher.quantization if numbers else None,
+            random_init=not numbers,
+            trust_remote_code=trust_remote_code,
+        )
+        ours = load_tokenizer(config.model.path, revision=config.model.revision, trust_remote_code=trust_remote_code)
+        theirs = load_tokenizer(path, trust_remote_code=trust_remote_code)
+        check_same_tokens(ours.get_vocab(), theirs.get_vocab(), path=path)
+        roles.add_teacher(model)
+
+
+def check_same_tokens(ours: dict[str, int], theirs: dict[str, int], *, path: str) -> None:
+    """Raise ValueError unless a teacher reads and says the same tokens by the same numbers."""
+    if ours == theirs:
+        return
+    token = min(ours.items() ^ theirs.items(), key=lambda item: item[1])[0]
+    raise ValueError(
+        f"teacher.path={path} has another tokenizer ({shortened(repr(token))} is {theirs.get(token, 'no token')} there "
+        f"and {ours.get(token, 'no token')} here), so it cannot say how likely the policy's tokens are"
+    )
 
 
 def build_reward_model(

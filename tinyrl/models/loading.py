@@ -146,8 +146,8 @@ def load_causal_lm(
         "attn_implementation": None if attention == "sdpa" else attention,  # None: sdpa where it is supported
         "trust_remote_code": trust_remote_code,
     }
-    if quantization == "4bit":
-        options["quantization_config"] = four_bit(dtype)
+    if quantization is not None:
+        options["quantization_config"] = few_bits(quantization, dtype)
     what = f"cannot load a causal language model from {path!r}"
     with reading(what, folder=resolved, files=MODEL_FILES, otherwise="config.json"):
         revision = revision or HUB_DEFAULT
@@ -178,13 +178,17 @@ def keep_differentiable(model: PreTrainedModel) -> None:
             module.support_avx512bf16_for_cpu = False  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
 
 
-def four_bit(dtype: torch.dtype) -> Any:
-    """bitsandbytes' NF4 with double quantisation (QLoRA, 2305.14314)."""
+def few_bits(quantization: str, dtype: torch.dtype) -> Any:
+    """bitsandbytes' NF4 with double quantisation (QLoRA, 2305.14314), or its 8 bits (LLM.int8, 2208.07339)."""
     try:
         import bitsandbytes  # noqa: F401  # pyright: ignore[reportMissingImports]
         from transformers import BitsAndBytesConfig
     except ImportError:
-        raise ValueError("model.quantization=4bit needs bitsandbytes: pip install 'tinyrl[quantization]'") from None
+        raise ValueError(
+            f"quantization={quantization} needs bitsandbytes: pip install 'tinyrl[quantization]'"
+        ) from None
+    if quantization == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )

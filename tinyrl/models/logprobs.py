@@ -127,7 +127,7 @@ def token_logprobs(
     return _FrozenHead.apply(states, head, targets, temperature, entropy_grad)  # pyright: ignore[reportReturnType]
 
 
-def _chunks(num_tokens: int, vocabulary: int, *, device: torch.device) -> list[slice]:
+def chunks_of(num_tokens: int, vocabulary: int, *, device: torch.device) -> list[slice]:
     size = max(1, CHUNK_ELEMENTS[device.type] // vocabulary)
     chunks = [slice(i, min(i + size, num_tokens)) for i in range(0, num_tokens, size)]
     return chunks[:2] if device.type == "meta" else chunks  # of a plan: the others take the same memory again
@@ -142,7 +142,7 @@ def dense_logprobs(states: Tensor, head: Head, targets: Tensor, temperature: flo
 def _recomputed(
     states: Tensor, head: Head, targets: Tensor, temperature: float, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    parts, chunks = [], _chunks(len(states), head.weight.shape[0], device=states.device)
+    parts, chunks = [], chunks_of(len(states), head.weight.shape[0], device=states.device)
     for chunk in chunks:
         of_chunk = states[chunk], head, targets[chunk], temperature
         logprobs, entropy = checkpoint(dense_logprobs, *of_chunk, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore
@@ -168,7 +168,7 @@ class _FrozenHead(torch.autograd.Function):
         logprobs, entropy = states.new_empty(n, dtype=torch.float32), states.new_empty(n, dtype=torch.float32)
         d_logprobs = states.new_empty(n, h) if want else None
         d_entropy = states.new_empty(n, h) if want and entropy_grad else None
-        chunks = _chunks(n, head.weight.shape[0], device=states.device)
+        chunks = chunks_of(n, head.weight.shape[0], device=states.device)
         room = states.new_empty(len(chunks) and chunks[0].stop, head.weight.shape[0], dtype=torch.float32)
         for chunk in chunks:
             z = head.logits(states[chunk])

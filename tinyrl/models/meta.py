@@ -37,10 +37,11 @@ from tinyrl.models.roles import Roles
 from tinyrl.starter import starter_path
 
 META = torch.device("meta")
-FOUR_BIT = 0.5 + 0.127 / 8  # bytes a weight: NF4, and its scales, which are quantised again (2305.14314, section 3)
+# Bytes a weight: NF4 with its scales, which are quantised again (2305.14314, section 3), and LLM.int8 (2208.07339).
+BYTES_A_WEIGHT = {"4bit": 0.5 + 0.127 / 8, "8bit": 1.0}
 STATE_BYTES = 32_000  # of a checkpoint that are no weights: random numbers, configuration, where the run stands
 PRODUCTS = ("linear", "matmul", "__matmul__", "bmm", "addmm", "baddbmm")  # what autocast computes in its own dtype
-ADAPTERS = (POLICY_ADAPTER, "reference", "critic", "reward")
+ADAPTERS = (POLICY_ADAPTER, "reference", "critic", "reward", "teacher")
 MATH = 0  # torch's number for attention by plain products
 FIELDS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -60,7 +61,7 @@ def meta_roles(config: Config, *, dtype: torch.dtype, trust_remote_code: bool = 
     Raises ValueError for a model that cannot be read.
     """
     with _without_numbers():
-        roles = build_roles(config, device=META, dtype=dtype, trust_remote_code=trust_remote_code)
+        roles = build_roles(config, device=META, dtype=dtype, trust_remote_code=trust_remote_code, teacher=True)
         path = config.reward.model if config.uses("reward") else None
         if path is not None and is_reward_adapter(path):
             attach_reward_adapter(roles, path)
@@ -83,14 +84,17 @@ def meta_reward_model(config: Config, *, dtype: torch.dtype, trust_remote_code: 
 
 
 def four_bit_bytes(roles: Roles) -> int:
-    """Bytes that a base held in 4 bits has: its linear layers, the head excepted, in FOUR_BIT, the rest as it is."""
-    head = roles.causal.get_output_embeddings()
-    layers = [m for m in roles.causal.modules() if isinstance(m, nn.Linear) and m is not head]
-    base = _base_parameters(roles)
-    weights = {id(p) for p in base}
+    """Bytes that a base held in 4 bits has."""
+    return quantized_bytes(roles.causal, _base_parameters(roles), "4bit")
+
+
+def quantized_bytes(model: PreTrainedModel, parameters: list[Tensor], quantization: str) -> int:
+    """Bytes of a model's parameters with its linear layers, the head excepted, in few bits, and the rest as it is."""
+    head, weights = model.get_output_embeddings(), {id(p) for p in parameters}
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
     packed = {id(m.weight): m.weight.numel() for m in layers if id(m.weight) in weights}
-    rest = [p for p in base if id(p) not in packed]
-    return int(FOUR_BIT * sum(packed.values())) + sum(p.numel() * p.itemsize for p in rest)
+    rest = [p for p in parameters if id(p) not in packed]
+    return int(BYTES_A_WEIGHT[quantization] * sum(packed.values())) + sum(p.numel() * p.itemsize for p in rest)
 
 
 @contextmanager
@@ -116,6 +120,7 @@ def bytes_by_role(roles: Roles, *, reward_model: nn.Module | None = None) -> dic
         "reference": [*adapters["reference"].values(), *_of(roles.reference_model)],
         "critic": [*adapters["critic"].values(), *_of(roles.critic_model), *_of(roles.value_head)],
         "reward": [*adapters["reward"].values(), *_of(reward_model), *_of(roles.score_head)],
+        "teacher": [*adapters["teacher"].values(), *_of(roles.teacher_model)],
     }
     return {role: weight_bytes(tensors) for role, tensors in parts.items() if tensors}
 
@@ -237,6 +242,7 @@ SHAPES: dict[str, tuple[dict[str, Any], tuple[int | bool, ...]]] = {
     "Qwen/Qwen2.5-1.5B-Instruct": (QWEN2, (1536, 8960, 28, 12, 2, 128, 151_936, 32_768, True)),
     "Qwen/Qwen2.5-3B-Instruct": (QWEN2, (2048, 11_008, 36, 16, 2, 128, 151_936, 32_768, True)),
     "Qwen/Qwen2.5-7B-Instruct": (QWEN2, (3584, 18_944, 28, 28, 4, 128, 152_064, 32_768, False)),
+    "Qwen/Qwen3-1.7B-Base": (QWEN3, (2048, 6144, 28, 16, 8, 128, 151_936, 32_768, True)),
     "Qwen/Qwen3-4B-Instruct-2507": (QWEN3, (2560, 9728, 36, 32, 8, 128, 151_936, 262_144, True)),
     "meta-llama/Llama-3.2-1B-Instruct": (LLAMA, (2048, 8192, 16, 32, 8, 64, 128_256, 131_072, True)),
 }

@@ -13,6 +13,7 @@ parameters are collected once, by name, and kept trainable.
       shared-detached  the policy, whose backbone it does not move           the same
       separate         a model of its own (with LoRA)                     a model of its own
     reward     adapter `reward` and a score head, both frozen             -
+    teacher    adapter `teacher`, frozen, or a model of its own           a model of its own
     base       adapters off                                               the model itself
 
 A reward model that is a model of its own is not a role (models/reward_model.py); an adapter for this base is put on it
@@ -64,7 +65,7 @@ from tinyrl.models.packing import attending_as_now
 from tinyrl.models.reading import reading
 
 MODEL, VALUE_HEAD = "model.safetensors", "value_head.safetensors"
-Role = Literal["policy", "reference", "critic", "reward", "base"]
+Role = Literal["policy", "reference", "critic", "reward", "teacher", "base"]
 CriticKind = Literal["adapter", "shared", "shared-detached", "separate"]
 
 
@@ -84,6 +85,7 @@ class Roles:
         self.reference_model: PreTrainedModel | None = None
         self.critic_kind: CriticKind | None = None
         self.critic_model: PreTrainedModel | PeftModel | None = None
+        self.teacher_model: PreTrainedModel | None = None
         self.value_head: ValueHead | None = None
         self.score_head: ValueHead | None = None
         self.lora_dropout = False
@@ -162,6 +164,12 @@ class Roles:
         self.parameters["critic"] = parameters
         self.keep_trainable()
 
+    def add_teacher(self, model: PreTrainedModel) -> None:
+        """A frozen model of its own to learn from, with the policy's vocabulary."""
+        placed = model if getattr(model, "is_loaded_in_8bit", False) else model.to(self.device)  # pyright: ignore
+        self.teacher_model = placed.eval().requires_grad_(False)
+        self.packs = self.packs and packs_exactly(self.backbone("teacher"))
+
     def train_score_head(self) -> None:
         """Add a score head on the policy's states that trains with the policy's parameters (to make a reward model)."""
         self.score_head = ValueHead(self.hidden_size("policy")).to(self.device)
@@ -210,7 +218,9 @@ class Roles:
             return self.reference_adapter
         if role == "critic":
             return "critic" if self.critic_kind == "adapter" else POLICY_ADAPTER
-        return {"policy": POLICY_ADAPTER, "reward": "reward"}.get(role)
+        if role == "teacher" and self.teacher_model is not None:
+            return POLICY_ADAPTER  # of the base, which does not act
+        return {"policy": POLICY_ADAPTER, "reward": "reward", "teacher": "teacher"}.get(role)
 
     def _switch(self, adapter: str | None, *, dropout: bool = False) -> None:
         for layer in self._layers:
@@ -228,6 +238,8 @@ class Roles:
         if role == "critic" and self.critic_model is not None:
             model = self.critic_model
             return model.get_base_model() if isinstance(model, PeftModel) else model  # pyright: ignore[reportReturnType]
+        if role == "teacher" and self.teacher_model is not None:
+            return self.teacher_model
         return self.causal
 
     def backbone(self, role: Role) -> nn.Module:
@@ -256,7 +268,7 @@ class Roles:
 
     def logprobs(
         self,
-        role: Literal["policy", "reference"],
+        role: Literal["policy", "reference", "teacher"],
         batch: SequenceBatch,
         *,
         temperature: float,

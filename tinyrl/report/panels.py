@@ -192,6 +192,8 @@ class Kind:
 
 KINDS = (
     Kind("Reward", "higher is better", "reward/mean", "eval/reward_mean", greedy=True),
+    Kind("Distance to the teacher", "nats per token", "teacher/loss", from_zero=True),
+    Kind("Teacher's log-probability", "of the policy's tokens, nats", "teacher/logprob"),
     Kind("KL from the reference", "nats per response", "objective/kl", "eval/kl", from_zero=True),
     Kind("Entropy", "nats per token", "policy/entropy", "eval/entropy", from_zero=True),
     Kind("Completion length", "tokens", "completion/mean_length", "eval/mean_length", from_zero=True),
@@ -227,7 +229,7 @@ def panels_of(run: Run) -> list[Panel]:
     """The panels of a run; the first is its headline, the last the time by phase."""
     panels = [panel for kind in KINDS if (panel := _panel(run, kind))]
     panels = [panel for panel in panels if not (panel.title == "pass@1" and reward_is_pass(run))]
-    panels += _reward_functions(run)
+    panels += _reward_functions(run) + _quarters(run)
     extra = [panel for kind in other_kinds(run) if (panel := _panel(run, kind))] + _sides(run)
     if run.finite("reward/mean") or run.finite("eval/reward_mean"):
         panels += extra
@@ -266,6 +268,14 @@ def _sides(run: Run) -> list[Panel]:
             lines = [Line(side, str(i), run.points(name)) for i, (side, name) in enumerate(keys.items(), start=1)]
             panels.append(Panel(key.format("sides"), title, unit, lines))
     return panels
+
+
+def _quarters(run: Run) -> list[Panel]:
+    """The distance to a teacher by where a token stands in its response."""
+    names = ("first", "second", "third", "last")
+    lines = [Line(name, str(i), run.points(f"teacher/kl_{i}")) for i, name in enumerate(names, start=1)]
+    lines = [line for line in lines if line.points]
+    return [Panel("teacher/quarters", "KL to the teacher by quarter", "nats per token", lines)] if lines else []
 
 
 def _panel(run: Run, kind: Kind) -> Panel | None:

@@ -18,11 +18,16 @@ SETTING = "reward.functions: use"
 
 @dataclass
 class RewardCall:
-    """One score for each row. NaN: the function said None ("does not apply"), or the row is among the failures."""
+    """One score for each row. NaN: the function said None ("does not apply"), or the row is among the failures.
+
+    retried: why the rows were tried one by one, also where all of them then succeeded; whys: what the function said of
+    each row beside its score, none where it said nothing of any.
+    """
 
     scores: list[float]
     failures: list[RowFailure] = field(default_factory=list)
-    retried: str | None = None  # why the rows were tried one by one; set also when all of them then succeeded
+    retried: str | None = None
+    whys: list[str] = field(default_factory=list)
 
 
 class FunctionReward(WorkerFunction):
@@ -55,7 +60,7 @@ class FunctionReward(WorkerFunction):
         Raises Interrupted soon after a stop was asked for.
         """
         rows = self.rows(_arguments(prompts, completions, columns), len(prompts))
-        return RewardCall(_scores(rows.values), rows.failures, rows.retried)
+        return RewardCall(_scores(rows.values), rows.failures, rows.retried, _whys(rows.values))
 
 
 def call_in_process(
@@ -73,11 +78,17 @@ def call_in_process(
         failures = [RowFailure(row, f"`{name}` {said(reply)}") for row in range(len(prompts))]
         return RewardCall([math.nan] * len(prompts), failures)
     failures = [RowFailure(row, f"`{name}` {quoted(reason)}") for row, reason in reply["failures"]]
-    return RewardCall(_scores(reply["values"]), failures)
+    return RewardCall(_scores(reply["values"]), failures, None, _whys(reply["values"]))
 
 
-def _scores(values: list[float | None]) -> list[float]:
-    return [math.nan if value is None else value for value in values]
+def _scores(values: list[Any]) -> list[float]:
+    numbers = [value[0] if isinstance(value, list) else value for value in values]
+    return [math.nan if number is None else number for number in numbers]
+
+
+def _whys(values: list[Any]) -> list[str]:
+    whys = [value[1] if isinstance(value, list) else "" for value in values]
+    return whys if any(whys) else []
 
 
 def _arguments(

@@ -30,12 +30,13 @@ from tinyrl.workers.worker import MAX_SCORE
 @dataclass
 class ScoreSheet:
     """scores (B, R): NaN where a reward does not apply or failed; rewards (B,): the weighted sum of those that apply,
-    NaN where none does and where one failed.
+    NaN where none does and where one failed; whys: B texts that came with scores, or None.
     """
 
     scores: Tensor
     rewards: Tensor
     failures: list[RowFailure] = field(default_factory=list)
+    whys: list[str] | None = None
 
 
 class Scorer:
@@ -139,7 +140,9 @@ class Scorer:
             failures += [RowFailure(row, episode.failure)] if episode.failure is not None else []
         scores = torch.tensor(columns, dtype=torch.float32).T.reshape(len(prompts), len(columns))
         failed = {failure.row for failure in failures}
-        return ScoreSheet(scores, self._totals(scores, failed), failures)
+        said = [call.whys for call in calls if call.whys]
+        whys = ["\n".join(filter(None, of_row)) for of_row in zip(*said, strict=True)] if said else None
+        return ScoreSheet(scores, self._totals(scores, failed), failures, whys)
 
     def verify(
         self,
@@ -284,4 +287,4 @@ def _on_main(world: World, calls: Callable[[], list[RewardCall]]) -> list[Reward
     if world.size == 1:
         return calls()
     told = world.on_main(lambda: [asdict(call) for call in calls()])
-    return [RewardCall(one["scores"], [RowFailure(**f) for f in one["failures"]], one["retried"]) for one in told]
+    return [RewardCall(**{**one, "failures": [RowFailure(**f) for f in one["failures"]]}) for one in told]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from tinyrl.environments import Transcript
 from tinyrl.generation.engine import FinishReason
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.device import to_device
+from tinyrl.models.distances import TeacherStates, TeacherTopK, Teaching
+from tinyrl.models.logprobs import Head
 from tinyrl.models.micro_batches import RowSizes
 from tinyrl.models.roles import Roles
 from tinyrl.workers.calls import RowFailure
@@ -27,7 +29,8 @@ FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 _SAMPLED_PER_TOKEN = ("response_tokens", "response_mask", "sampling_logprobs", "turn_rewards")
 _SCORED_PER_TOKEN = ("old_logprobs", "rescored_logprobs", "ref_logprobs", "values")
 _PER_SAMPLE = ("response_lengths", "scores", "rewards", "finish_reasons", "kept", "turns", "invalid_turns")
-_KEPT = (*_SAMPLED_PER_TOKEN, *_PER_SAMPLE, *_SCORED_PER_TOKEN, "final_values")  # in a checkpoint inside an update
+_OF_OTHERS = ("teacher_logprobs", "teacher_states", "teacher_top_ids", "teacher_top_logprobs", "final_values")
+_KEPT = (*_SAMPLED_PER_TOKEN, *_PER_SAMPLE, *_SCORED_PER_TOKEN, *_OF_OTHERS)  # in a checkpoint inside an update
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,11 @@ class Rollout:
     kept                (B,) True = the row counts in the loss: it has a reward and is not left out as truncated
     turn_rewards        (B, T) what the environment gave, on the last token of each turn, in `rewards` too; or None
     turns               (B,) the policy's turns, and invalid_turns those that asked for what does not exist; or None
+    teacher_logprobs    (B, T) under the teacher, or None
+    teacher_states      (M, H) its hidden states at the M tokens that count, row by row; or None
+    teacher_top_ids     (M, K) its likeliest tokens there, and their teacher_top_logprobs (M, K); or None
     transcripts         B lists of messages, policy and environment by turns; or None: one turn, without an environment
+    whys                B texts that rewards gave beside their scores, for a teacher to read; or None; in no checkpoint
     advantages          (B,) or (B, T), returns (B, T): derived from the others at each update, in no checkpoint
     """
 
@@ -96,7 +103,12 @@ class Rollout:
     turn_rewards: Tensor | None = None
     turns: Tensor | None = None
     invalid_turns: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
+    teacher_states: Tensor | None = None
+    teacher_top_ids: Tensor | None = None
+    teacher_top_logprobs: Tensor | None = None
     transcripts: list[Transcript] | None = None
+    whys: list[str] | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
     failures: list[RowFailure] = field(default_factory=list)
@@ -141,6 +153,22 @@ class Rollout:
         responses, mask = [self.response(row) for row in rows], self.loss_mask[list(rows)].tolist()
         masks = [of_row[: len(response)] for of_row, response in zip(mask, responses, strict=True)]
         return roles.batch(prompts, responses, masks)
+
+    def places(self, rows: Sequence[int]) -> Tensor:
+        """(n,) where the tokens of some rows that count stand among those of all, row by row."""
+        counts = self.loss_mask.sum(1)
+        starts = (counts.cumsum(0) - counts).tolist()
+        return torch.cat([torch.arange(starts[row], starts[row] + int(counts[row])) for row in rows])
+
+    def taught(self, rows: Sequence[int], head: Head | None, *, device: torch.device) -> Teaching:
+        """What the teacher, whose `head` this is, said of the tokens of some rows that count."""
+        where = self.places(rows)
+        if self.teacher_states is not None:
+            assert head is not None
+            return TeacherStates(to_device(self.teacher_states[where], device), head)
+        assert self.teacher_top_ids is not None
+        assert self.teacher_top_logprobs is not None
+        return TeacherTopK(*(to_device(x[where], device) for x in (self.teacher_top_ids, self.teacher_top_logprobs)))
 
     def take(self, x: Tensor, rows: Sequence[int], *, batch: SequenceBatch) -> Tensor:
         """The rows of a (B,) or (B, T) tensor, cut to the width of their micro-batch, on its device."""
@@ -220,22 +248,24 @@ class Rollout:
             if name in _SAMPLED_PER_TOKEN:
                 ours, theirs = (torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (ours, theirs))
             fields[name] = ours.index_copy(0, to, theirs[source])
-        transcripts = None
-        if self.transcripts is not None and other.transcripts is not None:
-            transcripts = list(self.transcripts)
-            for row, its in zip(to.tolist(), source.tolist(), strict=True):
-                transcripts[row] = other.transcripts[its]
+        texts: dict[str, list[Any]] = {}
+        for name in ("transcripts", "whys"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours is not None or theirs is not None:
+                texts[name] = list(ours or [""] * len(self))
+                for row, its in zip(to.tolist(), source.tolist(), strict=True):
+                    texts[name][row] = theirs[its] if theirs is not None else ""
         prompts, prompt_rows = list(self.prompt_tokens), self.prompt_rows.clone()
         for place, group in zip(places, groups, strict=True):
             prompts[place], prompt_rows[place] = other.prompt_tokens[group], other.prompt_rows[group]
-        return replace(self, prompt_tokens=prompts, prompt_rows=prompt_rows, transcripts=transcripts, **fields)
+        return replace(self, prompt_tokens=prompts, prompt_rows=prompt_rows, **texts, **fields)
 
     def select(self, rows: Sequence[int]) -> Rollout:
         """Some of the samples, in the fields that sampling and scoring fill."""
         names = ("prompt_index", *_SAMPLED_PER_TOKEN, *_PER_SAMPLE)
         picked = {name: x[list(rows)] for name in names if (x := getattr(self, name)) is not None}
         transcripts = None if self.transcripts is None else [self.transcripts[row] for row in rows]
-        return replace(self, transcripts=transcripts, failures=[], **picked)
+        return replace(self, transcripts=transcripts, whys=None, failures=[], **picked)
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Everything as tensors, for safetensors (`prompt_tokens` as one flat list and its lengths)."""
@@ -258,3 +288,44 @@ class Rollout:
         text = fields.pop("transcripts", None)
         transcripts = None if text is None else json.loads(bytes(text.tolist()))
         return cls(prompt_tokens=prompts, transcripts=transcripts, **fields)  # pyright: ignore[reportArgumentType]
+
+
+def given_rollout(
+    prompts: list[list[int]], responses: list[list[int]], *, rows: list[int], num_rewards: int
+) -> Rollout:
+    """Responses that nobody sampled, one a prompt, as a rollout without rewards, of which all tokens count.
+
+    rows: each prompt's row in the data; num_rewards: how many a sampled one would have.
+    """
+    count, lengths = len(responses), torch.tensor([len(response) for response in responses])
+    mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+    tokens = torch.zeros(mask.shape, dtype=torch.long)
+    tokens[mask] = torch.tensor([token for response in responses for token in response])
+    return Rollout(
+        prompt_tokens=prompts,
+        prompt_rows=torch.tensor(rows),
+        prompt_index=torch.arange(count),
+        response_tokens=tokens,
+        response_lengths=lengths,
+        response_mask=mask,
+        sampling_logprobs=torch.zeros(mask.shape),
+        scores=torch.full((count, num_rewards), torch.nan),
+        rewards=torch.full((count,), torch.nan),
+        finish_reasons=torch.zeros(count, dtype=torch.long),
+        kept=torch.ones(count, dtype=torch.bool),
+    )
+
+
+def joined(first: Rollout, second: Rollout) -> Rollout:
+    """The samples of two rollouts, in the fields that sampling and scoring fill."""
+    width = max(first.response_tokens.shape[1], second.response_tokens.shape[1])
+    fields: dict[str, Tensor] = {}
+    for name in ("prompt_rows", *_SAMPLED_PER_TOKEN, *_PER_SAMPLE):
+        parts = [getattr(first, name), getattr(second, name)]
+        if parts[0] is not None:
+            if name in _SAMPLED_PER_TOKEN:
+                parts = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in parts]
+            fields[name] = torch.cat(parts)
+    index = torch.cat([first.prompt_index, second.prompt_index + len(first.prompt_tokens)])
+    prompts = [*first.prompt_tokens, *second.prompt_tokens]
+    return replace(first, prompt_tokens=prompts, prompt_index=index, **fields)

@@ -53,6 +53,7 @@ def sample_and_score(
     repeated = [p for p in prompts for _ in range(group_size)]
     sheet = scorer(repeated, [c.tokens for c in completions], episodes=episodes, world=world)
     rollout.scores, rollout.rewards, rollout.failures = sheet.scores, sheet.rewards, sheet.failures
+    rollout.whys = sheet.whys
     rollout.kept = ~rollout.rewards.isnan()
     return rollout
 

@@ -21,6 +21,7 @@ from tinyrl.text import one_line
 FEWEST_STEPS = 12  # of training, before windows are compared
 MOST_GAP = 0.05  # mean difference of log-probabilities; bfloat16 with other kernels comes to some 0.01
 MOST_KL = 10.0  # nats per response, and half a nat per token
+LEAST_LIKELY = -3.0  # mean log-probability of the policy's tokens under a teacher: 5 %
 MOST_NONFINITE = 2  # optimizer steps that were skipped lately; three in a row stop a run
 CRITIC_STEPS = 60  # after which a critic should explain something; a third of that where it is worse than none
 NOT_FUNCTIONS = {"reward/mean", "reward/std", "reward/dropped", "reward/zero_spread_groups", "reward/zero_spread_kept"}
@@ -409,6 +410,20 @@ def loss_is_none(run: Run) -> Finding | None:
     )
 
 
+def far_from_teacher(run: Run) -> Finding | None:
+    """The teacher finds the policy's own tokens unlikely, so it says of texts that it would never write."""
+    said = recent(run.finite("teacher/logprob"))
+    if not (said < LEAST_LIKELY and len(run.finite("teacher/logprob")) >= FEWEST_STEPS):
+        return None
+    return Finding(
+        "far from the teacher",
+        f"The teacher gives the policy's tokens a probability of {math.exp(said):.1%} (geometric mean): it is asked "
+        "about texts that it would never write, where it knows little.",
+        "Begin nearer to it: answers of the teacher's first (distill.on_policy=0.5, or `tinyrl train sft` on them).",
+        {"teacher_logprob": said},
+    )
+
+
 # ---- the table ----
 
 Check = Callable[[Run], Finding | None]
@@ -480,6 +495,12 @@ METRICS = {
         "a slow fall; near 0 all completions of a prompt are alike and nothing more is learnt.", column="entropy",
         checks=(entropy_collapse,)),
     "eval/entropy": Metric(of="policy/entropy"),
+    "teacher/loss": Metric("Distance to the teacher, which is minimised.", "falls towards 0.", column="distance"),
+    "teacher/kl": Metric("How much likelier its tokens are to the policy than to the teacher.", "falls towards 0."),
+    "teacher/quarters": Metric("The same by where a token stands in its response.",
+        "all fall; a last one that stays high is where responses leave what the teacher knows."),
+    "teacher/logprob": Metric("How likely the policy's tokens are to the teacher.", "rises.",
+        checks=(far_from_teacher,)),
     "policy/clipfrac": Metric("Tokens outside the clip range.",
         "below 20 %; more means steps too large or too many for one rollout."),
     "policy/sampling_gap": Metric(checks=(mismatch,)),

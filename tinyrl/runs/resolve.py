@@ -16,7 +16,7 @@ from tinyrl.runs.checkpoint import checkpoint_of
 from tinyrl.runs.run_dir import named_run, open_run
 from tinyrl.starter import starter_path
 
-MODEL_FIELDS = (("model", "path"), ("model", "adapter"), ("critic", "path"), ("reward", "model"))
+MODEL_FIELDS = (("model", "path"), ("model", "adapter"), ("critic", "path"), ("teacher", "path"), ("reward", "model"))
 DATA_FIELDS = (("task", "data"), ("task", "eval_data"), ("environment", "corpus"), ("ppo", "ptx_data"))
 
 
@@ -123,6 +123,8 @@ def _unfit(key: str, path: str, config: Config) -> str | None:
         return made_elsewhere if config.trains.policy else None
     if key != "critic.path" and not config.trains.policy:
         return f"is a reward model: reward.model={path}"
+    if key == "teacher.path":  # its adapter on the same base, or its model
+        return None
     if key == "model.adapter":
         return None if config.lora.enabled else f"was fully fine-tuned, so it is a model: model.path={path}"
     if not config.lora.enabled or (key == "critic.path" and (config.uses("critic") or not config.trains.policy)):

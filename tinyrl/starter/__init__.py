@@ -1,4 +1,5 @@
-"""The embedded models (a language model, a reward model, one that looks up), and the splits of their text.
+"""The embedded models (a language model, an adapter that sorts, a reward model, one that looks up), and the splits of
+their text.
 
 A split is a hash of the prompt itself, so no prompt is in two: pre-training, training, the held-out rows that settings
 were chosen on ("dev") and those that results are reported on ("eval") never share one, whatever seed drew them.
@@ -10,12 +11,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-EMBEDDED = {"starter": "model", "starter-reward": "reward_model", "lookup": "lookup_model"}
+EMBEDDED = {
+    "starter": "model", "starter-reward": "reward_model", "starter-teacher": "teacher", "lookup": "lookup_model"
+}  # fmt: skip
 SPLITS = {"pretrain": 50, "train": 20, "dev": 5, "eval": 25}  # per cent
 
 
 def starter_path(name: str) -> Path | None:
-    """The folder of the embedded model called `name` (starter, starter-reward, lookup); None for every other name."""
+    """The folder of the embedded model called `name`, one of EMBEDDED; None for every other name."""
     return Path(__file__).parent / EMBEDDED[name] if name in EMBEDDED else None
 
 

@@ -2,7 +2,8 @@
 
 Writes the generated text, tokenizers and untrained models' configs into OUT/work, trains with the package's own
 `tinyrl train sft` and `tinyrl train reward` (recipes starter-sft, starter-reward and lookup-sft), and leaves a folder a
-model in OUT with CHECKSUMS.json beside them. `... OUT lookup_model` builds that one alone.
+model in OUT with CHECKSUMS.json beside them. `... OUT lookup_model` builds that one alone, `... OUT
+teacher` the adapter that `tinyrl train distill` learns from.
 """
 
 import hashlib
@@ -154,7 +155,22 @@ def build(out: Path, names: Iterable[str] = PLANS) -> None:
     (out / "CHECKSUMS.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
+def build_teacher(out: Path) -> None:
+    """The adapter of `tinyrl train grpo`, which sorts, rounded to bfloat16: what `tinyrl train distill` learns from."""
+    work = out / "work"
+    where = ["--output-dir", str(work), "--name", "teacher_run", "--overwrite"]
+    subprocess.run([sys.executable, "-m", "tinyrl", "train", "grpo", f"run.seed={SEED}", *where], check=True)
+    checkpoint = sorted((work / "teacher_run" / "checkpoints").iterdir())[-1]
+    (out / "teacher").mkdir(exist_ok=True)
+    shutil.copyfile(checkpoint / "adapter_config.json", out / "teacher" / "adapter_config.json")
+    weights = {name: x.to(torch.bfloat16) for name, x in load_file(checkpoint / "adapter_model.safetensors").items()}
+    save_file(weights, out / "teacher" / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or not set(sys.argv[2:]) <= set(PLANS):
-        sys.exit(f"usage: python -m tinyrl.starter.build OUT [{'|'.join(PLANS)} ...]")
-    build(Path(sys.argv[1]), sys.argv[2:] or PLANS)
+    if len(sys.argv) < 2 or not set(sys.argv[2:]) <= {*PLANS, "teacher"}:
+        sys.exit(f"usage: python -m tinyrl.starter.build OUT [{'|'.join(PLANS)}|teacher ...]")
+    if sys.argv[2:] == ["teacher"]:
+        build_teacher(Path(sys.argv[1]))
+    else:
+        build(Path(sys.argv[1]), sys.argv[2:] or PLANS)

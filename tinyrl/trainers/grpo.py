@@ -22,7 +22,6 @@ from tinyrl.algorithms.reward_shaping import token_rewards
 from tinyrl.config.method_sections import GrpoConfig
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.trainers.on_policy import OnPolicyTrainer, steer_entropy
-from tinyrl.trainers.policy_loss import PolicyLoss
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
 
@@ -49,7 +48,8 @@ class Grpo(OnPolicyTrainer):
                     self.compute_logprobs(
                         rollout, reference=config.kl_coef > 0, several_steps=several_steps, scored=kl_in_score(config)
                     )
-                session.start_update(rollout, **rewards, **self.metrics(rollout), **self.end_sampling(step))
+                taught = self.read_teacher(rollout)
+                session.start_update(rollout, **rewards, **self.metrics(rollout), **taught, **self.end_sampling(step))
             # 3. How much better a response is than its group.
             rollout.advantages = advantages_of(rollout, config, weights=self.scorer.weights)
             flat = not rollout.advantages.any()
@@ -57,9 +57,7 @@ class Grpo(OnPolicyTrainer):
             sizes = rollout.sizes(self.roles)
             with session.timed("update"):
                 for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
-                    loss = PolicyLoss(
-                        rollout, rows, roles=self.roles, settings=settings, first=session.state.first_update
-                    )
+                    loss = self.policy_loss(rollout, rows, settings)
                     metrics = session.updater.step([Pass("policy", loss, rows, sizes)], train=["policy"])
                     self.watch_sampling(metrics)
                     session.metrics.add(metrics)

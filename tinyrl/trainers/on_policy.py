@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from tinyrl.algorithms.kl import applied_entropy_coef, next_entropy_coef
-from tinyrl.components import SamplingParts
-from tinyrl.config.method_sections import GrpoConfig, PpoConfig
+from tinyrl.components import Options, SamplingParts
+from tinyrl.config.method_sections import OnPolicySection
+from tinyrl.config.schema import Config
 from tinyrl.config.sections import TaskConfig
 from tinyrl.data.rows import batch_indices, keyed_order, replaced_indices, row_key
 from tinyrl.distributed import ALONE, World
@@ -29,8 +30,10 @@ from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.collector import finalize_truncated, forward_pass, sample_and_score
 from tinyrl.runs.signals import stop_held
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.trainers.policy_loss import LossSettings
+from tinyrl.trainers.policy_loss import LossSettings, PolicyLoss
 from tinyrl.trainers.step_records import Tried, allowed_bytes, sample_lines, shown_rows, token_lines, written
+from tinyrl.trainers.teaching import DistanceLoss, teacher_metrics, teacher_of
+from tinyrl.training.optim import rate_factor
 from tinyrl.training.session import Session
 from tinyrl.training.trainer import Trainer
 
@@ -39,6 +42,20 @@ EXACT_TO = 1e-5  # sampling log-probabilities this close to a training pass's ar
 
 class OnPolicyTrainer(SamplingParts, Trainer):
     """A method that learns from its own samples: draws prompts, samples, scores, and watches for failing rewards."""
+
+    def __init__(self, config: Config, *, options: Options) -> None:
+        super().__init__(config, options=options)
+        self.teacher = teacher_of(self) if config.learns_from_teacher else None
+
+    def check(self) -> list[str]:
+        if self.teacher is not None:
+            self.teacher.start()
+        return super().check()
+
+    def preview(self) -> str:
+        if self.teacher is not None:
+            self.teacher.start()
+        return super().preview()
 
     def evaluate(self) -> Evaluation:
         return evaluate(self, num_prompts=self.config.run.eval_prompts)
@@ -64,6 +81,8 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         bonus = section.entropy_coef > 0 or section.entropy_target is not None
         logprobs, entropy = roles.logprobs("policy", batch, temperature=1.0, states=states, entropy_grad=bonus)
         loss = logprobs.sum() + (entropy.sum() if bonus else 0.0)
+        if self.teacher is not None:
+            loss = loss + self.teacher.planned(roles, states)
         if roles.critic_kind in ("shared", "shared-detached"):
             read = states if roles.critic_kind == "shared" else states.detach()
             loss = loss + roles.values(batch, states=read).sum()
@@ -228,8 +247,34 @@ class OnPolicyTrainer(SamplingParts, Trainer):
             max_new_tokens=generation.max_new_tokens,
             kl_coef=kl_coef if in_loss else 0.0,
             entropy_coef=entropy_coef(section, self.session),
+            teacher_coef=self.teacher_coef,
             weigh_mismatch=not self.samples_exactly,
         )
+
+    @property
+    def teacher_coef(self) -> float:
+        """The weight of the distance to a teacher in this step."""
+        step, num_steps, teacher = self.session.state.step, self.config.run.num_steps, self.config.teacher
+        return teacher.coef * rate_factor(teacher.coef_schedule, step, num_steps=num_steps, warmup_steps=0)
+
+    def read_teacher(self, rollout: Rollout) -> dict[str, float]:
+        """Let the teacher read a rollout, where there is one; its metrics."""
+        if self.teacher is None:
+            return {}
+        with self.session.timed("teacher"):
+            self.teacher.read(rollout)
+        return teacher_metrics(rollout)
+
+    def policy_loss(self, rollout: Rollout, rows: list[int], settings: LossSettings) -> PolicyLoss:
+        """The loss of a minibatch of a rollout."""
+        first = self.session.state.first_update
+        distance = self.distance_loss(rollout, rows) if settings.teacher_coef > 0 else None
+        return PolicyLoss(rollout, rows, roles=self.roles, settings=settings, first=first, distance=distance)
+
+    def distance_loss(self, rollout: Rollout, rows: list[int]) -> DistanceLoss:
+        assert self.teacher is not None
+        temperature = self.config.generation.temperature
+        return DistanceLoss(rollout, rows, roles=self.roles, teacher=self.teacher, temperature=temperature)
 
     def end_sampling(self, step: int) -> dict[str, float]:
         """Put on record which prompts of a step were solved; its metrics."""
@@ -346,7 +391,7 @@ class SolvedPrompts:
 # ---- the weight of the entropy bonus: as it is set, or steered to a target entropy ----
 
 
-def entropy_coef(section: GrpoConfig | PpoConfig, session: Session) -> float:
+def entropy_coef(section: OnPolicySection, session: Session) -> float:
     if section.entropy_target is None:
         return section.entropy_coef
     observed = session.state.controllers.entropy
@@ -355,7 +400,7 @@ def entropy_coef(section: GrpoConfig | PpoConfig, session: Session) -> float:
     )
 
 
-def steer_entropy(section: GrpoConfig | PpoConfig, session: Session) -> dict[str, float]:
+def steer_entropy(section: OnPolicySection, session: Session) -> dict[str, float]:
     """Set the next step's weight by the entropy that this step's updates saw; metrics: policy/entropy_coef."""
     if section.entropy_target is None:
         return {}
@@ -373,6 +418,6 @@ def steer_entropy(section: GrpoConfig | PpoConfig, session: Session) -> dict[str
     return {"policy/entropy_coef": used}
 
 
-def _coef(section: GrpoConfig | PpoConfig, session: Session) -> float:
+def _coef(section: OnPolicySection, session: Session) -> float:
     steered = session.state.controllers.entropy_coef
     return section.entropy_coef if steered is None else steered

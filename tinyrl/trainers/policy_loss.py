@@ -1,6 +1,6 @@
 """The policy loss of GRPO and PPO on a minibatch: surrogate, importance weights, entropy bonus, KL.
 
-    loss = surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference)
+    loss = surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference) + teacher_coef * distance to a teacher
 
 Every term is a sum over a micro-batch divided by a count of the whole minibatch, so micro-batching changes no gradient.
 To add a surrogate, write a function from a PolicyBatch to (loss, metrics) and a name in SURROGATES.
@@ -30,6 +30,7 @@ from tinyrl.algorithms.masking import Aggregation, masked_sum
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.roles import Roles
 from tinyrl.rollout.buffer import PolicyBatch, Rollout
+from tinyrl.trainers.teaching import DistanceLoss
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class LossSettings:
     entropy_coef: float = 0.0
     kl_estimator: str = "k3"
     kl_ratio_weight: bool = False
+    teacher_coef: float = 0.0
     mismatch: Mismatch | Literal["none"] = "token"
     mismatch_cap: float = 2.0  # Yao et al. 2025
     mismatch_floor: float = 0.0
@@ -92,9 +94,17 @@ class PolicyLoss:
     """
 
     def __init__(
-        self, rollout: Rollout, minibatch: Sequence[int], *, roles: Roles, settings: LossSettings, first: bool
+        self,
+        rollout: Rollout,
+        minibatch: Sequence[int],
+        *,
+        roles: Roles,
+        settings: LossSettings,
+        first: bool,
+        distance: DistanceLoss | None = None,
     ) -> None:
         self.rollout, self.roles, self.settings, self.first = rollout, roles, settings, first
+        self.distance = distance
         self.counts = Counts.of(rollout.loss_mask[list(minibatch)])
 
     def __call__(self, rows: list[int]) -> tuple[Tensor, Metrics]:
@@ -109,6 +119,9 @@ class PolicyLoss:
         )
         minibatch = self.rollout.minibatch(rows, batch=batch, logprobs=logprobs, entropy=entropy)
         loss, metrics = policy_loss(minibatch, self.counts, settings=settings)
+        if self.distance is not None:
+            apart, of_distance = self.distance.from_states(rows, batch, states)
+            loss, metrics = loss + settings.teacher_coef * apart, of_distance | metrics
         return loss, metrics | sampling_gap(minibatch, self.counts) if self.first else metrics
 
 

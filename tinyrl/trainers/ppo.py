@@ -116,7 +116,8 @@ class Ppo(OnPolicyTrainer):
                     if config.bootstrap_truncated:
                         rollout.final_values = predict_final_values(rollout, self)
                 rewards_by_name = self.reward_metrics(rollout)
-                metrics = self.metrics(rollout) | self.end_sampling(step) | {"objective/kl_coef": kl_coef}
+                metrics = self.metrics(rollout) | self.read_teacher(rollout) | self.end_sampling(step)
+                metrics["objective/kl_coef"] = kl_coef
                 session.start_update(rollout, **rewards_by_name, **metrics)
             # 3. One reward for each token.
             rewards, mask = shaped_rewards(rollout, config, kl_coef=kl_coef), rollout.loss_mask
@@ -179,7 +180,7 @@ def update(session: Session, trainer: Ppo, rollout: Rollout, *, kl_coef: float, 
     trained, sizes = ["critic"] if warming_up else ["policy", "critic"], rollout.sizes(trainer.roles)
     with_text = config.ptx_coef > 0 and not warming_up
     for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
-        policy = PolicyLoss(rollout, rows, roles=trainer.roles, settings=settings, first=session.state.first_update)
+        policy = trainer.policy_loss(rollout, rows, settings)
         value = ValueLoss(rollout, trainer.roles, config, tokens=policy.counts.tokens)
         if trainer.roles.critic_kind in ("shared", "shared-detached"):
             passes = [Pass("policy", SharedTrunkLoss(policy, value, warming_up=warming_up), rows, sizes)]

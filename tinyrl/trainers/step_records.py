@@ -95,7 +95,7 @@ def token_lines(
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(1).expand_as(old)
     kinds = {"advantage": advantages, "old": old, "ref": rollout.ref_logprobs, "value": rollout.values}
-    kinds["reward"] = rewards
+    kinds |= {"teacher": rollout.teacher_logprobs, "reward": rewards}
     for place, row in enumerate(rows):
         tokens = rollout.response(row)
         if hidden(whole := str(parts.tokenizer.decode(tokens))) != whole:

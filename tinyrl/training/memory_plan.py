@@ -22,7 +22,7 @@ from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.device import KEPT_BYTES
 from tinyrl.models.loading import saved_dtype
 from tinyrl.models.logprobs import CHUNK_ELEMENTS, token_logprobs
-from tinyrl.models.meta import META, AsOn, LiveBytes, bytes_by_role, four_bit_bytes, is_meta
+from tinyrl.models.meta import META, AsOn, LiveBytes, bytes_by_role, four_bit_bytes, is_meta, quantized_bytes
 from tinyrl.models.micro_batches import StepRows
 from tinyrl.models.roles import Role, Roles
 from tinyrl.training.trainer import Trainer
@@ -87,6 +87,9 @@ class Planner:
         roles = bytes_by_role(self.meta, reward_model=self.reward_model)
         if self.trainer.config.model.quantization == "4bit":
             roles["base"] = four_bit_bytes(self.meta)
+        teacher, few_bits = self.meta.teacher_model, self.trainer.config.teacher.quantization
+        if teacher is not None and few_bits is not None:
+            roles["teacher"] = quantized_bytes(teacher, [*teacher.parameters()], few_bits)
         moments = 8 if self.trainer.config.optim.optimizer == "adamw" else 2
         own = {"process": self.process} if self.process else {}
         return {**own, **roles, "Adam": moments * sum(p.numel() for p in trained(self.meta))}

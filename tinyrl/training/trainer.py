@@ -24,6 +24,7 @@ class Trainer(Parts):
     """A method: what it loads, its loop, its numbers on held-out rows, what a checkpoint holds of it."""
 
     row_fingerprints: dict[str, str]  # of both splits
+    learns = True
     has_prompts = True  # whether another method finds prompts in the rows of task.data
 
     def train(self, session: Session) -> None:

@@ -35,6 +35,7 @@ from typing import Any
 
 MAX_ERROR_CHARS = 2000  # of an exception's message, which is cut to a line where it is shown
 MAX_SHOWN_CHARS = 100  # of a value that is not a score
+MAX_WHY_CHARS = 4000  # of what a score comes with
 MAX_SCORE = 1e12  # scores become float32; there, the squares of a batch of larger ones would be infinite
 section = "reward"  # of the configuration, that the function is from
 CHAT_HINT = 'a completion is a list of messages here, as the prompts are; its text is completion[0]["content"]'
@@ -140,8 +141,9 @@ def call(
     return {"values": scores, "failures": failures}
 
 
-def check_values(returned: Any, num_rows: int) -> tuple[list[float | None], list[tuple[int, str]]]:
-    """The scores a function returned, one a row (None where there is none), and (row, reason) of the bad rows.
+def check_values(returned: Any, num_rows: int) -> tuple[list[Any], list[tuple[int, str]]]:
+    """The scores a function returned, one a row (None where there is none), and (row, reason) of the bad rows. A score
+    that came with a text, (score, why), is [score, why].
 
     None means "does not apply" and is not a failure. True and False are 1 and 0; NumPy and torch values are taken as
     the numbers they hold. A list of the wrong length fails every row, as scores cannot be matched to rows.
@@ -154,9 +156,16 @@ def check_values(returned: Any, num_rows: int) -> tuple[list[float | None], list
     elif len(values) != num_rows:
         problem = f"returned a list of {len(values)} for a batch of {num_rows}"
     else:
-        pairs = [_number(value) for value in values]
+        pairs = [_score(value) for value in values]
         return [score for score, _ in pairs], [(row, problem) for row, (_, problem) in enumerate(pairs) if problem]
     return [None] * num_rows, [(row, problem) for row in range(num_rows)]
+
+
+def _score(value: Any) -> tuple[Any, str]:
+    if isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], str):
+        number, problem = _number(value[0])
+        return ([number, value[1][:MAX_WHY_CHARS]], "") if not problem else (None, problem)
+    return _number(value)
 
 
 def _number(value: Any) -> tuple[float | None, str]:

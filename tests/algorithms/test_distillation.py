@@ -1,0 +1,106 @@
+"""Divergences of student and teacher: numbers by hand, scalar loops, TRL's formula, and what they must satisfy."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tinyrl.algorithms.distillation import jensen_shannon, kl_divergence, token_advantages, with_tail
+
+
+def random_logprobs(rows: int, vocabulary: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (3 * torch.randn(rows, vocabulary, generator=generator, dtype=torch.float64)).log_softmax(-1)
+
+
+def by_loop(p: list[float], q: list[float], beta: float) -> float:
+    """The definition, one outcome after another."""
+    total = 0.0
+    for a, b in zip(p, q, strict=True):
+        if beta == 0:
+            total += b * math.log(b / a)
+        elif beta == 1:
+            total += a * math.log(a / b)
+        else:
+            m = beta * b + (1 - beta) * a
+            total += beta * b * math.log(b / m) + (1 - beta) * a * math.log(a / m)
+    return total
+
+
+def test_two_outcomes_by_hand():
+    student, teacher = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.75, 0.25]]).log()
+    # forward: 3/4 ln(3/2) + 1/4 ln(1/2); reverse: 1/2 ln(2/3) + 1/2 ln 2
+    assert jensen_shannon(student, teacher, beta=0.0).item() == pytest.approx(0.1308, abs=1e-4)
+    assert jensen_shannon(student, teacher, beta=1.0).item() == pytest.approx(0.1438, abs=1e-4)
+    # m = (0.625, 0.375): (0.75 ln 1.2 + 0.25 ln 2/3 + 0.5 ln 0.8 + 0.5 ln 4/3) / 2
+    assert jensen_shannon(student, teacher, beta=0.5).item() == pytest.approx(0.0338, abs=1e-4)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_against_scalar_loops(beta: float):
+    p, q = random_logprobs(6, 13, 0), random_logprobs(6, 13, 1)
+    expected = [by_loop(a, b, beta) for a, b in zip(p.exp().tolist(), q.exp().tolist(), strict=True)]
+    torch.testing.assert_close(jensen_shannon(p, q, beta=beta), torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_zero_where_equal_and_never_negative(beta: float):
+    p, q = random_logprobs(50, 7, 2), random_logprobs(50, 7, 3)
+    assert jensen_shannon(p, p, beta=beta).abs().max() < 1e-12
+    assert (jensen_shannon(p, q, beta=beta) > 0).all()
+
+
+def test_beta_tends_to_its_ends_up_to_their_factor():
+    p, q = random_logprobs(5, 9, 4), random_logprobs(5, 9, 5)
+    near = 1e-7
+    torch.testing.assert_close(
+        jensen_shannon(p, q, beta=near) / near, jensen_shannon(p, q, beta=0.0), rtol=1e-2, atol=0
+    )
+    torch.testing.assert_close(
+        jensen_shannon(p, q, beta=1 - near) / near, jensen_shannon(p, q, beta=1.0), rtol=1e-2, atol=0
+    )
+
+
+def test_an_outcome_the_first_never_has_adds_nothing():
+    p = torch.tensor([[0.0, 1.0]]).log()
+    assert kl_divergence(p, torch.tensor([[0.5, 0.5]]).log()).item() == pytest.approx(math.log(2))
+
+
+def test_tail_bin_by_hand():
+    bins = with_tail(torch.tensor([[0.5, 0.3]]).log())
+    torch.testing.assert_close(bins.exp(), torch.tensor([[0.5, 0.3, 0.2]]))
+    everything = with_tail(torch.tensor([[0.6, 0.4]]).log())
+    assert everything[0, 2].exp().item() == pytest.approx(1e-7, rel=1e-3)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_bins_are_never_farther_apart_than_the_vocabulary(beta: float):
+    p, q = random_logprobs(40, 20, 6), random_logprobs(40, 20, 7)
+    top = q.topk(4).indices
+    binned = jensen_shannon(with_tail(p.gather(1, top)), with_tail(q.gather(1, top)), beta=beta)
+    assert (binned <= jensen_shannon(p, q, beta=beta) + 1e-9).all()
+
+
+def test_reverse_kl_over_bins_pulls_a_student_off_tokens_the_teacher_does_not_name():
+    """Without the tail such a student has nothing to pay for: its distance over the K tokens is negative."""
+    student = torch.tensor([0.0, 0.0, 5.0], requires_grad=True)
+    teacher = torch.tensor([[0.6, 0.39]]).log()
+    named = student.log_softmax(-1)[:2].unsqueeze(0)
+    assert kl_divergence(named, teacher).item() < 0
+    jensen_shannon(with_tail(named), with_tail(teacher), beta=1.0).sum().backward()
+    assert student.grad is not None
+    assert student.grad[2] > 0 > student.grad[0]
+
+
+def test_worth_of_sampled_tokens():
+    mask = torch.tensor([[True, True, False]])
+    old, teacher = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-0.5, -4.0, 0.0]])
+    torch.testing.assert_close(token_advantages(old, teacher, mask), torch.tensor([[0.5, -2.0, 0.0]]))
+
+
+@pytest.mark.parametrize("beta", [-0.1, 1.1])
+def test_beta_outside_is_refused(beta: float):
+    p = random_logprobs(2, 3, 0)
+    with pytest.raises(AssertionError):
+        jensen_shannon(p, p, beta=beta)

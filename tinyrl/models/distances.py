@@ -1,0 +1,179 @@
+"""Chunked distances between a student's and a teacher's distributions, from hidden states.
+
+Neither (tokens, vocabulary) matrix outlives its chunk. Of a teacher the states (N, H) are kept, not the logits: they
+are exact, and 896 numbers a token where the vocabulary has 151,936; a teacher that says less (a server, a file) gives
+its K most likely tokens. With a frozen head the derivative with respect to the student's state, (N, H), is formed while
+a chunk is at hand; with a trainable one (full fine-tuning) backward recomputes each chunk.
+
+With z the student's logits over the temperature, p = softmax(z), and G_v = dD / dp_v:
+    dD / dz_v = p_v (G_v - sum_u p_u G_u)
+    forward KL: G = -q / p        reverse KL: G = log p - log q        between: G = (1 - beta) (log p - log m)
+where a tail bin's G is that of every token in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from tinyrl.algorithms.distillation import jensen_shannon, mixture, with_tail
+from tinyrl.models.logprobs import Head, chunks_of
+
+
+@dataclass(frozen=True)
+class TeacherStates:
+    """What a teacher says of N tokens, as its hidden states (N, H) and its head."""
+
+    states: Tensor
+    head: Head
+
+    def __getitem__(self, chunk: slice) -> TeacherStates:
+        return TeacherStates(self.states[chunk], self.head)
+
+
+@dataclass(frozen=True)
+class TeacherTopK:
+    """What a teacher says of N tokens: its K most likely next tokens, int ids and log-probabilities (N, K), at the
+    temperature of the distance.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+
+    def __getitem__(self, chunk: slice) -> TeacherTopK:
+        return TeacherTopK(self.ids[chunk], self.logprobs[chunk])
+
+
+Teaching = TeacherStates | TeacherTopK
+
+
+class Distance(NamedTuple):
+    """Of N tokens, each (N,) float32: the divergence (the only one with a gradient), the student's log-probability of
+    the token that came, and its entropy.
+    """
+
+    divergence: Tensor
+    logprobs: Tensor
+    entropy: Tensor
+
+
+def distances(
+    states: Tensor, head: Head, teacher: Teaching, *, targets: Tensor, temperature: float, beta: float
+) -> Distance:
+    """Divergences of the student's distributions, softmax(logits / temperature), to the teacher's, in nats.
+
+    states (N, H) of the student, targets (N,) the tokens that came. `beta`: algorithms/distillation.py.
+    """
+    if head.weight.requires_grad and torch.is_grad_enabled():
+        parts = [
+            checkpoint(
+                dense_distances, states[chunk], head, teacher[chunk], targets[chunk], temperature, beta,
+                use_reentrant=False, preserve_rng_state=False,
+            )
+            for chunk in chunks_of(len(states), head.weight.shape[0], device=states.device)
+        ]  # fmt: skip
+        return Distance(*(torch.cat(columns) for columns in zip(*parts, strict=True)))  # pyright: ignore
+    return Distance(*_FrozenHead.apply(states, head, teacher, targets, temperature, beta))  # pyright: ignore
+
+
+def top_k_of(states: Tensor, head: Head, *, top_k: int, temperature: float) -> TeacherTopK:
+    """The K most likely tokens of the distributions at states (N, H)."""
+    ids = torch.empty(len(states), top_k, dtype=torch.int32, device=states.device)
+    logprobs = torch.empty(len(states), top_k, device=states.device)
+    for chunk in chunks_of(len(states), head.weight.shape[0], device=states.device):
+        logprobs[chunk], likeliest = log_softmax(states[chunk], head, temperature).topk(top_k)
+        ids[chunk] = likeliest.int()
+    return TeacherTopK(ids, logprobs)
+
+
+def log_softmax(states: Tensor, head: Head, temperature: float) -> Tensor:
+    z = head.logits(states)
+    return (z if temperature == 1.0 else z / temperature).log_softmax(-1)
+
+
+def dense_distances(
+    states: Tensor, head: Head, teacher: Teaching, targets: Tensor, temperature: float, beta: float
+) -> Distance:
+    """The plain formula on one chunk."""
+    log_p, index = log_softmax(states, head, temperature), targets.unsqueeze(-1)
+    if isinstance(teacher, TeacherTopK):
+        named = log_p.gather(-1, teacher.ids.long())
+        divergence = jensen_shannon(with_tail(named), with_tail(teacher.logprobs), beta=beta)
+    else:
+        divergence = jensen_shannon(log_p, log_softmax(teacher.states, teacher.head, temperature), beta=beta)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return Distance(divergence, log_p.gather(-1, index).squeeze(-1).detach(), entropy.detach())
+
+
+class _FrozenHead(torch.autograd.Function):
+    """Forward keeps d divergence / d state, formed chunk by chunk; backward is one product by row."""
+
+    @staticmethod
+    def forward(ctx, states: Tensor, head: Head, teacher: Teaching, targets: Tensor, temperature: float, beta: float):  # pyright: ignore
+        n, vocabulary = len(states), head.weight.shape[0]
+        want = states.requires_grad
+        out = Distance(*(states.new_empty(n, dtype=torch.float32) for _ in Distance._fields))
+        d_states = torch.empty_like(states) if want else None
+        for chunk in chunks_of(n, vocabulary, device=states.device):
+            log_p, index = log_softmax(states[chunk], head, temperature), targets[chunk].unsqueeze(-1)
+            bent = None
+            if head.softcap is not None and want:
+                z = head.logits(states[chunk])
+                bent = 1 - (z / head.softcap) ** 2
+            out.logprobs[chunk] = log_p.gather(-1, index).squeeze(-1)
+            p = log_p.exp()
+            out.entropy[chunk] = -torch.linalg.vecdot(p, log_p)
+            part = teacher[chunk]
+            if isinstance(part, TeacherTopK):
+                out.divergence[chunk], slope = _over_bins(p, log_p, part, beta=beta, want=want)
+            else:
+                log_q = log_softmax(part.states, part.head, temperature)
+                out.divergence[chunk], slope = _over_vocabulary(p, log_p, log_q, beta=beta)
+            if d_states is not None:
+                slope = slope.mul_(head.scale / temperature)
+                slope = slope if bent is None else slope.mul_(bent)
+                d_states[chunk] = (slope.to(head.weight.dtype) @ head.weight).to(states.dtype)
+        ctx.save_for_backward(d_states)
+        ctx.mark_non_differentiable(*out[1:])
+        return tuple(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor, *_: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (d_states,) = ctx.saved_tensors
+        return grad.unsqueeze(-1).to(d_states.dtype) * d_states, None, None, None, None, None
+
+
+def _over_vocabulary(p: Tensor, log_p: Tensor, log_q: Tensor, *, beta: float) -> tuple[Tensor, Tensor]:
+    """(divergences (n,), their derivatives with respect to the logits (n, V)); the arguments are used up."""
+    if beta == 0.0:
+        q = log_q.exp()
+        divergence = torch.linalg.vecdot(q, log_q.sub_(log_p))
+        return divergence, p.sub_(q)
+    if beta == 1.0:
+        gap = log_p.sub_(log_q)
+        divergence = torch.linalg.vecdot(p, gap)
+        return divergence, gap.sub_(divergence.unsqueeze(-1)).mul_(p)
+    log_m = mixture(log_p, log_q, beta=beta)
+    of_teacher = torch.linalg.vecdot(log_q.exp(), log_q.sub_(log_m))
+    gap = log_p.sub_(log_m)
+    of_student = torch.linalg.vecdot(p, gap)
+    slope = gap.sub_(of_student.unsqueeze(-1)).mul_(p).mul_(1 - beta)
+    return beta * of_teacher + (1 - beta) * of_student, slope
+
+
+def _over_bins(p: Tensor, log_p: Tensor, teacher: TeacherTopK, *, beta: float, want: bool) -> tuple[Tensor, Tensor]:
+    """The same over K tokens and a tail: with c_k = dD / d log p_k, on which alone D depends, dD / dz = c - p sum c."""
+    with torch.enable_grad():
+        picked = log_p.gather(-1, teacher.ids.long()).requires_grad_(want)
+        divergence = jensen_shannon(with_tail(picked), with_tail(teacher.logprobs), beta=beta)
+        if not want:
+            return divergence, p
+        (c,) = torch.autograd.grad(divergence.sum(), picked)
+    slope = p.mul_(-c.sum(-1, keepdim=True)).scatter_add_(-1, teacher.ids.long(), c)
+    return divergence.detach(), slope

@@ -1,0 +1,127 @@
+"""On-policy distillation (GKD, 2306.13649): the student samples, a teacher says how likely each token was.
+
+    for each step:
+        1. sample responses to prompts (for a share of them: take given ones)
+        2. the teacher reads them
+        3. for each minibatch: mean distance of the student's next-token distributions to the teacher's, optimizer step
+
+What differs from the paper: the distance is the reverse KL by default (teacher.divergence), which on-policy keeps a
+small student to what it can do. As in the paper no gradient goes through the sampling. Under distill.objective=sampled
+only the log-probability of the token that came is used, as the advantage in a clipped policy gradient: weaker, and all
+that some servers tell. Rewards are scored and shown, and not learnt from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from tinyrl.algorithms.distillation import token_advantages
+from tinyrl.models.batches import SequenceBatch
+from tinyrl.models.roles import Role, Roles
+from tinyrl.rollout.buffer import Rollout, given_rollout, joined
+from tinyrl.rollout.stored import Manifest, bytes_a_token, vocabulary_digest, write_stored
+from tinyrl.runs.signals import watched
+from tinyrl.tasks.answers import answer_end, ended
+from tinyrl.tasks.prompts import PreparedPrompt, token_ids
+from tinyrl.trainers.on_policy import OnPolicyTrainer, steer_entropy
+from tinyrl.trainers.teaching import StoredTeacher
+from tinyrl.training.session import Session
+from tinyrl.training.update import Pass
+
+
+class Distill(OnPolicyTrainer):
+    """On-policy distillation."""
+
+    @property
+    def readings(self) -> int:
+        return 1 + int(self.config.distill.kl_coef > 0)
+
+    def planned_loss(self, roles: Roles, role: Role, batch: SequenceBatch) -> Tensor:
+        if self.config.distill.objective == "sampled":
+            return super().planned_loss(roles, role, batch)
+        assert self.teacher is not None
+        return self.teacher.planned(roles, roles.policy_states(batch))
+
+    def train(self, session: Session) -> None:
+        config = self.config.distill
+        sampled, kl = config.objective == "sampled", config.kl_coef > 0
+        self.begin(session)
+        several_steps = config.num_epochs > 1 or (config.minibatch_size or config.batch_size) < config.batch_size
+        for step in session.steps():
+            rollout = session.rollout
+            if rollout is None:
+                # 1. Responses to the step's prompts.
+                with session.timed("rollout"):
+                    rollout = self.responses(step)
+                # 2. What the teacher says of them.
+                taught = self.read_teacher(rollout)
+                if sampled:
+                    with session.timed("reference"):
+                        self.compute_logprobs(rollout, reference=kl, several_steps=several_steps)
+                rewards = {} if rollout.rewards.isnan().all() else self.reward_metrics(rollout)  # given answers alone
+                session.start_update(rollout, **rewards, **self.metrics(rollout), **taught, **self.end_sampling(step))
+            assert rollout.teacher_logprobs is not None
+            before = rollout.sampling_logprobs if rollout.old_logprobs is None else rollout.old_logprobs
+            rollout.advantages = token_advantages(before, rollout.teacher_logprobs, rollout.loss_mask)
+            # 3. An optimizer step for each minibatch.
+            settings, sizes = self.loss_settings(kl_coef=config.kl_coef), rollout.sizes(self.roles)
+            with session.timed("update"):
+                for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
+                    loss = self.policy_loss(rollout, rows, settings) if sampled else self.distance_loss(rollout, rows)
+                    session.metrics.add(session.updater.step([Pass("policy", loss, rows, sizes)], train=["policy"]))
+            self.record(rollout, rollout.advantages, step)
+            session.end_step(**steer_entropy(config, session))
+
+    def responses(self, step: int) -> Rollout:
+        """The step's rollout: sampled, and for the rest of distill.on_policy the answers of the rows themselves."""
+        if isinstance(self.teacher, StoredTeacher):
+            rollout = self.teacher.rows(step)
+            texts = map(self.tokenizer.decode, rollout.prompt_tokens)
+            self._texts |= zip(rollout.prompt_rows.tolist(), map(str, texts), strict=True)
+            return rollout
+        prompts = self.prompts(step)
+        count = round(self.config.distill.on_policy * len(prompts))
+        sampled = self.collect(prompts[:count], step) if count else None
+        given = self.given(prompts[count:]) if count < len(prompts) else None
+        if sampled is None or given is None:
+            found = sampled or given
+            assert found is not None
+            return found
+        return joined(sampled, given)
+
+    def store(self, folder: Path, *, told: Callable[[str], None]) -> Manifest:
+        """Let the teacher read the given answers of all training rows, and keep its likeliest tokens in a folder."""
+        teacher, prompts = self.teacher, self.train_prompts
+        assert teacher is not None
+        top_k, size = teacher.config.top_k, self.config.distill.num_prompts
+        assert top_k is not None
+        teacher.start()
+        rollouts = [self.given(prompts[i : i + size]) for i in range(0, len(prompts), size)]
+        tokens = sum(int(rollout.loss_mask.sum()) for rollout in rollouts)
+        each = bytes_a_token(top_k)
+        told(f"{len(prompts)} rows, {tokens:,} tokens, {each} bytes each: {tokens * each / 1e6:,.1f} MB in {folder}")
+        about = {"teacher": teacher.config.path, "top_k": top_k, "temperature": self.config.generation.temperature,
+                 "vocabulary": vocabulary_digest(self.tokenizer.get_vocab())}  # fmt: skip
+
+        def read(rollout: Rollout) -> Rollout:
+            teacher.read(rollout)
+            return rollout
+
+        return write_stored(folder, map(read, watched(rollouts)), about=about)
+
+    def given(self, prompts: list[PreparedPrompt]) -> Rollout:
+        """The rows' own answers: their `completion`, or what the task knows to be right. Raises ValueError for a row
+        that has none.
+        """
+        where, answers = self.config.task, []
+        end = answer_end(self.tokenizer, chat=where.chat, variables=where.chat_template)
+        for prompt in prompts:
+            text = prompt.row.get("completion", self.task.gold(prompt.row))
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"row {prompt.index + 1} has no answer to learn from: it needs a `completion` of text")
+            answers.append(ended(token_ids(self.tokenizer, text), end))
+        tokens, rows = [prompt.tokens for prompt in prompts], [prompt.index for prompt in prompts]
+        return given_rollout(tokens, answers, rows=rows, num_rewards=len(self.scorer.names))
