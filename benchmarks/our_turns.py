@@ -37,11 +37,11 @@ class LimitedTurns(Episodes):
 
 def rollout(parts: SamplingParts, *, plainly: bool, step: int) -> list[Completion]:
     """One rollout: whole episodes, as `turns.play` has them."""
-    assert parts.game is not None
+    assert parts.runner is not None
     prompts = parts.train_prompts[: SPEED.num_prompts]
     requests = [Request(prompt.tokens, prompt_row=prompt.index) for prompt in prompts]
     options: SampleOptions = {"seed": parts.config.run.seed, "step": step}
-    runner = replace(parts.game, max_new_tokens=TURNS * SPEED.max_new_tokens)
+    runner = replace(parts.runner, max_new_tokens=TURNS * SPEED.max_new_tokens)
     with LimitedTurns(prompts, requests, SPEED.group_size, runner=runner, seed=options["seed"], step=step) as episodes:
         if plainly:
             play_plainly(requests, SPEED.group_size, engine=parts.engine, episodes=episodes, options=options)

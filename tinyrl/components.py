@@ -186,8 +186,8 @@ class SamplingParts(Parts):
     def __init__(self, config: Config, *, options: Options, judge: Scorer | None = None) -> None:
         super().__init__(config, options=options)
         self.task: Task = load_task(config.task.name or "rows", grading=config.task.grading)
-        self.game = load_episode_runner(config, self.task, tokenizer=self.tokenizer, roles=self.roles)
-        environment = self.game.environment if self.game is not None else None  # answers between turns
+        self.runner = load_episode_runner(config, self.task, tokenizer=self.tokenizer, roles=self.roles)
+        environment = self.runner.environment if self.runner is not None else None  # answers between turns
         self.train_prompts, self.eval_prompts = (self._prompts(split) for split in ("train", "eval"))
         if judge is None:
             self.scorer = load_scorer(config, self.task, parts=self, options=options, environment=environment)
@@ -214,15 +214,15 @@ class SamplingParts(Parts):
     @property
     def longest_response(self) -> int:
         """Tokens of a response, with what is read between its turns."""
-        return self.config.generation.max_new_tokens if self.game is None else self.game.max_episode_tokens
+        return self.config.generation.max_new_tokens if self.runner is None else self.runner.max_episode_tokens
 
     def _prompts(self, split: str) -> list[PreparedPrompt]:
-        generation, game = self.config.generation, self.game
+        generation, runner = self.config.generation, self.runner
         rows, longest, limit = load_split(self.config, split), self.longest_response, generation.max_prompt_tokens
         positions = getattr(self.roles.causal.config, "max_position_embeddings", None)
         if positions is not None and longest >= positions:
             between = longest - generation.max_new_tokens
-            read = "" if game is None else f" and up to {between} that are read between turns"
+            read = "" if runner is None else f" and up to {between} that are read between turns"
             raise ValueError(
                 f"generation.max_new_tokens={generation.max_new_tokens}{read}, but the model has {positions} "
                 "positions for prompt and response"
@@ -235,16 +235,16 @@ class SamplingParts(Parts):
         self, rows: list[Row], *, limit: int | None = None, openings: list[str | None] | None = None
     ) -> list[PreparedPrompt]:
         """Prompts of rows, with what an environment, or `openings`, add to them; `limit`: tokens of a prompt."""
-        where, game = self.config.task, self.game
-        if openings is None and game is not None:
-            openings = game.openings(self.task, rows)
+        where, runner = self.config.task, self.runner
+        if openings is None and runner is not None:
+            openings = runner.openings(self.task, rows)
         prepared = prepare_prompts(
             self.task,
             rows,
             tokenizer=self.tokenizer,
             chat=where.chat,
             system_prompt=where.system_prompt,
-            variables=where.chat_template if game is None else game.variables,
+            variables=where.chat_template if runner is None else runner.variables,
             max_prompt_tokens=1 << 30 if limit is None else limit,
             long_prompts=where.long_prompts,
             openings=openings,
@@ -262,7 +262,7 @@ class SamplingParts(Parts):
         warning = check_gold(self.scorer, self.train_prompts).warning
         warnings = [f"warning: {warning} (prompt {first.text[:60]!r})"] if warning else []
         warnings += self.template_warnings() + self._few_held_out()
-        notes = [*self._engine_notes(), *(episode_notes(self.game) if self.game is not None else [])]
+        notes = [*self._engine_notes(), *(episode_notes(self.runner) if self.runner is not None else [])]
         return [f"sampling engine {self.engine.name} ({self.engine_reason})", *notes, self.describe_memory(), *warnings]
 
     def preview(self) -> str:
@@ -286,10 +286,10 @@ class SamplingParts(Parts):
         return "\n".join([*lines, *([f"warning: {trial.warning}"] if trial.warning else []), *self._few_held_out()])
 
     def _scripted_episode(self, prompt: PreparedPrompt) -> list[str]:
-        if self.game is None:
+        if self.runner is None:
             return []
-        stop = [*self.config.generation.stop, *self.game.environment.stop]
-        return [*episode_notes(self.game), *show_episode(self.game, prompt, self.task, stop=stop)]
+        stop = [*self.config.generation.stop, *self.runner.environment.stop]
+        return [*episode_notes(self.runner), *show_episode(self.runner, prompt, self.task, stop=stop)]
 
     def _engine_notes(self) -> list[str]:
         return self.engine.start([p.tokens for p in self.train_prompts])
@@ -307,14 +307,14 @@ class SamplingParts(Parts):
         return {**roles, "sampling copy": self.engine.copy_bytes, "optimizers": super().memory()["optimizers"]}
 
     def keep_output(self, write: Callable[[str], None]) -> None:
-        for function in [*self.scorer.workers, *(self.game.environment.workers if self.game else [])]:
+        for function in [*self.scorer.workers, *(self.runner.environment.workers if self.runner else [])]:
             function.printed.send_to(write)
 
     def close(self) -> None:
         self.scorer.close()
         self.engine.close()
-        if self.game is not None:
-            self.game.environment.close()
+        if self.runner is not None:
+            self.runner.environment.close()
 
 
 def load_scorer(

@@ -35,13 +35,13 @@ def make_parts(engine: str = "fused", **sections: Any) -> SamplingParts:
 def episodes_of(
     parts: SamplingParts, *, greedy: bool = False, plainly: bool = False, num_prompts: int | None = None
 ) -> Played:
-    prompts, game = parts.train_prompts[:num_prompts], parts.game
-    assert game is not None
+    prompts, runner = parts.train_prompts[:num_prompts], parts.runner
+    assert runner is not None
     requests = [Request(p.tokens, prompt_row=p.index) for p in prompts]
     options: SampleOptions = {"seed": SEED, "step": STEP, "greedy": greedy}
     if not plainly:
-        return play(prompts, requests, GROUP, engine=parts.engine, runner=game, **options)
-    with Episodes(prompts, requests, GROUP, runner=game, seed=SEED, step=STEP) as episodes:
+        return play(prompts, requests, GROUP, engine=parts.engine, runner=runner, **options)
+    with Episodes(prompts, requests, GROUP, runner=runner, seed=SEED, step=STEP) as episodes:
         options["role"] = "policy"
         play_plainly(requests, GROUP, engine=parts.engine, episodes=episodes, options=options)
         return episodes.finalized(), episodes.episodes
@@ -81,9 +81,9 @@ def test_every_engine_and_both_ways_give_the_same_episodes(
 
 def test_when_answers_come_changes_no_bit(fused: SamplingParts) -> None:
     """Which rows are decoded together changes the rounding, so it must not hang on the clock."""
-    game, draw = fused.game, random.Random(0)
-    assert game is not None
-    environment, respond = game.environment, game.environment._respond
+    runner, draw = fused.runner, random.Random(0)
+    assert runner is not None
+    environment, respond = runner.environment, runner.environment._respond
     assert respond is not None
 
     def late(prompts: list[Any], transcripts: list[Any], **columns: Any) -> list[Any]:
@@ -134,21 +134,21 @@ def token_at(logprobs: torch.Tensor, u: float) -> int:
 
 
 def test_each_episode_has_a_seed_of_its_own(fused: SamplingParts) -> None:
-    prompts, game = fused.train_prompts, fused.game
-    assert game is not None
+    prompts, runner = fused.train_prompts, fused.runner
+    assert runner is not None
     asked: list[int] = []
 
     def noted(prompts: list[Any], transcripts: list[Any], seed: list[int], **columns: Any) -> list[Reply | None]:
         asked.extend(seed)
         return [Reply(done=True)] * len(prompts)
 
-    environment = fused.game.environment if fused.game else None
+    environment = fused.runner.environment if fused.runner else None
     assert environment is not None
     respond, environment._respond = environment._respond, noted
     try:
         for step in (STEP, STEP, STEP + 1):
             requests = [Request(p.tokens, prompt_row=p.index) for p in prompts]
-            play(prompts, requests, GROUP, engine=fused.engine, runner=game, seed=SEED, step=step)
+            play(prompts, requests, GROUP, engine=fused.engine, runner=runner, seed=SEED, step=step)
     finally:
         environment._respond = respond
     batch = len(prompts) * GROUP

@@ -26,7 +26,7 @@ TEMPLATE = (
 )
 
 
-def game_of(
+def runner_of(
     respond: Any, tokenizer: Any, *, chat: bool = False, max_new_tokens: int = 24, **settings: Any
 ) -> EpisodeRunner:
     config = EnvironmentConfig(max_observation_tokens=8, **settings)
@@ -43,8 +43,8 @@ def without_time(line: str) -> str:
 
 def test_the_lookup_episode_is_shown_with_its_mask() -> None:
     task = load_task("lookup")
-    game = game_of(task.respond, WORDS)
-    lines = show_episode(game, PROMPT, task, stop=[";", "."])
+    runner = runner_of(task.respond, WORDS)
+    lines = show_episode(runner, PROMPT, task, stop=[";", "."])
     words = ("search", "Uma", "Costa", "job", ";", "found", "baker")
     shown = {word: f"' {word}':{WORDS(f' {word}', add_special_tokens=False)['input_ids'][0]}" for word in words}
     assert lines[1] == "  policy       " + " ".join(shown[word] for word in ("search", "Uma", "Costa", "job", ";"))
@@ -60,13 +60,13 @@ def test_rewards_refusals_and_limits_are_said() -> None:
         return [Reply(" found ;", reward=0.25, invalid=True)]
 
     task = load_task("lookup")
-    lines = show_episode(game_of(respond, WORDS, max_turns=3), PROMPT, task, stop=[";", "."])
+    lines = show_episode(runner_of(respond, WORDS, max_turns=3), PROMPT, task, stop=[";", "."])
     assert sum(line.startswith("  policy") for line in lines) == 3
     assert "asked 3 times" in lines[-3]
     assert lines[-3].endswith("the episode ended: turns")
     assert lines[-2] == "  the environment gave a reward of 0.75"
     assert lines[-1] == "warning: the environment calls a scripted turn invalid"
-    short = show_episode(game_of(respond, WORDS, max_new_tokens=3), PROMPT, task, stop=[";", "."])
+    short = show_episode(runner_of(respond, WORDS, max_new_tokens=3), PROMPT, task, stop=[";", "."])
     assert short[-1] == "  3 of 3 tokens count; the environment was asked 0 times; the episode ended: length"
 
 
@@ -74,7 +74,7 @@ def test_an_environment_without_an_answer_is_a_warning() -> None:
     def respond(prompts: Any, transcripts: Any, **columns: Any) -> list[Any]:
         return [5]
 
-    lines = show_episode(game_of(respond, WORDS), PROMPT, load_task("lookup"), stop=[";"])
+    lines = show_episode(runner_of(respond, WORDS), PROMPT, load_task("lookup"), stop=[";"])
     assert lines[-1].startswith("warning: the environment gave no answer: `lookup` answered with int")
 
 
@@ -85,14 +85,14 @@ def test_a_chat_turn_ends_with_eos_and_is_answered_by_the_template() -> None:
     def respond(prompts: Any, transcripts: Any, **columns: Any) -> list[Any]:
         return ["no" if transcripts[0][-1]["content"] in NONSENSE else None]
 
-    game = game_of(respond, tokenizer, chat=True, max_new_tokens=99)
+    runner = runner_of(respond, tokenizer, chat=True, max_new_tokens=99)
     task = load_task("rows")
     row = {"prompt": "q", "answer": "yes"}
-    lines = show_episode(game, PreparedPrompt(0, row, "q", "q", [5], ""), task, stop=[])
+    lines = show_episode(runner, PreparedPrompt(0, row, "q", "q", [5], ""), task, stop=[])
     assert lines[1].endswith("'<eos>':1")
     assert "".join(re.findall(r"'(.*?)':\d+", lines[2])) == "<user>no<eos><assistant>"
     assert lines[3].startswith("  policy       'y':")
-    assert episode_notes(game) == [
+    assert episode_notes(runner) == [
         "environment lookup; at most 4 turns, 8 tokens of an answer",
         "the chat template has no role tool: what the environment answers is a message of role user",
         "the chat template leaves out what earlier turns thought; here it stays, as it was sampled",

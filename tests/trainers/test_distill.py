@@ -186,7 +186,7 @@ def test_observed_tokens_are_not_learnt(tmp_path: Path) -> None:
     trainer = Distill(lookup("distill", environment={"max_turns": 3}, teacher=own), options=Options(device="cpu"))
     assert trainer.teacher is not None
     rollout = sample_and_score(
-        trainer.train_prompts[:4], trainer.engine, trainer.scorer, group_size=2, seed=0, step=0, runner=trainer.game
+        trainer.train_prompts[:4], trainer.engine, trainer.scorer, group_size=2, seed=0, step=0, runner=trainer.runner
     )
     trainer.teacher.read(rollout)
     exists = torch.arange(rollout.response_mask.shape[1]) < rollout.response_lengths[:, None]

@@ -58,7 +58,7 @@ def parts() -> SamplingParts:
 def rollout(parts: SamplingParts) -> Rollout:
     """24 episodes, their log-probabilities a little off the policy's, with rewards of turns."""
     out = sample_and_score(
-        parts.train_prompts, parts.engine, parts.scorer, group_size=4, seed=0, step=0, runner=parts.game
+        parts.train_prompts, parts.engine, parts.scorer, group_size=4, seed=0, step=0, runner=parts.runner
     )
     read = ~out.response_mask & (torch.arange(out.response_mask.shape[1]) < out.response_lengths[:, None])
     assert int(read.sum()) > 30

@@ -178,18 +178,18 @@ def test_episodes_go_on_behind_the_end_of_a_turn(base: Path, rows: Path, tmp_pat
         environment={"use": f"{tmp_path / 'game.py'}:respond", "max_observation_tokens": 4},
     )
     parts = SamplingParts(config, options=CPU)
-    assert parts.game is not None
-    prompt, game, tokenizer = parts.train_prompts[0], parts.game, parts.tokenizer
-    assert game.observations.end == end_of(base)
+    assert parts.runner is not None
+    prompt, runner, tokenizer = parts.train_prompts[0], parts.runner, parts.tokenizer
+    assert runner.observations.end == end_of(base)
     for end in (end_of(base), 1):
         turn = [*token_ids(tokenizer, "e f"), end]
-        answer = game.observations("g", ended_at=end).tokens
+        answer = runner.observations("g", ended_at=end).tokens
         said = [("user", prompt.prompt), ("assistant", "e f"), ("tool", "g")]
         messages = [{"role": role, "content": text} for role, text in said]
         whole = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         written = [*prompt.tokens, *turn, *answer]
         assert [end_of(base) if token == 1 else token for token in written] == token_ids(tokenizer, whole)
-    shown = "\n".join(show_episode(game, prompt, parts.task, stop=[]))
+    shown = "\n".join(show_episode(runner, prompt, parts.task, stop=[]))
     assert TURN_END in shown
     assert EOS not in shown
     parts.close()

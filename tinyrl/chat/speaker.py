@@ -115,14 +115,14 @@ class Speaker:
     """
 
     def __init__(
-        self, target: ChatTarget, parts: Parts, task: Task, game: EpisodeRunner | None, options: Options
+        self, target: ChatTarget, parts: Parts, task: Task, runner: EpisodeRunner | None, options: Options
     ) -> None:
-        self.target, self.parts, self.task, self.game, self.options = target, parts, task, game, options
+        self.target, self.parts, self.task, self.runner, self.options = target, parts, task, runner, options
         generation, config = target.config.generation, target.config
         self.settings = SamplingSettings(
             temperature=generation.temperature,
             max_new_tokens=generation.max_new_tokens,
-            stop=[*generation.stop, *(game.environment.stop if game else ())],
+            stop=[*generation.stop, *(runner.environment.stop if runner else ())],
             top_p=generation.top_p,
             top_k=generation.top_k,
         )
@@ -149,8 +149,8 @@ class Speaker:
         """End the processes of rewards and of the environment."""
         if self._scorer is not None:
             self._scorer.close()
-        if self.game is not None:
-            self.game.environment.close()
+        if self.runner is not None:
+            self.runner.environment.close()
 
     # ---- the conversation ----
 
@@ -180,17 +180,17 @@ class Speaker:
         return self._said(self._prepared_row(rows[index], index), hear)
 
     def _prepared_row(self, row: Row, index: int) -> PreparedPrompt:
-        where, game = self.target.config.task, self.game
+        where, runner = self.target.config.task, self.runner
         [prompt] = prepare_prompts(
             self.task,
             [row],
             tokenizer=self.parts.tokenizer,
             chat=where.chat,
             system_prompt=where.system_prompt,
-            variables=where.chat_template if game is None else game.variables,
+            variables=where.chat_template if runner is None else runner.variables,
             max_prompt_tokens=self.target.config.generation.max_prompt_tokens,
             long_prompts="error",
-            openings=None if game is None else game.openings(self.task, [row]),
+            openings=None if runner is None else runner.openings(self.task, [row]),
         )
         return replace(prompt, index=index)
 
@@ -209,7 +209,7 @@ class Speaker:
         if not self.answers:
             raise ValueError("nothing has been asked yet")
         if self._scorer is None:
-            environment = self.game.environment if self.game else None
+            environment = self.runner.environment if self.runner else None
             self._scorer = load_scorer(
                 self.target.config, self.task, parts=self.parts, options=self.options, environment=environment
             )
@@ -229,7 +229,7 @@ class Speaker:
         answer = self._answer(prompt, self.role, self.turn, greedy=self.greedy, hear=hear)
         self.answers = {self.role: answer}
         if self.chats and not isinstance(prompt.prompt, str):
-            role = self.game.observations.role if self.game else "tool"
+            role = self.runner.observations.role if self.runner else "tool"
             said: list[Message] = [{"role": "assistant", "content": prompt.opened + answer.text}]
             if answer.episode is not None:
                 said = [{**m, "role": role} if m["role"] == "tool" else m for m in answer.episode.transcript]
@@ -241,18 +241,18 @@ class Speaker:
         """A prompt ready for the model. Where an environment reads columns, they are those of the held-out row that has
         this prompt; raises ValueError, naming them, where none has.
         """
-        where, game = self.target.config.task, self.game
-        if game is not None and game.environment.needed_columns:
+        where, runner = self.target.config.task, self.runner
+        if runner is not None and runner.environment.needed_columns:
             asked = prompt if isinstance(prompt, str) or len(prompt) > 1 else prompt[0]["content"]
             for index, row in enumerate(load_split(self.target.config, "eval")):
                 if self.task.prompt(row) in (prompt, asked):
                     return self._prepared_row(row, index)
-            needed = ", ".join(f"`{name}`" for name in game.environment.needed_columns)
+            needed = ", ".join(f"`{name}`" for name in runner.environment.needed_columns)
             raise ValueError(
-                f"{game.environment.name} answers by the columns {needed} of a row, and no held-out row has this "
+                f"{runner.environment.name} answers by the columns {needed} of a row, and no held-out row has this "
                 "prompt: /prompt I asks the one of row I"
             )
-        variables = where.chat_template if game is None else game.variables
+        variables = where.chat_template if runner is None else runner.variables
         rendered = render_prompt(
             self.parts.tokenizer, prompt, chat=where.chat, system_prompt=where.system_prompt, variables=variables
         )
@@ -268,11 +268,11 @@ class Speaker:
         key: dict[str, Any] = {"seed": self.target.config.run.seed, "step": CHAT_STEP + turn}
         key |= {"greedy": greedy, "role": role}
         self.engine.begin(prompt.tokens, hear)
-        if self.game is None:
+        if self.runner is None:
             [[completion]] = self.engine.sample([request], 1, **key)
             text = str(self.parts.tokenizer.decode(completion.tokens, skip_special_tokens=True))
             return Answer(turn, prompt, completion, text, None)
-        [completion], [episode] = play([prompt], [request], 1, engine=self.engine, runner=self.game, **key)
+        [completion], [episode] = play([prompt], [request], 1, engine=self.engine, runner=self.runner, **key)
         text = "".join(message["content"] for message in episode.transcript if message["role"] == "assistant")
         return Answer(turn, prompt, completion, text, episode)
 
@@ -282,7 +282,7 @@ def load_speaker(target: ChatTarget, *, options: Options) -> Speaker:
     config = target.config
     parts = Parts(config, options=options)
     task = load_task(config.task.name or "rows", grading=config.task.grading)
-    game = load_episode_runner(config, task, tokenizer=parts.tokenizer, roles=parts.roles)
+    runner = load_episode_runner(config, task, tokenizer=parts.tokenizer, roles=parts.roles)
     if target.checkpoint is not None:
         load_policy(parts.roles, target.checkpoint)
-    return Speaker(target, parts, task, game, options)
+    return Speaker(target, parts, task, runner, options)

@@ -78,7 +78,7 @@ def _judged(
         step=EVAL_STEP,
         greedy=greedy,
         role=role,
-        runner=parts.game,
+        runner=parts.runner,
         first_sample=samples if best_of > 1 else 0,  # other samples than those it may be compared with
         world=parts.world,
     )

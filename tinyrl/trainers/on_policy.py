@@ -122,7 +122,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
             group_size=self.group_size,
             seed=self.config.run.seed,
             step=step,
-            runner=self.game,
+            runner=self.runner,
             world=self.world,
         )
         most = self.config.generation.max_new_tokens
@@ -146,7 +146,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
 
     def _watch(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:
         guard = FailureGuard(self.session.state.controllers.failing_batches)
-        retried = self.scorer.retried | (self.game.environment.retried if self.game else {})
+        retried = self.scorer.retried | (self.runner.environment.retried if self.runner else {})
         for name, why in retried.items():
             if name not in self._told:
                 self._told.add(name)
