@@ -259,7 +259,7 @@ class SamplingParts(Parts):
             return []
         self.scorer.start()
         first = self.train_prompts[0]
-        warning = check_gold(self.scorer, self.train_prompts).warning
+        warning = check_gold(self.scorer, self.train_prompts).warning if self.scorer.names else None
         warnings = [f"warning: {warning} (prompt {first.text[:60]!r})"] if warning else []
         warnings += self.template_warnings() + self._few_held_out()
         notes = [*self._engine_notes(), *(episode_notes(self.runner) if self.runner is not None else [])]
@@ -270,20 +270,22 @@ class SamplingParts(Parts):
         self._check_reference()
         self.scorer.start()
         prompt, most = self.train_prompts[0], self.config.generation.max_prompt_tokens
-        trial = check_gold(self.scorer, self.train_prompts)
+        trial = check_gold(self.scorer, self.train_prompts) if self.scorer.names else None
         tokens = [f"{visible(str(self.tokenizer.decode([t])))!r}:{t}" for t in prompt.tokens[:SHOWN_TOKENS]]
         lines = [
             f"prompt ({len(prompt.tokens)} tokens of at most {most}):",
             visible(prompt.text),
             f"tokens: {' '.join(tokens)}{' ...' if len(prompt.tokens) > SHOWN_TOKENS else ''}",
-            f"reward ({' + '.join(self.scorer.names)}):",
-            *trial.lines(),
+            f"reward ({' + '.join(self.scorer.names) or 'none'}):",
+            *(trial.lines() if trial else []),
             *self._scripted_episode(prompt),
             *self._engine_notes(),
             *self.template_warnings(),
             f"prompts: {len(self.train_prompts)} to train on, {len(self.eval_prompts)} held out",
         ]
-        return "\n".join([*lines, *([f"warning: {trial.warning}"] if trial.warning else []), *self._few_held_out()])
+        return "\n".join(
+            [*lines, *([f"warning: {trial.warning}"] if trial and trial.warning else []), *self._few_held_out()]
+        )
 
     def _scripted_episode(self, prompt: PreparedPrompt) -> list[str]:
         if self.runner is None:
@@ -334,4 +336,5 @@ def load_scorer(
         model=model,
         micro_batches=parts.micro_batches,
         environment=environment,
+        needed=config.trains.rewarded,
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests import running
 from tests.faults.lookup_runs import lookup
@@ -23,6 +24,7 @@ from tinyrl.models.loading import load_causal_lm
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.collector import sample_and_score
 from tinyrl.rollout.stored import MANIFEST, StoredRows
+from tinyrl.runs.run_dir import RunDir
 from tinyrl.trainers.distill import Distill
 
 SMALL = {"distill": {"num_prompts": 4, "group_size": 2}}
@@ -243,6 +245,47 @@ def test_what_a_reward_says_is_a_hint(model: Path, tmp_path: Path) -> None:
     assert again.whys[1] == rollout.whys[3]
 
 
+def test_no_reward_is_needed(model: Path, adapter: Path, tmp_path: Path) -> None:
+    """Rows of a person's own, without a verifier or a reward function: every response is learnt from."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n} and"}) + "\n" for n in range(40)))
+    own = {"task": {"name": "rows", "data": str(rows)}, "reward": {"functions": []}}
+    settings = config(model, adapter, **own, run={"num_steps": 5})  # in five batches a guard of GRPO's would stop it
+    code, run, _ = running.train(settings, tmp_path)
+    assert code == 0
+    lines = running.metrics(run)
+    assert len(lines) == 6
+    assert all(line["optim/grad_norm"] > 0 for line in lines[1:])
+    assert not any(key.startswith("reward/") for key in lines[-1])
+
+
+def test_a_server_that_is_gone_stops_a_run_that_can_be_resumed(model: Path, other: Path, tmp_path: Path) -> None:
+    with StandIn(other) as serving:
+        settings, port = config(model, serving.url, teacher={"timeout_s": 60.0}), serving.port
+        assert running.train(settings, tmp_path, name="whole")[0] == 0
+    with StandIn(other, port=port, faults=Faults(dead_after=12)):
+        code, stopped, _ = running.train(settings, tmp_path, name="stopped")
+        assert code == 75
+    with StandIn(other, port=port):
+        assert running.go_on(stopped) == 0
+    assert_same(RunDir(tmp_path / "whole"), stopped, settings.run.num_steps)
+
+
+def test_numbers_that_are_none_change_no_weight(model: Path, other: Path, tmp_path: Path) -> None:
+    """Stored log-probabilities that became NaN: three steps are skipped, and the run ends with a sentence."""
+    folder = stored(model, other, tmp_path / "stored")
+    part = folder / "part-00000.safetensors"
+    tensors = load_file(part)
+    tensors["top_logprobs"][:] = torch.nan
+    save_file(tensors, part)
+    code, run, _ = running.train(config(model, folder, run={"num_steps": 8, "save_every": 1}), tmp_path)
+    assert code == 3
+    before, after = running.weights(run, 1), running.weights(run, 2)
+    names = [name for name in before if name.startswith("adapter_model")]
+    assert names
+    assert all(torch.equal(before[name], after[name]) for name in names)
+
+
 # ---- what is refused ----
 
 
@@ -251,6 +294,7 @@ def test_what_a_reward_says_is_a_hint(model: Path, tmp_path: Path) -> None:
     [
         ({"teacher": {"hint": "{answr}"}}, "answr"),
         ({"lora": {"enabled": False}}, "lora.enabled"),
+        ({"teacher": {"top_k": 10_000}}, "teacher.top_k"),
     ],
 )
 def test_refused(sections: dict[str, Any], word: str, model: Path, adapter: Path) -> None:

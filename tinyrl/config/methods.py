@@ -15,7 +15,8 @@ Rows = Literal["prompts", "text", "pairs", "judged"]
 @dataclass(frozen=True)
 class Method:
     """own: the section only this method has; others: optional sections it reads too; trainer: its class; rows: what a
-    row is; recipe: the one used when none is given; policy: whether what it makes can be sampled from.
+    row is; recipe: the one used when none is given; policy: whether what it makes can be sampled from; rewarded:
+    that it learns from a reward, and so needs one.
     """
 
     own: str
@@ -24,6 +25,7 @@ class Method:
     rows: Rows
     recipe: str | None = None
     policy: bool = True
+    rewarded: bool = True
 
     @property
     def sections(self) -> tuple[str, ...]:
@@ -41,7 +43,12 @@ METHODS: dict[str, Method] = {
         "ppo", ("reference", "critic", "teacher", *EPISODES), "tinyrl.trainers.ppo:Ppo", "prompts", "starter-ppo"
     ),
     "distill": Method(
-        "distill", ("reference", "teacher", *EPISODES), "tinyrl.trainers.distill:Distill", "prompts", "starter-distill"
+        "distill",
+        ("reference", "teacher", *EPISODES),
+        "tinyrl.trainers.distill:Distill",
+        "prompts",
+        "starter-distill",
+        rewarded=False,
     ),
     "sft": Method("sft", (), "tinyrl.trainers.sft:Sft", "text"),
     "reward": Method("reward_model", (), "tinyrl.trainers.reward_model:RewardModel", "judged", policy=False),

@@ -42,7 +42,8 @@ class ScoreSheet:
 class Scorer:
     """Scores completions. State: a worker process for each reward function and the task's grader, the reward model.
 
-    policy_format: how the prompts of the policy are written, and so how its answers end.
+    policy_format: how the prompts of the policy are written, and so how its answers end; needed: that there must be a
+    reward.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Scorer:
         model: SequenceRewardModel | None = None,
         micro_batches: MicroBatches,
         environment: Environment | None = None,
+        needed: bool = True,
     ) -> None:
         self.task, self.tokenizer, self.roles, self.model = task, tokenizer, roles, model
         self.policy_format, self.micro_batches = policy_format, micro_batches
@@ -70,6 +72,8 @@ class Scorer:
         self.text_format = _text_format(config.model, model)
         self._adapter_tokenizer = tokenizer  # of the adapter's base, whoever's completions are judged
         self._adapter_prompts: dict[str, list[int]] = {}  # by the policy's text
+        if self.uses_verifier and task.verify is None and not needed:
+            self.uses_verifier = False
         if self.uses_verifier and task.verify is None:
             raise ValueError(
                 f"task {task.name} has no verifier, so a reward is needed: "
@@ -138,7 +142,7 @@ class Scorer:
             columns.append([0.0] * len(prompts) if episodes is None else [episode.reward for episode in episodes])
         for row, episode in enumerate(episodes or []):
             failures += [RowFailure(row, episode.failure)] if episode.failure is not None else []
-        scores = torch.tensor(columns, dtype=torch.float32).T.reshape(len(prompts), len(columns))
+        scores = torch.tensor(columns, dtype=torch.float32).reshape(len(columns), len(prompts)).T
         failed = {failure.row for failure in failures}
         said = [call.whys for call in calls if call.whys]
         whys = ["\n".join(filter(None, of_row)) for of_row in zip(*said, strict=True)] if said else None

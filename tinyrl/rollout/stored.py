@@ -109,6 +109,11 @@ class StoredRows:
             self._starts[name] = prompts, responses
             self._place += [(name, number) for number in range(len(prompts) - 1)]
 
+    @property
+    def fingerprint(self) -> str:
+        """Of how the rows were made and how many bytes there are of them."""
+        return hashlib.sha256(self.manifest.model_dump_json().encode()).hexdigest()
+
     def __len__(self) -> int:
         return len(self._place)
 

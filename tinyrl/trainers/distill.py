@@ -16,9 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from tinyrl.algorithms.distillation import token_advantages
+from tinyrl.components import Options
+from tinyrl.config.schema import Config
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.roles import Role, Roles
 from tinyrl.rollout.buffer import Rollout, given_rollout, joined
@@ -34,6 +37,11 @@ from tinyrl.training.update import Pass
 
 class Distill(OnPolicyTrainer):
     """On-policy distillation."""
+
+    def __init__(self, config: Config, *, options: Options) -> None:
+        super().__init__(config, options=options)
+        if isinstance(self.teacher, StoredTeacher):
+            self.row_fingerprints = {**self.row_fingerprints, "teacher.path": self.teacher.stored.fingerprint}
 
     @property
     def readings(self) -> int:
@@ -85,6 +93,10 @@ class Distill(OnPolicyTrainer):
         prompts = self.prompts(step)
         count = round(self.config.distill.on_policy * len(prompts))
         sampled = self.collect(prompts[:count], step) if count else None
+        if sampled is not None:  # whatever its reward, a response is learnt from
+            sampled.kept = (
+                ~sampled.truncated if self.config.reward.truncated == "mask" else torch.ones_like(sampled.kept)
+            )
         given = self.given(prompts[count:]) if count < len(prompts) else None
         if sampled is None or given is None:
             found = sampled or given

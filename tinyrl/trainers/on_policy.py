@@ -161,6 +161,8 @@ class OnPolicyTrainer(SamplingParts, Trainer):
                 f"(they are in {self.session.run.failed_rewards}). {sentence}"
             )
             self._set_aside(rollout, prompts, step)
+        if not self.config.trains.rewarded:
+            return
         rewarded = int((~rollout.rewards.isnan()).sum())
         guard.add(len(rollout), len({f.row for f in rollout.failures}), sentence, num_rewarded=rewarded)
         self.session.state.controllers.failing_batches = guard.bad_batches

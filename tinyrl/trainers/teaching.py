@@ -89,7 +89,7 @@ class Teacher:
         count, top_k = len(states), self.config.top_k or SERVER_TOP_K
         said: Teaching
         if self.role is not None and self.config.top_k is None:
-            said = TeacherStates(states.new_zeros(count, roles.hidden_size(self.role)), roles.head(self.role))
+            said = TeacherStates(states.new_zeros(count, roles.hidden_size(self.role)), shared_head(roles, self.role))
         else:
             ids = torch.zeros(count, top_k, dtype=torch.int32, device=states.device)
             said = TeacherTopK(ids, torch.zeros(count, top_k, device=states.device))
@@ -129,16 +129,14 @@ class LocalTeacher(Teacher):
     def __init__(self, trainer: OnPolicyTrainer) -> None:
         super().__init__(trainer)
         self.role = LOCAL[self.config.kind]
+        words, top_k = len(self.head.weight), self.config.top_k
+        if top_k is not None and top_k > words:
+            raise ValueError(f"teacher.top_k={top_k} is more than the vocabulary of {words:,} tokens")
 
     @property
     def head(self) -> Head:
-        """Of as many tokens as the policy's: what a larger vocabulary has beyond is padding that no text has."""
         assert self.role is not None
-        ours, theirs = (self.trainer.roles.head(role) for role in ("policy", self.role))
-        count = len(ours.weight)
-        if len(theirs.weight) == count:
-            return theirs
-        return replace(theirs, weight=theirs.weight[:count], bias=None if theirs.bias is None else theirs.bias[:count])
+        return shared_head(self.trainer.roles, self.role)
 
     def say(
         self, rollout: Rollout, prompts: list[list[int]], responses: list[list[int]], masks: list[list[bool]]
@@ -171,6 +169,18 @@ class LocalTeacher(Teacher):
         else:
             rollout.teacher_top_ids, rollout.teacher_top_logprobs = said[0].cpu(), said[1].cpu()
         return of_tokens.cpu()
+
+
+def shared_head(roles: Roles, role: Role) -> Head:
+    """A role's head, of as many tokens as the policy's: what a larger vocabulary has beyond is padding of no text.
+    Raises ValueError for a smaller one.
+    """
+    ours, theirs = len(roles.head("policy").weight), roles.head(role)
+    if len(theirs.weight) < ours:
+        raise ValueError(f"the teacher's head has {len(theirs.weight):,} tokens, and the policy's {ours:,}")
+    if len(theirs.weight) == ours:
+        return theirs
+    return replace(theirs, weight=theirs.weight[:ours], bias=None if theirs.bias is None else theirs.bias[:ours])
 
 
 class ServerTeacher(Teacher):
@@ -290,7 +300,8 @@ class Hint:
         said = [self._said(rollout, place, row, trainer) for place, row in enumerate(rows)]
         hinted = [place for place, text in enumerate(said) if text is not None]
         prepared = trainer.prepared([rows[place] for place in hinted], openings=[said[place] for place in hinted])
-        by_place = {hinted[prompt.index]: prompt.tokens for prompt in prepared}
+        room = trainer.positions - trainer.longest_response  # a prompt that a long hint leaves no room is not read
+        by_place = {hinted[prompt.index]: prompt.tokens for prompt in prepared if len(prompt.tokens) <= room}
         return [by_place.get(place) for place in range(len(rollout))]
 
     def _said(self, rollout: Rollout, place: int, row: Row, trainer: OnPolicyTrainer) -> str | None:
