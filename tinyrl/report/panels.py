@@ -193,7 +193,7 @@ class Kind:
 KINDS = (
     Kind("Reward", "higher is better", "reward/mean", "eval/reward_mean", greedy=True),
     Kind("Distance to the teacher", "nats per token", "teacher/loss", from_zero=True),
-    Kind("Teacher's log-probability", "of the policy's tokens, nats", "teacher/logprob"),
+    Kind("Teacher's log-probability", "nats per token", "teacher/logprob"),
     Kind("KL from the reference", "nats per response", "objective/kl", "eval/kl", from_zero=True),
     Kind("Entropy", "nats per token", "policy/entropy", "eval/entropy", from_zero=True),
     Kind("Completion length", "tokens", "completion/mean_length", "eval/mean_length", from_zero=True),
