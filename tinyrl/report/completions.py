@@ -85,6 +85,7 @@ QUANTITIES: dict[str, tuple[str, str, Callable[[dict[str, float]], float]]] = { 
         "How likely the token was when sampled: the stronger, the more surprising",
         lambda n: n["old"],
     ),
+    "t": ("Teacher's log-probability", "How likely the token was to the teacher", lambda n: n["teacher"]),
     "v": ("Value", "What the critic expected from here on", lambda n: n["value"]),
     "w": ("Reward", "Where it landed, with the KL penalty of each token where there is one", lambda n: n["reward"]),
 }

@@ -34,7 +34,7 @@ MOST_PROMPTS = 16  # at a step that is neither the first nor the last
 MOST_COMPLETIONS = 8  # token by token
 MOST_TOKENS = 400  # of a completion; of longer ones, the start and the end
 PIECE_CHARACTERS = 200
-NUMBERS = ("advantage", "old", "new", "ref", "value", "reward")
+NUMBERS = ("advantage", "old", "new", "ref", "teacher", "value", "reward")
 
 
 # ---- lines ----
