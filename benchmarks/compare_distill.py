@@ -1,7 +1,6 @@
 """Steps of on-policy distillation on both sides in alternation: seconds, phases, peak memory, ratios.
 
-The teacher is a model of its own, of the student's size; the distance is the reverse KL over the vocabulary. Losses and
-gradients are compared in tests (tests/algorithms/test_distillation.py has TRL's formula).
+The teacher is a model of its own, of the student's size; the distance is the reverse KL over the vocabulary.
 """
 
 from __future__ import annotations
