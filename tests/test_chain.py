@@ -24,7 +24,7 @@ def test_the_chain_runs_from_text_to_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sentiment, "ROWS", {"train": 64, "eval": 16})
+    monkeypatch.setattr(sentiment, "FILES", (("", "train", 64), (".eval", "eval", 16)))
     first, *others = commands()
     assert first == ["python", "-m", "tinyrl.starter.sentiment", "data"]
     sentiment.write(Path("data"))

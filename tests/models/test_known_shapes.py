@@ -18,7 +18,7 @@ from tinyrl.starter import starter_path
 from tinyrl.training.launch import plan
 
 # Of the model cards and the papers (2412.15115, 2505.09388), in billions.
-PUBLISHED = {"0.5B": 0.494, "1.5B": 1.544, "3B": 3.086, "7B": 7.616, "4B": 4.022, "1B": 1.236}
+PUBLISHED = {"0.5B": 0.494, "1.5B": 1.544, "3B": 3.086, "7B": 7.616, "1.7B": 1.721, "4B": 4.022, "1B": 1.236}
 
 
 def test_every_model_of_a_recipe_is_known() -> None:

@@ -17,7 +17,7 @@ from tinyrl.runs.run_dir import meant_a_run, named_run, open_run, run_of
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.starter import EMBEDDED, starter_path
 from tinyrl.tasks import load_split, load_task
-from tinyrl.text import did_you_mean
+from tinyrl.text import did_you_mean, shortened
 from tinyrl.workers.loading import parse_use
 
 TEXT_FILES = (".jsonl", ".json", ".csv")
@@ -56,7 +56,7 @@ def check_before_loading(config: Config) -> None:
     if config.model.adapter is not None and not _is_run("model.adapter", config.model.adapter):
         for name in ADAPTER_FILES:
             if not os.path.isfile(os.path.join(config.model.adapter, name)):
-                raise ValueError(f"model.adapter={config.model.adapter}: {name} is missing there")
+                raise ValueError(f"model.adapter={shortened(config.model.adapter, 300)}: {name} is missing there")
     _check_rewards(config)
     for setting, use in config.environment.functions:
         parse_use(use, setting=setting, classes=True)
@@ -145,7 +145,7 @@ def check_model_path(key: str, path: str) -> None:
         meant = did_you_mean(os.path.basename(folder), [*_names_in(os.path.dirname(folder) or "."), *EMBEDDED])
         made = MADE_BY.get(path)
         hint = f"\nWithout a hub this makes it: {made}" if made else meant
-        raise ValueError(f"{key}={path}: there is no such folder, and a hub name is owner/name.{hint}")
+        raise ValueError(f"{key}={shortened(path, 300)}: there is no such folder, and a hub name is owner/name.{hint}")
 
 
 def _check_revisions(config: Config) -> None:

@@ -6,6 +6,7 @@ else.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -104,7 +105,7 @@ class TeacherConfig(Section):
             return "server"
         folder = starter_path(self.path) or Path(self.path).expanduser()
         files = {"adapter_config.json": "adapter", "teacher.json": "stored"}
-        return next((kind for file, kind in files.items() if (folder / file).is_file()), "model")
+        return next((kind for file, kind in files.items() if os.path.isfile(folder / file)), "model")
 
 
 class TaskConfig(Section):

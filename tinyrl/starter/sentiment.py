@@ -98,6 +98,7 @@ _OPENING_PARTS = (
      "for a class", "for the first time"),
 )  # fmt: skip
 
+FILES = (("", "train", 6400), (".eval", "eval", 512))  # of each kind: end of its name, split, rows
 POSITIVE_SHARES = (0.3, 0.5, 0.7)  # what a review's share of positive clauses is drawn from
 NEUTRAL_SHARE = 0.1  # of the clauses
 VERB_SHARE = 0.3  # of the clauses with a mood
@@ -306,7 +307,7 @@ def write(out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for name, rows_of in (("reviews", review_rows), ("labelled", labelled_reviews), ("pairs", label_pairs)):
-        for end, split, count in (("", "train", 6400), (".eval", "eval", 512)):
+        for end, split, count in FILES:
             written.append(out / f"{name}{end}.jsonl")
             write_rows(written[-1], rows_of(split, num_rows=count))
     return written

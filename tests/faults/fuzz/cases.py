@@ -138,7 +138,12 @@ def rows(sound: Sound, seed: int, count: int) -> Iterator[Case]:
         file = f"odd.{suffix}"
         argv = [*sound.train(method, model__path=Path("starter")), f"task.data={file}"]
         argv += random.choice(
-            ([DRY], [DRY], [], ["reward.functions=[{use: 'rows.py:score'}]"] if method in ("grpo", "ppo") else [])
+            (
+                [DRY],
+                [DRY],
+                [],
+                ["reward.functions=[{use: 'rows.py:score'}]"] if method in ("grpo", "ppo", "distill") else [],
+            )
         )
         if random.random() < 0.2:
             argv = ["reward", "test", "rows.py:score", "--data", file]

@@ -18,13 +18,14 @@ TEXTS = [{"prompt": f"{n} and", "completion": f" {n}"} for n in range(12)]
 PAIRS = [{"prompt": f"say {n}:", "chosen": f" {n}", "rejected": " no"} for n in range(12)]
 TALKS = [{"messages": [*CHAT, {"role": "assistant", "content": f"{n}"}]} for n in range(12)]
 ROWS = {"prompts": PROMPTS, "chats": CHATS, "text": TEXTS, "pairs": PAIRS, "talks": TALKS}
-ROWS_OF = {"grpo": "prompts", "ppo": "prompts", "sft": "text", "reward": "pairs", "dpo": "pairs"}
+ROWS_OF = {"grpo": "prompts", "ppo": "prompts", "distill": "prompts", "sft": "text", "reward": "pairs", "dpo": "pairs"}
 REWARD = "def score(prompts, completions, **columns):\n    return [float(len(c)) for c in completions]\n"
 SMALL = ["run.threads=1", "run.num_steps=1", "run.eval_prompts=2", "run.eval_every=0"]
 SAMPLES = ["generation.max_new_tokens=4"]
 OF_METHOD = {
     "grpo": [*SAMPLES, "grpo.num_prompts=2", "grpo.group_size=2"],
     "ppo": [*SAMPLES, "ppo.num_prompts=4", "ppo.minibatch_size=2", "ppo.num_epochs=1"],
+    "distill": [*SAMPLES, "distill.num_prompts=2", "teacher.path=start", "teacher.hint=one more"],
     "sft": [],
     "reward": [],
     "dpo": [],
