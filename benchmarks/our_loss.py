@@ -12,10 +12,10 @@ from torch import Tensor
 from benchmarks import measuring, our_recipe
 from benchmarks.fixed_batch import GROUP_SIZE, Batch, fixed_batch
 from benchmarks.fixed_work import SPEED
-from tinyrl.components import Options
 from tinyrl.config.recipe import load_config
 from tinyrl.models.roles import load_policy
 from tinyrl.rollout.buffer import Rollout
+from tinyrl.rollout.components import Options
 from tinyrl.trainers.on_policy import OnPolicyTrainer
 from tinyrl.trainers.policy_loss import PolicyLoss
 from tinyrl.training.launch import start

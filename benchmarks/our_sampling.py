@@ -11,11 +11,11 @@ import transformers  # noqa: F401
 
 from benchmarks import measuring, our_recipe
 from benchmarks.fixed_work import SPEED, texts
-from tinyrl.components import Options, Parts
 from tinyrl.config.recipe import load_config
 from tinyrl.generation.engine import Request
 from tinyrl.generation.select import engine_of
 from tinyrl.models.roles import load_policy
+from tinyrl.rollout.components import Options, Parts
 
 
 def main() -> None:

@@ -17,12 +17,12 @@ import transformers  # noqa: F401
 from benchmarks import measuring, our_recipe
 from benchmarks.fixed_work import SPEED
 from benchmarks.scripted_tool import TURNS
-from tinyrl.components import Options, SamplingParts
 from tinyrl.config.recipe import load_config
 from tinyrl.generation.engine import Completion, Request, SampleOptions
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.turns import Episodes, play_plainly
 from tinyrl.models.roles import load_policy
+from tinyrl.rollout.components import Options, SamplingParts
 
 
 class LimitedTurns(Episodes):

@@ -149,8 +149,8 @@ def measure(size: str, options: Namespace) -> Device:
     """On this machine, with the benchmark's model of a size and its GRPO step: medians of some repeats."""
     import torch
 
-    from tinyrl.components import Options
     from tinyrl.config.recipe import load_config
+    from tinyrl.rollout.components import Options
     from tinyrl.trainers import grpo
     from tinyrl.training.memory_plan import Planner, trained
     from tinyrl.training.optim import role_optimizers

@@ -10,12 +10,12 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tinyrl.components import Options
 from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted
-from tinyrl.report import write_report
+from tinyrl.rollout.components import Options
 from tinyrl.runs.run_dir import RunDir, open_run
 from tinyrl.runs.signals import StopFlag
+from tinyrl.tools.report import write_report
 from tinyrl.training import launch
 from tinyrl.training import resume as resuming
 from tinyrl.training.launch import start
@@ -51,9 +51,13 @@ def _nothing(*_: Any, **__: Any) -> None:
     """In place of a report and of a plan."""
 
 
+report: Callable[[Path], object] = write_report
+
+
 def whole_runs(wanted: bool) -> None:
     """Whether runs in this process are planned before they begin, and draw their report at the end."""
-    setattr(launch, "write_report", write_report if wanted else _nothing)  # noqa: B010  its type is another's
+    global report
+    report = write_report if wanted else _nothing
     for module in (launch, resuming):
         setattr(module, "tried_meta_models", tried_meta_models if wanted else _nothing)  # noqa: B010
 
@@ -92,7 +96,7 @@ def train(
     with flag:
         options = Options(device=device)
         launch = start(settings, options=options, output_dir=str(folder), name=name, overwrite=False, command=["test"])
-        code = launch.go()
+        code = launch.go(report=report)
         return code, launch.run, flag.looks
 
 
@@ -104,7 +108,7 @@ def go_on(run: RunDir, *, stop_at: int | None = None, device: str = "cpu", **opt
             launch = resume(open_run(run.path), options=Options(device=device), **options)
         except Interrupted as stop:  # while loading
             return stop.exit_code
-        return 0 if launch is None else launch.go()
+        return 0 if launch is None else launch.go(report=report)
 
 
 def optimizers_with(**fields: float) -> Callable[..., dict[str, RoleOptimizer]]:

@@ -12,8 +12,8 @@ import torch
 from tests import running
 from tests.tiny_models import TinyModels
 from tinyrl.evaluation.statistics import label_metrics, pair_metrics, rating_metrics, verdict_metrics
-from tinyrl.report.panels import KINDS
 from tinyrl.runs.metrics import METRICS
+from tinyrl.tools.report.panels import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")

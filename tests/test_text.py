@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyrl.report.page import text_html
 from tinyrl.text import (
     Excerpt,
     did_you_mean,
@@ -21,6 +20,7 @@ from tinyrl.text import (
     shortened,
     whole_address,
 )
+from tinyrl.tools.report.page import text_html
 
 
 def test_excerpt_keeps_both_ends() -> None:

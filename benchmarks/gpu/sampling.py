@@ -15,11 +15,11 @@ from benchmarks.fixed_work import texts
 from benchmarks.gpu.meter import peak_gb, timed
 from benchmarks.gpu.shapes import Work
 from benchmarks.gpu.training import recipe_of
-from tinyrl.components import Options, Parts
 from tinyrl.config.recipe import load_config
 from tinyrl.generation.engine import Request
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.select import engine_of
+from tinyrl.rollout.components import Options, Parts
 
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:

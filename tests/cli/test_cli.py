@@ -275,7 +275,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
             text="a plan", offline=False, problem="too large" if config.grpo.num_prompts == 1000 else None
         )
 
-    stand_in.Options, stand_in.start, stand_in.dry_run, stand_in.go = dict, start, dry_run, lambda: 3
+    stand_in.Options, stand_in.start, stand_in.dry_run, stand_in.go = dict, start, dry_run, lambda **_: 3
     stand_in.plan, stand_in.time_steps = plan, lambda config, *, options: "2 s a step"
     monkeypatch.setitem(sys.modules, "tinyrl.training.launch", stand_in)
     return calls

@@ -4,10 +4,10 @@ from typing import get_args
 
 import pytest
 
-from tinyrl.components import trainer_of
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName, and_list, or_list
 from tinyrl.config.recipe import packaged_recipes
 from tinyrl.config.schema import Config
+from tinyrl.rollout.components import trainer_of
 from tinyrl.training.trainer import Trainer
 
 named = pytest.mark.parametrize("name", METHODS)

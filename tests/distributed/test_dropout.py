@@ -18,7 +18,7 @@ from tests.distributed.ranks import Ranks
 from tests.tiny_models import tiny_model
 from tests.trainers.test_resume import assert_same
 from tinyrl.config.schema import Config
-from tinyrl.distributed import leave
+from tinyrl.models.distributed import leave
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.signals import StopFlag
 from tinyrl.training import update
@@ -67,7 +67,7 @@ def go_on(path: Path) -> None:
     with StopFlag():
         launch = resume(RunDir(path, writes=os.environ["RANK"] == "0"), options=running.Options(device="cpu"))
         assert launch is not None
-        leave(launch.go())
+        leave(launch.go(report=lambda _: None))
 
 
 @pytest.fixture(scope="module")

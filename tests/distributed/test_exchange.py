@@ -24,8 +24,8 @@ from tests.distributed.ranks import Ranks
 from tests.faults.children import Child
 from tests.tiny_models import tiny_model
 from tinyrl.config.schema import Config
-from tinyrl.distributed import ALONE, HERE, Processes, World, join
 from tinyrl.errors import Interrupted
+from tinyrl.models.distributed import ALONE, HERE, Processes, World, join
 from tinyrl.models.micro_batches import RowSizes
 from tinyrl.runs.launched import Launched
 from tinyrl.training.optim import RoleOptimizer
@@ -195,7 +195,7 @@ def test_a_port_that_is_taken_is_a_sentence() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         launch = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-        code = "from tinyrl.distributed import join\ntry:\n    join(on_cpu=True)\n"
+        code = "from tinyrl.models.distributed import join\ntry:\n    join(on_cpu=True)\n"
         code += "except ValueError as error:\n    print(error)"
         env = {**os.environ, "MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in launch.items()}}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)

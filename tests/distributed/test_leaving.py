@@ -21,10 +21,10 @@ from tests.distributed.ranks import Ranks
 from tests.faults.children import Child, before_call, workers_left
 from tests.tiny_models import tiny_model
 from tests.trainers.test_resume import assert_same
-from tinyrl import distributed
 from tinyrl.config.schema import Config
-from tinyrl.distributed import leave
 from tinyrl.errors import out_of_memory
+from tinyrl.models import distributed
+from tinyrl.models.distributed import leave
 from tinyrl.runs.checkpoint import newest_sound
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.signals import StopFlag
@@ -80,7 +80,7 @@ def go_on(path: Path) -> None:
     run = RunDir(path, writes=os.environ.get("RANK", "0") == "0")
     with StopFlag():
         launch = resume(run, options=running.Options(device="cpu"))
-        leave(0 if launch is None else launch.go())
+        leave(0 if launch is None else launch.go(report=lambda _: None))
 
 
 def assert_like(whole: RunDir, run: RunDir) -> None:

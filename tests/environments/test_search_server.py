@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tinyrl import http_client
+from tinyrl.data import http_client
 from tinyrl.environments import search
 from tinyrl.environments.corpus import SearchFailed
 from tinyrl.environments.search import SearchServer

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tinyrl.components import Options
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
 from tinyrl.evaluation import versus
@@ -15,6 +14,7 @@ from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.table import render_comparison
 from tinyrl.evaluation.targets import Asked, Target
 from tinyrl.evaluation.versus import alike, compare_policies
+from tinyrl.rollout.components import Options
 
 SEARCHING = {"environment": {"use": "search", "corpus": "rows.jsonl", "timeout_s": 9}}
 

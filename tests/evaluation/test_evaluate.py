@@ -8,9 +8,9 @@ import pytest
 
 from tests import running
 from tests.tiny_models import tiny_model
-from tinyrl.components import Options, SamplingParts
 from tinyrl.evaluation.evaluate import best_of_kl, best_rows, evaluate
 from tinyrl.evaluation.statistics import majority_passes, pass_at_k
+from tinyrl.rollout.components import Options, SamplingParts
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import pytest
 
 from tests import running
 from tests.tiny_models import tiny_model
-from tinyrl.components import Options, SamplingParts
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import prompt_key
 from tinyrl.evaluation.evaluate import evaluate
 from tinyrl.evaluation.targets import Asked, trained_on
 from tinyrl.evaluation.versus import evaluate_target
+from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.runs.run_dir import open_run
 
 OPTIONS = Options(device="cpu")

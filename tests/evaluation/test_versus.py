@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 
 from tests import running
 from tests.tiny_models import tiny_model, tiny_tokenizer
-from tinyrl.components import Options
 from tinyrl.config.sections import RewardConfig
 from tinyrl.evaluation.targets import Asked
 from tinyrl.evaluation.versus import Side, evaluate_target
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
+from tinyrl.rollout.components import Options
 from tinyrl.tasks import load_rows, load_task
 
 REWARDS = """

@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 from tests import running
 from tests.faults.lookup_runs import lookup, samples
 from tests.tiny_models import EOS, tiny_model
-from tinyrl.components import Options, SamplingParts
 from tinyrl.config.schema import Config
 from tinyrl.environments import python
 from tinyrl.environments.python import TIMED_OUT
+from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.workers.sandbox import why_not_isolated
 
 CALLS = [f'<tool_call>{{"name":"guess","arguments":{{"word":"{word}"}}}}</tool_call>' for word in ("red", "blue")]

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from tests import running
 from tests.faults.children import Child, resumed
 from tests.tiny_models import tiny_tokenizer
-from tinyrl.components import Options
 from tinyrl.config.schema import Config
 from tinyrl.models import device
+from tinyrl.rollout.components import Options
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.launch import start
 
@@ -99,7 +99,7 @@ def train_within(settings: Config, folder: Path, name: str, room_mb: int | None,
         ctypes.CDLL(None).malloc_trim(0)
         limit = address_space() + room_mb * MB
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    code = launch.go()
+    code = launch.go(report=lambda _: None)
     rows, tokens = getattr(launch.trainer, "engine").max_rows, launch.trainer.micro_batches.tokens  # noqa: B009
     facts.write_text(json.dumps({"max_rows": rows, "micro_batch_tokens": tokens}))
     sys.exit(code)

@@ -15,9 +15,9 @@ from tests.faults.test_search_runs import lookup_query, searching
 from tests.training.test_resume import stopped_in_update
 from tinyrl.config.recipe import load_written_config
 from tinyrl.environments import search
-from tinyrl.report import write_report
 from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import RunDir
+from tinyrl.tools.report import write_report
 
 BEARER, VARIABLE, LAST_WORD = "tok-xyz", "s3cret-of-the-judge", "sk-proj-abcdefgh12345678"
 REWARD = f"""

@@ -15,7 +15,7 @@ import torch
 from tests.generation.sampling import PROMPTS, assert_same, make_engine, sample, stir, tokens_of
 from tests.generation.stand_in import Faults, StandIn
 from tests.tiny_models import TinyModels
-from tinyrl import http_client
+from tinyrl.data import http_client
 from tinyrl.errors import GuardStop, Interrupted
 from tinyrl.generation import server
 from tinyrl.generation.engine import Request

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from tests.faults.lookup_runs import lookup
-from tinyrl.components import Options, SamplingParts
 from tinyrl.environments import Reply
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.engine import Completion, Request, SampleOptions, sample_keys, uniforms
 from tinyrl.generation.turns import Episodes, play, play_plainly
+from tinyrl.rollout.components import Options, SamplingParts
 
 GROUP, SEED, STEP = 8, 3, 2
 Played = tuple[list[Completion], list[Episode]]

@@ -13,9 +13,9 @@ from tests import running
 from tests.gpu.waits import counting_waits
 from tests.models.building import full_roles, lora_roles
 from tests.tiny_models import TinyModels
-from tinyrl.components import Options
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work
 from tinyrl.models.roles import Roles
+from tinyrl.rollout.components import Options
 from tinyrl.training.launch import start
 
 A, B, C = [7, 8, 9], [12, 4], list(range(20, 40))
@@ -147,7 +147,7 @@ def test_a_bfloat16_policy_has_float32_adapters_that_learn(
     before = {n: p.detach().clone() for n, p in roles.causal.named_parameters()}
     assert {p.dtype for p in roles.causal.parameters() if id(p) not in trained} == {torch.bfloat16}
     assert {p.dtype for of_role in roles.parameters.values() for p in of_role.values()} == {torch.float32}
-    assert launch.go() == 0
+    assert launch.go(report=lambda _: None) == 0
     for name, parameter in roles.causal.named_parameters():
         assert torch.equal(parameter, before[name]) == (id(parameter) not in trained), name
     gaps = [line["policy/sampling_gap"] for line in running.metrics(launch.run) if "policy/sampling_gap" in line]
@@ -158,7 +158,7 @@ def test_a_base_in_four_bits_is_trained_on(tiny: TinyModels, device: torch.devic
     pytest.importorskip("bitsandbytes")
     launch = launched(running.config("grpo", tiny("llama"), model={"quantization": "4bit"}), tmp_path, device)
     assert launch.trainer.engine.name == "hf"
-    assert launch.go() == 0
+    assert launch.go(report=lambda _: None) == 0
     lines = [line for line in running.metrics(launch.run) if "optim/grad_norm" in line]
     assert all(line["optim/grad_norm"] > 0 for line in lines)
     assert {line["policy/sampling_gap"] < 0.05 for line in lines} == {True}
@@ -188,7 +188,7 @@ def test_an_update_waits_as_often_whatever_its_micro_batches(
             return metrics
 
         updater.step = counted
-        assert launch.go() == 0
+        assert launch.go(report=lambda _: None) == 0
         waits.append(seen[-1])
     assert waits[0] == waits[1] <= 2 + 2 * len(launch.trainer.roles.parameters)
 

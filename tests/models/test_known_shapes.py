@@ -10,10 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests import running
 from tinyrl.cli.preflight import ask_hub_once
-from tinyrl.components import Options
 from tinyrl.config.recipe import packaged_recipes, read_recipe
 from tinyrl.config.schema import Config
 from tinyrl.models.meta import LLAMA, SHAPES, described
+from tinyrl.rollout.components import Options
 from tinyrl.starter import starter_path
 from tinyrl.training.launch import plan
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from tests import running
-from tinyrl.components import Options, SamplingParts
 from tinyrl.generation.engine import Completion, Request, SamplingSettings
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.hf import HfEngine
 from tinyrl.generation.select import select_engine
+from tinyrl.rollout.components import Options, SamplingParts
 
 pytestmark = pytest.mark.real
 

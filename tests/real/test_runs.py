@@ -12,13 +12,13 @@ import pytest
 
 from tests import running
 from tests.trainers.test_resume import assert_same
-from tinyrl.chat.speaker import load_speaker
-from tinyrl.chat.target import chat_target
 from tinyrl.cli.commands import app
-from tinyrl.components import Options
 from tinyrl.config.schema import Config
+from tinyrl.rollout.components import Options
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.sums import write
+from tinyrl.tools.chat.speaker import load_speaker
+from tinyrl.tools.chat.target import chat_target
 
 pytestmark = pytest.mark.real
 

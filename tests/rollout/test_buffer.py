@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from tests import running
 from tests.tiny_models import tiny_model
-from tinyrl.components import Options, SamplingParts
 from tinyrl.config.sections import RewardConfig
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.collector import finalize_truncated, sample_and_score
+from tinyrl.rollout.components import Options, SamplingParts
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.report.runs import sample, write_run
+from tests.tools.report.runs import sample, write_run
 from tinyrl.cli.commands import app
 from tinyrl.runs import diagnosis
 from tinyrl.runs.diagnosis import MOST_LINES, Watch, findings

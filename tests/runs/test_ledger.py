@@ -6,7 +6,7 @@ from typing import Any
 
 from typer.testing import CliRunner, Result
 
-from tests.report.runs import sample, write_run
+from tests.tools.report.runs import sample, write_run
 from tinyrl.cli.commands import app
 from tinyrl.data.rows import row_key
 from tinyrl.runs.samples import hard_keys, prompt_texts, read_prompt_stats, render_prompt_stats

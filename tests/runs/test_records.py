@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.runs import PageReader, grpo_run, page, write_run
-from tinyrl.report import write_report
-from tinyrl.report.outcome import outcome
+from tests.tools.report.runs import PageReader, grpo_run, page, write_run
 from tinyrl.runs import records
 from tinyrl.runs.records import read_run
+from tinyrl.tools.report import write_report
+from tinyrl.tools.report.outcome import outcome
 
 
 def test_half_written_last_line_is_ignored(tmp_path: Path) -> None:

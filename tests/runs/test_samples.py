@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from tests.report.runs import sample, write_run
+from tests.tools.report.runs import sample, write_run
 from tinyrl.cli.commands import app
 from tinyrl.cli.runs import samples
 from tinyrl.runs.samples import (

@@ -102,7 +102,7 @@ def test_without_the_package_nothing_is_trained(
 def test_a_run_grades_in_a_process_of_its_own(tmp_path: Path) -> None:
     from tests import running
     from tests.tiny_models import tiny_model
-    from tinyrl.components import Options, SamplingParts
+    from tinyrl.rollout.components import Options, SamplingParts
 
     rows = [{"prompt": f"say {a}:", "answer": r"\frac12"} for a in "abcdefgh"]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

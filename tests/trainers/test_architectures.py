@@ -8,9 +8,9 @@ from tests import running
 from tests.architectures import MORE_KINDS
 from tests.tiny_models import TinyModels
 from tests.trainers.test_resume import assert_same
-from tinyrl.components import Options
 from tinyrl.evaluation.targets import Asked
 from tinyrl.evaluation.versus import evaluate_target
+from tinyrl.rollout.components import Options
 
 TRAINED = ("llama", "qwen2", "qwen3", "gemma2", "gpt2", *MORE_KINDS)
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tests import running
 from tests.tiny_models import TinyModels
-from tinyrl.components import Options, SamplingParts
 from tinyrl.config.schema import Config
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.reward_model import load_reward_model
+from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import RunDir
 

@@ -15,14 +15,14 @@ from tests.faults.lookup_runs import lookup
 from tests.generation.stand_in import Faults, StandIn
 from tests.tiny_models import TinyModels, tiny_model
 from tests.trainers.test_resume import assert_same
-from tinyrl import http_client
 from tinyrl.algorithms.distillation import jensen_shannon
-from tinyrl.components import Options
 from tinyrl.config.schema import Config
+from tinyrl.data import http_client
 from tinyrl.generation import server
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.collector import sample_and_score
+from tinyrl.rollout.components import Options
 from tinyrl.rollout.stored import MANIFEST, StoredRows
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.trainers.distill import Distill

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from tests import running
 from tests.models.building import stir
 from tests.tiny_models import POSITIONS, tiny_model
-from tinyrl.components import Options
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import OptimConfig
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.roles import Roles
+from tinyrl.rollout.components import Options
 from tinyrl.trainers import dpo
 from tinyrl.trainers.dpo import Pair, logprobs_of, pair_logprobs, sizes_of
 from tinyrl.training.optim import role_optimizers

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests import running
 from tests.tiny_models import tiny_model
-from tinyrl.components import Options, SamplingParts
 from tinyrl.config.schema import Config
+from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.trainers import dpo, reward_model, sft
 
 TEMPLATE = (

@@ -12,7 +12,6 @@ from torch import Tensor
 from tests.faults.lookup_runs import lookup
 from tinyrl.algorithms.advantages import gae
 from tinyrl.algorithms.masking import masked_whiten
-from tinyrl.components import Options, SamplingParts
 from tinyrl.config.method_sections import PRESETS
 from tinyrl.config.sections import RewardConfig
 from tinyrl.environments.environment import Episode
@@ -25,6 +24,7 @@ from tinyrl.rollout.collector import (
     forward_pass,
     sample_and_score,
 )
+from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.trainers.grpo import advantages_of
 from tinyrl.trainers.policy_loss import Counts, LossSettings, PolicyLoss

@@ -9,9 +9,9 @@ import torch
 
 from tests import running
 from tests.tiny_models import TinyModels
-from tinyrl.components import Options, SamplingParts
 from tinyrl.config.method_sections import GrpoConfig, PpoConfig
 from tinyrl.rollout.buffer import FINISH_REASONS, Rollout
+from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.trainers.grpo import advantages_of, zero_spread
 from tinyrl.trainers.ppo import adapted_kl_coef, predict_final_values
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests import running
 from tests.tiny_models import POSITIONS, TinyModels
-from tinyrl.components import Options
 from tinyrl.models.roles import Roles
+from tinyrl.rollout.components import Options
 from tinyrl.trainers.ppo import Ppo, ptx_pass
 from tinyrl.trainers.sft import Example
 from tinyrl.training.state import RunState

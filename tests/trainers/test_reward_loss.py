@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tests.tiny_models import tiny_model
-from tinyrl.components import Options
 from tinyrl.config.schema import Config
 from tinyrl.data.shapes import Objective
+from tinyrl.rollout.components import Options
 from tinyrl.trainers.reward_model import JudgedTokens, RewardModel, score_loss
 
 CHOSEN = [[10, 11, 12, 13, 14], [20, 21, 22], [10, 11, 40, 41, 42, 43, 44], [30, 31, 50, 51]]

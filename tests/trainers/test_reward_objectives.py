@@ -15,13 +15,13 @@ from tokenizers import processors
 
 from tests import running
 from tests.tiny_models import tiny_model, tiny_tokenizer
-from tinyrl.components import Options, SamplingParts
 from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardConfig
 from tinyrl.evaluation.statistics import concordance
 from tinyrl.models import reward_model as reward_models
 from tinyrl.models.roles import Roles
+from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.tasks.prompts import prepare_prompts, token_ids
 from tinyrl.trainers.reward_model import RewardModel
 

@@ -14,11 +14,11 @@ from tests import running
 from tests.faults.lookup_runs import lookup
 from tests.generation.stand_in import Faults, StandIn
 from tests.tiny_models import TinyModels
-from tinyrl import http_client
-from tinyrl.components import Options
 from tinyrl.config.schema import Config
+from tinyrl.data import http_client
 from tinyrl.generation import server
 from tinyrl.models.loading import resolve_model_path
+from tinyrl.rollout.components import Options
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.launch import dry_run
 from tinyrl.training.update import Updater

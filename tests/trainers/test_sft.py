@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests import running
 from tests.conftest import shared_data
 from tests.tiny_models import POSITIONS, tiny_model
-from tinyrl.components import Options
 from tinyrl.config.schema import Config
+from tinyrl.rollout.components import Options
 from tinyrl.trainers.ppo import text_of
 from tinyrl.trainers.sft import Example, Sft, joined, negative_log_likelihood, spans
 from tinyrl.training.launch import dry_run

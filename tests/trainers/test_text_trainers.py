@@ -13,7 +13,6 @@ from transformers import AutoModelForSequenceClassification
 
 from tests import running
 from tests.tiny_models import tiny_model, tiny_tokenizer
-from tinyrl.components import Options, SamplingParts
 from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
@@ -23,6 +22,7 @@ from tinyrl.models import reward_model as reward_models
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.reward_model import load_reward_model
 from tinyrl.models.roles import Roles
+from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import prepare_prompts, token_ids
 from tinyrl.trainers import reward_model

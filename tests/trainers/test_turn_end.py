@@ -9,19 +9,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import running
 from tests.tiny_models import EOS, tiny_model
-from tinyrl.chat.speaker import load_speaker
-from tinyrl.chat.target import chat_target
-from tinyrl.components import Options, Parts, SamplingParts
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardConfig
 from tinyrl.evaluation.targets import Asked
 from tinyrl.evaluation.versus import evaluate_target
-from tinyrl.export.bundle import export, plan_export
 from tinyrl.generation.engine import eos_token_ids
 from tinyrl.generation.turns import show_episode
 from tinyrl.models.roles import Roles
 from tinyrl.rewards.trial import check_gold
+from tinyrl.rollout.components import Options, Parts, SamplingParts
 from tinyrl.tasks.prompts import token_ids
+from tinyrl.tools.chat.speaker import load_speaker
+from tinyrl.tools.chat.target import chat_target
+from tinyrl.tools.export.bundle import export, plan_export
 from tinyrl.trainers import dpo, reward_model, sft
 
 TURN_END = "<|im_end|>"

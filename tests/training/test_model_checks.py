@@ -9,14 +9,14 @@ import pytest
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from tests.report.runs import write_run
 from tests.tiny_models import TinyModels, tiny_model
+from tests.tools.report.runs import write_run
 from tinyrl.cli.commands import app
-from tinyrl.components import Options
 from tinyrl.config.schema import Config
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.models.lora import POLICY_ADAPTER
 from tinyrl.models.roles import Roles
+from tinyrl.rollout.components import Options
 from tinyrl.training import model_checks
 from tinyrl.training.model_checks import Check, check_model
 

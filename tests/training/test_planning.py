@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.running import config, go_on, metrics, train
 from tests.tiny_models import TinyModels
-from tinyrl.components import Options, SamplingParts, trainer_of
 from tinyrl.config.schema import Config
 from tinyrl.generation import select
 from tinyrl.models import logprobs
 from tinyrl.models.batches import fuses
 from tinyrl.models.micro_batches import MicroBatches
+from tinyrl.rollout.components import Options, SamplingParts, trainer_of
 from tinyrl.training import planning
 from tinyrl.training.launch import plan, time_steps
 from tinyrl.training.memory_plan import MemoryPlan, Planner

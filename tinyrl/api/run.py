@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyrl.api.given import Settings, overrides_of
-from tinyrl.chat.target import chat_target
 from tinyrl.cli.options import quiet_libraries
 from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted
-from tinyrl.report import write_report
 from tinyrl.runs.records import json_lines, read_steps
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.signals import StopFlag
 from tinyrl.text import number
+from tinyrl.tools.chat.target import chat_target
+from tinyrl.tools.report import write_report
 
 if TYPE_CHECKING:
-    from tinyrl.chat.speaker import Speaker
+    from tinyrl.tools.chat.speaker import Speaker
 
 
 _one_at_a_time = threading.Lock()
@@ -135,21 +135,21 @@ class Run:
             config = self._folder.read_config(overrides_of(settings))
             check_before_loading(config)
             quiet_libraries()
-            from tinyrl.components import Options
+            from tinyrl.rollout.components import Options
             from tinyrl.training.resume import resume
 
             options = Options(device=device, trust_remote_code=trust_remote_code)
             with interruptible():
                 launch = resume(self._folder, options=options, config=config, allow_config_change=allow_config_change)
-                self.exit_code = 0 if launch is None else launch.go()
+                self.exit_code = 0 if launch is None else launch.go(report=write_report)
             return self
 
     def policy(self, *, device: str = "auto", trust_remote_code: bool = False) -> Speaker:
         """The policy of the newest checkpoint, loaded: `policy("a prompt")` is its answer. Close it, or use `with`."""
         found = chat_target(str(self.path), [])
         quiet_libraries()
-        from tinyrl.chat.speaker import load_speaker
-        from tinyrl.components import Options
+        from tinyrl.rollout.components import Options
+        from tinyrl.tools.chat.speaker import load_speaker
 
         return load_speaker(found, options=Options(device=device, trust_remote_code=trust_remote_code))
 

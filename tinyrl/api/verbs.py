@@ -61,7 +61,8 @@ def train(
         config = load_config(method, recipe, overrides=overrides)
         check_before_loading(config)
         quiet_libraries()
-        from tinyrl.components import Options
+        from tinyrl.rollout.components import Options
+        from tinyrl.tools.report import write_report
         from tinyrl.training.launch import start
 
         options = Options(device=device, trust_remote_code=trust_remote_code)
@@ -70,7 +71,7 @@ def train(
             launch = start(
                 config, options=options, output_dir=output_dir, name=name, overwrite=overwrite, command=words
             )
-            return Run(launch.run, exit_code=launch.go())
+            return Run(launch.run, exit_code=launch.go(report=write_report))
 
 
 def evaluate(
@@ -103,8 +104,8 @@ def evaluate(
     with alone():
         check_evaluation(what, asked, vs=other)
         quiet_libraries()
-        from tinyrl.components import Options
         from tinyrl.evaluation.versus import evaluate_target
+        from tinyrl.rollout.components import Options
 
         options = Options(device=device, trust_remote_code=trust_remote_code)
         with interruptible():

@@ -42,11 +42,11 @@ def store(
         if Path(output).exists() and any(Path(output).iterdir()):
             raise ValueError(f"{output} is there already; choose another --output")
     quiet_libraries()
+    from tinyrl.rollout.components import trainer_of
     from tinyrl.runs.signals import StopFlag
-    from tinyrl.trainers.distill import Distill
 
     with StopFlag(), sentences(debug):
-        trainer = Distill(config, options=RunOptions(device, trust_remote_code, debug).of_parts())
+        trainer = trainer_of("distill")(config, options=RunOptions(device, trust_remote_code, debug).of_parts())
         trainer.store(Path(output), told=lambda line: print(line, flush=True))
         others = [word for word in words if not word.startswith("teacher.")]
         print(f"next: {shlex.join(['tinyrl', 'train', 'distill', *others, f'teacher.path={output}'])}")

@@ -48,7 +48,7 @@ def _run(path: Path, json_output: bool) -> None:
 
 
 def _machine(json_output: bool) -> None:
-    from tinyrl.models.device import look_at_machine
+    from tinyrl.tools.machine import look_at_machine
 
     facts = look_at_machine()
     if json_output:

@@ -30,8 +30,8 @@ def export(
     """Write the policy as a folder for transformers and PEFT, vLLM, llama.cpp: the adapter, or a merged model."""
     quiet_libraries()
     with sentences(debug):
-        from tinyrl.export.bundle import export as write
-        from tinyrl.export.bundle import plan_export
+        from tinyrl.tools.export.bundle import export as write
+        from tinyrl.tools.export.bundle import plan_export
 
         plan = plan_export(run, merge=merge, dtype=dtype, output=output, overwrite=overwrite)
         print(write(plan, accept_changes=accept_changes, trust_remote_code=trust_remote_code).render())
@@ -54,11 +54,11 @@ def chat(
     """Talk to a policy or a model: answers as they are written, beside the start's, with the reward they would get."""
     quiet_libraries()
     with sentences(debug):
-        from tinyrl.chat.target import chat_target
+        from tinyrl.tools.chat.target import chat_target
 
         found = chat_target(target, settings or [])
-        from tinyrl.chat.speaker import load_speaker
-        from tinyrl.chat.terminal import converse
+        from tinyrl.tools.chat.speaker import load_speaker
+        from tinyrl.tools.chat.terminal import converse
 
         options = RunOptions(device, trust_remote_code, debug).of_parts()
         with load_speaker(found, options=options) as speaker:

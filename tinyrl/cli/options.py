@@ -17,7 +17,7 @@ import typer
 from tinyrl.cli.errors import address_space
 
 if TYPE_CHECKING:
-    from tinyrl.components import Options
+    from tinyrl.rollout.components import Options
 
 # Turns of the loop in which an OpenMP thread waits before it sleeps: the most that costs nothing when alone. Two
 # threads on two cores, seconds of a GRPO step of a small model, alone and beside a process that computes: 300,000 turns
@@ -51,7 +51,7 @@ class RunOptions:
 
     def of_parts(self) -> Options:
         """Those that loading takes; torch is imported now."""
-        from tinyrl.components import Options
+        from tinyrl.rollout.components import Options
 
         return Options(device=self.device, trust_remote_code=self.trust_remote_code)
 
@@ -67,7 +67,7 @@ def ending_together() -> Iterator[None]:
         code = end.exit_code
         raise
     finally:
-        distributed = sys.modules.get("tinyrl.distributed")  # not yet, where an error came before torch
+        distributed = sys.modules.get("tinyrl.models.distributed")  # not yet, where an error came before torch
         if distributed is not None and distributed.world().size > 1:
             if code is None:  # a bug, whose traceback nobody would see after this
                 traceback.print_exc()

@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from tinyrl.config.embedded import EMBEDDED, starter_path
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row, hub_name, is_saved_set, placed_rows
 from tinyrl.data.shapes import judged, objective_of, preference, text_examples
@@ -15,7 +16,6 @@ from tinyrl.evaluation.targets import Asked, check_asked, find
 from tinyrl.runs.launched import launched
 from tinyrl.runs.run_dir import meant_a_run, named_run, open_run, run_of
 from tinyrl.runs.tracking import check_trackers
-from tinyrl.starter import EMBEDDED, starter_path
 from tinyrl.tasks import load_split, load_task
 from tinyrl.text import did_you_mean, shortened
 from tinyrl.workers.loading import parse_use

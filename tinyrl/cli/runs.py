@@ -30,7 +30,7 @@ def report(
 ) -> None:
     """Write report.html and report.png of a run, finished or going on, or of several runs together."""
     with sentences(debug):
-        from tinyrl.report import write_overlay, write_report
+        from tinyrl.tools.report import write_overlay, write_report
 
         folders = [Path(run) for run in runs]
         if output is not None and len(folders) == 1:

@@ -121,6 +121,7 @@ def _start(
             check_new_run(output_dir, name=name, overwrite=overwrite)
     quiet_libraries()
     from tinyrl.runs.signals import StopFlag
+    from tinyrl.tools.report import write_report
     from tinyrl.training.launch import start
 
     with StopFlag(), ending_together():
@@ -134,7 +135,7 @@ def _start(
                 overwrite=overwrite,
                 command=command,
             )
-        raise typer.Exit(launch.go())
+        raise typer.Exit(launch.go(report=write_report))
 
 
 def _dry_run(method: str | None, settings: list[str], *, options: RunOptions) -> None:
@@ -185,6 +186,7 @@ def _resume(run: str, words: list[str], *, besides: list[str], allow_config_chan
             until_the_end.enter_context(opened.lock)
         quiet_libraries()
         from tinyrl.runs.signals import StopFlag
+        from tinyrl.tools.report import write_report
         from tinyrl.training.resume import resume
 
         until_the_end.enter_context(StopFlag())
@@ -195,7 +197,7 @@ def _resume(run: str, words: list[str], *, besides: list[str], allow_config_chan
             if opened.writes:
                 print(f"{opened.path} is finished; there is nothing left to do. Look at {opened.path}/report.html")
             return
-        raise typer.Exit(launch.go())
+        raise typer.Exit(launch.go(report=write_report))
 
 
 def config_of(method: str | None, settings: list[str]) -> Config:

@@ -131,3 +131,8 @@ def parsed(value: Any, column: str) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError):
         raise ValueError(f"'{column}' is text that is not JSON: {shortened(value, 60)!r}") from None
+
+
+def policy_text(transcript: list[Message]) -> str:
+    """What the policy wrote, turn after turn."""
+    return "\n".join(message["content"] for message in transcript if message["role"] == "assistant")

@@ -241,8 +241,3 @@ class Episode:
 def episode_text(transcript: Transcript) -> str:
     """What was written and read, as one text."""
     return "".join(message["content"] for message in transcript)
-
-
-def policy_text(transcript: Transcript) -> str:
-    """What the policy wrote, turn after turn."""
-    return "\n".join(message["content"] for message in transcript if message["role"] == "assistant")

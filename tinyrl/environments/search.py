@@ -15,9 +15,9 @@ import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from tinyrl.data.http_client import Answer, HttpClient, NoAnswer
 from tinyrl.environments import Reply, Transcript, last_turn
 from tinyrl.environments.corpus import MAX_QUERY_CHARS, Corpus, SearchFailed, passage_of
-from tinyrl.http_client import Answer, HttpClient, NoAnswer
 from tinyrl.text import is_address, masked, shortened, whole_address
 
 # ---- A client for Search-R1's retrieval server ----

@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import torch
 
-from tinyrl.components import SamplingParts
-from tinyrl.environments.environment import policy_text
+from tinyrl.data.messages import policy_text
 from tinyrl.evaluation.statistics import grouped, mean, mean_interval, numbers, verdict_metrics
 from tinyrl.rollout.buffer import FINISH_REASONS, Rollout
 from tinyrl.rollout.collector import forward_pass, sample_and_score
+from tinyrl.rollout.components import SamplingParts
 from tinyrl.tasks.prompts import PreparedPrompt
 
 EVAL_STEP = 1 << 40  # the step in the key of evaluation samples: no training step reaches it

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tinyrl.components import Options, SamplingParts, resolve_threads, trainer_of
+from tinyrl.config.embedded import starter_path
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import prompt_key
 from tinyrl.evaluation.evaluate import Evaluation, Role, evaluate
@@ -35,8 +35,8 @@ from tinyrl.evaluation.targets import (
 from tinyrl.generation.turns import plays
 from tinyrl.models.roles import load_policy
 from tinyrl.rewards.scorer import Scorer
+from tinyrl.rollout.components import Options, SamplingParts, resolve_threads, trainer_of
 from tinyrl.runs.run_dir import finite, run_of
-from tinyrl.starter import starter_path
 from tinyrl.tasks import load_task
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.text import hidden

@@ -31,6 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from tinyrl.data.http_client import Answer, HttpClient, NoAnswer
 from tinyrl.errors import GuardStop, Interrupted
 from tinyrl.generation.engine import (
     Completion,
@@ -45,7 +46,6 @@ from tinyrl.generation.engine import (
     max_new_tokens,
     row_keys,
 )
-from tinyrl.http_client import Answer, HttpClient, NoAnswer
 from tinyrl.models.lora import POLICY_ADAPTER, save_adapter
 from tinyrl.models.roles import Roles
 from tinyrl.text import masked, shortened, whole_address

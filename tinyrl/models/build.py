@@ -24,6 +24,7 @@ from peft import LoraConfig, PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tinyrl.config.embedded import starter_path
 from tinyrl.config.schema import Config
 from tinyrl.models.batches import make_batch
 from tinyrl.models.loading import NoHead, few_tokens, load_causal_lm, load_tokenizer
@@ -49,7 +50,6 @@ from tinyrl.models.reward_model import (
 )
 from tinyrl.models.roles import MODEL, VALUE_HEAD, Roles, load_backbone, load_critic, load_head
 from tinyrl.runs.resolve import critic_run
-from tinyrl.starter import starter_path
 from tinyrl.text import shortened
 
 KL_AT_START = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}

@@ -28,8 +28,8 @@ from transformers import (
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+from tinyrl.config.embedded import starter_path
 from tinyrl.models.reading import ADAPTER_FILES, MODEL_FILES, TOKENIZER_FILES, reading, tensor_shapes
-from tinyrl.starter import starter_path
 from tinyrl.text import did_you_mean, shortened
 
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from tinyrl.config.embedded import starter_path
 from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import Source
@@ -34,7 +35,6 @@ from tinyrl.models.loading import load_model_config, load_tokenizer
 from tinyrl.models.lora import POLICY_ADAPTER
 from tinyrl.models.reward_model import attach_reward_adapter, is_reward_adapter
 from tinyrl.models.roles import Roles
-from tinyrl.starter import starter_path
 
 META = torch.device("meta")
 # Bytes a weight: NF4 with its scales, which are quantised again (2305.14314, section 3), and LLM.int8 (2208.07339).

@@ -12,9 +12,9 @@ from typing import Literal
 
 import torch
 
-from tinyrl.distributed import World
 from tinyrl.errors import out_of_memory
 from tinyrl.models.device import as_out_of_memory
+from tinyrl.models.distributed import World
 from tinyrl.runs.signals import check_stop, watched
 
 _TOKENS = {"cpu": 1024}

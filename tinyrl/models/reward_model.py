@@ -21,8 +21,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from tinyrl.distributed import ALONE, World
 from tinyrl.models.batches import backbone_of, last_states, make_batch
+from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.loading import (
     FULL_REPORT,
     NoHead,

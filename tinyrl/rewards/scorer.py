@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.sections import RewardConfig
-from tinyrl.distributed import ALONE, World
 from tinyrl.environments import Transcript
 from tinyrl.environments.environment import Environment, Episode, episode_text
+from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.reward_model import SequenceRewardModel, is_reward_adapter, positions_of
 from tinyrl.models.roles import Roles

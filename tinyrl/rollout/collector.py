@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tinyrl.config.sections import RewardConfig
-from tinyrl.distributed import ALONE, World
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine
 from tinyrl.generation.turns import EpisodeRunner, play
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.device import to_device
+from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.micro_batches import MicroBatches, Work, own_rows
 from tinyrl.models.roles import Role, Roles
 from tinyrl.rewards.scorer import Scorer

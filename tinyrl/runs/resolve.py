@@ -9,12 +9,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tinyrl.config.embedded import starter_path
 from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import Source
 from tinyrl.runs.checkpoint import checkpoint_of
 from tinyrl.runs.run_dir import named_run, open_run
-from tinyrl.starter import starter_path
 
 MODEL_FIELDS = (("model", "path"), ("model", "adapter"), ("critic", "path"), ("teacher", "path"), ("reward", "model"))
 DATA_FIELDS = (("task", "data"), ("task", "eval_data"), ("environment", "corpus"), ("ppo", "ptx_data"))

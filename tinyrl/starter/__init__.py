@@ -11,15 +11,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-EMBEDDED = {
-    "starter": "model", "starter-reward": "reward_model", "starter-teacher": "teacher", "lookup": "lookup_model"
-}  # fmt: skip
+from tinyrl.config.embedded import starter_path
+
+__all__ = ["SPLITS", "check_split", "split_of", "starter_path", "write_rows"]
+
 SPLITS = {"pretrain": 50, "train": 20, "dev": 5, "eval": 25}  # per cent
-
-
-def starter_path(name: str) -> Path | None:
-    """The folder of the embedded model called `name`, one of EMBEDDED; None for every other name."""
-    return Path(__file__).parent / EMBEDDED[name] if name in EMBEDDED else None
 
 
 def split_of(prompt: str) -> str:

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from tinyrl.algorithms.distillation import token_advantages
-from tinyrl.components import Options
 from tinyrl.config.schema import Config
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.roles import Role, Roles
 from tinyrl.rollout.buffer import Rollout, given_rollout, joined
+from tinyrl.rollout.components import Options
 from tinyrl.rollout.stored import Manifest, bytes_a_token, vocabulary_digest, write_stored
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import answer_end, ended

@@ -24,7 +24,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tinyrl.algorithms.preference import dpo_loss, ipo_loss, kto_loss, mismatched_kl, orpo_loss, simpo_loss
-from tinyrl.components import Options, Parts
 from tinyrl.config.method_sections import DpoConfig
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
@@ -34,6 +33,7 @@ from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.build import reference_of
 from tinyrl.models.loading import check_ids
 from tinyrl.models.micro_batches import RowSizes, StepRows
+from tinyrl.rollout.components import Options, Parts
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import render_answer
 from tinyrl.text import number, shortened, visible

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from tinyrl.algorithms.kl import applied_entropy_coef, next_entropy_coef
-from tinyrl.components import Options, SamplingParts
 from tinyrl.config.method_sections import OnPolicySection
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import TaskConfig
 from tinyrl.data.rows import batch_indices, keyed_order, replaced_indices, row_key
-from tinyrl.distributed import ALONE, World
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batches import SequenceBatch
+from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.micro_batches import RowSizes, StepRows
 from tinyrl.models.roles import Role, Roles
 from tinyrl.rewards.functions import FailureGuard, describe_failure
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.collector import finalize_truncated, forward_pass, sample_and_score
+from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.runs.signals import stop_held
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.trainers.policy_loss import LossSettings, PolicyLoss

@@ -48,7 +48,6 @@ from tinyrl.algorithms.kl import next_kl_coef
 from tinyrl.algorithms.losses import Metrics, clipped_value_loss
 from tinyrl.algorithms.masking import masked_mean, masked_whiten
 from tinyrl.algorithms.reward_shaping import token_rewards
-from tinyrl.components import Options, Parts, SamplingParts
 from tinyrl.config.method_sections import PpoConfig
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row, placed_rows
@@ -58,6 +57,7 @@ from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.loading import check_ids
 from tinyrl.models.roles import Role, Roles
 from tinyrl.rollout.buffer import Rollout
+from tinyrl.rollout.components import Options, Parts, SamplingParts
 from tinyrl.runs.signals import watched
 from tinyrl.trainers.on_policy import OnPolicyTrainer, steer_entropy
 from tinyrl.trainers.policy_loss import PolicyLoss

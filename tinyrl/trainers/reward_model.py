@@ -25,7 +25,6 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from tinyrl.algorithms.preference import bradley_terry_loss, label_loss, rating_loss
-from tinyrl.components import Options, Parts
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import example_rows, few_held_out, fingerprints
@@ -40,15 +39,16 @@ from tinyrl.data.shapes import (
     quoting,
     two_labels,
 )
-from tinyrl.distributed import ALONE, World
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.statistics import label_metrics, pair_metrics, rating_metrics
 from tinyrl.models.batches import SequenceBatch, backbone_of
+from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.loading import check_ids
 from tinyrl.models.micro_batches import RowSizes, StepRows
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_room
 from tinyrl.models.roles import Role, Roles
 from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, judged_tokens
+from tinyrl.rollout.components import Options, Parts
 from tinyrl.runs.signals import watched
 from tinyrl.text import number
 from tinyrl.training.session import Session

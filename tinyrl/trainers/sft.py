@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.algorithms.masking import masked_sum
-from tinyrl.components import Options, Parts
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import example_rows, few_held_out, fingerprints
@@ -27,6 +26,7 @@ from tinyrl.data.shapes import beginning, described, quoting, text_examples
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.loading import check_ids
 from tinyrl.models.micro_batches import RowSizes, StepRows, Work, own_rows
+from tinyrl.rollout.components import Options, Parts
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import render_answer
 from tinyrl.text import excerpt, visible

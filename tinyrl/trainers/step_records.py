@@ -10,11 +10,11 @@ from torch import Tensor
 
 from tinyrl.algorithms.masking import masked_mean
 from tinyrl.algorithms.reward_shaping import token_rewards
-from tinyrl.components import SamplingParts
 from tinyrl.config.sections import RunConfig
+from tinyrl.data.messages import policy_text
 from tinyrl.data.rows import row_key
-from tinyrl.environments.environment import policy_text
 from tinyrl.rollout.buffer import FINISH_REASONS, Rollout
+from tinyrl.rollout.components import SamplingParts
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.text import hidden
 

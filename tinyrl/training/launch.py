@@ -15,13 +15,12 @@ from pathlib import Path
 
 import torch
 
-from tinyrl.components import Options, resolve_threads, trainer_of
 from tinyrl.config.schema import Config
-from tinyrl.distributed import World
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
 from tinyrl.models.device import as_out_of_memory, peak_memory_gb
+from tinyrl.models.distributed import World
 from tinyrl.models.meta import SHAPES, checkpoint_bytes, stand_in
-from tinyrl.report import write_report
+from tinyrl.rollout.components import Options, resolve_threads, trainer_of
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.progress import Display, tell
 from tinyrl.runs.resolve import resolve
@@ -61,12 +60,12 @@ class Launch:
         for note in notes:
             self.session.display.note(note)
 
-    def go(self) -> int:
-        """Train to the last step and release the run's lock; the exit code says how it ended."""
+    def go(self, *, report: Callable[[Path], object]) -> int:
+        """Train to the last step, write a `report` of the folder and release its lock; the exit code of the run."""
         with self.run.lock:
-            return self._train()
+            return self._train(report)
 
-    def _train(self) -> int:
+    def _train(self, report: Callable[[Path], object]) -> int:
         world = self.trainer.world
         self.session.display.start(done=self.session.state.step)
         try:
@@ -93,7 +92,7 @@ class Launch:
         if not world.is_main:
             return 0
         with harmless(f"the report could not be written; later: tinyrl report {self.run.path}"):
-            write_report(self.run.path)
+            report(self.run.path)
         with harmless("the run could not be summed up"):
             tell(summary(self.run, prompts=self.trainer.has_prompts))
         with harmless("memory could not be compared with what was planned"):

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tinyrl.components import SamplingParts
 from tinyrl.generation.select import SamplingBytes, sampling_bytes
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.device import KEPT_BYTES
@@ -25,6 +24,7 @@ from tinyrl.models.logprobs import CHUNK_ELEMENTS, token_logprobs
 from tinyrl.models.meta import META, AsOn, LiveBytes, bytes_by_role, four_bit_bytes, is_meta, quantized_bytes
 from tinyrl.models.micro_batches import StepRows
 from tinyrl.models.roles import Role, Roles
+from tinyrl.rollout.components import SamplingParts
 from tinyrl.training.trainer import Trainer
 
 LARGEST_TEMPORARIES = 2  # of the size of a parameter, in an AdamW step that takes one parameter after the other

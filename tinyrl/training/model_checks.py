@@ -13,13 +13,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tinyrl.components import Options, Parts
 from tinyrl.config.schema import Config
 from tinyrl.generation.engine import Completion, Request, SamplingEngine, eos_token_ids
 from tinyrl.generation.select import engine_of
 from tinyrl.models.batches import SequenceBatch, make_batch
 from tinyrl.models.device import MOST_IN_FLOAT32, as_exact, in_float32, ordinary_ids
 from tinyrl.models.loading import embedding_rows
+from tinyrl.rollout.components import Options, Parts
 from tinyrl.runs.resolve import resolve
 from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import render_prompt, token_ids

@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tinyrl.components import Options, SamplingParts, trainer_of
 from tinyrl.config.schema import Config
 from tinyrl.generation.engine import Request
 from tinyrl.models.batches import fuse_alike
 from tinyrl.models.device import memory_room, resolve_dtype, warm_bytes
 from tinyrl.models.meta import checkpoint_bytes, meta_reward_model, meta_roles
 from tinyrl.models.roles import Roles
+from tinyrl.rollout.components import Options, SamplingParts, trainer_of
 from tinyrl.text import first_line
 from tinyrl.training.memory_plan import MemoryPlan, Planner
 from tinyrl.training.trainer import Trainer

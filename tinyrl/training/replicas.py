@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from tinyrl.components import Parts, SamplingParts
 from tinyrl.config.schema import Config
-from tinyrl.distributed import World
 from tinyrl.errors import GuardStop
+from tinyrl.models.distributed import World
+from tinyrl.rollout.components import Parts, SamplingParts
 
 BUCKET_ELEMENTS = 1 << 24  # of a gradient buffer: 64 MB
 CHECK_EVERY = 25  # steps

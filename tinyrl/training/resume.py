@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tinyrl.components import Options, resolve_threads, trainer_of
 from tinyrl.config.schema import Config, without_secrets
+from tinyrl.rollout.components import Options, resolve_threads, trainer_of
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.resolve import absolute_paths, resolve

@@ -20,12 +20,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tinyrl.components import Parts
 from tinyrl.data.rows import keyed_order
 from tinyrl.errors import Interrupted
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.device import cores_here, peak_memory_gb
 from tinyrl.rollout.buffer import Rollout
+from tinyrl.rollout.components import Parts
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.diagnosis import Watch
 from tinyrl.runs.progress import Display

@@ -21,10 +21,10 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from tinyrl.config.embedded import starter_path
 from tinyrl.config.schema import Config
 from tinyrl.runs.checkpoint import MANIFEST, checkpoint_step
 from tinyrl.runs.run_dir import versions
-from tinyrl.starter import starter_path
 from tinyrl.text import first_line, shortened
 from tinyrl.workers.loading import imported_beside, parse_use
 

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from tinyrl.components import Parts
 from tinyrl.data.rows import batch_indices
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.micro_batches import RowSizes, StepRows
 from tinyrl.models.roles import Role, Roles
+from tinyrl.rollout.components import Parts
 from tinyrl.training.session import Session
 from tinyrl.training.update import LossFn, Pass
 

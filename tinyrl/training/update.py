@@ -18,8 +18,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from tinyrl.distributed import ALONE, World
 from tinyrl.errors import GuardStop, Interrupted
+from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.roles import Role, Roles
 from tinyrl.runs.rng_state import restore_torch_rng, torch_rng

@@ -77,8 +77,8 @@ def _import_everything() -> None:
     import peft  # noqa: F401
 
     import tinyrl.evaluation.versus
-    import tinyrl.report.page
     import tinyrl.rewards.trial
+    import tinyrl.tools.report.page
     import tinyrl.trainers.grpo
     import tinyrl.trainers.ppo
     import tinyrl.trainers.reward_model

@@ -1,0 +1,141 @@
+"""A report of several runs: their lines in the same charts, what differs, and what is refused."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tools.report.runs import PageReader, grpo_run, sample, write_run
+from tinyrl.runs.records import read_run
+from tinyrl.tools.report import write_overlay
+from tinyrl.tools.report.overlay import Named, named, overlaid
+from tinyrl.tools.report.page import differing, overlay_html
+
+
+def runs_of(folder: Path, *metrics: list[dict[str, Any]], samples: Any = None) -> list[Named]:
+    configs = [{"method": "grpo", "optim": {"learning_rate": 10.0**-i}} for i in range(1, len(metrics) + 1)]
+    folders = [
+        write_run(folder / f"run-{i}", lines, config=config, samples=samples[i] if samples else None)
+        for i, (lines, config) in enumerate(zip(metrics, configs, strict=True))
+    ]
+    return named([read_run(one) for one in folders])
+
+
+def page(runs: list[Named]) -> str:
+    return overlay_html(runs, [], [])
+
+
+def test_every_run_is_a_line_of_its_colour(tmp_path: Path) -> None:
+    a = [{"step": 0, "eval/reward_mean": 0.2, "eval/reward_ci": [0.1, 0.3]}, {"step": 2, "reward/mean": 0.5}]
+    b = [{"step": 5, "reward/mean": 0.75, "value/loss": 3.0, "eval/reward/x": 1.0, "eval/reward/y": 0.5}]
+    panels = overlaid(runs_of(tmp_path, a, b))
+    lines = {
+        (panel.title, panel.unit): [(line.label, line.role, line.points) for line in panel.lines] for panel in panels
+    }
+    assert lines == {
+        ("Reward", "held-out, higher is better"): [("A", "1", [(0, 0.2)])],
+        ("Reward", "training, higher is better"): [("A", "1", [(2, 0.5)]), ("B", "2", [(5, 0.75)])],
+        ("Value loss", "training, lower is better"): [("B", "2", [(5, 3.0)])],
+        ("x", "held-out reward"): [("B", "2", [(5, 1.0)])],
+        ("y", "held-out reward"): [("B", "2", [(5, 0.5)])],
+    }
+    assert {panel.span for panel in panels} == {(0, 5)}
+    assert panels[0].lines[0].intervals == {0: (0.1, 0.3)}
+    assert panels[0].lines[0].marked
+    assert panels[0].meaning == panels[1].meaning != ""
+
+
+def test_what_a_run_has_only_held_out_is_drawn_held_out(tmp_path: Path) -> None:
+    """KL, where one run's loss uses it and the other's does not."""
+    a, b = [{"step": 1, "eval/kl": 0.5}], [{"step": 1, "eval/kl": 0.25, "objective/kl": 0.75}]
+    panels = overlaid(runs_of(tmp_path, a, b))
+    assert [(panel.unit, [line.label for line in panel.lines]) for panel in panels] == [
+        ("held-out, nats per response", ["A", "B"]), ("training, nats per response", ["B"]),
+    ]  # fmt: skip
+    assert [panel.unit for panel in overlaid(runs_of(tmp_path / "b", b, b))] == ["training, nats per response"]
+
+
+def test_runs_that_learn_from_examples_begin_with_accuracy(tmp_path: Path) -> None:
+    line = {"loss/nll": 2.0, "rewards/accuracy": 0.5, "eval/accuracy": 0.75}
+    panels = overlaid(runs_of(tmp_path, [{"step": 1, **line}], [{"step": 1, **line}]))
+    assert [(panel.title, panel.unit.partition(",")[0]) for panel in panels] == [
+        ("Accuracy", "held-out"), ("Accuracy", "training"), ("Loss: nll", "training"),
+    ]  # fmt: skip
+
+
+def test_only_settings_that_differ_are_shown(tmp_path: Path) -> None:
+    one = {"optim": {"learning_rate": 0.001, "eps": 1e-8}, "grpo": {"group_size": 8}, "method": "grpo"}
+    two = {"optim": {"learning_rate": 0.002, "eps": 1e-8}, "ppo": {"gamma": None}, "method": "grpo"}
+    assert differing([one, two]) == {
+        "optim.learning_rate": ["0.001", "0.002"],
+        "grpo.group_size": ["8", None],
+        "ppo.gamma": [None, "null"],
+    }
+    assert differing([one, one]) == {}
+    runs = runs_of(tmp_path, [{"step": 1, "reward/mean": 0.5}], [{"step": 3, "reward/mean": 0.25}])
+    html = page(runs)
+    assert "<tr><td>optim.learning_rate</td><td>0.1</td><td>0.01</td></tr>" in html
+    assert "<td>method</td>" not in html
+    assert "that only some runs have" not in html
+    other = write_run(tmp_path / "other", [{"step": 1, "reward/mean": 0.5}], config={"method": "grpo", "a": 1, "b": 2})
+    folded = page([runs[0], Named("B", "2", read_run(other))]).partition("<details>")[2]
+    assert "3 settings that only some runs have" in folded
+    assert "<tr><td>b</td><td>–</td><td>2</td></tr>" in folded
+    assert "the runs have the same config.yaml" in page([runs[0], runs[0]])
+
+
+def test_figures_and_prompts_stand_side_by_side(tmp_path: Path) -> None:
+    metrics = [{"step": step, "eval/reward_mean": step / 4, "time/total": 30.0} for step in (0, 3)]
+    wrote = [
+        [
+            sample(0, 0, "P", f"early-{run}", 0.0),
+            sample(3, 0, "P", f"late-{run}", 1.0),
+            sample(3, run + 1, "Q", "no", 1),
+        ]
+        for run in (0, 1)
+    ]
+    html = page(runs_of(tmp_path, metrics, metrics, samples=wrote))
+    text = PageReader(html).text
+    assert "A run-0" in text
+    assert html.count('<td class="n"><span class="muted">0 → </span>0.750</td>') == 2
+    assert html.count('<td class="n">1 min 00 s</td>') == 2
+    assert text.index("late-0") < text.index("late-1")
+    assert "early-0" not in text
+    assert ">no<" not in html  # at another place in each: not the same prompt
+    same = page(runs_of(tmp_path / "other", metrics, metrics))
+    assert "The same prompts" not in same
+
+
+def test_both_files_are_written_and_load_nothing(tmp_path: Path) -> None:
+    hostile = "<script>alert(1)</script>"
+    one, two = grpo_run(tmp_path / "a" / hostile.replace("/", ""), steps=20), grpo_run(tmp_path / "b" / "two", steps=30)
+    for name in (".report.html.1.tmp",):
+        (tmp_path / name).touch()
+    html, picture = write_overlay([one, two], tmp_path)
+    assert (html, picture) == (tmp_path / "report.html", tmp_path / "report.png")
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    text = html.read_text("utf-8")
+    assert "<script" not in text
+    assert "http" not in text.replace("http-equiv", "")
+    ids = re.findall(r'\bid="([^"]*)"', text)
+    assert len(ids) == len(set(ids))
+    declared = set(re.findall(r"(--\w+):", text))
+    assert set(re.findall(r"var\((--\w+)\)", text)) <= declared
+    assert not (one / "report.html").exists()
+    write_overlay([one, two], tmp_path)
+    assert html.read_text("utf-8") == text
+
+
+def test_what_cannot_be_laid_over_each_other_is_refused(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"r{i}", [{"step": 1, "reward/mean": 0.5}]) for i in range(9)]
+    with pytest.raises(ValueError, match=r"9 runs are too many for one report: at most 8 can be told apart\."):
+        write_overlay(runs, tmp_path)
+    with pytest.raises(ValueError, match=r"r0 is named twice; name each run once\."):
+        write_overlay([runs[0], runs[1], tmp_path / "r1" / ".." / "r0"], tmp_path)
+    with pytest.raises(ValueError, match="is no folder"):
+        write_overlay(runs[:2], tmp_path / "none")
+    with pytest.raises(ValueError, match="is a run's folder, whose own report would be lost"):
+        write_overlay(runs[:2], runs[2])
+    assert not list(tmp_path.rglob("report.html"))
+    write_overlay(runs[:8], tmp_path)  # as many as there are colours

@@ -1,0 +1,340 @@
+"""Loaded components of a run: device, tokenizer, models; for methods that sample also prompts, rewards and engine."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from tinyrl.config.methods import METHODS
+from tinyrl.config.schema import Config
+from tinyrl.data.readers import Row
+from tinyrl.data.rows import few_held_out, fingerprints
+from tinyrl.environments.environment import Environment
+from tinyrl.generation.engine import SamplingEngine, end_at_turn_end, eos_token_ids
+from tinyrl.generation.select import Unsampled, engine_of, planned_engine
+from tinyrl.generation.turns import episode_notes, load_episode_runner, show_episode
+from tinyrl.models.build import build_reward_model, build_roles, check_reference
+from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, threads_for, to_device
+from tinyrl.models.distributed import World, world
+from tinyrl.models.loading import check_ids, check_vocabulary, load_tokenizer
+from tinyrl.models.meta import bytes_by_role, meta_roles
+from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
+from tinyrl.models.reward_model import positions_of
+from tinyrl.models.roles import Role, load_roles, save_roles
+from tinyrl.rewards.model_text import TextFormat
+from tinyrl.rewards.scorer import Scorer
+from tinyrl.rewards.trial import check_gold
+from tinyrl.runs.rng_state import seed_generators
+from tinyrl.tasks import Task, load_split, load_task
+from tinyrl.tasks.answers import template_fault
+from tinyrl.tasks.prompts import PreparedPrompt, prepare_prompts
+from tinyrl.text import visible
+
+SHOWN_TOKENS = 64
+
+
+@dataclass
+class Options:
+    """Command-line options that are not part of the configuration, and so not of what defines a run.
+
+    weights: False loads everything but the numbers of models, which are then on the meta device (models/meta.py).
+    """
+
+    device: str = "auto"
+    trust_remote_code: bool = False
+    weights: bool = True
+
+
+def trainer_of(method: str) -> Any:
+    """The class of a method's trainer; imported now, since others may need libraries that this one does not."""
+    module, _, name = METHODS[method].trainer.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+class Parts:
+    """What every method needs: a device, a tokenizer, the roles on one base, and the micro-batch budget.
+
+    Random weights (LoRA's A) are drawn from run.seed. Raises ValueError, in a sentence, for what a user can fix.
+    """
+
+    learns: ClassVar[bool] = False  # whether it is to train, so that a teacher is loaded too
+
+    def __init__(self, config: Config, *, options: Options) -> None:
+        self.config = config
+        self.accelerator = make_accelerator(options.device, dtype=config.model.dtype)
+        dtype = resolve_dtype(config.model.dtype, on_cpu=self.accelerator.device.type == "cpu")
+        seed_generators(config.run.seed)
+        if config.run.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may add up in another order
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        model, trust = config.model, options.trust_remote_code
+        self.tokenizer = load_tokenizer(model.path, revision=model.revision, trust_remote_code=trust)
+        if options.weights:
+            self.roles = build_roles(
+                config, device=self.accelerator.device, dtype=dtype, trust_remote_code=trust, teacher=self.learns
+            )
+        else:
+            self.roles = meta_roles(config, dtype=dtype, trust_remote_code=trust)
+        check_vocabulary(self.tokenizer, self.roles.causal, path=model.path)
+        if self.roles.critic_model is not None:  # it reads the policy's tokens
+            check_vocabulary(self.tokenizer, self.roles.critic_model, path=config.critic.path or model.path)
+        end_at_turn_end(self.roles.causal, self.tokenizer, config.task)
+        self.micro_batches = MicroBatches(self.accelerator.device, config.run.micro_batch_tokens)
+
+    @property
+    def world(self) -> World:
+        return world()
+
+    @property
+    def positions(self) -> int:
+        return positions_of(self.roles.causal.config.get_text_config())
+
+    def check(self) -> list[str]:
+        """Check what can only be checked now, before step 1; returns lines worth showing."""
+        return []
+
+    def template_fault(self) -> str | None:
+        """What is wrong with the chat template, where prompts go through it, for a policy that is to end its turns."""
+        where, ends = self.config.task, eos_token_ids(self.roles, self.tokenizer)
+        return template_fault(self.tokenizer, ends, chat=where.chat, variables=where.chat_template)
+
+    def template_warnings(self) -> list[str]:
+        fault = self.template_fault()
+        return [f"warning: chat template: {fault}"] if fault else []
+
+    def preview(self) -> str:
+        """What `--dry-run` shows besides the configuration; whoever loads rows has checked them by now."""
+        return "configuration, model and rows are fine"
+
+    def memory(self) -> dict[str, int]:
+        trained = sum(p.numel() for role in self.roles.parameters.values() for p in role.values())
+        per_parameter = 8 if self.config.optim.optimizer == "adamw" else 2
+        return {**bytes_by_role(self.roles), "optimizers": trained * per_parameter}
+
+    def describe_memory(self) -> str:
+        return "memory of weights: " + ", ".join(f"{n} {b / 1e6:,.1f} MB" for n, b in self.memory().items() if b)
+
+    def save_models(self, folder: Path) -> None:
+        save_roles(self.roles, folder, tokenizer=self.tokenizer)
+
+    def load_models(self, folder: Path) -> None:
+        load_roles(self.roles, folder)
+
+    def each_row(
+        self,
+        compute: Callable[[list[int]], Tensor],
+        sizes: RowSizes,
+        *,
+        role: Role,
+        width: int,
+        rows: list[int] | None = None,
+        among: World | None = None,
+    ) -> Tensor:
+        """(N, width) numbers of each row without gradient, on the CPU; 0 for those not in `rows` (None: all are).
+
+        Each process of `among` (None: all) computes some of them.
+        """
+        device, among = self.roles.device, self.world if among is None else among
+        out = torch.zeros(len(sizes), width, device=device)
+
+        def run(micro: list[int]) -> None:
+            out[to_device(torch.as_tensor(micro), device)] = compute(micro).float()
+
+        with torch.no_grad(), self.roles.acting(role), self.accelerator.autocast():
+            self.micro_batches.run(Work(sizes, run, own_rows(sizes, rows, among)))
+        among.sum(out)
+        return out.cpu()
+
+    def forget(self) -> None:
+        """Invalidate what was computed from rows or frozen models, which are others now."""
+
+    def keep_output(self, write: Callable[[str], None]) -> None:
+        """Hand what reward functions print to `write`, in whole lines, from now on."""
+
+    def close(self) -> None:
+        """End helper processes."""
+
+
+def resolve_threads(parts: Parts) -> str:
+    """Set torch's thread count (CPU only), by the model's width where run.threads is auto, and say which."""
+    wanted = parts.config.run.threads
+    if parts.accelerator.device.type != "cpu":
+        return f"device {parts.accelerator.device} ({torch.cuda.get_device_name(parts.accelerator.device)})"
+    if wanted != "auto":
+        torch.set_num_threads(wanted)
+        return f"device cpu, {wanted} threads (run.threads)"
+    cores = min(parts.world.gather(cores_here()))
+    if parts.world.size > 1 and cores == 1:
+        torch.set_num_threads(1)
+        return f"device cpu, 1 thread ({parts.world.local_size} processes on this machine, a core for each)"
+    # One number for all processes: norms are summed by threads, and weights must stay the same.
+    threads = threads_for(width=parts.roles.causal.config.get_text_config().hidden_size, cores=cores)
+    torch.set_num_threads(threads)
+    return f"device cpu, {threads} thread{'s' if threads > 1 else ''} (run.threads=auto)"
+
+
+class SamplingParts(Parts):
+    """What methods that sample need in addition. judge: another run's scorer, in place of the configuration's own."""
+
+    def __init__(self, config: Config, *, options: Options, judge: Scorer | None = None) -> None:
+        super().__init__(config, options=options)
+        self.task: Task = load_task(config.task.name or "rows", grading=config.task.grading)
+        self.runner = load_episode_runner(config, self.task, tokenizer=self.tokenizer, roles=self.roles)
+        environment = self.runner.environment if self.runner is not None else None  # answers between turns
+        self.train_prompts, self.eval_prompts = (self._prompts(split) for split in ("train", "eval"))
+        if judge is None:
+            self.scorer = load_scorer(config, self.task, parts=self, options=options, environment=environment)
+        else:
+            self.scorer = judge.reading(self.tokenizer)
+        stop = [*config.generation.stop, *(environment.stop if environment else ())]
+        self.engine: SamplingEngine
+        if options.weights:
+            self.engine, self.engine_reason = engine_of(
+                config.generation, self.roles, self.tokenizer, stop=stop, longest_response=self.longest_response
+            )
+        else:
+            name = planned_engine(
+                config.generation,
+                self.roles,
+                device=self.accelerator.device,
+                longest_response=self.longest_response,
+                quantized=config.model.quantization is not None,
+            )
+            self.engine, self.engine_reason = Unsampled(name), "not tried"
+        self.micro_batches.make_room = self.engine.release
+        self.row_fingerprints = fingerprints([p.row for p in self.train_prompts], [p.row for p in self.eval_prompts])
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens of a response, with what is read between its turns."""
+        return self.config.generation.max_new_tokens if self.runner is None else self.runner.max_episode_tokens
+
+    def _prompts(self, split: str) -> list[PreparedPrompt]:
+        generation, runner = self.config.generation, self.runner
+        rows, longest, limit = load_split(self.config, split), self.longest_response, generation.max_prompt_tokens
+        positions = getattr(self.roles.causal.config, "max_position_embeddings", None)
+        if positions is not None and longest >= positions:
+            between = longest - generation.max_new_tokens
+            read = "" if runner is None else f" and up to {between} that are read between turns"
+            raise ValueError(
+                f"generation.max_new_tokens={generation.max_new_tokens}{read}, but the model has {positions} "
+                "positions for prompt and response"
+            )
+        if positions is not None:
+            limit = min(limit, positions - longest)
+        return self.prepared(rows, limit=limit)
+
+    def prepared(
+        self, rows: list[Row], *, limit: int | None = None, openings: list[str | None] | None = None
+    ) -> list[PreparedPrompt]:
+        """Prompts of rows, with what an environment, or `openings`, add to them; `limit`: tokens of a prompt."""
+        where, runner = self.config.task, self.runner
+        if openings is None and runner is not None:
+            openings = runner.openings(self.task, rows)
+        prepared = prepare_prompts(
+            self.task,
+            rows,
+            tokenizer=self.tokenizer,
+            chat=where.chat,
+            system_prompt=where.system_prompt,
+            variables=where.chat_template if runner is None else runner.variables,
+            max_prompt_tokens=1 << 30 if limit is None else limit,
+            long_prompts=where.long_prompts,
+            openings=openings,
+        )
+        check_ids((p.tokens for p in prepared), self.tokenizer, self.roles.causal)
+        return prepared
+
+    def check(self) -> list[str]:
+        """The reference at step 0, and the reward on a gold answer."""
+        self._check_reference()
+        if not self.world.is_main:  # rank 0 calls the rewards
+            return []
+        self.scorer.start()
+        first = self.train_prompts[0]
+        warning = check_gold(self.scorer, self.train_prompts).warning if self.scorer.names else None
+        warnings = [f"warning: {warning} (prompt {first.text[:60]!r})"] if warning else []
+        warnings += self.template_warnings() + self._few_held_out()
+        notes = [*self._engine_notes(), *(episode_notes(self.runner) if self.runner is not None else [])]
+        return [f"sampling engine {self.engine.name} ({self.engine_reason})", *notes, self.describe_memory(), *warnings]
+
+    def preview(self) -> str:
+        """One rendered prompt with its tokens, the reward on three answers, and an episode where there are any."""
+        self._check_reference()
+        self.scorer.start()
+        prompt, most = self.train_prompts[0], self.config.generation.max_prompt_tokens
+        trial = check_gold(self.scorer, self.train_prompts) if self.scorer.names else None
+        tokens = [f"{visible(str(self.tokenizer.decode([t])))!r}:{t}" for t in prompt.tokens[:SHOWN_TOKENS]]
+        lines = [
+            f"prompt ({len(prompt.tokens)} tokens of at most {most}):",
+            visible(prompt.text),
+            f"tokens: {' '.join(tokens)}{' ...' if len(prompt.tokens) > SHOWN_TOKENS else ''}",
+            f"reward ({' + '.join(self.scorer.names) or 'none'}):",
+            *(trial.lines() if trial else []),
+            *self._scripted_episode(prompt),
+            *self._engine_notes(),
+            *self.template_warnings(),
+            f"prompts: {len(self.train_prompts)} to train on, {len(self.eval_prompts)} held out",
+        ]
+        return "\n".join(
+            [*lines, *([f"warning: {trial.warning}"] if trial and trial.warning else []), *self._few_held_out()]
+        )
+
+    def _scripted_episode(self, prompt: PreparedPrompt) -> list[str]:
+        if self.runner is None:
+            return []
+        stop = [*self.config.generation.stop, *self.runner.environment.stop]
+        return [*episode_notes(self.runner), *show_episode(self.runner, prompt, self.task, stop=stop)]
+
+    def _engine_notes(self) -> list[str]:
+        return self.engine.start([p.tokens for p in self.train_prompts])
+
+    def _few_held_out(self) -> list[str]:
+        return few_held_out([p.prompt for p in self.eval_prompts]) if self.config.run.eval_prompts else []
+
+    def _check_reference(self) -> None:
+        prompts, temperature = [p.tokens for p in self.train_prompts[:4]], self.config.generation.temperature
+        check_reference(self.roles, prompts, temperature=temperature, autocast=self.accelerator.autocast)
+
+    def memory(self) -> dict[str, int]:
+        model = self.scorer.model.model if self.scorer.model is not None else None
+        roles = bytes_by_role(self.roles, reward_model=model)
+        return {**roles, "sampling copy": self.engine.copy_bytes, "optimizers": super().memory()["optimizers"]}
+
+    def keep_output(self, write: Callable[[str], None]) -> None:
+        for function in [*self.scorer.workers, *(self.runner.environment.workers if self.runner else [])]:
+            function.printed.send_to(write)
+
+    def close(self) -> None:
+        self.scorer.close()
+        self.engine.close()
+        if self.runner is not None:
+            self.runner.environment.close()
+
+
+def load_scorer(
+    config: Config, task: Task, *, parts: Parts, options: Options, environment: Environment | None
+) -> Scorer:
+    """The configuration's own rewards, not started."""
+    model = None
+    if options.weights:
+        dtype = resolve_dtype(config.model.dtype, on_cpu=parts.accelerator.device.type == "cpu")
+        model = build_reward_model(config, parts.roles, dtype=dtype, trust_remote_code=options.trust_remote_code)
+    return Scorer(
+        config.reward,
+        task,
+        tokenizer=parts.tokenizer,
+        roles=parts.roles,
+        policy_format=TextFormat.of_run(config),
+        model=model,
+        micro_batches=parts.micro_batches,
+        environment=environment,
+        needed=config.trains.rewarded,
+    )

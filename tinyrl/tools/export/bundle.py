@@ -1,0 +1,168 @@
+"""`tinyrl export`: the policy of a checkpoint as a folder that other programs read, checked before it is kept.
+
+The folder appears whole or not at all: it is written under another name, and renamed when it has been checked.
+torch is imported only where weights are merged or converted; an adapter is copied as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tinyrl
+from tinyrl.config.embedded import starter_path
+from tinyrl.config.schema import Config
+from tinyrl.models.reading import ADAPTER_FILES, TOKENIZER_FILES
+from tinyrl.runs.checkpoint import checkpoint_of, checkpoint_step
+from tinyrl.runs.records import read_steps
+from tinyrl.runs.run_dir import RunDir, open_run, run_of
+from tinyrl.text import one_line
+from tinyrl.tools.export.model_card import PICTURE, Exported, model_card
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+FACTS = "export.json"  # by which a folder is known as ours
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes as --max-lora-rank
+OWN_FILES = (*ADAPTER_FILES, *TOKENIZER_FILES, "merges.txt", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An exported folder: what there is to know of it, and (what for, command) of what can be done with it."""
+
+    folder: Path
+    notes: tuple[str, ...]
+    commands: list[tuple[str, str]]
+
+    def render(self) -> str:
+        width = max(len(what) for what, _ in self.commands)
+        said = [one_line(line, 4096) for line in (str(self.folder), *self.notes)]
+        return "\n".join([*said, "", *(f"{what:{width}}  {one_line(line, 4096)}" for what, line in self.commands)])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be exported, once everything that needs no weights has been checked."""
+
+    run: RunDir
+    config: Config
+    checkpoint: Path
+    whole: bool  # a model and not an adapter
+    dtype: Dtype
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """What the export is called: the run, as far as a name of a repository may be called so."""
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", self.run.path.resolve().name).strip("-.") or "policy"
+
+
+def plan_export(target: str, *, merge: bool, dtype: Dtype, output: str | None, overwrite: bool) -> Plan:
+    """Find the checkpoint and the folder. Raises ValueError for what cannot be exported so, without loading torch."""
+    found = run_of(Path(target))
+    run = open_run(found or target)
+    config = run.read_config()
+    lora = config.lora.enabled
+    if not config.trains.policy:
+        raise ValueError(f"{target} is a reward model; it is used as it is: reward.model={target}")
+    if lora and merge and config.model.random_init:
+        raise ValueError(f"{target}: its adapter is on weights drawn at random, which are in no file to merge it into")
+    if lora and not merge and dtype != "auto":
+        raise ValueError(f"--dtype {dtype} is for a whole model; the adapter stays as it is (or say --merge)")
+    checkpoint = checkpoint_of(Path(target))
+    kind = "adapter" if lora and not merge else "model" if not lora else "merged"
+    folder = Path(output) if output else run.path / "export" / (kind if dtype == "auto" else f"{kind}-{dtype}")
+    if os.path.lexists(folder) and not (folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())):
+        if not overwrite:
+            raise ValueError(f"{folder} exists; choose another --output, or use --overwrite")
+        if folder.is_symlink() or not (folder / FACTS).is_file():
+            raise ValueError(f"--overwrite: {folder} is no exported folder (it has no {FACTS}), so it is left alone")
+    return Plan(run, config, checkpoint, merge or not lora, dtype, folder)
+
+
+def export(plan: Plan, *, accept_changes: bool = False, trust_remote_code: bool = False) -> Bundle:
+    """Write the folder. Raises ValueError, and leaves nothing behind, where the saved model is not the policy: by its
+    log-probabilities in float32, by more than 1 % of greedy tokens in another dtype (unless `accept_changes`).
+    """
+    plan.folder.parent.mkdir(parents=True, exist_ok=True)
+    writing = plan.folder.with_name(f".writing-{plan.folder.name}-{os.getpid()}")
+    shutil.rmtree(writing, ignore_errors=True)
+    try:
+        writing.mkdir()
+        if plan.whole:
+            dtype, notes = _write_model(plan, writing, accept_changes, trust_remote_code)
+        else:
+            dtype, notes = None, ()
+            for name in OWN_FILES:  # and nothing that only a resume needs
+                if (plan.checkpoint / name).is_file():
+                    shutil.copyfile(plan.checkpoint / name, writing / name)
+        _describe(plan, writing, dtype, notes)
+        if plan.folder.exists():
+            shutil.rmtree(plan.folder)
+        os.rename(writing, plan.folder)
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
+    base = None if plan.whole else str(starter_path(plan.config.model.path) or plan.config.model.path)
+    return Bundle(plan.folder, notes, next_lines(plan.folder, name=plan.name, base=base, rank=plan.config.lora.r))
+
+
+def _write_model(
+    plan: Plan, folder: Path, accept_changes: bool, trust_remote_code: bool
+) -> tuple[str, tuple[str, ...]]:
+    """Save the whole model and check it; its dtype, and notes."""
+    from tinyrl.models.loading import load_tokenizer
+    from tinyrl.tools.export.merge import MOST_CHANGED, MOST_GAP, dtype_of, write_merged
+
+    config, trust = plan.config, trust_remote_code
+    dtype = dtype_of(config, plan.dtype, trust_remote_code=trust)
+    tokenizer = load_tokenizer(config.model.path, revision=config.model.revision, trust_remote_code=trust)
+    found = write_merged(
+        config, plan.checkpoint, folder, dtype=dtype, run=plan.run, tokenizer=tokenizer, trust_remote_code=trust
+    )
+    name, share = str(dtype).removeprefix("torch."), f"{found.changed:.2%} of {found.positions} greedy tokens"
+    if name == "float32" and not found.gap <= MOST_GAP:
+        raise ValueError(
+            f"the saved model is not the policy: log-probabilities differ by up to {found.gap:.2g}, so it is not kept"
+        )
+    if not found.changed <= MOST_CHANGED and not accept_changes:
+        raise ValueError(
+            f"in {name} {share} change, more than {MOST_CHANGED:.0%}, so it is not kept: --dtype float32 keeps them, "
+            "--accept-changes keeps this all the same"
+        )
+    notes = [f"{name}: log-probabilities differ by at most {found.gap:.2g}, {share} change"]
+    if config.model.quantization:
+        notes.append(
+            f"trained on a {config.model.quantization} base and merged into the unquantised one: what it says differs "
+            "a little from what it said in training"
+        )
+    return name, tuple(notes)
+
+
+def _describe(plan: Plan, folder: Path, dtype: str | None, notes: tuple[str, ...]) -> None:
+    step, picture = checkpoint_step(plan.checkpoint), plan.run.path / PICTURE
+    if picture.is_file():
+        shutil.copyfile(picture, folder / PICTURE)
+    steps = read_steps(plan.run.metrics, []) if plan.run.metrics.is_file() else {}
+    exported = Exported(plan.name, step, dtype, notes, picture.is_file())
+    (folder / "README.md").write_text(model_card(plan.config, steps, exported), encoding="utf-8")
+    facts = {"tinyrl": tinyrl.__version__, "run": plan.run.path.resolve().name, "step": step, "dtype": dtype}
+    (folder / FACTS).write_text(json.dumps({**facts, "notes": notes}, indent=1) + "\n", encoding="utf-8")
+
+
+def next_lines(folder: Path, *, name: str, base: str | None, rank: int) -> list[tuple[str, str]]:
+    """(what for, command). base: what the adapter of `rank` is for; None: the folder holds a whole model."""
+    where, gguf = str(folder), f"{name}.gguf"
+    serve, convert = ["vllm", "serve", where], ["python", "llama.cpp/convert_hf_to_gguf.py", where, "--outfile", gguf]
+    if base is not None:
+        most = next((each for each in RANKS if each >= rank), rank)
+        lora = ["--enable-lora", "--max-lora-rank", str(most), "--lora-modules", f"{name}={where}"]
+        serve = ["vllm", "serve", base, *lora]
+        of = ["--base" if Path(base).is_dir() else "--base-model-id", base]
+        convert = ["python", "llama.cpp/convert_lora_to_gguf.py", where, *of, "--outfile", gguf]
+    lines = {"serve": serve, "llama.cpp": convert, "upload": ["hf", "upload", f"OWNER/{name}", where]}
+    return [(what, shlex.join(words)) for what, words in lines.items()]

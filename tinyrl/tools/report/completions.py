@@ -1,0 +1,139 @@
+"""Completions on the page: the same prompts at every step, the extremes of the last one, and some token by token.
+
+Colours of tokens are steps of a scale, LEVELS to either side of 0, whose end is the 95th percentile of the sizes on the
+page.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from tinyrl.runs.records import HeldOut, Sample, Token, TokenSample
+from tinyrl.tools.report.outcome import show
+
+MOST_SAMPLES = 8
+MOST_STEPS = 16  # that can be chosen
+MOST_PICKED = 3
+LEVELS = 5
+
+# ---- held-out samples ----
+
+
+def same_prompts(held_out: HeldOut) -> dict[str, Any]:
+    """The first prompts of both the first and the last step: what was written before, and at each step to choose."""
+    if not held_out.by_step:
+        return {}
+    first, last = held_out.first_step, held_out.last_step
+    before, after = held_out.by_step[first], held_out.by_step[last]
+    steps = shown_steps([step for step in held_out.by_step if step > first]) or [first]
+    indices = sorted(before.keys() & after.keys())[:MOST_SAMPLES]
+    same = [(before[index], [held_out.by_step[step].get(index) for step in steps]) for index in indices]
+    return {"first": first, "last": last, "changes": first != last, "steps": steps, "same": same}
+
+
+def shown_steps(steps: list[int]) -> list[int]:
+    """At most MOST_STEPS of them: the first, the last, and those nearest to an even spacing."""
+    if len(steps) <= MOST_STEPS:
+        return steps
+    first, last = steps[0], steps[-1]
+    wanted = [first + (last - first) * i / (MOST_STEPS - 1) for i in range(MOST_STEPS)]
+    return sorted({min(steps, key=lambda step: abs(step - target)) for target in wanted})
+
+
+def extremes(held_out: HeldOut) -> dict[str, list[tuple[Sample | None, Sample]]]:
+    """Worst, best, longest and most changed of the last step, each with what the first sample of its prompt was at the
+    first step; the same completion may be in several of them.
+
+    Most changed: the first sample of prompts whose reward differs most from that of the first step.
+    """
+    if not held_out.by_step:
+        return {}
+    before = held_out.by_step[held_out.first_step] if held_out.first_step != held_out.last_step else {}
+    scored = [sample for sample in held_out.last if math.isfinite(sample.reward)]
+    after = held_out.by_step[held_out.last_step]
+    changed = {
+        index: abs(sample.reward - before[index].reward)
+        for index, sample in after.items()
+        if index in before and before[index].written != sample.written
+    }
+    by_change = sorted((index for index in changed if changed[index] > 0), key=lambda index: (-changed[index], index))
+    found = {
+        "Worst": sorted(scored, key=lambda sample: sample.reward),
+        "Best": sorted(scored, key=lambda sample: -sample.reward),
+        "Longest": sorted(held_out.last, key=lambda sample: -sample.length),
+        "Most changed": [after[index] for index in by_change],
+    }
+    return {
+        name: [(before.get(one.prompt_index), one) for one in some[:MOST_PICKED]]
+        for name, some in found.items()
+        if some
+    }
+
+
+# ---- token by token ----
+
+QUANTITIES: dict[str, tuple[str, str, Callable[[dict[str, float]], float]]] = {  # class: name, meaning, number
+    "a": ("Advantage", "How much better than expected: what is above 0 was made more likely", lambda n: n["advantage"]),
+    "d": ("Change by the update", "Log-probability after the update less before", lambda n: n["new"] - n["old"]),
+    "k": (
+        "KL from the reference",
+        "Log-probability when sampled less that of the reference",
+        lambda n: n["old"] - n["ref"],
+    ),
+    "s": (
+        "Log-probability",
+        "How likely the token was when sampled: the stronger, the more surprising",
+        lambda n: n["old"],
+    ),
+    "t": ("Teacher's log-probability", "How likely the token was to the teacher", lambda n: n["teacher"]),
+    "v": ("Value", "What the critic expected from here on", lambda n: n["value"]),
+    "w": ("Reward", "Where it landed, with the KL penalty of each token where there is one", lambda n: n["reward"]),
+}
+_KINDS = {"train": "training, ", "eval": "held-out, ", "eval-greedy": "held-out, greedy, "}
+
+
+def token_view(samples: list[TokenSample]) -> dict[str, Any]:
+    """The quantities that tokens can be coloured by, and the completions; nothing where no token was recorded."""
+    chosen = [token for sample in samples for token in sample.tokens if token.chosen]
+    if not chosen:
+        return {}
+    scales = {key: scale_of([of(token.numbers) for token in chosen]) for key, (*_, of) in QUANTITIES.items()}
+    scales = {key: scale for key, scale in scales.items() if scale > 0}
+    quantities = [
+        {"key": key, "name": QUANTITIES[key][0], "meaning": QUANTITIES[key][1], "scale": scale}
+        for key, scale in scales.items()
+    ]
+    shown = [_completion(sample, scales) for sample in samples]
+    return {"tokens": shown, "quantities": quantities, "levels": LEVELS}
+
+
+def scale_of(values: list[float]) -> float:
+    """The 95th percentile of the sizes of the finite ones that are not 0; 0 where there are none."""
+    sizes = sorted(abs(value) for value in values if math.isfinite(value) and value != 0)
+    return sizes[math.ceil(0.95 * len(sizes)) - 1] if sizes else 0.0
+
+
+def level_of(value: float, scale: float) -> int:
+    if not math.isfinite(value) or scale <= 0:
+        return 0
+    return round(max(-1.0, min(1.0, value / scale)) * LEVELS)
+
+
+def _completion(sample: TokenSample, scales: dict[str, float]) -> dict[str, Any]:
+    most = max((abs(r) for token in sample.tokens if math.isfinite(r := token.numbers["reward"])), default=0.0)
+    score = f" · reward {show(sample.reward)}" if math.isfinite(sample.reward) else ""
+    which = f"{_KINDS.get(sample.kind, '')}prompt {sample.prompt_index}, sample {sample.sample}{score}"
+    tokens = [_token(token, scales, most) for token in sample.tokens]
+    return {**vars(sample), "which": which, "tokens": tokens}
+
+
+def _token(token: Token, scales: dict[str, float], most: float) -> dict[str, Any]:
+    """A piece, its classes and its numbers; a reward of at least half the completion's largest stands behind it."""
+    classes = [] if token.chosen else ["unchosen"]
+    for key, scale in scales.items() if token.chosen else ():
+        level = level_of(QUANTITIES[key][2](token.numbers), scale)
+        classes += [f"{key}{'m' * (level < 0)}{abs(level)}"] if level else []
+    known = [f"{name} {show(value)}" for name, value in token.numbers.items() if math.isfinite(value)]
+    reward = token.numbers["reward"]
+    got = show(reward) if reward != 0 and abs(reward) >= most / 2 else ""
+    return {"piece": token.piece, "classes": " ".join(classes), "told": " · ".join(known), "got": got}

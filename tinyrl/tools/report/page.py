@@ -1,0 +1,259 @@
+"""The report page, of one run or of several: what page.html (jinja2) shows.
+
+It loads nothing and runs nothing. The template escapes every value. The content security policy is a second defence:
+under it a browser runs no script and loads no address, even if one got through.
+"""
+
+import functools
+import html
+import reprlib
+import shlex
+from collections.abc import Iterator
+from itertools import groupby, islice
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
+
+from tinyrl import __version__
+from tinyrl.runs.records import Run, Sample, number, read_last_tokens, reliability_of
+from tinyrl.text import Excerpt, excerpt, name_unseen, one_line
+from tinyrl.tools.report.completions import extremes, same_prompts, token_view
+from tinyrl.tools.report.outcome import outcome, phases, show, show_seconds, subtitle, tiles
+from tinyrl.tools.report.overlay import Named
+from tinyrl.tools.report.panels import Panel, cells, picked
+
+MOST_PROMPTS = 8
+MOST_SETTINGS = 1000
+MOST_BINS = 20
+_FILES = {
+    "config.yaml": "every setting of the run, resolved; a recipe that repeats it",
+    "env.json": "versions, device, threads, seed, command",
+    "metrics.jsonl": "one line a step: every number in these charts",
+    "samples.jsonl": "prompts and completions with rewards and advantages",
+    "tokens.jsonl": "some completions token by token",
+    "report.png": "these charts as one picture",
+}
+_MEASURED = {  # columns of the table of one run, below eval/
+    "reward_mean": "Reward",
+    "greedy/reward_mean": "Greedy",
+    "pass@1": "pass@1",
+    "kl": "KL",
+    "entropy": "Entropy",
+    "mean_length": "Length",
+    "truncated": "Cut",
+    "environment/turns": "Turns",
+    "environment/invalid_calls": "Invalid calls",
+}
+_FIGURES = {  # columns of the table of several runs
+    "eval/reward_mean": "Reward",
+    "eval/greedy/reward_mean": "Greedy",
+    "eval/pass@1": "pass@1",
+    "reward/mean": "Reward, training",
+    "rewards/accuracy": "Accuracy",
+    "eval/kl": "KL",
+    "eval/entropy": "Entropy",
+    "eval/mean_length": "Length",
+}
+
+
+def text_html(text: str | Excerpt) -> Markup:
+    """HTML of a text that a model or a data set wrote: escaped, and every invisible character written as U+XXXX."""
+    if isinstance(text, Excerpt):
+        if not text.omitted:
+            return text_html(text.head)
+        note = Markup('<span class="cut">… {:,} characters left out …</span>').format(text.omitted)
+        return Markup("\n").join((text_html(text.head), note, text_html(text.tail)))
+    parts = []
+    for name, run in groupby(text.replace("\r\n", "\n"), name_unseen):
+        characters = list(run)
+        times = f"×{len(characters)}" if len(characters) > 1 else ""
+        parts.append(f'<span class="unseen">{name}{times}</span>' if name else html.escape("".join(characters)))
+    return Markup("".join(parts))  # noqa: S704 - escaped above
+
+
+@functools.cache
+def _environment() -> Environment:
+    found = Environment(loader=PackageLoader("tinyrl.tools.report", "."), autoescape=True, trim_blocks=True)
+    found.filters |= {"text": text_html, "line": one_line, "excerpt": excerpt, "show": show, "seconds": show_seconds}
+    found.filters |= {"count": "{:,}".format, "subtitle": subtitle, "outcome": outcome}
+    return found
+
+
+def _page(panels: list[Panel], svgs: list[str], **values: Any) -> str:
+    widths = [cell.width for cell in cells(len(panels))]
+    charts = list(zip(panels, svgs, widths, strict=True))
+    return _environment().get_template("page.html").render(charts=charts, version=__version__, **values)
+
+
+# ---- one run ----
+
+
+def page_html(run: Run, panels: list[Panel], svgs: list[str]) -> str:
+    """The page of a run as text. `svgs` belongs to `panels`: the inline SVG of each."""
+    token_notes: list[str] = []
+    tokens = read_last_tokens(run.path / "tokens.jsonl", token_notes)
+    return _page(
+        panels,
+        svgs,
+        title=run.name,
+        run=run,
+        notes=[*run.notes, *token_notes],
+        tiles=tiles(run),
+        key=_key(panels),
+        **same_prompts(run.held_out),
+        extremes=extremes(run.held_out),
+        **token_view(tokens),
+        reliability=_reliability(run),
+        phases=[(p, "other" if p.name == "other" else f"p{i}") for i, p in enumerate(phases(run), start=1)],
+        measured=_measured(run),
+        config=list(islice(flat(run.config), MOST_SETTINGS)),
+        env=list(islice(flat(run.env), MOST_SETTINGS)),
+        files=_files(run),
+        commands=_commands(run),
+    )
+
+
+def _key(panels: list[Panel]) -> list[tuple[str, str, str]]:
+    """What the colours and marks mean, as far as the panels use them."""
+    roles = {line.role for panel in panels for line in panel.lines}
+    known = [
+        ("train", "━", "training, every step (bold: smoothed)"),
+        ("held", "●", "held-out, sampled" if "greedy" in roles else "held-out"),
+        ("greedy", "◆", "held-out, greedy"),
+    ]
+    return [each for each in known if each[0] in roles]
+
+
+def _reliability(run: Run) -> dict[str, Any] | None:
+    """What a reward model predicted for held-out rows beside what turned out, at the last evaluation that has it."""
+    measured = [step for step, line in run.steps.items() if reliability_of(line)]
+    if not measured:
+        return None
+    step = max(measured)
+    bins = reliability_of(run.steps[step])[:MOST_BINS]
+    return {"step": step, "error": dict(run.finite("eval/ece")).get(step), "bins": bins}
+
+
+def _measured(run: Run) -> dict[str, Any] | None:
+    each = [key.removeprefix("eval/") for key in run.metric_names() if key.startswith("eval/reward/")]
+    rewards = {key: one_line(key.removeprefix("reward/"), 24) for key in each} if len(each) > 1 else {}
+    names = {key: name for key, name in (_MEASURED | rewards).items() if run.finite(f"eval/{key}")}
+    steps = sorted({step for key in names for step, _ in run.finite(f"eval/{key}")})
+    rows = []
+    for step, _ in picked([(step, 0.0) for step in steps]):
+        values = [show(number(run.steps[step].get(f"eval/{key}")), share=key == "truncated") for key in names]
+        intervals = [run.interval("eval/reward_ci", step) if key == "reward_mean" else None for key in names]
+        rows.append((step, list(zip(values, intervals, strict=True))))
+    return {"names": ["Step", *names.values()], "rows": rows, "steps": len(steps)} if rows else None
+
+
+def _files(run: Run) -> list[tuple[str, str]]:
+    found = [(name, said) for name, said in _FILES.items() if name == "report.png" or (run.path / name).is_file()]
+    if run.checkpoints:
+        weights = "the model's weights" if run.setting("lora.enabled") is False else "a plain PEFT adapter"
+        found.append((f"checkpoints/{run.checkpoints[-1]}/", f"{weights}, and all that a resume needs"))
+    return found
+
+
+def _commands(run: Run) -> list[str]:
+    folder = _quoted(run)
+    lines = []
+    if run.setting("method") in ("grpo", "ppo") and run.checkpoints:
+        lines.append(f"tinyrl eval {folder} --vs start   # paired with where it started, with an interval")
+    planned = run.setting("run.num_steps")
+    if run.checkpoints and isinstance(planned, int) and run.last_step < planned:
+        lines.append(f"tinyrl train --resume {folder}   # goes on from {run.checkpoints[-1]}")
+    if run.held_out.by_step:
+        lines.append(f"tinyrl samples {folder}   # what was written at the last step, and what it scored")
+    return [*lines, f"tinyrl report {folder}   # writes this page again"]
+
+
+def _quoted(run: Run) -> str:
+    return shlex.quote(one_line(str(run.path), 300))
+
+
+# ---- several runs ----
+
+
+def overlay_html(runs: list[Named], panels: list[Panel], svgs: list[str]) -> str:
+    """The page of several runs as text."""
+    columns = {key: name for key, name in _FIGURES.items() if any(one.run.finite(key) for one in runs)}
+    if "eval/reward_mean" in columns:
+        columns.pop("reward/mean", None)
+    seconds = [sum(value for _, value in one.run.finite("time/total")) for one in runs]
+    differences = differing([one.run.config for one in runs])
+    return _page(
+        panels,
+        svgs,
+        title=f"{len(runs)} runs",
+        runs=runs,
+        notes=[f"{one.letter}: {note}" for one in runs for note in one.run.notes],
+        columns=["Steps", *columns.values(), "Time"],
+        figures=[
+            (one, [_first_to_last(one.run, key) for key in columns], show_seconds(time) if time else "–")
+            for one, time in zip(runs, seconds, strict=True)
+        ],
+        common={key: values for key, values in differences.items() if None not in values},
+        others={key: values for key, values in differences.items() if None in values},
+        prompts=_prompts(runs),
+        commands=_next(runs),
+    )
+
+
+def outcomes_of(runs: list[Named]) -> str:
+    return "\n".join(f"{one.letter}  {one_line(one.run.name, 40)}: {outcome(one.run)}" for one in runs)
+
+
+def _first_to_last(run: Run, key: str) -> tuple[str, str]:
+    """First and last value of a key figure; the first is empty where both are the same."""
+    points = run.finite(key)
+    if not points:
+        return "", "–"
+    share = key.endswith(("pass@1", "accuracy")) and all(0 <= value <= 1 for _, value in points)
+    first, last = show(points[0][1], share=share), show(points[-1][1], share=share)
+    return "" if first == last else first, last
+
+
+def _prompts(runs: list[Named]) -> list[list[Sample]]:
+    """The first prompts that all runs were held to, with what each wrote at its last evaluation.
+
+    They are the same by place and text: runs on other data have other prompts at the same place.
+    """
+    last = [one.run.held_out.by_step[one.run.held_out.last_step] if one.run.held_out.by_step else {} for one in runs]
+    each = [{(i, one.prompt.head, one.prompt.tail): one for i, one in sorted(samples.items())} for samples in last]
+    shared = [prompt for prompt in each[0] if all(prompt in known for known in each)]
+    return [[known[prompt] for known in each] for prompt in shared[:MOST_PROMPTS]]
+
+
+def _next(runs: list[Named]) -> list[str]:
+    first, *others = [_quoted(one.run) for one in runs]
+    lines = [f"tinyrl report {' '.join([first, *others])}   # writes this page again"]
+    trained = all(one.run.setting("method") in ("grpo", "ppo") and one.run.checkpoints for one in runs)
+    if trained and len({str(one.run.setting("task.name")) for one in runs}) == 1:
+        lines.insert(0, f"tinyrl compare {' '.join(others)} --vs {first}   # judged alike, with win rates")
+    return lines
+
+
+# ---- settings ----
+
+
+def flat(value: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Nested settings as ("section.key", value) pairs."""
+    if isinstance(value, dict) and value and depth < 6:
+        for key, inner in value.items():
+            yield from flat(inner, f"{prefix}.{key}" if prefix else str(key), depth + 1)
+    elif prefix:
+        plain = {None: "null", True: "true", False: "false"}
+        shown = plain[value] if value is None or isinstance(value, bool) else value
+        short = reprlib.Repr()  # bounded, also for a list that holds itself
+        short.maxlist, short.maxdict, short.maxstring, short.maxother = 40, 40, 400, 400
+        yield prefix, shown if isinstance(shown, str) else short.repr(shown)
+
+
+def differing(configs: list[dict[str, Any]]) -> dict[str, list[str | None]]:
+    """The settings that are not the same in all of them, with the value in each, None where one has no such setting."""
+    each = [dict(islice(flat(config), MOST_SETTINGS)) for config in configs]
+    keys = dict.fromkeys(key for known in each for key in known)  # in the order of the files
+    found = {key: [known.get(key) for known in each] for key in keys}
+    return {key: values for key, values in found.items() if len(set(values)) > 1}
