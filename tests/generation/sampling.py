@@ -89,7 +89,7 @@ def script(monkeypatch: pytest.MonkeyPatch, texts: list[list[int]]) -> None:
         step[0] += 1
         return token, logits.log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
 
-    monkeypatch.setattr(hf._Decoding, "_draw", draw)
+    monkeypatch.setattr(hf.Decoding, "_draw", draw)
 
     def draw_in_places(self: Slots, logits: Tensor, rows: slice) -> None:
         where = torch.arange(len(self.count))[rows]
@@ -108,10 +108,10 @@ def script(monkeypatch: pytest.MonkeyPatch, texts: list[list[int]]) -> None:
 
 def watch(monkeypatch: pytest.MonkeyPatch, before: Callable[[Any], None]) -> None:
     """Call `before` with every batch that is about to be decoded."""
-    run = hf._Decoding.run
+    run = hf.Decoding.run
 
     def watched(self: Any):
         before(self)
         return run(self)
 
-    monkeypatch.setattr(hf._Decoding, "run", watched)
+    monkeypatch.setattr(hf.Decoding, "run", watched)

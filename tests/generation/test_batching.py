@@ -38,7 +38,7 @@ def test_dropping_finished_rows_changes_nothing(tiny: TinyModels, kind: str, mon
     results = []
     for share in (0.0, 0.5, 1.0):
         monkeypatch.setattr(hf, "COMPACT_BELOW", share)
-        forward = hf._Decoding._forward
+        forward = hf.Decoding._forward
         seen = widths[share] = []
 
         def counted(self: Any, ids: torch.Tensor, *rest: Any, forward: Any = forward, seen: list[int] = seen):
@@ -46,7 +46,7 @@ def test_dropping_finished_rows_changes_nothing(tiny: TinyModels, kind: str, mon
             return forward(self, ids, *rest)
 
         with monkeypatch.context() as patch:
-            patch.setattr(hf._Decoding, "_forward", counted)
+            patch.setattr(hf.Decoding, "_forward", counted)
             results.append(sample(engine, 4))
     assert_same(results[1], results[0])
     assert_same(results[2], results[0])
@@ -68,13 +68,13 @@ def test_further_samples_of_a_prompt_continue_its_numbering(tiny: TinyModels):
 def test_prompts_are_prefilled_once_for_their_group(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
     engine = make_engine(tiny("llama"), max_new_tokens=3)
     shapes = []
-    forward = hf._Decoding._forward
+    forward = hf.Decoding._forward
 
     def seen(self: Any, ids: torch.Tensor, *rest: Any):
         shapes.append(tuple(ids.shape))
         return forward(self, ids, *rest)
 
-    monkeypatch.setattr(hf._Decoding, "_forward", seen)
+    monkeypatch.setattr(hf.Decoding, "_forward", seen)
     sample(engine, 5)
     assert shapes == [(4, 12), (20, 1), (20, 1)]
 

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import tinyrl
-from tinyrl.cli import distill, doctor, eval, export, runs, train
+from tinyrl.cli import distill, doctor, eval, export, runs, serve, train
 from tinyrl.cli.errors import memory_sentences, sentences
 from tinyrl.cli.options import Debug
 from tinyrl.runs.launched import launched
@@ -58,6 +58,7 @@ app.command()(eval.compare)
 app.command()(doctor.doctor)
 app.command()(export.export)
 app.command()(export.chat)
+app.command()(serve.serve)
 app.command()(runs.report)
 app.command()(runs.checkpoints)
 app.command()(runs.samples)

@@ -154,7 +154,7 @@ class FusedEngine(LocalEngine):
         with self.roles.acting(role) as model:
             decoder = self.decoders.setdefault(id(model), Decoder(model, dtype=self.dtype))
             decoder.sync(self.roles.adapter_of(role))
-            yield self._slots(decoder, options.get("greedy", False), rows=rows, width=width)
+            yield self.slots(decoder, options.get("greedy", False), rows=rows, width=width)
         self.keep(decoder)
 
     def keep(self, decoder: Decoder) -> None:
@@ -179,11 +179,13 @@ class FusedEngine(LocalEngine):
         """New tokens of one turn a row has room for: it may run past its end until the next look."""
         return self.settings.max_new_tokens + self.look_every - 1
 
-    def _slots(
+    def slots(
         self, decoder: Decoder, greedy: bool, *, rows: int, width: int
     ) -> tuple[Slots, Callable[[int, int], None]]:
+        """Slots for at most `rows` sequences of `width` tokens, and what advances them."""
         kept, device = self._kept, self.roles.device
-        if kept is None or kept.slots.decoder is not decoder or kept.rows < rows or kept.slots.width < width:
+        like = kept is not None and (kept.slots.decoder, kept.slots.settings) == (decoder, self.settings)
+        if kept is None or not like or kept.rows < rows or kept.slots.width < width:
             kept = self._kept = None  # its memory serves the next
             width = -(-width // WIDTH_BUCKET) * WIDTH_BUCKET if self.by_graphs else width
             fit = min(rows, rows_that_fit(decoder, width, free=free_bytes(device)))

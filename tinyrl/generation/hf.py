@@ -69,7 +69,7 @@ class HfEngine(LocalEngine):
                 flat = [
                     completion
                     for batch, group in split(requests, samples_per_request, max_rows=rows)
-                    for completion in _Decoding(self, model, batch, group, options).run()
+                    for completion in Decoding(self, model, batch, group, options).run()
                 ]
             return grouped(flat, samples_per_request)
 
@@ -96,7 +96,7 @@ def split(requests: list[Request], group: int, *, max_rows: int) -> Iterator[tup
             yield [part], min(max_rows, group - start)
 
 
-class _Decoding:
+class Decoding:
     def __init__(
         self, engine: HfEngine, model: torch.nn.Module, requests: list[Request], group: int, options: SampleOptions
     ) -> None:

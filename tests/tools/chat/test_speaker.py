@@ -12,8 +12,9 @@ from tests.tiny_models import tiny_model, tiny_tokenizer
 from tinyrl.config.recipe import load_config
 from tinyrl.generation.engine import Request
 from tinyrl.generation.hf import HfEngine
+from tinyrl.generation.live import Spelling
 from tinyrl.rollout.components import Options
-from tinyrl.tools.chat.speaker import CHAT_STEP, Answer, Speaker, Spelling, load_speaker
+from tinyrl.tools.chat.speaker import CHAT_STEP, Answer, Speaker, load_speaker
 from tinyrl.tools.chat.target import chat_target
 from tinyrl.tools.chat.terminal import converse
 

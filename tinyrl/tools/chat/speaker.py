@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from tinyrl.data.messages import Message, Prompt
 from tinyrl.data.readers import Row
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.engine import Completion, Request, SampledRole, SamplingSettings
 from tinyrl.generation.hf import HfEngine
+from tinyrl.generation.live import Spelling
 from tinyrl.generation.turns import EpisodeRunner, load_episode_runner, play
 from tinyrl.models.loading import check_ids
 from tinyrl.models.roles import load_policy
@@ -27,7 +27,6 @@ from tinyrl.tasks import Task, load_split, load_task
 from tinyrl.tasks.prompts import PreparedPrompt, in_chat, prepare_prompts, render_prompt
 from tinyrl.tools.chat.target import ChatTarget
 
-HALF = "\ufffd"  # how a decoder writes bytes of a character that is not whole
 CHAT_STEP = 1 << 41  # the step in the key of a chat's samples: no training step or evaluation reaches it
 Who = Literal["policy", "environment"]
 Hear = Callable[[Who, str], None]
@@ -46,34 +45,6 @@ class Answer:
     completion: Completion
     text: str
     episode: Episode | None
-
-
-class Spelling:
-    """Text of tokens as they come, handed out once it is whole: half a character waits for its other half."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._before, self._said = 0, 0  # text is decoded from `before`; up to `said` it was handed out
-
-    def add(self, token: int) -> str:
-        self._tokens.append(token)
-        return self._whole(at_end=False)
-
-    def end(self) -> str:
-        return self._whole(at_end=True)
-
-    def _whole(self, *, at_end: bool) -> str:
-        # A tokenizer may join or drop spaces by what stands before, so that is decoded along.
-        known = self._decoded(self._tokens[self._before : self._said])
-        text = self._decoded(self._tokens[self._before :])
-        if len(text) <= len(known) or (text.endswith(HALF) and not at_end):
-            return ""
-        self._before, self._said = self._said, len(self._tokens)
-        return text[len(known) :]
-
-    def _decoded(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 class _Heard(HfEngine):

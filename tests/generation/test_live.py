@@ -1,0 +1,125 @@
+"""Requests that come one by one: each gets the completion it would have got alone, whoever shares its batch."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.generation.sampling import PROMPTS, make_engine
+from tests.tiny_models import TinyModels
+from tinyrl.generation.engine import Completion, Request
+from tinyrl.generation.live import LIVE_STEP, Draw, LiveSampler, Scored, Wanted, settings_of
+
+DRAWS = [Draw(), Draw(temperature=0.0), Draw(temperature=0.6, top_k=5), Draw(top_p=0.5)]
+
+
+@pytest.fixture(params=["llama-fused", "gpt2-hf", "llama-hf-merged"])
+def sampler(request: pytest.FixtureRequest, tiny: TinyModels) -> Iterator[LiveSampler]:
+    kind, engine = request.param.split("-", 1)
+    live = LiveSampler(make_engine(tiny(kind), engine, lora=True), max_rows=3)
+    yield live
+    live.close()
+
+
+class Client:
+    """Asks, and gathers what it is told."""
+
+    def __init__(self, prompt: list[int], draw: Draw, *, row: int, limit: int, stop: list[str] | None = None) -> None:
+        self.pieces: list[int] = []
+        self.said: queue.Queue[Any] = queue.Queue()
+        request = Request(prompt, prompt_row=row, max_new_tokens=limit)
+        self.wanted = Wanted(request, draw, stop or [], self.said.put, self.pieces.extend)
+
+    def answer(self) -> Completion:
+        said = self.said.get(timeout=60)
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+
+def alone(sampler: LiveSampler, client: Client) -> Completion:
+    """What the engine itself gives for the request."""
+    wanted, engine = client.wanted, sampler.engine
+    before, engine.settings = engine.settings, settings_of(wanted.draw, wanted.limit, wanted.stop)
+    greedy = wanted.draw.temperature == 0
+    [[completion]] = engine.sample([wanted.request], 1, seed=0, step=LIVE_STEP, role=wanted.draw.role, greedy=greedy)
+    engine.settings = before
+    return completion
+
+
+def test_many_at_once_get_what_each_would_get_alone(sampler: LiveSampler) -> None:
+    clients = [Client(PROMPTS[i % 4], DRAWS[i // 2 % 4], row=i % 5, limit=3 + 4 * (i % 6)) for i in range(16)]
+    threads = [threading.Thread(target=sampler.ask, args=([client.wanted],)) for client in clients]
+    for thread in threads:
+        thread.start()
+    answers = [client.answer() for client in clients]
+    for client, answer in zip(clients, answers, strict=True):
+        expected = alone(sampler, client)
+        assert (answer.tokens, answer.finish_reason) == (expected.tokens, expected.finish_reason)
+        assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+        assert client.pieces == answer.tokens
+
+
+def test_recorded_logprobs_are_those_of_a_full_pass(sampler: LiveSampler) -> None:
+    client, scored = Client(PROMPTS[2], Draw(), row=1, limit=12), queue.Queue[Any]()
+    assert sampler.ask([client.wanted])
+    answer = client.answer()
+    assert sampler.score(PROMPTS[2] + answer.tokens, "policy", scored.put)
+    read = scored.get(timeout=60)
+    assert isinstance(read, Scored)
+    assert read.logprobs[len(PROMPTS[2]) :] == pytest.approx(answer.logprobs, abs=1e-5)
+    assert read.logprobs[0] is None
+    assert all(best[1] >= logprob for best, logprob in zip(read.best[1:], read.logprobs[1:], strict=True))  # pyright: ignore
+
+
+def test_a_stop_string_ends_one_request_and_not_its_neighbours(sampler: LiveSampler) -> None:
+    free = Client(PROMPTS[0], Draw(), row=0, limit=20)
+    assert sampler.ask([free.wanted])
+    text = str(sampler.tokenizer.decode(free.answer().tokens))
+    stopped = Client(PROMPTS[0], Draw(), row=0, limit=20, stop=[text[4:6]])
+    neighbour = Client(PROMPTS[0], Draw(), row=0, limit=20)
+    assert sampler.ask([stopped.wanted, neighbour.wanted])
+    answer = stopped.answer()
+    assert answer.finish_reason == "stop"
+    assert len(answer.tokens) < 10 < len(neighbour.answer().tokens)
+
+
+def test_one_that_is_given_up_ends_and_makes_room(tiny: TinyModels) -> None:
+    live = LiveSampler(make_engine(tiny("llama"), "fused"), max_rows=1)
+    started = threading.Event()
+    first, second = Client(PROMPTS[0], Draw(), row=0, limit=4000), Client(PROMPTS[1], Draw(), row=1, limit=3)
+    first.wanted.on_tokens = lambda tokens: started.set()
+    assert live.ask([first.wanted, second.wanted])
+    assert started.wait(60)
+    first.wanted.given_up = True
+    assert len(second.answer().tokens) == 3
+    assert len(first.wanted.tokens) < 4000
+    assert first.said.empty()
+    live.close()
+
+
+def test_a_round_that_fails_is_told_and_the_next_one_goes_on(tiny: TinyModels, monkeypatch: Any) -> None:
+    live = LiveSampler(make_engine(tiny("llama"), "fused"), max_rows=2)
+    fail = lambda *_, **__: (_ for _ in ()).throw(RuntimeError("planted"))  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(live.engine, "slots", fail)
+        client = Client(PROMPTS[0], Draw(), row=0, limit=3)
+        assert live.ask([client.wanted])
+        with pytest.raises(RuntimeError, match="planted"):
+            client.answer()
+    again = Client(PROMPTS[0], Draw(), row=0, limit=3)
+    assert live.ask([again.wanted])
+    assert len(again.answer().tokens) == 3
+    live.close()
+
+
+def test_too_many_are_turned_away_and_a_closed_one_tells_who_waits(tiny: TinyModels) -> None:
+    live = LiveSampler(make_engine(tiny("llama"), "fused"), max_rows=1, most_waiting=2)
+    three = [Client(PROMPTS[0], Draw(), row=i, limit=3) for i in range(3)]
+    assert not live.ask([client.wanted for client in three])
+    live.close()
+    assert not live.ask([three[0].wanted])

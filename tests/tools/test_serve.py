@@ -1,0 +1,73 @@
+"""`tinyrl serve` as people start it: an address, an answer, an end by a signal; what it refuses before loading."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+from typer.testing import CliRunner
+
+from tests import running
+from tests.tiny_models import TinyModels
+from tinyrl.cli.commands import app
+from tinyrl.rollout.components import Options
+from tinyrl.tools.chat.target import chat_target
+from tinyrl.tools.serve import served
+
+
+def test_the_command_answers_until_a_signal_comes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tinyrl", "serve", "starter", "--port", "0"]
+    server = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+        assert server.stdout is not None
+        url = next(line for line in server.stdout if " at http" in line).split()[-1]
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        assert [model.id for model in client.models.list()] == ["starter"]
+        answer = client.completions.create(model="starter", prompt="letters: b a sorted:", max_tokens=5, temperature=0)
+        assert answer.choices[0].text
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+    finally:
+        server.kill()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_run_answers_with_its_policy_and_its_base(tiny: TinyModels, tmp_path: Path) -> None:
+    code, run, _ = running.train(running.config("grpo", tiny("llama"), run={"num_steps": 1}), tmp_path)
+    assert code == 0
+    with served(chat_target(str(run.path), []), options=Options(device="cpu"), max_rows=2) as endpoint:
+        assert endpoint.models == {"run/step-000001": "policy", "base": "base"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["starter", "--host", "0.0.0.0"], "TINYRL_KEY"),
+        (["starter", "optim.learning_rate=1"], "optim.learning_rate"),
+        (["starter-reward", "--port", "0"], "starter-reward"),
+        (["nothing-there/at-all/here"], "nothing-there"),
+    ],
+)
+def test_what_cannot_be_served_is_said(words: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TINYRL_KEY", raising=False)
+    done = CliRunner().invoke(app, ["serve", *words])
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
+def test_a_taken_port_is_said_before_anything_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = CliRunner().invoke(app, ["serve", "starter", "--port", port])
+    assert done.exit_code == 2
+    assert port in done.stderr

@@ -1,0 +1,545 @@
+"""The policy behind OpenAI's protocol: /v1/chat/completions, /v1/completions, /v1/models.
+
+Requests are decoded as they come, in one batch (live.py). Of the protocol's settings those are kept that say how a
+completion is drawn; one that would have to change the distribution otherwise (penalties, logit_bias, a response
+format) is refused and not ignored. Besides, as vLLM has them: `top_k`, `chat_template_kwargs`, `return_token_ids`.
+
+Log-probabilities are those of softmax(logits / temperature) before top-p and top-k (at temperature 0 of the plain
+softmax), of every sampled token, the one that ended the answer too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tinyrl.data.messages import messages_of
+from tinyrl.environments.calls import OPEN, calls_of
+from tinyrl.generation.engine import Completion, Request, SampledRole
+from tinyrl.generation.live import Draw, LiveSampler, Scored, Spelling, Wanted
+from tinyrl.tasks.prompts import render_prompt
+
+MAX_BODY = 1 << 25
+LOCAL = ["127.0.0.1", "localhost", "[::1]"]
+LEAST_TEMPERATURE = 0.01  # below it the likeliest token is taken
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Body = TypeVar("Body", bound="Sampled")
+
+
+class Refused(Exception):
+    """An answer with an error: its status, and what is said."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param = status, param
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class Sampled(BaseModel):
+    """What both kinds of requests may ask for. Fields of the protocol that are not here change nothing and are left."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=1 << 62)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    presence_penalty: Literal[0] | None = None
+    frequency_penalty: Literal[0] | None = None
+    repetition_penalty: Literal[1] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text"] = "text"
+
+
+class ChatRequest(Sampled):
+    messages: list[Any]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TextRequest(Sampled):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    echo: bool | None = None
+    best_of: Literal[1] | None = None
+    suffix: None = None
+
+
+@dataclass
+class Choice:
+    """One completion on its way: its text so far, what of it was handed out, and how it ended."""
+
+    index: int
+    prompt: list[int]
+    spelling: Spelling
+    stop: list[str]
+    marker: str | None  # what begins a part that is held back until the end
+    wanted: Wanted | None = None
+    text: str = ""
+    shown: int = 0
+    cut: bool = False
+    completion: Completion | None = None
+
+    def add(self, tokens: list[int], *, ended: bool = False) -> str:
+        """The text that these tokens make certain: none that may turn out to be a stop string, or follow one."""
+        if not self.cut:
+            self.text += "".join(self.spelling.add(token) for token in tokens) + (self.spelling.end() if ended else "")
+        ends = [at for stop in self.stop if (at := self.text.find(stop)) >= 0]
+        if ends:
+            self.text, self.cut = self.text[: min(ends)], True
+        marked = self.text.find(self.marker) if self.marker else -1
+        certain = len(self.text)
+        if marked >= 0:
+            certain = marked
+        elif not ended and not self.cut:
+            certain -= max(_begun(self.text, end) for end in [*self.stop, self.marker or ""])
+        piece, self.shown = self.text[self.shown : max(certain, self.shown)], max(certain, self.shown)
+        return piece
+
+    @property
+    def finish_reason(self) -> str:
+        assert self.completion is not None
+        return "length" if self.completion.finish_reason == "length" else "stop"
+
+
+def _begun(text: str, end: str) -> int:
+    """How many characters at the end of a text may be the beginning of `end`."""
+    return next((size for size in range(min(len(end) - 1, len(text)), 0, -1) if text.endswith(end[:size])), 0)
+
+
+@dataclass
+class Asked:
+    """A request that is being answered: its choices, and the queue of what the sampler says of them."""
+
+    body: Sampled
+    choices: list[Choice]
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    events: asyncio.Queue[tuple[Choice, list[int] | Completion | Exception]] = field(default_factory=asyncio.Queue)
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def tell(self, choice: Choice, said: list[int] | Completion | Exception) -> None:
+        """Called in the sampler's thread."""
+        self.loop.call_soon_threadsafe(self.events.put_nowait, (choice, said))
+
+    def give_up(self) -> None:
+        for choice in self.choices:
+            if choice.wanted is not None:
+                choice.wanted.given_up = True
+
+    async def pieces(self, request: HttpRequest | None = None) -> AsyncIterator[tuple[Choice, str]]:
+        """The text of all choices as it comes; the last piece of a choice comes with its completion. Raises Refused
+        where one failed; ends early where the client of `request` has gone (None: whoever writes to it finds out).
+        """
+        going = len(self.choices)
+        try:
+            while going:
+                try:
+                    choice, said = await asyncio.wait_for(self.events.get(), timeout=1.0)
+                except TimeoutError:
+                    if request is not None and await request.is_disconnected():
+                        return
+                    continue
+                if isinstance(said, Exception):
+                    raise Refused(500, f"sampling failed: {type(said).__name__}: {said}")
+                if isinstance(said, Completion):
+                    choice.completion = said
+                    going -= 1
+                    yield choice, choice.add([], ended=True)
+                else:
+                    yield choice, choice.add(said)
+        finally:
+            self.give_up()
+
+    @property
+    def usage(self) -> dict[str, int]:
+        prompts = {tuple(choice.prompt) for choice in self.choices}
+        read = sum(map(len, prompts))
+        written = sum(len(choice.completion.tokens) for choice in self.choices if choice.completion is not None)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+
+class Endpoint:
+    """A sampler's HTTP side. models: which role each name asks for; key: what clients must bring (None: nothing);
+    defaults: how tokens are drawn, and how many at most, where a request does not say; positions: of the model;
+    variables: of the chat template.
+    """
+
+    def __init__(
+        self,
+        sampler: LiveSampler,
+        models: dict[str, SampledRole],
+        *,
+        defaults: Draw,
+        max_new_tokens: int,
+        positions: int,
+        variables: dict[str, Any],
+        key: str | None = None,
+        hosts: list[str] | None = None,
+    ) -> None:
+        self.sampler, self.models, self.defaults, self.key = sampler, models, defaults, key
+        self.tokenizer, self.max_new_tokens, self.positions = sampler.tokenizer, max_new_tokens, positions
+        self.variables = variables
+        self.started = int(time.time())
+        self._numbers = itertools.count(1)
+        routes = [
+            Route("/health", self._health),
+            Route("/v1/models", self._guarded(self._list)),
+            Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+            Route("/v1/completions", self._guarded(self._complete), methods=["POST"]),
+        ]
+        # A page in a browser may send here under a name of its own that leads to this machine.
+        trusted = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts or ["*"])]
+        self.app = Starlette(routes=routes, middleware=trusted)
+
+    # ---- requests ----
+
+    def _guarded(self, answer: Any) -> Any:
+        async def guarded(request: HttpRequest) -> Response:
+            try:
+                if self.key is not None:
+                    given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+                    if not hmac.compare_digest(given, self.key.encode()):
+                        raise Refused(401, "the key is missing or another one: Authorization: Bearer KEY")
+                return await answer(request)
+            except Refused as refused:
+                return JSONResponse(error_of(refused), refused.status)
+
+        return guarded
+
+    async def _health(self, request: HttpRequest) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _list(self, request: HttpRequest) -> Response:
+        entries = [{"id": name, "object": "model", "created": self.started, "owned_by": "tinyrl",
+                    "max_model_len": self.positions} for name in self.models]  # fmt: skip
+        return JSONResponse({"object": "list", "data": entries})
+
+    async def _body(self, request: HttpRequest, kind: type[Body]) -> Body:
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise Refused(415, "a request is JSON: Content-Type: application/json")
+        body = bytearray()
+        async for block in request.stream():
+            body += block
+            if len(body) > MAX_BODY:
+                raise Refused(413, f"a request has at most {MAX_BODY >> 20} MB")
+        try:
+            values = json.loads(bytes(body))
+        except (ValueError, RecursionError):
+            raise Refused(400, "the request is no JSON") from None
+        try:
+            asked = kind.model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("function-", "list[")))
+            raise Refused(400, f"{where or 'the request'}: {first['msg']}", param=where or None) from None
+        if asked.model not in self.models:
+            there = ", ".join(self.models)
+            raise Refused(404, f"there is no model {asked.model[:100]!r}; there is {there}", param="model")
+        return asked
+
+    def _start(self, body: Sampled, prompts: list[list[int]], *, limit: int | None, opened: str = "",
+               marker: str | None = None) -> Asked:  # fmt: skip
+        """Queue the completions of a request. Raises Refused where there is no room for them."""
+        draw = self._draw(body)
+        stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        seed = secrets.randbits(62) if body.seed is None else body.seed
+        asked = Asked(body, [], id=f"{next(self._numbers)}-{secrets.token_hex(8)}")
+        for prompt in prompts:
+            self._check(prompt)
+            room = self.positions - len(prompt)
+            most = min(limit or self.max_new_tokens, room) if limit is None else limit
+            if most > room:
+                raise Refused(400, f"{len(prompt)} tokens of the prompt and {most} new ones are more than the model's "
+                                   f"{self.positions} positions", param="max_tokens")  # fmt: skip
+            for sample in range(body.n or 1):
+                choice = Choice(len(asked.choices), prompt, Spelling(self.tokenizer), stop, marker, text=opened)
+                ask = Request(prompt, prompt_row=seed, first_sample=sample, max_new_tokens=most)
+                choice.wanted = Wanted(
+                    ask,
+                    draw,
+                    stop,
+                    on_tokens=lambda tokens, choice=choice: asked.tell(choice, tokens),
+                    on_end=lambda said, choice=choice: asked.tell(choice, said),
+                )
+                asked.choices.append(choice)
+        if not self.sampler.ask([choice.wanted for choice in asked.choices if choice.wanted is not None]):
+            raise Refused(429, "too many requests wait; try again later")
+        return asked
+
+    def _draw(self, body: Sampled) -> Draw:
+        defaults = self.defaults
+        temperature = defaults.temperature if body.temperature is None else body.temperature
+        return Draw(
+            role=self.models[body.model],
+            temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
+            top_p=defaults.top_p if body.top_p is None else body.top_p,
+            top_k=defaults.top_k if body.top_k is None else max(0, body.top_k),
+        )
+
+    def _check(self, prompt: list[int]) -> None:
+        size = len(self.tokenizer)
+        if not prompt:
+            raise Refused(400, "the prompt is empty")
+        if not all(0 <= token < size for token in prompt):
+            raise Refused(400, f"the prompt has tokens that are none of the model's 0 to {size - 1}", param="prompt")
+        if len(prompt) >= self.positions:
+            raise Refused(400, f"the prompt has {len(prompt)} tokens, and the model {self.positions} positions",
+                          param="messages")  # fmt: skip
+
+    # ---- /v1/chat/completions ----
+
+    async def _chat(self, request: HttpRequest) -> Response:
+        body = await self._body(request, ChatRequest)
+        if not self.tokenizer.chat_template:
+            raise Refused(400, "this model has no chat template; it continues text: /v1/completions")
+        tools = body.tools if body.tool_choice != "none" else None
+        if tools and "tools" not in str(self.tokenizer.chat_template):
+            raise Refused(400, "this model's chat template shows it no tools", param="tools")
+        variables = {**self.variables, **(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
+        try:
+            messages = messages_of(body.messages, "messages")
+            rendered = await run_in_threadpool(render_prompt, self.tokenizer, messages, chat=True, variables=variables)
+        except ValueError as error:
+            raise Refused(400, str(error), param="messages") from None
+        limit = body.max_completion_tokens or body.max_tokens or None
+        asked = self._start(
+            body, [rendered.tokens], limit=limit, opened=rendered.opened, marker=OPEN if tools else None
+        )
+        asked.id = f"chatcmpl-{asked.id}"
+        if body.stream:
+            return self._streamed(asked, self._chat_chunk)
+        async for _ in asked.pieces(request):
+            pass
+        if any(choice.completion is None for choice in asked.choices):
+            return Response(status_code=499)
+        choices = [self._chat_choice(choice, body) for choice in asked.choices]
+        return JSONResponse(self._whole(asked, "chat.completion", choices))
+
+    def _chat_choice(self, choice: Choice, body: ChatRequest) -> dict[str, Any]:
+        message, reason = self._message(choice)
+        said = {"index": choice.index, "message": {"role": "assistant", **message}, "finish_reason": reason}
+        return {**said, "logprobs": self._chat_logprobs(choice, body), **_token_ids(choice, body)}
+
+    def _message(self, choice: Choice) -> tuple[dict[str, Any], str]:
+        """Content and calls of an answer, and why it ended. A call that cannot be read stays text."""
+        calls = calls_of({"role": "assistant", "content": choice.text}) if choice.marker else []
+        if not calls or any(call.problem for call in calls):
+            return {"content": choice.text}, choice.finish_reason
+        made = [
+            {"id": f"call_{secrets.token_hex(8)}", "type": "function",
+             "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}}
+            for call in calls
+        ]  # fmt: skip
+        content = choice.text[: choice.text.find(OPEN)].rstrip()
+        return {"content": content or None, "tool_calls": made}, "tool_calls"
+
+    def _chat_logprobs(self, choice: Choice, body: ChatRequest) -> dict[str, Any] | None:
+        if not body.logprobs or choice.completion is None:
+            return None
+        content = []
+        for token, logprob in zip(choice.completion.tokens, choice.completion.logprobs, strict=True):
+            text = str(self.tokenizer.decode([token]))
+            content.append({"token": text, "logprob": logprob, "bytes": [*text.encode()], "top_logprobs": []})
+        return {"content": content, "refusal": None}
+
+    def _chat_chunk(self, asked: Asked, choice: Choice, piece: str) -> list[dict[str, Any]]:
+        assert isinstance(asked.body, ChatRequest)
+        deltas: list[dict[str, Any]] = [{"content": piece}] if piece else []
+        if choice.completion is None:
+            return [_delta(asked, choice, delta) for delta in deltas]
+        message, reason = self._message(choice)
+        if calls := message.get("tool_calls"):
+            deltas.append({"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]})
+        elif choice.shown < len(choice.text):
+            deltas.append({"content": choice.text[choice.shown :]})
+        chunks = [_delta(asked, choice, delta) for delta in deltas]
+        last = _delta(asked, choice, {}, finish_reason=reason)
+        last["choices"][0] |= {"logprobs": self._chat_logprobs(choice, asked.body), **_token_ids(choice, asked.body)}
+        return [*chunks, last]
+
+    # ---- /v1/completions ----
+
+    async def _complete(self, request: HttpRequest) -> Response:
+        body = await self._body(request, TextRequest)
+        prompts = [self._tokens(prompt) for prompt in _several(body.prompt)]
+        for prompt in prompts:
+            self._check(prompt)
+        limit = 16 if body.max_tokens is None else body.max_tokens
+        scored = [await self._scored(prompt, body) for prompt in prompts] if body.echo else []
+        if limit == 0 and not body.echo:
+            raise Refused(400, "max_tokens=0 is for echo=true, which reads the prompt", param="max_tokens")
+        if limit == 0:
+            asked = Asked(body, [])
+            for prompt in prompts:
+                choice = Choice(len(asked.choices), prompt, Spelling(self.tokenizer), [], None)
+                choice.completion = Completion([], [], "length")
+                asked.choices.append(choice)
+        else:
+            asked = self._start(body, prompts, limit=limit)
+        asked.id = f"cmpl-{asked.id or secrets.token_hex(8)}"
+        if body.stream and limit:
+            if body.echo:
+                raise Refused(400, "echo is not streamed", param="echo")
+            return self._streamed(asked, self._text_chunk)
+        if limit:
+            async for _ in asked.pieces(request):
+                pass
+            if any(choice.completion is None for choice in asked.choices):
+                return Response(status_code=499)
+        each = body.n or 1 if limit else 1
+        choices = [
+            self._text_choice(choice, body, scored[choice.index // each] if scored else None)
+            for choice in asked.choices
+        ]
+        return JSONResponse(self._whole(asked, "text_completion", choices))
+
+    def _tokens(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        try:
+            return render_prompt(self.tokenizer, prompt, chat=False).tokens
+        except ValueError as error:
+            raise Refused(400, str(error), param="prompt") from None
+
+    async def _scored(self, tokens: list[int], body: TextRequest) -> Scored | None:
+        if body.logprobs is None:
+            return None
+        loop, found = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+        def told(result: Scored | Exception) -> None:
+            loop.call_soon_threadsafe(lambda: found.cancelled() or found.set_result(result))
+
+        if not self.sampler.score(tokens, self.models[body.model], told):
+            raise Refused(429, "too many requests wait; try again later")
+        result = await found
+        if isinstance(result, Exception):
+            raise Refused(500, f"reading the prompt failed: {type(result).__name__}: {result}")
+        return result
+
+    def _text_choice(self, choice: Choice, body: TextRequest, scored: Scored | None = None) -> dict[str, Any]:
+        text = (str(self.tokenizer.decode(choice.prompt)) if body.echo else "") + choice.text
+        said = {"index": choice.index, "text": text, "finish_reason": choice.finish_reason}
+        return {**said, "logprobs": self._text_logprobs(choice, body, scored), **_token_ids(choice, body)}
+
+    def _text_logprobs(self, choice: Choice, body: TextRequest, scored: Scored | None) -> dict[str, Any] | None:
+        if body.logprobs is None or choice.completion is None:
+            return None
+        tokens, logprobs, tops = [*choice.completion.tokens], list[float | None](choice.completion.logprobs), []
+        if scored is not None:
+            tops = [None if best is None else {self._spelt(best[0]): best[1]} for best in scored.best]
+            tokens, logprobs = [*choice.prompt, *tokens], [*scored.logprobs, *logprobs]
+        spelt = [self._spelt(token) for token in tokens]
+        ours = zip(spelt[len(tops) :], logprobs[len(tops) :], strict=True)
+        offsets = [0, *itertools.accumulate(map(len, spelt))][: len(spelt)]
+        return {
+            "tokens": spelt,
+            "token_logprobs": logprobs,
+            "top_logprobs": [*tops, *({token: logprob} for token, logprob in ours)],
+            "text_offset": offsets,
+        }
+
+    def _spelt(self, token: int) -> str:
+        return str(self.tokenizer.decode([token]))
+
+    def _text_chunk(self, asked: Asked, choice: Choice, piece: str) -> list[dict[str, Any]]:
+        assert isinstance(asked.body, TextRequest)
+        ended = choice.completion is not None
+        said: dict[str, Any] = {"index": choice.index, "text": piece, "logprobs": None, "finish_reason": None}
+        if ended:
+            logprobs = self._text_logprobs(choice, asked.body, None)
+            said |= {"finish_reason": choice.finish_reason, "logprobs": logprobs, **_token_ids(choice, asked.body)}
+        return [_head(asked, "text_completion") | {"choices": [said]}] if piece or ended else []
+
+    # ---- answers ----
+
+    def _whole(self, asked: Asked, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**_head(asked, kind), "choices": choices, "usage": asked.usage}
+
+    def _streamed(self, asked: Asked, chunks: Callable[[Asked, Choice, str], list[dict[str, Any]]]) -> Response:
+        async def events() -> AsyncIterator[str]:
+            if isinstance(asked.body, ChatRequest):
+                for choice in asked.choices:
+                    yield _event(_delta(asked, choice, {"role": "assistant", "content": choice.text}))
+                    choice.shown = len(choice.text)
+            try:
+                async for choice, piece in asked.pieces():
+                    for chunk in chunks(asked, choice, piece):
+                        yield _event(chunk)
+            except Refused as refused:
+                yield _event(error_of(refused))
+                return
+            options = asked.body.stream_options
+            if options is not None and options.include_usage:
+                kind = "chat.completion.chunk" if isinstance(asked.body, ChatRequest) else "text_completion"
+                yield _event({**_head(asked, kind), "choices": [], "usage": asked.usage})
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+
+def error_of(refused: Refused) -> dict[str, Any]:
+    kind = "invalid_request_error" if refused.status < 500 else "server_error"
+    return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.status}}
+
+
+def _several(prompt: Any) -> list[Any]:
+    """The prompts of a request: one text, one list of tokens, or a list of either."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    if not prompt:
+        raise Refused(400, "the prompt is empty", param="prompt")
+    return prompt
+
+
+def _head(asked: Asked, kind: str) -> dict[str, Any]:
+    return {"id": asked.id, "object": kind, "created": asked.created, "model": asked.body.model}
+
+
+def _delta(asked: Asked, choice: Choice, delta: dict[str, Any], *, finish_reason: str | None = None) -> dict[str, Any]:
+    said = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    return {**_head(asked, "chat.completion.chunk"), "choices": [said]}
+
+
+def _token_ids(choice: Choice, body: Sampled) -> dict[str, Any]:
+    if not body.return_token_ids or choice.completion is None:
+        return {}
+    return {"prompt_token_ids": choice.prompt, "token_ids": choice.completion.tokens}
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"

@@ -1,0 +1,370 @@
+"""Sampling for callers who come one by one, from many threads, decoded in one batch.
+
+One thread owns the model and works in rounds. Requests that are drawn alike (role, temperature, top-p, top-k) share a
+round and join it while it goes on (the fused engine; with the library's modules a round is one batch). The first in the
+queue that is drawn otherwise ends admission, so that its round comes next. A request's random numbers are its own
+(engine.py), so its completion does not depend on who shares its batch, to rounding.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tinyrl.generation.decoder import Decoder
+from tinyrl.generation.engine import (
+    Completion,
+    FinishReason,
+    Request,
+    SampledRole,
+    SamplingSettings,
+    eos_token_ids,
+    row_keys,
+    stop_said_at,
+    uniforms,
+)
+from tinyrl.generation.fused import PREFILL_TOKENS, FusedEngine, bucket
+from tinyrl.generation.hf import Decoding, HfEngine
+from tinyrl.generation.slots import Slots
+from tinyrl.models.batches import backbone_of
+from tinyrl.models.device import HALVES, as_out_of_memory
+from tinyrl.models.logprobs import head_of
+
+LIVE_STEP = 1 << 40  # the step in the keys of these samples: no training step or evaluation reaches it
+WIDTHS = 256  # a round has room for a multiple of so many tokens, so that others fit into it
+SCORED = 256  # positions whose logits are there at a time
+HALF = "\ufffd"  # how a decoder writes bytes of a character that is not whole
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How tokens are drawn; temperature 0: the likeliest."""
+
+    role: SampledRole = "policy"
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass
+class Wanted:
+    """A completion that somebody waits for. `on_tokens` gets its tokens as they come, `on_end` all of it, or what went
+    wrong; both are called in the sampler's thread. given_up: nobody waits any more.
+    """
+
+    request: Request
+    draw: Draw
+    stop: list[str]
+    on_end: Callable[[Completion | Exception], None]
+    on_tokens: Callable[[list[int]], None] = lambda tokens: None
+    given_up: bool = False
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def limit(self) -> int:
+        assert self.request.max_new_tokens is not None
+        return self.request.max_new_tokens
+
+    @property
+    def room(self) -> int:
+        return len(self.request.prompt_tokens) + self.limit
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Log-probability of each token of a text given those before it (None: the first), and the likeliest there."""
+
+    logprobs: list[float | None]
+    best: list[tuple[int, float] | None]
+
+
+class LiveSampler:
+    """A queue before a sampling engine, and the thread that works it off. max_rows: sequences decoded together."""
+
+    def __init__(self, engine: FusedEngine | HfEngine, *, max_rows: int, most_waiting: int = 4096) -> None:
+        self.engine, self.max_rows, self.most_waiting = engine, max_rows, most_waiting
+        self.tokenizer: PreTrainedTokenizerBase = engine.tokenizer
+        self.eos = eos_token_ids(engine.roles, engine.tokenizer)
+        self._waiting: deque[Wanted | Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._decoders: dict[SampledRole, Decoder] = {}
+        self._threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._work, name="sampler", daemon=True)
+        self._thread.start()
+
+    def ask(self, wanted: list[Wanted]) -> bool:
+        """Queue them, all or none; False: too many wait already."""
+        with self._changed:
+            if self._closed or len(self._waiting) + len(wanted) > self.most_waiting:
+                return False
+            self._waiting += wanted
+            self._changed.notify()
+        return True
+
+    def score(self, tokens: list[int], role: SampledRole, on_end: Callable[[Scored | Exception], None]) -> bool:
+        """Queue a reading of `tokens`; False: too many wait already."""
+
+        def read() -> None:
+            try:
+                on_end(self._scored(tokens, role))
+            except Exception as error:  # noqa: BLE001 whoever waits is told
+                on_end(error)
+
+        with self._changed:
+            if self._closed or len(self._waiting) >= self.most_waiting:
+                return False
+            self._waiting.append(read)
+            self._changed.notify()
+        return True
+
+    def close(self) -> None:
+        """End the thread; whoever still waits is told."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+        for wanted in self._waiting:
+            if isinstance(wanted, Wanted):
+                wanted.on_end(RuntimeError("the server is closing"))
+        self._waiting.clear()
+
+    # ---- the thread ----
+
+    def _work(self) -> None:
+        torch.set_num_threads(self._threads)  # a thread has a number of its own
+        while True:
+            with self._changed:
+                while not self._waiting and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                first = self._waiting[0]
+                if not isinstance(first, Wanted):
+                    self._waiting.popleft()
+            if isinstance(first, Wanted):
+                self._round(first)
+            else:
+                first()
+
+    def _round(self, first: Wanted) -> None:
+        going: dict[int, Wanted] = {}
+        try:
+            with as_out_of_memory(), torch.inference_mode():
+                if isinstance(self.engine, FusedEngine):
+                    self._decode_as_they_come(self.engine, first, going)
+                else:
+                    self._decode_together(self.engine, first, going)
+        except Exception as error:  # noqa: BLE001 whoever waits is told, and the next round begins
+            self.engine.release()
+            with self._changed:
+                if not going and self._waiting and self._waiting[0] is first:
+                    self._waiting.popleft()
+                    going[0] = first
+            for wanted in going.values():
+                wanted.on_end(error)
+
+    def _next_like(self, first: Wanted, fits: Callable[[Wanted], bool]) -> Wanted | None:
+        """The first that waits, where it is drawn as `first` is and fits; those given up are left out."""
+        while True:
+            with self._changed:
+                wanted = self._waiting[0] if self._waiting and not self._closed else None
+                if not isinstance(wanted, Wanted):
+                    return None
+                if not wanted.given_up and (wanted.draw != first.draw or not fits(wanted)):
+                    return None
+                self._waiting.popleft()
+            if not wanted.given_up:
+                return wanted
+
+    # ---- the fused engine ----
+
+    def _decode_as_they_come(self, engine: FusedEngine, first: Wanted, going: dict[int, Wanted]) -> None:
+        with self._changed:
+            alike = [w for w in self._waiting if isinstance(w, Wanted) and w.draw == first.draw][: self.max_rows]
+        look = engine.look_every - 1  # a row may run past its end until the next look
+        limit = _up(max(w.limit for w in alike))
+        width = _up(max(w.room for w in alike) + look)
+        engine.settings = settings_of(first.draw, limit)
+        with engine.roles.acting(first.draw.role) as model:
+            decoder = self._decoder(engine, first.draw.role, model)
+            slots, advance = engine.slots(decoder, first.draw.temperature == 0, rows=self.max_rows, width=width)
+            slots.clear()
+            numbers = count()
+
+            def fits(wanted: Wanted) -> bool:
+                return wanted.limit <= limit and wanted.room + look <= slots.width
+
+            while True:
+                free = slots.capacity - slots.used
+                joining = []
+                while free > len(joining) and (wanted := self._next_like(first, fits)) is not None:
+                    joining.append(wanted)
+                if joining:
+                    going |= {next(numbers): wanted for wanted in joining}
+                    self._enter(slots, going, len(joining))
+                    self._look(engine, slots, going)
+                if not slots.live:
+                    return
+                for _ in range(engine.look_every):
+                    slots.longest += 1
+                    advance(*(bucket(slots) if engine.by_graphs else (slots.live, slots.longest)))
+                self._look(engine, slots, going)
+
+    def _decoder(self, engine: FusedEngine, role: SampledRole, model: Any) -> Decoder:
+        if role not in self._decoders:
+            self._decoders[role] = Decoder(model, dtype=engine.dtype)
+            self._decoders[role].sync(engine.roles.adapter_of(role))
+        return self._decoders[role]
+
+    def _enter(self, slots: Slots, going: dict[int, Wanted], new: int) -> None:
+        """Read the prompts of the last `new` ones; those that follow one another with one prompt read it once."""
+        most = PREFILL_TOKENS[slots.device.type]
+        samples: list[list[int]] = []
+        prompts: list[list[int]] = []
+        joining = list(going.items())[-new:]
+        for place, (number, wanted) in enumerate(joining):
+            tokens = wanted.request.prompt_tokens
+            if prompts and tokens == prompts[-1]:
+                samples[-1].append(number)
+            else:
+                samples.append([number])
+                prompts.append(tokens)
+            after = joining[place + 1][1].request.prompt_tokens if place + 1 < len(joining) else None
+            longest = max(map(len, [*prompts, after or []]))
+            if after is None or (after != tokens and (len(prompts) + 1) * longest > most):
+                slots.enter(samples, prompts, uniforms=self._uniforms(going, samples, slots.columns))
+                samples, prompts = [], []
+
+    def _uniforms(self, going: dict[int, Wanted], samples: list[list[int]], columns: int) -> Tensor:
+        keys, first = row_keys([going[n].request for of in samples for n in of], 1, seed=0, step=LIVE_STEP)
+        return uniforms(keys, num_tokens=columns, first=first)
+
+    def _look(self, engine: FusedEngine, slots: Slots, going: dict[int, Wanted]) -> None:
+        ended: dict[int, tuple[Wanted, FinishReason | None]] = {}  # by slot
+        for slot, (drawn, recent) in enumerate(slots.look(engine.look_every)):
+            wanted = going[slots.sample[slot]]
+            new = recent[len(recent) - (drawn - len(wanted.tokens)) :]
+            reason = self._told(wanted, new)
+            if reason is not None or wanted.given_up:
+                ended[slot] = wanted, reason
+        if not ended:
+            return
+        tokens, logprobs = slots.drawn(list(ended), max(len(wanted.tokens) for wanted, _ in ended.values()))
+        for (wanted, reason), drawn, scores in zip(ended.values(), tokens, logprobs, strict=True):
+            size = len(wanted.tokens)
+            if reason is not None:
+                wanted.on_end(Completion(drawn[:size], scores[:size], reason))
+        gone = [slots.sample[slot] for slot in ended]
+        slots.leave(list(ended))
+        for number in gone:
+            del going[number]
+
+    def _told(self, wanted: Wanted, new: list[int]) -> FinishReason | None:
+        """Add new tokens to what is there, up to the end, which is returned where it has come."""
+        reason: FinishReason | None = None
+        before = len(wanted.tokens)
+        for token in new:
+            wanted.tokens.append(token)
+            if token in self.eos:
+                reason = "eos"
+            elif wanted.stop and stop_said_at(wanted.tokens, wanted.stop, self.tokenizer, look_at=1) is not None:
+                reason = "stop"
+            elif len(wanted.tokens) >= wanted.limit:
+                reason = "length"
+            if reason is not None:
+                break
+        if new and not wanted.given_up:
+            wanted.on_tokens(wanted.tokens[before:])
+        return reason
+
+    # ---- the library's modules ----
+
+    def _decode_together(self, engine: HfEngine, first: Wanted, going: dict[int, Wanted]) -> None:
+        while len(going) < self.max_rows:
+            wanted = self._next_like(first, lambda other: other.stop == first.stop)
+            if wanted is None:
+                break
+            going[len(going)] = wanted
+        if not going:
+            return
+
+        def on_token(rows: Tensor, alive: Tensor, tokens: Tensor) -> None:
+            for row, lives, token in zip(rows.tolist(), alive.tolist(), tokens.tolist(), strict=True):
+                if lives:
+                    self._told(going[row], [token])
+
+        engine.settings = settings_of(first.draw, max(w.limit for w in going.values()), first.stop)
+        engine.on_token = on_token
+        acting = engine.roles.acting_merged if engine.merged else engine.roles.acting
+        key: Any = {"seed": 0, "step": LIVE_STEP, "greedy": first.draw.temperature == 0}
+        try:
+            with acting(first.draw.role) as model:
+                completions = Decoding(engine, model, [w.request for w in going.values()], 1, key).run()
+        finally:
+            del engine.on_token
+        for wanted, completion in zip(going.values(), completions, strict=True):
+            wanted.on_end(completion)
+
+    # ---- reading ----
+
+    @torch.inference_mode()
+    def _scored(self, tokens: list[int], role: SampledRole) -> Scored:
+        roles, engine = self.engine.roles, self.engine
+        dtype = engine.dtype if isinstance(engine, FusedEngine) else roles.causal.dtype
+        logprobs, best = list[float | None]([None]), list[tuple[int, float] | None]([None])
+        ids = torch.tensor([tokens], device=roles.device)
+        with roles.acting(role) as model, torch.autocast(roles.device.type, dtype=dtype, enabled=dtype in HALVES):
+            states = backbone_of(model)(input_ids=ids).last_hidden_state[0]
+            for start in range(0, len(tokens) - 1, SCORED):
+                part = states[start : min(start + SCORED, len(tokens) - 1)]
+                log_p = head_of(model).logits(part).float().log_softmax(-1)
+                following = ids[0, start + 1 : start + 1 + len(part)]
+                logprobs += log_p.gather(1, following.unsqueeze(1)).squeeze(1).tolist()
+                most, which = log_p.max(-1)
+                best += zip(which.tolist(), most.tolist(), strict=True)
+        return Scored(logprobs, best)
+
+
+def settings_of(draw: Draw, max_new_tokens: int, stop: list[str] | None = None) -> SamplingSettings:
+    return SamplingSettings(draw.temperature or 1.0, max_new_tokens, stop or [], draw.top_p, draw.top_k)
+
+
+def _up(tokens: int) -> int:
+    return -(-tokens // WIDTHS) * WIDTHS
+
+
+class Spelling:
+    """Text of tokens as they come, handed out once it is whole: half a character waits for its other half."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._before, self._said = 0, 0  # text is decoded from `before`; up to `said` it was handed out
+
+    def add(self, token: int) -> str:
+        self._tokens.append(token)
+        return self._whole(at_end=False)
+
+    def end(self) -> str:
+        return self._whole(at_end=True)
+
+    def _whole(self, *, at_end: bool) -> str:
+        # A tokenizer may join or drop spaces by what stands before, so that is decoded along.
+        known = self._decoded(self._tokens[self._before : self._said])
+        text = self._decoded(self._tokens[self._before :])
+        if len(text) <= len(known) or (text.endswith(HALF) and not at_end):
+            return ""
+        self._before, self._said = self._said, len(self._tokens)
+        return text[len(known) :]
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
