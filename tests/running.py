@@ -23,7 +23,7 @@ from tinyrl.training.optim import RoleOptimizer, role_optimizers
 from tinyrl.training.planning import tried_meta_models
 from tinyrl.training.resume import resume
 
-VOLATILE = ("time/", "memory/", "tokens_per_second")
+VOLATILE = ("time/", "memory/", "tokens_per_second", "judge/")
 
 SMALL: dict[str, Any] = {
     "task": {"name": "sort", "max_samples": 64},

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| `")]
 KEYS = [re.findall(r"`([^`]+)`", row[0])[0] for row in ROWS]
-GROUPS = "teacher|reward|rewards|objective|policy|value|completion|environment|optim|time|memory|preference|eval"
+GROUPS = "judge|teacher|reward|rewards|objective|policy|value|completion|environment|optim|time|memory|preference|eval"
 NO_METRIC = {
     "teacher/quarters",
     "reward/functions",

@@ -74,7 +74,7 @@ def sentence(values: dict[str, Any], method: str = "grpo") -> str:
             {"grpo": 3},
             "r.yaml: `grpo` is 3; it must be a section (preset, num_prompts, num_epochs, minibatch_size, ...).",
         ),
-        ({"reward": {"functions": "f"}}, "r.yaml: `reward.functions` is 'f'; it must be a list of {use, weight}."),
+        ({"reward": {"functions": "f"}}, "r.yaml: `reward.functions` is 'f'; it must be a list of {use, weight, ...}."),
         ({"reward": {"functions": [{}]}}, "r.yaml: `reward.functions[0].use` is missing; it must be text"),
         (
             {"reward": {"functions": [{"use": "a.py:f", "weight": "abc"}]}},

@@ -6,7 +6,7 @@ import json
 import shutil
 import textwrap
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -86,25 +86,61 @@ TaskName = Annotated[str, typer.Option(help="whose prompts and gold answers the 
 
 @rewards.command("test")
 def reward_test(
-    use: Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION")],
+    use: Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION|judge")],
     data: Data,
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[name=value]...", help="of a judge: url, model, rubric, mode ...")
+    ] = None,
     task: TaskName = "rows",
     num_rows: Annotated[int, typer.Option(min=1, help="how many rows")] = 64,
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds a call may take")] = 60.0,
     debug: Debug = False,
 ) -> None:
     """Judge gold answers, nothing and nonsense: scores, time per call, failures, spread."""
+    if use == "judge":
+        _judge_test(settings or [], data, task, num_rows, timeout, debug)
+        return
     with sentences(debug):
         from tinyrl.rewards.trial import render, try_function
         from tinyrl.tasks import load_rows, load_task
         from tinyrl.workers.loading import parse_use
 
+        if settings:
+            raise ValueError(f"{settings[0]}: settings are for a judge")
         parse_use(use)
         graded_as = load_task(task)
         rows = load_rows(graded_as, "eval", eval_data=data, max_samples=num_rows, verified=False)
         trial = try_function(use, graded_as, rows, timeout_s=timeout)
         print(render(trial))
     if trial.would_stop_a_run:
+        raise typer.Exit(3)
+
+
+def _judge_test(settings: list[str], data: str, task: str, num_rows: int, timeout: float, debug: bool) -> None:
+    with sentences(debug):
+        import yaml
+
+        from tinyrl.config.recipe import build_config
+        from tinyrl.config.yaml_reader import Source
+        from tinyrl.rewards.judge import JudgeReward
+        from tinyrl.rewards.trial import render_judge, try_judge
+        from tinyrl.tasks import load_rows, load_task
+
+        values: dict[str, Any] = {}
+        for setting in settings:
+            name, equals, value = setting.partition("=")
+            if not equals:
+                raise ValueError(f"{setting}: name=value, such as url=http://127.0.0.1:8000/v1")
+            values[name] = value if name in ("url", "model", "rubric") else yaml.safe_load(value)
+        written = {"method": "grpo", "reward": {"functions": [{"use": "judge", **values}]}}
+        [judged_by] = build_config(Source("settings", written)).reward.functions
+        graded_as = load_task(task)
+        rows = load_rows(graded_as, "eval", eval_data=data, max_samples=num_rows, verified=False)
+        judge = JudgeReward(judged_by, timeout_s=timeout)
+        judge.start()
+        trial = try_judge(judge, graded_as, rows)
+        print(render_judge(trial))
+    if trial.is_weak:
         raise typer.Exit(3)
 
 

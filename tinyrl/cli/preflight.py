@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tinyrl.config.embedded import EMBEDDED, starter_path
 from tinyrl.config.schema import Config
+from tinyrl.config.sections import RewardFunctionConfig
 from tinyrl.data.readers import Row, hub_name, is_saved_set, placed_rows
 from tinyrl.data.shapes import judged, objective_of, preference, text_examples
 from tinyrl.evaluation.targets import Asked, check_asked, find
@@ -86,7 +87,23 @@ def _check_rewards(config: Config) -> None:
     if config.reward.model is not None:
         check_model_path("reward.model", config.reward.model)
     for function in config.reward.functions:
-        parse_use(function.use)
+        if not function.is_judge:
+            parse_use(function.use)
+            continue
+        if not os.path.isfile(os.path.expanduser(function.rubric or "")):
+            raise ValueError(f"reward.functions: rubric={function.rubric} is no file")
+        most, needed = function.most_requests, judge_requests(config, function)
+        if most is not None and needed > most:
+            raise ValueError(f"reward.functions: most_requests={most}, and this run may ask its judge {needed:,} times")
+
+
+def judge_requests(config: Config, function: RewardFunctionConfig) -> int:
+    """How often a run asks a judge at most: for each completion, or in `rank` for each group."""
+    run, own = config.run, config.own
+    prompts = getattr(own, "num_prompts", 0) * (1 + getattr(own, "refill_rounds", 0)) * run.num_steps
+    evaluations = (run.num_steps // run.eval_every if run.eval_every else 1) + 1 if run.eval_prompts else 0
+    each = getattr(own, "group_size", 1) if function.mode == "score" else 1
+    return prompts * each + evaluations * run.eval_prompts
 
 
 def _check_rows(config: Config) -> None:

@@ -8,9 +8,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from tinyrl.config.embedded import starter_path
 from tinyrl.text import is_address
@@ -126,8 +134,45 @@ class TaskConfig(Section):
 
 
 class RewardFunctionConfig(Section):
-    use: Text = Field(description="FILE.py:FUNCTION")
+    use: Text = Field(description="FILE.py:FUNCTION, or judge")
     weight: Weight = Field(default=1.0, description="factor of its score in the sum")
+    url: Text | None = Field(default=None, description="of judge: an OpenAI endpoint, such as http://127.0.0.1:8000/v1")
+    model: Text | None = Field(default=None, description="of judge: its name there")
+    rubric: Text | None = Field(default=None, description="of judge: a text file; {column} stands for the row's own")
+    mode: Literal["score", "rank"] = Field(default="score", description="each answer alone, or a group in order")
+    scale: Annotated[list[float], Field(min_length=2, max_length=2)] = Field(
+        default=[0.0, 10.0], description="worst and best score of mode=score; the reward is 0 to 1"
+    )
+    key_env: Text | None = Field(default=None, description="environment variable with the endpoint's key")
+    max_tokens: Positive = Field(default=1024, description="of a judge's reply")
+    at_once: Annotated[int, Field(ge=1, le=1024)] = Field(default=16, description="requests under way at a time")
+    cache: Text | None = Field(default=None, description="file of replies; null: ~/.cache/tinyrl/judge.sqlite")
+    most_requests: Positive | None = Field(default=None, description="refuse a run that might ask more often")
+    allow_weak: bool = Field(default=False, description="train although it does not tell gold answers from others")
+
+    @property
+    def is_judge(self) -> bool:
+        return self.use == "judge"
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = whole(self)
+        return values if self.is_judge else {"use": self.use, "weight": self.weight}
+
+    @model_validator(mode="after")
+    def _judge_is_whole(self) -> Self:
+        given = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        given = [name for name in given if name not in ("use", "weight")]
+        if not self.is_judge and given:
+            raise ValueError(f"{', '.join(given)}: only use=judge has this")
+        missing = [name for name in ("url", "model", "rubric") if self.is_judge and getattr(self, name) is None]
+        if missing:
+            raise ValueError(f"use=judge needs {', '.join(missing)}")
+        if self.url is not None and (not is_address(self.url) or "@" in self.url or "?" in self.url):
+            raise ValueError("url: an http address without a password; its key is in the environment: key_env")
+        if self.scale[0] >= self.scale[1]:
+            raise ValueError("scale: the worst score, then the best")
+        return self
 
 
 class RewardConfig(Section):

@@ -210,7 +210,9 @@ def _words(kind: Any) -> list[str]:
         return ["a mapping of names to plain values" if plain else "a mapping of text to text, {new: old}"]
     if get_origin(kind) is list:
         inner = get_args(kind)[0]
-        return [f"a list of {{{', '.join(fields_of(inner))}}}" if fields_of(inner) else f"a list of {allowed(inner)}"]
+        names = [*fields_of(inner)]
+        named = ", ".join([*names[:2], *(["..."] if len(names) > 2 else [])])
+        return [f"a list of {{{named}}}" if names else f"a list of {allowed(inner)}"]
     if kind is bool:
         return ["true", "false"]
     return [{NoneType: "null", str: "text", int: "a whole number", float: "a number"}[kind] + limits]

@@ -87,12 +87,15 @@ class HttpClient:
         most: int = 1,
         headers: dict[str, str] | None = None,
         once_s: float | None = None,
+        failed: Callable[[NoAnswer], Read] | None = None,
+        each: Callable[[int, Read], None] | None = None,
     ) -> list[Read]:
         """What `read` makes of the answers to some requests, in their order, `most` of them under way at a time. A body
-        is JSON, or None. once_s: so many seconds for one try, in place of the client's own.
+        is JSON, or None. once_s: so many seconds for one try, in place of the client's own. failed: what stands for one
+        that got no answer. each: told of every result as it comes, with its place, in the thread of the requests.
 
-        Raises NoAnswer, or what `read` raises, with the first that fails, and Interrupted once a stop was asked for;
-        the others are given up.
+        Raises NoAnswer (without `failed`), or what `read` raises, with the first that fails, and Interrupted once a
+        stop was asked for; the others are given up.
         """
         url = self.address.copy_with(path=self.address.path.rstrip("/") + path) if path else self.address
         sent = {"Content-Type": "application/json", "Accept-Encoding": "identity", **(headers or {})}
@@ -100,17 +103,25 @@ class HttpClient:
         async def all_of_them() -> list[Read]:
             free = asyncio.Semaphore(max(1, most))
 
-            async def one(body: Any) -> Read:
+            async def one(place: int, body: Any) -> Read:
                 content = None if body is None else json.dumps(body).encode()
                 request = httpx2.Request(method, url, content=content, headers=sent)
                 async with free:
-                    return read(await self._asked(request, once_s))
+                    try:
+                        result = read(await self._asked(request, once_s))
+                    except NoAnswer as error:
+                        if failed is None:
+                            raise
+                        result = failed(error)
+                    if each is not None:
+                        each(place, result)
+                    return result
 
             try:
-                async with asyncio.TaskGroup() as group:
-                    calls = [group.create_task(one(body)) for body in bodies]
-            except ExceptionGroup as failed:
-                raise failed.exceptions[0] from None
+                async with asyncio.TaskGroup() as tasks:
+                    calls = [tasks.create_task(one(place, body)) for place, body in enumerate(bodies)]
+            except ExceptionGroup as group:
+                raise group.exceptions[0] from None
             return [call.result() for call in calls]
 
         return _until_done(all_of_them())

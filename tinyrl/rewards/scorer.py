@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.reward_model import SequenceRewardModel, is_reward_adapter, positions_of
 from tinyrl.models.roles import Roles
 from tinyrl.rewards.functions import FunctionReward, RewardCall, call_in_process
+from tinyrl.rewards.judge import JudgeReward, Spent
 from tinyrl.rewards.model_text import TextFormat, adapter_prompt, adapter_rows, classifier_tokens
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import PreparedPrompt, columns_of
@@ -64,7 +65,13 @@ class Scorer:
         self.plays = environment is not None
         self.environment_rewards = environment is not None and environment.rewards
         limits: Limits = {"timeout_s": config.timeout_s, "memory_gb": config.memory_gb}
-        self.functions = [FunctionReward(f.use, weight=f.weight, **limits) for f in config.functions]
+        self.functions = [
+            JudgeReward(f, timeout_s=config.timeout_s, weight=f.weight)
+            if f.is_judge
+            else FunctionReward(f.use, weight=f.weight, **limits)
+            for f in config.functions
+        ]
+        self.judges = [function for function in self.functions if isinstance(function, JudgeReward)]
         self.grader = FunctionReward(task.grader, **limits) if task.grader else None
         self.workers = [*self.functions, *([self.grader] if self.grader else [])]
         self.has_model = config.model is not None
@@ -104,6 +111,14 @@ class Scorer:
         other = copy.copy(self)
         other.tokenizer = tokenizer
         return other
+
+    def spent(self) -> Spent:
+        """What judges have cost since this was asked last."""
+        total = Spent()
+        for judge in self.judges:
+            total = Spent(*(a + b for a, b in zip(astuple(total), astuple(judge.spent), strict=True)))
+            judge.spent = Spent()
+        return total
 
     def start(self) -> None:
         """Start the workers, so that a reward that does not load is found before training."""

@@ -15,6 +15,7 @@ from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
 from tinyrl.environments.trial import NONSENSE
 from tinyrl.rewards.functions import FunctionReward
+from tinyrl.rewards.judge import JudgeReward, Spent
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.tasks.answers import ended
 from tinyrl.tasks.prompts import PreparedPrompt, token_ids
@@ -216,3 +217,107 @@ def _checked(scorer: Scorer, prompt: PreparedPrompt) -> tuple[GoldCheck, bool]:
     failure = failures[0].reason if failures else None
     check = GoldCheck(prompt, gold, rewards[0] if gold is not None else None, rewards[1], rewards[2], hint, failure)
     return check, len({failure.row for failure in failures}) == len(texts)
+
+
+# ---- Judges: whether they tell gold answers from others ----
+
+
+LEAST_AUC = 0.6
+JUDGED_PROMPTS = 8  # before a run
+RIVALS = ("another row's", "nothing", "nonsense")
+
+
+@dataclass(frozen=True)
+class JudgeTrial:
+    """What a judge says of gold answers beside others. means: by what was judged (NaN: no reply could be read); auc:
+    how often the gold answer got more than another one of its row, ties half (NaN: never compared); agreement: of pairs
+    that were shown in the opposite order too, how many it ordered alike (None: it sees one answer at a time).
+    """
+
+    means: dict[str, float]
+    auc: float
+    agreement: float | None
+    failures: list[RowFailure]
+    rows: int
+    spent: Spent
+
+    @property
+    def is_weak(self) -> bool:
+        return not self.auc >= LEAST_AUC
+
+    @property
+    def verdict(self) -> str:
+        if math.isnan(self.auc):
+            first = f": {self.failures[0].reason}" if self.failures else ""
+            return f"no reply of the judge could be read{first}"
+        return f"the judge prefers the gold answer to another one in {self.auc:.0%} of {self.rows} rows' pairs (AUC)"
+
+
+def try_judge(judge: JudgeReward, task: Task, rows: list[Row]) -> JudgeTrial:
+    """Ask a judge of each row's gold answer, another row's, nothing and nonsense. ValueError without gold answers."""
+    found = [(row, gold) for row in rows if (gold := task.gold(row)) is not None]
+    if len(found) < 2:
+        raise ValueError("a judge is tried on gold answers, of two rows at least, and the task knows none")
+    golds = [gold for _, gold in found]
+    answers = [[gold, golds[(i + 1) % len(golds)], "", NONSENSE] for i, gold in enumerate(golds)]
+    each = [row for row, _ in found for _ in range(1 + len(RIVALS))]
+    prompts = [task.prompt(row) for row in each]
+    texts = [text for row in answers for text in row]
+    completions = [_as_the_data_has_it(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
+    names = dict.fromkeys(name for row in each for name in row if name not in RESERVED)
+    columns = {name: [row.get(name) for row in each] for name in names}
+    call = judge(prompts, completions, columns)
+    scores = _of_rows(call.scores)
+    agreement = None
+    if judge.config.mode == "rank":
+        back = _of_rows(judge(prompts, completions, columns, backwards=True).scores)
+        places = [(i, j) for i in range(1 + len(RIVALS)) for j in range(i)]
+        pairs = [(a[i] - a[j]) * (b[i] - b[j]) for a, b in zip(scores, back, strict=True) for i, j in places]
+        pairs = [pair for pair in pairs if not math.isnan(pair)]
+        agreement = statistics.fmean(pair > 0 for pair in pairs) if pairs else math.nan
+    told = [(row[0], rival) for row, texts in zip(scores, answers, strict=True)
+            for rival, text in zip(row[1:], texts[1:], strict=True) if text != texts[0]]  # fmt: skip
+    won = [0.5 * (gold == rival) + (gold > rival) for gold, rival in told if not math.isnan(gold - rival)]
+    means = {what: _mean_of([row[i] for row in scores]) for i, what in enumerate(("gold", *RIVALS))}
+    return JudgeTrial(means, _mean_of(won), agreement, call.failures, len(found), judge.spent)
+
+
+def check_judges(scorer: Scorer, prompts: list[PreparedPrompt]) -> list[str]:
+    """A line for each judge of a run. Raises ValueError for one that does not tell gold answers from others."""
+    rows = [prompt.row for prompt in prompts if scorer.task.gold(prompt.row) is not None][:JUDGED_PROMPTS]
+    if len(rows) < 2:
+        return []
+    trials = [(judge, try_judge(judge, scorer.task, rows)) for judge in scorer.judges]
+    for judge, trial in trials:
+        if trial.is_weak and not judge.config.allow_weak:
+            raise ValueError(
+                f"{trial.verdict}, and a run asks for {LEAST_AUC:.0%}; another rubric or model, or say allow_weak: true"
+            )
+    return [trial.verdict for _, trial in trials]
+
+
+def render_judge(trial: JudgeTrial) -> str:
+    lines = [f"{'judged':16} {'mean reward':>12}"]
+    lines += [f"{what:16} {'-' if math.isnan(mean) else f'{mean:.3f}':>12}" for what, mean in trial.means.items()]
+    lines += ["", trial.verdict]
+    if trial.agreement is not None:
+        lines.append(f"shown in the opposite order it puts {trial.agreement:.0%} of the pairs the same way round")
+    spent = trial.spent
+    lines.append(
+        f"{spent.requests} requests, {spent.cached} from the cache, {spent.tokens} tokens, {spent.seconds:.1f} s"
+    )
+    if trial.failures:
+        lines.append(f"{len(trial.failures)} without a score, the first: {visible(trial.failures[0].reason)}")
+    if trial.is_weak:
+        lines.append(f"warning: below {LEAST_AUC:.0%}; a run refuses it without allow_weak")
+    return "\n".join(lines)
+
+
+def _of_rows(scores: list[float]) -> list[list[float]]:
+    each = 1 + len(RIVALS)
+    return [scores[i : i + each] for i in range(0, len(scores), each)]
+
+
+def _mean_of(values: list[float]) -> float:
+    valid = [value for value in values if not math.isnan(value)]
+    return statistics.fmean(valid) if valid else math.nan

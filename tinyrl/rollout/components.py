@@ -28,9 +28,10 @@ from tinyrl.models.meta import bytes_by_role, meta_roles
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.roles import Role, load_roles, save_roles
+from tinyrl.rewards.judge import JudgeGone
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
-from tinyrl.rewards.trial import check_gold
+from tinyrl.rewards.trial import check_gold, check_judges
 from tinyrl.runs.rng_state import seed_generators
 from tinyrl.tasks import Task, load_split, load_task
 from tinyrl.tasks.answers import template_fault
@@ -259,10 +260,15 @@ class SamplingParts(Parts):
             return []
         self.scorer.start()
         first = self.train_prompts[0]
-        warning = check_gold(self.scorer, self.train_prompts).warning if self.scorer.names else None
+        try:
+            warning = check_gold(self.scorer, self.train_prompts).warning if self.scorer.names else None
+            judged = check_judges(self.scorer, self.train_prompts)
+        except JudgeGone as gone:
+            raise ValueError(str(gone)) from None
         warnings = [f"warning: {warning} (prompt {first.text[:60]!r})"] if warning else []
         warnings += self.template_warnings() + self._few_held_out()
         notes = [*self._engine_notes(), *(episode_notes(self.runner) if self.runner is not None else [])]
+        notes += judged
         return [f"sampling engine {self.engine.name} ({self.engine_reason})", *notes, self.describe_memory(), *warnings]
 
     def preview(self) -> str:

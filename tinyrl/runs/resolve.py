@@ -58,7 +58,7 @@ def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
     functions = values.get("reward", {}).get("functions")
     if isinstance(functions, list):
         values["reward"]["functions"] = [
-            {**function, "use": _absolute_use(function.get("use"))}
+            {**function, "use": _absolute_use(function.get("use")), **_absolute_files(function)}
             if isinstance(function, dict) and "use" in function
             else function
             for function in functions
@@ -132,6 +132,12 @@ def _unfit(key: str, path: str, config: Config) -> str | None:
     base = f"its base and it are model.path={config.model.path} model.adapter={path}"
     critic = "and no critic: that of a ppo run, a reward run, or a run with lora.enabled=false can be named"
     return f"holds adapters, not a whole model{f'; {base}' if key == 'model.path' else f', {critic}'}"
+
+
+def _absolute_files(function: dict[str, Any]) -> dict[str, str]:
+    """Of a judge: its rubric, and its cache."""
+    paths = {name: function[name] for name in ("rubric", "cache") if isinstance(function.get(name), str)}
+    return {name: os.path.abspath(os.path.expanduser(path)) for name, path in paths.items()}
 
 
 def _absolute_use(use: Any) -> Any:

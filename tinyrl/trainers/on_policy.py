@@ -319,6 +319,14 @@ class OnPolicyTrainer(SamplingParts, Trainer):
             applies = column[~column.isnan()]
             if len(applies):
                 out[f"reward/{name}"] = float(applies.mean())
+        if self.scorer.judges:
+            spent = self.scorer.spent()
+            out |= {
+                "judge/requests": spent.requests,
+                "judge/cached": spent.cached,
+                "judge/tokens": spent.tokens,
+                "judge/seconds": spent.seconds,
+            }
         return out
 
     def metrics(self, rollout: Rollout) -> dict[str, float]:

@@ -228,7 +228,10 @@ def _files(config: Config) -> Iterator[tuple[str, Path]]:
     own = Path(config.critic.path or "") / "critic"  # what a run's critic has beside its policy
     if config.uses("critic") and config.critic.path is not None and own.is_dir():
         yield from ((f"critic.path: critic/{file.name}", file) for file in _model_files(str(own), revision=None))
-    uses = [("reward.functions", function.use) for function in config.reward.functions if config.uses("reward")]
+    functions = config.reward.functions if config.uses("reward") else []
+    uses = [("reward.functions", function.use) for function in functions if not function.is_judge]
+    rubrics = [Path(function.rubric) for function in functions if function.rubric is not None]
+    yield from ((f"reward.functions: {rubric.name}", rubric) for rubric in rubrics)
     if config.uses("environment"):
         uses += config.environment.functions
         corpus = config.environment.corpus
