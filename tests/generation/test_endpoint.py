@@ -18,11 +18,10 @@ import uvicorn
 
 from tests.generation.sampling import make_engine
 from tests.tiny_models import TinyModels, tiny_tokenizer
-from tinyrl.generation.endpoint import LOCAL, Choice, Endpoint
+from tinyrl.generation.endpoint import LOCAL, Choice, Endpoint, Server
 from tinyrl.generation.engine import Completion
 from tinyrl.generation.live import Draw, LiveSampler, Spelling, Wanted
 from tinyrl.models.lora import POLICY_ADAPTER
-from tinyrl.tools.serve import Server
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -140,7 +139,7 @@ def test_the_base_answers_without_the_adapter(running: Running, sampler: LiveSam
     client = running.client()
     for layer in sampler.engine.roles.adapted_layers(POLICY_ADAPTER):
         torch.nn.init.normal_(layer.lora_B[POLICY_ADAPTER].weight, generator=torch.Generator().manual_seed(0))  # pyright: ignore
-    sampler._decoders.clear()
+    sampler.renew()
     ask: dict[str, Any] = {"prompt": "hello", "max_tokens": 10, "temperature": 0}
     texts = [client.completions.create(model=name, **ask).choices[0].text for name in ("policy", "base")]
     assert texts[0] != texts[1]

@@ -14,7 +14,7 @@ from tests.faults.lookup_runs import lookup
 from tinyrl.environments import Reply
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.engine import Completion, Request, SampleOptions, sample_keys, uniforms
-from tinyrl.generation.turns import Episodes, play, play_plainly
+from tinyrl.generation.turns import EpisodeRunner, Episodes, play, play_plainly
 from tinyrl.rollout.components import Options, SamplingParts
 
 GROUP, SEED, STEP = 8, 3, 2
@@ -36,7 +36,7 @@ def episodes_of(
     parts: SamplingParts, *, greedy: bool = False, plainly: bool = False, num_prompts: int | None = None
 ) -> Played:
     prompts, runner = parts.train_prompts[:num_prompts], parts.runner
-    assert runner is not None
+    assert isinstance(runner, EpisodeRunner)
     requests = [Request(p.tokens, prompt_row=p.index) for p in prompts]
     options: SampleOptions = {"seed": SEED, "step": STEP, "greedy": greedy}
     if not plainly:
@@ -82,7 +82,7 @@ def test_every_engine_and_both_ways_give_the_same_episodes(
 def test_when_answers_come_changes_no_bit(fused: SamplingParts) -> None:
     """Which rows are decoded together changes the rounding, so it must not hang on the clock."""
     runner, draw = fused.runner, random.Random(0)
-    assert runner is not None
+    assert isinstance(runner, EpisodeRunner)
     environment, respond = runner.environment, runner.environment._respond
     assert respond is not None
 
@@ -135,15 +135,15 @@ def token_at(logprobs: torch.Tensor, u: float) -> int:
 
 def test_each_episode_has_a_seed_of_its_own(fused: SamplingParts) -> None:
     prompts, runner = fused.train_prompts, fused.runner
-    assert runner is not None
+    assert isinstance(runner, EpisodeRunner)
     asked: list[int] = []
 
     def noted(prompts: list[Any], transcripts: list[Any], seed: list[int], **columns: Any) -> list[Reply | None]:
         asked.extend(seed)
         return [Reply(done=True)] * len(prompts)
 
-    environment = fused.runner.environment if fused.runner else None
-    assert environment is not None
+    assert isinstance(fused.runner, EpisodeRunner)
+    environment = fused.runner.environment
     respond, environment._respond = environment._respond, noted
     try:
         for step in (STEP, STEP, STEP + 1):

@@ -14,7 +14,7 @@ from tinyrl.config.sections import RewardConfig
 from tinyrl.evaluation.targets import Asked
 from tinyrl.evaluation.versus import evaluate_target
 from tinyrl.generation.engine import eos_token_ids
-from tinyrl.generation.turns import show_episode
+from tinyrl.generation.turns import EpisodeRunner, show_episode
 from tinyrl.models.roles import Roles
 from tinyrl.rewards.trial import check_gold
 from tinyrl.rollout.components import Options, Parts, SamplingParts
@@ -178,7 +178,7 @@ def test_episodes_go_on_behind_the_end_of_a_turn(base: Path, rows: Path, tmp_pat
         environment={"use": f"{tmp_path / 'game.py'}:respond", "max_observation_tokens": 4},
     )
     parts = SamplingParts(config, options=CPU)
-    assert parts.runner is not None
+    assert isinstance(parts.runner, EpisodeRunner)
     prompt, runner, tokenizer = parts.train_prompts[0], parts.runner, parts.tokenizer
     assert runner.observations.end == end_of(base)
     for end in (end_of(base), 1):

@@ -329,6 +329,7 @@ def _episodes(config: Config) -> Iterator[str]:
             yield f"task.chat_template: {shortened(repr(name))} is {what}; give what the model's template asks for"
     if task.chat_template and task.chat is False:
         yield f"task.chat_template={task.chat_template} goes to the chat template, which task.chat=false does without"
+    yield from _agents(config)
     use = environment.use
     if use and environment.tools:
         yield f"environment.tools are answered by tinyrl, and environment.use={use} answers itself; give one"
@@ -336,6 +337,26 @@ def _episodes(config: Config) -> Iterator[str]:
         yield "environment.use=search needs environment.corpus: a .jsonl or .parquet file, or a retrieval server's URL"
     if task.skip_solved and getattr(config.own, "group_size", 1) == 1:
         yield f"task.skip_solved={task.skip_solved} goes by grpo's groups: it needs a grpo.group_size of at least 2"
+
+
+def _agents(config: Config) -> Iterator[str]:
+    if config.environment.agent is None:
+        return
+    said, grpo = "environment.agent", config.grpo
+    if config.environment.use or config.environment.tools:
+        yield f"{said} brings its own tools; leave out environment.use and environment.tools"
+    if config.method != "grpo" and config.uses("environment"):
+        yield f"{said} is trained by grpo, whose advantages every conversation of an episode shares"
+    elif grpo.advantage not in ("group", "leave-one-out"):
+        yield f"{said} needs grpo.advantage=group or leave-one-out: its turns have no rewards of their own"
+    if grpo.refill_rounds:
+        yield f"{said} does not go with grpo.refill_rounds={grpo.refill_rounds}"
+    if grpo.kl_coef > 0 and grpo.kl_placement == "reward":
+        yield f"{said} needs grpo.kl_placement=loss: an episode may have several conversations"
+    if config.generation.engine == "server":
+        yield f"{said} is served by this process; generation.engine=server samples elsewhere"
+    if config.teacher.hint is not None:
+        yield f"{said} writes its own prompts, so teacher.hint has no place in them"
 
 
 def _sampling(config: Config) -> Iterator[str]:

@@ -195,22 +195,27 @@ class RewardConfig(Section):
 class EnvironmentConfig(Section):
     use: Text | None = Field(default=None, description="what answers: search, python, FILE.py:NAME; null: the task")
     tools: list[Text] = Field(default_factory=list, description="FILE.py:FUNCTION of tools that the model may call")
+    agent: Text | Annotated[list[Text], Field(min_length=1)] | None = Field(
+        default=None, description="plays episodes by URL: FILE.py:FUNCTION, or the words of a command"
+    )
+    at_once: Annotated[int, Field(ge=1, le=1024)] = Field(default=8, description="agents that play at a time")
     max_turns: Annotated[int, Field(ge=1, le=1000)] = Field(default=4, description="turns of the policy in an episode")
     max_observation_tokens: Positive = Field(default=256, description="an answer is cut after so many tokens")
-    timeout_s: PositiveFloat | None = Field(default=None, description="seconds of a call or cell; null: 30, python 5")
+    timeout_s: PositiveFloat | None = Field(default=None, description="of a call, cell, agent; null: 30, 5, 300")
     memory_gb: Gigabytes = Field(default="auto", description="for each process of it; auto: half of the machine")
     corpus: Text | None = Field(default=None, description="of search: a .jsonl or .parquet file, or a server's URL")
     top_k: Annotated[int, Field(ge=1, le=100)] = Field(default=3, description="passages that a search gives")
 
     @property
     def seconds(self) -> float:
-        return self.timeout_s or (5.0 if self.use == "python" else 30.0)
+        return self.timeout_s or (300.0 if self.agent is not None else 5.0 if self.use == "python" else 30.0)
 
     @property
     def functions(self) -> list[tuple[str, str]]:
         """The fields that name people's code, each with what it names."""
         own = [("environment.use", self.use)] if self.use and self.use not in BUILT_IN_ENVIRONMENTS else []
-        return [*own, *(("environment.tools", use) for use in self.tools)]
+        agent = [("environment.agent", self.agent)] if isinstance(self.agent, str) else []
+        return [*own, *(("environment.tools", use) for use in self.tools), *agent]
 
 
 class GenerationConfig(Section):

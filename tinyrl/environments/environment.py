@@ -42,6 +42,8 @@ class Environment:
     turn, beside those of the run; retried: by that name, why a batch had to be tried row by row, at first.
     """
 
+    by_agents = False  # whether it is an agent that calls the policy, instead of being called
+
     def __init__(
         self,
         config: EnvironmentConfig,

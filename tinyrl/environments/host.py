@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinyrl.environments import MAX_REWARD
+from tinyrl.environments.calls import awaited, text_of
 from tinyrl.environments.tool_use import Adapted, adapted
 from tinyrl.workers.worker import parameters_of
 
@@ -35,6 +36,28 @@ def environment(objects: list[Any]) -> Service:
 def tools(objects: list[Any]) -> Service:
     """The service of `environment.tools`."""
     return _service(adapted(objects, as_tools=True), None)
+
+
+def agent(objects: list[Any]) -> Service:
+    """The service of `environment.agent`: a function that plays an episode against an endpoint."""
+    function = objects[0]
+    if not callable(function):
+        raise TypeError(f"is a {type(function).__name__}, not a function")
+    known = parameters_of(function)
+    missing = [name for name in known["required"] if name not in ("row", "base_url", "api_key", "model")]
+    if missing:
+        raise TypeError(f"takes {', '.join(missing)}; an agent is given row, base_url, api_key and model")
+
+    def run(**arguments: list[Any]) -> Checked:
+        given = {name: values[0] for name, values in arguments.items()}
+        if known["parameters"] is not None:
+            given = {name: value for name, value in given.items() if name in known["parameters"]}
+        value = awaited([function(**given)])[0]
+        if isinstance(value, BaseException):
+            raise value
+        return [_cut("" if value is None else text_of(value))], []
+
+    return Service({"run": run}, {"whole_batch": True})
 
 
 def _service(made: Adapted, function: Any) -> Service:

@@ -2,7 +2,8 @@
 
 Requests are decoded as they come, in one batch (live.py). Of the protocol's settings those are kept that say how a
 completion is drawn; one that would have to change the distribution otherwise (penalties, logit_bias, a response
-format) is refused and not ignored. Besides, as vLLM has them: `top_k`, `chat_template_kwargs`, `return_token_ids`.
+format) is refused and not ignored. Besides, as vLLM has them: `top_k`, `chat_template_kwargs`, `return_token_ids`,
+`include_stop_str_in_output`.
 
 Log-probabilities are those of softmax(logits / temperature) before top-p and top-k (at temperature 0 of the plain
 softmax), of every sampled token, the one that ended the answer too.
@@ -11,15 +12,19 @@ softmax), of every sampled token, the one that ended the answer too.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import itertools
 import json
 import secrets
+import signal
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
+import uvicorn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -29,7 +34,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tinyrl.data.messages import messages_of
+from tinyrl.data.messages import Message, messages_of
 from tinyrl.environments.calls import OPEN, calls_of
 from tinyrl.generation.engine import Completion, Request, SampledRole
 from tinyrl.generation.live import Draw, LiveSampler, Scored, Spelling, Wanted
@@ -70,10 +75,15 @@ class Sampled(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    include_stop_str_in_output: bool | None = None
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
     repetition_penalty: Literal[1] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
 class ResponseFormat(BaseModel):
@@ -108,6 +118,7 @@ class Choice:
     spelling: Spelling
     stop: list[str]
     marker: str | None  # what begins a part that is held back until the end
+    on_message: Callable[[dict[str, Any]], None] = lambda message: None  # told of the whole answer before it is sent
     wanted: Wanted | None = None
     text: str = ""
     shown: int = 0
@@ -139,6 +150,15 @@ class Choice:
 def _begun(text: str, end: str) -> int:
     """How many characters at the end of a text may be the beginning of `end`."""
     return next((size for size in range(min(len(end) - 1, len(text)), 0, -1) if text.endswith(end[:size])), 0)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a client has sent before the answer: messages and how they are rendered, or text, or tokens."""
+
+    messages: list[Message] | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+    text: str | None = None
 
 
 @dataclass
@@ -231,20 +251,23 @@ class Endpoint:
     def _guarded(self, answer: Any) -> Any:
         async def guarded(request: HttpRequest) -> Response:
             try:
-                if self.key is not None:
-                    given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-                    if not hmac.compare_digest(given, self.key.encode()):
-                        raise Refused(401, "the key is missing or another one: Authorization: Bearer KEY")
-                return await answer(request)
+                return await answer(
+                    request, self._who(request.headers.get("authorization", "").removeprefix("Bearer "))
+                )
             except Refused as refused:
                 return JSONResponse(error_of(refused), refused.status)
 
         return guarded
 
+    def _who(self, key: str) -> Any:
+        """Whoever brings this key, for `_start`; None: nobody in particular. Raises Refused for another key."""
+        if self.key is not None and not hmac.compare_digest(key.encode(), self.key.encode()):
+            raise Refused(401, "the key is missing or another one: Authorization: Bearer KEY")
+
     async def _health(self, request: HttpRequest) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def _list(self, request: HttpRequest) -> Response:
+    async def _list(self, request: HttpRequest, who: Any) -> Response:
         entries = [{"id": name, "object": "model", "created": self.started, "owned_by": "tinyrl",
                     "max_model_len": self.positions} for name in self.models]  # fmt: skip
         return JSONResponse({"object": "list", "data": entries})
@@ -272,11 +295,20 @@ class Endpoint:
             raise Refused(404, f"there is no model {asked.model[:100]!r}; there is {there}", param="model")
         return asked
 
-    def _start(self, body: Sampled, prompts: list[list[int]], *, limit: int | None, opened: str = "",
-               marker: str | None = None) -> Asked:  # fmt: skip
+    def _start(
+        self,
+        body: Sampled,
+        prompts: list[list[int]],
+        *,
+        who: Any,
+        said: Said,
+        limit: int | None,
+        opened: str = "",
+        marker: str | None = None,
+    ) -> Asked:
         """Queue the completions of a request. Raises Refused where there is no room for them."""
-        draw = self._draw(body)
-        stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        draw, stop = self._draw(body), body.stops
+        hidden = [] if body.include_stop_str_in_output else stop
         seed = secrets.randbits(62) if body.seed is None else body.seed
         asked = Asked(body, [], id=f"{next(self._numbers)}-{secrets.token_hex(8)}")
         for prompt in prompts:
@@ -287,7 +319,7 @@ class Endpoint:
                 raise Refused(400, f"{len(prompt)} tokens of the prompt and {most} new ones are more than the model's "
                                    f"{self.positions} positions", param="max_tokens")  # fmt: skip
             for sample in range(body.n or 1):
-                choice = Choice(len(asked.choices), prompt, Spelling(self.tokenizer), stop, marker, text=opened)
+                choice = Choice(len(asked.choices), prompt, Spelling(self.tokenizer), hidden, marker, text=opened)
                 ask = Request(prompt, prompt_row=seed, first_sample=sample, max_new_tokens=most)
                 choice.wanted = Wanted(
                     ask,
@@ -323,7 +355,7 @@ class Endpoint:
 
     # ---- /v1/chat/completions ----
 
-    async def _chat(self, request: HttpRequest) -> Response:
+    async def _chat(self, request: HttpRequest, who: Any) -> Response:
         body = await self._body(request, ChatRequest)
         if not self.tokenizer.chat_template:
             raise Refused(400, "this model has no chat template; it continues text: /v1/completions")
@@ -337,8 +369,9 @@ class Endpoint:
         except ValueError as error:
             raise Refused(400, str(error), param="messages") from None
         limit = body.max_completion_tokens or body.max_tokens or None
+        marker, said = OPEN if tools else None, Said(messages, variables)
         asked = self._start(
-            body, [rendered.tokens], limit=limit, opened=rendered.opened, marker=OPEN if tools else None
+            body, [rendered.tokens], who=who, said=said, limit=limit, opened=rendered.opened, marker=marker
         )
         asked.id = f"chatcmpl-{asked.id}"
         if body.stream:
@@ -359,6 +392,7 @@ class Endpoint:
         """Content and calls of an answer, and why it ended. A call that cannot be read stays text."""
         calls = calls_of({"role": "assistant", "content": choice.text}) if choice.marker else []
         if not calls or any(call.problem for call in calls):
+            choice.on_message({"content": choice.text})
             return {"content": choice.text}, choice.finish_reason
         made = [
             {"id": f"call_{secrets.token_hex(8)}", "type": "function",
@@ -366,6 +400,7 @@ class Endpoint:
             for call in calls
         ]  # fmt: skip
         content = choice.text[: choice.text.find(OPEN)].rstrip()
+        choice.on_message({"content": content or None, "tool_calls": made})
         return {"content": content or None, "tool_calls": made}, "tool_calls"
 
     def _chat_logprobs(self, choice: Choice, body: ChatRequest) -> dict[str, Any] | None:
@@ -394,7 +429,7 @@ class Endpoint:
 
     # ---- /v1/completions ----
 
-    async def _complete(self, request: HttpRequest) -> Response:
+    async def _complete(self, request: HttpRequest, who: Any) -> Response:
         body = await self._body(request, TextRequest)
         prompts = [self._tokens(prompt) for prompt in _several(body.prompt)]
         for prompt in prompts:
@@ -410,7 +445,8 @@ class Endpoint:
                 choice.completion = Completion([], [], "length")
                 asked.choices.append(choice)
         else:
-            asked = self._start(body, prompts, limit=limit)
+            said = Said(text=body.prompt if isinstance(body.prompt, str) else None)
+            asked = self._start(body, prompts, who=who, said=said, limit=limit)
         asked.id = f"cmpl-{asked.id or secrets.token_hex(8)}"
         if body.stream and limit:
             if body.echo:
@@ -543,3 +579,19 @@ def _token_ids(choice: Choice, body: Sampled) -> dict[str, Any]:
 
 def _event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, for which a signal is an ordinary end: it is not raised once more behind it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {one: signal.signal(one, self.handle_exit) for one in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)

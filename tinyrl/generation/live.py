@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -57,7 +58,8 @@ class Draw:
 @dataclass
 class Wanted:
     """A completion that somebody waits for. `on_tokens` gets its tokens as they come, `on_end` all of it, or what went
-    wrong; both are called in the sampler's thread. given_up: nobody waits any more.
+    wrong; both are called in the sampler's thread. (seed, step): of its random numbers. given_up: nobody waits any
+    more.
     """
 
     request: Request
@@ -65,6 +67,8 @@ class Wanted:
     stop: list[str]
     on_end: Callable[[Completion | Exception], None]
     on_tokens: Callable[[list[int]], None] = lambda tokens: None
+    seed: int = 0
+    step: int = LIVE_STEP
     given_up: bool = False
     tokens: list[int] = field(default_factory=list)
 
@@ -97,6 +101,8 @@ class LiveSampler:
         self._changed = threading.Condition()
         self._closed = False
         self._decoders: dict[SampledRole, Decoder] = {}
+        self._stale: set[SampledRole] = set()  # whose weights have changed
+        self._idle = threading.Lock()  # held while the thread is at work
         self._threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._work, name="sampler", daemon=True)
         self._thread.start()
@@ -126,6 +132,18 @@ class LiveSampler:
             self._changed.notify()
         return True
 
+    def renew(self) -> None:
+        """Sample from the weights as they are now, from the next round on."""
+        self._stale = set(self._decoders)
+
+    def release(self) -> None:
+        """Wait for the round in hand, and free the copies of weights, which the next one makes again."""
+        with self._idle:
+            self._stale = set(self._decoders)
+            if isinstance(self.engine, FusedEngine) and not self.engine.by_graphs:
+                for decoder in self._decoders.values():
+                    decoder.release()
+
     def close(self) -> None:
         """End the thread; whoever still waits is told."""
         with self._changed:
@@ -150,10 +168,11 @@ class LiveSampler:
                 first = self._waiting[0]
                 if not isinstance(first, Wanted):
                     self._waiting.popleft()
-            if isinstance(first, Wanted):
-                self._round(first)
-            else:
-                first()
+            with self._idle:
+                if isinstance(first, Wanted):
+                    self._round(first)
+                else:
+                    first()
 
     def _round(self, first: Wanted) -> None:
         going: dict[int, Wanted] = {}
@@ -220,9 +239,10 @@ class LiveSampler:
                 self._look(engine, slots, going)
 
     def _decoder(self, engine: FusedEngine, role: SampledRole, model: Any) -> Decoder:
-        if role not in self._decoders:
-            self._decoders[role] = Decoder(model, dtype=engine.dtype)
-            self._decoders[role].sync(engine.roles.adapter_of(role))
+        if role not in self._decoders or role in self._stale:
+            decoder = self._decoders.setdefault(role, Decoder(model, dtype=engine.dtype))
+            decoder.sync(engine.roles.adapter_of(role))
+            self._stale.discard(role)
         return self._decoders[role]
 
     def _enter(self, slots: Slots, going: dict[int, Wanted], new: int) -> None:
@@ -245,7 +265,9 @@ class LiveSampler:
                 samples, prompts = [], []
 
     def _uniforms(self, going: dict[int, Wanted], samples: list[list[int]], columns: int) -> Tensor:
-        keys, first = row_keys([going[n].request for of in samples for n in of], 1, seed=0, step=LIVE_STEP)
+        each = [going[n] for of in samples for n in of]
+        found = [row_keys([wanted.request], 1, seed=wanted.seed, step=wanted.step) for wanted in each]
+        keys, first = (np.concatenate(parts) for parts in zip(*found, strict=True))
         return uniforms(keys, num_tokens=columns, first=first)
 
     def _look(self, engine: FusedEngine, slots: Slots, going: dict[int, Wanted]) -> None:
@@ -289,8 +311,9 @@ class LiveSampler:
     # ---- the library's modules ----
 
     def _decode_together(self, engine: HfEngine, first: Wanted, going: dict[int, Wanted]) -> None:
+        key = (first.stop, first.seed, first.step)
         while len(going) < self.max_rows:
-            wanted = self._next_like(first, lambda other: other.stop == first.stop)
+            wanted = self._next_like(first, lambda other: (other.stop, other.seed, other.step) == key)
             if wanted is None:
                 break
             going[len(going)] = wanted
@@ -305,10 +328,10 @@ class LiveSampler:
         engine.settings = settings_of(first.draw, max(w.limit for w in going.values()), first.stop)
         engine.on_token = on_token
         acting = engine.roles.acting_merged if engine.merged else engine.roles.acting
-        key: Any = {"seed": 0, "step": LIVE_STEP, "greedy": first.draw.temperature == 0}
+        options: Any = {"seed": first.seed, "step": first.step, "greedy": first.draw.temperature == 0}
         try:
             with acting(first.draw.role) as model:
-                completions = Decoding(engine, model, [w.request for w in going.values()], 1, key).run()
+                completions = Decoding(engine, model, [w.request for w in going.values()], 1, options).run()
         finally:
             del engine.on_token
         for wanted, completion in zip(going.values(), completions, strict=True):

@@ -52,6 +52,9 @@ class EpisodeRunner:
     def max_episode_tokens(self) -> int:
         return self.max_new_tokens + (self.environment.max_turns - 1) * self.observations.most
 
+    def close(self) -> None:
+        self.environment.close()
+
     def openings(self, task: Task, rows: list[Row]) -> list[str | None]:
         """What the environment says at the end of each row's prompt."""
         names = dict.fromkeys(name for row in rows for name in row if name != "prompt")
@@ -96,6 +99,8 @@ def load_episode_runner(
 
 
 def plays(config: Config, task: Task) -> bool:
+    if config.environment.agent is not None:
+        return False
     named = config.environment.use is not None or bool(config.environment.tools)
     return named or task.respond is not None or task.environment is not None
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.sections import RewardConfig
 from tinyrl.environments import Transcript
-from tinyrl.environments.environment import Environment, Episode, episode_text
+from tinyrl.environments.environment import Episode, episode_text
 from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.reward_model import SequenceRewardModel, is_reward_adapter, positions_of
@@ -57,12 +57,13 @@ class Scorer:
         policy_format: TextFormat,
         model: SequenceRewardModel | None = None,
         micro_batches: MicroBatches,
-        environment: Environment | None = None,
+        environment: Any = None,
         needed: bool = True,
     ) -> None:
         self.task, self.tokenizer, self.roles, self.model = task, tokenizer, roles, model
         self.policy_format, self.micro_batches = policy_format, micro_batches
-        self.plays = environment is not None
+        self.by_agents = environment is not None and environment.by_agents
+        self.plays = environment is not None and not self.by_agents
         self.environment_rewards = environment is not None and environment.rewards
         limits: Limits = {"timeout_s": config.timeout_s, "memory_gb": config.memory_gb}
         self.functions = [
@@ -204,7 +205,12 @@ class Scorer:
     def _handed_over(
         self, prompts: list[PreparedPrompt], completions: list[list[int]], transcripts: list[Transcript] | None
     ) -> list[Any]:
-        """Completions as rewards get them; where an environment answers they are messages, whatever the data has."""
+        """Completions as rewards get them; where an environment answers they are messages, whatever the data has. Of an
+        agent's episode what it returned, as text or message by the data's form.
+        """
+        if transcripts is not None and self.by_agents:
+            pairs = zip(prompts, transcripts, strict=True)
+            return [said[0]["content"] if isinstance(p.prompt, str) else said for p, said in pairs]
         if transcripts is not None:
             return transcripts
         pairs = [(p, self.text(tokens)) for p, tokens in zip(prompts, completions, strict=True)]

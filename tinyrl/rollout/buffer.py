@@ -7,16 +7,18 @@ Axis letters: B samples, P prompts, T longest response, R rewards. x[:, t] of a 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from tinyrl.algorithms.kl import k1
 from tinyrl.environments import Transcript
-from tinyrl.generation.engine import FinishReason
+from tinyrl.generation.agents import Other
+from tinyrl.generation.engine import Completion, FinishReason
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.device import to_device
 from tinyrl.models.distances import TeacherStates, TeacherTopK, Teaching
@@ -29,7 +31,7 @@ FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 _SAMPLED_PER_TOKEN = ("response_tokens", "response_mask", "sampling_logprobs", "turn_rewards")
 _SCORED_PER_TOKEN = ("old_logprobs", "rescored_logprobs", "ref_logprobs", "values")
 _PER_SAMPLE = ("response_lengths", "scores", "rewards", "finish_reasons", "kept", "turns", "invalid_turns")
-_OF_OTHERS = ("teacher_logprobs", "teacher_states", "teacher_top_ids", "teacher_top_logprobs", "final_values")
+_OF_OTHERS = ("parent", "teacher_logprobs", "teacher_states", "teacher_top_ids", "teacher_top_logprobs", "final_values")
 _KEPT = (*_SAMPLED_PER_TOKEN, *_PER_SAMPLE, *_SCORED_PER_TOKEN, *_OF_OTHERS)  # in a checkpoint inside an update
 
 
@@ -80,6 +82,8 @@ class Rollout:
     teacher_states      (M, H) its hidden states at the M tokens that count, row by row; or None
     teacher_top_ids     (M, K) its likeliest tokens there, and their teacher_top_logprobs (M, K); or None
     transcripts         B lists of messages, policy and environment by turns; or None: one turn, without an environment
+    parent              (B,) the episode of each row, which is its first row, where episodes may have several; or None
+    others              what with_others() adds: further conversations of the episodes; in no checkpoint
     whys                B texts that rewards gave beside their scores, for a teacher to read; or None; in no checkpoint
     advantages          (B,) or (B, T), returns (B, T): derived from the others at each update, in no checkpoint
     """
@@ -108,6 +112,8 @@ class Rollout:
     teacher_top_ids: Tensor | None = None
     teacher_top_logprobs: Tensor | None = None
     transcripts: list[Transcript] | None = None
+    parent: Tensor | None = None
+    others: list[Other] = field(default_factory=list)
     whys: list[str] | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
@@ -115,6 +121,11 @@ class Rollout:
 
     def __len__(self) -> int:
         return len(self.prompt_index)
+
+    @property
+    def num_episodes(self) -> int:
+        """How many of the rows are episodes; the others, behind them, are further conversations of these."""
+        return len(self) if self.parent is None else len(self.parent.unique())
 
     @property
     def truncated(self) -> Tensor:
@@ -260,6 +271,28 @@ class Rollout:
             prompts[place], prompt_rows[place] = other.prompt_tokens[group], other.prompt_rows[group]
         return replace(self, prompt_tokens=prompts, prompt_rows=prompt_rows, **texts, **fields)
 
+    def with_others(self) -> Rollout:
+        """With a row for each further conversation of an episode, which has the episode's reward."""
+        if not self.others:
+            return self
+        parents = torch.tensor([other.episode for other in self.others])
+        further = self.select(parents.tolist())
+        further = replace(
+            further,
+            prompt_tokens=[other.prompt for other in self.others],
+            prompt_rows=self.prompt_rows[self.prompt_index[parents]],
+            prompt_index=torch.arange(len(parents)),
+            others=[],
+            **sampled_fields([other.completion for other in self.others]),
+        )
+        if further.turn_rewards is not None:
+            further.turn_rewards = torch.zeros_like(further.sampling_logprobs)
+        texts = {
+            name: [*x, *(x[row] for row in parents)] for name in ("transcripts", "whys") if (x := getattr(self, name))
+        }
+        parent = torch.cat([torch.arange(len(self)), parents])
+        return replace(joined(self, further), parent=parent, others=[], **texts)
+
     def select(self, rows: Sequence[int]) -> Rollout:
         """Some of the samples, in the fields that sampling and scoring fill."""
         names = ("prompt_index", *_SAMPLED_PER_TOKEN, *_PER_SAMPLE)
@@ -288,6 +321,21 @@ class Rollout:
         text = fields.pop("transcripts", None)
         transcripts = None if text is None else json.loads(bytes(text.tolist()))
         return cls(prompt_tokens=prompts, transcripts=transcripts, **fields)  # pyright: ignore[reportArgumentType]
+
+
+def sampled_fields(completions: list[Completion]) -> dict[str, Any]:
+    """The tensors of a rollout that completions fill."""
+
+    def padded(rows: Iterable[list[Any]], dtype: torch.dtype) -> Tensor:
+        return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)
+
+    return {
+        "response_tokens": padded((c.tokens for c in completions), torch.long),
+        "response_lengths": torch.tensor([len(c.tokens) for c in completions]),
+        "response_mask": padded((c.chosen or [True] * len(c.tokens) for c in completions), torch.bool),
+        "sampling_logprobs": padded((c.logprobs for c in completions), torch.float32),
+        "finish_reasons": torch.tensor([FINISH_REASONS.index(c.finish_reason) for c in completions]),
+    }
 
 
 def given_rollout(

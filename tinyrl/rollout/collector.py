@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
-from typing import Any, Unpack
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Unpack
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from tinyrl.config.sections import RewardConfig
 from tinyrl.environments.environment import Episode
+from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine
 from tinyrl.generation.turns import EpisodeRunner, play
 from tinyrl.models.batches import SequenceBatch
@@ -20,7 +20,7 @@ from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.micro_batches import MicroBatches, Work, own_rows
 from tinyrl.models.roles import Role, Roles
 from tinyrl.rewards.scorer import Scorer
-from tinyrl.rollout.buffer import FINISH_REASONS, Rollout
+from tinyrl.rollout.buffer import Rollout, sampled_fields
 from tinyrl.tasks.prompts import PreparedPrompt
 
 
@@ -30,17 +30,17 @@ def sample_and_score(
     scorer: Scorer,
     *,
     group_size: int,
-    runner: EpisodeRunner | None = None,
+    runner: EpisodeRunner | AgentRunner | None = None,
     first_sample: int = 0,
     world: World = ALONE,
     **options: Unpack[SampleOptions],
 ) -> Rollout:
     """Sample `group_size` responses for each prompt and score them: the first step of training and of evaluation.
 
-    With a `runner` a response is an episode of turns. A prompt that is in the batch twice gets further samples, not the
-    same ones again; `first_sample` is the number of its first, by which it is drawn. Rows without a reward are not
-    kept: it failed, or none applies. The processes of `world` sample some of the prompts each, and all of them get the
-    whole rollout.
+    With a `runner` a response is an episode of turns, or what an agent asked for. A prompt that is in the batch twice
+    gets further samples, not the same ones again; `first_sample` is the number of its first, by which it is drawn. Rows
+    without a reward are not kept: it failed, or none applies. The processes of `world` sample some of the prompts each,
+    and all of them get the whole rollout.
     """
     seen: dict[int, int] = {}
     requests = []
@@ -48,8 +48,18 @@ def sample_and_score(
         first = seen.get(prompt.index, first_sample)
         seen[prompt.index] = first + group_size
         requests.append(Request(prompt.tokens, prompt_row=prompt.index, first_sample=first))
-    completions, episodes = _sampled(prompts, requests, group_size, engine, runner=runner, options=options, world=world)
-    rollout = _as_tensors(prompts, completions, group_size, episodes)
+    if isinstance(runner, AgentRunner):
+        played = runner.play(prompts, requests, group_size, engine=engine, options=options)
+        completions, prompt_tokens, episodes, others = played
+        rollout = _as_tensors(prompts, completions, group_size, episodes)
+        rows = rollout.prompt_rows[rollout.prompt_index]
+        rollout = replace(  # each agent writes its own prompt
+            rollout, prompt_tokens=prompt_tokens, prompt_rows=rows, prompt_index=torch.arange(len(rows)), others=others
+        )
+    else:
+        sampled = _sampled(prompts, requests, group_size, engine, runner=runner, options=options, world=world)
+        completions, episodes = sampled
+        rollout = _as_tensors(prompts, completions, group_size, episodes)
     repeated = [p for p in prompts for _ in range(group_size)]
     sheet = scorer(repeated, [c.tokens for c in completions], episodes=episodes, world=world)
     rollout.scores, rollout.rewards, rollout.failures = sheet.scores, sheet.rewards, sheet.failures
@@ -104,20 +114,13 @@ def finalize_truncated(rollout: Rollout, reward: RewardConfig, *, max_new_tokens
 def _as_tensors(
     prompts: list[PreparedPrompt], completions: list[Completion], group_size: int, episodes: list[Episode] | None = None
 ) -> Rollout:
-    def padded(rows: Iterable[list[Any]], dtype: torch.dtype) -> Tensor:
-        return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)
-
     rollout = Rollout(
         prompt_tokens=[p.tokens for p in prompts],
         prompt_rows=torch.tensor([p.index for p in prompts]),
         prompt_index=torch.arange(len(prompts)).repeat_interleave(group_size),
-        response_tokens=padded((c.tokens for c in completions), torch.long),
-        response_lengths=torch.tensor([len(c.tokens) for c in completions]),
-        response_mask=padded((c.chosen or [True] * len(c.tokens) for c in completions), torch.bool),
-        sampling_logprobs=padded((c.logprobs for c in completions), torch.float32),
+        **sampled_fields(completions),
         scores=torch.empty(len(completions), 0),
         rewards=torch.zeros(len(completions)),
-        finish_reasons=torch.tensor([FINISH_REASONS.index(c.finish_reason) for c in completions]),
         kept=torch.ones(len(completions), dtype=torch.bool),
     )
     if episodes is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import few_held_out, fingerprints
 from tinyrl.environments.environment import Environment
+from tinyrl.generation.agents import AgentEnvironment, AgentRunner
 from tinyrl.generation.engine import SamplingEngine, end_at_turn_end, eos_token_ids
 from tinyrl.generation.select import Unsampled, engine_of, planned_engine
-from tinyrl.generation.turns import episode_notes, load_episode_runner, show_episode
+from tinyrl.generation.turns import EpisodeRunner, episode_notes, load_episode_runner, show_episode
 from tinyrl.models.build import build_reward_model, build_roles, check_reference
 from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, threads_for, to_device
 from tinyrl.models.distributed import World, world
@@ -187,7 +189,11 @@ class SamplingParts(Parts):
     def __init__(self, config: Config, *, options: Options, judge: Scorer | None = None) -> None:
         super().__init__(config, options=options)
         self.task: Task = load_task(config.task.name or "rows", grading=config.task.grading)
-        self.runner = load_episode_runner(config, self.task, tokenizer=self.tokenizer, roles=self.roles)
+        self.runner: EpisodeRunner | AgentRunner | None
+        if config.environment.agent is not None and config.uses("environment"):
+            self.runner = self._agents()
+        else:
+            self.runner = load_episode_runner(config, self.task, tokenizer=self.tokenizer, roles=self.roles)
         environment = self.runner.environment if self.runner is not None else None  # answers between turns
         self.train_prompts, self.eval_prompts = (self._prompts(split) for split in ("train", "eval"))
         if judge is None:
@@ -211,6 +217,13 @@ class SamplingParts(Parts):
             self.engine, self.engine_reason = Unsampled(name), "not tried"
         self.micro_batches.make_room = self.engine.release
         self.row_fingerprints = fingerprints([p.row for p in self.train_prompts], [p.row for p in self.eval_prompts])
+
+    def _agents(self) -> AgentRunner:
+        if self.world.size > 1:
+            raise ValueError("environment.agent works in one process, and several were launched")
+        if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
+            raise ValueError("environment.agent needs starlette and uvicorn: pip install 'tinyrl[serve]'")
+        return AgentRunner(self.config, positions=self.positions)
 
     @property
     def longest_response(self) -> int:
@@ -267,7 +280,7 @@ class SamplingParts(Parts):
             raise ValueError(str(gone)) from None
         warnings = [f"warning: {warning} (prompt {first.text[:60]!r})"] if warning else []
         warnings += self.template_warnings() + self._few_held_out()
-        notes = [*self._engine_notes(), *(episode_notes(self.runner) if self.runner is not None else [])]
+        notes = [*self._engine_notes(), *self._episode_notes()]
         notes += judged
         return [f"sampling engine {self.engine.name} ({self.engine_reason})", *notes, self.describe_memory(), *warnings]
 
@@ -293,9 +306,14 @@ class SamplingParts(Parts):
             [*lines, *([f"warning: {trial.warning}"] if trial and trial.warning else []), *self._few_held_out()]
         )
 
+    def _episode_notes(self) -> list[str]:
+        if isinstance(self.runner, AgentRunner):
+            return [f"environment {self.runner.environment.describe()}"]
+        return [] if self.runner is None else episode_notes(self.runner)
+
     def _scripted_episode(self, prompt: PreparedPrompt) -> list[str]:
-        if self.runner is None:
-            return []
+        if not isinstance(self.runner, EpisodeRunner):
+            return self._episode_notes()
         stop = [*self.config.generation.stop, *self.runner.environment.stop]
         return [*episode_notes(self.runner), *show_episode(self.runner, prompt, self.task, stop=stop)]
 
@@ -322,11 +340,11 @@ class SamplingParts(Parts):
         self.scorer.close()
         self.engine.close()
         if self.runner is not None:
-            self.runner.environment.close()
+            self.runner.close()
 
 
 def load_scorer(
-    config: Config, task: Task, *, parts: Parts, options: Options, environment: Environment | None
+    config: Config, task: Task, *, parts: Parts, options: Options, environment: Environment | AgentEnvironment | None
 ) -> Scorer:
     """The configuration's own rewards, not started."""
     model = None

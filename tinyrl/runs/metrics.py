@@ -209,7 +209,7 @@ def hardly_asked(run: Run) -> Finding | None:
     turns = recent(run.finite(f"{before}environment/turns"))
     cut = recent(run.finite(f"{before or 'completion/'}truncated"))
     most = known(run.setting("environment.max_turns"), 0.0)
-    if not (turns <= 1.2 and most >= 2):
+    if not (turns <= 1.2 and most >= 2) or run.setting("environment.agent"):
         return None
     endless = cut >= 0.5
     why = f"{cut:.0%} are cut at generation.max_new_tokens before their turn ends" if endless else "most answer at once"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import socket
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
 
-from tinyrl.generation.endpoint import LOCAL, Endpoint
+from tinyrl.generation.endpoint import LOCAL, Endpoint, Server
 from tinyrl.generation.engine import SampledRole, SamplingSettings
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.hf import HfEngine
@@ -111,19 +109,3 @@ def serve(target: ChatTarget, address: Address, *, options: Options, max_rows: i
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         print(f"{', '.join(endpoint.models)} at {url}", flush=True)
         Server(uvicorn.Config(endpoint.app, log_level="warning", timeout_graceful_shutdown=GRACE_S)).run([bound])
-
-
-class Server(uvicorn.Server):
-    """uvicorn's, for which a signal is an ordinary end: it is not raised once more behind it."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {one: signal.signal(one, self.handle_exit) for one in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for one, handler in before.items():
-                signal.signal(one, handler)

@@ -43,6 +43,7 @@ class Grpo(OnPolicyTrainer):
                 # 1. A group of responses for each prompt, and their scores.
                 with session.timed("rollout"):
                     rollout, rewards = sample_groups(self, config, step)
+                    rollout = rollout.with_others()
                 # 2. Their log-probabilities under the reference, and before the update.
                 with session.timed("reference"):
                     self.compute_logprobs(
@@ -51,7 +52,7 @@ class Grpo(OnPolicyTrainer):
                 taught = self.read_teacher(rollout)
                 session.start_update(rollout, **rewards, **self.metrics(rollout), **taught, **self.end_sampling(step))
             # 3. How much better a response is than its group.
-            rollout.advantages = advantages_of(rollout, config, weights=self.scorer.weights)
+            rollout.advantages = episode_advantages(rollout, config, weights=self.scorer.weights)
             flat = not rollout.advantages.any()
             # 4. An optimizer step for each minibatch.
             sizes = rollout.sizes(self.roles)
@@ -94,6 +95,14 @@ def sample_groups(trainer: OnPolicyTrainer, config: GrpoConfig, step: int) -> tu
 def kl_in_score(config: GrpoConfig) -> bool:
     """Whether the KL of a response is compared with its group: as in RLOO, unlike REINFORCE++, whose KL is by token."""
     return config.kl_placement == "reward" and config.kl_coef > 0 and config.advantage in ("group", "leave-one-out")
+
+
+def episode_advantages(rollout: Rollout, config: GrpoConfig, *, weights: Tensor | None = None) -> Tensor:
+    """`advantages_of` the episodes, which further conversations of theirs share."""
+    if rollout.parent is None:
+        return advantages_of(rollout, config, weights=weights)
+    episodes = rollout.select(range(rollout.num_episodes))
+    return advantages_of(episodes, config, weights=weights)[rollout.parent]
 
 
 def advantages_of(rollout: Rollout, config: GrpoConfig, *, weights: Tensor | None = None) -> Tensor:

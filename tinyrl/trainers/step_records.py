@@ -44,13 +44,14 @@ def sample_lines(
             "advantage": float(per_row[row]),
             "finish_reason": FINISH_REASONS[int(rollout.finish_reasons[row])],
         }
-        for row in range(min(most, len(rollout)))
+        for row in range(min(most, rollout.num_episodes))
     ]
 
 
 def _place(rollout: Rollout, row: int, texts: dict[int, str], group_size: int) -> dict[str, Any]:
     index = int(rollout.prompt_rows[rollout.prompt_index[row]])
-    return {"kind": "train", "prompt_index": index, "sample": row % group_size, "prompt": texts[index]}
+    of = row if rollout.parent is None else int(rollout.parent[row])
+    return {"kind": "train", "prompt_index": index, "sample": of % group_size, "prompt": texts[index]}
 
 
 # ---- token by token ----
@@ -60,7 +61,7 @@ def shown_rows(rollout: Rollout, *, group_size: int) -> list[int]:
     """Rows shown token by token: of each prompt those with the highest and lowest reward, then others that count."""
     rewards, kept = rollout.rewards.tolist(), rollout.kept.tolist()
     first: list[int] = []
-    for start in range(0, len(rollout), group_size):
+    for start in range(0, rollout.num_episodes, group_size):
         group = [row for row in range(start, start + group_size) if kept[row]]
         if group:
             ends = max(group, key=rewards.__getitem__), min(group, key=rewards.__getitem__)

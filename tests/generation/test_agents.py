@@ -1,0 +1,412 @@
+"""Agents that know only an address: what they sampled is what is trained, and a bad one fails its episode alone."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+import uvicorn
+
+from tests import running
+from tests.generation.sampling import make_engine
+from tests.tiny_models import TinyModels
+from tinyrl.config.schema import Config
+from tinyrl.config.sections import EnvironmentConfig
+from tinyrl.environments.agent import Agents, Job
+from tinyrl.generation.agent_endpoint import AgentEndpoint, Conversation, Session
+from tinyrl.generation.agents import Other
+from tinyrl.generation.endpoint import Server
+from tinyrl.generation.engine import Completion, Request
+from tinyrl.generation.live import Draw, LiveSampler, Scored
+from tinyrl.rollout.buffer import given_rollout
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+USER: Any = {"role": "user", "content": "hello"}
+
+
+class Running:
+    """An endpoint with one episode under way, and a client that has its key."""
+
+    def __init__(self, sampler: LiveSampler) -> None:
+        self.endpoint = AgentEndpoint(sampler, positions=512, max_new_tokens=64, variables={})
+        self.bound = socket.socket()
+        self.bound.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.bound.getsockname()[1]}/v1"
+        self.server = Server(uvicorn.Config(self.endpoint.app, log_level="error", timeout_graceful_shutdown=1))
+        self.thread = threading.Thread(target=self.server.run, args=([self.bound],))
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+
+    def open(self, key: str = "key", *, left: int = 64, calls: int = 8) -> Session:
+        request = Request([1], prompt_row=3, first_sample=1)
+        session = Session(request, Draw(), seed=0, step=0, left=left, calls_left=calls)
+        self.endpoint.sessions[key] = session
+        return session
+
+    def client(self, key: str = "key") -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0)
+
+    def say(self, *messages: Any, key: str = "key", **options: Any) -> Any:
+        asked: dict[str, Any] = {"max_tokens": 6, **options}
+        answer = self.client(key).chat.completions.create(model="policy", messages=list(messages), **asked)
+        return {"role": "assistant", "content": answer.choices[0].message.content}
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+        self.bound.close()
+
+
+@pytest.fixture(scope="module")
+def sampler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveSampler]:
+    engine = make_engine(TinyModels(tmp_path_factory.mktemp("models"))("llama"), "fused", lora=True)
+    engine.tokenizer.chat_template = TEMPLATE
+    live = LiveSampler(engine, max_rows=4)
+    yield live
+    live.close()
+
+
+@pytest.fixture(scope="module")
+def running_endpoint(sampler: LiveSampler) -> Iterator[Running]:
+    server = Running(sampler)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def episode(running_endpoint: Running) -> Session:
+    return running_endpoint.open()
+
+
+# ---- what is recorded ----
+
+
+def test_a_conversation_that_goes_on_is_one_row_of_what_was_sampled(
+    running_endpoint: Running, episode: Session, sampler: LiveSampler
+) -> None:
+    first = running_endpoint.say(USER)
+    second = running_endpoint.say(USER, first, {"role": "user", "content": "and?"})
+    running_endpoint.say(USER, first, {"role": "user", "content": "and?"}, second, {"role": "user", "content": "so?"})
+    [row] = episode.rows()
+    assert row.calls == 3
+    assert sum(row.chosen) == len([x for x in row.logprobs if x != 0.0])
+    chosen = [token for token, kept in zip(row.tokens, row.chosen, strict=True) if kept]
+    assert str(sampler.tokenizer.decode(chosen[:6], skip_special_tokens=True)).startswith(first["content"][:3])
+    read = [token for token, kept in zip(row.tokens, row.chosen, strict=True) if not kept]
+    assert "<user>and?" in sampler.tokenizer.decode(read)
+    said: queue.Queue[Any] = queue.Queue()
+    assert sampler.score([*row.prompt, *row.tokens], "policy", said.put)
+    scored = said.get(timeout=60)
+    assert isinstance(scored, Scored)
+    whole = scored.logprobs[len(row.prompt) :]
+    ours = [p for p, kept in zip(row.logprobs, row.chosen, strict=True) if kept]
+    theirs = [p for p, kept in zip(whole, row.chosen, strict=True) if kept]
+    assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def test_text_and_tokens_go_on_too(running_endpoint: Running, episode: Session) -> None:
+    client = running_endpoint.client()
+    told: dict[str, Any] = {"return_token_ids": True}
+    said = client.completions.create(model="policy", prompt="hello", max_tokens=5).choices[0].text
+    client.completions.create(model="policy", prompt=f"hello{said} more", max_tokens=5)
+    [row] = episode.rows()
+    assert row.calls == 2
+    tokens = client.completions.create(model="policy", prompt=[5, 6, 7], max_tokens=5, extra_body=told).choices[0]
+    ids: Any = tokens.model_extra
+    client.completions.create(model="policy", prompt=[5, 6, 7, *ids["token_ids"], 9], max_tokens=5)
+    assert [row.calls for row in episode.rows()] == [2, 2]
+    assert episode.rows()[1].chosen[: len(ids["token_ids"]) + 1] == [True] * len(ids["token_ids"]) + [False]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        lambda first: [{"role": "system", "content": "another"}, USER, first, USER],
+        lambda first: [USER, {**first, "content": f"{first['content']} edited"}, USER],
+        lambda first: [USER],
+    ],
+)
+def test_another_history_is_a_row_of_its_own(
+    messages: Callable[[Any], list[Any]], running_endpoint: Running, episode: Session
+) -> None:
+    first = running_endpoint.say(USER)
+    running_endpoint.say(*messages(first))
+    assert [row.calls for row in episode.rows()] == [1, 1]
+
+
+def test_the_same_call_twice_draws_twice_and_the_same_episode_again_the_same(running_endpoint: Running) -> None:
+    said = []
+    for key in ("one", "two"):
+        running_endpoint.open(key)
+        said.append([running_endpoint.say(USER, key=key)["content"] for _ in range(2)])
+    assert said[0] == said[1]
+    assert said[0][0] != said[0][1]
+
+
+def test_how_tokens_are_drawn_is_the_runs(running_endpoint: Running) -> None:
+    running_endpoint.open("a")
+    running_endpoint.open("b")
+    greedy = running_endpoint.say(USER, key="a", temperature=0.0, top_p=0.1)
+    assert running_endpoint.say(USER, key="b") == greedy
+
+
+# ---- limits ----
+
+
+def test_an_episode_has_so_many_tokens_and_calls(running_endpoint: Running) -> None:
+    session = running_endpoint.open("t", left=8, calls=3)
+    for _ in range(2):
+        running_endpoint.say(USER, key="t", max_tokens=100)
+        if not session.left:
+            break
+    assert sum(sum(row.chosen) for row in session.rows()) <= 8
+    session = running_endpoint.open("c", calls=1)
+    running_endpoint.say(USER, key="c")
+    with pytest.raises(openai.BadRequestError, match="max_turns"):
+        running_endpoint.say(USER, key="c")
+
+
+@pytest.mark.parametrize("key", ["", "other", "ke"])
+def test_another_key_gets_nothing(key: str, running_endpoint: Running, episode: Session) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        running_endpoint.say(USER, key=key or "x")
+    assert not episode.rows()
+
+
+def test_an_episode_that_is_over_gets_nothing_and_records_nothing(running_endpoint: Running) -> None:
+    session = running_endpoint.open("late")
+    running_endpoint.say(USER, key="late")
+    session.end()
+    with pytest.raises(openai.AuthenticationError):
+        running_endpoint.say(USER, key="late")
+    assert [row.calls for row in session.rows()] == [1]
+
+
+def test_several_completions_of_a_call_are_refused(running_endpoint: Running, episode: Session) -> None:
+    with pytest.raises(openai.BadRequestError, match="n=1"):
+        running_endpoint.client().chat.completions.create(model="policy", messages=[USER], n=2)
+    assert not episode.conversations
+
+
+# ---- the processes of agents ----
+
+AGENTS = """
+import json, os, sys, time, urllib.request
+
+
+def good(row, base_url, api_key):
+    return row["prompt"] + base_url[-1:] + api_key
+
+
+def other(row):
+    return {"prompt": row["prompt"]}
+
+
+async def later(row):
+    return row["prompt"]
+
+
+def nothing(row):
+    return None
+
+
+def bad(row):
+    kind = row["prompt"]
+    if kind == "raises":
+        raise RuntimeError("planted")
+    if kind == "dies":
+        os._exit(3)
+    if kind == "hangs":
+        time.sleep(60)
+    if kind == "exits":
+        sys.exit(2)
+    if kind == "huge":
+        return "x" * 50_000_000
+    return "fine"
+
+
+def wants(row, more):
+    return ""
+
+
+def ask(base_url, api_key, prompt, **fields):
+    body = json.dumps({"model": "policy", "prompt": prompt, "max_tokens": 4, **fields}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
+    with urllib.request.urlopen(urllib.request.Request(base_url + "/completions", body, headers)) as answer:
+        return json.load(answer)["choices"][0]["text"]
+
+
+def play(row, base_url, api_key):
+    said = ask(base_url, api_key, row["prompt"])
+    ask(base_url, api_key, "another conversation")
+    return said
+
+
+def mixed(row, base_url, api_key):
+    if sum(map(ord, row["prompt"])) % 4 == 0:
+        raise RuntimeError("planted")
+    return play(row, base_url, api_key)
+
+
+def silent(row, base_url, api_key):
+    return "I asked nobody"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "agents.py").write_text(AGENTS, encoding="utf-8")
+    return tmp_path / "agents.py"
+
+
+def agents(use: Any, **fields: Any) -> Agents:
+    return Agents(EnvironmentConfig.model_validate({"agent": use, "at_once": 2, **fields}))
+
+
+def jobs(*prompts: str) -> list[Job]:
+    return [Job({"prompt": prompt}, "http://127.0.0.1:1/v1", "key", "policy") for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("good", "p1key"), ("other", '{"prompt": "p"}'), ("later", "p"), ("nothing", "")]
+)
+def test_a_function_is_given_what_it_takes(name: str, expected: str, file: Path) -> None:
+    with_function = agents(f"{file}:{name}")
+    with_function.start()
+    ended: list[int] = []
+    [played] = with_function.play(jobs("p"), ended=ended.append)
+    with_function.close()
+    assert (played.text, played.failure) == (expected, None)
+    assert ended == [0]
+
+
+def test_a_bad_agent_fails_its_episode_alone(file: Path) -> None:
+    several = agents(f"{file}:bad", timeout_s=2.0)
+    prompts = ("fine", "raises", "fine", "dies", "fine", "hangs", "fine", "exits", "huge", "fine")
+    played = several.play(jobs(*prompts), ended=lambda place: None)
+    several.close()
+    for prompt, one in zip(prompts, played, strict=True):
+        assert (one.failure is None) == (prompt in ("fine", "huge")), (prompt, one.failure)
+    assert "planted" in (played[1].failure or "")
+    assert len(played[8].text or "") <= 1 << 20
+
+
+def test_a_function_that_wants_more_is_refused_before_a_run(file: Path) -> None:
+    with pytest.raises(ValueError, match="more"):
+        agents(f"{file}:wants").start()
+
+
+def test_a_program_gets_the_row_and_the_address(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, os, sys, time\nrow = json.load(sys.stdin)\n"
+        "if row['prompt'] == 'fails': sys.exit('planted')\nif row['prompt'] == 'hangs': time.sleep(60)\n"
+        "print(row['prompt'], os.environ['OPENAI_BASE_URL'], os.environ['OPENAI_API_KEY'])\n",
+        encoding="utf-8",
+    )
+    several = agents([sys.executable, str(program)], timeout_s=3.0)
+    played = several.play(jobs("p", "fails", "hangs"), ended=lambda place: None)
+    assert played[0].text == "p http://127.0.0.1:1/v1 key"
+    assert "planted" in (played[1].failure or "")
+    assert "timeout_s" in (played[2].failure or "")
+    [missing] = agents(["/no/such/program"]).play(jobs("p"), ended=lambda place: None)
+    assert "could not be started" in (missing.failure or "")
+
+
+# ---- rows ----
+
+
+def test_further_conversations_are_rows_with_their_episodes_reward() -> None:
+    rollout = given_rollout([[1], [2]], [[5, 6], [7]], rows=[3, 4], num_rewards=1)
+    rollout.rewards, rollout.scores = torch.tensor([1.0, 0.0]), torch.tensor([[1.0], [0.0]])
+    rollout.others = [Other(1, [9, 9], Completion([8, 8, 8], [-1.0, 0.0, -2.0], "eos", [True, False, True]))]
+    whole = rollout.with_others()
+    assert whole.num_episodes == 2
+    assert whole.parent is not None
+    assert whole.parent.tolist() == [0, 1, 1]
+    assert whole.rewards.tolist() == [1.0, 0.0, 0.0]
+    assert [whole.prompt_tokens[p] for p in whole.prompt_index.tolist()] == [[1], [2], [9, 9]]
+    assert whole.response(2) == [8, 8, 8]
+    assert whole.loss_mask[2].tolist() == [True, False, True]
+    again = type(whole).from_tensors(whole.to_tensors())
+    assert again.num_episodes == 2
+
+
+def config(model: Path, use: str, **sections: Any) -> Config:
+    environment = {"agent": use, "at_once": 2, **sections.pop("environment", {})}
+    run = {"num_steps": 2, **sections.pop("run", {})}
+    return running.config("grpo", model, environment=environment, run=run, **sections)
+
+
+@pytest.fixture
+def small(tiny: TinyModels) -> Path:
+    return tiny("llama")
+
+
+def lines(run: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
+
+
+def test_a_run_learns_from_every_conversation_and_is_resumed(file: Path, small: Path, tmp_path: Path) -> None:
+    settings = config(small, f"{file}:play")
+    code, run, looks = running.train(settings, tmp_path, name="whole")
+    assert code == 0
+    last = lines(run)[-1]
+    assert last["environment/turns"] == 2
+    assert last["policy/sampling_gap"] < 1e-5
+    assert abs(last["policy/loss"]) >= 0
+    code, stopped, _ = running.train(settings, tmp_path, name="stopped", stop_at=looks // 2)
+    assert code == 75
+    assert running.go_on(stopped) == 0
+    for ours, theirs in zip(lines(stopped), lines(run), strict=True):
+        assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"]) if "reward/mean" in theirs else True
+
+
+def test_episodes_that_fail_are_dropped_and_the_others_count(file: Path, small: Path, tmp_path: Path) -> None:
+    code, run, _ = running.train(config(small, f"{file}:mixed"), tmp_path)
+    dropped = [line["reward/dropped"] for line in lines(run) if "reward/dropped" in line]
+    assert code == 0
+    assert 0 < sum(dropped) < 2 * 16
+    assert "planted" in (run.path / "failed_rewards.jsonl").read_text()
+
+
+def test_an_agent_that_never_asks_stops_the_run_with_the_reason(file: Path, small: Path, tmp_path: Path) -> None:
+    code, run, _ = running.train(config(small, f"{file}:silent", run={"num_steps": 5}), tmp_path)
+    assert code == 3
+    assert "asked the policy nothing" in (run.path / "failed_rewards.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        ({"method": "ppo"}, "grpo"),
+        ({"environment": {"agent": "a.py:f", "use": "b.py:f"}}, "environment.use"),
+        ({"grpo": {"refill_rounds": 1}}, "refill_rounds"),
+        ({"generation": {"engine": "server", "url": "http://127.0.0.1:8000"}}, "engine=server"),
+        ({"grpo": {"advantage": "discounted-return"}}, "advantage"),
+    ],
+)
+def test_what_does_not_go_with_an_agent_is_refused(sections: dict[str, Any], named: str) -> None:
+    values = {"method": "grpo", "task": {"name": "sort"}, "environment": {"agent": "a.py:f"}, **sections}
+    with pytest.raises(ValueError, match=named):
+        Config.model_validate(values)
+
+
+def test_conversations_without_an_answer_are_no_rows() -> None:
+    session = Session(Request([1], 0), Draw(), 0, 0, left=1, calls_left=1)
+    session.conversations.append(Conversation([1], 0, busy=True))
+    assert not session.rows()

@@ -1,0 +1,194 @@
+"""Agents that know only an address: a person's function or program plays an episode against an OpenAI endpoint.
+
+A function gets the row, `base_url`, `api_key` and `model` (those of these that it takes) and returns a text, or what
+JSON can hold; rewards judge it. A program gets the row as JSON on its standard input, OPENAI_BASE_URL, OPENAI_API_KEY
+and OPENAI_MODEL in its environment, and prints. Each works in a process of its own, some at once; one that raises,
+hangs or dies fails its episode alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import queue
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from tinyrl.config.sections import EnvironmentConfig
+from tinyrl.data.readers import Row
+from tinyrl.environments import host
+from tinyrl.runs.signals import check_stop
+from tinyrl.text import last_line, shortened, visible
+from tinyrl.workers.calls import WorkerFunction
+from tinyrl.workers.loading import parse_use
+from tinyrl.workers.process import memory_limit
+
+POLL_S = 0.1
+LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
+MOST_OUTPUT = 1 << 20  # bytes of what an agent returns or prints
+
+
+@dataclass(frozen=True)
+class Job:
+    """An episode to be played: the row, and where its endpoint is."""
+
+    row: Row
+    base_url: str
+    api_key: str
+    model: str
+
+
+@dataclass(frozen=True)
+class Played:
+    """What an agent came to: a text, or why there is none."""
+
+    text: str | None
+    failure: str | None = None
+
+
+class Agents:
+    """The processes of an agent, `environment.at_once` of them. State: workers of a function, started when needed."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        assert config.agent is not None
+        self.at_once, self.seconds = config.at_once, config.seconds
+        self.command = config.agent if isinstance(config.agent, list) else None
+        self.workers: list[WorkerFunction] = []
+        if isinstance(config.agent, str):
+            source = parse_use(config.agent, setting="environment.agent")
+            self.workers = [
+                WorkerFunction(
+                    [source],
+                    setting="environment.agent",
+                    host=f"{host.__name__}:agent",
+                    limits={"timeout_s": self.seconds, "memory_gb": config.memory_gb},
+                )
+                for _ in range(self.at_once)
+            ]
+        self.name = self.workers[0].name if self.workers else os.path.basename((self.command or ["agent"])[0])
+        self._memory_bytes = memory_limit(config.memory_gb)
+        self._programs: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
+
+    def start(self) -> None:
+        """Load the function once. ValueError where it does not load."""
+        for worker in self.workers[:1]:
+            worker.start()
+
+    def close(self) -> None:
+        """End all processes."""
+        self._stopped = True
+        for program in [*self._programs]:
+            _kill(program)
+        for worker in self.workers:
+            worker.close()
+
+    def play(self, jobs: list[Job], *, ended: Callable[[int], None]) -> list[Played]:
+        """Play them, some at once; `ended` is told of each. Raises Interrupted, with all ended, once a stop was asked
+        for.
+        """
+        self._stopped = False
+        free: queue.SimpleQueue[WorkerFunction | None] = queue.SimpleQueue()
+        for worker in self.workers or [None] * self.at_once:
+            free.put(worker)
+
+        def one(place: int, job: Job) -> Played:
+            worker = free.get()
+            try:
+                return self._run(job) if worker is None else _called(worker, job)
+            finally:
+                free.put(worker)
+                ended(place)
+
+        pool = ThreadPoolExecutor(self.at_once, thread_name_prefix="agent")
+        futures: list[Future[Played]] = [pool.submit(one, place, job) for place, job in enumerate(jobs)]
+        try:
+            while not all(future.done() for future in futures):
+                check_stop()
+                wait(futures, timeout=POLL_S)
+            return [future.result() for future in futures]
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, job: Job) -> Played:
+        """A program's episode."""
+        assert self.command is not None
+        if self._stopped:
+            return Played(None, "was not begun")
+        told = {"OPENAI_BASE_URL": job.base_url, "OPENAI_API_KEY": job.api_key, "OPENAI_MODEL": job.model}
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as given:
+            given.write(json.dumps(job.row).encode())
+            given.seek(0)
+            try:
+                program = subprocess.Popen(
+                    self.command,
+                    stdin=given,
+                    stdout=out,
+                    stderr=errors,
+                    env={**os.environ, **told},
+                    start_new_session=True,
+                    preexec_fn=self._limit,
+                )
+            except OSError as error:
+                return Played(None, f"`{self.name}` could not be started: {error.strerror}")
+            self._programs.add(program)
+            try:
+                code = _waited(program, self.seconds)
+            finally:
+                _kill(program)
+                self._programs.discard(program)
+            out.seek(0)
+            errors.seek(0)
+            text, said = (file.read(MOST_OUTPUT).decode(errors="replace") for file in (out, errors))
+        if code is None:
+            return Played(None, f"`{self.name}` took longer than {self.seconds:g} s (environment.timeout_s)")
+        if code:
+            why = f": {visible(shortened(last_line(ValueError(said.strip())), 200))}" if said.strip() else ""
+            return Played(None, f"`{self.name}` ended with {code}{why}")
+        return Played(text.strip())
+
+    def _limit(self) -> None:
+        """In the program's process, before it begins."""
+        if sys.platform == "linux":
+            LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with the run, however that ends
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64 * MOST_OUTPUT, 64 * MOST_OUTPUT))
+        if self._memory_bytes:
+            resource.setrlimit(resource.RLIMIT_DATA, (self._memory_bytes, self._memory_bytes))
+
+
+def _called(worker: WorkerFunction, job: Job) -> Played:
+    """A function's episode."""
+    rows = worker.rows({name: [value] for name, value in vars(job).items()}, 1, call="run")
+    if rows.failures:
+        return Played(None, rows.failures[0].reason)
+    return Played(rows.values[0])
+
+
+def _waited(program: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """The exit code of a program; None where it takes too long."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return program.wait(timeout=min(POLL_S * 5, max(0.0, until - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            if time.monotonic() >= until:
+                return None
+
+
+def _kill(program: subprocess.Popen[bytes]) -> None:
+    """End a program and what it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(program.pid, signal.SIGKILL)
+    program.wait()
