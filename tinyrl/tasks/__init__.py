@@ -30,6 +30,7 @@ TASKS: dict[str, str] = {
     "countdown": "tinyrl.tasks.countdown",
     "knights_and_knaves": "tinyrl.tasks.knights_and_knaves",
     "search_qa": "tinyrl.tasks.search_qa",
+    "reasoning_gym": "tinyrl.tasks.reasoning_gym",
     "rows": "tinyrl.tasks.rows",
 }
 
@@ -104,6 +105,8 @@ def load_rows(
     if columns and data is None and eval_data is None:
         raise ValueError("task.columns renames the columns of task.data, and no task.data is given")
     source = data if split == "train" else eval_data
+    if task.generate is not None:
+        return task.generate(source or data, split, seed)[:max_samples]
     if source is not None:
         rows = _read(task, source, columns=columns, verified=verified, revision=revision)
     elif data is not None:

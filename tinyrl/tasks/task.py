@@ -37,6 +37,7 @@ class Task:
     stop: tuple[str, ...] = ()  # texts that end a turn there
     environment: str | None = None  # or the environment of ours that does, by its name in environment.use
     asking_turn: Callable[[Row], str] | None = None  # a turn that `respond` answers, for trials without a model
+    generate: Callable[[str | None, str, int], list[Row]] | None = None  # rows from (task.data, split, seed)
     grader: str | None = None  # "module:function" to be used for `verify`, in a process of its own
 
     @staticmethod

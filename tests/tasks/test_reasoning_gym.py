@@ -1,0 +1,64 @@
+"""reasoning-gym's families: by name and difficulty, the same every time, held out apart, judged by their verifiers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import running
+from tests.tiny_models import TinyModels
+from tinyrl.cli.preflight import check_before_loading
+from tinyrl.config.schema import Config
+from tinyrl.rewards.functions import FunctionReward
+from tinyrl.tasks import load_rows, load_task
+
+pytest.importorskip("reasoning_gym", reason="the extra `reasoning` is not installed")
+TASK = load_task("reasoning_gym")
+SPEC = "leg_counting,chain_sum?min_terms=2&max_terms=2&max_digits=2"
+
+
+def rows(split: str, spec: str | None = SPEC, **options: Any) -> list[dict[str, Any]]:
+    return load_rows(TASK, split, data=spec, **options)
+
+
+def test_rows_are_of_the_families_named_and_apart() -> None:
+    train, held_out = rows("train"), rows("eval")
+    assert {row["problem"]["family"] for row in train[:10]} == {"leg_counting", "chain_sum"}
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
+    assert rows("train", max_samples=7) == train[:7]
+    assert rows("train", seed=1)[:5] != train[:5]
+
+
+def test_gold_answers_have_full_marks_and_others_less() -> None:
+    some = rows("eval", max_samples=40)
+    problems = {"problem": [row["problem"] for row in some]}
+    prompts = [TASK.prompt(row) for row in some]
+    with FunctionReward(TASK.grader or "", timeout_s=60.0) as grader:
+        gold = grader(prompts, [TASK.gold(row) for row in some], problems)
+        wrong = grader(prompts, ["<answer>no idea</answer>"] * len(some), problems)
+    assert gold.scores == [1.0] * len(some)
+    assert max(wrong.scores) < 0.5
+
+
+def test_difficulty_changes_the_problems() -> None:
+    [easy, hard] = (rows("eval", f"chain_sum?min_terms={n}&max_terms={n}", max_samples=5) for n in (2, 9))
+    assert sum(len(row["prompt"]) for row in easy) < sum(len(row["prompt"]) for row in hard)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [("leg_countin", "leg_counting"), ("chain_sum?terms=3", "terms"), ("chain_sum?min_terms=0", "min_terms")],
+)
+def test_what_there_is_not_is_said_before_a_run(spec: str, said: str) -> None:
+    values = {"method": "grpo", "task": {"name": "reasoning_gym", "data": spec}}
+    with pytest.raises(ValueError, match=said):
+        check_before_loading(Config.model_validate(values))
+
+
+def test_a_run_on_two_families(tiny: TinyModels, tmp_path: Path) -> None:
+    task = {"name": "reasoning_gym", "data": SPEC, "max_samples": 16, "long_prompts": "drop"}
+    generation = {"max_prompt_tokens": 400, "max_new_tokens": 8}
+    settings = running.config("grpo", tiny("llama"), task=task, generation=generation, reward={"functions": []})
+    code, run, _ = running.train(settings, tmp_path)
+    assert code in (0, 3)
+    assert run.metrics.is_file()

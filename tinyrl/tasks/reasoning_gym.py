@@ -1,0 +1,115 @@
+"""reasoning-gym's families of generated problems (2505.24760), each with a verifier of its own: over a hundred.
+
+    task.data=leg_counting                              one family
+    task.data='leg_counting,chain_sum?min_terms=2&max_terms=3'      several, with the settings that make them harder
+
+Problems are drawn by task.split_seed; a problem that is held out is not trained on. Verifiers run in a worker process.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import urllib.parse
+from typing import Any
+
+import yaml
+
+from tinyrl.data.messages import Prompt
+from tinyrl.data.readers import Row
+from tinyrl.tasks.grading import completion_text, marked_answer
+from tinyrl.tasks.task import Task
+from tinyrl.text import did_you_mean
+
+DEFAULT = "leg_counting"
+SIZES = {"train": 4000, "eval": 512}  # problems of all families together, before repeated ones are left out
+ASKED = "\n\nEnd with the answer alone inside <answer></answer>."
+
+
+def generate(spec: str | None, split: str, seed: int) -> list[Row]:
+    """Problems of the families that `spec` names, family by family in turn; the same every time. ValueError where
+    there is no such family or setting.
+    """
+    families = [_family(part) for part in (spec or DEFAULT).split(",")]
+    each = SIZES[split] // len(families)
+    held_out = {row["prompt"] for row in generate(spec, "eval", seed)} if split == "train" else set[str]()
+    drawn = 2 * seed + (split == "eval")
+    problems = [_problems(name, settings, drawn, each) for name, settings in families]
+    rows, seen = list[Row](), held_out
+    for index in range(each):
+        for (name, settings), problem in zip(families, problems, strict=True):
+            text = str(problem[index]["question"]) + ASKED
+            if text not in seen:
+                seen.add(text)
+                answer = problem[index]["answer"]
+                where = {"family": name, "settings": settings, "seed": drawn, "size": each, "index": index}
+                rows.append({"prompt": text, "answer": None if answer is None else str(answer), "problem": where})
+    return rows
+
+
+def _family(part: str) -> tuple[str, str]:
+    """The name of a family, and its settings as JSON."""
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise ValueError("task.name=reasoning_gym needs reasoning-gym: pip install 'tinyrl[reasoning]'")
+    from reasoning_gym.factory import DATASETS
+
+    name, _, query = part.strip().partition("?")
+    if name not in DATASETS:
+        known = ", ".join([*sorted(DATASETS)][:6])
+        raise ValueError(f"task.data: reasoning-gym has no family '{name}'.{did_you_mean(name, [*DATASETS])} "
+                         f"There are {len(DATASETS)}: {known}, ...")  # fmt: skip
+    settings = {key: yaml.safe_load(value) for key, value in urllib.parse.parse_qsl(query)}
+    return name, json.dumps(settings, sort_keys=True)
+
+
+@functools.lru_cache(maxsize=64)
+def _problems(name: str, settings: str, seed: int, size: int) -> Any:
+    import reasoning_gym
+
+    try:
+        return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(settings))
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"task.data: reasoning-gym's {name}: {error}") from None
+
+
+def rows(split: str) -> list[Row]:
+    """Problems of leg_counting."""
+    return generate(None, split, 0)
+
+
+def prompt(row: Row) -> Prompt:
+    """The problem, and how to mark the answer."""
+    return row["prompt"]
+
+
+def gold(row: Row) -> str | None:
+    """An answer with full marks; None for families that have only a verifier."""
+    return None if row.get("answer") is None else f"<answer>{row['answer']}</answer>"
+
+
+def verify(
+    prompts: list[Prompt], completions: list[Any], *, problem: list[dict[str, Any]], **columns: Any
+) -> list[float | None]:
+    """reasoning-gym's own score, 0 to 1, of what stands in <answer></answer>, or of all where nothing does."""
+    scores = list[float | None]()
+    for completion, where in zip(completions, problem, strict=True):
+        text = completion_text(completion)
+        said = marked_answer(text)
+        problems = _problems(where["family"], where["settings"], where["seed"], where["size"])
+        score = problems.score_answer(text.strip() if said is None else said.strip(), problems[where["index"]])
+        scores.append(float(score))
+    return scores
+
+
+TASK = Task(
+    name="reasoning_gym",
+    summary="generated problems of reasoning-gym, by family and difficulty: task.data=chain_sum?max_terms=3",
+    rows=rows,
+    prompt=prompt,
+    verify=verify,
+    gold=gold,
+    columns=("prompt", "problem"),
+    generate=generate,
+    grader="tinyrl.tasks.reasoning_gym:verify",
+)
