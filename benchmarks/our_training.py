@@ -6,7 +6,7 @@ Phases come from metrics.jsonl. A step lasts from the end of the step before to 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import transformers  # noqa: F401
 
 from benchmarks import measuring, our_recipe
 from tinyrl.cli.commands import app
-from tinyrl.training import launch
+from tinyrl.training.launch import Launch
 from tinyrl.training.session import Session
 
 PHASES = ("rollout", "reference", "values", "teacher", "update")
@@ -26,17 +26,20 @@ PHASES = ("rollout", "reference", "values", "teacher", "update")
 @contextmanager
 def watched_steps() -> Iterator[measuring.Steps]:
     """Each step's end is noted, and no report is drawn: drawing needs memory of its own."""
-    steps, end_step, write_report = measuring.Steps(), Session.end_step, launch.write_report
+    steps, end_step, go = measuring.Steps(), Session.end_step, Launch.go
 
     def end(self: Session, **metrics: float) -> None:
         steps.end()
         end_step(self, **metrics)
 
-    Session.end_step, launch.write_report = end, lambda path: []  # pyright: ignore
+    def silent(self: Launch, *, report: Callable[[Path], object]) -> int:
+        return go(self, report=lambda _: None)
+
+    Session.end_step, Launch.go = end, silent
     try:
         yield steps
     finally:
-        Session.end_step, launch.write_report = end_step, write_report
+        Session.end_step, Launch.go = end_step, go
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from benchmarks.scripted_tool import TURNS
 from tinyrl.config.recipe import load_config
 from tinyrl.generation.engine import Completion, Request, SampleOptions
 from tinyrl.generation.fused import FusedEngine
-from tinyrl.generation.turns import Episodes, play_plainly
+from tinyrl.generation.turns import EpisodeRunner, Episodes, play_plainly
 from tinyrl.models.roles import load_policy
 from tinyrl.rollout.components import Options, SamplingParts
 
@@ -37,7 +37,7 @@ class LimitedTurns(Episodes):
 
 def rollout(parts: SamplingParts, *, plainly: bool, step: int) -> list[Completion]:
     """One rollout: whole episodes, as `turns.play` has them."""
-    assert parts.runner is not None
+    assert isinstance(parts.runner, EpisodeRunner)
     prompts = parts.train_prompts[: SPEED.num_prompts]
     requests = [Request(prompt.tokens, prompt_row=prompt.index) for prompt in prompts]
     options: SampleOptions = {"seed": parts.config.run.seed, "step": step}

@@ -361,6 +361,11 @@ def _agents(config: Config) -> Iterator[str]:
 
 def _sampling(config: Config) -> Iterator[str]:
     generation, section, method = config.generation, config.on_policy, config.method
+    budget = generation.max_thinking_tokens
+    if budget is not None and budget >= generation.max_new_tokens:
+        yield f"generation.max_thinking_tokens={budget} leaves no room for an answer in generation.max_new_tokens"
+    if budget is not None and (config.environment.use or config.environment.tools or config.environment.agent):
+        yield "generation.max_thinking_tokens is for answers of one turn, without an environment"
     if not generation.allow_truncated_sampling and (generation.top_p < 1 or generation.top_k):
         name = "top_k" if generation.top_k else "top_p"
         yield (

@@ -220,6 +220,9 @@ class EnvironmentConfig(Section):
 
 class GenerationConfig(Section):
     max_new_tokens: Positive = Field(default=256, description="longest completion, in tokens of the policy's own")
+    max_thinking_tokens: Positive | None = Field(
+        default=None, description="then <think> is closed for it; null: no limit"
+    )
     max_prompt_tokens: Positive = Field(default=1024, description="longest prompt")
     temperature: Temperature = Field(default=1.0, description="of sampling, and of all log-probabilities")
     top_p: TopP = Field(default=1.0, description="sample from the likeliest tokens of this total probability; 1: all")

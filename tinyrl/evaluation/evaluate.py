@@ -79,6 +79,7 @@ def _judged(
         greedy=greedy,
         role=role,
         runner=parts.runner,
+        thinking=parts.thinking,
         first_sample=samples if best_of > 1 else 0,  # other samples than those it may be compared with
         world=parts.world,
     )

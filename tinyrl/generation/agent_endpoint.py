@@ -144,8 +144,9 @@ class AgentEndpoint(Endpoint):
         def end(result: Completion | Exception) -> None:
             with session.lock:
                 conversation.busy = False
+                sampled = len(result.tokens) if isinstance(result, Completion) else 0
+                session.left += (request.max_new_tokens or 0) - sampled
                 if isinstance(result, Completion) and not session.over:
-                    session.left += (request.max_new_tokens or 0) - len(result.tokens)
                     conversation.add(call.read, result)
                     if said.text is not None:
                         written = self.tokenizer.decode(result.tokens, skip_special_tokens=True)
@@ -159,6 +160,7 @@ class AgentEndpoint(Endpoint):
         session.wanted.append(wanted)
         asked.choices.append(choice)
         if not self.sampler.ask([wanted]):
+            end(RuntimeError("too many wait"))
             raise Refused(429, "too many requests wait; try again later")
         return asked
 

@@ -133,6 +133,10 @@ class JudgeReward:
         """
         questions = self.questions(prompts, completions, columns, backwards=backwards)
         replies = self.ask(questions)
+        if self.cache.problem:
+            self.printed.add(f"replies are not kept: {self.cache.path}: {self.cache.problem}\n".encode())
+            self.printed.end_call()
+            self.cache.problem = ""
         call = RewardCall([math.nan] * len(prompts), whys=[""] * len(prompts))
         for question, reply in zip(questions, replies, strict=True):
             try:
@@ -317,7 +321,7 @@ class Cache:
     """Replies by the hash of what was asked; several runs may share a file. Raises ValueError where it is none."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.problem = path, ""
         self._lock = threading.Lock()  # replies are kept in the thread of the requests
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -336,7 +340,10 @@ class Cache:
 
     def keep(self, key: str, reply: str) -> None:
         with self._lock:
-            self._base.execute("INSERT OR IGNORE INTO replies VALUES (?, ?)", (key, reply))
+            try:
+                self._base.execute("INSERT OR IGNORE INTO replies VALUES (?, ?)", (key, reply))
+            except sqlite3.Error as error:  # a full disk, say: it costs a question more next time
+                self.problem = str(error)
 
     def close(self) -> None:
         self._base.close()

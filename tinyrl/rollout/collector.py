@@ -8,6 +8,7 @@ from typing import Unpack
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.sections import RewardConfig
 from tinyrl.environments.environment import Episode
@@ -21,6 +22,7 @@ from tinyrl.models.micro_batches import MicroBatches, Work, own_rows
 from tinyrl.models.roles import Role, Roles
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.buffer import Rollout, sampled_fields
+from tinyrl.rollout.thinking import sample_within_budget
 from tinyrl.tasks.prompts import PreparedPrompt
 
 
@@ -32,15 +34,17 @@ def sample_and_score(
     group_size: int,
     runner: EpisodeRunner | AgentRunner | None = None,
     first_sample: int = 0,
+    thinking: tuple[int, int] | None = None,
     world: World = ALONE,
     **options: Unpack[SampleOptions],
 ) -> Rollout:
     """Sample `group_size` responses for each prompt and score them: the first step of training and of evaluation.
 
     With a `runner` a response is an episode of turns, or what an agent asked for. A prompt that is in the batch twice
-    gets further samples, not the same ones again; `first_sample` is the number of its first, by which it is drawn. Rows
-    without a reward are not kept: it failed, or none applies. The processes of `world` sample some of the prompts each,
-    and all of them get the whole rollout.
+    gets further samples, not the same ones again; `first_sample` is the number of its first, by which it is drawn.
+    `thinking`: the most tokens of thinking, and of all, where there is a budget (thinking.py). Rows without a reward
+    are not kept: it failed, or none applies. The processes of `world` sample some of the prompts each, and all of them
+    get the whole rollout.
     """
     seen: dict[int, int] = {}
     requests = []
@@ -57,8 +61,17 @@ def sample_and_score(
             rollout, prompt_tokens=prompt_tokens, prompt_rows=rows, prompt_index=torch.arange(len(rows)), others=others
         )
     else:
-        sampled = _sampled(prompts, requests, group_size, engine, runner=runner, options=options, world=world)
-        completions, episodes = sampled
+        completions, episodes = _sampled(
+            prompts,
+            requests,
+            group_size,
+            engine,
+            runner=runner,
+            tokenizer=scorer.tokenizer,
+            thinking=thinking,
+            options=options,
+            world=world,
+        )
         rollout = _as_tensors(prompts, completions, group_size, episodes)
     repeated = [p for p in prompts for _ in range(group_size)]
     sheet = scorer(repeated, [c.tokens for c in completions], episodes=episodes, world=world)
@@ -75,12 +88,26 @@ def _sampled(
     engine: SamplingEngine,
     *,
     runner: EpisodeRunner | None,
+    tokenizer: PreTrainedTokenizerBase,
+    thinking: tuple[int, int] | None,
     options: SampleOptions,
     world: World,
 ) -> tuple[list[Completion], list[Episode] | None]:
     own, episodes = world.own(range(len(requests))), None
     prompts, requests = [prompts[i] for i in own], [requests[i] for i in own]
-    if runner is None:
+    if runner is None and thinking is not None:
+        budget, most = thinking
+        completions = sample_within_budget(
+            requests,
+            group_size,
+            engine=engine,
+            tokenizer=tokenizer,
+            opened=[prompt.opened for prompt in prompts],
+            budget=budget,
+            max_new_tokens=most,
+            **options,
+        )
+    elif runner is None:
         completions = [completion for group in engine.sample(requests, group_size, **options) for completion in group]
     elif own:
         completions, episodes = play(prompts, requests, group_size, engine=engine, runner=runner, **options)

@@ -230,6 +230,12 @@ class SamplingParts(Parts):
         """Tokens of a response, with what is read between its turns."""
         return self.config.generation.max_new_tokens if self.runner is None else self.runner.max_episode_tokens
 
+    @property
+    def thinking(self) -> tuple[int, int] | None:
+        """The most tokens of thinking, and of a response, where there is a budget."""
+        budget, most = self.config.generation.max_thinking_tokens, self.config.generation.max_new_tokens
+        return None if budget is None or self.runner is not None else (budget, most)
+
     def _prompts(self, split: str) -> list[PreparedPrompt]:
         generation, runner = self.config.generation, self.runner
         rows, longest, limit = load_split(self.config, split), self.longest_response, generation.max_prompt_tokens

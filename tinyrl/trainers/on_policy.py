@@ -28,6 +28,7 @@ from tinyrl.rewards.functions import FailureGuard, describe_failure
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.collector import finalize_truncated, forward_pass, sample_and_score
 from tinyrl.rollout.components import Options, SamplingParts
+from tinyrl.rollout.thinking import thinking_tokens
 from tinyrl.runs.signals import stop_held
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.trainers.policy_loss import LossSettings, PolicyLoss
@@ -123,6 +124,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
             seed=self.config.run.seed,
             step=step,
             runner=self.runner,
+            thinking=self.thinking,
             world=self.world,
         )
         most = self.config.generation.max_new_tokens
@@ -339,7 +341,20 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         }
         if rollout.ref_logprobs is not None:
             out["objective/kl"] = rollout.kl_per_response()
-        return out
+        return out | (self._thinking_metrics(rollout) if self.thinking is not None else {})
+
+    def _thinking_metrics(self, rollout: Rollout) -> dict[str, float]:
+        """Tokens until thinking ends, of the responses that think, and the share whose thinking was closed for them."""
+        opened = {prompt.index: prompt.opened for prompt in self.train_prompts}
+        rows = rollout.prompt_rows[rollout.prompt_index].tolist()
+        counts = [
+            thinking_tokens(rollout.response(row), opened=opened[index], tokenizer=self.tokenizer)
+            for row, index in enumerate(rows)
+        ]
+        thought = [count for count in counts if count is not None]
+        closed = (rollout.chosen_tokens < rollout.response_lengths).float().mean()
+        mean = sum(thought) / len(thought) if thought else 0.0
+        return {"completion/thinking_tokens": mean, "completion/thinking_closed": float(closed)}
 
 
 @dataclass
