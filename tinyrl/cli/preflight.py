@@ -210,7 +210,7 @@ def _check_prompts(config: Config) -> None:
             "retrieval server's URL"
         )
     for split, source in (("train", where.data), ("eval", where.eval_data)):
-        if (source is not None and _answers_at_once(source)) or task.generate is not None:
+        if (source is not None and _answers_at_once(source)) or task.generate is not None or where.sources:
             load_split(config, split)
 
 

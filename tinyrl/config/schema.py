@@ -330,6 +330,10 @@ def _episodes(config: Config) -> Iterator[str]:
     if task.chat_template and task.chat is False:
         yield f"task.chat_template={task.chat_template} goes to the chat template, which task.chat=false does without"
     yield from _agents(config)
+    if task.sources and (environment.use or environment.tools):
+        yield "task.sources are answered at once; leave out environment.use and environment.tools"
+    if task.sources and config.grpo.refill_rounds and config.method == "grpo":
+        yield f"task.sources keep their shares, which grpo.refill_rounds={config.grpo.refill_rounds} would change"
     use = environment.use
     if use and environment.tools:
         yield f"environment.tools are answered by tinyrl, and environment.use={use} answers itself; give one"

@@ -126,6 +126,27 @@ def batch_indices(seed: int, step: int, *, num_prompts: int, num_rows: int) -> l
     return [_epoch_order(seed, at // num_rows, num_rows)[at % num_rows] for at in watched(positions)]
 
 
+def weighted_indices(seed: int, step: int, *, num_prompts: int, sources: list[tuple[float, list[int]]]) -> list[int]:
+    """As `batch_indices`, from sources of (weight, rows): each gives its share of every batch, from shuffled epochs of
+    its own. Draw j of a source comes at time (j + 1/2) / weight, and a batch is the next `num_prompts` draws by time.
+    """
+    total, margin = sum(weight for weight, _ in sources), len(sources) + 2
+    start, end = step * num_prompts, (step + 1) * num_prompts
+    draws, before = list[tuple[float, int, int]](), 0
+    for which, (weight, rows) in enumerate(sources):
+        if not rows:
+            raise ValueError("there are no rows to train on in one of task.sources")
+        rate = weight / total
+        first, last = max(0, int(start * rate) - margin), int(end * rate) + margin
+        before += first
+        draws += [((j + 0.5) / rate, which, j) for j in range(first, last)]
+    batch = []
+    for _, which, j in sorted(draws)[start - before : end - before]:
+        rows = sources[which][1]
+        batch.append(rows[_epoch_order(seed, (j // len(rows)) * len(sources) + which, len(rows))[j % len(rows)]])
+    return batch
+
+
 def replaced_indices(indices: list[int], *, skipped: set[int], key: str, num_rows: int) -> list[int]:
     """The rows of a step with others in place of those in `skipped`, which `key` alone chooses from the rows that are
     neither skipped nor in the step. Where there are too few, skipped rows stay.
@@ -137,6 +158,6 @@ def replaced_indices(indices: list[int], *, skipped: set[int], key: str, num_row
     return [next(others, i) if i in skipped else i for i in indices]
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=32)
 def _epoch_order(seed: int, epoch: int, num_rows: int) -> tuple[int, ...]:
     return tuple(keyed_order(f"epoch {seed} {epoch}", num_rows))

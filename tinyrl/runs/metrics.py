@@ -230,7 +230,7 @@ def reward_conflict(run: Run) -> Finding | None:
     """One reward function rises while another falls: by a tenth of its size at least, and beyond the noise."""
     moves: dict[str, float] = {}
     keys = {key for line in [*run.steps.values()][-FEWEST_STEPS:] for key in line if key.startswith("reward/")}
-    for key in sorted(keys - NOT_FUNCTIONS):
+    for key in sorted(key for key in keys - NOT_FUNCTIONS if not key.startswith("reward/source/")):
         points, name = run.finite(key), key.removeprefix("reward/")
         if len(points) >= FEWEST_STEPS:
             size = max(abs(value) for _, value in points)

@@ -63,6 +63,9 @@ def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
             else function
             for function in functions
         ]
+    sources = values.get("task", {}).get("sources")
+    if isinstance(sources, list):
+        values["task"]["sources"] = [{**source, **_absolute_data(source)} for source in sources]
     environment = values.get("environment")
     if isinstance(environment, dict):
         environment["use"] = _absolute_use(environment.get("use"))
@@ -132,6 +135,12 @@ def _unfit(key: str, path: str, config: Config) -> str | None:
     base = f"its base and it are model.path={config.model.path} model.adapter={path}"
     critic = "and no critic: that of a ppo run, a reward run, or a run with lora.enabled=false can be named"
     return f"holds adapters, not a whole model{f'; {base}' if key == 'model.path' else f', {critic}'}"
+
+
+def _absolute_data(source: dict[str, Any]) -> dict[str, str]:
+    """Of a source of rows: the files that are there."""
+    paths = {name: os.path.expanduser(source.get(name) or "") for name in ("data", "eval_data")}
+    return {name: os.path.abspath(path) for name, path in paths.items() if path and os.path.exists(path)}
 
 
 def _absolute_files(function: dict[str, Any]) -> dict[str, str]:

@@ -32,6 +32,7 @@ TASKS: dict[str, str] = {
     "search_qa": "tinyrl.tasks.search_qa",
     "reasoning_gym": "tinyrl.tasks.reasoning_gym",
     "rows": "tinyrl.tasks.rows",
+    "mixture": "tinyrl.tasks.mixture",
 }
 
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")  # a reward function gets these from us
@@ -65,6 +66,11 @@ def load_task(name: str, *, grading: Grading = "task") -> Task:
 def load_split(config: Config, split: str) -> list[Row]:
     """The rows of "train" or "eval" that a run has: `load_rows` with the run's settings."""
     where = config.task
+    if where.sources:
+        from tinyrl.tasks.mixture import mixed_rows
+
+        rows = mixed_rows(where.sources, split, seed=where.split_seed, verified=config.reward.is_verifier)
+        return rows[: where.max_samples]
     return load_rows(
         load_task(where.name or "rows"),
         split,

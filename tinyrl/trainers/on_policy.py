@@ -18,7 +18,7 @@ from tinyrl.algorithms.kl import applied_entropy_coef, next_entropy_coef
 from tinyrl.config.method_sections import OnPolicySection
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import TaskConfig
-from tinyrl.data.rows import batch_indices, keyed_order, replaced_indices, row_key
+from tinyrl.data.rows import batch_indices, keyed_order, replaced_indices, row_key, weighted_indices
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.distributed import ALONE, World
@@ -30,7 +30,7 @@ from tinyrl.rollout.collector import finalize_truncated, forward_pass, sample_an
 from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.rollout.thinking import thinking_tokens
 from tinyrl.runs.signals import stop_held
-from tinyrl.tasks.prompts import PreparedPrompt
+from tinyrl.tasks.prompts import PreparedPrompt, rows_by_source, source_rewards
 from tinyrl.trainers.policy_loss import LossSettings, PolicyLoss
 from tinyrl.trainers.step_records import Tried, allowed_bytes, sample_lines, shown_rows, token_lines, written
 from tinyrl.trainers.teaching import DistanceLoss, teacher_metrics, teacher_of
@@ -103,8 +103,12 @@ class OnPolicyTrainer(SamplingParts, Trainer):
 
     def prompts(self, step: int) -> list[PreparedPrompt]:
         """The prompts of a step: a function of (seed, step), and under task.skip_solved of what was solved so far."""
-        rows, seed = self.train_prompts, self.config.run.seed
-        places = batch_indices(seed, step, num_prompts=self.config.on_policy.num_prompts, num_rows=len(rows))
+        rows, seed, count = self.train_prompts, self.config.run.seed, self.config.on_policy.num_prompts
+        if self.config.task.sources:
+            by_source = rows_by_source(rows)
+            sources = [(source.weight, by_source.get(source.label, [])) for source in self.config.task.sources]
+            return [rows[i] for i in weighted_indices(seed, step, num_prompts=count, sources=sources)]
+        places = batch_indices(seed, step, num_prompts=count, num_rows=len(rows))
         return [rows[i] for i in self.solved.replace(places, step)]
 
     def fresh_prompts(self, step: int, refill_round: int, *, count: int, without: set[int]) -> list[PreparedPrompt]:
@@ -321,6 +325,10 @@ class OnPolicyTrainer(SamplingParts, Trainer):
             applies = column[~column.isnan()]
             if len(applies):
                 out[f"reward/{name}"] = float(applies.mean())
+        if self.config.task.sources:
+            of_prompt = {prompt.index: prompt.row["source"] for prompt in self.train_prompts}
+            of_row = [of_prompt[index] for index in rollout.prompt_rows[rollout.prompt_index].tolist()]
+            out |= source_rewards(rollout.rewards.tolist(), of_row)
         if self.scorer.judges:
             spent = self.scorer.spent()
             out |= {
