@@ -2,11 +2,15 @@
 
 import copy
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+
+from tests import running
+from tinyrl.config.recipe import load_config
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SKLEARN = pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="examples need scikit-learn")
@@ -72,3 +76,25 @@ def test_flow_grpo_draws_what_is_asked_for_and_without_kl_hacks_its_reward(seed:
     print(hacked)
     assert hacked["distance"] >= 2 * before["distance"]
     assert hacked["judge"] < hacked["reward"]  # only the classifier that gave the reward is convinced
+
+
+@pytest.mark.slow
+def test_the_lookup_agent_plays_the_lookup_task_by_url(tmp_path: Path) -> None:
+    """Its episodes are those of `respond`: several calls each, and right answers where it searches."""
+    settings = load_config(
+        "grpo",
+        "lookup",
+        overrides=[
+            f"environment.agent={EXAMPLES / 'lookup_agent.py'}:run",
+            "environment.at_once=2",
+            "grpo.num_prompts=8",
+            "run.num_steps=1",
+            "run.eval_prompts=32",
+        ],
+    )
+    code, run, _ = running.train(settings, tmp_path)
+    assert code == 0
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert lines[-1]["environment/turns"] > 1.2
+    assert lines[-1]["policy/sampling_gap"] < 1e-5
+    assert lines[0]["eval/reward_mean"] > 0.1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,24 @@ def test_stopped_and_resumed_is_bit_equal(kind: str, model: Path, adapter: Path,
     assert ("teacher/kl" in lines[1]) == ("reward/mean" in lines[1]) == (kind != "stored")  # of what was sampled
     tokens = json.loads(whole.tokens.read_text().splitlines()[0])["tokens"]
     assert tokens[0]["teacher"] is not None
+
+
+@pytest.mark.parametrize("kind", ["adapter", "model"])
+def test_a_teacher_that_has_changed_is_refused_by_a_resume(
+    kind: str, model: Path, adapter: Path, other: Path, tmp_path: Path
+) -> None:
+    no_manifest = shutil.ignore_patterns("MANIFEST.json")  # whose hashes would be believed
+    teacher = Path(shutil.copytree(adapter if kind == "adapter" else other, tmp_path / "teacher", ignore=no_manifest))
+    settings = config(model, teacher)
+    code, run, _ = running.train(settings, tmp_path, stop_at=12)
+    assert code == 75
+    [file] = teacher.glob("*model.safetensors")
+    weights = load_file(file)
+    name = next(iter(weights))
+    save_file({**weights, name: weights[name] + 0.5}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"teacher\.path"):
+        running.go_on(run)
+    assert running.go_on(run, allow_config_change=True) == 0
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])

@@ -221,6 +221,8 @@ def _files(config: Config) -> Iterator[tuple[str, Path]]:
         models["critic.path"] = config.critic.path
     if config.uses("reward"):
         models["reward.model"] = config.reward.model
+    if config.learns_from_teacher and config.teacher.kind in ("model", "adapter"):
+        models["teacher.path"] = config.teacher.path
     for setting, path in models.items():
         revision = config.model.revision if setting == "model.path" else None
         for file in [] if path is None else _model_files(path, revision=revision):
