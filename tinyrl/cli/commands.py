@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import tinyrl
-from tinyrl.cli import distill, doctor, eval, export, runs, serve, train
+from tinyrl.cli import distill, doctor, eval, export, fork, runs, serve, train
 from tinyrl.cli.errors import memory_sentences, sentences
 from tinyrl.cli.options import Debug
 from tinyrl.runs.launched import launched
@@ -53,6 +53,8 @@ def version(
 
 app.command()(train.train)
 app.command()(train.plan)
+app.command()(fork.fork)
+app.command()(fork.verify)
 app.command("eval")(eval.evaluate)
 app.command()(eval.compare)
 app.command()(doctor.doctor)

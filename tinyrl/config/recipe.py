@@ -194,11 +194,15 @@ def load_written_config(path: Path, *, overrides: Sequence[str] = ()) -> Config:
     One without task.split_seed is of a version in which run.seed chose the held-out rows, so it gets that value:
     the run must not be judged by rows it was trained on.
     """
-    source = read_recipe(path, max_bytes=20 * MAX_RECIPE_BYTES)
+    return written_config(read_recipe(path, max_bytes=20 * MAX_RECIPE_BYTES), overrides=overrides)
+
+
+def written_config(source: Source, *, overrides: Sequence[str] = ()) -> Config:
+    """`load_written_config` of values that were read: those of a checkpoint's state.json."""
     try:
         values = restored(source.values)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{source.name}: {error}") from None
     task, run = values.get("task"), values.get("run")
     if isinstance(task, dict) and isinstance(run, dict) and "seed" in run:
         task.setdefault("split_seed", run["seed"])

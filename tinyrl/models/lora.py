@@ -152,6 +152,8 @@ def save_adapter(model: PeftModel, name: str, folder: Path) -> None:
     save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
     config = copy.copy(model.peft_config[name])
     config.inference_mode = True  # plain PEFT then loads it ready to use
+    if isinstance(config, LoraConfig) and isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)  # else in another order in every process
     config.save_pretrained(str(folder))
 
 

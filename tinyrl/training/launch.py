@@ -86,9 +86,7 @@ class Launch:
                 self.session.display.note(self.trainer.describe_memory())
             return stop.exit_code
         finally:
-            self.session.display.close()
-            self.session.trackers.close()
-            self.trainer.close()
+            self.close()
         if not world.is_main:
             return 0
         with harmless(f"the report could not be written; later: tinyrl report {self.run.path}"):
@@ -99,6 +97,11 @@ class Launch:
             if self.plan is not None:
                 tell(beside_measured(self.plan, peak_memory_gb(self.trainer.accelerator.device)))
         return 0 if self.session.saved else self._unsaved("done, but the last step is not saved")
+
+    def close(self) -> None:
+        self.session.display.close()
+        self.session.trackers.close()
+        self.trainer.close()
 
     def _unsaved(self, what: str) -> int:
         """Say what is lost where the last checkpoint could not be written; the exit code that says so."""
@@ -132,16 +135,7 @@ def start(
         run = _folder(trainer.world, output_dir, name=name, config=config, overwrite=overwrite)
         undo.callback(run.lock.release)
         run.write_config(config)
-        device, processes = trainer.accelerator.device, trainer.world.size
-        name_of_device = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        facts = environment(
-            command,
-            device=name_of_device if processes == 1 else f"{processes} processes, each {name_of_device}",
-            threads=torch.get_num_threads(),
-            seed=config.run.seed,
-            dtype=str(trainer.roles.causal.dtype).removeprefix("torch."),
-        )
-        run.write_environment(facts)
+        write_environment(run, trainer, command=command)
         reading = partial(read_sources, config, rows=trainer.row_fingerprints, known={})
         sources = Sources
         if run.writes:  # beside the training: large weights take seconds
@@ -151,6 +145,25 @@ def start(
         launch = open_session(run, trainer, sources=sources, meta=meta)
         launch.say([f"run {run.path}", *notes])
         return launch
+
+
+def trained_on(trainer: Trainer) -> str:
+    """The device, and where there are several how many processes; as env.json has it."""
+    device, processes = trainer.accelerator.device, trainer.world.size
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return name if processes == 1 else f"{processes} processes, each {name}"
+
+
+def write_environment(run: RunDir, trainer: Trainer, *, command: list[str]) -> None:
+    """env.json of a run that `trainer` trains."""
+    facts = environment(
+        command,
+        device=trained_on(trainer),
+        threads=torch.get_num_threads(),
+        seed=trainer.config.run.seed,
+        dtype=str(trainer.roles.causal.dtype).removeprefix("torch."),
+    )
+    run.write_environment(facts)
 
 
 def _folder(world: World, output_dir: str, *, name: str | None, config: Config, overwrite: bool) -> RunDir:
@@ -193,7 +206,12 @@ def out_of_memory_stops(when: str) -> Iterator[None]:
 
 
 def open_session(
-    run: RunDir, trainer: Trainer, *, sources: Callable[[], Sources], meta: MetaModels | None = None
+    run: RunDir,
+    trainer: Trainer,
+    *,
+    sources: Callable[[], Sources],
+    meta: MetaModels | None = None,
+    silent: bool = False,
 ) -> Launch:
     """A launch whose session stands at the beginning of the run."""
     trainer.keep_output(run.append_reward_output if run.writes else lambda text: None)
@@ -201,7 +219,7 @@ def open_session(
         trainer,
         run,
         evaluate=trainer.evaluate,
-        display=Display(num_steps=trainer.config.run.num_steps, silent=not trainer.world.is_main),
+        display=Display(num_steps=trainer.config.run.num_steps, silent=silent or not trainer.world.is_main),
         sources=sources,
     )
     return Launch(run, trainer, session, tried_plan(trainer, meta))

@@ -23,13 +23,18 @@ MOST_SHOWN = 3  # changes in an error
 
 
 def resume(
-    run: RunDir, *, options: Options, config: Config | None = None, allow_config_change: bool = False
+    run: RunDir,
+    *,
+    options: Options,
+    config: Config | None = None,
+    allow_config_change: bool = False,
+    silent: bool = False,
 ) -> Launch | None:
     """Go on from the newest checkpoint that verifies, or from the beginning. None: the run is finished.
 
     `config` (default: the run's config.yaml), and the files that the run reads, may differ from the checkpoint's only
     with `allow_config_change`. Raises ValueError otherwise. Nothing of the run is changed before all of it is loaded,
-    and config.yaml only when a checkpoint has been written under another configuration.
+    and config.yaml only when a checkpoint has been written under another configuration. `silent`: shows no progress.
     """
     with undone_on_failure() as undo:
         undo.enter_context(run.lock)
@@ -58,16 +63,13 @@ def resume(
                 allowed=allow_config_change,
             )
             notes += trainer.check()
-            launch = open_session(run, trainer, sources=lambda: sources, meta=meta)
+            launch = open_session(run, trainer, sources=lambda: sources, meta=meta, silent=silent)
             if folder is None or kept is None:
                 notes.append(resolve_threads(trainer))
                 run.cut({})
             else:
-                notes += launch.session.restore(folder, kept)
-                notes += [
-                    *_versions(known, sources, since=since),
-                    *_accept(launch.session, changes, since=since),
-                ]
+                notes += [*launch.session.restore(folder, kept), *_versions(known, sources, since=since)]
+                notes += _accept(launch.session, changes, since=since)
                 state, steps = launch.session.state, config.run.num_steps
                 were = kept.num_steps or steps
                 notes += filter(None, [stretched_schedule(config.optim, step=state.step, before=were, now=steps)])

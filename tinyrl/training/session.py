@@ -99,7 +99,7 @@ class Session:
         self.world = parts.world
         self.display, self._sources = display, sources
         self._evaluate = evaluate
-        self.state = RunState()
+        self.state, self.until = RunState(), self.config.run.num_steps  # the step after which to stop
         self.rollout: Rollout | None = None
         self.metrics = StepMetrics()
         self.watch = Watch(self.config.written())
@@ -133,7 +133,7 @@ class Session:
         self.trackers.start(self.state.step + (self.state.phase != "evaluation"))
         if self.state.phase == "evaluation":
             self._finish_step()
-        while self.state.step < self.config.run.num_steps:
+        while self.state.step < self.until:
             optim, num_steps = self.config.optim, self.config.run.num_steps
             factor = rate_factor(optim.schedule, self.state.step, num_steps=num_steps, warmup_steps=optim.warmup_steps)
             for role in self.optimizers.values():
