@@ -109,7 +109,7 @@ def _alter(run: RunDir, rng: random.Random) -> str:
 
 
 def _alter_tensor(run: RunDir, rng: random.Random, file: str) -> str:
-    folder = rng.choice(checkpoints.list_checkpoints(run.checkpoints))
+    folder = rng.choice(checkpoints.list_checkpoints(run.checkpoints)[1:])  # step 0 has no moments yet
     tensors = load_file(folder / file)
     name = rng.choice([name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()])
     flat = tensors[name].view(-1)

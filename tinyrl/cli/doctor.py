@@ -6,12 +6,18 @@ import json
 import shutil
 import textwrap
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tinyrl.cli.errors import sentences
 from tinyrl.cli.options import Debug, Device, Json, RunOptions, TrustRemoteCode, quiet_libraries
+
+if TYPE_CHECKING:
+    from tinyrl.data.readers import Row
+    from tinyrl.rewards.functions import FunctionReward
+    from tinyrl.rewards.judge import JudgeReward
+    from tinyrl.tasks.task import Task
 
 
 def doctor(
@@ -84,64 +90,98 @@ Data = Annotated[str, typer.Option(help="rows to try it on: .jsonl, .json, .csv,
 TaskName = Annotated[str, typer.Option(help="whose prompts and gold answers the rows have")]
 
 
+JudgeSettings = Annotated[
+    list[str] | None, typer.Argument(metavar="[name=value]...", help="of a judge: url, model, rubric, mode ...")
+]
+Use = Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION|judge")]
+Timeout = Annotated[float, typer.Option(min=0.1, help="seconds a call may take")]
+
+
 @rewards.command("test")
 def reward_test(
-    use: Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION|judge")],
+    use: Use,
     data: Data,
-    settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[name=value]...", help="of a judge: url, model, rubric, mode ...")
-    ] = None,
+    settings: JudgeSettings = None,
     task: TaskName = "rows",
     num_rows: Annotated[int, typer.Option(min=1, help="how many rows")] = 64,
-    timeout: Annotated[float, typer.Option(min=0.1, help="seconds a call may take")] = 60.0,
+    timeout: Timeout = 60.0,
     debug: Debug = False,
 ) -> None:
     """Judge gold answers, nothing and nonsense: scores, time per call, failures, spread."""
-    if use == "judge":
-        _judge_test(settings or [], data, task, num_rows, timeout, debug)
-        return
     with sentences(debug):
-        from tinyrl.rewards.trial import render, try_function
-        from tinyrl.tasks import load_rows, load_task
-        from tinyrl.workers.loading import parse_use
+        from tinyrl.rewards.judge import JudgeReward
+        from tinyrl.rewards.trial import render, render_judge, try_function, try_judge
 
+        reward = _reward(use, settings or [], timeout)
+        graded_as, rows = _rows(task, data, num_rows)
+        if isinstance(reward, JudgeReward):
+            reward.start()
+            judged = try_judge(reward, graded_as, rows)
+            print(render_judge(judged))
+            failed = judged.is_weak
+        else:
+            trial = try_function(use, graded_as, rows, timeout_s=timeout)
+            print(render(trial))
+            failed = trial.would_stop_a_run
+    if failed:
+        raise typer.Exit(3)
+
+
+@rewards.command("attack")
+def reward_attack(
+    use: Use,
+    data: Data,
+    settings: JudgeSettings = None,
+    task: TaskName = "rows",
+    num_rows: Annotated[int, typer.Option(min=2, help="how many rows")] = 8,
+    timeout: Timeout = 60.0,
+    debug: Debug = False,
+) -> None:
+    """Look for texts that score high and are wrong, before a policy finds them. Exits with 3 where there are some."""
+    with sentences(debug):
+        from tinyrl.rewards.attack import attack, render
+
+        reward = _reward(use, settings or [], timeout)
+        graded_as, rows = _rows(task, data, num_rows)
+        try:
+            reward.start()
+            found = attack(reward, use, graded_as, rows)
+        finally:
+            reward.close()
+        print(render(found))
+    if found.holes or found.is_blind:
+        raise typer.Exit(3)
+
+
+def _rows(task: str, data: str, num_rows: int) -> tuple[Task, list[Row]]:
+    from tinyrl.tasks import load_rows, load_task
+
+    graded_as = load_task(task)
+    return graded_as, load_rows(graded_as, "eval", eval_data=data, max_samples=num_rows, verified=False)
+
+
+def _reward(use: str, settings: list[str], timeout: float) -> FunctionReward | JudgeReward:
+    """A person's function, or a judge as `settings` have it; not started."""
+    import yaml
+
+    from tinyrl.config.recipe import build_config
+    from tinyrl.config.yaml_reader import Source
+    from tinyrl.rewards.functions import FunctionReward
+    from tinyrl.rewards.judge import JudgeReward
+
+    if use != "judge":
         if settings:
             raise ValueError(f"{settings[0]}: settings are for a judge")
-        parse_use(use)
-        graded_as = load_task(task)
-        rows = load_rows(graded_as, "eval", eval_data=data, max_samples=num_rows, verified=False)
-        trial = try_function(use, graded_as, rows, timeout_s=timeout)
-        print(render(trial))
-    if trial.would_stop_a_run:
-        raise typer.Exit(3)
-
-
-def _judge_test(settings: list[str], data: str, task: str, num_rows: int, timeout: float, debug: bool) -> None:
-    with sentences(debug):
-        import yaml
-
-        from tinyrl.config.recipe import build_config
-        from tinyrl.config.yaml_reader import Source
-        from tinyrl.rewards.judge import JudgeReward
-        from tinyrl.rewards.trial import render_judge, try_judge
-        from tinyrl.tasks import load_rows, load_task
-
-        values: dict[str, Any] = {}
-        for setting in settings:
-            name, equals, value = setting.partition("=")
-            if not equals:
-                raise ValueError(f"{setting}: name=value, such as url=http://127.0.0.1:8000/v1")
-            values[name] = value if name in ("url", "model", "rubric") else yaml.safe_load(value)
-        written = {"method": "grpo", "reward": {"functions": [{"use": "judge", **values}]}}
-        [judged_by] = build_config(Source("settings", written)).reward.functions
-        graded_as = load_task(task)
-        rows = load_rows(graded_as, "eval", eval_data=data, max_samples=num_rows, verified=False)
-        judge = JudgeReward(judged_by, timeout_s=timeout)
-        judge.start()
-        trial = try_judge(judge, graded_as, rows)
-        print(render_judge(trial))
-    if trial.is_weak:
-        raise typer.Exit(3)
+        return FunctionReward(use, timeout_s=timeout)
+    values: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise ValueError(f"{setting}: name=value, such as url=http://127.0.0.1:8000/v1")
+        values[name] = value if name in ("url", "model", "rubric") else yaml.safe_load(value)
+    written = {"method": "grpo", "reward": {"functions": [{"use": "judge", **values}]}}
+    [judged_by] = build_config(Source("settings", written)).reward.functions
+    return JudgeReward(judged_by, timeout_s=timeout)
 
 
 @environments.command("test")
@@ -163,15 +203,13 @@ def environment_test(
         from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS, EnvironmentConfig
         from tinyrl.environments.environment import Environment
         from tinyrl.environments.trial import CHARS_A_TOKEN, render, try_environment
-        from tinyrl.tasks import load_rows, load_task
         from tinyrl.workers.loading import parse_use
 
         if len(use) > 1 and not tools:
             raise ValueError(f"one environment at a time, and these are {len(use)}; of several tools, say --tools")
         for each in use if tools or use[0] not in BUILT_IN_ENVIRONMENTS else []:
             parse_use(each, setting="environment.tools" if tools else "environment.use", classes=True)
-        graded_as = load_task(task)
-        rows = load_rows(graded_as, "eval", eval_data=data, max_samples=num_rows, verified=False)
+        graded_as, rows = _rows(task, data, num_rows)
         config = EnvironmentConfig(
             use=None if tools else use[0],
             tools=use if tools else [],

@@ -105,7 +105,7 @@ def try_function(use: str, task: Task, rows: list[Row], *, timeout_s: float) -> 
         function.start()  # its imports are not part of a call's time
         trial = Trial(function.name)
         for what, texts in [*kinds.items(), next(iter(kinds.items()))]:
-            completions = [_as_the_data_has_it(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
+            completions = [as_the_data_has_it(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
             begun = time.perf_counter()
             call = function(prompts, completions, columns)
             trial.batches.append(Batch(what, call.scores, call.failures, time.perf_counter() - begun))
@@ -115,7 +115,7 @@ def try_function(use: str, task: Task, rows: list[Row], *, timeout_s: float) -> 
     return trial
 
 
-def _as_the_data_has_it(text: str, prompt: Prompt) -> Any:
+def as_the_data_has_it(text: str, prompt: Prompt) -> Any:
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
@@ -263,7 +263,7 @@ def try_judge(judge: JudgeReward, task: Task, rows: list[Row]) -> JudgeTrial:
     each = [row for row, _ in found for _ in range(1 + len(RIVALS))]
     prompts = [task.prompt(row) for row in each]
     texts = [text for row in answers for text in row]
-    completions = [_as_the_data_has_it(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
+    completions = [as_the_data_has_it(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
     names = dict.fromkeys(name for row in each for name in row if name not in RESERVED)
     columns = {name: [row.get(name) for row in each] for name in names}
     call = judge(prompts, completions, columns)
