@@ -27,6 +27,7 @@ def attacked(name: str, *, file: Path = PLANTED, task: str = "rows", rows: list[
 
 
 @pytest.mark.parametrize("name", sorted(planted.HOLES.keys() - MISSED))
+@pytest.mark.wide
 def test_a_planted_hole_is_found(name: str) -> None:
     found = attacked(name)
     assert found.holes
@@ -36,6 +37,7 @@ def test_a_planted_hole_is_found(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", planted.SOUND)
+@pytest.mark.wide
 def test_a_sound_reward_raises_no_alarm(name: str) -> None:
     found = attacked(name)
     assert not found.holes
