@@ -345,6 +345,8 @@ PAIRS: dict[tuple[str, str], tuple[str, str, str, str]] = {
     ("lora.dropout", "lora.enabled"): ("sft", "0.1", *LORA),
     ("lora.target_modules", "lora.enabled"): ("ppo", '["q_proj"]', *LORA),
     ("task.solved_reward", "task.skip_solved"): ("grpo", "0.5", "", "task.skip_solved=2"),
+    ("task.sampler_uniform", "task.sampler"): ("grpo", "0.5", "", "task.sampler=difficulty"),
+    ("task.sampler_half_life", "task.sampler"): ("grpo", "9.0", "", "task.sampler=difficulty"),
     ("reward.model_label", "reward.model"): ("ppo", "1", "reward.model=null", "reward.model=r"),
     ("reward.model_weight", "reward.model"): ("ppo", "2.0", "reward.model=null", "reward.model=r"),
     ("reward.truncated_penalty", "reward.truncated"): ("ppo", "2.0", "", "reward.truncated=penalize"),

@@ -12,7 +12,7 @@ from tests.tiny_models import TinyModels
 from tests.trainers.test_on_policy import rollout_of, write_reward
 from tinyrl.config.sections import TaskConfig
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.trainers.on_policy import SolvedPrompts
+from tinyrl.trainers.choice import SolvedPrompts
 from tinyrl.training.state import read_state
 
 PROMPTS = [PreparedPrompt(i, {"prompt": f"p{i}"}, f"p{i}", f"p{i}", [1], "") for i in range(4)]
@@ -26,7 +26,7 @@ def of(record: dict[str, int] | None = None, **task: Any) -> SolvedPrompts:
 
 def see(solved: SolvedPrompts, rows: list[int], rewards: list[float]) -> None:
     """A rollout of two completions for each of these prompts."""
-    solved.look([PROMPTS[i] for i in rows], rollout_of(rewards, [[0.0, 0.0]] * len(rewards)))
+    solved.look([PROMPTS[i] for i in rows], rollout_of(rewards, [[0.0, 0.0]] * len(rewards)).rewards)
 
 
 def test_a_group_is_solved_when_all_its_rewards_are_right() -> None:

@@ -188,7 +188,14 @@ WITHOUT_EFFECT = [
         "lora.r alpha dropout target_modules", "lora.enabled", lambda c: not c.lora.enabled,
         "it is of the adapters, and every weight is trained here",
     ),
-    Idle("task.solved_reward", "task.skip_solved", lambda c: c.task.skip_solved == 0, "nothing is skipped as solved"),
+    Idle(
+        "task.solved_reward", "task.skip_solved", lambda c: c.task.skip_solved == 0 and c.task.sampler == "uniform",
+        "no prompt is chosen by what was right",
+    ),
+    *_each(
+        "task.sampler_uniform sampler_half_life", "task.sampler", lambda c: c.task.sampler == "uniform",
+        "prompts come in epochs",
+    ),
     *_each(
         "reward.model_label model_weight", "reward.model", lambda c: c.reward.model is None, "there is no reward model"
     ),
@@ -339,6 +346,8 @@ def _episodes(config: Config) -> Iterator[str]:
         yield f"environment.tools are answered by tinyrl, and environment.use={use} answers itself; give one"
     if use == "search" and environment.corpus is None:
         yield "environment.use=search needs environment.corpus: a .jsonl or .parquet file, or a retrieval server's URL"
+    if task.skip_solved and task.sampler == "difficulty":
+        yield f"task.sampler=difficulty draws solved prompts seldom; leave out task.skip_solved={task.skip_solved}"
     if task.skip_solved and getattr(config.own, "group_size", 1) == 1:
         yield f"task.skip_solved={task.skip_solved} goes by grpo's groups: it needs a grpo.group_size of at least 2"
 

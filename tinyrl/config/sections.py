@@ -143,7 +143,18 @@ class TaskConfig(Section):
     chat_template: Variables = Field(default_factory=dict, description="its variables: {enable_thinking: false}")
     long_prompts: Literal["error", "drop"] = Field(default="error", description="prompts, or texts, that are too long")
     skip_solved: NonNegative = Field(default=0, description="epochs without prompts whose last group was all right")
-    solved_reward: Weight = Field(default=1.0, description="least reward that skip_solved takes for a right answer")
+    sampler: Literal["uniform", "difficulty"] = Field(
+        default="uniform", description="prompts in epochs; difficulty: those whose pass rate is near a half more often"
+    )
+    sampler_uniform: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.2, description="of sampler=difficulty: share of a step's prompts that comes in epochs all the same"
+    )
+    sampler_half_life: PositiveFloat = Field(
+        default=50.0, description="of sampler=difficulty: steps after which what was seen counts half"
+    )
+    solved_reward: Weight = Field(
+        default=1.0, description="least reward that is a right answer to sampler, skip_solved"
+    )
     grading: Literal["task", "math"] = Field(default="task", description="the verifier; math: formulas, by math-verify")
     sources: list[SourceConfig] = Field(default_factory=list, description="several of rows, mixed by weight")
 
@@ -158,6 +169,8 @@ class TaskConfig(Section):
             raise ValueError(f"sources: two are called {labels[0]}; give each a name")
         if self.skip_solved:
             raise ValueError("sources: skip_solved goes by one source")
+        if self.sampler != "uniform":
+            raise ValueError("sources: sampler=difficulty goes by one source")
         self.name = "mixture"
         return self
 

@@ -1,14 +1,8 @@
-"""Learning from a policy's own samples, shared by GRPO and PPO: prompts, sampling, rescoring, guard, metrics.
-
-Prompts all of whose last responses were right are left out for a while under task.skip_solved: a group without spread
-teaches nothing, and one that is all right will mostly be so again, so its prompt gives its place in the next epochs to
-others, and is then tried again. Skywork-OR1 (2505.22312) and others drop such prompts for good. One that is all wrong
-is kept: it comes once an epoch as before, and more often the more prompts are solved.
-"""
+"""Learning from a policy's own samples, shared by GRPO and PPO: sampling, rescoring, guard, metrics."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +11,7 @@ from torch import Tensor
 from tinyrl.algorithms.kl import applied_entropy_coef, next_entropy_coef
 from tinyrl.config.method_sections import OnPolicySection
 from tinyrl.config.schema import Config
-from tinyrl.config.sections import TaskConfig
-from tinyrl.data.rows import batch_indices, keyed_order, replaced_indices, row_key, weighted_indices
+from tinyrl.data.rows import keyed_order
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.distributed import ALONE, World
@@ -30,7 +23,8 @@ from tinyrl.rollout.collector import finalize_truncated, forward_pass, sample_an
 from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.rollout.thinking import thinking_tokens
 from tinyrl.runs.signals import stop_held
-from tinyrl.tasks.prompts import PreparedPrompt, rows_by_source, source_rewards
+from tinyrl.tasks.prompts import PreparedPrompt, source_rewards
+from tinyrl.trainers.choice import choice_of
 from tinyrl.trainers.policy_loss import LossSettings, PolicyLoss
 from tinyrl.trainers.step_records import Tried, allowed_bytes, sample_lines, shown_rows, token_lines, written
 from tinyrl.trainers.teaching import DistanceLoss, teacher_metrics, teacher_of
@@ -93,27 +87,19 @@ class OnPolicyTrainer(SamplingParts, Trainer):
 
     def begin(self, session: Session) -> None:
         """Collect rollouts for a session from now on."""
-        task, section = self.config.task, self.config.on_policy
-        self.session, self.group_size = session, section.group_size
+        self.session, self.group_size = session, self.config.on_policy.group_size
         self._told: set[str] = set()
         self._texts = {prompt.index: prompt.text for prompt in self.train_prompts}
-        self.tried = Tried(task.solved_reward)
-        count, seed, record = section.num_prompts, self.config.run.seed, session.state.controllers.solved
-        self.solved = SolvedPrompts(task, self.train_prompts, num_prompts=count, seed=seed, record=record)
+        self.tried = Tried(self.config.task.solved_reward)
+        self.choice = choice_of(self.config, self.train_prompts, session.state.controllers)
 
     def prompts(self, step: int) -> list[PreparedPrompt]:
-        """The prompts of a step: a function of (seed, step), and under task.skip_solved of what was solved so far."""
-        rows, seed, count = self.train_prompts, self.config.run.seed, self.config.on_policy.num_prompts
-        if self.config.task.sources:
-            by_source = rows_by_source(rows)
-            sources = [(source.weight, by_source.get(source.label, [])) for source in self.config.task.sources]
-            return [rows[i] for i in weighted_indices(seed, step, num_prompts=count, sources=sources)]
-        places = batch_indices(seed, step, num_prompts=count, num_rows=len(rows))
-        return [rows[i] for i in self.solved.replace(places, step)]
+        """The prompts of a step: a function of (seed, step), and of what was seen so far where task says so."""
+        return [self.train_prompts[i] for i in self.choice.draw(step)]
 
     def fresh_prompts(self, step: int, refill_round: int, *, count: int, without: set[int]) -> list[PreparedPrompt]:
         """Prompts to top up a step's batch: a function of (seed, step, round) and of what was drawn before."""
-        rows, skipped = self.train_prompts, self.solved.skipped(step)
+        rows, skipped = self.train_prompts, self.choice.skipped(step)
         order = keyed_order(f"refill {self.config.run.seed} {step} {refill_round}", len(rows))
         return [rows[i] for i in order if rows[i].index not in without and i not in skipped][:count]
 
@@ -133,7 +119,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         )
         most = self.config.generation.max_new_tokens
         finalize_truncated(rollout, self.config.reward, max_new_tokens=most)
-        self.solved.look(prompts, rollout)
+        self.choice.look(prompts, rollout.rewards)
         self.tried.look(prompts, rollout)
         self._watch(rollout, prompts, step)
         self.session.state.completions += len(rollout)
@@ -287,7 +273,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
     def end_sampling(self, step: int) -> dict[str, float]:
         """Put on record which prompts of a step were solved; its metrics."""
         self.session.run.append_prompts(step + 1, self.tried.take())
-        return self.solved.keep(step)
+        return self.choice.keep(step)
 
     def record(self, rollout: Rollout, advantages: Tensor, step: int, *, rewards: Tensor | None = None) -> None:
         """Append some of the rollout to samples.jsonl, with each row's mean advantage (before any whitening, so that it
@@ -363,62 +349,6 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         closed = (rollout.chosen_tokens < rollout.response_lengths).float().mean()
         mean = sum(thought) / len(thought) if thought else 0.0
         return {"completion/thinking_tokens": mean, "completion/thinking_closed": float(closed)}
-
-
-@dataclass
-class SolvedPrompts:
-    """Which of the training prompts are left out. `record` is the run's state: rows by fingerprint, so that it fits
-    data that has changed, and the epoch in which each was solved. It changes only at the end of a step's sampling.
-    """
-
-    task: TaskConfig
-    prompts: list[PreparedPrompt]
-    num_prompts: int
-    seed: int
-    record: dict[str, int]
-    keys: list[str] = field(init=False)  # of each prompt
-    groups: dict[str, bool] = field(init=False, default_factory=dict)  # of this step: whether all of them were right
-
-    def __post_init__(self) -> None:
-        self.keys = [row_key(p.row) for p in self.prompts] if self.task.skip_solved else []
-
-    def epoch(self, step: int) -> int:
-        return step * self.num_prompts // len(self.prompts)
-
-    def skipped(self, step: int) -> set[int]:
-        """Places in the list of prompts that are left out in a step."""
-        now = self.epoch(step)  # a record of a later one is from before the data or grpo.num_prompts changed
-        since = now - self.task.skip_solved
-        return {i for i, key in enumerate(self.keys) if key in self.record and since <= self.record[key] <= now}
-
-    def replace(self, places: list[int], step: int) -> list[int]:
-        """The prompts of a step, others in the place of those left out; these stay where nothing else is left."""
-        self.groups = {}
-        key = f"unsolved {self.seed} {step}"
-        return replaced_indices(places, skipped=self.skipped(step), key=key, num_rows=len(self.prompts))
-
-    def look(self, prompts: list[PreparedPrompt], rollout: Rollout) -> None:
-        """Note which groups of a rollout are all right; of a prompt with several, all must be."""
-        if not self.task.skip_solved:
-            return
-        rewards = rollout.rewards.reshape(len(prompts), -1)
-        right = (rewards >= self.task.solved_reward) | rewards.isnan()
-        solved = right.all(1) & ~rewards.isnan().all(1)
-        for prompt, all_right in zip(prompts, solved.tolist(), strict=True):
-            key = row_key(prompt.row)
-            self.groups[key] = all_right and self.groups.get(key, True)
-
-    def keep(self, step: int) -> dict[str, float]:
-        """Put what the step's groups showed on record; the metrics of the step."""
-        if not self.task.skip_solved:
-            return {}
-        skipped = len(self.skipped(step))
-        for key, all_right in self.groups.items():
-            if all_right:
-                self.record[key] = self.epoch(step)
-            else:
-                self.record.pop(key, None)
-        return {"reward/skipped_prompts": float(skipped)}
 
 
 # ---- the weight of the entropy bonus: as it is set, or steered to a target entropy ----

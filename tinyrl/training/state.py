@@ -77,6 +77,9 @@ class Controllers(_Strict):
     entropy_coef: Annotated[Finite, Field(ge=0)] | None = None  # weight of the entropy bonus, where it is steered
     entropy: Finite | None = None  # of a token in the step before; None: not measured yet
     solved: dict[str, Count] = Field(default_factory=dict)  # rows by fingerprint, and the epoch they were solved in
+    pass_rates: dict[str, Annotated[list[Finite], Field(min_length=3, max_length=3)]] = Field(
+        default_factory=dict  # of rows by fingerprint: completions that were right, wrong, in which step
+    )
     failing_batches: Count = 0  # in a row, whose rewards failed
     flat_steps: Count = 0  # whose advantages were all 0
 
