@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(method: str, model: Path, folder: Path) -> RunDir:
     kept = {"num_steps": STEPS, "save_every": 1, "keep_checkpoints": 9, "eval_every": 2}
-    sections = {"run": kept}
+    sections: dict[str, dict[str, Any]] = {"run": kept}
     if method == "sft":
         rows = [{"prompt": f"say {word}:", "completion": f" {word}"} for word in "abcdefghijklmnop"]
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
