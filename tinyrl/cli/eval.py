@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import json
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -18,9 +19,19 @@ from tinyrl.cli.options import (
     quiet_libraries,
 )
 from tinyrl.runs.launched import launched
+from tinyrl.runs.run_dir import finite
+
+if TYPE_CHECKING:
+    from tinyrl.rollout.components import Options
 
 NumPrompts = Annotated[int, typer.Option(min=1, help="how many prompts")]
 Samples = Annotated[int, typer.Option(min=1, help="samples a prompt")]
+Benchmark = Annotated[
+    str | None, typer.Option(metavar="NAME,...", help="public tasks of lm-eval instead: gsm8k, math500, ifeval, ...")
+]
+FewShot = Annotated[int | None, typer.Option(min=0, help="of --benchmark: examples; default as the task says")]
+Limit = Annotated[int | None, typer.Option(min=1, help="of --benchmark: the first documents only")]
+TaskFolder = Annotated[str | None, typer.Option(help="of --benchmark: tasks of your own, as lm-eval's YAML")]
 
 
 def evaluate(
@@ -50,6 +61,10 @@ def evaluate(
     save_samples: Annotated[
         str | None, typer.Option(metavar="FILE.jsonl", help="write the samples of all sides, a line each")
     ] = None,
+    benchmark: Benchmark = None,
+    few_shot: FewShot = None,
+    limit: Limit = None,
+    task_folder: TaskFolder = None,
     json_output: Json = False,
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
@@ -61,15 +76,43 @@ def evaluate(
         from tinyrl.cli.preflight import check_evaluation
         from tinyrl.evaluation.targets import Asked
 
+        options = RunOptions(device, trust_remote_code, debug).of_parts()
+        if benchmark is not None:
+            if vs or task or data or save_samples or best_of > 1:
+                raise ValueError("--benchmark has its own data and judge; --vs and such are for held-out rows")
+            names = list(filter(None, benchmark.split(",")))
+            _benchmark(target, settings or [], names, few_shot, limit, task_folder, json_output, options)
+            return
+        if few_shot is not None or limit or task_folder:
+            raise ValueError("--few-shot, --limit and --task-folder are for --benchmark")
         asked = Asked(task, data, tuple(settings or ()), split, num_prompts, samples, best_of, save_samples)
         check_evaluation(target, asked, vs=vs)
         from tinyrl.evaluation.table import render
         from tinyrl.evaluation.versus import evaluate_target
 
-        options = RunOptions(device, trust_remote_code, debug).of_parts()
         result = evaluate_target(target, asked, vs=vs, options=options)
         if launched().rank == 0:
             print(render(result, as_json=json_output))
+
+
+def _benchmark(
+    target: str,
+    settings: list[str],
+    names: list[str],
+    few_shot: int | None,
+    limit: int | None,
+    folder: str | None,
+    json_output: bool,
+    options: Options,
+) -> None:
+    from tinyrl.tools.benchmarks import Asked, benchmark, render
+    from tinyrl.tools.chat.target import chat_target
+
+    if launched().world_size > 1:
+        raise ValueError("--benchmark works in one process, and several were launched")
+    asked = Asked(tuple(names), few_shot, limit, folder)
+    result = benchmark(chat_target(target, settings), asked, options=options)
+    print(json.dumps(finite(result), default=str) if json_output else render(result))
 
 
 def compare(

@@ -1,0 +1,134 @@
+"""`tinyrl eval TARGET --benchmark gsm8k`: public tasks through lm-eval (EleutherAI's harness), the policy as it is.
+
+The harness asks, reads and scores; here the policy is loaded with its adapter and template, and what a number depends
+on is written beside it: versions, settings, and the SHA-256 of the documents that were asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from tinyrl.models.roles import load_policy
+from tinyrl.rollout.components import Options, Parts, resolve_threads
+from tinyrl.runs.checkpoint import MANIFEST
+from tinyrl.tasks.prompts import in_chat
+from tinyrl.text import did_you_mean
+from tinyrl.text import number as shown
+from tinyrl.tools.chat.target import ChatTarget
+
+NAMES = {"math500": "hendrycks_math500", "aime24": "aime24", "arc": "arc_challenge"}  # what people say
+SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """names: tasks of lm-eval; few_shot: examples in the prompt, limit: documents of each (None: as the task says);
+    folder: with further tasks, as YAML. Prompts go through the chat template as the run's do (task.chat).
+    """
+
+    names: tuple[str, ...]
+    few_shot: int | None = None
+    limit: int | None = None
+    folder: str | None = None
+    batch_size: int = 8
+
+
+def benchmark(target: ChatTarget, asked: Asked, *, options: Options) -> dict[str, Any]:
+    """Scores by task, with all that they depend on. Raises ValueError for tasks that lm-eval does not have, and where
+    it, or something a task needs, is not installed.
+    """
+    try:
+        import lm_eval
+        from lm_eval.models import huggingface
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ValueError(f"{error.name} is not installed: pip install 'tinyrl[benchmarks]'") from None
+    evaluate: Any = lm_eval.simple_evaluate  # its types are those of its decorators
+    model_of: Any = huggingface.HFLM
+    manager = TaskManager(include_path=asked.folder)
+    names = [NAMES.get(name, name) for name in asked.names]
+    for name in names:
+        if name not in manager.all_tasks:
+            raise ValueError(f"--benchmark: lm-eval has no task '{name}'.{did_you_mean(name, manager.all_tasks)}")
+    config, where = target.config, target.config.task
+    with closing(Parts(config, options=options)) as parts:
+        if target.checkpoint is not None:
+            load_policy(parts.roles, target.checkpoint)
+        device = resolve_threads(parts)
+        chat = in_chat(parts.tokenizer, where.chat)
+        model = model_of(pretrained=parts.roles.causal, tokenizer=parts.tokenizer, batch_size=asked.batch_size)
+        try:
+            with torch.inference_mode(), parts.roles.acting("policy" if target.checkpoint is not None else "base"):
+                found = evaluate(
+                    model,
+                    tasks=list(names),
+                    num_fewshot=asked.few_shot,
+                    limit=asked.limit,
+                    apply_chat_template=chat,
+                    system_instruction=where.system_prompt if chat else None,
+                    task_manager=manager,
+                    **SEEDS,
+                )
+        except ImportError as error:
+            raise ValueError(f"a task needs {error.name}, which is not installed: pip install {error.name}") from None
+    return {
+        "target": target.name,
+        "checkpoint_sha256": _sha_of_checkpoint(target),
+        "device": device,
+        "harness": f"lm-eval {importlib.metadata.version('lm_eval')}",
+        "settings": {**asdict(asked), "chat": chat, "system_prompt": where.system_prompt if chat else None, **SEEDS},
+        "tasks": {name: _task(found, name) for name in found["results"]},
+    }
+
+
+def _sha_of_checkpoint(target: ChatTarget) -> str | None:
+    """Of its manifest, which has the SHA-256 of every file."""
+    if target.checkpoint is None:
+        return None
+    manifest = target.checkpoint / MANIFEST
+    return hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else None
+
+
+def _task(found: Any, name: str) -> dict[str, Any]:
+    """One task: its numbers, and what they depend on."""
+    config, samples = found["configs"].get(name, {}), found["samples"].get(name, [])
+    documents = sorted(json.dumps(sample["doc"], sort_keys=True, default=str) for sample in samples)
+    digest = hashlib.sha256("\n".join(dict.fromkeys(documents)).encode()).hexdigest() if samples else None
+    numbers = {key: value for key, value in found["results"][name].items() if isinstance(value, int | float)}
+    kept = ("dataset_path", "dataset_name", "test_split", "validation_split", "generation_kwargs", "output_type")
+    return {
+        "scores": numbers,
+        "documents": len(dict.fromkeys(documents)),
+        "documents_sha256": digest,
+        "few_shot": found["n-shot"].get(name),
+        "version": found["versions"].get(name),
+        **{key: config[key] for key in kept if config.get(key) is not None},
+    }
+
+
+def render(result: dict[str, Any]) -> str:
+    """A table of the scores, with standard errors, and what they depend on."""
+    lines = [f"{result['target']}, {result['harness']}, {result['device']}"]
+    for name, task in result["tasks"].items():
+        digest = f", sha256 {task['documents_sha256'][:16]}" if task["documents_sha256"] else ""
+        lines.append(f"{name}: {task['documents']:,} documents{digest}, {task['few_shot'] or 0} examples in the prompt")
+        for key, value in task["scores"].items():
+            metric, _, how = key.partition(",")
+            if metric.endswith("_stderr") or metric == "sample_len":
+                continue
+            error = task["scores"].get(f"{metric}_stderr,{how}")
+            beside = f" ± {shown(error)}" if isinstance(error, float) else ""
+            lines.append(f"  {metric + (f' ({how})' if how not in ('none', '') else ''):40} {shown(value)}{beside}")
+    chat = "through the chat template" if result["settings"]["chat"] else "as plain text"
+    return "\n".join([*lines, f"prompts {chat}; {_limit(result['settings']['limit'])}"])
+
+
+def _limit(limit: int | None) -> str:
+    return f"the first {limit:,} documents only: not a number to publish" if limit else "all documents"
