@@ -39,7 +39,7 @@ def clocked(method: str, out: str) -> None:
         bytes_saved = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) if folder else bytes_saved
         return folder
 
-    def timed_go(self: Launch, *, report: Callable[[Path], object]) -> int:
+    def timed_go(self: Launch, *, report: Callable[[Path], object], until: int | None = None) -> int:
         train = self.trainer.train
 
         def timed_train(session: Session) -> None:
@@ -49,7 +49,7 @@ def clocked(method: str, out: str) -> None:
             whole = time.perf_counter() - start
 
         self.trainer.train = timed_train
-        return go(self, report=report)
+        return go(self, report=report, until=until)
 
     Session.save, Launch.go = timed_save, timed_go
     sys.argv = ["tinyrl", "train", method, "--output-dir", out]

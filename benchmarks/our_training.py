@@ -32,8 +32,8 @@ def watched_steps() -> Iterator[measuring.Steps]:
         steps.end()
         end_step(self, **metrics)
 
-    def silent(self: Launch, *, report: Callable[[Path], object]) -> int:
-        return go(self, report=lambda _: None)
+    def silent(self: Launch, *, report: Callable[[Path], object], until: int | None = None) -> int:
+        return go(self, report=lambda _: None, until=until)
 
     Session.end_step, Launch.go = end, silent
     try:

@@ -296,7 +296,8 @@ def test_options_may_stand_anywhere(arguments: list[str], started: list[Started]
     (call,) = started
     assert call.dry_run
     assert call.config.run.seed == 7
-    assert result.stdout == f"{dump_config(call.config)}\na plan\na prompt\n"
+    assert result.stdout.startswith(f"{dump_config(call.config)}\na plan\na prompt\n")
+    assert result.stdout.endswith(": tinyrl probe grpo r.yaml run.seed=7\n")
     assert not Path("runs").exists()
 
 

@@ -53,6 +53,7 @@ def version(
 
 app.command()(train.train)
 app.command()(train.plan)
+app.command()(train.probe)
 app.command()(fork.fork)
 app.command()(fork.verify)
 app.command("eval")(eval.evaluate)

@@ -45,12 +45,12 @@ def doctor(
 
 
 def _run(path: Path, json_output: bool) -> None:
-    from tinyrl.runs.diagnosis import as_json, findings, render
+    from tinyrl.runs.diagnosis import findings, render, run_as_json
     from tinyrl.runs.records import read_run
 
     run = read_run(path)
     found = findings(run)
-    print(json.dumps(as_json(run, found)) if json_output else render(run, found))
+    print(json.dumps(run_as_json(run, found)) if json_output else render(run, found))
 
 
 def _machine(json_output: bool) -> None:

@@ -1,4 +1,4 @@
-"""`tinyrl train` (a new run, a dry run, a resumed one) and `tinyrl plan`.
+"""`tinyrl train` (a new run, a dry run, a resumed one), and before it `tinyrl plan` and `tinyrl probe`.
 
 Torch is imported once the settings are known to be right.
 """
@@ -6,7 +6,10 @@ Torch is imported once the settings are known to be right.
 from __future__ import annotations
 
 import contextlib
+import json
+import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,6 +18,7 @@ from tinyrl.cli.errors import sentences
 from tinyrl.cli.options import (
     Debug,
     Device,
+    Json,
     RunOptions,
     TrustRemoteCode,
     complete_setting,
@@ -57,6 +61,9 @@ def train(
     allow_config_change: Annotated[
         bool, typer.Option("--allow-config-change", help="with --resume: go on with settings that have changed")
     ] = False,
+    until: Annotated[
+        int | None, typer.Option(min=1, metavar="STEP", help="stop after this step, with a checkpoint to go on from")
+    ] = None,
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
@@ -66,25 +73,26 @@ def train(
     if resume is not None:
         besides = ["--name"] * bool(name) + ["--overwrite"] * overwrite + ["--dry-run"] * dry_run
         words = [word for word in (method, *words) if word]
-        _resume(resume, words, besides=besides, allow_config_change=allow_config_change, options=options)
+        _resume(resume, words, besides=besides, allow_config_change=allow_config_change, until=until, options=options)
     elif allow_config_change:
         with sentences(debug):
             raise ValueError("--allow-config-change is for going on with a run: tinyrl train --resume RUN")
     elif dry_run:
         _dry_run(method, words, options=options)
     else:
-        _start(method, words, name=name, output_dir=output_dir, overwrite=overwrite, options=options)
+        _start(method, words, name=name, output_dir=output_dir, overwrite=overwrite, until=until, options=options)
+
+
+WORDS = typer.Argument(
+    metavar="[METHOD] [RECIPE] [section.key=value]...",
+    help="what `tinyrl train` would be given; a recipe says its method itself",
+    autocompletion=complete_setting,
+)
+Words = Annotated[list[str], WORDS]
 
 
 def plan(
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[METHOD] [RECIPE] [section.key=value]...",
-            help="what `tinyrl train` would be given; a recipe says its method itself",
-            autocompletion=complete_setting,
-        ),
-    ],
+    words: Words,
     output_dir: OutputDir = "runs",
     timed: Annotated[bool, typer.Option("--time/--no-time", help="load the weights too, and time a step")] = True,
     device: Device = "auto",
@@ -110,8 +118,50 @@ def plan(
             print(time_steps(config, options=options))
 
 
+def probe(
+    words: Words,
+    prompts: Annotated[int, typer.Option(min=1, help="training prompts to sample, at most")] = 64,
+    samples: Annotated[int | None, typer.Option(min=2, help="completions of each; default a group, at least 8")] = None,
+    minutes: Annotated[float, typer.Option(min=0.01, help="after which no further prompts are sampled")] = 2.0,
+    write: Annotated[
+        str | None, typer.Option(metavar="ROWS.jsonl", help="write the rows there, with a column pass_rate")
+    ] = None,
+    json_output: Json = False,
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    debug: Debug = False,
+) -> None:
+    """Before a run: sample some prompts, and say what would keep it from learning, and what to change."""
+    with sentences(debug):
+        from tinyrl.config.recipe import method_of
+        from tinyrl.runs.resolve import resolve
+
+        method, settings = method_of(words)
+        config = resolve(config_of(method, settings))
+    quiet_libraries()
+    from tinyrl.runs.signals import StopFlag
+    from tinyrl.tools.probe import probe, render, rows_with_rates, to_json, write_rows
+
+    with StopFlag(), sentences(debug):
+        options = RunOptions(device, trust_remote_code, debug).of_parts()
+        seen = probe(config, options=options, num_prompts=prompts, samples=samples, minutes=minutes)
+        print(json.dumps(to_json(seen)) if json_output else render(seen))
+        if write is not None:
+            rows = rows_with_rates(config, seen)
+            write_rows(Path(write), rows)
+            if not json_output:
+                print(f"\n{write}: {len(rows):,} rows, {len(seen.groups):,} of them with a pass_rate")
+
+
 def _start(
-    method: str | None, settings: list[str], *, name: str | None, output_dir: str, overwrite: bool, options: RunOptions
+    method: str | None,
+    settings: list[str],
+    *,
+    name: str | None,
+    output_dir: str,
+    overwrite: bool,
+    until: int | None,
+    options: RunOptions,
 ) -> None:
     with sentences(options.debug):
         from tinyrl.runs.run_dir import check_new_run
@@ -135,7 +185,7 @@ def _start(
                 overwrite=overwrite,
                 command=command,
             )
-        raise typer.Exit(launch.go(report=write_report))
+        raise typer.Exit(launch.go(report=write_report, until=until))
 
 
 def _dry_run(method: str | None, settings: list[str], *, options: RunOptions) -> None:
@@ -160,6 +210,9 @@ def _dry_run(method: str | None, settings: list[str], *, options: RunOptions) ->
         if launch.world_size > 1:
             print(divided(config, launch.world_size))
         print(dry_run(config, options=options.of_parts()))
+        if config.samples:
+            said = shlex.join(["tinyrl", "probe", config.method, *settings])
+            print(f"what the policy makes of its prompts, and whether it can learn from them: {said}")
 
 
 def _show_plan(planned: Planned) -> None:
@@ -168,7 +221,15 @@ def _show_plan(planned: Planned) -> None:
         raise OutOfRoom(planned.problem)
 
 
-def _resume(run: str, words: list[str], *, besides: list[str], allow_config_change: bool, options: RunOptions) -> None:
+def _resume(
+    run: str,
+    words: list[str],
+    *,
+    besides: list[str],
+    allow_config_change: bool,
+    until: int | None,
+    options: RunOptions,
+) -> None:
     """Go on with a run; of the `words` beside it only overrides make sense, and of options none of `besides`."""
     overrides = [word for word in words if "=" in word]
     with contextlib.ExitStack() as until_the_end:
@@ -197,7 +258,7 @@ def _resume(run: str, words: list[str], *, besides: list[str], allow_config_chan
             if opened.writes:
                 print(f"{opened.path} is finished; there is nothing left to do. Look at {opened.path}/report.html")
             return
-        raise typer.Exit(launch.go(report=write_report))
+        raise typer.Exit(launch.go(report=write_report, until=until))
 
 
 def config_of(method: str | None, settings: list[str]) -> Config:

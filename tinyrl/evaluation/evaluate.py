@@ -15,6 +15,7 @@ import torch
 
 from tinyrl.data.messages import policy_text
 from tinyrl.evaluation.statistics import grouped, mean, mean_interval, numbers, verdict_metrics
+from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.buffer import FINISH_REASONS, Rollout
 from tinyrl.rollout.collector import forward_pass, sample_and_score
 from tinyrl.rollout.components import SamplingParts
@@ -87,7 +88,7 @@ def _judged(
         rollout = rollout.select(best_rows(rollout.rewards.tolist(), best_of))
     repeated = [p for p in prompts for _ in range(samples)]
     tokens, transcripts = [rollout.response(row) for row in range(len(rollout))], rollout.transcripts
-    texts = [policy_text(t) for t in transcripts] if transcripts else [scorer.text(t) for t in tokens]
+    texts = written_texts(rollout, scorer)
     rewards, columns = rollout.rewards.tolist(), rollout.scores.T.tolist()
     each = {f"reward/{name}": column for name, column in zip(scorer.names, columns, strict=True)}  # before weights
     by_prompt = [mean(group) for group in grouped(rewards, samples)]
@@ -104,7 +105,7 @@ def _judged(
         metrics |= verdict_metrics(verdicts, answers, samples, is_pass=task.is_pass)
     values = {name: grouped(column, samples) for name, column in judges.items() if numbers(column)}
     kind = "eval-greedy" if greedy else "eval"
-    lines = [{"kind": kind, **line} for line in _lines(rollout, repeated, texts, samples, scorer.names)]
+    lines = [{"kind": kind, **line} for line in judged_lines(rollout, repeated, texts, samples, scorer.names)]
     return Evaluation(metrics, by_prompt, lines, values)
 
 
@@ -160,9 +161,17 @@ def _divergence(
     return {"kl": float((logprobs - ref_logprobs).sum(1).mean()), **mean_entropy}
 
 
-def _lines(
+def written_texts(rollout: Rollout, scorer: Scorer) -> list[str]:
+    """What the policy wrote, in each row."""
+    if rollout.transcripts:
+        return [policy_text(transcript) for transcript in rollout.transcripts]
+    return [scorer.text(rollout.response(row)) for row in range(len(rollout))]
+
+
+def judged_lines(
     rollout: Rollout, prompts: list[PreparedPrompt], texts: list[str], samples: int, names: list[str]
 ) -> list[dict[str, Any]]:
+    """Lines of samples.jsonl without step and kind; prompts and texts: one for each completion."""
     scores, rewards, reasons = (x.tolist() for x in (rollout.scores, rollout.rewards, rollout.finish_reasons))
     return [
         {

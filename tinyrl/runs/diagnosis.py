@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,51 +27,74 @@ def findings(run: Run) -> list[Finding]:
     return [found for check in checks if (found := check(run)) is not None]
 
 
-def examples(path: Path, finding: Finding) -> list[Row]:
-    """Up to three lines of samples.jsonl that show a finding; of the last step that has any of its kind."""
+def examples(rows: Iterable[Row], finding: Finding) -> list[Row]:
+    """Up to three of `rows`, lines of samples.jsonl in order, that show a finding; of the last step that has any."""
     step, best = -1, list[Row]()
-    for row in samples_of(path, [], kind=finding.kind):
-        if row["step"] < step:
+    for row in rows:
+        if row.get("step", 0) < step:
             continue
-        if row["step"] > step:
-            step, best = row["step"], []
+        if row.get("step", 0) > step:
+            step, best = row.get("step", 0), []
         best = sorted([*best, row], key=finding.rank, reverse=True)[:NUM_SHOWN]  # stable: the first of equals stay
     return best
 
 
-def as_json(run: Run, found: list[Finding]) -> list[dict[str, Any]]:
+def _of_run(run: Run, finding: Finding) -> list[Row]:
+    return examples(samples_of(run.path / "samples.jsonl", [], kind=finding.kind), finding)
+
+
+def as_json(found: list[Finding], rows_of: Callable[[Finding], list[Row]]) -> list[dict[str, Any]]:
     return [
         {
             "finding": one.name,
             "what": one.what,
             "figures": {name: value if math.isfinite(value) else None for name, value in one.figures.items()},
             "change": one.change,
-            "completions": examples(run.path / "samples.jsonl", one),
+            "completions": rows_of(one),
         }
         for one in found
     ]
 
 
+def run_as_json(run: Run, found: list[Finding]) -> list[dict[str, Any]]:
+    return as_json(found, partial(_of_run, run))
+
+
 def render(run: Run, found: list[Finding], *, width: int | None = None) -> str:
-    width = width or max(60, min(shutil.get_terminal_size().columns, 110))
-    wrap = textwrap.TextWrapper(width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False).wrap
     last = f"{run.name}: {run.last_step:,} step{'s' * (run.last_step != 1)}"
     if not found:
         short = "" if has_steps(run) or not run.finite("reward/mean") else "; it is too short for most that could be"
         return f"{last}, nothing found{short}."
-    parts = [f"{last}, {len(found)} finding{'s' * (len(found) != 1)}"]
+    return "\n\n".join([f"{last}, {counted(found)}", *in_words(found, partial(_of_run, run), width=width)])
+
+
+def counted(found: list[Finding]) -> str:
+    return f"{len(found)} finding{'s' * (len(found) != 1)}"
+
+
+def columns() -> int:
+    """Of the terminal, within what can be read."""
+    return max(60, min(shutil.get_terminal_size().columns, 110))
+
+
+def in_words(
+    found: list[Finding], rows_of: Callable[[Finding], list[Row]], *, width: int | None = None
+) -> Iterator[str]:
+    """A paragraph for each finding, with completions that show it."""
+    width = width or columns()
+    wrap = textwrap.TextWrapper(width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False).wrap
     for one in found:
         lines = [one.name, *wrap(one.what), *wrap(f"Change: {one.change}")]
-        lines += [_row(row, width) for row in examples(run.path / "samples.jsonl", one)]
-        parts.append("\n".join(map(visible, lines)))
-    return "\n\n".join(parts)
+        lines += [row_line(row, width) for row in rows_of(one)]
+        yield "\n".join(map(visible, lines))
 
 
-def _row(row: Row, width: int) -> str:
+def row_line(row: Row, width: int) -> str:
     """A completion on one line: step, prompt, reward, and how it begins."""
     reward, index = number(row.get("reward")), row.get("prompt_index")
     value = "-" if math.isnan(reward) else shown(reward)
-    about = f"    step {row['step']}, prompt {index if isinstance(index, int) else '-'}, reward {value}: "
+    when = f"step {row['step']}, " if "step" in row else ""
+    about = f"    {when}prompt {index if isinstance(index, int) else '-'}, reward {value}: "
     _, text = (messages_of(row) or [("", "")])[-1]
     return about + one_line(text, max(20, min(SHOWN_CHARACTERS, width - len(about))))
 

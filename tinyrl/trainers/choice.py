@@ -20,11 +20,10 @@ from torch import Tensor
 
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import SourceConfig, TaskConfig
-from tinyrl.data.rows import batch_indices, replaced_indices, row_key, weighted_indices
+from tinyrl.data.rows import PASS_RATE, batch_indices, replaced_indices, row_key, weighted_indices
 from tinyrl.tasks.prompts import PreparedPrompt, rows_by_source
 from tinyrl.training.state import Controllers
 
-PASS_RATE = "pass_rate"  # column of rows that were probed
 PROBED = 4.0  # completions that a probed rate counts for
 PRIOR = 0.1  # of right and of wrong ones, before any is seen: most prompts are always right, or always wrong
 UNKNOWN = 0.3  # what it is worth to try a prompt of which nothing is known: more than any p (1 - p)

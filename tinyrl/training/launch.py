@@ -60,8 +60,12 @@ class Launch:
         for note in notes:
             self.session.display.note(note)
 
-    def go(self, *, report: Callable[[Path], object]) -> int:
-        """Train to the last step, write a `report` of the folder and release its lock; the exit code of the run."""
+    def go(self, *, report: Callable[[Path], object], until: int | None = None) -> int:
+        """Train to the last step, or to step `until`; write a `report` of the folder and release its lock. Returns the
+        exit code of the run.
+        """
+        if until is not None:
+            self.session.until = min(until, self.session.until)
         with self.run.lock:
             return self._train(report)
 
@@ -71,6 +75,7 @@ class Launch:
         try:
             with out_of_memory_stops("while training"):
                 self.trainer.train(self.session)
+                self.session.save_here()
         except Interrupted as reason:
             saved = self.session.interrupted(reason)
             if not world.is_main:
@@ -96,6 +101,8 @@ class Launch:
         with harmless("memory could not be compared with what was planned"):
             if self.plan is not None:
                 tell(beside_measured(self.plan, peak_memory_gb(self.trainer.accelerator.device)))
+        if self.session.saved and not self.session.finished:
+            tell(f"stopped after step {self.session.state.step}. Go on with:\n  tinyrl train --resume {self.run.path}")
         return 0 if self.session.saved else self._unsaved("done, but the last step is not saved")
 
     def close(self) -> None:

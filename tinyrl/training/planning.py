@@ -220,12 +220,18 @@ def seconds_in_words(trainer: Trainer) -> str:
 
 def seconds_a_step(trainer: Trainer) -> dict[str, float]:
     """By phase: sampling a few tokens of every row, and each pass on one micro-batch, times how often it is done."""
+    sampling = {"sampling": _sampling_seconds(trainer)} if isinstance(trainer, SamplingParts) else {}
+    return sampling | seconds_of_passes(trainer)
+
+
+def seconds_of_passes(trainer: Trainer) -> dict[str, float]:
+    """`seconds_a_step` without sampling."""
     planner, rows = Planner(trainer, trainer.roles, 0, 0), trainer.step_rows()
     micro, _ = rows.widest(trainer.micro_batches.tokens)
     pairs = rows.pairs(micro)
     plan = rows.sizes.plan(range(len(rows.sizes)), max_tokens=trainer.micro_batches.tokens)
     share = sum(map(rows.sizes.cost, plan)) / rows.sizes.cost(micro)  # of a whole pass to the micro-batch timed
-    seconds = {"sampling": _sampling_seconds(trainer)} if isinstance(trainer, SamplingParts) else {}
+    seconds = {}
     if trainer.readings:
         seconds["reference and values"] = trainer.readings * share * _timed(lambda: planner.read("policy", pairs))
     each = [_timed(lambda role=role: planner.learn(role, pairs)) for role in trainer.passes]

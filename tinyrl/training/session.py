@@ -238,6 +238,12 @@ class Session:
         self.saved = True
         return self.last_checkpoint
 
+    def save_here(self) -> None:
+        """A checkpoint of where the run stands, where it was to stop before its last step, and there is none."""
+        last = self.last_checkpoint
+        if not self.finished and (last is None or checkpoints.checkpoint_step(last) != self.state.step):
+            self.save()
+
     def _write_checkpoint(self) -> None:
         with stop_held():
             self.last_checkpoint = checkpoints.write_checkpoint(

@@ -154,8 +154,7 @@ def _train(launch: Launch, *, until: int, device: str | None) -> None:
                     "where they were made"
                 )
             launch.trainer.train(session)
-            if session.last_checkpoint is None or checkpoints.checkpoint_step(session.last_checkpoint) != until:
-                session.save()
+            session.save_here()
         finally:
             launch.close()
     if not session.saved:
