@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import tinyrl
-from tinyrl.cli import distill, doctor, eval, export, fork, runs, serve, train
+from tinyrl.cli import distill, doctor, eval, export, fork, runs, serve, sweep, train
 from tinyrl.cli.errors import memory_sentences, sentences
 from tinyrl.cli.options import Debug
 from tinyrl.runs.launched import launched
@@ -54,6 +54,7 @@ def version(
 app.command()(train.train)
 app.command()(train.plan)
 app.command()(train.probe)
+app.command()(sweep.sweep)
 app.command()(fork.fork)
 app.command()(fork.verify)
 app.command("eval")(eval.evaluate)

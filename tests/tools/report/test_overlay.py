@@ -79,7 +79,7 @@ def test_only_settings_that_differ_are_shown(tmp_path: Path) -> None:
     assert "<td>method</td>" not in html
     assert "that only some runs have" not in html
     other = write_run(tmp_path / "other", [{"step": 1, "reward/mean": 0.5}], config={"method": "grpo", "a": 1, "b": 2})
-    folded = page([runs[0], Named("B", "2", read_run(other))]).partition("<details>")[2]
+    folded = page([runs[0], Named("B", "2", (read_run(other),))]).partition("<details>")[2]
     assert "3 settings that only some runs have" in folded
     assert "<tr><td>b</td><td>–</td><td>2</td></tr>" in folded
     assert "the runs have the same config.yaml" in page([runs[0], runs[0]])
@@ -139,3 +139,47 @@ def test_what_cannot_be_laid_over_each_other_is_refused(tmp_path: Path) -> None:
         write_overlay(runs[:2], runs[2])
     assert not list(tmp_path.rglob("report.html"))
     write_overlay(runs[:8], tmp_path)  # as many as there are colours
+
+
+# ---- several seeds of a setting ----
+
+
+def seeds_of(folder: Path, rate: float, *rewards: float) -> list[Path]:
+    found = []
+    for seed, reward in enumerate(rewards):
+        config = {"method": "grpo", "optim": {"learning_rate": rate}, "run": {"seed": seed}}
+        lines = [
+            {
+                "step": step,
+                "reward/mean": reward * step,
+                "eval/reward_mean": reward * step,
+                "eval/reward_ci": [0.0, 1.0],
+            }
+            for step in range(3 + seed)
+        ]
+        found.append(write_run(folder / f"rate{rate}-seed{seed}", lines, config=config))
+    return found
+
+
+def test_seeds_of_a_setting_are_one_line_with_their_mean_and_range(tmp_path: Path) -> None:
+    paths = [*seeds_of(tmp_path, 0.1, 0.1, 0.2, 0.3), *seeds_of(tmp_path, 0.2, 0.4)]
+    runs = named([read_run(path) for path in paths])
+    assert [(one.letter, len(one.seeds)) for one in runs] == [("A", 3), ("B", 1)]
+    assert runs[0].name == "rate0.1-seed0 and 2 more seeds"
+    [held, training] = [panel for panel in overlaid(runs) if panel.title == "Reward"]
+    for panel in (held, training):
+        assert panel.lines[0].points == [(0, 0.0), (1, pytest.approx(0.2)), (2, pytest.approx(0.4))]
+        assert panel.lines[0].intervals[2] == pytest.approx((0.2, 0.6))
+        assert panel.lines[0].band[1] == pytest.approx([0.0, 0.3, 0.6])
+    assert held.lines[1].intervals[2] == (0.0, 1.0)  # of one run the interval of its own prompts
+    assert training.lines[1].intervals == {}
+    assert "Mean of 3 seeds" in runs[0].outcome
+    assert "from 0.200 to 0.600" in runs[0].outcome
+    html, picture = write_overlay(paths, tmp_path)
+    assert "4 runs" in html.read_text("utf-8")
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_runs_with_one_seed_stay_apart(tmp_path: Path) -> None:
+    one, two = seeds_of(tmp_path / "a", 0.1, 0.1), seeds_of(tmp_path / "b", 0.1, 0.2)
+    assert len(named([read_run(path) for path in (*one, *two)])) == 2

@@ -52,7 +52,7 @@ def write_overlay(run_dirs: list[Path], folder: Path) -> list[Path]:
     runs = named([read_run(Path(run_dir)) for run_dir in run_dirs])
     panels = overlaid(runs)
     html = overlay_html(runs, panels, panel_svgs(panels))
-    picture = picture_png(panels, title=f"{len(runs)} runs", about="", outcome=outcomes_of(runs))
+    picture = picture_png(panels, title=f"{len(run_dirs)} runs", about="", outcome=outcomes_of(runs))
     return _write(folder, html, picture)
 
 

@@ -83,7 +83,9 @@ def _draw_line(axes: "Axes", line: Line, scale: float) -> float:
         axes.plot(steps, values, color=colour, linewidth=1.4 * scale, marker=marker, markersize=size * scale,
                   markeredgecolor=COLOURS["paper"], markeredgewidth=0.9 * scale, zorder=4)  # fmt: skip
         return drawn.end
-    if drawn.bold is not drawn.raw:
+    if line.intervals:
+        axes.fill_between(drawn.steps, *line.band, color=colour, alpha=0.18, linewidth=0)
+    elif drawn.bold is not drawn.raw:
         axes.plot(drawn.steps, drawn.raw, color=colour, linewidth=0.9 * scale, alpha=0.4)
     few: dict[str, Any] = {"marker": "o", "markersize": 4.5 * scale} if len(drawn.steps) <= 3 else {}
     axes.plot(drawn.steps, drawn.bold, color=colour, linewidth=2.0 * scale, solid_joinstyle="round", **few)

@@ -186,9 +186,9 @@ def overlay_html(runs: list[Named], panels: list[Panel], svgs: list[str]) -> str
     return _page(
         panels,
         svgs,
-        title=f"{len(runs)} runs",
+        title=f"{sum(len(one.seeds) for one in runs)} runs",
         runs=runs,
-        notes=[f"{one.letter}: {note}" for one in runs for note in one.run.notes],
+        notes=[f"{one.letter}: {note}" for one in runs for run in one.seeds for note in run.notes],
         columns=["Steps", *columns.values(), "Time"],
         figures=[
             (one, [_first_to_last(one.run, key) for key in columns], show_seconds(time) if time else "–")
@@ -202,7 +202,7 @@ def overlay_html(runs: list[Named], panels: list[Panel], svgs: list[str]) -> str
 
 
 def outcomes_of(runs: list[Named]) -> str:
-    return "\n".join(f"{one.letter}  {one_line(one.run.name, 40)}: {outcome(one.run)}" for one in runs)
+    return "\n".join(f"{one.letter}  {one_line(one.name, 60)}: {one.outcome}" for one in runs)
 
 
 def _first_to_last(run: Run, key: str) -> tuple[str, str]:
@@ -227,10 +227,11 @@ def _prompts(runs: list[Named]) -> list[list[Sample]]:
 
 
 def _next(runs: list[Named]) -> list[str]:
+    every = [_quoted(run) for one in runs for run in one.seeds]
     first, *others = [_quoted(one.run) for one in runs]
-    lines = [f"tinyrl report {' '.join([first, *others])}   # writes this page again"]
+    lines = [f"tinyrl report {' '.join(every)}   # writes this page again"]
     trained = all(one.run.setting("method") in ("grpo", "ppo") and one.run.checkpoints for one in runs)
-    if trained and len({str(one.run.setting("task.name")) for one in runs}) == 1:
+    if trained and others and len({str(one.run.setting("task.name")) for one in runs}) == 1:
         lines.insert(0, f"tinyrl compare {' '.join(others)} --vs {first}   # judged alike, with win rates")
     return lines
 

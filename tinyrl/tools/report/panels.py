@@ -101,7 +101,9 @@ def evenly(items: list[T], most: int) -> list[T]:
 
 @dataclass(frozen=True)
 class Line:
-    """One series. `role` names its colour: train, held, greedy, or 1, 2, ... where the series are of equal rank."""
+    """One series. `role` names its colour: train, held, greedy, or 1, 2, ... where the series are of equal rank.
+    intervals: of held-out points; of every step of a training series, the range of several seeds.
+    """
 
     label: str
     role: str
@@ -117,6 +119,14 @@ class Line:
     @cached_property
     def curve(self) -> Curve:
         return curve_of(self.points, smooth=not self.marked)
+
+    @cached_property
+    def band(self) -> tuple[list[float], list[float]]:
+        """The lower and the upper edge of the intervals, at the steps of the curve."""
+        gap = (math.nan, math.nan)
+        ends = [[(step, self.intervals.get(step, gap)[i]) for step, _ in self.points] for i in (0, 1)]
+        low, high = (curve_of(points, smooth=not self.marked).bold for points in ends)
+        return low, high
 
 
 @dataclass(frozen=True)
