@@ -147,10 +147,10 @@ class TaskConfig(Section):
         default="uniform", description="prompts in epochs; difficulty: those whose pass rate is near a half more often"
     )
     sampler_uniform: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.2, description="of sampler=difficulty: share of a step's prompts that comes in epochs all the same"
+        default=0.1, description="of sampler=difficulty: share of a step's prompts that comes in epochs all the same"
     )
     sampler_half_life: PositiveFloat = Field(
-        default=50.0, description="of sampler=difficulty: steps after which what was seen counts half"
+        default=200.0, description="of sampler=difficulty: steps after which what was seen counts half"
     )
     solved_reward: Weight = Field(
         default=1.0, description="least reward that is a right answer to sampler, skip_solved"
