@@ -93,7 +93,7 @@ def test_what_does_not_go_with_sources_is_refused(sections: dict[str, Any], name
         config(**sections)
 
 
-@pytest.mark.parametrize("source", [{"task": "lookup"}, {"task": "srot"}, {"data": "/no/such.jsonl"}])
+@pytest.mark.parametrize("source", [{"task": "mixture"}, {"task": "srot"}, {"data": "/no/such.jsonl"}])
 def test_a_source_that_cannot_be_one_is_named(source: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"task\.sources"):
         load_split(config(task={"sources": [SOURCES[0], {**source, "name": "other"}]}), "train")

@@ -17,7 +17,7 @@ from tinyrl.evaluation.targets import Asked, check_asked, find
 from tinyrl.runs.launched import launched
 from tinyrl.runs.run_dir import meant_a_run, named_run, open_run, run_of
 from tinyrl.runs.tracking import check_trackers
-from tinyrl.tasks import load_split, load_task
+from tinyrl.tasks import environment_functions, environments, load_split, load_task
 from tinyrl.text import did_you_mean, shortened
 from tinyrl.workers.loading import parse_use
 
@@ -59,7 +59,7 @@ def check_before_loading(config: Config) -> None:
             if not os.path.isfile(os.path.join(config.model.adapter, name)):
                 raise ValueError(f"model.adapter={shortened(config.model.adapter, 300)}: {name} is missing there")
     _check_rewards(config)
-    for setting, use in config.environment.functions:
+    for setting, use in environment_functions(config):
         parse_use(use, setting=setting, classes=True)
     _check_rows(config)
 
@@ -203,10 +203,11 @@ def _check_prompts(config: Config) -> None:
         raise ValueError(
             "task.data is missing: say where the prompts are (task.data=rows.jsonl) or name a task (see `tinyrl tasks`)"
         )
-    environment = config.environment
-    if task.environment == "search" and not (environment.use or environment.tools or environment.corpus):
+    for environment, each in environments(config).values():
+        if each.environment != "search" or environment.use or environment.tools or environment.corpus:
+            continue
         raise ValueError(
-            f"task {task.name} searches, so it needs environment.corpus: a .jsonl or .parquet file of passages, or a "
+            f"task {each.name} searches, so it needs environment.corpus: a .jsonl or .parquet file of passages, or a "
             "retrieval server's URL"
         )
     for split, source in (("train", where.data), ("eval", where.eval_data)):

@@ -338,7 +338,7 @@ def _episodes(config: Config) -> Iterator[str]:
         yield f"task.chat_template={task.chat_template} goes to the chat template, which task.chat=false does without"
     yield from _agents(config)
     if task.sources and (environment.use or environment.tools):
-        yield "task.sources are answered at once; leave out environment.use and environment.tools"
+        yield "task.sources have an environment each; leave out environment.use and environment.tools"
     if task.sources and config.grpo.refill_rounds and config.method == "grpo":
         yield f"task.sources keep their shares, which grpo.refill_rounds={config.grpo.refill_rounds} would change"
     use = environment.use

@@ -124,6 +124,7 @@ class SourceConfig(Section):
     columns: dict[str, str] = Field(default_factory=dict, description="as task.columns")
     max_samples: Positive | None = Field(default=None, description="as task.max_samples")
     weight: PositiveFloat = Field(default=1.0, description="its share of each batch, beside the others'")
+    environment: Text | None = Field(default=None, description="as environment.use; null: the task's, where it has one")
 
     @property
     def label(self) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -18,8 +18,17 @@ from tinyrl.runs.signals import watched
 
 HELD_OUT_SHARE = 10  # one prompt in this many is held out for evaluation where no evaluation data is given
 HELD_OUT_MOST = 512
+SOURCE = "source"  # column of rows of several sources: the name that metrics have
 PASS_RATE = "pass_rate"  # column of rows that were probed
 FEW = 30  # prompts; a score of fewer says little
+
+
+def by_kind(kinds: list[str], columns: dict[str, list[Any]]) -> Iterator[tuple[str, list[int], dict[str, list[Any]]]]:
+    """Each of `kinds`, the places of its rows, and their columns, without those that none of them has."""
+    for kind in dict.fromkeys(kinds):
+        places = [place for place, other in enumerate(kinds) if other == kind]
+        own = {name: [values[place] for place in places] for name, values in columns.items()}
+        yield kind, places, {name: values for name, values in own.items() if any(v is not None for v in values)}
 
 
 def read_rows(source: str, *, columns: dict[str, str] | None = None, revision: str | None = None) -> list[Row]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS, EnvironmentConfig
+from tinyrl.data.readers import Row
 from tinyrl.environments import Reply, Transcript, host
 from tinyrl.environments.corpus import Corpus
 from tinyrl.environments.python import check_available
@@ -76,6 +77,10 @@ class Environment:
         else:
             self._respond, self.stop = respond, stop
         assert self._worker is not None or self._respond is not None, "there is nothing that answers"
+
+    def of(self, row: Row) -> Environment:
+        """What answers a row: this, whatever the row is."""
+        return self
 
     @property
     def workers(self) -> list[WorkerFunction]:

@@ -37,7 +37,6 @@ from tinyrl.models.roles import load_policy
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.components import Options, SamplingParts, resolve_threads, trainer_of
 from tinyrl.runs.run_dir import finite, run_of
-from tinyrl.tasks import load_task
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.text import hidden
 
@@ -292,7 +291,7 @@ def _differences(first: Target, other: Target, section: str, *, besides: tuple[s
 def _other_environment(first: Target, other: Target) -> list[str]:
     """The settings of its environment in which a target differs from the first: each plays in its own."""
     configs = [target.sampled for target in (first, other) if target.sampled is not None]
-    played = any(plays(config, load_task(config.task.name or "rows")) for config in configs)
+    played = any(plays(config) for config in configs)
     return list(_differences(first, other, "environment", besides=LIMITS)) if played else []
 
 

@@ -21,14 +21,16 @@ from typing import Any, Unpack
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.schema import Config
+from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.data.readers import Row
 from tinyrl.environments import Reply, Transcript
 from tinyrl.environments.environment import Environment, Episode
+from tinyrl.environments.sources import SourceEnvironments
 from tinyrl.environments.trial import NONSENSE, asking_turn
 from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine, eos_token_ids, row_keys
 from tinyrl.models.roles import Roles
 from tinyrl.runs.signals import check_stop
-from tinyrl.tasks import Task
+from tinyrl.tasks import Task, environments
 from tinyrl.tasks.observations import ObservationTokens
 from tinyrl.tasks.prompts import PreparedPrompt, columns_of, in_chat, token_ids
 from tinyrl.text import visible
@@ -42,7 +44,7 @@ SHOWN_TOKENS = 64  # of each side, each time
 class EpisodeRunner:
     """max_new_tokens: of the policy's own, over all turns; variables: what the chat template is asked with."""
 
-    environment: Environment
+    environment: Environment | SourceEnvironments
     observations: ObservationTokens
     tokenizer: PreTrainedTokenizerBase
     max_new_tokens: int
@@ -62,22 +64,14 @@ class EpisodeRunner:
         return self.environment.openings([task.prompt(row) for row in rows], columns)
 
 
-def load_episode_runner(
-    config: Config, task: Task, *, tokenizer: PreTrainedTokenizerBase, roles: Roles
-) -> EpisodeRunner | None:
-    """Start the configuration's environment, or the task's, and find out how its answers become tokens; None where
+def load_episode_runner(config: Config, *, tokenizer: PreTrainedTokenizerBase, roles: Roles) -> EpisodeRunner | None:
+    """Start the configuration's environments, or the tasks', and find out how its answers become tokens; None where
     nothing answers. Raises ValueError where that cannot be done.
     """
-    if not plays(config, task):
+    if not plays(config):
         return None
-    environment = Environment(
-        config.environment,
-        task=task.name,
-        respond=task.respond,
-        use=task.environment,
-        stop=task.stop,
-        length=lambda text: len(token_ids(tokenizer, text)),
-    )
+    by_source = {source: _environment(*each, tokenizer) for source, each in environments(config).items()}
+    environment = by_source.get("") or SourceEnvironments(by_source)
     environment.start()
     schemas = environment.schemas
     chat = in_chat(tokenizer, config.task.chat)
@@ -98,11 +92,27 @@ def load_episode_runner(
     return EpisodeRunner(environment, observations, tokenizer, config.generation.max_new_tokens, variables)
 
 
-def plays(config: Config, task: Task) -> bool:
-    if config.environment.agent is not None:
-        return False
-    named = config.environment.use is not None or bool(config.environment.tools)
+def plays(config: Config) -> bool:
+    """Whether something answers the policy between its turns."""
+    return config.environment.agent is None and any(_answers(*each) for each in environments(config).values())
+
+
+def _answers(section: EnvironmentConfig, task: Task) -> bool:
+    named = section.use is not None or bool(section.tools)
     return named or task.respond is not None or task.environment is not None
+
+
+def _environment(section: EnvironmentConfig, task: Task, tokenizer: PreTrainedTokenizerBase) -> Environment | None:
+    if not _answers(section, task):
+        return None
+    return Environment(
+        section,
+        task=task.name,
+        respond=task.respond,
+        use=task.environment,
+        stop=task.stop,
+        length=lambda text: len(token_ids(tokenizer, text)),
+    )
 
 
 def play(
@@ -358,10 +368,11 @@ def scripted_turns(runner: EpisodeRunner, prompt: PreparedPrompt, task: Task) ->
     question = prompt.row.get("question")
     if not isinstance(question, str):
         question = prompt.prompt if isinstance(prompt.prompt, str) else prompt.prompt[-1]["content"]
-    environment = runner.environment
-    asks = asking_turn(environment.built_in, environment.schemas, question)
-    if task.asking_turn is not None and environment.built_in is None and not environment.workers:  # the task's own
-        asks = task.asking_turn(prompt.row)
+    environment, asks = runner.environment.of(prompt.row), None
+    if environment is not None:
+        asks = asking_turn(environment.built_in, environment.schemas, question)
+        if task.asking_turn is not None and environment.built_in is None and not environment.workers:  # the task's own
+            asks = task.asking_turn(prompt.row)
     return [asks or NONSENSE.split()[0], task.gold(prompt.row) or NONSENSE]
 
 

@@ -17,8 +17,7 @@ from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import few_held_out, fingerprints
-from tinyrl.environments.environment import Environment
-from tinyrl.generation.agents import AgentEnvironment, AgentRunner
+from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.engine import SamplingEngine, end_at_turn_end, eos_token_ids
 from tinyrl.generation.select import Unsampled, engine_of, planned_engine
 from tinyrl.generation.turns import EpisodeRunner, episode_notes, load_episode_runner, show_episode
@@ -193,14 +192,13 @@ class SamplingParts(Parts):
         if config.environment.agent is not None and config.uses("environment"):
             self.runner = self._agents()
         else:
-            self.runner = load_episode_runner(config, self.task, tokenizer=self.tokenizer, roles=self.roles)
-        environment = self.runner.environment if self.runner is not None else None  # answers between turns
+            self.runner = load_episode_runner(config, tokenizer=self.tokenizer, roles=self.roles)
         self.train_prompts, self.eval_prompts = (self._prompts(split) for split in ("train", "eval"))
         if judge is None:
-            self.scorer = load_scorer(config, self.task, parts=self, options=options, environment=environment)
+            self.scorer = load_scorer(config, self.task, parts=self, options=options, runner=self.runner)
         else:
             self.scorer = judge.reading(self.tokenizer)
-        stop = [*config.generation.stop, *(environment.stop if environment else ())]
+        stop = [*config.generation.stop, *(self.runner.environment.stop if self.runner else ())]
         self.engine: SamplingEngine
         if options.weights:
             self.engine, self.engine_reason = engine_of(
@@ -350,7 +348,7 @@ class SamplingParts(Parts):
 
 
 def load_scorer(
-    config: Config, task: Task, *, parts: Parts, options: Options, environment: Environment | AgentEnvironment | None
+    config: Config, task: Task, *, parts: Parts, options: Options, runner: EpisodeRunner | AgentRunner | None
 ) -> Scorer:
     """The configuration's own rewards, not started."""
     model = None
@@ -365,6 +363,6 @@ def load_scorer(
         policy_format=TextFormat.of_run(config),
         model=model,
         micro_batches=parts.micro_batches,
-        environment=environment,
+        environment=runner.environment if runner else None,
         needed=config.trains.rewarded,
     )

@@ -20,6 +20,7 @@ from tinyrl.text import did_you_mean, listed
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config
+    from tinyrl.config.sections import EnvironmentConfig
 
 TASKS: dict[str, str] = {
     "sort": "tinyrl.tasks.sort",
@@ -61,6 +62,23 @@ def load_task(name: str, *, grading: Grading = "task") -> Task:
     if importlib.util.find_spec("math_verify") is None:
         raise ValueError("task.grading=math needs math-verify: pip install 'tinyrl[math]'")
     return dataclasses.replace(task, grader=MATH_GRADER)
+
+
+def environments(config: Config) -> dict[str, tuple[EnvironmentConfig, Task]]:
+    """By source ("" where there is one) the section and the task: either may say what answers between turns."""
+    section, where = config.environment, config.task
+    if not where.sources:
+        return {"": (section, load_task(where.name or "rows", grading=where.grading))}
+    return {
+        source.label: (section.model_copy(update={"use": source.environment}), load_task(source.task))
+        for source in where.sources
+    }
+
+
+def environment_functions(config: Config) -> list[tuple[str, str]]:
+    """The settings that name people's code of environments, each with what it names."""
+    found = [function for section, _ in environments(config).values() for function in section.functions]
+    return list(dict.fromkeys(found))
 
 
 def load_split(config: Config, split: str) -> list[Row]:

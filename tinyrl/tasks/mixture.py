@@ -12,9 +12,10 @@ from typing import Any
 from tinyrl.config.sections import SourceConfig
 from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
+from tinyrl.data.rows import SOURCE, by_kind
 from tinyrl.tasks.task import Task
 
-SOURCE, SOURCE_TASK = "source", "source_task"
+SOURCE_TASK = "source_task"
 
 
 def rows(split: str) -> list[Row]:
@@ -26,7 +27,7 @@ def mixed_rows(sources: list[SourceConfig], split: str, *, seed: int, verified: 
     """The rows of every source, one of each in turn, so that the first held-out ones are of all. A prompt that any of
     them holds out is not trained on.
 
-    Raises ValueError, naming the source, for rows that its task cannot use and for tasks that play episodes.
+    Raises ValueError, naming the source, for rows that its task cannot use.
     """
     of_each = [_rows_of(source, split, seed=seed, verified=verified) for source in sources]
     mixed = [row for turn in zip_longest(*of_each) for row in turn if row is not None]
@@ -41,8 +42,8 @@ def _rows_of(source: SourceConfig, split: str, *, seed: int, verified: bool) -> 
 
     try:
         task = load_task(source.task)
-        if task.respond is not None or task.environment is not None or task.name == "mixture":
-            raise ValueError(f"task {task.name} plays episodes, or mixes itself; it cannot be one of several sources")
+        if task.name == "mixture":
+            raise ValueError("task mixture mixes itself; it cannot be one of several sources")
         found = load_rows(
             task,
             split,
@@ -73,17 +74,20 @@ def verify(
 ) -> list[float | None]:
     """Each row's score by the verifier of its own task; None where that has none."""
     scores: list[float | None] = [None] * len(prompts)
-    for name in dict.fromkeys(source_task):
-        places = [place for place, other in enumerate(source_task) if other == name]
+    for name, places, own in by_kind(source_task, columns):
         judge = _task(name).verify
         if judge is None:
             continue
-        own = {column: [values[place] for place in places] for column, values in columns.items()}
-        there = {column: values for column, values in own.items() if any(value is not None for value in values)}
-        found = judge([prompts[p] for p in places], [completions[p] for p in places], **there)
+        found = judge([prompts[p] for p in places], [completions[p] for p in places], **own)
         for place, score in zip(places, found, strict=True):
             scores[place] = score
     return scores
+
+
+def asking_turn(row: Row) -> str | None:
+    """The first turn that the row's own task knows."""
+    asks = _task(row[SOURCE_TASK]).asking_turn
+    return None if asks is None else asks(row)
 
 
 def _task(name: str) -> Task:
@@ -100,5 +104,6 @@ TASK = Task(
     verify=verify,
     gold=gold,
     columns=(SOURCE, SOURCE_TASK),
+    asking_turn=asking_turn,
     grader="tinyrl.tasks.mixture:verify",
 )

@@ -36,7 +36,7 @@ class Task:
     respond: Callable[..., list[Reply | str | None]] | None = None  # what answers between turns, see environments
     stop: tuple[str, ...] = ()  # texts that end a turn there
     environment: str | None = None  # or the environment of ours that does, by its name in environment.use
-    asking_turn: Callable[[Row], str] | None = None  # a turn that `respond` answers, for trials without a model
+    asking_turn: Callable[[Row], str | None] | None = None  # a turn that `respond` answers, for trials without a model
     generate: Callable[[str | None, str, int], list[Row]] | None = None  # rows from (task.data, split, seed)
     grader: str | None = None  # "module:function" to be used for `verify`, in a process of its own
 

@@ -25,6 +25,7 @@ from tinyrl.config.embedded import starter_path
 from tinyrl.config.schema import Config
 from tinyrl.runs.checkpoint import MANIFEST, checkpoint_step
 from tinyrl.runs.run_dir import versions
+from tinyrl.tasks import environment_functions
 from tinyrl.text import first_line, shortened
 from tinyrl.workers.loading import imported_beside, parse_use
 
@@ -238,7 +239,7 @@ def _files(config: Config) -> Iterator[tuple[str, Path]]:
     rubrics = [Path(function.rubric) for function in functions if function.rubric is not None]
     yield from ((f"reward.functions: {rubric.name}", rubric) for rubric in rubrics)
     if config.uses("environment"):
-        uses += config.environment.functions
+        uses += environment_functions(config)
         corpus = config.environment.corpus
         if corpus is not None and os.path.isfile(corpus):
             yield f"environment.corpus: {os.path.basename(corpus)}", Path(corpus)

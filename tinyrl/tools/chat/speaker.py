@@ -180,9 +180,8 @@ class Speaker:
         if not self.answers:
             raise ValueError("nothing has been asked yet")
         if self._scorer is None:
-            environment = self.runner.environment if self.runner else None
             self._scorer = load_scorer(
-                self.target.config, self.task, parts=self.parts, options=self.options, environment=environment
+                self.target.config, self.task, parts=self.parts, options=self.options, runner=self.runner
             )
             self._scorer.start()
         found = []
@@ -253,7 +252,7 @@ def load_speaker(target: ChatTarget, *, options: Options) -> Speaker:
     config = target.config
     parts = Parts(config, options=options)
     task = load_task(config.task.name or "rows", grading=config.task.grading)
-    runner = load_episode_runner(config, task, tokenizer=parts.tokenizer, roles=parts.roles)
+    runner = load_episode_runner(config, tokenizer=parts.tokenizer, roles=parts.roles)
     if target.checkpoint is not None:
         load_policy(parts.roles, target.checkpoint)
     return Speaker(target, parts, task, runner, options)
