@@ -26,7 +26,6 @@ from tinyrl.training.state import Controllers
 
 PROBED = 4.0  # completions that a probed rate counts for
 PRIOR = 0.1  # of right and of wrong ones, before any is seen: most prompts are always right, or always wrong
-UNKNOWN = 0.3  # what it is worth to try a prompt that was never seen: more than any p (1 - p)
 
 
 class Choice:
@@ -80,7 +79,8 @@ class PassRates(Choice):
 
     Of a step's prompts the share task.sampler_uniform comes from shuffled epochs, so that every prompt is tried again.
     The others are drawn without replacement in proportion to the expectation of p (1 - p) under Beta(right + PRIOR,
-    wrong + PRIOR), that is a b / (n (n + 1)) of its two numbers and their sum; one that was never seen, to UNKNOWN.
+    wrong + PRIOR), that is a b / (n (n + 1)) of its two numbers and their sum; one that was never seen in proportion to
+    the mean of those that were.
     """
 
     task: TaskConfig
@@ -106,16 +106,16 @@ class PassRates(Choice):
         return still * right, still * wrong
 
     def worth(self, step: int) -> np.ndarray:
-        """What each prompt is expected to teach, E[p (1 - p)], and one that was never seen is worth, (N,)."""
+        """What each prompt is expected to teach, E[p (1 - p)]; one that was never seen: the mean of those that were."""
         right, wrong = self._probed + PRIOR
         for i, key in enumerate(self.keys):
             if key in self.record:
                 was_right, was_wrong = self._known(key, step)
                 right[i], wrong[i] = PRIOR + was_right, PRIOR + was_wrong
         n = right + wrong
-        new = self._probed.sum(0) == 0
-        new &= np.array([key not in self.record for key in self.keys])
-        return np.where(new, UNKNOWN, right * wrong / (n * (n + 1)))
+        worth = right * wrong / (n * (n + 1))
+        seen = (self._probed.sum(0) > 0) | np.array([key in self.record for key in self.keys])
+        return np.where(seen, worth, worth[seen].mean() if seen.any() else 1.0)
 
     def draw(self, step: int) -> list[int]:
         count, total = self.num_prompts, len(self.prompts)
