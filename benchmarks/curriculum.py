@@ -26,13 +26,13 @@ def score(prompts, completions, kind, answer, **columns):
     return [{"impossible": 0.0, "trivial": 1.0}.get(k, r) for k, r in zip(kind, right)]
 """
 SETTINGS = ["task.name=sort", "task.eval_data=eval.jsonl", "reward.functions=[{use: rewards.py:score}]",
-            "grpo.num_prompts=16", "grpo.group_size=8", "generation.max_new_tokens=24", "optim.learning_rate=0.001",
-            "optim.schedule=constant", "run.eval_every=5", "run.eval_prompts=256", "run.save_every=0", "run.threads=1",
+            "grpo.num_prompts=8", "grpo.group_size=8", "generation.max_new_tokens=24", "optim.learning_rate=0.001",
+            "optim.schedule=constant", "run.eval_every=10", "run.eval_prompts=256", "run.save_every=0", "run.threads=1",
             ]  # fmt: skip
-RUNS = {"mixed": ("uniform", 160), "mixed, by difficulty": ("difficulty", 160), "probed": ("difficulty", 160),
-        "even": ("uniform", 100), "even, by difficulty": ("difficulty", 100)}  # fmt: skip
+RUNS = {"mixed": ("uniform", 400), "mixed, by difficulty": ("difficulty", 400), "probed": ("difficulty", 400),
+        "even": ("uniform", 200), "even, by difficulty": ("difficulty", 200)}  # fmt: skip
 SCORES = (0.6, 0.7, 0.75, 0.8)
-A_STEP = 128  # completions
+A_STEP = 64  # completions
 
 
 def main() -> None:

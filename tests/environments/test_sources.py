@@ -10,11 +10,13 @@ import pytest
 
 from tests import running
 from tests.faults.lookup_runs import lookup, samples
+from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.environments import Reply, last_turn
 from tinyrl.environments.environment import Environment
 from tinyrl.environments.sources import SourceEnvironments
+from tinyrl.runs.resolve import absolute_paths
 from tinyrl.tasks import environments, load_split, load_task
 
 OWN = """
@@ -106,3 +108,17 @@ def test_a_run_plays_each_source_with_its_own_and_is_resumed(mixed: Config, tmp_
     assert code == 75
     assert running.go_on(stopped) == 0
     assert running.lasting(stopped) == running.lasting(run)
+
+
+def test_its_file_is_found_from_elsewhere(mixed: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    values = mixed.model_dump()
+    values["task"]["sources"][1]["environment"] = "env.py:respond"
+    kept = absolute_paths(values)["task"]["sources"]
+    assert [source["environment"] for source in kept] == [None, f"{tmp_path}/env.py:respond", None]
+    values["task"]["sources"][1]["environment"] = "missing.py:respond"
+    with pytest.raises(ValueError, match=r"missing\.py"):
+        check_before_loading(Config.model_validate(values))
+    values["task"]["sources"][1].update(task="search_qa", environment=None)
+    with pytest.raises(ValueError, match=r"environment\.corpus"):
+        check_before_loading(Config.model_validate(values))

@@ -138,9 +138,10 @@ def _unfit(key: str, path: str, config: Config) -> str | None:
 
 
 def _absolute_data(source: dict[str, Any]) -> dict[str, str]:
-    """Of a source of rows: the files that are there."""
+    """Of a source of rows: the files that are there, and what answers it."""
     paths = {name: os.path.expanduser(source.get(name) or "") for name in ("data", "eval_data")}
-    return {name: os.path.abspath(path) for name, path in paths.items() if path and os.path.exists(path)}
+    files = {name: os.path.abspath(path) for name, path in paths.items() if path and os.path.exists(path)}
+    return {**files, "environment": _absolute_use(source["environment"])} if source.get("environment") else files
 
 
 def _absolute_files(function: dict[str, Any]) -> dict[str, str]:
