@@ -101,7 +101,8 @@ def _task(found: Any, name: str) -> dict[str, Any]:
     config, samples = found["configs"].get(name, {}), found["samples"].get(name, [])
     documents = sorted(json.dumps(sample["doc"], sort_keys=True, default=str) for sample in samples)
     digest = hashlib.sha256("\n".join(dict.fromkeys(documents)).encode()).hexdigest() if samples else None
-    numbers = {key: value for key, value in found["results"][name].items() if isinstance(value, int | float)}
+    scores = found["results"][name].items()
+    numbers = {key: value for key, value in scores if isinstance(value, int | float) and key != "sample_len"}
     kept = ("dataset_path", "dataset_name", "test_split", "validation_split", "generation_kwargs", "output_type")
     return {
         "scores": numbers,
@@ -121,7 +122,7 @@ def render(result: dict[str, Any]) -> str:
         lines.append(f"{name}: {task['documents']:,} documents{digest}, {task['few_shot'] or 0} examples in the prompt")
         for key, value in task["scores"].items():
             metric, _, how = key.partition(",")
-            if metric.endswith("_stderr") or metric == "sample_len":
+            if metric.endswith("_stderr"):
                 continue
             error = task["scores"].get(f"{metric}_stderr,{how}")
             beside = f" ± {shown(error)}" if isinstance(error, float) else ""
