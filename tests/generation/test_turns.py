@@ -83,7 +83,9 @@ def test_when_answers_come_changes_no_bit(fused: SamplingParts) -> None:
     """Which rows are decoded together changes the rounding, so it must not hang on the clock."""
     runner, draw = fused.runner, random.Random(0)
     assert isinstance(runner, EpisodeRunner)
-    environment, respond = runner.environment, runner.environment._respond
+    environment = runner.environment
+    assert isinstance(environment, Environment)
+    respond = environment._respond
     assert respond is not None
 
     def late(prompts: list[Any], transcripts: list[Any], **columns: Any) -> list[Any]:
@@ -144,6 +146,7 @@ def test_each_episode_has_a_seed_of_its_own(fused: SamplingParts) -> None:
 
     assert isinstance(fused.runner, EpisodeRunner)
     environment = fused.runner.environment
+    assert isinstance(environment, Environment)
     respond, environment._respond = environment._respond, noted
     try:
         for step in (STEP, STEP, STEP + 1):
