@@ -12,7 +12,7 @@ import torch
 
 from tests.faults.lookup_runs import lookup
 from tinyrl.environments import Reply
-from tinyrl.environments.environment import Episode
+from tinyrl.environments.environment import Environment, Episode
 from tinyrl.generation.engine import Completion, Request, SampleOptions, sample_keys, uniforms
 from tinyrl.generation.turns import EpisodeRunner, Episodes, play, play_plainly
 from tinyrl.rollout.components import Options, SamplingParts
