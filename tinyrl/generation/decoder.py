@@ -2,11 +2,11 @@
 
 For Llama, Qwen2, Qwen3 and models built like them. While decoding, the library's modules cost more than their
 arithmetic: LoRA branches at every token, the whole cache copied at every token, a dozen small operations a layer.
-Here the weights are private copies, made afresh from base and adapter, with one matrix for projections that share an
-input. The base itself is never merged in place, which would round it.
+Here projections that share an input are one matrix. The base itself is never merged in place, which would round it.
 
-In float32 the adapter is merged into the matrix. In bfloat16 that would round small updates away. There one matrix
-[W, (alpha / r) B] is multiplied with [h, A h], so that base and branch are added up in float32 and rounded once.
+In float32 the weights are private copies with the adapter merged in. In half precision merging would round small
+updates away, so LoRA is a product of its own, W h + (alpha / r) B (A h), and a frozen base of the same precision is not
+copied: its own q, k and v, and gate and up, become views of the joined matrices.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from tinyrl.models.batches import backbone_of
+from tinyrl.models.device import HALVES
 from tinyrl.models.fused_backbone import turned
 from tinyrl.models.logprobs import Head, head_of
 from tinyrl.models.lora import lora_matrices, lora_rank, merged_weight
@@ -32,29 +33,42 @@ RANK_MULTIPLE = 8  # rows of a bfloat16 matrix then start at 16 bytes, as fast k
 
 @dataclass
 class Projection:
-    """h -> W h + b, where W may have a low-rank branch. weight (out, in), or (out, in + k) with B's columns behind W's;
-    lora_a (k, in): what they are multiplied with is A h.
+    """h -> W h + b, where W (out, in) may have a low-rank branch: lora_a (k, in), lora_b (out, k).
+
+    The branch is what W h is added to, in float32, before that is rounded: a first update is smaller than the steps
+    between numbers of half precision, and added to a rounded W h it would be rounded away again.
     """
 
     weight: Tensor
     bias: Tensor | None
     lora_a: Tensor | None = None
+    lora_b: Tensor | None = None
 
     def __call__(self, h: Tensor) -> Tensor:
         """(N, in) -> (N, out)."""
-        return linear(self._widened(h), self.weight, self.bias)
+        if (branch := self._branch(h)) is None:
+            return linear(h, self.weight, self.bias)
+        product = branch.addmm_(h, self.weight.t())
+        return product if self.bias is None else product.add_(self.bias)
 
     def added(self, x: Tensor, h: Tensor) -> Tensor:
-        """x + W h + b in one product; x (N, out)."""
-        return torch.addmm(x if self.bias is None else x + self.bias, self._widened(h), self.weight.t())
+        """x + W h + b; x (N, out)."""
+        if self.lora_a is not None:
+            return self(h).add_(x)
+        return torch.addmm(x if self.bias is None else x + self.bias, h, self.weight.t())
 
-    def _widened(self, h: Tensor) -> Tensor:
-        return h if self.lora_a is None else torch.cat([h, linear(h, self.lora_a)], -1)
+    def _branch(self, h: Tensor) -> Tensor | None:
+        """B (A h), (N, out)."""
+        if self.lora_a is None or self.lora_b is None:
+            return None
+        return linear(linear(h, self.lora_a), self.lora_b)
 
 
 @dataclass
 class LayerWeights:
-    """One decoder layer: q, k and v in one matrix, by kv heads (queries, key, value of each); gate and up in one."""
+    """One decoder layer: q, k and v in one matrix, in float32 by kv heads (queries, key, value of each), else as they
+    are one behind another; gate and up in one.
+    """
 
     qkv: Projection
     out: Projection
@@ -77,7 +91,7 @@ def layer_weights(layer: Any, adapter: str | None, *, kv_heads: int, dtype: torc
 
     qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
     return LayerWeights(
-        joined(qkv, adapter, dtype=dtype, parts=kv_heads, norm=inside[0]),
+        joined(qkv, adapter, dtype=dtype, parts=1 if in_half else kv_heads, norm=inside[0]),
         joined([attention.o_proj], adapter, dtype=dtype),
         joined([mlp.gate_proj, mlp.up_proj], adapter, dtype=dtype, norm=inside[1]),
         joined([mlp.down_proj], adapter, dtype=dtype),
@@ -101,22 +115,55 @@ def joined(
     def one(tensors: list[Tensor]) -> Tensor:
         return torch.cat([t.unflatten(0, (parts, -1)) for t in tensors], 1).flatten(0, 1)
 
-    weight = one([w for w, _ in pairs]).to(dtype)
+    weights = [w for w, _ in pairs]
+    own = matrix_of(weights) if can_share(weights, dtype) else None
+    weight = one(weights).to(dtype) if own is None else own
     biases = [b for _, b in pairs if b is not None]
     assert len(biases) in (0, len(pairs))
     bias = one(biases).to(dtype) if biases else None
     if not rank:
-        return Projection(laid_out(weight, norm), bias)
+        return Projection(laid_out(weight, norm) if own is None else own, bias)
     columns = -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE
     lora_a, column = weight.new_zeros(columns, weight.shape[1]), 0
-    lora_b = [weight.new_zeros(len(own), columns) for own, _ in pairs]
+    lora_b = [weight.new_zeros(len(w), columns) for w in weights]
     for module, branch in zip(modules, lora_b, strict=True):
         if (matrices := lora_matrices(module, adapter)) is not None:
             a, b = matrices
             lora_a[column : column + len(a)] = a
             branch[:, column : column + len(a)] = b
         column += lora_rank(module)
-    return Projection(torch.cat([weight, one(lora_b)], 1), bias, lora_a)
+    return Projection(weight, bias, lora_a, one(lora_b))
+
+
+def can_share(weights: list[Tensor], dtype: torch.dtype) -> bool:
+    """Whether sampling in `dtype` can read a layer's own weights: frozen ones, in half precision."""
+    return dtype in HALVES and all(w.dtype == dtype and not w.requires_grad for w in weights)
+
+
+def join_weights(backbone: Any, dtype: torch.dtype) -> None:
+    """Put weights that sampling can read as they are, and multiplies with one input, into one matrix, of which the
+    layers' own become views. A layer's is moved at a time, so memory grows by no more than one.
+    """
+    for layer in backbone.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for modules in ([attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]):
+            weights = [merged_weight(module, None)[0] for module in modules]
+            if can_share(weights, dtype) and matrix_of(weights) is None:
+                whole = torch.cat([w.data for w in weights])
+                for weight, part in zip(weights, whole.split([len(w) for w in weights]), strict=True):
+                    weight.data = part
+
+
+def matrix_of(weights: list[Tensor]) -> Tensor | None:
+    """The matrix that these are one behind another in memory; None where they are not."""
+    first, at = weights[0], weights[0].storage_offset()
+    for weight in weights:
+        # data_ptr() of a storage would do, were it not 0 for all on the meta device
+        same = weight.untyped_storage()._cdata == first.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+        if not same or not weight.is_contiguous() or weight.storage_offset() != at:
+            return None
+        at += weight.numel()
+    return first.detach().as_strided((sum(len(w) for w in weights), first.shape[1]), first.stride())
 
 
 def laid_out(weight: Tensor, norm: Tensor | None) -> Tensor:
@@ -168,6 +215,7 @@ class Decoder:
         self.eps: float = config.rms_norm_eps
         self.least = torch.tensor(self.eps)
         self.activation = self.backbone.layers[0].mlp.act_fn
+        join_weights(self.backbone, dtype)
         self.release()
 
     @property
@@ -309,11 +357,18 @@ class Decoder:
         queries + 2, d).
         """
         h = self._normed(x, layer.attention_norm)
-        qkv = layer.qkv(h).view(len(x), self.num_kv_heads, -1, self.head_dim)
-        if layer.q_norm is not None and layer.k_norm is not None:
+        qkv = layer.qkv(h)
+        if self.dtype == torch.float32:
+            qkv = qkv.view(len(x), self.num_kv_heads, -1, self.head_dim)
+            if layer.q_norm is None:
+                return turned(qkv, *rotation)
             q, k, v = qkv.split([self.queries, 1, 1], 2)
-            qkv = torch.cat([self._normed(q, layer.q_norm), self._normed(k, layer.k_norm), v], 2)
-        return turned(qkv, *rotation)
+        else:
+            by_kind = qkv.split([size * self.num_kv_heads * self.head_dim for size in (self.queries, 1, 1)], -1)
+            q, k, v = (t.view(len(x), self.num_kv_heads, -1, self.head_dim) for t in by_kind)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
+        return turned(torch.cat([q, k, v], 2), *rotation)
 
     def _rest(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> Tensor:
         """Attention's output projection and the feed-forward block, each added to its residual."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.config.sections import GenerationConfig
-from tinyrl.generation.decoder import Decoder
+from tinyrl.generation.decoder import Decoder, can_share
 from tinyrl.generation.engine import LOOK_EVERY, Completion, SamplingEngine, SamplingSettings
 from tinyrl.generation.fused import PREFILL_TOKENS, WIDTH_BUCKET, FusedEngine, rows_that_fit
 from tinyrl.generation.hf import HfEngine
@@ -144,7 +144,7 @@ def _choice(
 
 
 def _why_no_copy(roles: Roles, dtype: torch.dtype, *, quantized: bool, free: int) -> str | None:
-    needed = sum(p.numel() for p in roles.causal.parameters()) * dtype.itemsize
+    needed = sum(p.numel() for p in roles.causal.parameters() if not can_share([p], dtype)) * dtype.itemsize
     plain = all(is_plain_lora(layer) for layer in roles.adapted_layers(POLICY_ADAPTER))
     reasons = {
         "the base is quantised, so LoRA stays unmerged": quantized,
@@ -291,8 +291,9 @@ def sampling_bytes(
     width = prompt_tokens + columns
     width = -(-width // WIDTH_BUCKET) * WIDTH_BUCKET if device.type == "cuda" else width
     settings = SamplingSettings(config.temperature, config.max_new_tokens, top_p=config.top_p, top_k=config.top_k)
-    with roles.acting("policy") as model, LiveBytes() as live, AsOn(device):
+    with roles.acting("policy") as model:
         decoder = Decoder(model, dtype=sampling_dtype(config, roles))
+    with roles.acting("policy"), LiveBytes() as live, AsOn(device):
         decoder.sync(roles.adapter_of("policy"))
         copy = live.now
         fit = rows_that_fit(decoder, width, free=max(0, free - copy))
