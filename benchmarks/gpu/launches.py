@@ -33,7 +33,7 @@ def narrow(shape: Shape) -> Any:
 @torch.inference_mode()
 def of_the_decoder(model: Any, dtype: torch.dtype) -> int:
     """Of one step of tinyrl's own decoder, with the draw of the next token."""
-    decoder = Decoder(model.to(dtype), dtype=dtype)
+    decoder = Decoder(model.to(dtype), dtype=dtype, held="merged" if dtype == torch.float32 else "apart")
     decoder.sync("default")
     settings = SamplingSettings(temperature=1.0, max_new_tokens=4)
     slots = Slots(decoder, settings, capacity=ROWS, width=WIDTH, columns=4, greedy=False, device=CPU)

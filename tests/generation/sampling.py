@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tinyrl.generation import hf
+from tinyrl.generation.decoder import Held
 from tinyrl.generation.engine import Completion, Request, SamplingEngine, SamplingSettings
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.hf import HfEngine
@@ -45,8 +46,12 @@ def make_engine(
     settings = SamplingSettings(**({"temperature": 1.0, "max_new_tokens": 20} | options))
     roles, tokenizer = Roles(model, device=device, reference=reference), load_tokenizer(str(folder))
     if name == "fused":
-        return FusedEngine(roles, tokenizer, settings, dtype=dtype)
+        return FusedEngine(roles, tokenizer, settings, dtype=dtype, held=held_in(dtype))
     return HfEngine(roles, tokenizer, settings, merged=name == "hf-merged")
+
+
+def held_in(dtype: torch.dtype) -> Held:
+    return "merged" if dtype == torch.float32 else "apart"
 
 
 def requests(prompts: list[list[int]] | None = None) -> list[Request]:

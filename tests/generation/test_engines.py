@@ -1,11 +1,14 @@
 """Sampling engines: equal samples whatever the memory and whichever rows have finished; the choice of an engine."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
     MistralConfig,
@@ -28,12 +31,14 @@ from tests.generation.sampling import (
 from tests.running import LookedAt
 from tests.tiny_models import KINDS, TinyModels
 from tinyrl.generation import fused, select
-from tinyrl.generation.decoder import Decoder, tensors
+from tinyrl.generation.decoder import Decoder, Packed, tensors
 from tinyrl.generation.engine import Request, SamplingSettings
+from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.select import select_engine
 from tinyrl.generation.slots import Slots
 from tinyrl.models.batches import backbone_of, fuses
 from tinyrl.models.fused_backbone import reads_like_llama
+from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.roles import Roles
 
@@ -320,19 +325,56 @@ def test_an_adapter_on_the_embedding_is_sampled_with(tiny: TinyModels, kind: str
         assert completion.logprobs == pytest.approx(row[: len(completion.tokens)].tolist(), abs=1e-4)
 
 
-def test_without_room_for_a_copy_or_with_a_quantised_base_lora_stays_unmerged(
+def test_without_room_for_a_copy_the_base_is_sampled_from_as_it_stands(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
 ):
-    made = make_engine(tiny("llama"), lora=True)
+    made = make_engine(tiny("qwen3"), lora=True)
+    stir(made)
+    merged = choose(made)[0]
     monkeypatch.setattr(select, "free_bytes", lambda device: 1000)
-    engine, why = choose(made)
-    assert engine.name == "hf"
-    assert "would take most of the free memory" in why
+    engine = choose(made)[0]
+    assert (engine.name, merged.name) == ("fused", "fused")
+    assert isinstance(engine, FusedEngine)
+    assert engine.held == "apart"
+    weight = made.roles.causal.model.layers[0].self_attn.k_proj.base_layer.weight  # pyright: ignore
+    was = weight.clone()
+    assert_same(sample(engine), sample(merged))
+    decoder = engine.decoder(made.roles.causal)
+    decoder.sync("default")
+    assert decoder.layers[0].qkv.weight.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()  # pyright: ignore
+    assert torch.equal(weight, was)
     with pytest.raises(ValueError, match=r"generation\.engine=hf-merged"):
         choose(made, "hf-merged")
-    monkeypatch.undo()
-    made.roles.causal.is_quantized = True
-    assert choose(made)[1] == "the base is quantised, so LoRA stays unmerged"
+    with pytest.raises(ValueError, match="would take most of the free memory"):
+        choose(made, "fused", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_four_bit_base_is_sampled_from_a_dense_copy_or_unpacked_at_every_use(
+    dtype: torch.dtype, tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("bitsandbytes")
+    config = AutoConfig.from_pretrained(tiny("llama"))
+    config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 16  # blocks are of 64 weights
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    made = make_engine(tiny("llama"))
+    base = load_causal_lm(str(tmp_path), dtype=dtype, quantization="4bit")
+    lora = lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear")
+    made.roles = Roles(wrap_in_lora(base, lora), device=CPU, reference=False)
+    stir(made)
+    drawn = {}
+    for held, free in (("apart", 1 << 40), ("packed", 1000)):
+        monkeypatch.setattr(select, "free_bytes", lambda device, free=free: free)
+        engine = choose(made, dtype=dtype)[0]
+        assert isinstance(engine, FusedEngine)
+        assert engine.held == held
+        drawn[held] = sample(engine)
+        decoder = engine.decoders[id(made.roles.causal)]
+        decoder.sync("default")
+        assert isinstance(decoder.layers[1].gate_up.weight, Packed) == (held == "packed")
+    assert_same(drawn["apart"], drawn["packed"])
+    if dtype == torch.float32:
+        assert_same(drawn["apart"], sample(choose(made, "hf", dtype=dtype)[0]))
 
 
 def addresses(decoder: Decoder) -> list[int]:
@@ -342,14 +384,14 @@ def addresses(decoder: Decoder) -> list[int]:
 def test_weights_are_taken_over_into_the_same_memory(tiny: TinyModels):
     """A CUDA graph holds addresses. Norms and embeddings are shared with the model; merged matrices are private."""
     engine = make_engine(tiny("qwen3"), lora=True)
-    decoder = Decoder(engine.roles.causal, dtype=torch.float32)
+    decoder = Decoder(engine.roles.causal, dtype=torch.float32, held="merged")
     decoder.sync("default")
     before = addresses(decoder)
-    values = decoder.layers[0].qkv.weight.clone()
+    values = decoder.layers[0].qkv.matrix.clone()
     stir(engine)
     decoder.sync("default")
     assert before == addresses(decoder)
-    assert not torch.equal(values, decoder.layers[0].qkv.weight)
+    assert not torch.equal(values, decoder.layers[0].qkv.matrix)
     matrices = [tensor for layer in decoder.layers for tensor in tensors(layer) if tensor.dim() > 1]
     assert decoder.weight_bytes == 4 * sum(tensor.numel() for tensor in matrices)
 

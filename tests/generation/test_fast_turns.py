@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.generation.episodes import BUDGET, TURNS, Delayed, Scripted, Threaded, plain
-from tests.generation.sampling import LIKE_LLAMA, PROMPTS, assert_same, make_engine, requests, sample, stir
+from tests.generation.sampling import LIKE_LLAMA, PROMPTS, assert_same, held_in, make_engine, requests, sample, stir
 from tests.running import LookedAt
 from tests.tiny_models import TinyModels
 from tinyrl.generation import fused
@@ -39,7 +39,7 @@ def assert_same_episodes(ours: list[list[Completion]], theirs: list[list[Complet
 
 
 def decoder_of(engine: Any, dtype: torch.dtype = torch.float32) -> Decoder:
-    decoder = Decoder(engine.roles.causal, dtype=dtype)
+    decoder = Decoder(engine.roles.causal, dtype=dtype, held=held_in(dtype))
     decoder.sync(None)
     return decoder
 

@@ -55,7 +55,8 @@ def test_the_sampler_moves_with_a_bfloat16_policy_from_the_first_step(tiny: Tiny
     exact = in_lora(copy.deepcopy(model).float())
     policy = in_lora(model)
     ids = torch.randint(2, 250, (4096, 6), generator=torch.Generator().manual_seed(0))
-    sampler, true = Decoder(policy.causal, dtype=torch.bfloat16), Decoder(exact.causal, dtype=torch.float32)
+    sampler = Decoder(policy.causal, dtype=torch.bfloat16, held="apart")
+    true = Decoder(exact.causal, dtype=torch.float32, held="merged")
     before = [logits(decoder, ids) for decoder in (sampler, true)]
     for roles in (policy, exact):
         adam_step(roles.parameters["policy"], seed=1)
@@ -83,7 +84,7 @@ def test_a_branch_keeps_what_merging_into_bfloat16_rounds_away() -> None:
     ours = joined([layer], "default", dtype=torch.bfloat16)
     assert ours.lora_a is not None
     assert ours.lora_b is not None
-    assert error(ours.weight.float() + ours.lora_b.float() @ ours.lora_a.float()) < 0.005
+    assert error(ours.matrix.float() + ours.lora_b.float() @ ours.lora_a.float()) < 0.005
     assert error((base + update).bfloat16()) > 0.9
     h, x = torch.randn(4, 1536).bfloat16(), torch.randn(4, 1536).bfloat16()
     expected = h.float() @ (base + update).t()
@@ -101,7 +102,7 @@ def test_joined_branches_are_those_of_each_projection(tiny: TinyModels, kind: st
     with torch.no_grad():
         for parameter in roles.parameters["policy"].values():
             parameter.add_(torch.randn(parameter.shape) * 0.3)
-    decoder = Decoder(roles.causal, dtype=torch.bfloat16)
+    decoder = Decoder(roles.causal, dtype=torch.bfloat16, held="apart")
     ids = torch.randint(2, 250, (16, 6), generator=torch.Generator().manual_seed(0))
     for adapter in ("default", None):
         with torch.no_grad(), roles.acting("base" if adapter is None else "policy") as model:
@@ -116,7 +117,7 @@ def test_joined_branches_are_those_of_each_projection(tiny: TinyModels, kind: st
 def test_a_branch_stays_in_its_place_whoever_is_sampled(tiny: TinyModels) -> None:
     """A CUDA graph is recorded once for policy and base: the base has the same matrices, with zeros for B."""
     roles = in_lora(load_causal_lm(str(tiny("qwen3")), dtype=torch.bfloat16))
-    decoder = Decoder(roles.causal, dtype=torch.bfloat16)
+    decoder = Decoder(roles.causal, dtype=torch.bfloat16, held="apart")
     seen = []
     for adapter in (None, "default", None):
         adam_step(roles.parameters["policy"], seed=3)
@@ -150,11 +151,11 @@ def test_bfloat16_modules_of_the_library_are_not_merged(tiny: TinyModels) -> Non
 def test_float32_matrices_stand_input_by_input_with_the_norms_in_them(tiny: TinyModels) -> None:
     """Where a norm is in the matrix behind it, doubling its weight doubles the matrix, and biases stay."""
     roles = in_lora(load_causal_lm(str(tiny("qwen2")), dtype=torch.float32))
-    decoder = Decoder(roles.causal, dtype=torch.float32)
+    decoder = Decoder(roles.causal, dtype=torch.float32, held="merged")
     decoder.sync("default")
     layer, first = decoder.layers[0], decoder.backbone.layers[0]
-    before = [p.weight.clone() for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-    assert all(p.weight.t().is_contiguous() for p in (layer.qkv, layer.out, layer.gate_up, layer.down))
+    before = [p.matrix.clone() for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    assert all(p.matrix.t().is_contiguous() for p in (layer.qkv, layer.out, layer.gate_up, layer.down))
     assert layer.attention_norm is None
     assert layer.qkv.bias is not None
     bias = layer.qkv.bias.clone()
@@ -162,7 +163,7 @@ def test_float32_matrices_stand_input_by_input_with_the_norms_in_them(tiny: Tiny
         first.input_layernorm.weight.mul_(2)
         first.post_attention_layernorm.weight.mul_(4)
     decoder.sync("default")
-    after = [p.weight for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    after = [p.matrix for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
     assert [float((a / b).median()) for a, b in zip(after, before, strict=True)] == [2, 1, 4, 1]
     assert torch.equal(layer.qkv.bias, bias)
 
@@ -182,7 +183,7 @@ def test_sampling_in_another_dtype_leaves_the_model_as_it_is(lora: bool, tiny: T
 @pytest.mark.parametrize("offset", [0.0, 120.0])
 def test_scores_of_attention_are_not_rounded_to_bfloat16(offset: float, tiny: TinyModels) -> None:
     """A key's bias may add the same large number to all scores (Qwen2 has such biases), which softmax takes away."""
-    decoder = Decoder(load_causal_lm(str(tiny("llama")), dtype=torch.bfloat16), dtype=torch.bfloat16)
+    decoder = Decoder(load_causal_lm(str(tiny("llama")), dtype=torch.bfloat16), dtype=torch.bfloat16, held="apart")
     torch.manual_seed(0)
     q, keys, values = torch.randn(6, 2, 8), torch.randn(6, 40, 8), torch.randn(6, 40, 8)
     q[..., -1], keys[..., -1] = 1.0, offset / decoder.scaling

@@ -4,16 +4,20 @@ For Llama, Qwen2, Qwen3 and models built like them. While decoding, the library'
 arithmetic: LoRA branches at every token, the whole cache copied at every token, a dozen small operations a layer.
 Here projections that share an input are one matrix. The base itself is never merged in place, which would round it.
 
-In float32 the weights are private copies with the adapter merged in. In half precision merging would round small
-updates away, so LoRA is a product of its own, W h + (alpha / r) B (A h), and a frozen base of the same precision is not
-copied: its own q, k and v, and gate and up, become views of the joined matrices.
+`Held` says how the weights stand there:
+
+    merged   private copies with the adapter merged in: float32, where they fit
+    apart    LoRA is a product of its own, W h + (alpha / r) B (A h), since merging in half precision would round small
+             updates away. A frozen base of the same dtype is not copied: its own q, k and v, and gate and up, become
+             views of the joined matrices. Of a 4-bit base there is a dense copy
+    packed   as apart, but the weights of a 4-bit base are made dense again at every use
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,13 +26,24 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from tinyrl.models.batches import backbone_of
-from tinyrl.models.device import HALVES
 from tinyrl.models.fused_backbone import turned
 from tinyrl.models.logprobs import Head, head_of
-from tinyrl.models.lora import lora_matrices, lora_rank, merged_weight
+from tinyrl.models.lora import dense_weight, lora_matrices, lora_rank, merged_weight
 from tinyrl.models.meta import weight_bytes
 
 RANK_MULTIPLE = 8  # rows of a bfloat16 matrix then start at 16 bytes, as fast kernels want
+Held = Literal["merged", "apart", "packed"]
+
+
+@dataclass
+class Packed:
+    """Weights of a 4-bit base, one behind another: dense ones (out, in) when they are asked for."""
+
+    weights: list[Tensor]
+    dtype: torch.dtype
+
+    def dense(self) -> Tensor:
+        return torch.cat([dense_weight(w) for w in self.weights]).to(self.dtype)
 
 
 @dataclass
@@ -39,23 +54,27 @@ class Projection:
     between numbers of half precision, and added to a rounded W h it would be rounded away again.
     """
 
-    weight: Tensor
+    weight: Tensor | Packed
     bias: Tensor | None
     lora_a: Tensor | None = None
     lora_b: Tensor | None = None
 
+    @property
+    def matrix(self) -> Tensor:
+        return self.weight if isinstance(self.weight, Tensor) else self.weight.dense()
+
     def __call__(self, h: Tensor) -> Tensor:
         """(N, in) -> (N, out)."""
         if (branch := self._branch(h)) is None:
-            return linear(h, self.weight, self.bias)
-        product = branch.addmm_(h, self.weight.t())
+            return linear(h, self.matrix, self.bias)
+        product = branch.addmm_(h, self.matrix.t())
         return product if self.bias is None else product.add_(self.bias)
 
     def added(self, x: Tensor, h: Tensor) -> Tensor:
         """x + W h + b; x (N, out)."""
         if self.lora_a is not None:
             return self(h).add_(x)
-        return torch.addmm(x if self.bias is None else x + self.bias, h, self.weight.t())
+        return torch.addmm(x if self.bias is None else x + self.bias, h, self.matrix.t())
 
     def _branch(self, h: Tensor) -> Tensor | None:
         """B (A h), (N, out)."""
@@ -66,78 +85,96 @@ class Projection:
 
 @dataclass
 class LayerWeights:
-    """One decoder layer: q, k and v in one matrix, in float32 by kv heads (queries, key, value of each), else as they
-    are one behind another; gate and up in one.
+    """One decoder layer: q, k and v in one matrix, merged by kv heads (queries, key, value of each), else one behind
+    another; gate and up in one.
     """
 
     qkv: Projection
     out: Projection
     gate_up: Projection
     down: Projection
-    attention_norm: Tensor | None  # in float32 the norms' weights are multiplied into the matrices behind them
+    attention_norm: Tensor | None  # None where it is multiplied into the matrix behind it (merged)
     mlp_norm: Tensor | None
     q_norm: Tensor | None  # Qwen3: over each head
     k_norm: Tensor | None
 
 
 @torch.no_grad()
-def layer_weights(layer: Any, adapter: str | None, *, kv_heads: int, dtype: torch.dtype) -> LayerWeights:
-    attention, mlp, in_half = layer.self_attn, layer.mlp, dtype != torch.float32
+def layer_weights(layer: Any, adapter: str | None, *, kv_heads: int, dtype: torch.dtype, held: Held) -> LayerWeights:
+    attention, mlp, merged = layer.self_attn, layer.mlp, held == "merged"
     norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
-    inside = (None, None) if in_half else norms
 
-    def norm(module: Any) -> Tensor | None:
+    def own(modules: list[nn.Module], *, norm: Tensor | None = None, parts: int = 1) -> Projection:
+        if merged:
+            return merged_projection(modules, adapter, parts=parts, norm=norm)
+        return joined(modules, adapter, dtype=dtype, packed=held == "packed")
+
+    def over_heads(name: str) -> Tensor | None:
+        module = getattr(attention, name, None)
         return None if module is None else module.weight.to(dtype)
 
-    qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
     return LayerWeights(
-        joined(qkv, adapter, dtype=dtype, parts=1 if in_half else kv_heads, norm=inside[0]),
-        joined([attention.o_proj], adapter, dtype=dtype),
-        joined([mlp.gate_proj, mlp.up_proj], adapter, dtype=dtype, norm=inside[1]),
-        joined([mlp.down_proj], adapter, dtype=dtype),
-        *(weight.to(dtype) if in_half else None for weight in norms),
-        q_norm=norm(getattr(attention, "q_norm", None)),
-        k_norm=norm(getattr(attention, "k_norm", None)),
+        own([attention.q_proj, attention.k_proj, attention.v_proj], norm=norms[0], parts=kv_heads),
+        own([attention.o_proj]),
+        own([mlp.gate_proj, mlp.up_proj], norm=norms[1]),
+        own([mlp.down_proj]),
+        *(None if merged else weight.to(dtype) for weight in norms),
+        q_norm=over_heads("q_norm"),
+        k_norm=over_heads("k_norm"),
     )
 
 
-def joined(
-    modules: list[nn.Module], adapter: str | None, *, dtype: torch.dtype, parts: int = 1, norm: Tensor | None = None
+def merged_projection(
+    modules: list[nn.Module], adapter: str | None, *, parts: int, norm: Tensor | None = None
 ) -> Projection:
-    """Linear layers that share their input as one, whose outputs are the first of `parts` equal parts of each layer's,
-    the second, and so on. norm (in,): what the input is to be multiplied with (merged weights only). Its shapes are
-    those of the layers' largest adapters, whichever is asked for (None: the base, with a branch of zeros), since a CUDA
-    graph is recorded once for all of them.
+    """Linear layers that share their input as one in float32, whose outputs are the first of `parts` equal parts of
+    each layer's, the second, and so on. norm (in,): what the input is to be multiplied with.
     """
-    rank = 0 if dtype == torch.float32 else sum(lora_rank(module) for module in modules)
-    pairs = [merged_weight(module, None if rank else adapter) for module in modules]
+    pairs = [merged_weight(module, adapter) for module in modules]
 
     def one(tensors: list[Tensor]) -> Tensor:
-        return torch.cat([t.unflatten(0, (parts, -1)) for t in tensors], 1).flatten(0, 1)
+        return torch.cat([t.unflatten(0, (parts, -1)) for t in tensors], 1).flatten(0, 1).float()
 
-    weights = [w for w, _ in pairs]
-    own = matrix_of(weights) if can_share(weights, dtype) else None
-    weight = one(weights).to(dtype) if own is None else own
     biases = [b for _, b in pairs if b is not None]
     assert len(biases) in (0, len(pairs))
-    bias = one(biases).to(dtype) if biases else None
+    return Projection(laid_out(one([w for w, _ in pairs]), norm), one(biases) if biases else None)
+
+
+def joined(modules: list[nn.Module], adapter: str | None, *, dtype: torch.dtype, packed: bool = False) -> Projection:
+    """Linear layers that share their input as one, with their branches. Its shapes are those of the layers' largest
+    adapters, whichever is asked for (None: the base, with a branch of zeros), since a CUDA graph is recorded once for
+    all of them.
+    """
+    pairs = [merged_weight(module, None) for module in modules]
+    weights = [w for w, _ in pairs]
+    matrix: Tensor | Packed | None = Packed(weights, dtype) if packed else None
+    if matrix is None and can_share(weights, dtype):
+        matrix = matrix_of(weights)
+    if matrix is None:
+        matrix = torch.cat([dense_weight(w) for w in weights]).to(dtype)
+    biases = [b for _, b in pairs if b is not None]
+    assert len(biases) in (0, len(pairs))
+    bias = torch.cat(biases).to(dtype) if biases else None
+    rank = sum(lora_rank(module) for module in modules)
     if not rank:
-        return Projection(laid_out(weight, norm) if own is None else own, bias)
-    columns = -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE
-    lora_a, column = weight.new_zeros(columns, weight.shape[1]), 0
-    lora_b = [weight.new_zeros(len(w), columns) for w in weights]
-    for module, branch in zip(modules, lora_b, strict=True):
+        return Projection(matrix, bias)
+    sizes: list[int] = [module.out_features for module in modules]  # pyright: ignore[reportAssignmentType]
+    columns, column = -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE, 0
+    device = weights[0].device
+    lora_a = torch.zeros(columns, int(modules[0].in_features), dtype=dtype, device=device)  # pyright: ignore
+    lora_b = torch.zeros(sum(sizes), columns, dtype=dtype, device=device)
+    for module, branch in zip(modules, lora_b.split(sizes), strict=True):
         if (matrices := lora_matrices(module, adapter)) is not None:
             a, b = matrices
             lora_a[column : column + len(a)] = a
             branch[:, column : column + len(a)] = b
         column += lora_rank(module)
-    return Projection(weight, bias, lora_a, one(lora_b))
+    return Projection(matrix, bias, lora_a, lora_b)
 
 
 def can_share(weights: list[Tensor], dtype: torch.dtype) -> bool:
-    """Whether sampling in `dtype` can read a layer's own weights: frozen ones, in half precision."""
-    return dtype in HALVES and all(w.dtype == dtype and not w.requires_grad for w in weights)
+    """Whether sampling in `dtype` can read a layer's own weights: frozen ones in that dtype."""
+    return all(w.dtype == dtype and not w.requires_grad for w in weights)
 
 
 def join_weights(backbone: Any, dtype: torch.dtype) -> None:
@@ -178,7 +215,8 @@ def laid_out(weight: Tensor, norm: Tensor | None) -> Tensor:
 
 def tensors(weights: LayerWeights | Projection) -> list[Tensor]:
     values = [getattr(weights, field.name) for field in fields(weights)]
-    return [t for v in values if v is not None for t in (tensors(v) if isinstance(v, Projection) else [v])]
+    nested = [tensors(v) if isinstance(v, Projection) else [v] for v in values]
+    return [t for each in nested for t in each if isinstance(t, Tensor)]
 
 
 def renewed(old: Tensor | None, fresh: Tensor) -> Tensor:
@@ -203,8 +241,9 @@ class Cache:
 class Decoder:
     """Hidden states of new tokens from a static cache. Weights are in `dtype`, sums of norms and softmax in float32."""
 
-    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype) -> None:
+    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, held: Held) -> None:
         self.model, self.dtype = model, dtype
+        self.held: Held = held
         self.backbone: Any = backbone_of(model)
         config = model.config.get_text_config()
         attention = self.backbone.layers[0].self_attn
@@ -215,7 +254,8 @@ class Decoder:
         self.eps: float = config.rms_norm_eps
         self.least = torch.tensor(self.eps)
         self.activation = self.backbone.layers[0].mlp.act_fn
-        join_weights(self.backbone, dtype)
+        if held != "merged":
+            join_weights(self.backbone, dtype)
         self.release()
 
     @property
@@ -241,7 +281,7 @@ class Decoder:
         bias = None if head.bias is None else renewed(self.head.bias, head.bias.to(self.dtype))
         self.head = Head(weight, bias, head.scale, head.softcap)
         for i, layer in enumerate(self.backbone.layers):
-            weights = layer_weights(layer, adapter, kv_heads=self.num_kv_heads, dtype=self.dtype)
+            weights = layer_weights(layer, adapter, kv_heads=self.num_kv_heads, dtype=self.dtype, held=self.held)
             if i == len(self.layers):
                 self.layers.append(weights)
             for old, fresh in zip(tensors(self.layers[i]), tensors(weights), strict=True):
@@ -358,7 +398,7 @@ class Decoder:
         """
         h = self._normed(x, layer.attention_norm)
         qkv = layer.qkv(h)
-        if self.dtype == torch.float32:
+        if self.held == "merged":
             qkv = qkv.view(len(x), self.num_kv_heads, -1, self.head_dim)
             if layer.q_norm is None:
                 return turned(qkv, *rotation)

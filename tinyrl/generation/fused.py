@@ -16,9 +16,9 @@ from typing import Unpack
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tinyrl.generation.decoder import Decoder
+from tinyrl.generation.decoder import Decoder, Held
 from tinyrl.generation.engine import (
     LOOK_EVERY,
     Completion,
@@ -103,9 +103,16 @@ class FusedEngine(LocalEngine):
     name = "fused"
 
     def __init__(
-        self, roles: Roles, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings, *, dtype: torch.dtype
+        self,
+        roles: Roles,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: SamplingSettings,
+        *,
+        dtype: torch.dtype,
+        held: Held,
     ) -> None:
         self.roles, self.tokenizer, self.settings, self.dtype = roles, tokenizer, settings, dtype
+        self.held: Held = held
         self.max_rows = settings.max_rows
         self.exact = dtype == torch.float32 and roles.causal.dtype == torch.float32
         self.eos = eos_token_ids(roles, tokenizer)
@@ -152,10 +159,13 @@ class FusedEngine(LocalEngine):
         """
         role = options.get("role", "policy")
         with self.roles.acting(role) as model:
-            decoder = self.decoders.setdefault(id(model), Decoder(model, dtype=self.dtype))
+            decoder = self.decoders.setdefault(id(model), self.decoder(model))
             decoder.sync(self.roles.adapter_of(role))
             yield self.slots(decoder, options.get("greedy", False), rows=rows, width=width)
         self.keep(decoder)
+
+    def decoder(self, model: PreTrainedModel) -> Decoder:
+        return Decoder(model, dtype=self.dtype, held=self.held)
 
     def keep(self, decoder: Decoder) -> None:
         """Sample from its model through this decoder from now on. Its copy of the weights is freed for the update, as

@@ -240,7 +240,7 @@ class LiveSampler:
 
     def _decoder(self, engine: FusedEngine, role: SampledRole, model: Any) -> Decoder:
         if role not in self._decoders or role in self._stale:
-            decoder = self._decoders.setdefault(role, Decoder(model, dtype=engine.dtype))
+            decoder = self._decoders.setdefault(role, engine.decoder(model))
             decoder.sync(engine.roles.adapter_of(role))
             self._stale.discard(role)
         return self._decoders[role]

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.config.sections import GenerationConfig
-from tinyrl.generation.decoder import Decoder, can_share
+from tinyrl.generation.decoder import Decoder, Held, can_share
 from tinyrl.generation.engine import LOOK_EVERY, Completion, SamplingEngine, SamplingSettings
 from tinyrl.generation.fused import PREFILL_TOKENS, WIDTH_BUCKET, FusedEngine, rows_that_fit
 from tinyrl.generation.hf import HfEngine
@@ -33,9 +33,11 @@ from tinyrl.models.roles import Roles
 from tinyrl.text import first_line, masked
 
 EngineName = Literal["auto", "fused", "hf-merged", "hf"]  # of this process
-COPY_SHARE = 0.5  # of the free memory that a private copy of the weights may take
+COPY_SHARE = 0.5  # of the free memory that a copy of the weights may take
 TRIAL_TEXTS, TRIAL_TOKENS = 8, 7  # texts of the trial in half precision, and tokens of each that it decodes one by one
+NOT_PLAIN = "the adapter is more than W + B A (DoRA, or with a bias), so it stays unmerged"
 RAISED_BY_TRIALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+UNPACKED_AT_A_TIME = 4  # matrices of a 4-bit base that stand dense: gate and up, and the one that joins them
 MATRICES_OF_LOGITS = 3  # alive at a time in the library's engine: logits, log-probabilities, probabilities
 
 
@@ -96,7 +98,9 @@ def select_engine(
     choice = partial(_choice, roles, wanted=wanted, dtype=dtype, longest=longest, quantized=quantized, free=free)
     name, why = choice()
     if name == "fused":
-        engine = FusedEngine(roles, tokenizer, settings, dtype=dtype)
+        held = how_held(roles, dtype, quantized=quantized, free=free)
+        assert held is not None, "else it would not have been chosen"
+        engine = FusedEngine(roles, tokenizer, settings, dtype=dtype, held=held)
         fits, said = _tried(engine)
         if fits:
             return engine, said
@@ -122,9 +126,11 @@ def _choice(
     """
     if wanted == "hf":
         return "hf", "generation.engine"
-    no_copy = _why_no_copy(roles, dtype, quantized=quantized, free=free)
     asked = "generation.engine" if wanted == "hf-merged" else None
-    no_fused = no_fused or no_copy or asked or _why_not_fused(roles, longest)
+    no_fused = no_fused or asked or _why_not_fused(roles, longest)
+    if no_fused is None and how_held(roles, dtype, quantized=quantized, free=free) is None:
+        needed = copied_bytes(roles, dtype, quantized=quantized) / 1e9
+        no_fused = f"a copy of the weights ({needed:.1f} GB) would take most of the free memory"
     if no_fused is None:
         return "fused", ""
     if wanted == "fused":
@@ -132,10 +138,7 @@ def _choice(
     if dtype not in (roles.causal.dtype, roles.dtype):
         named = str(dtype).removeprefix("torch.")
         raise ValueError(f"generation.dtype={named} needs the fused engine, but {no_fused}; use auto")
-    no_merging = no_copy
-    if no_copy is None and roles.peft is not None and roles.causal.dtype != torch.float32:
-        base = str(roles.causal.dtype).removeprefix("torch.")
-        no_merging = f"merged into {base} weights the first updates of LoRA would be rounded away, so it stays unmerged"
+    no_merging = _why_not_merged(roles, quantized=quantized, free=free)
     if no_merging is None:
         return "hf-merged", no_fused
     if wanted == "hf-merged":
@@ -143,17 +146,51 @@ def _choice(
     return "hf", no_fused if no_merging in no_fused else f"{no_fused}; {no_merging}"
 
 
-def _why_no_copy(roles: Roles, dtype: torch.dtype, *, quantized: bool, free: int) -> str | None:
-    needed = sum(p.numel() for p in roles.causal.parameters() if not can_share([p], dtype)) * dtype.itemsize
-    plain = all(is_plain_lora(layer) for layer in roles.adapted_layers(POLICY_ADAPTER))
+def how_held(roles: Roles, dtype: torch.dtype, *, quantized: bool, free: int) -> Held | None:
+    """How the fused engine holds its weights; None where it would need a copy that is too large."""
+    if copied_bytes(roles, dtype, quantized=quantized) <= free * COPY_SHARE:
+        return "apart" if quantized or dtype != torch.float32 else "merged"
+    if quantized:
+        return "packed"
+    return "apart" if can_share(_base_weights(roles), dtype) else None
+
+
+def copied_bytes(roles: Roles, dtype: torch.dtype, *, quantized: bool) -> int:
+    """Bytes of the weights that the fused engine samples from and that are not the base's own, if there is room."""
+    backbone: Any = roles.backbone("policy")
+    layers = {id(p) for p in backbone.layers.parameters()}
+    shares = dtype != torch.float32 and not quantized
+    copied = 0
+    for weight in _base_weights(roles):
+        own = shares or id(weight) not in layers
+        if not (own and can_share([weight], dtype)):
+            copied += getattr(weight, "quant_state", weight).shape.numel() * dtype.itemsize
+    return copied
+
+
+def _base_weights(roles: Roles) -> list[Tensor]:
+    return [weight for name, weight in roles.causal.named_parameters() if "lora_" not in name]
+
+
+def _why_not_merged(roles: Roles, *, quantized: bool, free: int) -> str | None:
+    """Of the library's modules, whose adapted weights are copied."""
+    copy = weight_bytes(getattr(*adapted_parameter(layer)) for layer in roles.adapted_layers(POLICY_ADAPTER))
+    base = str(roles.causal.dtype).removeprefix("torch.")
     reasons = {
         "the base is quantised, so LoRA stays unmerged": quantized,
-        "the adapter is more than W + B A (DoRA, or with a bias), so it stays unmerged": not plain,
-        f"a merged copy of the weights ({needed / 1e9:.1f} GB) would take most of the free memory": (
-            needed > free * COPY_SHARE
+        NOT_PLAIN: not _is_plain(roles),
+        f"merged into {base} weights the first updates of LoRA would be rounded away, so it stays unmerged": (
+            roles.peft is not None and roles.causal.dtype != torch.float32
+        ),
+        f"a merged copy of the weights ({copy / 1e9:.1f} GB) would take most of the free memory": (
+            copy > free * COPY_SHARE
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _is_plain(roles: Roles) -> bool:
+    return all(is_plain_lora(layer) for layer in roles.adapted_layers(POLICY_ADAPTER))
 
 
 def _why_not_fused(roles: Roles, longest: int) -> str | None:
@@ -163,6 +200,8 @@ def _why_not_fused(roles: Roles, longest: int) -> str | None:
             return f"{name} is not built like Llama"
         if isinstance(backbone_of(model).embed_tokens, LoraLayer):
             return "the adapter is on the embedding, too"
+        if not _is_plain(roles):
+            return NOT_PLAIN
         config = model.config.get_text_config()
         window = getattr(config, "sliding_window", None)
         kinds = getattr(config, "layer_types", None)  # Mistral has none: with a window, every layer looks through it
@@ -221,7 +260,7 @@ def trial_logprobs(engine: FusedEngine) -> tuple[Tensor, Tensor, Tensor]:
             library = read(model)
         with in_float32(model):
             exact = library if engine.exact else read(model)
-        decoder = Decoder(model, dtype=engine.dtype)
+        decoder = engine.decoder(model)
         decoder.sync(roles.adapter_of("policy"))
     cache = decoder.new_cache(count, ids.shape[1])
     rows = [range(i, i + 1) for i in range(count)]
@@ -268,6 +307,7 @@ def sampling_bytes(
     new_tokens: int,
     device: torch.device,
     free: int,
+    quantized: bool = False,
 ) -> SamplingBytes:
     """Of one call of the engine on `device`, of which `free` bytes are free, before there are weights: the fused
     engine's decoder runs on the meta device, a prefill and a token of every row at its last position; the library's
@@ -291,11 +331,17 @@ def sampling_bytes(
     width = prompt_tokens + columns
     width = -(-width // WIDTH_BUCKET) * WIDTH_BUCKET if device.type == "cuda" else width
     settings = SamplingSettings(config.temperature, config.max_new_tokens, top_p=config.top_p, top_k=config.top_k)
+    dtype = sampling_dtype(config, roles)
+    held = how_held(roles, dtype, quantized=quantized, free=free)
+    assert held is not None, "else it is another engine"
+    # The base without numbers is a dense one, of the shapes that its 4 bits stand for.
+    dense = copied_bytes(roles, dtype, quantized=True) if quantized and held == "apart" else 0
+    unpacked = max(p.numel() for p in roles.backbone("policy").parameters()) * dtype.itemsize if held == "packed" else 0
     with roles.acting("policy") as model:
-        decoder = Decoder(model, dtype=sampling_dtype(config, roles))
+        decoder = Decoder(model, dtype=dtype, held="apart" if quantized else held)
     with roles.acting("policy"), LiveBytes() as live, AsOn(device):
         decoder.sync(roles.adapter_of("policy"))
-        copy = live.now
+        copy = live.now + dense
         fit = rows_that_fit(decoder, width, free=max(0, free - copy))
         rows = min(rows, fit)
         slots = Slots(decoder, settings, capacity=rows, width=width, columns=columns, greedy=False, device=META)
@@ -306,5 +352,6 @@ def sampling_bytes(
         decoder.prefill(ids, lengths, cache=slots.cache, rows=[range(1)])  # writing a row takes no memory
         with LiveBytes() as token:
             slots.advance(rows, width)
-    parts = {"sampling copy": copy, "cache": cache, "states of sampling": live.most - copy - cache}
+    states = live.most + dense - copy - cache + UNPACKED_AT_A_TIME * unpacked
+    parts = {"sampling copy": copy, "cache": cache, "states of sampling": states}
     return SamplingBytes(rows, fit, parts, in_graphs=token.most)

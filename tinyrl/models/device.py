@@ -213,6 +213,9 @@ def in_float32(model: nn.Module) -> Iterator[None]:
             if parameter in kept:
                 parameter.data = kept.pop(parameter)
 
+    four_bit = {m: m.compute_dtype for m in model.modules() if hasattr(m, "compute_dtype")}
+    for layer in four_bit:
+        layer.compute_dtype = torch.float32  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
     layers = [m for m in model.modules() if any(p.dtype in HALVES for p in m.parameters(recurse=False))]
     hooks = [h for m in layers for h in (m.register_forward_pre_hook(widen), m.register_forward_hook(restore))]
     try:
@@ -220,5 +223,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+        for layer, dtype in four_bit.items():
+            layer.compute_dtype = dtype
         for parameter, data in kept.items():  # of a layer that raised
             parameter.data = data

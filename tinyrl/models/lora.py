@@ -180,6 +180,15 @@ def merged_weight(module: nn.Module, adapter: str | None) -> tuple[Tensor, Tenso
     return weight, base.bias  # pyright: ignore[reportReturnType]
 
 
+def dense_weight(weight: Tensor) -> Tensor:
+    """W itself, or of one that is held in 4 bits what these stand for."""
+    if (state := getattr(weight, "quant_state", None)) is None:
+        return weight
+    from bitsandbytes.functional import dequantize_4bit  # pyright: ignore[reportMissingImports]
+
+    return dequantize_4bit(weight.data, state)
+
+
 def lora_rank(module: nn.Module) -> int:
     """The largest rank of the adapters on a layer; 0 where there is none."""
     return max(module.r.values(), default=0) if isinstance(module, LoraLayer) else 0

@@ -114,6 +114,7 @@ class Planner:
             new_tokens=trainer.longest_response,
             device=self.device,
             free=free,
+            quantized=config.model.quantization is not None,
         )
 
     def plan(self, tokens: int | None = None) -> MemoryPlan:
