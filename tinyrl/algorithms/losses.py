@@ -12,7 +12,8 @@ GRPO, DAPO, Dr. GRPO and GSPO are `clipped_policy_loss` with other arguments:
 
 GSPO-token is GSPO with ratio_level "sequence-token".
 
-mask (B, T): True for the response tokens that the policy chose and that count; T is the longest response.
+mask (B, T): True for response tokens that the policy sampled (no tool output, no padding), in rows that are in the
+loss; T is the longest response.
 
 What differs from the papers: the log-ratio is clamped to +-20 before exp; the clip may differ above and below for all;
 the KL term is a loss of its own, with any weight, estimator and aggregation; old_logprobs, old_values, advantages,
@@ -87,7 +88,8 @@ def clipped_policy_loss(
     (None: clip_eps) DAPO (2503.14476) Eq. 8; with "constant" Dr. GRPO (2503.20783); with ratio_level "sequence" GSPO
     (2507.18071) Eq. 5, with "sequence-token" GSPO-token, Eq. 13.
     dual_clip c > 1 bounds the loss of a negative advantage by c |A| (Ye et al., 1912.09729).
-    token_weights w (None: 1) are importance weights, such as between sampling and training; no denominator has them.
+    token_weights w (None: 1) are importance weights, such as between sampling and training;
+    denominators do not include them.
     Metrics: policy/loss, policy/clipfrac (where the clip binds), policy/approx_kl (mean of (r - 1) - log r over token
     ratios), policy/ratio, and with dual_clip policy/dual_clipfrac.
     logprobs, old_logprobs, mask, token_weights: (B, T); advantages: (B,) or (B, T); [b, t] with b in [0, B),
@@ -219,7 +221,7 @@ def entropy_bonus(entropy: Tensor, mask: Tensor, *, denominator: float | None = 
 def mismatch_weights(
     old_logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor, *, mode: Mismatch, cap: float, floor: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Importance weights between sampling and training: (what a token's loss is multiplied by, where bounds decide it).
+    """Importance weights between sampling and training: (weights, and where a bound set them).
 
     Other kernels, bfloat16 or merged weights make the policy that samples another one than the policy that is trained,
     with the same parameters.

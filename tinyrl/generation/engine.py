@@ -85,7 +85,7 @@ class SamplingSettings:
 
 class SamplingEngine(Protocol):
     """Samples completions. `exact`: in float32 its log-probabilities are those of a training pass, to rounding;
-    copy_bytes: of the private copy of weights that it samples from: adapters are merged there, not in the base.
+    copy_bytes: size of the private copy of weights that it samples from, if any; the base itself is never merged.
     """
 
     name: str
@@ -95,7 +95,7 @@ class SamplingEngine(Protocol):
     def start(self, prompts: list[list[int]]) -> list[str]:
         """Check once, before the first step, what only `prompts` (tokens) can show; returns lines worth showing.
 
-        Raises ValueError where it would not sample from our models.
+        Raises ValueError if it would sample from other weights than the run's.
         """
         return []
 
