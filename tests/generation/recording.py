@@ -25,12 +25,12 @@ class Recording:
             run()
 
 
-def recordable(step: Callable[[int, int], None]) -> Callable[[int, int], None]:
-    def call(rows: int, width: int) -> None:
+def recordable(step: Callable[..., None]) -> Callable[..., None]:
+    def call(*shape: int) -> None:
         if Recording.capturing is None:
-            step(rows, width)
+            step(*shape)
         else:
-            Recording.capturing.noted.append(lambda: step(rows, width))
+            Recording.capturing.noted.append(lambda: step(*shape))
 
     return call
 

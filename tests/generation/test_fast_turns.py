@@ -13,7 +13,8 @@ from tests.generation.sampling import LIKE_LLAMA, PROMPTS, assert_same, held_in,
 from tests.running import LookedAt
 from tests.tiny_models import TinyModels
 from tinyrl.generation import fused
-from tinyrl.generation.decoder import Cache, Decoder
+from tinyrl.generation.cache import RowCache
+from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import Completion
 from tinyrl.generation.slots import Slots
 
@@ -49,7 +50,7 @@ def padded(sequences: list[list[int]]) -> tuple[Tensor, Tensor]:
     return ids, torch.tensor([len(s) for s in sequences])
 
 
-def strewn(cache: Cache, start: list[int]) -> Cache:
+def strewn(cache: RowCache, start: list[int]) -> RowCache:
     """Junk behind what each row has read, as rows that ran past their end or wait in a graph's bucket leave there."""
     for row, first in enumerate(start):
         cache.entries[:, row, ..., first:, :].normal_(std=30.0)
@@ -268,7 +269,7 @@ def test_out_of_memory_begins_all_episodes_again_in_fewer_rows(
     engine = make(tiny("llama"))
     expected = plain(make(tiny("llama")), requests(), 4, Scripted())
     real = getattr(Decoder, where)
-    caches: list[weakref.ref[Cache]] = []
+    caches: list[weakref.ref[RowCache]] = []
 
     def full(self: Decoder, *args: Any, **named: Any) -> Any:
         rows = args[0] if where == "new_cache" else named["cache"].entries.shape[1]
@@ -279,7 +280,7 @@ def test_out_of_memory_begins_all_episodes_again_in_fewer_rows(
     monkeypatch.setattr(Decoder, where, full)
     made = Decoder.new_cache
 
-    def noted(self: Decoder, rows: int, width: int) -> Cache:
+    def noted(self: Decoder, rows: int, width: int) -> RowCache:
         assert all(cache() is None for cache in caches)  # a failed attempt holds no memory
         caches.append(weakref.ref(cache := made(self, rows, width)))
         return cache

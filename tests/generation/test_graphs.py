@@ -1,7 +1,7 @@
 """The path a GPU takes, as far as a CPU can follow it.
 
-Steps in buckets of rows and cache columns are replayed from a recording whose warm-up is undone, and finished rows
-are looked for only now and then.
+Steps in buckets of rows are replayed from a recording whose warm-up is undone, and finished rows are looked for only
+now and then. The cache is blocks, and may be too small for all rows.
 """
 
 from typing import Any
@@ -25,58 +25,59 @@ def _pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_graph_is_captured_once_for_a_shape_and_its_warm_up_is_undone():
     state, calls = torch.zeros(3), []
 
-    def step(rows: int, width: int) -> None:
-        calls.append((rows, width))
-        state[:rows] += width
+    def step(rows: int) -> None:
+        calls.append(rows)
+        state[:rows] += rows
 
     graphs = StepGraphs(recordable(step), state=(state,))
-    for rows, width in ((2, 10), (2, 10), (3, 1), (2, 10)):
-        graphs(rows, width)
-    assert state.tolist() == [31.0, 31.0, 1.0]  # each call once, whatever warming up did
-    assert calls == [(2, 10), (2, 10), (2, 10), (3, 1), (3, 1), (2, 10)]  # a shape's first call runs twice
-    assert set(graphs.graphs) == {(2, 10), (3, 1)}
+    for rows in (2, 2, 3, 2):
+        graphs(rows)
+    assert state.tolist() == [9.0, 9.0, 3.0]  # each call once, whatever warming up did
+    assert calls == [2, 2, 2, 3, 3, 2]  # the first of so many rows runs twice
+    assert set(graphs.graphs) == {2, 3}
 
 
 @pytest.fixture
-def shapes(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
-    """From here on engines decode by graphs; the shapes that they have asked for."""
-    seen: set[tuple[int, int]] = set()
+def shapes(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """From here on engines decode by graphs, in blocks of 4 tokens; the rows that graphs were asked for."""
+    seen: set[int] = set()
     call = StepGraphs.__call__
 
-    def noted(self: StepGraphs, rows: int, width: int) -> None:
-        seen.add((rows, width))
-        call(self, rows, width)
+    def noted(self: StepGraphs, rows: int) -> None:
+        seen.add(rows)
+        call(self, rows)
 
     begin = FusedEngine.__init__
 
     def with_graphs(self: FusedEngine, *arguments: Any, **named: Any) -> None:
         begin(self, *arguments, **named)
-        self.by_graphs = True
+        self.by_graphs = self.in_blocks = True
 
     record_steps(monkeypatch)
     monkeypatch.setattr(FusedEngine, "__init__", with_graphs)
     monkeypatch.setattr(StepGraphs, "__call__", noted)
     monkeypatch.setattr(fused, "WIDTH_BUCKET", 8)
+    monkeypatch.setattr(fused, "BLOCK", 4)
     return seen
 
 
 @pytest.mark.parametrize("max_rows", [3, 6, None])
 @pytest.mark.wide
-def test_samples_from_graphs_are_the_same_samples(tiny: TinyModels, shapes: set[tuple[int, int]], max_rows: int | None):
-    """Rows are rounded up, so empty slots are computed as well; the cache is read further than it is filled."""
+def test_samples_from_graphs_are_the_same_samples(tiny: TinyModels, shapes: set[int], max_rows: int | None):
+    """Rows are rounded up, so empty slots are computed as well. Prompts of several rows are in their blocks once."""
     slow, engine = (make_engine(tiny("qwen3"), name, max_new_tokens=24) for name in ("hf", "fused"))
     slow.eos, engine.eos = torch.arange(1, 16), set(range(1, 16))
     engine.max_rows, engine.look_every = max_rows, 5
     assert_same(sample(engine, 4), sample(slow, 4))
-    assert {rows for rows, _ in shapes} <= {1, 2, 3, 4, 6, 8, 16}
-    assert len({width for _, width in shapes}) > 1
+    assert shapes <= {1, 2, 3, 4, 6, 8, 16}
+    assert len(shapes) > 1
 
 
 @pytest.mark.parametrize("look_every", [1, 5])
 @pytest.mark.parametrize("max_rows", [3, 6, None])
 @pytest.mark.wide
 def test_parked_rows_are_kept_from_what_graphs_compute_behind_the_live_ones(
-    tiny: TinyModels, shapes: set[tuple[int, int]], max_rows: int | None, look_every: int
+    tiny: TinyModels, shapes: set[int], max_rows: int | None, look_every: int
 ):
     """Buckets cover rows that wait for their answers, in caches filled further than the live rows' are read."""
     slow, engine = (make_engine(tiny("qwen3"), name, max_new_tokens=BUDGET) for name in ("hf", "fused"))
@@ -86,7 +87,7 @@ def test_parked_rows_are_kept_from_what_graphs_compute_behind_the_live_ones(
     for answer in (Scripted(), Delayed(), Threaded()):
         engine.play(requests(), 4, episodes=answer, seed=0, step=0)
         assert_same(answer.completions(4), expected)
-    assert {rows for rows, _ in shapes} <= {1, 2, 3, 4, 6, 8, 16}
+    assert shapes <= {1, 2, 3, 4, 6, 8, 16}
 
 
 def test_what_is_kept_between_calls_can_be_given_back(tiny: TinyModels):

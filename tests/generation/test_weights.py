@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.generation.sampling import CPU, make_engine, sample
 from tests.tiny_models import TinyModels
+from tinyrl.generation.cache import attended
 from tinyrl.generation.decoder import Decoder, joined, tensors
 from tinyrl.generation.engine import SamplingSettings
 from tinyrl.generation.select import select_engine
@@ -192,5 +193,5 @@ def test_scores_of_attention_are_not_rounded_to_bfloat16(offset: float, tiny: Ti
     mask[:, :, 33:] = -torch.inf
     scores = decoder.scaling * q.double() @ keys.double().mT + mask.double()
     wanted = scores.softmax(-1) @ values.double()
-    ours = decoder._attended(q, keys, values, mask).double().view_as(wanted)
+    ours = attended(q, keys, values, mask=mask, scaling=decoder.scaling).double().view_as(wanted)
     assert float((ours - wanted).norm() / wanted.norm()) < 0.01

@@ -32,7 +32,7 @@ def engine_on(tiny: TinyModels, device: torch.device, dtype: torch.dtype, name: 
     stir(engine, by=0.02)
     engine.eos = torch.arange(1, 12, device=device) if name == "hf" else set(range(1, 12))
     if name == "fused":
-        engine.by_graphs, engine.look_every = True, EVERY
+        engine.by_graphs, engine.in_blocks, engine.look_every = True, True, EVERY
     return engine
 
 
@@ -90,12 +90,12 @@ def test_a_graph_is_captured_once_for_a_bucket_and_used_again(
     tiny: TinyModels, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
     """In later steps, after the weights have moved, and around an evaluation: greedy, of fewer rows."""
-    captured: list[tuple[int, int, int]] = []
+    captured: list[tuple[int, int]] = []
     capture = StepGraphs._capture
 
-    def noted(self: StepGraphs, rows: int, width: int) -> Any:
-        captured.append((id(self), rows, width))
-        return capture(self, rows, width)
+    def noted(self: StepGraphs, rows: int) -> Any:
+        captured.append((id(self), rows))
+        return capture(self, rows)
 
     monkeypatch.setattr(StepGraphs, "_capture", noted)
     engine, slow = (engine_on(tiny, device, torch.float32, name) for name in ("fused", "hf"))
@@ -105,8 +105,8 @@ def test_a_graph_is_captured_once_for_a_bucket_and_used_again(
         assert_same(sample(engine, GROUP), sample(slow, GROUP), tolerance=MOST_IN_FLOAT32)
         assert_same(sample(engine, 2, greedy=True), sample(slow, 2, greedy=True), tolerance=MOST_IN_FLOAT32)
     assert len(captured) == len(set(captured))
-    assert len({graphs for graphs, _, _ in captured}) == 2
-    assert len({rows for _, rows, _ in captured}) > 2
+    assert len({graphs for graphs, _ in captured}) == 2
+    assert len({rows for _, rows in captured}) > 2
     before = len(captured)
     sample(engine, GROUP)
     sample(engine, 2, greedy=True)
@@ -143,10 +143,11 @@ def test_a_step_by_itself_waits_for_nothing(tiny: TinyModels, device: torch.devi
     with torch.inference_mode(), engine._decoding({"seed": 0, "step": 0}, rows=6, width=64) as (slots, advance):
         slots.clear()
         slots.enter([[0, 1, 2], [3, 4, 5]], [[20, 21, 22], [30]], uniforms=torch.rand(6, slots.columns).double())
-        advance(6, 64)
+        assert slots.reserve(EVERY + 1)
+        advance(6)
         with counting_waits(device) as waits:
             for _ in range(EVERY):
-                advance(6, 64)
+                advance(6)
     assert waits.total() == 0, waits
 
 
@@ -156,8 +157,9 @@ def kernels_a_token(engine: FusedEngine, rows: int) -> int:
     with torch.inference_mode(), engine._decoding({"seed": 0, "step": 0}, rows=rows, width=64) as (slots, advance):
         slots.clear()
         slots.enter([list(range(rows))], [[20, 21, 22]], uniforms=torch.rand(rows, slots.columns).double())
+        assert slots.reserve(1)
         with counting_kernels() as kernels:
-            advance(rows, 64)
+            advance(rows)
     return kernels.total()
 
 

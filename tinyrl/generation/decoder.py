@@ -1,4 +1,4 @@
-"""The forward pass of Llama-like decoders for sampling: joined projections, a static cache.
+"""The forward pass of Llama-like decoders for sampling: joined projections, over a cache that never moves.
 
 For Llama, Qwen2, Qwen3 and models built like them. While decoding, the library's modules cost more than their
 arithmetic: LoRA branches at every token, the whole cache copied at every token, a dozen small operations a layer.
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
+from tinyrl.generation.cache import BLOCK, AnyCache, BlockCache, RowCache
 from tinyrl.models.batches import backbone_of
 from tinyrl.models.fused_backbone import turned
 from tinyrl.models.logprobs import Head, head_of
@@ -226,18 +227,6 @@ def renewed(old: Tensor | None, fresh: Tensor) -> Tensor:
     return old.copy_(fresh)
 
 
-@dataclass
-class Cache:
-    """Keys and values of every row: `entries` (layers, rows, kv heads, 2, width, head size). And the rotation of each
-    of the `width` positions, by which the queries, key and value of a kv head are multiplied: cos, and sin with the
-    sign of its half, each (width, 1, queries + 2, head size), 1 and 0 for the value, which is not rotated.
-    """
-
-    entries: Tensor
-    cos: Tensor
-    sin: Tensor
-
-
 class Decoder:
     """Hidden states of new tokens from a static cache. Weights are in `dtype`, sums of norms and softmax in float32."""
 
@@ -294,34 +283,50 @@ class Decoder:
         # Never the model's own, which `sync` would write into.
         self.head = Head(torch.empty(0), None)
 
-    def new_cache(self, rows: int, width: int) -> Cache:
-        """All zero, as masked entries must be finite (0 x NaN is NaN). A CPU takes memory only where written."""
+    def new_cache(self, rows: int, width: int) -> RowCache:
+        """A stretch for each row, all zero, as masked entries must be finite (0 x NaN is NaN). A CPU takes memory only
+        where written.
+        """
         shape = (self.num_layers, rows, self.num_kv_heads, 2, width, self.head_dim)
-        device = self.backbone.embed_tokens.weight.device
-        if device.type == "cpu":
+        if self.device.type == "cpu":
             entries = torch.from_numpy(np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)).view(self.dtype)
         else:
-            entries = torch.zeros(shape, dtype=self.dtype, device=device)
-        positions = torch.arange(width, device=device).unsqueeze(0)
-        cos, sin = self.backbone.rotary_emb(torch.empty(1, 1, 1, dtype=self.dtype, device=device), positions)
-        sin[..., : self.head_dim // 2].neg_()
-        rotation = (width, 1, self.queries + 2, self.head_dim)
-        cache = Cache(entries.view(shape), cos.new_ones(rotation), sin.new_zeros(rotation))
-        cache.cos[:, :, :-1], cache.sin[:, :, :-1] = cos[0, :, None, None], sin[0, :, None, None]
-        return cache
+            entries = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        cos, sin = self._rotation(width)
+        return RowCache(entries.view(shape), cos, sin, heads=self.num_kv_heads, scaling=self.scaling)
 
-    def prefill(self, ids: Tensor, lengths: Tensor, *, cache: Cache, rows: list[range]) -> Tensor:
+    def new_blocks(self, rows: int, width: int, *, blocks: int, block: int = BLOCK) -> BlockCache:
+        """So many blocks for rows of at most `width` tokens each."""
+        shape = (self.num_layers, (1 + blocks) * block, self.num_kv_heads, 2, self.head_dim)
+        entries = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        cos, sin = self._rotation(width)
+        return BlockCache(entries, cos, sin, heads=self.num_kv_heads, scaling=self.scaling, rows=rows, block=block)
+
+    @property
+    def device(self) -> torch.device:
+        return self.backbone.embed_tokens.weight.device
+
+    def _rotation(self, width: int) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(width, device=self.device).unsqueeze(0)
+        cos, sin = self.backbone.rotary_emb(torch.empty(1, 1, 1, dtype=self.dtype, device=self.device), positions)
+        sin[..., : self.head_dim // 2].neg_()
+        shape = (width, 1, self.queries + 2, self.head_dim)
+        all_cos, all_sin = cos.new_ones(shape), sin.new_zeros(shape)
+        all_cos[:, :, :-1], all_sin[:, :, :-1] = cos[0, :, None, None], sin[0, :, None, None]
+        return all_cos, all_sin
+
+    def prefill(self, ids: Tensor, lengths: Tensor, *, cache: AnyCache, rows: list[range]) -> Tensor:
         """Read prompts ids (P, L), padded on the right, and put the keys and values of prompt p into each of rows[p] of
         the cache. Returns the hidden state of each prompt's last token, (P, H).
         """
         (prompts, width), (shared, size) = ids.shape, (self.queries, self.head_dim)
         rotation = (cache.cos[:width].repeat(prompts, 1, 1, 1), cache.sin[:width].repeat(prompts, 1, 1, 1))
+        put = cache.prompts(rows, width)
         x = self.embedding[ids].flatten(0, 1)
-        for layer, entries in zip(self.layers, cache.entries, strict=True):
+        for i, layer in enumerate(self.layers):
             qkv = self._qkv(layer, x, rotation).unflatten(0, (prompts, width))
+            put(i, qkv[..., shared:, :])
             kv = qkv[..., shared:, :].permute(0, 2, 3, 1, 4)
-            for p, span in enumerate(rows):
-                entries[span.start : span.stop, :, :, :width] = kv[p]
             q = qkv[..., :shared, :].reshape(prompts, width, -1, size).transpose(1, 2)
             k, v = (kv[:, :, i].repeat_interleave(shared, 1, output_size=self.num_heads) for i in range(2))
             attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scaling)
@@ -329,7 +334,9 @@ class Decoder:
         last = torch.arange(prompts, device=ids.device) * width + lengths - 1
         return self._normed(x[last], self.norm)
 
-    def extend(self, ids: Tensor, lengths: Tensor, start: Tensor, *, cache: Cache, rows: range, width: int) -> Tensor:
+    def extend(
+        self, ids: Tensor, lengths: Tensor, start: Tensor, *, cache: AnyCache, rows: range, width: int
+    ) -> Tensor:
         """Read on in `rows` of the cache: ids (R, L), padded on the right, token j of row r at position start[r] + j,
         below `width`. A token sees what its row held before `start` and the new ones up to itself; nothing is written
         for padding. Returns the hidden state of each row's last token, (R, H).
@@ -342,55 +349,36 @@ class Decoder:
         # Projections run on the real tokens alone, (N, H); only the attention pads them.
         real = (torch.arange(most, device=device) < lengths.unsqueeze(1)).flatten().nonzero().squeeze(-1)
         position = positions.flatten()[real]
-        place = self._places(real // most + rows.start, position, cache)
+        places, seen = cache.places(real // most + rows.start, position), cache.window(rows, width)
         rotation = cache.cos[position], cache.sin[position]
         x = self.embedding[ids.flatten()[real]]
         padded = x.new_zeros(count * most, self.num_heads, size)
-        for layer, entries in zip(self.layers, cache.entries, strict=True):
+        for i, layer in enumerate(self.layers):
             qkv = self._qkv(layer, x, rotation)
-            entries.view(-1, size).index_copy_(0, place, qkv[:, :, shared:].reshape(-1, size))
+            cache.write(i, places, qkv[:, :, shared:])
             # As in `step`, heads that share keys are rows of one product: (R, kv heads, queries * L, d).
             q = padded.index_copy_(0, real, qkv[:, :, :shared].reshape(len(x), -1, size))
             q = q.view(count, most, -1, size).transpose(1, 2).reshape(count, heads, -1, size)
-            seen = entries[rows.start : rows.stop, :, :, :width]
-            attended = scaled_dot_product_attention(q, seen[:, :, 0], seen[:, :, 1], attn_mask=mask, scale=self.scaling)
+            keys, values = seen(i)
+            attended = scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self.scaling)
             attended = attended.view(count, -1, most, size).transpose(1, 2).reshape(count * most, -1)
             x = self._rest(layer, x, attended[real])
         return self._normed(x[lengths.cumsum(0) - 1], self.norm)
 
-    def step(self, token: Tensor, position: Tensor, *, cache: Cache, width: int) -> Tensor:
+    def step(self, token: Tensor, position: Tensor, *, cache: AnyCache, width: int) -> Tensor:
         """Hidden states (R, H) after one more token in each of the first R rows of the cache, at `position` (R,), which
         is also where its key and value go. It is below `width` in every row whose state counts.
         """
-        rows, device, shared, size = len(token), token.device, self.queries, self.head_dim
-        ahead = torch.arange(width, device=device) > position.unsqueeze(1)
-        mask = torch.zeros(rows, 1, width, dtype=self.dtype, device=device).masked_fill_(ahead.unsqueeze(1), -torch.inf)
-        mask = mask.repeat_interleave(self.num_kv_heads, 0, output_size=rows * self.num_kv_heads)
-        place = self._places(torch.arange(rows, device=device), position, cache)
+        rows, shared = len(token), self.queries
+        places = cache.places(torch.arange(rows, device=token.device), position)
+        read = cache.reader(position, width)
         rotation = cache.cos[position], cache.sin[position]
         x = self.embedding[token]
-        for layer, entries in zip(self.layers, cache.entries, strict=True):
-            qkv = self._qkv(layer, x, rotation).flatten(0, 1)  # (R * kv heads, queries + 2, d)
-            entries.view(-1, size).index_copy_(0, place, qkv[:, shared:].reshape(-1, size))
-            keys, values = entries.flatten(0, 1)[: len(qkv), :, :width].unbind(1)
-            x = self._rest(layer, x, self._attended(qkv[:, :shared], keys, values, mask).reshape(rows, -1))
+        for i, layer in enumerate(self.layers):
+            qkv = self._qkv(layer, x, rotation)  # (R, kv heads, queries + 2, d)
+            cache.write(i, places, qkv[:, :, shared:])
+            x = self._rest(layer, x, read(i, qkv[:, :, :shared]).reshape(rows, -1))
         return self._normed(x, self.norm)
-
-    def _attended(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """Attention of q (B, Q, d), which share keys and values (B, W, d), under an additive mask (B, 1, W). Scores are
-        kept in float32: bfloat16 is coarse where all of them are large.
-        """
-        if self.dtype != torch.float32:
-            q, keys, values = (x.unsqueeze(1) for x in (q, keys, values))
-            mask = mask.unsqueeze(1).expand(-1, -1, q.shape[2], -1)
-            return scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self.scaling)
-        scores = torch.baddbmm(mask, q, keys.transpose(1, 2), alpha=self.scaling)
-        return torch.bmm(scores.softmax(-1), values)
-
-    def _places(self, row: Tensor, position: Tensor, cache: Cache) -> Tensor:
-        """Flat index in a layer of the cache of the key and the value of each kv head, for N new tokens."""
-        lanes = torch.arange(2 * self.num_kv_heads, device=row.device) + row.unsqueeze(1) * (2 * self.num_kv_heads)
-        return (lanes * cache.entries.shape[4] + position.unsqueeze(1)).view(-1)
 
     def _qkv(self, layer: LayerWeights, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         """Of flat tokens x (N, H), for each kv head its rotated queries and key, and its value: (N, kv heads,

@@ -1,7 +1,8 @@
 """The fused sampling engine: its own decoder over a static cache, with continuous batching (Orca, OSDI 2022).
 
-On CUDA a step is replayed from a graph for its bucket of rows and cache width, and finished rows are looked for only
-every few tokens, so that nothing waits for the host. Episodes of several turns are played in the same cache.
+On CUDA a step is replayed from a graph for its bucket of rows, and finished rows are looked for only every few tokens,
+so that nothing waits for the host. There the cache is blocks, which rows take as they grow: where they run out, a row
+is put back, and goes on once its tokens so far are read again. Episodes of several turns are played in the same cache.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tinyrl.generation.cache import BLOCK, BlockCache, has_kernels
 from tinyrl.generation.decoder import Decoder, Held
 from tinyrl.generation.engine import (
     LOOK_EVERY,
@@ -43,40 +45,41 @@ from tinyrl.runs.signals import check_stop
 CACHE_SHARE = 0.4  # of the memory that is free when sampling starts
 PREFILL_TOKENS = {"cpu": 4096, "cuda": 32768}  # padded prompt tokens read at a time
 ADMIT_BELOW = 0.75  # of the slots in use: prompts read a few at a time cost more
-ROW_BUCKETS, WIDTH_BUCKET = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024), 256  # of CUDA graphs
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)  # of CUDA graphs
+WIDTH_BUCKET = 256  # they outlive a call whose longest row is a little longer
 FURTHER = 256  # between buckets of still more rows
 EXTEND_TOKENS = {"cpu": 2048, "cuda": 8192}  # padded tokens of answers read at a time; each looks at a whole row
 
 
 class StepGraphs:
-    """Calls `step(rows, width)` through a CUDA graph that is captured the first time a shape is seen.
+    """Calls `step(rows)` through a CUDA graph that is captured the first time so many rows are seen.
 
     An eager step launches some twenty kernels a layer, which on a small model takes longer than the work. `state`: the
     tensors that a step advances, which never move. Capturing runs the step once to warm up, and then restores them.
     """
 
-    def __init__(self, step: Callable[[int, int], None], *, state: tuple[Tensor, ...]) -> None:
+    def __init__(self, step: Callable[[int], None], *, state: tuple[Tensor, ...]) -> None:
         self.step, self.state = step, state
-        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle()
         self.side = torch.cuda.Stream()  # one for all: cuBLAS keeps a workspace for every stream it has seen
 
-    def __call__(self, rows: int, width: int) -> None:
-        if (rows, width) not in self.graphs:
-            self.graphs[rows, width] = self._capture(rows, width)
-        self.graphs[rows, width].replay()
+    def __call__(self, rows: int) -> None:
+        if rows not in self.graphs:
+            self.graphs[rows] = self._capture(rows)
+        self.graphs[rows].replay()
 
-    def _capture(self, rows: int, width: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, rows: int) -> torch.cuda.CUDAGraph:
         before = [tensor.clone() for tensor in self.state]
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):  # libraries make their workspaces now, not inside the capture
-            self.step(rows, width)
+            self.step(rows)
         torch.cuda.current_stream().wait_stream(self.side)
         for tensor, value in zip(self.state, before, strict=True):
             tensor.copy_(value)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, stream=self.side):
-            self.step(rows, width)
+            self.step(rows)
         return graph
 
 
@@ -96,6 +99,7 @@ class FusedEngine(LocalEngine):
 
     by_graphs: whether steps are replayed from graphs, as on CUDA; deterministic algorithms may copy from the host,
     which no graph can.
+    in_blocks: whether the cache is blocks, which our kernels read; else each row has a stretch of one width.
     overlaps: whether rows go on while others wait for their environment. Which rows are decoded together then depends
     on the clock, and with it the rounding, so not where the same run is to give the same bits.
     """
@@ -117,7 +121,7 @@ class FusedEngine(LocalEngine):
         self.exact = dtype == torch.float32 and roles.causal.dtype == torch.float32
         self.eos = eos_token_ids(roles, tokenizer)
         self.look_every = LOOK_EVERY[roles.device.type]
-        on_cuda = roles.device.type == "cuda"
+        on_cuda, self.in_blocks = roles.device.type == "cuda", has_kernels(roles.device)
         self.by_graphs = self.overlaps = on_cuda and not torch.are_deterministic_algorithms_enabled()
         self.decoders: dict[int, Decoder] = {}  # of each model that has sampled: the policy's, a frozen reference
         self._kept: Kept | None = None
@@ -145,15 +149,16 @@ class FusedEngine(LocalEngine):
                 episodes.restart()
                 columns = episodes.max_episode_tokens + self.look_every - 1
             width = max(len(r.prompt_tokens) for r in requests) + columns
-            with self._decoding(options, rows=rows, width=width) as (slots, advance):
+            whole = episodes is not None
+            with self._decoding(options, rows=rows, width=width, whole=whole) as (slots, advance):
                 return Sampling(self, slots, advance, requests, group, options, episodes).run()
 
         return self.in_fewer_rows(len(requests) * group, attempt) if requests else []
 
     @contextmanager
     def _decoding(
-        self, options: SampleOptions, *, rows: int, width: int
-    ) -> Iterator[tuple[Slots, Callable[[int, int], None]]]:
+        self, options: SampleOptions, *, rows: int, width: int, whole: bool = False
+    ) -> Iterator[tuple[Slots, Callable[..., None]]]:
         """The slots of one attempt with at most so many rows at a time, and what advances them; one that fails holds no
         memory.
         """
@@ -161,7 +166,7 @@ class FusedEngine(LocalEngine):
         with self.roles.acting(role) as model:
             decoder = self.decoders.setdefault(id(model), self.decoder(model))
             decoder.sync(self.roles.adapter_of(role))
-            yield self.slots(decoder, options.get("greedy", False), rows=rows, width=width)
+            yield self.slots(decoder, options.get("greedy", False), rows=rows, width=width, whole=whole)
         self.keep(decoder)
 
     def decoder(self, model: PreTrainedModel) -> Decoder:
@@ -190,19 +195,24 @@ class FusedEngine(LocalEngine):
         return self.settings.max_new_tokens + self.look_every - 1
 
     def slots(
-        self, decoder: Decoder, greedy: bool, *, rows: int, width: int
-    ) -> tuple[Slots, Callable[[int, int], None]]:
-        """Slots for at most `rows` sequences of `width` tokens, and what advances them."""
+        self, decoder: Decoder, greedy: bool, *, rows: int, width: int, whole: bool
+    ) -> tuple[Slots, Callable[..., None]]:
+        """Slots for at most `rows` sequences of `width` tokens, and what advances them. whole: for no more than have
+        room to their end, as rows of episodes, which nobody puts back.
+        """
         kept, device = self._kept, self.roles.device
         like = kept is not None and (kept.slots.decoder, kept.slots.settings) == (decoder, self.settings)
         if kept is None or not like or kept.rows < rows or kept.slots.width < width:
             kept = self._kept = None  # its memory serves the next
             width = -(-width // WIDTH_BUCKET) * WIDTH_BUCKET if self.by_graphs else width
-            fit = min(rows, rows_that_fit(decoder, width, free=free_bytes(device)))
-            self.capacity, shape = fit, {"capacity": fit, "width": width, "columns": self.columns}
+            fit, blocks = self._fitting(decoder, rows, width)
+            shape = {"capacity": fit, "width": width, "columns": self.columns, "blocks": blocks}
             kept = Kept(rows, Slots(decoder, self.settings, **shape, greedy=greedy, device=device))
         slots = kept.slots
-        slots.greedy, self.capacity = greedy, slots.capacity
+        slots.greedy, slots.capacity = greedy, len(slots.token)
+        if whole and isinstance(slots.cache, BlockCache):
+            slots.capacity = min(slots.capacity, slots.cache.total // slots.cache.blocks_of(slots.width))
+        self.capacity = slots.capacity
         if not self.by_graphs:
             return slots, slots.advance
         self._kept = kept
@@ -210,16 +220,42 @@ class FusedEngine(LocalEngine):
             kept.graphs[greedy] = StepGraphs(slots.advance, state=(slots.token, slots.position, slots.count))
         return slots, kept.graphs[greedy]
 
+    def step(self, slots: Slots, advance: Callable[..., None]) -> None:
+        """One token in every live row, for which there is room."""
+        slots.grow()
+        if self.by_graphs:
+            advance(bucket(slots))
+        else:
+            advance(slots.live, slots.longest)
+
+    def _fitting(self, decoder: Decoder, rows: int, width: int) -> tuple[int, tuple[int, int] | None]:
+        """How many rows of this width to have slots for, and the blocks of their cache: how many, tokens of one."""
+        free = free_bytes(self.roles.device)
+        if not self.in_blocks:
+            self.capacity = min(rows, rows_that_fit(decoder, width, free=free))
+            return self.capacity, None
+        blocks = blocks_that_fit(decoder, rows, width, free=free, block=BLOCK)
+        self.capacity = min(rows, blocks)
+        return self.capacity, (blocks, BLOCK)
+
 
 def rows_that_fit(decoder: Decoder, width: int, *, free: int) -> int:
     """How many sequences of `width` tokens the cache may hold with `free` bytes of memory."""
     return max(1, int(free * CACHE_SHARE / (decoder.cache_bytes_per_token * width)))
 
 
-def bucket(slots: Slots) -> tuple[int, int]:
+def blocks_that_fit(decoder: Decoder, rows: int, width: int, *, free: int, block: int) -> int:
+    """Blocks of a cache for `rows` sequences of at most `width` tokens, with `free` bytes of memory: no more than all
+    of them may need, no fewer than one does.
+    """
+    each = -(-width // block)
+    return min(rows * each, max(each, int(free * CACHE_SHARE / (decoder.cache_bytes_per_token * block)) - 1))
+
+
+def bucket(slots: Slots) -> int:
+    """The rows of the graph that advances the live ones."""
     rows = next((b for b in ROW_BUCKETS if b >= slots.live), -(-slots.live // FURTHER) * FURTHER)
-    width = -(-slots.longest // WIDTH_BUCKET) * WIDTH_BUCKET
-    return min(rows, slots.capacity), min(width, slots.width)
+    return min(rows, slots.capacity)
 
 
 class Sampling:
@@ -231,7 +267,7 @@ class Sampling:
         self,
         engine: FusedEngine,
         slots: Slots,
-        advance: Callable[[int, int], None],
+        advance: Callable[..., None],
         requests: list[Request],
         group: int,
         options: SampleOptions,
@@ -242,6 +278,8 @@ class Sampling:
         self.keys, self.first_tokens = row_keys(requests, group, seed=options["seed"], step=options["step"])
         self.waiting = deque(range(len(requests) * group))
         self.done: dict[int, Completion] = {}
+        self.begun: dict[int, tuple[list[int], list[float]]] = {}  # of samples that were put back
+        self.full = False  # since then no row has ended, so that there is no more room
 
     def run(self) -> list[list[Completion]]:
         """The completions of each request; none of `episodes`, which have them."""
@@ -253,35 +291,65 @@ class Sampling:
             if self._may_admit():
                 self._admit(slots.capacity - slots.used)
                 self._retire()
+            while not slots.reserve(self.engine.look_every):
+                self._put_back()
             for _ in range(self.engine.look_every if slots.live else 0):
                 check_stop()
-                slots.longest += 1
-                self.advance(*(bucket(slots) if self.engine.by_graphs else (slots.live, slots.longest)))
+                self.engine.step(slots, self.advance)
             self._retire()
         return grouped([self.done[i] for i in sorted(self.done)], self.group)
 
     def _may_admit(self) -> bool:
         """Whether enough slots are free; any will do where nothing else can be decoded."""
         slots = self.slots
-        enough = slots.used <= ADMIT_BELOW * slots.capacity or (not slots.live and slots.used < slots.capacity)
-        return bool(self.waiting) and enough
+        enough = slots.used <= ADMIT_BELOW * slots.capacity and not self.full
+        return bool(self.waiting) and (enough or (not slots.live and slots.used < slots.capacity))
 
     def _admit(self, free: int) -> None:
-        limit = PREFILL_TOKENS[self.slots.device.type]
+        """Let waiting samples enter, as many as there are slots free, and blocks: each row, new ones and those that are
+        live, keeps one to grow into.
+        """
+        slots, limit = self.slots, PREFILL_TOKENS[self.slots.device.type]
         while free and self.waiting:
-            samples: dict[int, list[int]] = {}  # by request
-            longest = 0
+            texts: dict[tuple[int, int], list[int]] = {}  # a request's prompt, or what a sample put back has said too
+            samples: dict[tuple[int, int], list[int]] = {}
+            longest, spare = 0, slots.spare() - slots.live
             while self.waiting and free:
-                request = self.waiting[0] // self.group
-                longest = max(longest, len(self.requests[request].prompt_tokens))
-                if samples and len({*samples, request}) * longest > limit:
+                sample = self.waiting[0]
+                key, text = self._text(sample)
+                longest = max(longest, len(text))
+                if samples and len({*samples, key}) * longest > limit:
                     break
-                samples.setdefault(request, []).append(self.waiting.popleft())
+                common, own = slots.blocks_for(len(text), alone=sample in self.begun)
+                spare -= own + 1 + (0 if key in samples else common)
+                if spare < 0 and (slots.used or samples):
+                    break
+                texts[key] = text
+                samples.setdefault(key, []).append(self.waiting.popleft())
                 free -= 1
+            if not samples:
+                return
             check_stop()
             drawn = self._uniforms(list(chain.from_iterable(samples.values())))
-            prompts = [self.requests[i].prompt_tokens for i in samples]
-            self.slots.enter(list(samples.values()), prompts, uniforms=drawn)
+            slots.enter(list(samples.values()), list(texts.values()), uniforms=drawn, begun=self.begun)
+
+    def _text(self, sample: int) -> tuple[tuple[int, int], list[int]]:
+        """What is read before a sample goes on, and a key that samples with the same text share."""
+        request, begun = sample // self.group, self.begun.get(sample)
+        prompt = self.requests[request].prompt_tokens
+        return ((request, -1), prompt) if begun is None else ((request, sample), prompt + begun[0])
+
+    def _put_back(self) -> None:
+        """Take the live row that is read again soonest out of the cache, whose blocks the others need."""
+        slots, self.full = self.slots, True
+        assert slots.live > 1, "a row has room to its end"
+        slot = min(reversed(range(slots.live)), key=slots.held.__getitem__)
+        sample = slots.sample[slot]
+        said = slots.held[slot] - len(self.requests[sample // self.group].prompt_tokens) + 1
+        (tokens,), (logprobs,) = slots.drawn([slot], said)
+        self.begun[sample] = tokens, logprobs
+        self.waiting.appendleft(sample)
+        slots.leave([slot])
 
     def _uniforms(self, samples: list[int], after: list[int] | int = 0) -> Tensor:
         """The random numbers of these samples' next tokens, of which there are so many `after` the first."""
@@ -327,6 +395,7 @@ class Sampling:
         if self.episodes is None:
             self.done |= {samples[slot]: completion for slot, completion in ended.items()}
             self.slots.leave(list(ended))
+            self.full = False
             return
         cached: dict[int, int] = {}
         for slot, turn in ended.items():
@@ -345,7 +414,7 @@ class Sampling:
         going: dict[int, list[int]] = {}  # by sample, what is read
         for sample, answer in episodes.answers(wait=idle):
             if answer is None:
-                del slots.parked[sample]
+                slots.forget(sample)
                 continue
             response = episodes.responses[sample].tokens
             room = episodes.max_episode_tokens - len(response)

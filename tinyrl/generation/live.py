@@ -32,7 +32,7 @@ from tinyrl.generation.engine import (
     stop_said_at,
     uniforms,
 )
-from tinyrl.generation.fused import PREFILL_TOKENS, FusedEngine, bucket
+from tinyrl.generation.fused import PREFILL_TOKENS, FusedEngine
 from tinyrl.generation.hf import Decoding, HfEngine
 from tinyrl.generation.slots import Slots
 from tinyrl.models.batches import backbone_of
@@ -215,7 +215,9 @@ class LiveSampler:
         engine.settings = settings_of(first.draw, limit)
         with engine.roles.acting(first.draw.role) as model:
             decoder = self._decoder(engine, first.draw.role, model)
-            slots, advance = engine.slots(decoder, first.draw.temperature == 0, rows=self.max_rows, width=width)
+            slots, advance = engine.slots(
+                decoder, first.draw.temperature == 0, rows=self.max_rows, width=width, whole=True
+            )
             slots.clear()
             numbers = count()
 
@@ -233,9 +235,10 @@ class LiveSampler:
                     self._look(engine, slots, going)
                 if not slots.live:
                     return
+                reserved = slots.reserve(engine.look_every)
+                assert reserved, "every row has room to its end"
                 for _ in range(engine.look_every):
-                    slots.longest += 1
-                    advance(*(bucket(slots) if engine.by_graphs else (slots.live, slots.longest)))
+                    engine.step(slots, advance)
                 self._look(engine, slots, going)
 
     def _decoder(self, engine: FusedEngine, role: SampledRole, model: Any) -> Decoder:

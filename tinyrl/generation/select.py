@@ -7,6 +7,7 @@ modules with LoRA branches.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -17,9 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.config.sections import GenerationConfig
+from tinyrl.generation.cache import BLOCK, AnyCache, BlockCache, has_kernels
 from tinyrl.generation.decoder import Decoder, Held, can_share
-from tinyrl.generation.engine import LOOK_EVERY, Completion, SamplingEngine, SamplingSettings
-from tinyrl.generation.fused import PREFILL_TOKENS, WIDTH_BUCKET, FusedEngine, rows_that_fit
+from tinyrl.generation.engine import LOOK_EVERY, Completion, SamplingEngine, SamplingSettings, sample_tokens
+from tinyrl.generation.fused import PREFILL_TOKENS, WIDTH_BUCKET, FusedEngine, blocks_that_fit, rows_that_fit
 from tinyrl.generation.hf import HfEngine
 from tinyrl.generation.server import ServerClient, ServerEngine
 from tinyrl.generation.slots import Slots
@@ -36,6 +38,8 @@ EngineName = Literal["auto", "fused", "hf-merged", "hf"]  # of this process
 COPY_SHARE = 0.5  # of the free memory that a copy of the weights may take
 TRIAL_TEXTS, TRIAL_TOKENS = 8, 7  # texts of the trial in half precision, and tokens of each that it decodes one by one
 NOT_PLAIN = "the adapter is more than W + B A (DoRA, or with a bias), so it stays unmerged"
+MOST_BY_KERNELS = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # of numbers up to 1
+TRIAL_LOGITS = 8193  # four chunks of the draw's kernel, and one entry
 RAISED_BY_TRIALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 UNPACKED_AT_A_TIME = 4  # matrices of a 4-bit base that stand dense: gate and up, and the one that joins them
 MATRICES_OF_LOGITS = 3  # alive at a time in the library's engine: logits, log-probabilities, probabilities
@@ -219,9 +223,14 @@ def _why_not_fused(roles: Roles, longest: int) -> str | None:
 def _tried(engine: FusedEngine) -> tuple[bool, str]:
     """Whether the engine's numbers are those of the model, and how far they are off: in float32 from the model's own
     forward pass, in half precision both from a float32 pass of the same weights. A trial that raises is a reason too,
-    as what a strange model's parts do is not known.
+    as what a strange model's parts do is not known. Kernels whose numbers are off are not used.
     """
     kind = type(engine.roles.causal).__name__
+    wrong = _wrong_with_kernels(engine)
+    if wrong is not None:
+        engine.in_blocks = False
+        fits, said = _tried(engine)
+        return fits, f"{said}; without its kernels: {wrong}"
     try:
         ours, library, exact = trial_logprobs(engine)
     except torch.OutOfMemoryError:
@@ -237,6 +246,59 @@ def _tried(engine: FusedEngine) -> tuple[bool, str]:
     if fits:
         return True, f"differs from the model's own forward pass by at most {worst:.1g}"
     return False, f"its numbers are not those of {kind} (by {worst:.2g})"
+
+
+@torch.no_grad()
+def _wrong_with_kernels(engine: FusedEngine) -> str | None:
+    """What is wrong with our kernels on this GPU, beside plain torch; None where they are not in use, too."""
+    if not engine.in_blocks:
+        return None
+    try:
+        with engine.roles.acting("policy") as model:
+            read, drawn = kernel_errors(engine.decoder(model))
+    except torch.OutOfMemoryError:
+        raise
+    except RAISED_BY_TRIALS as error:
+        return f"{type(error).__name__}: {first_line(error)}"
+    most = MOST_BY_KERNELS[engine.dtype]
+    return None if read < most and drawn < most else f"their numbers are off by {max(read, drawn):.2g}"
+
+
+@torch.no_grad()
+def kernel_errors(decoder: Decoder, *, block: int = BLOCK) -> tuple[float, float]:
+    """How far our kernels are from plain torch at most, on random numbers in the model's shapes: of attention, states
+    of keys and values in [-1, 1] by rows of three prompts, one of which ended; of the draw, log-probabilities (infinite
+    where another token is drawn).
+    """
+    rows, lengths = [range(3), range(3, 6), range(6, 7)], [2 * block + 3, block, 5]
+    held = [lengths[p] + 1 + 7 * row for p, span in enumerate(rows) for row in span]
+    cache = decoder.new_blocks(8, 4 * block, blocks=32, block=block)
+    cache.claim(rows, lengths)
+    cache.grow(range(7), held)
+    cache.free([1])
+    cache.publish(7)
+    numbers = torch.Generator().manual_seed(0)
+
+    def uniform(*shape: int) -> Tensor:
+        return (torch.rand(*shape, generator=numbers) * 2 - 1).to(cache.entries)
+
+    cache.entries[0] = uniform(*cache.entries.shape[1:])
+    q = uniform(8, decoder.num_kv_heads, decoder.queries + 2, decoder.head_dim)[:, :, : decoder.queries] * 8
+    position = torch.tensor([n - 1 for n in [*held, 1]], device=q.device)
+    ours = cache.reader(position, cache.width)(0, q)
+    cache.by_kernel = False
+    gap = (ours - cache.reader(position, cache.width)(0, q).view_as(ours)).abs().float()
+    gap[1] = gap[7] = 0.0  # of no row
+    logits, u = uniform(8, TRIAL_LOGITS).float() * 8, torch.rand(8, generator=numbers, dtype=torch.float64).to(q.device)
+    options: Any = {"temperature": 0.7, "top_k": 0, "top_p": 1.0}
+    off = [0.0]
+    for greedy in (False, True):
+        (token, logprob), (same, expected) = (
+            sample_tokens(logits.clone(), u, greedy=greedy, by_kernel=by_kernel, **options)
+            for by_kernel in (True, False)
+        )
+        off.append(float((logprob - expected).abs().max()) if torch.equal(token, same) else math.inf)
+    return float(gap.max()), max(off)
 
 
 @torch.no_grad()
@@ -262,8 +324,8 @@ def trial_logprobs(engine: FusedEngine) -> tuple[Tensor, Tensor, Tensor]:
             exact = library if engine.exact else read(model)
         decoder = engine.decoder(model)
         decoder.sync(roles.adapter_of("policy"))
-    cache = decoder.new_cache(count, ids.shape[1])
     rows = [range(i, i + 1) for i in range(count)]
+    cache = _trial_cache(engine, decoder, [len(s) - TRIAL_TOKENS for s in sequences], ids.shape[1])
     states = [decoder.prefill(ids[:, : int(lengths.max())], lengths, cache=cache, rows=rows)]
     for t in range(TRIAL_TOKENS):
         token = ids.gather(1, (lengths + t).unsqueeze(1)).squeeze(1)
@@ -271,6 +333,17 @@ def trial_logprobs(engine: FusedEngine) -> tuple[Tensor, Tensor, Tensor]:
     ours = torch.stack([decoder.head.logits(s) for s in states], 1).log_softmax(-1)
     engine.keep(decoder)
     return ours, library, exact
+
+
+def _trial_cache(engine: FusedEngine, decoder: Decoder, prompts: list[int], width: int) -> AnyCache:
+    rows = len(prompts)
+    if not engine.in_blocks:
+        return decoder.new_cache(rows, width)
+    cache = decoder.new_blocks(rows, width, blocks=rows * -(-width // BLOCK))
+    cache.claim([range(i, i + 1) for i in range(rows)], prompts)
+    cache.grow(range(rows), [width] * rows)
+    cache.publish(rows)
+    return cache
 
 
 class Unsampled(SamplingEngine):
@@ -285,14 +358,15 @@ class Unsampled(SamplingEngine):
 
 @dataclass(frozen=True)
 class SamplingBytes:
-    """rows: decoded at a time; fit: how many of such rows the cache may hold; bytes by part; in_graphs: of the states
-    of one token, which CUDA graphs keep.
+    """rows: decoded at a time; fit: how many of such rows the cache may hold to their end; bytes by part; in_graphs: of
+    the states of one token, which CUDA graphs keep; blocks: of a cache in blocks, how many and of how many tokens.
     """
 
     rows: int
     fit: int
     parts: dict[str, int]
     in_graphs: int = 0
+    blocks: tuple[int, int] | None = None
 
 
 @torch.no_grad()
@@ -342,16 +416,24 @@ def sampling_bytes(
     with roles.acting("policy"), LiveBytes() as live, AsOn(device):
         decoder.sync(roles.adapter_of("policy"))
         copy = live.now + dense
-        fit = rows_that_fit(decoder, width, free=max(0, free - copy))
-        rows = min(rows, fit)
-        slots = Slots(decoder, settings, capacity=rows, width=width, columns=columns, greedy=False, device=META)
+        left, blocks = max(0, free - copy), None
+        fit = rows_that_fit(decoder, width, free=left)
+        if has_kernels(device):
+            count = blocks_that_fit(decoder, rows, width, free=left, block=BLOCK)
+            rows, blocks = min(rows, count), (count, BLOCK)
+        else:
+            rows = min(rows, fit)
+        shape = {"capacity": rows, "width": width, "columns": columns, "blocks": blocks}
+        slots = Slots(decoder, settings, **shape, greedy=False, device=META)
         cache = weight_bytes([slots.cache.entries])
         prompts = min(rows, prompts, max(1, PREFILL_TOKENS[device.type] // prompt_tokens))
         ids = torch.zeros(prompts, prompt_tokens, dtype=torch.long, device=META)
         lengths = torch.full((prompts,), prompt_tokens, device=META)
+        if isinstance(slots.cache, BlockCache):
+            slots.cache.claim([range(1)], [prompt_tokens])
         decoder.prefill(ids, lengths, cache=slots.cache, rows=[range(1)])  # writing a row takes no memory
         with LiveBytes() as token:
             slots.advance(rows, width)
     states = live.most + dense - copy - cache + UNPACKED_AT_A_TIME * unpacked
     parts = {"sampling copy": copy, "cache": cache, "states of sampling": states}
-    return SamplingBytes(rows, fit, parts, in_graphs=token.most)
+    return SamplingBytes(rows, fit, parts, in_graphs=token.most, blocks=blocks)

@@ -10,13 +10,15 @@ token or later, so whatever is written to its cache lies behind what it has read
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
+from tinyrl.generation.cache import BlockCache
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import SamplingSettings, sample_tokens
 from tinyrl.models.device import to_device
@@ -29,9 +31,12 @@ class Parked:
 
 
 class Slots:
-    """`capacity` rows, of which the first `live` are going; each has room for `columns` new tokens, and `width` for
-    prompt and response. `sample[r]` says which sample row r is; `longest` is the most tokens any of them has in the
-    cache. `parked`: the samples that wait, in slots behind the live ones.
+    """At most `capacity` rows, of which the first `live` are going; each has room for `columns` new tokens, and `width`
+    for prompt and response. `sample[r]` says which sample row r is, `held[r]` how many tokens of it the cache holds.
+    `parked`: the samples that wait, in slots behind the live ones.
+
+    blocks: (how many, tokens of one) of a cache in blocks, which rows take as they grow. Where there are fewer than all
+    rows may need, `reserve` says so.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class Slots:
         columns: int,
         greedy: bool,
         device: torch.device,
+        blocks: tuple[int, int] | None = None,
     ) -> None:
         self.decoder, self.settings, self.greedy, self.device = decoder, settings, greedy, device
         self.capacity, self.width, self.columns = capacity, width, columns
@@ -52,8 +58,13 @@ class Slots:
         self.uniforms = torch.zeros(capacity, columns, dtype=torch.float64, device=device)
         self.tokens = torch.zeros(capacity, columns, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(capacity, columns, device=device)
-        self.cache = decoder.new_cache(capacity, width)
-        self.clear()
+        if blocks is None:
+            self.cache = decoder.new_cache(capacity, width)
+        else:
+            self.cache = decoder.new_blocks(capacity, width, blocks=blocks[0], block=blocks[1])
+        self.sample: list[int] = []
+        self.held: list[int] = []
+        self.parked: dict[int, Parked] = {}
 
     @property
     def live(self) -> int:
@@ -63,38 +74,99 @@ class Slots:
     def used(self) -> int:
         return len(self.sample) + len(self.parked)
 
-    def clear(self) -> None:
-        self.sample: list[int] = []
-        self.parked: dict[int, Parked] = {}
-        self.longest = 0
+    @property
+    def longest(self) -> int:
+        """The most tokens that a live row has in the cache."""
+        return max(self.held, default=0)
 
-    def enter(self, samples: list[list[int]], prompts: list[list[int]], *, uniforms: Tensor) -> None:
-        """New rows: samples[p] continue prompt p, which is read once; uniforms has a row for each of them."""
+    def clear(self) -> None:
+        self.sample, self.held, self.parked = [], [], {}
+        self._free(range(len(self.token)))
+
+    def enter(
+        self,
+        samples: list[list[int]],
+        prompts: list[list[int]],
+        *,
+        uniforms: Tensor,
+        begun: dict[int, tuple[list[int], list[float]]] | None = None,
+    ) -> None:
+        """New rows: samples[p] continue prompt p, which is read once; uniforms has a row for each of them. begun: of
+        samples that were put back, the tokens drawn so far, which are the end of their prompt, and log-probabilities.
+        """
         counts = [len(of_prompt) for of_prompt in samples]
         self._make_room(sum(counts))
         starts = list(accumulate(counts, initial=self.live))
         lengths = to_device(torch.tensor([len(p) for p in prompts]), self.device)
         ids = self._padded(prompts)
         rows = [range(start, start + count) for start, count in zip(starts, counts, strict=False)]
+        if isinstance(self.cache, BlockCache):
+            self.cache.claim(rows, [len(p) for p in prompts])
         states = self.decoder.prefill(ids, lengths, cache=self.cache, rows=rows)
         self.sample += chain.from_iterable(samples)
-        self.longest = max(self.longest, ids.shape[1])
+        self.held += [len(p) for p, count in zip(prompts, counts, strict=True) for _ in range(count)]
         source = to_device(torch.tensor([p for p, count in enumerate(counts) for _ in range(count)]), self.device)
         logits = self.decoder.head.logits(states)[source]
-        self._begin(logits, slice(starts[0], starts[-1]), position=lengths[source], uniforms=uniforms)
+        said = (
+            {slot: begun[s] for slot, s in enumerate(self.sample) if slot >= starts[0] and s in begun} if begun else {}
+        )
+        self._begin(logits, slice(starts[0], starts[-1]), position=lengths[source], uniforms=uniforms, said=said)
 
-    def advance(self, live: int, width: int) -> None:
-        """One token in each of the first `live` rows, reading `width` columns of the cache. Only tensors: a CUDA graph
-        can hold it. Rows past the live ones may be computed too; their results are never read.
+    def blocks_for(self, tokens: int, *, alone: bool) -> tuple[int, int]:
+        """What a prompt takes of a cache in blocks, for all of its rows and for each (`alone`: it has one)."""
+        if not isinstance(self.cache, BlockCache):
+            return 0, 0
+        common = 0 if alone else tokens // self.cache.block
+        return common, self.cache.blocks_of(tokens + 1) - common
+
+    def spare(self) -> float:
+        """Blocks that no row holds; no end of them where every row has room to its end."""
+        if not isinstance(self.cache, BlockCache):
+            return math.inf
+        whole = self.capacity * self.cache.blocks_of(self.width) <= self.cache.total
+        return math.inf if whole else len(self.cache.spare)
+
+    def reserve(self, steps: int) -> bool:
+        """Room for so many more tokens in each live row; False where the cache has too few blocks."""
+        if not isinstance(self.cache, BlockCache):
+            return True
+        if not self.cache.grow(range(self.live), [min(held + steps, self.width) for held in self.held]):
+            return False
+        if not self.parked:
+            self.position[self.live :] = 0  # what a graph reads for rows that are not live is then short
+        self.cache.publish(self.live)
+        return True
+
+    def grow(self) -> None:
+        """The live rows are about to advance."""
+        self.held = [held + 1 for held in self.held]
+
+    def advance(self, live: int, width: int | None = None) -> None:
+        """One token in each of the first `live` rows, reading `width` columns of the cache (None: all there are). Only
+        tensors: a CUDA graph can hold it. Rows past the live ones may be computed too; their results are never read.
         """
         position = self.position[:live].clamp(max=self.width - 1)
-        states = self.decoder.step(self.token[:live], position, cache=self.cache, width=width)
+        states = self.decoder.step(self.token[:live], position, cache=self.cache, width=width or self.width)
         self.position[:live] += 1
         self._draw(self.decoder.head.logits(states), slice(live))
 
-    def _begin(self, logits: Tensor, rows: slice, *, position: Tensor, uniforms: Tensor) -> None:
-        """The first token of a completion, or of a turn, in these rows, which goes to `position`."""
+    def _begin(
+        self,
+        logits: Tensor,
+        rows: slice,
+        *,
+        position: Tensor,
+        uniforms: Tensor,
+        said: dict[int, tuple[list[int], list[float]]] | None = None,
+    ) -> None:
+        """The first token of a completion, or of a turn, in these rows, which goes to `position`; or the next, in the
+        slots that have `said` something.
+        """
         self.position[rows], self.count[rows], self.uniforms[rows] = position, 0, to_device(uniforms, self.device)
+        for slot, (tokens, logprobs) in (said or {}).items():
+            self.tokens[slot, : len(tokens)] = to_device(torch.tensor(tokens), self.device)
+            self.logprobs[slot, : len(tokens)] = to_device(torch.tensor(logprobs), self.device)
+            self.count[slot] = len(tokens)
         self._draw(logits, rows)
 
     def _draw(self, logits: Tensor, rows: slice) -> None:
@@ -106,6 +178,7 @@ class Slots:
             top_k=self.settings.top_k,
             top_p=self.settings.top_p,
             greedy=self.greedy,
+            by_kernel=isinstance(self.cache, BlockCache) and self.cache.by_kernel,
         )
         self.tokens[rows].scatter_(1, column, token.unsqueeze(-1))
         self.logprobs[rows].scatter_(1, column, logprob.unsqueeze(-1))
@@ -127,12 +200,21 @@ class Slots:
         return self.tokens[where, :most].tolist(), self.logprobs[where, :most].tolist()
 
     def leave(self, slots: list[int]) -> None:
-        self._move_behind(slots, self._copy)
+        behind = self._move_behind(slots, self.cache.copy)
+        self._free(range(self.live, self.live + len(behind)))
+
+    def forget(self, sample: int) -> None:
+        """A parked sample does not go on."""
+        self._free([self.parked.pop(sample).slot])
+
+    def _free(self, slots: Sequence[int]) -> None:
+        if isinstance(self.cache, BlockCache):
+            self.cache.free(slots)
 
     def park(self, cached: dict[int, int]) -> None:
         """Let the rows at these slots wait, of which so many tokens in the cache count."""
         rows = {self.sample[slot]: count for slot, count in cached.items()}
-        behind = self._move_behind(list(cached), self._exchange)
+        behind = self._move_behind(list(cached), self.cache.exchange)
         self.parked |= {sample: Parked(slot, rows[sample]) for slot, sample in enumerate(behind, self.live)}
         self._keep_positions()
 
@@ -146,9 +228,13 @@ class Slots:
         start, lengths = to_device(torch.tensor([[row.cached for row in rows], [len(t) for t in tokens]]), self.device)
         ends = [row.cached + len(t) for row, t in zip(rows, tokens, strict=True)]
         ids = self._padded(tokens)
+        if isinstance(self.cache, BlockCache):
+            grown = self.cache.grow(where, ends)
+            assert grown, "rows of episodes have room to their end"
+            self.cache.publish(self.live)
         states = self.decoder.extend(ids, lengths, start, cache=self.cache, rows=where, width=max(ends))
         self.sample += samples
-        self.longest = max(self.longest, *ends)
+        self.held += ends
         places = slice(where.start, where.stop)
         self._begin(self.decoder.head.logits(states), places, position=start + lengths, uniforms=uniforms)
 
@@ -161,10 +247,10 @@ class Slots:
         row = self.parked.pop(sample)
         other = next((parked for parked in self.parked.values() if parked.slot == slot), None)
         if other is not None:
-            self._exchange(row.slot, slot, max(row.cached, other.cached))
+            self.cache.exchange(row.slot, slot, max(row.cached, other.cached))
             other.slot = row.slot
         elif row.slot != slot:
-            self._copy(row.slot, slot, row.cached)
+            self.cache.copy(row.slot, slot, row.cached)
         return row
 
     def _make_room(self, rows: int) -> None:
@@ -175,7 +261,7 @@ class Slots:
         for row in self.parked.values():
             if row.slot < end:
                 to = next(free)
-                self._copy(row.slot, to, row.cached)
+                self.cache.copy(row.slot, to, row.cached)
                 row.slot = to
         self._keep_positions()
 
@@ -185,16 +271,6 @@ class Slots:
             rows = [(row.slot, row.cached) for row in self.parked.values()]
             slots, cached = to_device(torch.tensor(rows), self.device).unbind(1)
             self.position[slots] = cached
-
-    def _copy(self, source: int, to: int, columns: int) -> None:
-        entries = self.cache.entries
-        entries[:, to, ..., :columns, :] = entries[:, source, ..., :columns, :]
-
-    def _exchange(self, a: int, b: int, columns: int) -> None:
-        entries = self.cache.entries[..., :columns, :]
-        kept = entries[:, b].clone()
-        entries[:, b] = entries[:, a]
-        entries[:, a] = kept
 
     def _move_behind(self, slots: list[int], move: Callable[[int, int, int], None]) -> list[int]:
         """Take the rows at `slots` out of the live ones: rows from the end move into the gaps, by moving their part of
@@ -206,12 +282,12 @@ class Slots:
         movers = [p for p in range(stay, self.live) if p not in gone]
         for to, source in zip(gaps, movers, strict=True):
             move(source, to, self.longest)
-            self.sample[to], self.sample[source] = self.sample[source], self.sample[to]
+            for of in (self.sample, self.held):
+                of[to], of[source] = of[source], of[to]
         if gaps:
             places, sources = to_device(torch.tensor([gaps, movers]), self.device)
             for tensor in (self.token, self.position, self.count, self.uniforms, self.tokens, self.logprobs):
                 tensor[places] = tensor[sources]
         behind = self.sample[stay:]
-        del self.sample[stay:]
-        self.longest = int(self.position[: self.live].max()) if self.live else 0
+        del self.sample[stay:], self.held[stay:]
         return behind

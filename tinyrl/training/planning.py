@@ -190,7 +190,11 @@ def _decoded(planner: Planner) -> list[str]:
     if sampling is None:
         return []
     groups = f": groups of up to {group:,} in one go" if group else ""
-    return [f"sampling: {sampling.rows:,} completions at a time, of {sampling.fit:,} that fit{groups}"]
+    fit = f"{sampling.fit:,} that fit"
+    if sampling.blocks is not None:
+        count, tokens = sampling.blocks
+        fit = f"{fit} to their last token, in a cache of {count:,} blocks of {tokens} tokens"
+    return [f"sampling: {sampling.rows:,} completions at a time, of {fit}{groups}"]
 
 
 def _problem(plan: MemoryPlan, tokens: int | None, *, needed: int, free: int) -> str | None:
