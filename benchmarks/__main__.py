@@ -10,13 +10,13 @@
     python -m benchmarks scaling  [--axes group length vocabulary size]
     python -m benchmarks learning --peer-python TRL_VENV/bin/python [--pairs 5] [--steps 60]
     python -m benchmarks real     --peer-python TRL_VENV/bin/python --ppo-peer-python TRL_1_12_VENV/bin/python
-    python -m benchmarks gpu      [--minutes 10] [--shapes 0.5b 1.5b 3b 7b] [--peer-python TRL_VENV/bin/python]
+    python -m benchmarks gpu      [--minutes 10] [--shapes 0.5b 1.5b 3b 7b] [--list] [--only WORDS] [--again]
 
 TRL_VENV: `pip install torch==2.13.0 trl==1.16.0 peft` in an environment of its own; TRL_1_12_VENV has trl==1.12.0, the
 last release with PPO. Both sides run in processes of their own, in alternation, with the same number of threads; the
 first step of each process is warm-up. `--sizes xs --pairs 1 --steps 2` tries a command out in about a minute.
-`gpu` measures what it can within --minutes, cell by cell, into cells.jsonl and table.md; run again, it goes on where it
-was. `gpu --shapes tiny` runs all of it on a CPU in seconds, at sizes that say nothing.
+`gpu` (docs/gpu.md) measures what it can within --minutes, cell by cell, into cells.jsonl and table.md; run again, it
+goes on where it was. `gpu --shapes tiny` runs all of it on a CPU in minutes, at sizes that say nothing.
 Of tinyrl alone, each with --help: benchmarks.start_up, .checkpoint_cost, .stopping, .starter_claims,
 .forgetting
 """
@@ -24,6 +24,7 @@ Of tinyrl alone, each with --help: benchmarks.start_up, .checkpoint_cost, .stopp
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -43,7 +44,7 @@ from benchmarks import (
     our_scaling,
 )
 from benchmarks.gpu import command as gpu
-from benchmarks.sizes import SIZES
+from benchmarks.sizes import REAL_MODEL, SIZES
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,18 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder to keep models and results in (default: a temporary one)")
     parser.add_argument("--minutes", type=float, default=10.0, help="gpu: of this slice")
     parser.add_argument("--shapes", nargs="+", default=gpu.NAMES, choices=[*gpu.NAMES, "tiny"], help="gpu: models")
-    parser.add_argument("--again", action="store_true", help="gpu: try again what failed")
+    parser.add_argument("--again", action="store_true", help="gpu: try again what a whole slice was too short for")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="gpu: cells with one of these in the name"
+    )
+    parser.add_argument("--list", action="store_true", help="gpu: the cells that are left, in their order")
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="gpu: write the results so far into a page")
+    real = os.environ.get(REAL_MODEL)
+    parser.add_argument(
+        "--real-model", type=Path, default=real, help="gpu: folder of tinyrl.starter.smollm2 (or in TINYRL_REAL_MODEL)"
+    )
+    parser.add_argument("--ppo-peer-path", metavar="FOLDER", help="gpu: packages with TRL 1.12, for PPO alone")
+    parser.add_argument("--vllm-python", help="gpu: Python of an environment with vLLM")
     options = parser.parse_args(words)
     command = COMMANDS[options.what]
     options.sizes = options.sizes or list(command.sizes)
@@ -122,9 +134,10 @@ def main() -> None:
     if sentence is not None:
         print(sentence, file=sys.stderr)
         raise SystemExit(2)
-    fresh = Path("gpu-benchmark") if options.what == "gpu" else Path(tempfile.mkdtemp(prefix="benchmarks-"))
+    fresh = Path(gpu.RESULTS) if options.what == "gpu" else Path(tempfile.mkdtemp(prefix="benchmarks-"))
     options.out = (options.out or fresh).resolve()
-    print(f"models and every process's settings and answers are in {options.out}", flush=True)
+    if options.what != "gpu":
+        print(f"models and every process's settings and answers are in {options.out}", flush=True)
     COMMANDS[options.what].main(options)
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,15 @@ class Failed(Exception):
     def __init__(self, sentence: str, tail: str, *, too_long: bool = False) -> None:
         super().__init__(sentence)
         self.tail, self.too_long = tail, too_long
+
+
+def module_path(python: str, *, before: Sequence[str] = ()) -> str:
+    """PYTHONPATH of a process: this checkout, the folders of `before`, and for this Python what it has now, where a
+    bare machine keeps its packages. (Another Python has its own.) All absolute: a process begins in its own folder.
+    """
+    now = os.environ.get("PYTHONPATH", "") if python == sys.executable else ""
+    folders = [str(ROOT), *before, *filter(None, now.split(os.pathsep))]
+    return os.pathsep.join(dict.fromkeys(os.path.abspath(folder) for folder in folders))
 
 
 def run(script: str, settings: dict[str, Any], *, options: Namespace, python: str = sys.executable) -> dict[str, Any]:
@@ -37,6 +47,7 @@ def attempt(
     *,
     options: Namespace,
     python: str = sys.executable,
+    before: Sequence[str] = (),
     timeout: float = TIMEOUT_S,
 ) -> dict[str, Any]:
     """The same; raises Failed when the process fails or takes longer than `timeout` seconds."""
@@ -48,7 +59,7 @@ def attempt(
     question.write_text(json.dumps({**common, **settings}))
     environment = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": module_path(python, before=before),
         "OMP_NUM_THREADS": str(options.threads),
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",

@@ -1,7 +1,8 @@
 """Models of Qwen2.5's shapes with random weights, and prompts of random words, for a GPU or, tiny, for a CPU.
 
-Built from a config, so nothing is downloaded. A random model hardly ever ends a completion: each has all the tokens it
-may have, and every side does the same work.
+Built from a config, so nothing is downloaded. Logits are as sharp as a real model's (deviation 4, by the weight of the
+last norm), so that samples are drawn from few words and differ. A random model hardly ever ends a completion: each has
+all the tokens it may have, and every side does the same work.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from benchmarks.sizes import EOS, FIRST_WORD, PAD, Shape
 
 POSITIONS = 32768
 ROWS = 512  # prompts to train on; one more is held out
+DEVIATION = 4.0  # of logits
+MEASURED = (8, 64)  # texts, and tokens of each, on which it is set
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,17 @@ def prompt_rows(shape: Shape, tokens: int) -> list[dict[str, str]]:
     return [{"prompt": text()} for _ in range(ROWS + 1)]
 
 
+def sharpen(model: Any) -> None:
+    """Set the deviation of the logits, on random words."""
+    import torch
+
+    head, norm = model.get_output_embeddings().weight, model.get_decoder().norm.weight
+    ids = torch.randint(FIRST_WORD, len(head), MEASURED, generator=torch.Generator().manual_seed(0)).to(head.device)
+    with torch.no_grad():
+        states = model.get_decoder()(input_ids=ids).last_hidden_state
+        norm.mul_(DEVIATION / (states @ head.T).float().std())
+
+
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
     """Write the folder of a shape, in bfloat16 (on a CPU float32): prompts, model/, reward_model/ if asked for."""
     import torch
@@ -93,6 +107,8 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         torch.manual_seed(0)
         with device:
             model = make(config).to(dtype)
+        if name == "model":
+            sharpen(model)
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
         del model

@@ -1,12 +1,15 @@
 """Cells measured one by one within some minutes; each is on disk as soon as it is done, and the next slice goes on.
 
-A cell that its slice has no time left for is tried first in the next one. What fails is kept with its reason and not
-tried again (--again does). cells.jsonl has a line a cell; table.md is written anew after each.
+A cell that its slice has no time left for is tried first in the next one. What failed is tried again, after what was
+never tried and at most once a slice; what a whole slice was too short for is not (--again does). What needs a peer or a
+folder that is not there is skipped, and measured once it is. cells.jsonl has a line a cell, with the machine: another
+GPU begins anew. table.md is written after each.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -23,6 +26,8 @@ from benchmarks.gpu.shapes import Shape
 
 RESERVE_S = 15.0  # of a slice, to write and to end in
 FULL = 0.8  # of a slice: a cell that had so much of one and was not done never will be
+ALIKE = 3  # cells that fail one after the other for one reason: then it is the machine's, and the slice ends
+SETTLED = ("done", "too long")
 
 
 @dataclass
@@ -39,27 +44,47 @@ class Slice:
 
 
 class Records:
-    """cells.jsonl of a folder: what came of each cell, by name; the last line of a name counts."""
+    """cells.jsonl of a folder: what came of each cell on each machine. The last line of a name counts, but what is done
+    stays done. `by_name`: of `machine`.
+    """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        lines = path.read_text().splitlines() if path.is_file() else []
-        self.by_name: dict[str, dict[str, Any]] = {}
-        for line in lines:
-            record = json.loads(line)
-            self.by_name[record["cell"]] = record
+    def __init__(self, path: Path, machine: str) -> None:
+        self.path, self.machine = path, machine
+        self.machines: dict[str, dict[str, dict[str, Any]]] = {machine: {}}
+        for line in path.read_text().splitlines() if path.is_file() else []:
+            self._take(json.loads(line))
+
+    @property
+    def by_name(self) -> dict[str, dict[str, Any]]:
+        return self.machines[self.machine]
 
     def add(self, record: dict[str, Any]) -> None:
         """Append a line."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        self.by_name[record["cell"]] = record
+            file.write(json.dumps({"machine": self.machine, **record}) + "\n")
+        self._take({"machine": self.machine, **record})
 
-    def is_settled(self, cell: Cell, *, again: bool) -> bool:
-        """Whether nothing is left to do for it."""
-        record = self.by_name.get(cell.name)
-        return record is not None and record["status"] in (("done",) if again else ("done", "failed", "too long"))
+    def _take(self, record: dict[str, Any]) -> None:
+        known = self.machines.setdefault(record["machine"], {})
+        before = known.get(record["cell"], {"status": "", "tries": 0})
+        if record["status"] == "done" or before["status"] != "done":
+            known[record["cell"]] = {**record, "tries": before["tries"] + 1}
+
+    def status(self, cell: Cell) -> str:
+        """Of a cell that was never tried: nothing."""
+        return self.by_name.get(cell.name, {"status": ""})["status"]
+
+    def left(self, cells: list[Cell], *, again: bool) -> list[Cell]:
+        """What is to be tried, in its order: what was cut, then what is new, then what failed, least often first."""
+        settled = ("done",) if again else SETTLED
+        left = [cell for cell in cells if self.status(cell) not in settled]
+
+        def place(cell: Cell) -> int:
+            tries = self.by_name.get(cell.name, {"tries": 0})["tries"]
+            return {"cut": -1, "failed": tries, "too long": tries}.get(self.status(cell), 0)
+
+        return sorted(left, key=place)
 
 
 class Runner:
@@ -67,7 +92,7 @@ class Runner:
 
     def __init__(self, options: Namespace, records: Records, within: Slice) -> None:
         self.options, self.records, self.within = options, records, within
-        self.in_here = options.shapes == ["tiny"]
+        self.all_in_here = options.shapes == ["tiny"]
 
     def run(self, cell: Cell) -> dict[str, Any]:
         """The record of a cell, which is on disk too."""
@@ -76,8 +101,9 @@ class Runner:
         try:
             if cell.shape is not None:
                 files = {"files": str(self.files(cell.shape, cell))}
-            python = peer_python(cell, self.options)
-            result = self.measure(f"{PACKAGE}.{cell.module}", {**cell.settings, **files}, python=python)
+            if cell.needs is not None:
+                files = {cell.needs: str(getattr(self.options, cell.needs))}
+            result = self.measure(f"{PACKAGE}.{cell.module}", {**cell.settings, **files}, cell=cell)
             record = {"status": "done", "result": result}
         except processes.Failed as failure:
             cut = failure.too_long and had < FULL * self.within.seconds
@@ -87,12 +113,13 @@ class Runner:
         self.records.add(record)
         return record
 
-    def measure(self, module: str, settings: dict[str, Any], *, python: str = sys.executable) -> dict[str, Any]:
-        """settings -> result of a module's `measure`."""
-        if python != sys.executable or not self.in_here:
+    def measure(self, module: str, settings: dict[str, Any], *, cell: Cell | None = None) -> dict[str, Any]:
+        """settings -> result of a module's `measure`, by the Python of the cell."""
+        python, before = (sys.executable, []) if cell is None else peer_python(cell, self.options)
+        if not self.all_in_here or (cell is not None and (cell.peer is not None or cell.by_itself)):
             question = {**settings, "module": module}
-            left = max(1.0, self.within.left)
-            return processes.attempt("gpu.cell", question, options=self.options, python=python, timeout=left)
+            how: dict[str, Any] = {"python": python, "before": before, "timeout": max(1.0, self.within.left)}
+            return processes.attempt("gpu.cell", question, options=self.options, **how)
         folder = self.options.out / "jobs" / f"{time.monotonic_ns()}"
         folder.mkdir(parents=True)
         return measured({**settings, "module": module, "folder": str(folder), "threads": self.options.threads})
@@ -109,48 +136,63 @@ class Runner:
         return folder
 
 
-def peer_python(cell: Cell, options: Namespace) -> str:
-    """The Python of a cell: for PPO that of another release of the peer, if one is named."""
-    theirs = (options.ppo_peer_python if cell.section == "ppo" else None) or options.peer_python
-    return theirs if cell.peer is not None and theirs else sys.executable
+def peer_python(cell: Cell, options: Namespace) -> tuple[str, list[str]]:
+    """The Python of a cell and folders of packages that it has in front: for PPO those of another release of the peer,
+    if they are named.
+    """
+    if cell.peer is None:
+        return sys.executable, []
+    if cell.section == "ppo":
+        python, before = options.ppo_peer_python or options.peer_python, options.ppo_peer_path
+    else:
+        python, before = options.vllm_python if cell.peer == "vllm" else options.peer_python, None
+    python = python or sys.executable
+    if os.sep in python:  # a process begins in a folder of its own
+        python = os.path.abspath(python)
+    return python, [before] if before else []
 
 
-def has_package(python: str, package: str) -> bool:
-    """Whether that Python can import a package."""
-    command = [python, "-c", f"import {package}"]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+def has_package(python: str, package: str, before: list[str]) -> bool:
+    """Whether that Python finds a package."""
+    find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    environment = {**os.environ, "PYTHONPATH": processes.module_path(python, before=before)}
+    return subprocess.run([python, "-c", find], env=environment, capture_output=True, check=False).returncode == 0
 
 
-def run_slice(
-    cells: list[Cell], records: Records, *, options: Namespace, after_each: Callable[[], None]
-) -> tuple[int, int]:
-    """Measure what is left, as far as the minutes go; (cells settled, cells in all)."""
+def run_slice(cells: list[Cell], records: Records, *, options: Namespace, after_each: Callable[[], None]) -> bool:
+    """Measure what is left, as far as the minutes go. False where cell after cell failed for one reason."""
     within = Slice(60.0 * options.minutes, time.monotonic())
-    runner = Runner(options, records, within)
-    cells = [cell for cell in cells if _can_run(cell, options)]
-    left = [cell for cell in cells if not records.is_settled(cell, again=options.again)]
-    left.sort(key=lambda cell: records.by_name.get(cell.name, {}).get("status") != "cut")  # those begin
-    first = True
-    for cell in left:
-        if within.left < cell.seconds and not first and not runner.in_here:
+    runner, alike, first = Runner(options, records, within), list[str](), True
+    for cell in records.left(cells, again=options.again):
+        missing = why_skipped(cell, options)
+        if missing is not None:
+            if records.status(cell) != "skipped":
+                records.add({"cell": cell.name, "status": "skipped", "why": missing, "seconds": 0.0})
+            continue
+        if within.left < cell.seconds and not first and not runner.all_in_here:
             continue  # a shorter one may fit
         if within.left <= 0:
             break
-        record = runner.run(cell)
+        record, first = runner.run(cell), False
         print(f"{record['status']:8} {record['seconds']:7.1f} s  {cell.name}  {record.get('why', '')}", flush=True)
         after_each()
-        first = False
-    return sum(records.is_settled(cell, again=False) for cell in cells), len(cells)
+        alike = [*alike, record["why"]] if record["status"] == "failed" else []
+        if len(alike) >= ALIKE and len(set(alike[-ALIKE:])) == 1:
+            return False
+    return True
 
 
 _asked: dict[tuple[str, str], bool] = {}
 
 
-def _can_run(cell: Cell, options: Namespace) -> bool:
-    """Peers need their package in the peer's Python, asked once."""
+def why_skipped(cell: Cell, options: Namespace) -> str | None:
+    """What a cell needs and this machine does not have; packages are asked for once."""
+    if cell.needs is not None and getattr(options, cell.needs) is None:
+        return f"needs --{cell.needs.replace('_', '-')}"
     if cell.peer is None:
-        return True
-    key = (peer_python(cell, options), cell.peer)
+        return None
+    python, before = peer_python(cell, options)
+    key = (os.pathsep.join([python, *before]), cell.peer)
     if key not in _asked:
-        _asked[key] = has_package(*key)
-    return _asked[key]
+        _asked[key] = has_package(python, cell.peer, before)
+    return None if _asked[key] else f"{cell.peer} is not installed for {Path(python).name}"

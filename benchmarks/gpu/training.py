@@ -1,4 +1,4 @@
-"""Steps of `tinyrl train grpo` and `tinyrl train ppo` in this process: seconds, phases, memory, bfloat16's mismatch."""
+"""Steps of `tinyrl train grpo|ppo` in this process: seconds, phases, memory beside its plan, bfloat16's mismatch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import our_recipe, our_training
 from benchmarks.fixed_work import Grpo
 from benchmarks.gpu.shapes import Work
+from tinyrl.models.device import peak_memory_gb
 
 KEPT = ("policy/sampling_gap", "policy/capped_weights", "memory/peak_gb")
 
@@ -42,5 +45,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         "tokens": result["tokens"],
         "phases": result["phases"],
         "peak_gb": peak,
+        "planned_gb": result["planned_gb"],
+        "measured_gb": peak_memory_gb(torch.device(settings["device"])),
         **means,
     }

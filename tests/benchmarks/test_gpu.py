@@ -11,18 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen2ForCausalLM
 
 from benchmarks.__main__ import parse, problem
 from benchmarks.gpu import slices
 from benchmarks.gpu.attention import KINDS, tensors
 from benchmarks.gpu.cells import Cell, cells, profile_of
-from benchmarks.gpu.command import NAMES
+from benchmarks.gpu.command import BEGIN, END, NAMES, write_into
 from benchmarks.gpu.roofline import Ceilings, floors, sampling_bytes
-from benchmarks.gpu.shapes import QWEN, Work, parameters
+from benchmarks.gpu.shapes import DEVIATION, QWEN, TINY, Work, parameters, sharpen
 from benchmarks.gpu.slices import Records, Slice, run_slice
+from benchmarks.gpu.suite import outcomes
 from benchmarks.gpu.table import Results, table
-from benchmarks.processes import ROOT, Failed
-from benchmarks.sizes import Shape
+from benchmarks.processes import ROOT, Failed, module_path
+from benchmarks.sizes import FIRST_WORD, Shape
 
 TOY = Shape("toy", hidden=2, layers=1, intermediate=3, heads=1, kv_heads=1, head_size=2, vocabulary=5)
 
@@ -65,9 +67,12 @@ def test_attention_of_a_group_is_that_of_padded_rows(kind: str):
     torch.testing.assert_close(ours, padded, atol=1e-5, rtol=1e-5)
 
 
-def options_of(tmp_path: Path, *, minutes: float = 10.0, again: bool = False) -> Namespace:
-    sides = {"peer_python": None, "ppo_peer_python": None}
-    return Namespace(out=tmp_path, minutes=minutes, again=again, shapes=["1.5b"], threads=1, **sides)
+def options_of(tmp_path: Path, *, minutes: float = 10.0, again: bool = False, **others: Any) -> Namespace:
+    words = ["gpu", "--out", str(tmp_path), "--minutes", str(minutes), "--shapes", "1.5b", *(["--again"] * again)]
+    options = parse(words)
+    options.real_model = None
+    vars(options).update(others)
+    return options
 
 
 @pytest.fixture
@@ -91,13 +96,20 @@ def named(*names: str, **seconds: float) -> list[Cell]:
     return [Cell(n, "sampling", "sampling", {"name": n}, seconds=seconds.get(n, 1.0)) for n in names]
 
 
+def statuses(path: Path) -> list[tuple[str, str]]:
+    return [(line["cell"], line["status"]) for line in map(json.loads, path.read_text().splitlines())]
+
+
 def test_a_slice_goes_on_where_the_last_one_was(
     tmp_path: Path, measured: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ):
-    """One cell fails for good, one is cut by its slice and begins the next one; what is done is not done again."""
+    """One cell is cut by its slice and begins the next one; one fails, and is tried again after what is new, once a
+    slice; what is done is not done again.
+    """
+    memory = Failed("b failed", "Traceback\ntorch.OutOfMemoryError: 1 GB")
     outcomes: dict[str, list[Any]] = {
         "a": [{"seconds": [1.0]}],
-        "b": [Failed("b failed", "Traceback\ntorch.OutOfMemoryError: 1 GB")],
+        "b": [memory, memory, {"seconds": [2.0]}],
         "c": [Failed("too long", "", too_long=True), {"seconds": [3.0]}],
         "d": [{"seconds": [4.0]}],
     }
@@ -111,37 +123,86 @@ def test_a_slice_goes_on_where_the_last_one_was(
     asked, path, all_cells = measured(what), tmp_path / "cells.jsonl", named("a", "b", "c", "d", d=10000.0)
     seen: list[int] = []
 
-    def run(minutes: float = 10.0) -> tuple[int, int]:
-        records = Records(path)
-        options = options_of(tmp_path, minutes=minutes)
-        return run_slice(all_cells, records, options=options, after_each=lambda: seen.append(len(records.by_name)))
+    def run() -> None:
+        records = Records(path, "GPU")
+        after = lambda: seen.append(len(records.by_name))  # noqa: E731
+        assert run_slice(all_cells, records, options=options_of(tmp_path), after_each=after)
 
     with monkeypatch.context() as patch:
         patch.setattr(slices, "FULL", 2.0)  # as if the cell that is cut had begun late
-        assert run() == (2, 4)
+        run()
     assert asked == ["a", "b", "c"]  # d would take longer than the slice
-    statuses = [json.loads(line)["status"] for line in path.read_text().splitlines()]
-    assert statuses == ["done", "failed", "cut"]
+    assert statuses(path) == [("a", "done"), ("b", "failed"), ("c", "cut")]
     assert seen == [1, 2, 3]
-    assert run() == (3, 4)
-    assert asked[3:] == ["c"]
-    assert run() == (4, 4)  # the first of a slice may take as long as it needs
-    assert asked[4:] == ["d"]
-    assert run() == (4, 4)
-    assert len(asked) == 5
-    assert Records(path).by_name["b"]["why"] == "torch.OutOfMemoryError: 1 GB"
+    assert Records(path, "GPU").by_name["b"]["why"] == "torch.OutOfMemoryError: 1 GB"
+    run()
+    assert asked[3:] == ["c", "b"]
+    run()
+    assert asked[5:] == ["d", "b"]  # the first of a slice may take as long as it needs
+    run()
+    assert len(asked) == 7
 
 
 def test_a_cell_that_a_whole_slice_is_too_short_for(tmp_path: Path, measured: Callable[..., list[str]]):
     def what(settings: dict[str, Any]) -> dict[str, Any]:
         raise Failed("took longer", "", too_long=True)
 
-    asked, records = measured(what), Records(tmp_path / "cells.jsonl")
+    asked, records = measured(what), Records(tmp_path / "cells.jsonl", "GPU")
     for again in (False, False, True):
         options = options_of(tmp_path, again=again)
         run_slice(named("a"), records, options=options, after_each=lambda: None)
     assert records.by_name["a"]["status"] == "too long"
     assert asked == ["a", "a"]  # at first, and with --again
+
+
+def test_cells_that_fail_alike_end_the_slice(tmp_path: Path, measured: Callable[..., list[str]]):
+    """A machine on which nothing works does not cost its minutes; failures of different kinds do not end one."""
+
+    def what(settings: dict[str, Any]) -> dict[str, Any]:
+        raise Failed("failed", "ModuleNotFoundError: pydantic" if settings["name"] > "b" else settings["name"])
+
+    asked, records = measured(what), Records(tmp_path / "cells.jsonl", "GPU")
+    every = named("a", "b", "c", "d", "e", "f")
+    assert not run_slice(every, records, options=options_of(tmp_path), after_each=lambda: None)
+    assert asked == ["a", "b", "c", "d", "e"]
+
+
+def test_what_needs_something_that_is_not_there_is_skipped_until_it_is(
+    tmp_path: Path, measured: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(slices, "_asked", {})
+    asked, path = measured(lambda settings: {}), tmp_path / "cells.jsonl"
+    with_peer = Cell("peer", "ppo", "peers", {"name": "peer"}, peer="peer_of_a_test.ppo")
+    real = Cell("real", "real", "real", {"name": "real"}, needs="real_model")
+    for _ in range(2):
+        records = Records(path, "GPU")
+        assert run_slice([with_peer, real], records, options=options_of(tmp_path), after_each=lambda: None)
+    assert statuses(path) == [("peer", "skipped"), ("real", "skipped")]  # said once
+    assert "peer_of_a_test.ppo is not installed" in records.by_name["peer"]["why"]
+    assert records.by_name["real"]["why"] == "needs --real-model"
+    (tmp_path / "front" / "peer_of_a_test").mkdir(parents=True)
+    (tmp_path / "front" / "peer_of_a_test" / "ppo.py").touch()
+    there = options_of(tmp_path, ppo_peer_path=str(tmp_path / "front"), real_model=tmp_path)
+    run_slice([with_peer, real], Records(path, "GPU"), options=there, after_each=lambda: None)
+    assert asked == ["peer", "real"]
+
+
+def test_another_gpu_begins_anew_and_what_is_done_stays_done(tmp_path: Path):
+    path, [cell] = tmp_path / "cells.jsonl", named("a")
+    Records(path, "H100").add({"cell": "a", "status": "done", "result": {}})
+    Records(path, "H100").add({"cell": "a", "status": "failed", "why": "later"})
+    assert Records(path, "H100").left([cell], again=True) == []
+    assert Records(path, "H200").left([cell], again=False) == [cell]
+
+
+def test_processes_have_this_checkout_and_the_packages_of_this_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A bare machine keeps them in a folder; another Python has its own, and a process begins elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"packages:{ROOT}")
+    packages = str(tmp_path / "packages")
+    assert module_path(sys.executable) == f"{ROOT}:{packages}"
+    assert module_path(sys.executable, before=["other"]) == f"{ROOT}:{tmp_path / 'other'}:{packages}"
+    assert module_path("/other/bin/python") == str(ROOT)
 
 
 def test_a_slice_leaves_time_to_end(monkeypatch: pytest.MonkeyPatch):
@@ -157,8 +218,8 @@ def test_cells_of_the_table():
     assert len(set(names)) == len(names)
     sampled = [name for name in names if name.startswith("sampling 1.5b")]
     assert sampled == [
-        "sampling 1.5b fused", "sampling 1.5b fused without graphs", "sampling 1.5b hf", "sampling 1.5b generate",
-        "sampling 1.5b continuous batching",
+        "sampling 1.5b fused", "sampling 1.5b hf", "sampling 1.5b continuous batching", "sampling 1.5b vLLM",
+        "sampling 1.5b generate", "sampling 1.5b fused without graphs",
     ]  # fmt: skip
     four_bit = [each for each in every if each.name.startswith("sampling 7b")]
     assert {each.settings["quantization"] for each in four_bit} == {"4bit"}
@@ -168,15 +229,59 @@ def test_cells_of_the_table():
     assert len(learnt) == 5 * (3 + 2)
 
 
+def test_half_an_hour_has_some_of_each_kind():
+    """By the seconds that cells are said to take: where the two peers are not both installed, more fits."""
+    seconds, begun = 0.0, list[str]()
+    for each in cells(profile_of(["1.5b", "0.5b", "3b", "7b"], device="cuda")):
+        seconds += each.seconds if each.peer != "vllm" else 0.0
+        if seconds > 30 * 60:
+            break
+        begun.append(each.name)
+    assert begun[:2] == ["tests of graphs", "ceilings"]
+    assert {"sampling 1.5b fused", "sampling 0.5b continuous batching", "grpo 1.5b TRL", "ppo 0.5b TRL"} <= {*begun}
+    assert {"real model, seed 0", "response length 8192"} <= {*begun}
+    assert all(each.seconds < 0.9 * 600 for each in cells(profile_of(["1.5b", "0.5b"], device="cuda")))
+
+
+def test_logits_have_a_deviation_of_four():
+    """On other words than those by which it was set."""
+    torch.manual_seed(1)
+    model = Qwen2ForCausalLM(TINY.qwen2(tie_word_embeddings=True, pad_token_id=0)).eval()
+    sharpen(model)
+    with torch.no_grad():
+        logits = model(input_ids=torch.randint(FIRST_WORD, TINY.vocabulary, (20, 64))).logits
+    assert float(logits.std()) == pytest.approx(DEVIATION, rel=0.05)
+
+
+def test_outcomes_of_tests_are_read_from_their_report(tmp_path: Path):
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase name="a"/><testcase name="b"><skipped/></testcase>'
+        '<testcase name="c"><failure message="assert 1 == 2">long</failure></testcase>'
+        '<testcase name="d"><error message="no"/></testcase></testsuite></testsuites>'
+    )
+    assert outcomes(report) == {"passed": 1, "skipped": 1, "failed": {"c": "assert 1 == 2", "d": "no"}}
+
+
+def test_results_go_into_a_page_in_the_place_of_earlier_ones(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text("# Measured\n\nOnce.\n")
+    write_into(page, "## On one\n")
+    assert page.read_text() == f"# Measured\n\nOnce.\n\n{BEGIN}\n\n## On one\n\n{END}\n"
+    page.write_text(page.read_text() + "\nAfter.\n")
+    write_into(page, "## On another\n")
+    assert page.read_text() == f"# Measured\n\nOnce.\n\n{BEGIN}\n\n## On another\n\n{END}\n\nAfter.\n"
+
+
 def test_the_table_says_what_is_missing():
     profile = profile_of(["tiny"], device="cpu")
     some = [each for each in cells(profile) if each.name in ("sampling tiny fused", "sampling tiny generate")]
     found = {"seconds": [2.0], "tokens": [100], "peak_gb": 0.5, "versions": {"torch": "2"}, "machine": "CPU"}
-    records = {"sampling tiny fused": {"status": "done", "result": {**found, "graphs": 3}}}
+    records = {"sampling tiny fused": {"machine": "CPU", "status": "done", "result": {**found, "graphs": 3}}}
     text = table(Results(profile, some, records))
     assert "| tiny | tinyrl, fused | 50 | 2.00 | - |" in text
     assert "| sampling tiny generate | not yet |  |" in text
-    slower = {"status": "done", "result": {**found, "seconds": [5.0]}}
+    slower = {"machine": "CPU", "status": "done", "result": {**found, "seconds": [5.0]}}
     text = table(Results(profile, some, {**records, "sampling tiny generate": slower}))
     assert "| tiny | tinyrl, fused | 50 | 2.00 | 2.50 |" in text
     assert "Without a result" not in text
@@ -204,7 +309,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_every_cell_runs_on_a_cpu(tmp_path: Path):
     """Tiny shapes, in two slices."""
-    tiny = ["--shapes", "tiny", "--out", str(tmp_path)]
+    tiny = ["--shapes", "tiny", "--out", str(tmp_path), "--peer-python", "/nowhere/python"]
     first = command(*tiny, "--minutes", str((slices.RESERVE_S + 1.0) / 60))
     assert first.returncode == 0, first.stderr[-2000:]
     begun = (tmp_path / "cells.jsonl").read_text()
@@ -214,9 +319,13 @@ def test_every_cell_runs_on_a_cpu(tmp_path: Path):
     assert lines.startswith(begun)
     assert len(begun) < len(lines)
     records = [json.loads(line) for line in lines.splitlines()]
-    assert {record["status"] for record in records} == {"done"}
-    every = [each.name for each in cells(profile_of(["tiny"], device="cpu")) if each.peer is None]
-    assert {record["cell"] for record in records} >= set(every)
+    assert {record["status"] for record in records} == {"done", "skipped"}
+    every = [each.name for each in cells(profile_of(["tiny"], device="cpu")) if not (each.peer or each.needs)]
+    assert {record["cell"] for record in records if record["status"] == "done"} >= set(every)
+    assert not (tmp_path / "page.md").exists()
+    (tmp_path / "page.md").touch()
+    assert command(*tiny, "--into", str(tmp_path / "page.md")).returncode == 0
+    assert "## On CPU" in (tmp_path / "page.md").read_text()
     text = (tmp_path / "table.md").read_text()
-    for row in ("| tiny | tinyrl, fused without graphs |", "| tiny | transformers, continuous batching |", "## PPO"):
+    for row in ("| tiny | tinyrl, fused without graphs |", "| tiny | transformers, continuous batching |", "### PPO"):
         assert row in text

@@ -356,6 +356,7 @@ PAIRS: dict[tuple[str, str], tuple[str, str, str, str]] = {
     ),
     ("generation.url", "generation.engine"): ("grpo", "http://127.0.0.1:80", "", "generation.engine=server"),
     ("generation.timeout_s", "generation.engine"): ("ppo", "9.0", "", SERVER),
+    ("generation.server_sleep", "generation.engine"): ("ppo", "true", "", SERVER),
     ("grpo.advantage_scale", "grpo.advantage"): ("grpo", "none", "grpo.preset=rloo", "grpo.preset=gspo"),
     ("grpo.gamma", "grpo.advantage"): ("grpo", "0.9", "", "grpo.preset=reinforce++-baseline"),
     ("grpo.clip_eps", "grpo.loss"): ("grpo", "0.1", "grpo.preset=cispo", ""),

@@ -53,6 +53,8 @@ class Faults:
     busy: int = 0  # answers of 503 before the first other one
     login: str | None = None  # the Authorization header without which everything is refused
     query: str = ""  # and what must follow each path
+    sleeps: bool = False  # knows vLLM's endpoints for that
+    wakes: bool = True  # else it answers, and sleeps on
     stops_short: bool = False  # completions begin and do not end: no length is announced, and nothing more comes
 
 
@@ -73,6 +75,7 @@ class StandIn:
         self.loaded: dict[str, dict[str, Tensor]] = {}
         self.log: list[tuple[str, str]] = []
         self.applied: list[dict[str, Tensor]] = []
+        self.asleep = False
         self.completions = self.most_at_a_time = self.at_a_time = 0
         self.ended = threading.Event()
         self._lock = threading.Lock()
@@ -128,8 +131,26 @@ class StandIn:
         tokens = [5 if token == self.faults.token else token for token in asked["tokens"]]
         return 200, {"prompt": self.tokenizer.decode(tokens)}
 
+    def sleep(self, asked: dict[str, Any]) -> tuple[int, Any]:
+        return self._turned("sleep", asleep=True)
+
+    def wake(self, asked: dict[str, Any]) -> tuple[int, Any]:
+        return self._turned("wake", asleep=self.asleep and not self.faults.wakes)
+
+    def _turned(self, what: str, *, asleep: bool) -> tuple[int, Any]:
+        if not self.faults.sleeps:
+            return 404, {"detail": "Not Found"}
+        self.log.append((what, ""))
+        self.asleep = asleep
+        return 200, {"status": "sleeping" if asleep else "awake"}
+
+    def is_sleeping(self) -> tuple[int, Any]:
+        return (200, {"is_sleeping": self.asleep}) if self.faults.sleeps else (404, {"detail": "Not Found"})
+
     def complete(self, asked: dict[str, Any]) -> tuple[int, Any] | None:
         assert set(asked) <= KNOWN, set(asked) - KNOWN
+        if self.asleep:  # vLLM would let it wait
+            return 500, {"error": {"message": "asked while it sleeps"}}
         faults = self.faults
         with self._lock:
             self.at_a_time += 1
@@ -218,8 +239,9 @@ class _Handler(BaseHTTPRequestHandler):
     server_side: StandIn
 
     def do_GET(self) -> None:
-        known = self.path.removesuffix(self.server_side.faults.query) == "/v1/models"
-        self._answer(self.server_side.models() if known else (404, {"detail": "Not Found"}))
+        endpoints = {"/v1/models": self.server_side.models, "/is_sleeping": self.server_side.is_sleeping}
+        answer = endpoints.get(self.path.removesuffix(self.server_side.faults.query))
+        self._answer((404, {"detail": "Not Found"}) if answer is None else answer())
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -228,6 +250,8 @@ class _Handler(BaseHTTPRequestHandler):
             "/v1/load_lora_adapter": self.server_side.load,
             "/v1/unload_lora_adapter": self.server_side.unload,
             "/detokenize": self.server_side.detokenize,
+            "/sleep": self.server_side.sleep,
+            "/wake_up": self.server_side.wake,
         }
         path = self.path.removesuffix(self.server_side.faults.query)
         if path == "/v1/completions" and self.server_side.faults.stops_short:

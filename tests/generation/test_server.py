@@ -17,16 +17,18 @@ from tests.generation.stand_in import Faults, StandIn
 from tests.tiny_models import TinyModels
 from tinyrl.data import http_client
 from tinyrl.errors import GuardStop, Interrupted
-from tinyrl.generation import server
+from tinyrl.generation import server, server_client
 from tinyrl.generation.engine import Request
 from tinyrl.generation.hf import HfEngine
-from tinyrl.generation.server import ServerClient, ServerEngine
+from tinyrl.generation.server import ServerEngine
+from tinyrl.generation.server_client import ServerClient
+from tinyrl.generation.turns import Response
 from tinyrl.runs.signals import StopFlag
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "WAITS_S", (0.01, 0.01))
+    monkeypatch.setattr(server_client, "WAITS_S", (0.01, 0.01))
     monkeypatch.setattr(http_client, "POLL_S", 0.02)
 
 
@@ -36,13 +38,14 @@ def served(tiny: TinyModels):
         yield server
 
 
-def engines(server: StandIn, folder: Path, **options: Any) -> tuple[ServerEngine, HfEngine]:
+def engines(server: StandIn, folder: Path, *, sleeps: bool = False, **options: Any) -> tuple[ServerEngine, HfEngine]:
     """(through the server, hf) over the same perturbed adapter."""
     settings: dict[str, Any] = {"max_new_tokens": 6, **options}
     plain = make_engine(folder, lora=True, reference=True, **settings)
     stir(plain)
     client = ServerClient(server.url, timeout_s=30.0)
-    return ServerEngine(plain.roles, plain.tokenizer, plain.settings, server=client, longest=40), plain
+    ours = ServerEngine(plain.roles, plain.tokenizer, plain.settings, server=client, longest=40, sleeps=sleeps)
+    return ours, plain
 
 
 made: dict[Path, tuple[ServerEngine, HfEngine]] = {}
@@ -353,6 +356,130 @@ def test_a_server_that_ignores_how_many_tokens_were_asked_for(tiny: TinyModels, 
         monkeypatch.setattr(StandIn, "complete", lambda self, asked: plain(self, {**asked, "max_tokens": 48}))
         with pytest.raises(Interrupted, match="where 6 were asked for"):
             sample(ours, 4)
+
+
+# ---- a server that sleeps ----
+
+
+@pytest.fixture
+def sleeper(tiny: TinyModels):
+    with StandIn(tiny("llama"), faults=Faults(sleeps=True)) as server:
+        yield server
+
+
+def test_it_is_awake_only_while_it_samples(tiny: TinyModels, sleeper: StandIn):
+    """What it has is loaded under a new name each time it wakes, although the weights have not changed."""
+    ours, plain = engines(sleeper, tiny("llama"), sleeps=True)
+    lines = ours.start(PROMPTS)
+    assert lines[-1] == "it sleeps between samplings"
+    assert sleeper.asleep
+    for _ in range(2):
+        assert_same(sample(ours), sample(plain))
+        assert sleeper.asleep
+    once = ["wake", "load", "unload", "sleep"]
+    assert [what for what, _ in sleeper.log] == once * 3
+    assert len({name for what, name in sleeper.log if what == "load"}) == 3
+    assert_same(sample(ours, role="base"), sample(plain, role="base"))
+
+
+def test_a_base_that_woke_as_another_is_not_sampled_from(tiny: TinyModels, sleeper: StandIn):
+    ours, _ = engines(sleeper, tiny("llama"), sleeps=True)
+    ours.start(PROMPTS)
+    sleeper.faults.shift_after = 0
+    with pytest.raises(GuardStop, match=r"are 0.5 nats per token from ours"):
+        sample(ours, role="base")
+    assert sleeper.asleep
+
+
+def test_it_stays_awake_between_the_turns_of_an_episode(tiny: TinyModels, sleeper: StandIn):
+    ours, plain = engines(sleeper, tiny("llama"), sleeps=True)
+    ours.start(PROMPTS)
+    sleeper.log.clear()
+    turns: Any = TwoTurns()
+    ours.play([Request(PROMPTS[0], 0)], 2, episodes=turns, seed=0, step=0)
+    assert [what for what, _ in sleeper.log] == ["wake", "load", "unload", "sleep"]
+    assert turns.heard == tokens_of(plain.sample([Request(PROMPTS[0], 0)], 2, seed=0, step=0))[0]
+    assert turns.turns == 4
+
+
+class TwoTurns:
+    """Two episodes that are answered once, by one token."""
+
+    def __init__(self) -> None:
+        self.turns, self.heard, self.open = 0, list[list[int]](), list[int]()
+        self.responses = [Response(), Response()]
+
+    def restart(self) -> None: ...
+
+    def ended(self, episode: int, turn: Any) -> None:
+        self.turns += 1
+        self.heard += [turn.tokens] if self.turns <= 2 else []
+        self.responses[episode].add([*turn.tokens, 30])
+        self.open.append(episode)
+
+    def answers(self, *, wait: bool) -> dict[int, list[int] | None]:
+        answered: dict[int, list[int] | None] = {i: [30] if self.turns <= 2 else None for i in self.open}
+        self.open.clear()
+        return answered
+
+    def limit(self, episode: int) -> int:
+        return 3
+
+
+def test_a_server_without_sleep_is_refused_with_what_it_needs(tiny: TinyModels, served: StandIn):
+    ours, _ = engines(served, tiny("llama"), sleeps=True)
+    with pytest.raises(ValueError, match="does not know /is_sleeping, which VLLM_SERVER_DEV_MODE=1 and") as said:
+        ours.start(PROMPTS)
+    command = str(said.value).splitlines()[-1].strip()
+    assert command.startswith("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_SERVER_DEV_MODE=1 vllm serve ")
+    assert "--enable-sleep-mode --gpu-memory-utilization 0.5 --host" in command
+    assert not served.log
+
+
+def test_a_server_that_sleeps_is_not_waited_for_by_a_run_that_does_not_wake_it(tiny: TinyModels, sleeper: StandIn):
+    sleeper.asleep = True
+    ours, _ = engines(sleeper, tiny("llama"))
+    with pytest.raises(ValueError, match=rf"asleep: generation.server_sleep=true .*curl -X POST {sleeper.url}/wake_up"):
+        ours.start(PROMPTS)
+
+
+def test_a_server_that_does_not_wake(tiny: TinyModels, sleeper: StandIn):
+    ours, _ = engines(sleeper, tiny("llama"), sleeps=True)
+    ours.start(PROMPTS)
+    sleeper.faults.wakes = False
+    with pytest.raises(Interrupted, match=r"(?s)/wake_up, and /is_sleeping says .*--gpu-memory-util.*vllm serve"):
+        sample(ours)
+
+
+def test_what_fails_while_it_is_awake_is_told_and_it_sleeps(tiny: TinyModels, sleeper: StandIn):
+    ours, plain = engines(sleeper, tiny("llama"), sleeps=True)
+    ours.start(PROMPTS)
+    sleeper.faults.dead_after = sleeper.completions + 2
+    with pytest.raises(Interrupted, match=r"did not answer"):
+        sample(ours)
+    assert sleeper.asleep
+    sleeper.faults.dead_after = None
+    assert_same(sample(ours), sample(plain))
+
+
+@pytest.mark.parametrize("freed", [0, 10**6])
+def test_a_sleep_that_leaves_no_room_on_this_gpu_is_refused(
+    tiny: TinyModels, sleeper: StandIn, monkeypatch: pytest.MonkeyPatch, freed: int
+):
+    """As of a server on another GPU, or without --enable-sleep-mode: then its endpoints answer, and free nothing."""
+    ours, plain = engines(sleeper, tiny("llama"), sleeps=True)
+    monkeypatch.setattr(server, "_free_bytes", lambda device: 10**9 + freed * sleeper.asleep)
+    monkeypatch.setattr(server, "_on_gpu", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    weights = sum(p.numel() * p.element_size() for p in plain.roles.causal.parameters())
+    assert 0 < weights < 10**6
+    if freed:
+        assert "leaves 0.0 GB more of this GPU to the run" in ours.start(PROMPTS)[-1]
+        return
+    with pytest.raises(ValueError, match=r"this GPU has only 0.0 GB more than before: start it on the same GPU"):
+        ours.start(PROMPTS)
+    with pytest.raises(ValueError, match="than before"):  # and nothing is taken as checked
+        ours.start(PROMPTS)
 
 
 def test_nothing_to_sample(tiny: TinyModels, served: StandIn):

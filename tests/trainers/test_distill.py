@@ -19,7 +19,7 @@ from tests.trainers.test_resume import assert_same
 from tinyrl.algorithms.distillation import jensen_shannon
 from tinyrl.config.schema import Config
 from tinyrl.data import http_client
-from tinyrl.generation import server
+from tinyrl.generation import server_client
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.collector import sample_and_score
@@ -33,7 +33,7 @@ SMALL = {"distill": {"num_prompts": 4, "group_size": 2}}
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "WAITS_S", (0.01, 0.01))
+    monkeypatch.setattr(server_client, "WAITS_S", (0.01, 0.01))
     monkeypatch.setattr(http_client, "POLL_S", 0.02)
 
 

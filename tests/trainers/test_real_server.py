@@ -4,6 +4,9 @@
     VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve FOLDER --enable-lora --max-lora-rank 16 \\
         --logprobs-mode processed_logprobs --host 127.0.0.1
     TINYRL_SERVER_URL=http://127.0.0.1:8000 python -m pytest -s tests/trainers/test_real_server.py
+
+With VLLM_SERVER_DEV_MODE=1 it has the endpoints of sleep, and is put to sleep between the samplings. (On a CPU, where
+--enable-sleep-mode is refused, these answer as on a GPU and no memory is freed.)
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests import running
 from tests.tiny_models import tiny_tokenizer
-from tinyrl.generation.server import ServerClient
+from tinyrl.generation.server_client import ServerClient
 
 URL = os.environ.get("TINYRL_SERVER_URL", "")
 
@@ -49,12 +52,20 @@ def write_model(folder: Path) -> None:
 @pytest.mark.skipif(not URL, reason="needs a serving engine: TINYRL_SERVER_URL")
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
 def test_three_steps(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    [base, *_] = ServerClient(URL, timeout_s=60).get("/v1/models")["data"]
+    client = ServerClient(URL, timeout_s=60)
+    [base, *_] = client.get("/v1/models")["data"]
+    sleeps = client.is_asleep() is not None
     settings = running.config(
         method,
         Path(base["root"]),
         task={"chat": False},
-        generation={"engine": "server", "url": URL, "max_prompt_tokens": 64, "max_new_tokens": 32},
+        generation={
+            "engine": "server",
+            "url": URL,
+            "server_sleep": sleeps,
+            "max_prompt_tokens": 64,
+            "max_new_tokens": 32,
+        },
         optim={"learning_rate": 1e-3},
         critic={"warmup": 0},
     )
@@ -66,6 +77,7 @@ def test_three_steps(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[
         print(f"\n{method}: |log-probability there - here|, nats per token, by step: {by_step}")
     assert len(gaps) == 3
     assert max(gaps) < 0.05
+    assert client.is_asleep() is (True if sleeps else None)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from tests.generation.stand_in import Faults, StandIn
 from tests.tiny_models import TinyModels
 from tinyrl.config.schema import Config
 from tinyrl.data import http_client
-from tinyrl.generation import server
+from tinyrl.generation import server_client
 from tinyrl.models.loading import resolve_model_path
 from tinyrl.rollout.components import Options
 from tinyrl.runs.run_dir import RunDir
@@ -26,7 +26,7 @@ from tinyrl.training.update import Updater
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "WAITS_S", (0.01, 0.01))
+    monkeypatch.setattr(server_client, "WAITS_S", (0.01, 0.01))
     monkeypatch.setattr(http_client, "POLL_S", 0.02)
 
 
@@ -63,6 +63,28 @@ def test_the_numbers_are_those_of_a_run_without_a_server(method: str, tiny: Tiny
     assert len(completions(ours)) > 20
     for here, there in zip(numbers(ours), numbers(plain), strict=True):
         assert here == pytest.approx(there, rel=1e-4, abs=1e-5, nan_ok=True)
+
+
+@pytest.mark.slow
+def test_a_server_that_sleeps_does_so_while_the_run_learns(
+    tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers are those of one that stays awake."""
+    step, runs, asleep = Updater.step, list[RunDir](), list[bool]()
+    with StandIn(tiny("llama"), faults=Faults(sleeps=True)) as server:
+
+        def noted(self: Updater, *args: Any, **named: Any) -> dict[str, float]:
+            asleep.append(server.asleep)
+            return step(self, *args, **named)
+
+        monkeypatch.setattr(Updater, "step", noted)
+        for sleeps in (False, True):
+            settings = by_server("grpo", tiny("llama"), server, generation={"server_sleep": sleeps})
+            code, run, _ = running.train(settings, tmp_path, name=str(sleeps))
+            assert code == 0
+            runs.append(run)
+    assert asleep == [False] * 3 + [True] * 3
+    assert numbers(runs[0]) == numbers(runs[1])
 
 
 @pytest.mark.slow

@@ -208,7 +208,7 @@ WITHOUT_EFFECT = [
         "only environment.use=search has passages",
     ),
     *_each(
-        "generation.url timeout_s", "generation.engine", lambda c: c.generation.engine != "server",
+        "generation.url timeout_s server_sleep", "generation.engine", lambda c: c.generation.engine != "server",
         "only generation.engine=server asks one",
     ),
     Idle(

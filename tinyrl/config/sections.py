@@ -275,6 +275,7 @@ class GenerationConfig(Section):
     engine: Engine = Field(default="auto", description="tinyrl's decoder, the library's modules, or a server")
     url: Text | None = Field(default=None, description="of engine=server: vLLM on this machine, http://127.0.0.1:8000")
     timeout_s: PositiveFloat = Field(default=600.0, description="seconds that one completion of a server may take")
+    server_sleep: bool = Field(default=False, description="a server on the same GPU, which sleeps unless it samples")
     max_rows: Positive | None = Field(default=None, description="completions decoded at a time; null: all")
     dtype: Dtype = Field(default="auto", description="of sampling; auto: the model's")
 

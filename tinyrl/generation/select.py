@@ -23,7 +23,8 @@ from tinyrl.generation.decoder import Decoder, Held, can_share
 from tinyrl.generation.engine import LOOK_EVERY, Completion, SamplingEngine, SamplingSettings, sample_tokens
 from tinyrl.generation.fused import PREFILL_TOKENS, WIDTH_BUCKET, FusedEngine, blocks_that_fit, rows_that_fit
 from tinyrl.generation.hf import HfEngine
-from tinyrl.generation.server import ServerClient, ServerEngine
+from tinyrl.generation.server import ServerEngine
+from tinyrl.generation.server_client import ServerClient
 from tinyrl.generation.slots import Slots
 from tinyrl.models.batches import backbone_of
 from tinyrl.models.device import HALVES, as_exact, free_bytes, in_float32, ordinary_ids, resolve_dtype
@@ -64,7 +65,8 @@ def engine_of(
     if config.engine == "server":
         assert config.url is not None, "the configuration has checked it"
         server = ServerClient(config.url, timeout_s=config.timeout_s)
-        engine = ServerEngine(roles, tokenizer, settings, server=server, longest=longest)
+        sleeps = config.server_sleep
+        engine = ServerEngine(roles, tokenizer, settings, server=server, longest=longest, sleeps=sleeps)
         return engine, f"generation.url={masked(config.url)}"
     dtype = sampling_dtype(config, roles)
     return select_engine(roles, tokenizer, settings, wanted=config.engine, dtype=dtype, longest=longest)

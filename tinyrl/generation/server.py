@@ -1,7 +1,8 @@
 """The server sampling engine: a serving engine, started by hand on this machine, samples over HTTP (vLLM's protocol).
 
     once       its base, tokenizer and use of adapters are compared with ours; a difference is refused
-    each call  1. the policy's adapter goes there under a new name, if its weights are others than those it has
+    each call  0. under generation.server_sleep it is woken first, and sleeps again after it: two processes, one GPU
+               1. the policy's adapter goes there under a new name, if its weights are others than those it has
                2. after that: four completions are scored by our own forward; a gap beyond the first stops the run
                3. one request a completion: token ids in, token ids and log-probabilities out
 
@@ -13,25 +14,20 @@ that honours seeds draws from the same noise after a resume; its batching still 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import secrets
 import shlex
 import shutil
 import tempfile
-import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tinyrl.data.http_client import Answer, HttpClient, NoAnswer
 from tinyrl.errors import GuardStop, Interrupted
 from tinyrl.generation.engine import (
     Completion,
@@ -46,19 +42,26 @@ from tinyrl.generation.engine import (
     max_new_tokens,
     row_keys,
 )
+from tinyrl.generation.server_client import (
+    IS_SLEEPING,
+    SLEEP,
+    WAKE,
+    Completions,
+    Detokenized,
+    Models,
+    ServerClient,
+    ServerError,
+    read_as,
+)
+from tinyrl.generation.turns import Episodes, play_plainly
 from tinyrl.models.lora import POLICY_ADAPTER, save_adapter
 from tinyrl.models.roles import Roles
-from tinyrl.text import masked, shortened, whole_address
+from tinyrl.text import shortened
 
 MODELS, COMPLETIONS, DETOKENIZE = "/v1/models", "/v1/completions", "/detokenize"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank allows
-PORTS, DEFAULT_PORT = {"http": 80, "https": 443}, 8000
-API_KEY = "VLLM_API_KEY"  # the variable from which vLLM's own server takes its key
-WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before the second try and those after it
-TRY_AGAIN = (408, 425, 429, 502, 503, 504)
-TELL_S = 5.0
-MOST_SAID = 300  # characters of a refusal
+DEFAULT_PORT = 8000
 LOST = 404  # an adapter the server does not have: it was started anew
 AT_A_TIME = 256  # requests under way where generation.max_rows says nothing else
 PROBED_PROMPTS, PROBED_TOKENS = 4, 64
@@ -66,142 +69,7 @@ TOKENS_AT_ONCE = 4096  # whose text is compared in one request
 PERTURBED = 0.02  # deviation of the numbers added to LoRA's B, which is zero in a fresh adapter
 UNEXPLAINED = 0.1  # of the squares that the server's numbers may leave, where another model leaves 1 or more
 SMALLEST_GAP, TIMES = 1e-4, 5.0  # nats per token: a gap is too large above the first one, this many times
-ROUNDED = 1e-3  # by which a log-probability may be above 0
-
-
-class ServerError(Exception):
-    """What a server did instead of answering, in words; `status`: of a refusal (None: there was no answer)."""
-
-    def __init__(self, said: str, *, status: int | None = None) -> None:
-        super().__init__(said)
-        self.status = status
-
-
-class ServerClient:
-    """A server at an http address, that of `generation.url`. `timeout_s` is for one request, however often it is tried.
-    It is asked past any proxy, since it is on this machine: it reads adapters from a folder.
-
-    Raises ValueError where the address lacks its password, which is in the environment.
-    """
-
-    def __init__(self, url: str, *, timeout_s: float) -> None:
-        parts = urllib.parse.urlsplit(whole_address(url, setting="generation.url"))
-        assert parts.scheme in ("http", "https"), "the configuration has checked it"
-        assert parts.hostname
-        path = parts.path.rstrip("/").removesuffix("/v1")
-        self.url = parts._replace(path=path, fragment="").geturl()
-        self.host, self.port = parts.hostname, parts.port or PORTS[parts.scheme]
-        self.http = HttpClient(
-            self.url,
-            timeout_s=timeout_s,
-            setting="generation.timeout_s",
-            waits_s=WAITS_S,
-            try_again=TRY_AGAIN,
-            proxies=False,
-        )
-
-    @property
-    def name(self) -> str:
-        """For messages, without a password that the address may hold."""
-        return f"the server at {shortened(masked(self.url))}"
-
-    def get(self, path: str) -> Any:
-        return self.ask("GET", path, [None])[0]
-
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        return self.ask("POST", path, [body])[0]
-
-    def ask(self, method: str, path: str, bodies: list[Any], *, most: int = 1) -> list[Any]:
-        """The JSON of the answers to some requests, in their order, `most` of them under way at a time; text where it
-        is none, such as after a load.
-
-        Raises ServerError with the first that fails or is refused, and Interrupted once a stop was asked for; the
-        others are given up.
-        """
-
-        def read(answer: Answer) -> Any:
-            value = answer.body.decode(errors="replace")
-            with contextlib.suppress(ValueError, RecursionError):
-                value = json.loads(value)
-            if answer.status >= 300:
-                said = shortened(_said(value), MOST_SAID)
-                raise ServerError(f"{self.name} answered {path} with {answer.status}: {said}", status=answer.status)
-            return value
-
-        try:
-            return self.http.ask(method, path, bodies, read=read, most=most, headers=_key())
-        except NoAnswer as error:
-            raise ServerError(f"{self.name} {error}") from None
-
-    def tell(self, path: str, body: dict[str, Any]) -> None:
-        """Send a request of which nothing depends: one try, whatever comes of it."""
-        with contextlib.suppress(NoAnswer):
-            self.http.ask("POST", path, [body], read=lambda answer: None, headers=_key(), once_s=TELL_S)
-
-
-def _key() -> dict[str, str]:
-    key = os.environ.get(API_KEY)
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def _said(answer: Any) -> str:
-    if isinstance(answer, dict):
-        inner = answer.get("error") if isinstance(answer.get("error"), dict) else answer
-        return str(inner.get("message") or inner.get("detail") or answer)  # pyright: ignore[reportOptionalMemberAccess]
-    return str(answer) or "no message"
-
-
-class AnswerPart(BaseModel):
-    """Of a server's answer: these fields as they are here, others are not looked at."""
-
-    model_config = ConfigDict(strict=True)
-
-
-class ServedModel(AnswerPart):
-    """A base, or an adapter, which has a parent; root: what it was loaded from."""
-
-    id: Annotated[str, Field(min_length=1)]
-    root: str | None = None
-    parent: str | None = None
-    max_model_len: Annotated[int, Field(gt=0)] | None = None
-
-
-class Models(AnswerPart):
-    data: list[ServedModel]
-
-
-class _Logprobs(AnswerPart):
-    token_logprobs: list[Annotated[float, Field(le=ROUNDED, allow_inf_nan=False)]]
-
-
-class _Choice(AnswerPart):
-    """A completion; `token_ids` with the one that ended it."""
-
-    token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-    logprobs: _Logprobs
-    finish_reason: Literal["stop", "length"]
-
-
-class _Completions(AnswerPart):
-    choices: Annotated[list[_Choice], Field(min_length=1, max_length=1)]
-
-
-class _Detokenized(AnswerPart):
-    prompt: str
-
-
-Shape = TypeVar("Shape", bound=AnswerPart)
-
-
-def read_as(shape: type[Shape], answer: Any, *, server: ServerClient, path: str) -> Shape:
-    """A server's answer in its shape. Raises ServerError naming the first field that is not as it should be."""
-    try:
-        return shape.model_validate(answer)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the answer"
-        given = "" if first["type"] == "missing" else f", not {shortened(repr(first['input']), 40)}"
-        raise ServerError(f"{server.name} answered {path} with a wrong {place}: {first['msg']}{given}") from None
+SLEEPER_SHARE = 0.5  # of the GPU, for a server that sleeps while the run learns there
 
 
 def check_tokenizer(server: ServerClient, base: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -213,7 +81,7 @@ def check_tokenizer(server: ServerClient, base: str, tokenizer: PreTrainedTokeni
 
     def texts(tokens: list[int]) -> tuple[str, str]:
         there = server.post(DETOKENIZE, {"model": base, "tokens": tokens})
-        read = read_as(_Detokenized, there, server=server, path=DETOKENIZE)
+        read = read_as(Detokenized, there, server=server, path=DETOKENIZE)
         return str(tokenizer.decode(tokens)), read.prompt
 
     for start in range(0, len(tokenizer), TOKENS_AT_ONCE):
@@ -269,9 +137,12 @@ class ServedAdapters:
         self.served[adapter] = (name, {n: p.detach().to("cpu", copy=True) for n, p in now.items()})
         return name
 
-    def close(self) -> None:
+    def unload_all(self) -> None:
         for adapter in list(self.served):
             self._unload(adapter)
+
+    def close(self) -> None:
+        self.unload_all()
         self._temporary.cleanup()
 
     def _unload(self, adapter: str) -> None:
@@ -282,7 +153,10 @@ class ServedAdapters:
 
 
 class ServerEngine(SamplingEngine):
-    """Samples from the policy's adapter on a server at `generation.url`, which holds the same base."""
+    """Samples from the policy's adapter on a server at `generation.url`, which holds the same base.
+
+    sleeps: it is awake only while it samples. What it has is loaded and looked at anew each time it wakes.
+    """
 
     name, exact = "server", False
 
@@ -294,9 +168,11 @@ class ServerEngine(SamplingEngine):
         *,
         server: ServerClient,
         longest: int,
+        sleeps: bool = False,
     ) -> None:
         self.roles, self.tokenizer, self.settings = roles, tokenizer, settings
-        self.server, self.longest = server, longest
+        self.server, self.longest, self.sleeps = server, longest, sleeps
+        self._is_awake, self._base_seen = False, True
         self.most = settings.max_rows or AT_A_TIME
         self.eos = sorted(eos_token_ids(roles, tokenizer))
         self.vocabulary = len(roles.causal.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
@@ -312,10 +188,14 @@ class ServerEngine(SamplingEngine):
         server, rank = self.server, next((allowed for allowed in RANKS if allowed >= self.rank), self.rank)
         several = " --max-loras 2" if self.roles.reference_adapter else ""  # sampled from at a time
         where = f" --host {server.host}" + (f" --port {server.port}" if server.port != DEFAULT_PORT else "")
+        allowed, sleeps = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", ""
+        if self.sleeps:
+            allowed += " VLLM_SERVER_DEV_MODE=1"
+            sleeps = f" --enable-sleep-mode --gpu-memory-utilization {SLEEPER_SHARE}"
         return (
-            f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {shlex.quote(str(self.roles.causal.name_or_path))} "
+            f"{allowed} vllm serve {shlex.quote(str(self.roles.causal.name_or_path))} "
             f"--enable-lora --max-lora-rank {rank}{several} --logprobs-mode processed_logprobs "
-            f"--max-model-len {self.longest}{where}"
+            f"--max-model-len {self.longest}{sleeps}{where}"
         )
 
     # ---- before the first step ----
@@ -326,14 +206,20 @@ class ServerEngine(SamplingEngine):
         Raises ValueError, with what to do, where it does not.
         """
         if not self._base:
-            try:
-                self._notes = self._checked(prompts[:PROBED_PROMPTS])
-            except ServerError as error:
-                raise ValueError(self._sentence(error)) from error
+            with self._failing_as(ValueError):
+                base, root = self._served_base()
+                self._check_sleep()
+                with self._awake():
+                    notes, first_gap = self._checked(base, root, prompts[:PROBED_PROMPTS])
+                    awake = _free_bytes(self.roles.device)
+                asleep = _free_bytes(self.roles.device)
+            if self.sleeps:
+                notes.append(self._given_back(asleep - awake))
+            self._base, self.first_gap, self._notes = base, first_gap, notes
         return self._notes
 
-    def _checked(self, prompts: list[list[int]]) -> list[str]:
-        base, root = self._served_base()
+    def _checked(self, base: str, root: str, prompts: list[list[int]]) -> tuple[list[str], float]:
+        """What to say of the server, and the gap of its base."""
         check_tokenizer(self.server, base, self.tokenizer)
         plain = self._check_base(base, root, prompts)
         with perturbed(self.roles):
@@ -346,7 +232,6 @@ class ServerEngine(SamplingEngine):
                 f"{_gap(theirs, with_adapter):.2g} nats from ours with the adapter, on average, and "
                 f"{_gap(theirs, without):.2g} from ours without it. Start it with\n  {self.command}"
             )
-        self._base, self.first_gap = base, plain
         adapted, moved = _gap(theirs, with_adapter), _gap(with_adapter, without)
         return [
             f"{self.server.name} serves {base} ({root}); a token's log-probability differs from ours by {plain:.2g} "
@@ -354,7 +239,32 @@ class ServerEngine(SamplingEngine):
             f"asked of it: the adapter of rank {self.rank} after every update, under a new name, which it "
             f"reads from {self.adapters.folder}; {PROBED_PROMPTS} completions that are scored here too; then those of "
             f"the step, {self.most} at a time",
-        ]
+        ], plain
+
+    def _check_sleep(self) -> None:
+        asleep = self.server.is_asleep()
+        if self.sleeps and asleep is None:
+            raise ValueError(
+                f"generation.server_sleep: {self.server.name} does not know {IS_SLEEPING}, which "
+                f"VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode allow. Start it with\n  {self.command}"
+            )
+        if asleep and not self.sleeps:
+            raise ValueError(
+                f"{self.server.name} is asleep: generation.server_sleep=true wakes it for each sampling, and "
+                f"`curl -X POST {self.server.shown}{WAKE}` for good"
+            )
+
+    def _given_back(self, freed: int) -> str:
+        """A line about the memory of this GPU that a sleeping server leaves to the run."""
+        if not _on_gpu(self.roles.device):
+            return "it sleeps between samplings"
+        weights = sum(p.numel() * p.element_size() for p in self.roles.causal.parameters())
+        if freed < weights / 2:
+            raise ValueError(
+                f"generation.server_sleep: {self.server.name} says that it sleeps, and this GPU has only "
+                f"{max(0, freed) / 1e9:.1f} GB more than before: start it on the same GPU, with\n  {self.command}"
+            )
+        return f"it sleeps between samplings, which leaves {freed / 1e9:.1f} GB more of this GPU to the run"
 
     def _served_base(self) -> tuple[str, str]:
         listed = read_as(Models, self.server.get(MODELS), server=self.server, path=MODELS)
@@ -413,7 +323,7 @@ class ServerEngine(SamplingEngine):
             greedy = options.get("greedy", False)
             return self._drawn([self._body(name, r, s, greedy=greedy) for r, s in zip(rows, seeds, strict=True)])
 
-        try:
+        with self._failing_as(Interrupted), self._awake():
             try:
                 return grouped(attempt(), samples_per_request)
             except ServerError as error:
@@ -421,11 +331,50 @@ class ServerEngine(SamplingEngine):
                     raise
                 self.adapters.served.clear()
                 return grouped(attempt(), samples_per_request)
-        except ServerError as error:
-            raise Interrupted(self._sentence(error)) from error
+
+    def play(
+        self, requests: list[Request], group_size: int, *, episodes: Episodes, **options: Unpack[SampleOptions]
+    ) -> None:
+        """Episodes turn by turn, between which a server that sleeps stays awake."""
+        self.start([r.prompt_tokens for r in requests])
+        with self._failing_as(Interrupted), self._awake():
+            play_plainly(requests, group_size, engine=self, episodes=episodes, options=options)
 
     def close(self) -> None:
         self.adapters.close()
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """Inside, a server that sleeps between samplings is awake, with the memory that torch holds here and does not
+        use. Raises ServerError where it does not wake or, after all went well, not sleep.
+        """
+        if not self.sleeps or self._is_awake:
+            yield
+            return
+        if _on_gpu(self.roles.device):
+            torch.cuda.empty_cache()
+        self.server.turn(WAKE)
+        self._is_awake, self._base_seen, went_well = True, False, False
+        try:
+            yield
+            self.adapters.unload_all()
+            went_well = True
+        finally:
+            self._is_awake = False
+            if went_well:
+                self.server.turn(SLEEP)
+            else:  # what happened is what is told
+                with contextlib.suppress(Interrupted):
+                    self.server.tell(SLEEP, {})
+                self.adapters.served.clear()
+
+    @contextmanager
+    def _failing_as(self, kind: type[ValueError] | type[Interrupted]) -> Iterator[None]:
+        """What a server did instead of answering is raised as `kind`, with what starts one."""
+        try:
+            yield
+        except ServerError as error:
+            raise kind(self._sentence(error)) from error
 
     def _synced(self, role: SampledRole, prompts: list[list[int]]) -> str:
         """The name of the role's weights on the server. New ones are loaded, and our own forward shows whether it
@@ -433,16 +382,17 @@ class ServerEngine(SamplingEngine):
         """
         adapter = self.roles.adapter_of(role)
         name = self._base if adapter is None else self.adapters.name_of(adapter)
-        if adapter is None or name is not None:
-            return name or ""
+        if name is not None and (adapter is not None or self._base_seen):
+            return name
         assert self.first_gap is not None
         first, found = self.adapters.loads == 1, 0.0  # after that of the test adapter
         for _ in range(2):
-            name = self.adapters.load(adapter)
+            name = self._base if adapter is None else self.adapters.load(adapter)
             drawn = self._probe(name, prompts)
             found = _gap(_served(drawn), self._rescored(role, prompts, drawn))
             if found <= max(SMALLEST_GAP, TIMES * self.first_gap):
                 self.first_gap = max(self.first_gap, found) if first else self.first_gap
+                self._base_seen = self._base_seen or adapter is None
                 return name
         raise GuardStop(
             f"the server samples from another policy: after the last sync the log-probabilities of {self.server.name} "
@@ -497,7 +447,7 @@ class ServerEngine(SamplingEngine):
         return [self._completion(answer, body) for answer, body in zip(answers, bodies, strict=True)]
 
     def _completion(self, answer: Any, asked: dict[str, Any]) -> Completion:
-        [choice] = read_as(_Completions, answer, server=self.server, path=COMPLETIONS).choices
+        [choice] = read_as(Completions, answer, server=self.server, path=COMPLETIONS).choices
         tokens, logprobs, most = choice.token_ids, choice.logprobs.token_logprobs, asked["max_tokens"]
         beyond = next((token for token in tokens if token >= self.vocabulary), None)
         early = next((token for token in tokens[:-1] if token in asked["stop_token_ids"]), None)
@@ -527,9 +477,19 @@ class ServerEngine(SamplingEngine):
             said += ": it takes no adapters, which VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora allow"
         elif "rank" in said and "max_lora_rank" in said:
             said += f" (lora.r is {self.rank} here)"
+        elif f"answered {WAKE}" in said:
+            said += ": where the GPU has no room for both, lower --gpu-memory-utilization"
         elif error.status == LOST and LOAD not in said:
             said += ": it does not know this run's adapter"
         return f"{said}. Start it with\n  {self.command}"
+
+
+def _on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if _on_gpu(device) else 0
 
 
 def _served(drawn: list[Completion]) -> Tensor:

@@ -6,9 +6,11 @@
     maker/bin/python -m tinyrl.starter.smollm2 smollm2
 
 The folder (269 MB, bfloat16) is what `TINYRL_REAL_MODEL=smollm2 pytest -m real` and the recipes `smollm2-*` read.
-Answers are a little worse than the original's.
+`--max-shard-size 140MB` writes the weights in two files, for ways that carry no larger one. Answers are a little worse
+than the original's.
 """
 
+import argparse
 import importlib.util
 import sys
 from pathlib import Path
@@ -25,7 +27,7 @@ def weights_file() -> Path:
     return next(Path(package.submodule_search_locations[0]).rglob("*.gguf"))
 
 
-def write(out: Path) -> None:
+def write(out: Path, *, max_shard_size: str) -> None:
     file = weights_file()
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
@@ -33,11 +35,17 @@ def write(out: Path) -> None:
     config.pop("quantization_config", None)  # the weights are no longer rounded, and a model that says so is not saved
     model: Any = LlamaForCausalLM(LlamaConfig(**config))
     model.load_state_dict(read.state_dict())
-    model.to(torch.bfloat16).save_pretrained(out)
+    model.to(torch.bfloat16).save_pretrained(out, max_shard_size=max_shard_size)
     AutoTokenizer.from_pretrained(**where).save_pretrained(out)
 
 
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tinyrl.starter.smollm2")
+    parser.add_argument("out", type=Path, help="the folder")
+    parser.add_argument("--max-shard-size", default="5GB", help="of a file of weights, such as 140MB (5GB: one file)")
+    options = parser.parse_args(words)
+    write(options.out, max_shard_size=options.max_shard_size)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m tinyrl.starter.smollm2 OUT")
-    write(Path(sys.argv[1]))
+    main()
