@@ -10,11 +10,14 @@ square brackets, so that no passage can end the quotation or give an answer.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.data.http_client import Answer, HttpClient, NoAnswer
 from tinyrl.environments import Reply, Transcript, last_turn
 from tinyrl.environments.corpus import MAX_QUERY_CHARS, Corpus, SearchFailed, passage_of
@@ -25,6 +28,7 @@ from tinyrl.text import is_address, masked, shortened, whole_address
 # -> {"result": [[{"document": {"contents": "\"Title\"\ntext"}, "score": ...}, ...], ...]}   a list for each query
 
 
+STOP = ("</search>", "</answer>")  # texts that end a turn
 WAITS_S = (0.5, 1.0)  # before the second and the third try
 TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
 
@@ -111,6 +115,27 @@ INVALID = (
 MAX_PASSAGE_CHARS = 20_000
 CUT = " ..."
 _TAG = re.compile(r"<(\s{0,3}/?\s{0,3}(?:information|answer|search|think)\s{0,3})>", re.IGNORECASE)
+
+
+def opened(config: EnvironmentConfig, *, length: Callable[[str], int]) -> tuple[Callable[..., Any], str]:
+    """What answers under a configuration, and what it is in words."""
+    if config.corpus is None:
+        raise ValueError("environment.corpus is missing: a .jsonl or .parquet file, or a retrieval server's URL")
+    retriever = open_retriever(config.corpus, timeout_s=config.seconds, say=_say)
+    most = config.max_observation_tokens
+    size = f" (passages: {len(retriever):,})" if isinstance(retriever, Corpus) else ""
+    said = f"of {masked(config.corpus)}{size}, {config.top_k} a query"
+    return functools.partial(respond, retriever=retriever, top_k=config.top_k, max_length=most, length=length), said
+
+
+def _say(text: str) -> None:
+    """Indexing a large corpus takes minutes, and nothing is shown yet."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def asking_turn(words: str) -> str:
+    """A turn that is answered, for trials without a model."""
+    return f"<search>{words}</search>"
 
 
 class Retriever(Protocol):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinyrl.environments import Reply, Transcript
-from tinyrl.environments.environment import Environment
+from tinyrl.environments.environment import Environment, kind_of_ours
 from tinyrl.text import one_line, visible
 from tinyrl.workers.calls import MAX_FAILED_SHARE, RowFailure
 
@@ -22,7 +22,6 @@ from tinyrl.workers.calls import MAX_FAILED_SHARE, RowFailure
 NONSENSE = "qzx vvk 7# ~~ jjq"
 UNKNOWN_TOOL = '<tool_call>\n{"name": "no_such_tool", "arguments": {}}\n</tool_call>'
 NOT_JSON = '<tool_call>\n{"name": "no_such_tool", "arguments": {\n</tool_call>'
-CELL = "```python\nprint(1 + 1)\n```\n"
 FIRST_WORDS = 8
 SAMPLES: dict[str, Any] = {"integer": 1, "number": 1.5, "boolean": True, "object": {}, "null": None}
 
@@ -33,10 +32,8 @@ def asking_turn(built_in: str | None, schemas: list[Schema] | None, question: st
     """A turn that an environment should answer: a search for the first words of the question, a cell of Python, or a
     call of the first tool. None where nothing is known of what it takes.
     """
-    if built_in == "search":
-        return f"<search>{first_words(question)}</search>"
-    if built_in == "python":
-        return CELL
+    if built_in is not None:
+        return kind_of_ours(built_in).asking_turn(first_words(question))
     return tool_call(schemas[0], question) if schemas else None
 
 
@@ -167,10 +164,8 @@ def try_environment(
         begun = time.perf_counter()
         answers = environment.respond(prompts, transcripts, columns)
         seconds = time.perf_counter() - begun
-        same = (
-            None if answers.failures else environment.respond(prompts, transcripts, columns).replies == answers.replies
-        )
-        trial.batches.append(Batch(what, turns, answers.replies, answers.failures, seconds, same))
+        same = None if answers.failures else environment.respond(prompts, transcripts, columns).values == answers.values
+        trial.batches.append(Batch(what, turns, answers.values, answers.failures, seconds, same))
     trial.printed = [line for worker in environment.workers for line in worker.printed.kept]
     return trial
 

@@ -19,6 +19,7 @@ from tinyrl.environments.trial import NONSENSE
 from tinyrl.rewards.functions import FunctionReward
 from tinyrl.rewards.judge import JudgeReward
 from tinyrl.rewards.trial import RESERVED, as_the_data_has_it
+from tinyrl.tasks import Task
 from tinyrl.tasks.grading import (
     completion_text,
     first_number,
@@ -28,7 +29,6 @@ from tinyrl.tasks.grading import (
     numbers_equal,
     parse_number,
 )
-from tinyrl.tasks.task import Task
 from tinyrl.text import visible
 
 HIGH = 0.75  # of the way from a row's lowest score to its right answer's

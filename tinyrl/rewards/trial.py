@@ -17,9 +17,9 @@ from tinyrl.environments.trial import NONSENSE
 from tinyrl.rewards.functions import FunctionReward
 from tinyrl.rewards.judge import JudgeReward, Spent
 from tinyrl.rewards.scorer import Scorer
+from tinyrl.tasks import Task
 from tinyrl.tasks.answers import ended
 from tinyrl.tasks.prompts import PreparedPrompt, token_ids
-from tinyrl.tasks.task import Task
 from tinyrl.text import one_line, visible
 from tinyrl.workers.calls import MAX_FAILED_SHARE, RowFailure
 

@@ -10,7 +10,7 @@ import math
 import re
 import unicodedata
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -41,6 +41,17 @@ def completion_text(completion: Any) -> str:
         if content:
             parts.append(content)
     return "\n".join(parts)
+
+
+def by_row(score: Callable[[str, dict[str, Any]], float | None]) -> Callable[..., list[float | None]]:
+    """A verifier, verify(prompts, completions, **columns), from the score of one completion's text and its row."""
+
+    def verify(prompts: list[Any], completions: list[Any], **columns: list[Any]) -> list[float | None]:
+        texts = [completion_text(completion) for completion in completions]
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        return [score(text, row) for text, row in zip(texts, rows or [{}] * len(texts), strict=True)]
+
+    return verify
 
 
 def parse_number(value: Any) -> Fraction | None:

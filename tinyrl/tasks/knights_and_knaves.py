@@ -16,12 +16,11 @@ The hub's data (K-and-K/knights-and-knaves, CC BY-NC-SA 4.0: not for commercial 
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import read_rows
-from tinyrl.tasks.grading import completion_text, tagged, think_answer_format
-from tinyrl.tasks.task import Task
+from tinyrl.tasks import Task
+from tinyrl.tasks.grading import by_row, tagged, think_answer_format
 
 HUB = {"train": "K-and-K/knights-and-knaves:train@3ppl", "eval": "K-and-K/knights-and-knaves:test@3ppl"}
 HUB_COLUMNS = {"prompt": "quiz", "answer": "solution_text_format"}
@@ -70,29 +69,23 @@ def answer(text: str) -> Roles | None:
     return _roles(inside) if inside is not None else None
 
 
-def _score(text: str, reference: str) -> float:
-    wanted = _roles(reference)
+def score(text: str, row: Row) -> float:
+    """1.0 for the right format and answer, below 0 otherwise: the table at the top of this file."""
+    wanted = _roles(row["answer"])
     if not think_answer_format(text):
         return BAD_FORMAT
-    roles = _answer_roles(text)
+    roles = answer(text)
     if roles is None or wanted is None or {name for name, _ in roles} != {name for name, _ in wanted}:
         return UNREADABLE
     return RIGHT if roles == wanted else WRONG
 
-
-def verify(prompts: list[Any], completions: list[Any], *, answer: list[str], **columns: Any) -> list[float | None]:
-    """1.0 for the right format and answer, below 0 otherwise: the table at the top of this file."""
-    return [_score(completion_text(c), reference) for c, reference in zip(completions, answer, strict=True)]
-
-
-_answer_roles = answer  # the column that verify gets has the same name
 
 TASK = Task(
     name="knights_and_knaves",
     summary="who tells the truth and who lies, three people, with <think> and <answer> (Logic-RL's reward)",
     rows=rows,
     prompt=prompt,
-    verify=verify,
+    verify=by_row(score),
     gold=gold,
     columns=("prompt", "answer"),
     answer=answer,
