@@ -15,6 +15,7 @@ import pytest
 
 from tests.workers.test_orphans import wait_until_gone
 from tinyrl.rewards.functions import FunctionReward
+from tinyrl.workers import sandbox
 from tinyrl.workers.sandbox import (
     CannotIsolate,
     Limits,
@@ -29,8 +30,7 @@ from tinyrl.workers.sandbox import (
     why_not_isolated,
 )
 from tinyrl.workers.sandbox import isolation as system_calls
-from tinyrl.workers.sandbox import probe as sandbox_probe
-from tinyrl.workers.sandbox import programs as sandbox
+from tinyrl.workers.sandbox import process as sandbox_process
 
 needs_isolation = pytest.mark.skipif(why_not_isolated() is not None, reason=str(why_not_isolated()))
 
@@ -471,22 +471,22 @@ def test_what_holds_without_any_wall():
 
 def test_a_machine_with_other_numbers_is_not_guessed_at(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(isolation.platform, "machine", lambda: "riscv64")
-    sandbox_probe.why_not_isolated.cache_clear()
+    sandbox_process.why_not_isolated.cache_clear()
     try:
         with pytest.raises(CannotIsolate, match=r"seccomp|Linux"):
             run_program("print('ran')")
         assert run_program("print('ran')", allow_unisolated=True).stdout == "ran\n"
     finally:
         monkeypatch.undo()
-        sandbox_probe.why_not_isolated.cache_clear()
+        sandbox_process.why_not_isolated.cache_clear()
 
 
 @needs_isolation
 def test_the_probe_notices_a_sandbox_that_holds_nothing(monkeypatch: pytest.MonkeyPatch):
     """Checks each line of the probe: a program that claims every attack succeeded must be reported in full."""
-    program = sandbox_probe.PROBE.replace("    try:\n        action()\n    except OSError:\n        return\n", "")
-    monkeypatch.setattr(sandbox_probe, "PROBE", program)
-    sandbox_probe.why_not_isolated.cache_clear()
+    program = sandbox_process.PROBE.replace("    try:\n        action()\n    except OSError:\n        return\n", "")
+    monkeypatch.setattr(sandbox_process, "PROBE", program)
+    sandbox_process.why_not_isolated.cache_clear()
     try:
         reason = why_not_isolated()
         assert reason is not None
@@ -500,7 +500,7 @@ def test_the_probe_notices_a_sandbox_that_holds_nothing(monkeypatch: pytest.Monk
             assert what in reason
     finally:
         monkeypatch.undo()
-        sandbox_probe.why_not_isolated.cache_clear()
+        sandbox_process.why_not_isolated.cache_clear()
 
 
 def verdict_of(instructions: bytes, architecture: int, number: int, *arguments: int) -> int:

@@ -135,7 +135,6 @@ def written_alone(place: Path) -> Iterator[Path]:
 
 
 def _locked(lock: Path) -> int:
-    """The descriptor that holds a lock."""
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         held = False
@@ -232,7 +231,7 @@ READERS: dict[str, Callable[[str], Iterator[tuple[str, Row]]]] = {".jsonl": _rea
 # ---- A corpus searched by BM25 (Robertson and Zaragoza 2009) ----
 
 
-FORMAT, UNSEALED = "tinyrl passages 2", "tinyrl passages 1"  # the latter of versions that wrote no checksum
+FORMAT = "tinyrl passages 2"
 TOKENIZER = "porter unicode61 remove_diacritics 2"
 STATE = ("bytes", "modified", "changed")  # names of what state_of gives
 MAX_QUERY_CHARS = 1000  # a policy may ask anything
@@ -250,7 +249,6 @@ class _Index:
 
     place: Path
     connection: sqlite3.Connection
-    format: str
     fingerprint: str
     state: State
     passages: int
@@ -306,7 +304,6 @@ class Corpus:
                 raise SearchFailed(str(error)) from error
 
     def close(self) -> None:
-        """Let go of the index file."""
         self._index.connection.close()
 
     def _best(self, query: str, top_k: int) -> list[str]:
@@ -362,13 +359,10 @@ def _index_of(
         state = state_of(source)
         # moved, copied or touched: the content decides
         same = index.state == state or (index.state[0] == state[0] and index.fingerprint == file_hash(source))
-    problem = None
-    if same and index.format == UNSEALED:
-        problem = "is of an earlier version and has no checksum, so damage inside it is not seen; delete it to have one"
-    elif same and not is_sealed(place):
-        same, problem = False, "is damaged: it is not what was written, so it is made again"
-    if problem and say is not None:
-        say(f"warning: {place} {problem}")
+    if same and not is_sealed(place):
+        same = False
+        if say is not None:
+            say(f"warning: {place} is damaged: it is not what was written, so it is made again")
     if not same:
         index.connection.close()
     return index if same else None
@@ -383,9 +377,9 @@ def _opened(place: Path, file: Path | None = None) -> _Index | None:
         return None
     try:
         about = dict(connection.execute("SELECT name, value FROM about"))
-        if about["format"] in (FORMAT, UNSEALED):
+        if about["format"] == FORMAT:
             size, modified, changed, count = (int(about[name]) for name in (*STATE, "passages"))
-            return _Index(place, connection, about["format"], about["fingerprint"], (size, modified, changed), count)
+            return _Index(place, connection, about["fingerprint"], (size, modified, changed), count)
     except (sqlite3.DatabaseError, KeyError, ValueError, TypeError):
         pass  # damaged: it is made again
     connection.close()

@@ -16,6 +16,7 @@ from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS, EnvironmentConfig
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import SOURCE, by_kind
 from tinyrl.environments import Reply, Transcript, host
+from tinyrl.environments.calls import encodable  # no tokenizer takes half a surrogate pair
 from tinyrl.workers.calls import RowFailure, Rows, WorkerFunction
 from tinyrl.workers.loading import parse_use
 from tinyrl.workers.process import quoted
@@ -24,7 +25,6 @@ Respond = Callable[..., Sequence[Any]]  # a reply, a text or None a row, or an e
 
 
 def kind_of_ours(name: str) -> Any:
-    """The module of a built-in environment."""
     return importlib.import_module(f"tinyrl.environments.{name}")
 
 
@@ -76,7 +76,6 @@ class Environment:
 
     @property
     def workers(self) -> list[WorkerFunction]:
-        """The worker process, where there is one."""
         return [self._worker] if self._worker else []
 
     @property
@@ -112,7 +111,6 @@ class Environment:
             self._worker.start()
 
     def close(self) -> None:
-        """End the worker."""
         if self._worker is not None:
             self._worker.close()
 
@@ -132,7 +130,7 @@ class Environment:
         once a stop was asked for.
         """
         rows = self._rows("respond", prompts, transcripts, columns)
-        replies = [None if value is None else Reply(_text(value[0]), *value[1:]) for value in rows.values]
+        replies = [None if value is None else Reply(encodable(value[0]), *value[1:]) for value in rows.values]
         return Rows(replies, rows.failures)
 
     def final_rewards(self, prompts: list[Any], transcripts: list[Transcript], columns: dict[str, list[Any]]) -> Rows:
@@ -175,11 +173,6 @@ def _worker(config: EnvironmentConfig) -> WorkerFunction:
     )
 
 
-def _text(text: str) -> str:
-    """Half surrogates, which no tokenizer takes, are replaced."""
-    return text.encode("utf-8", errors="replace").decode("utf-8")
-
-
 # ---- Several sources ----
 
 
@@ -204,7 +197,6 @@ class SourceEnvironments:
         self.needed_columns = [SOURCE]
 
     def of(self, row: Row) -> Environment | None:
-        """What answers a row."""
         return self.environments[row[SOURCE]]
 
     @property
@@ -214,11 +206,9 @@ class SourceEnvironments:
 
     @property
     def workers(self) -> list[WorkerFunction]:
-        """The worker processes."""
         return [worker for each in self._all for worker in each.workers]
 
     def describe(self) -> str:
-        """What answers each source."""
         return "; ".join(f"{label}: {each.describe() if each else 'none'}" for label, each in self.environments.items())
 
     def start(self) -> None:
@@ -229,7 +219,6 @@ class SourceEnvironments:
         self.has_openings = any(each.has_openings for each in self._all)
 
     def close(self) -> None:
-        """End the workers."""
         for each in self._all:
             each.close()
 
@@ -304,5 +293,4 @@ class Episode:
 
 
 def episode_text(transcript: Transcript) -> str:
-    """What was written and read, as one text."""
     return "".join(message["content"] for message in transcript)

@@ -35,7 +35,6 @@ FULL_MARKS = 1.0 - 1e-9  # weighted sums of floats miss 1.0 by a rounding error
 
 
 def own_prompt(row: Row) -> Prompt:
-    """The row's prompt, as it is."""
     check_prompt(row["prompt"])
     return row["prompt"]
 

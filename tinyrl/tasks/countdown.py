@@ -80,7 +80,6 @@ def _puzzle(i: int) -> Row | None:
 
 
 def prompt(row: Row) -> str:
-    """The numbers, the target and how to answer."""
     numbers, target = row["numbers"], row["target"]
     if not isinstance(numbers, list) or not numbers or not all(type(n) is int for n in numbers):
         raise ValueError(f"'numbers' must be a list of whole numbers such as [3, 7, 25], not {numbers!r:.60}")

@@ -23,7 +23,6 @@ def rows(split: str) -> list[Row]:
 
 
 def prompt(row: Row) -> str:
-    """The question and how to answer it."""
     if not isinstance(row["question"], str) or not row["question"].strip():
         raise ValueError(f"'question' must be text, not {row['question']!r:.60}")
     return f"{row['question'].strip()}\n{INSTRUCTION}"

@@ -36,19 +36,16 @@ Roles = frozenset[tuple[str, str]]
 
 
 def rows(split: str) -> list[Row]:
-    """Puzzles of three people from the Hugging Face hub."""
     return read_rows(HUB[split], columns=HUB_COLUMNS)
 
 
 def prompt(row: Row) -> str:
-    """The puzzle and how to answer it."""
     if not isinstance(row["prompt"], str) or not row["prompt"].strip():
         raise ValueError(f"'prompt' must be the puzzle as text, not {row['prompt']!r:.60}")
     return f"{row['prompt'].strip()}\n{INSTRUCTION}"
 
 
 def gold(row: Row) -> str:
-    """The row's answer in the format that is asked for."""
     if not isinstance(row["answer"], str) or _roles(row["answer"]) is None:
         raise ValueError(f"'answer' must be lines like '(1) Zoey is a knight', not {row['answer']!r:.60}")
     return f"<think>I checked every combination.</think>\n<answer>{row['answer']}</answer>"

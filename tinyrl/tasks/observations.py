@@ -66,7 +66,6 @@ class ObservationTokens:
 
     @property
     def most(self) -> int:
-        """The most tokens of one observation."""
         return self.max_tokens + len(self._before) + len(self._after)
 
     def __call__(self, text: str, *, ended_at: int | None) -> Observation:
@@ -78,7 +77,6 @@ class ObservationTokens:
         return Observation([*self._before[closes:], *content, *self._after], text)
 
     def cut(self, text: str) -> str:
-        """A text as far as it would be read."""
         return self._cut(text)[1]
 
     def _cut(self, text: str) -> tuple[list[int], str]:

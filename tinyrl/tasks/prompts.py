@@ -25,8 +25,6 @@ SHORTEST_BOUND = 32
 
 @dataclass(frozen=True)
 class Rendered:
-    """A prompt as the model gets it."""
-
     text: str
     tokens: list[int]
     opened: str  # "<think>..." that the prompt opened at its end and did not close; "" otherwise
@@ -115,8 +113,12 @@ def most_chars_a_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def columns_of(prompts: list[PreparedPrompt]) -> dict[str, list[Any]]:
     """The rows' columns as lists, one entry a prompt (TRL's reward signature); the prompt is an argument of its own."""
-    names = dict.fromkeys(name for p in prompts for name in p.row if name not in ("prompt", "prompts", "completions"))
-    return {name: [p.row.get(name) for p in prompts] for name in names}
+    return row_columns([prompt.row for prompt in prompts])
+
+
+def row_columns(rows: list[Row]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "prompts", "completions"))
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def render_prompt(

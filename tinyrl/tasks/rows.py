@@ -8,16 +8,9 @@ need a reward function or a reward model, which may read an `answer` of any kind
 
 from __future__ import annotations
 
-from tinyrl.data.messages import Prompt, check_prompt
 from tinyrl.data.readers import Row
 from tinyrl.tasks import Task
 from tinyrl.tasks.grading import by_row, last_number, marked_answer, normalised_text, parse_number
-
-
-def prompt(row: Row) -> Prompt:
-    """The row's prompt, as it is."""
-    check_prompt(row["prompt"])
-    return row["prompt"]
 
 
 def gold(row: Row) -> str | None:
@@ -64,7 +57,6 @@ def score(text: str, row: Row) -> float | None:
 TASK = Task(
     name="rows",
     summary="your own rows: prompt, and an answer to compare with (or bring a reward function)",
-    prompt=prompt,
     verify=by_row(score),
     gold=gold,
     check_reference=check_reference,

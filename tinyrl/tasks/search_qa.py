@@ -27,14 +27,12 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def prompt(row: Row) -> str:
-    """How to search and to answer, and the question."""
     if not isinstance(row["question"], str) or not row["question"].strip():
         raise ValueError(f"'question' must be text, not {row['question']!r:.60}")
     return f"{INSTRUCTION}\nQuestion: {row['question'].strip()}\n"
 
 
 def gold(row: Row) -> str:
-    """The first of the golden answers."""
     return f"<answer>{_golden(row['golden_answers'])[0].strip()}</answer>"
 
 

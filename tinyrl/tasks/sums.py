@@ -9,12 +9,11 @@ writes rows for the methods that learn from text, each with a held-out twin (`NA
     styles.jsonl     prompt, chosen, rejected, answer      the right equation, and the same in words
 """
 
-import json
 import random
-import sys
 from pathlib import Path
 
 from tinyrl.data.readers import Row
+from tinyrl.starter import write_command, write_rows
 from tinyrl.tasks import Task
 from tinyrl.tasks.grading import by_row, last_number, numbers_equal
 
@@ -54,7 +53,6 @@ def score(text: str, row: Row) -> float:
 
 
 def text_rows(split: str) -> dict[str, list[Row]]:
-    """The rows of each file by its name."""
     files: dict[str, list[Row]] = {"answers": [], "pairs": [], "styles": []}
     for row in rows(split):
         first, second, answer = row["first"], row["second"], row["answer"]
@@ -68,15 +66,11 @@ def text_rows(split: str) -> dict[str, list[Row]]:
 
 
 def write(out: Path) -> list[Path]:
-    """Write the files; returns them."""
-    out.mkdir(parents=True, exist_ok=True)
-    written = []
-    for split in NUM_ROWS:
-        for name, some in text_rows(split).items():
-            path = out / f"{name}{'' if split == 'train' else '.eval'}.jsonl"
-            path.write_text("".join(json.dumps(row) + "\n" for row in some), encoding="utf-8")
-            written.append(path)
-    return written
+    return [
+        write_rows(out / f"{name}{'' if split == 'train' else '.eval'}.jsonl", some)
+        for split in NUM_ROWS
+        for name, some in text_rows(split).items()
+    ]
 
 
 TASK = Task(
@@ -90,7 +84,4 @@ TASK = Task(
 )
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m tinyrl.tasks.sums OUT")
-    for path in write(Path(sys.argv[1])):
-        print(path)
+    write_command("tinyrl.tasks.sums", write)
