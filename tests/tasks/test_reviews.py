@@ -3,8 +3,9 @@
 import pytest
 
 from tinyrl.starter import split_of
-from tinyrl.tasks.grading import by_row
-from tinyrl.tasks.reviews import TASK, score, unparsable
+from tinyrl.starter.sentiment import unparsable_share
+from tinyrl.tasks.grading import by_row, completion_text
+from tinyrl.tasks.reviews import TASK, score
 
 verify = by_row(score)
 
@@ -33,7 +34,7 @@ def test_openings_are_disjoint_and_enough_are_held_out() -> None:
 )
 def test_the_judgement_of_a_review(completion: object, score: float, broken: float) -> None:
     assert verify(["i saw it."], [completion]) == [pytest.approx(score)]
-    assert unparsable([completion]) == [pytest.approx(broken)]
+    assert unparsable_share(completion_text(completion)) == pytest.approx(broken)
 
 
 def test_gold_scores_full_marks() -> None:

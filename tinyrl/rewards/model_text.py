@@ -160,13 +160,10 @@ def judged_tokens(
     elif isinstance(answer, str):
         completion = answer
     else:
-        prompt, completion = _continued(prompt, answer[:-1]), _written(answer[-1])
+        *before, last = answer
+        prompt, completion = [*as_messages(prompt), *before] if before else prompt, _written(last)
     tokens_of = adapter_tokens if adapter else classifier_tokens
     return tokens_of(tokenizer, prompt, completion, text_format=text_format, max_tokens=max_tokens)
-
-
-def _continued(prompt: Prompt, messages: list[Message]) -> Prompt:
-    return [*as_messages(prompt), *messages] if messages else prompt
 
 
 def _written(message: Message) -> str:

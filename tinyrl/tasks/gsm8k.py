@@ -17,11 +17,6 @@ HUB = {"train": "openai/gsm8k:main@train", "eval": "openai/gsm8k:main@test"}
 INSTRUCTION = "Reason step by step, then give the final number on a line of its own after ####."
 
 
-def rows(split: str) -> list[Row]:
-    """The data set's train split, or its test split for "eval", from the Hugging Face hub."""
-    return read_rows(HUB[split])
-
-
 def prompt(row: Row) -> str:
     if not isinstance(row["question"], str) or not row["question"].strip():
         raise ValueError(f"'question' must be text, not {row['question']!r:.60}")
@@ -55,7 +50,7 @@ def score(text: str, row: Row) -> float:
 TASK = Task(
     name="gsm8k",
     summary="grade-school word problems with a number as the answer (openai/gsm8k, MIT)",
-    rows=rows,
+    rows=lambda split: read_rows(HUB[split]),
     prompt=prompt,
     verify=by_row(score),
     gold=gold,

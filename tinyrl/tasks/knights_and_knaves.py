@@ -35,10 +35,6 @@ _ROLE = re.compile(r"knight|knave", re.IGNORECASE)
 Roles = frozenset[tuple[str, str]]
 
 
-def rows(split: str) -> list[Row]:
-    return read_rows(HUB[split], columns=HUB_COLUMNS)
-
-
 def prompt(row: Row) -> str:
     if not isinstance(row["prompt"], str) or not row["prompt"].strip():
         raise ValueError(f"'prompt' must be the puzzle as text, not {row['prompt']!r:.60}")
@@ -80,7 +76,7 @@ def score(text: str, row: Row) -> float:
 TASK = Task(
     name="knights_and_knaves",
     summary="who tells the truth and who lies, three people, with <think> and <answer> (Logic-RL's reward)",
-    rows=rows,
+    rows=lambda split: read_rows(HUB[split], columns=HUB_COLUMNS),
     prompt=prompt,
     verify=by_row(score),
     gold=gold,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyrl.models.templates import template_text
 from tinyrl.tasks.answers import answer_end
-from tinyrl.tasks.prompts import token_ids
+from tinyrl.tasks.prompts import open_thinking, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,8 +59,7 @@ class ObservationTokens:
             return
         between, after = self._around(variables)
         self._before, self._after = token_ids(tokenizer, between), token_ids(tokenizer, after)
-        start = after.rfind("<think>")
-        self.opened = after[start:] if start >= 0 and "</think>" not in after[start:] else ""
+        self.opened = open_thinking(after)
         shown = self._render(f"<think>\n{THOUGHT}\n</think>\n\n{SAID}", variables)
         self.strips_thinking = THOUGHT not in shown
 

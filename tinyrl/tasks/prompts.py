@@ -151,9 +151,13 @@ def render_prompt(
         opened = re.search(r"<think>\s*\Z", text[-200:])
         return Rendered(text, _plain_tokens(tokenizer, text), opened.group() if opened else "")
     text, added = _templated(tokenizer, asked_messages(prompt, system_prompt), variables or {})
-    tokens = token_ids(tokenizer, text)
-    start = added.rfind("<think>")
-    return Rendered(text, tokens, added[start:] if start >= 0 and "</think>" not in added[start:] else "")
+    return Rendered(text, token_ids(tokenizer, text), open_thinking(added))
+
+
+def open_thinking(text: str) -> str:
+    """The end of a text from a <think> on that is not closed; "" where there is none."""
+    start = text.rfind("<think>")
+    return text[start:] if start >= 0 and "</think>" not in text[start:] else ""
 
 
 def in_chat(tokenizer: PreTrainedTokenizerBase, chat: Literal["auto"] | bool) -> bool:

@@ -4,12 +4,10 @@ The embedded default of `tinyrl train ppo`, where a learned reward model scores 
 the independent judge: the grammar's own count of positive and negative clauses, which no model was trained on.
 """
 
-from typing import Any
-
 from tinyrl.data.readers import Row
-from tinyrl.starter.sentiment import clause_moods, openings, unparsable_share
+from tinyrl.starter.sentiment import clause_moods, openings
 from tinyrl.tasks import Task
-from tinyrl.tasks.grading import by_row, completion_text
+from tinyrl.tasks.grading import by_row
 
 MAX_EVAL_ROWS = 512
 
@@ -24,11 +22,6 @@ def score(text: str, row: Row) -> float:
     """The mean mood of a review's clauses, from -1 to 1; a clause the grammar cannot parse counts 0."""
     moods = clause_moods(text)
     return sum(mood or 0 for mood in moods) / len(moods) if moods else 0.0
-
-
-def unparsable(completions: list[Any]) -> list[float]:
-    """For each completion the share of its clauses that the grammar cannot have written."""
-    return [unparsable_share(completion_text(completion)) for completion in completions]
 
 
 TASK = Task(

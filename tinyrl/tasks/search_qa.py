@@ -32,10 +32,6 @@ def prompt(row: Row) -> str:
     return f"{INSTRUCTION}\nQuestion: {row['question'].strip()}\n"
 
 
-def gold(row: Row) -> str:
-    return f"<answer>{_golden(row['golden_answers'])[0].strip()}</answer>"
-
-
 def normalised_answer(text: str) -> str:
     """A text as SQuAD compares it; one of which nothing would be left only loses case and spacing."""
     lowered = text.lower()
@@ -66,7 +62,7 @@ TASK = Task(
     summary="your own questions, answered with a search engine over your passages (Search-R1's form)",
     prompt=prompt,
     verify=by_row(score),
-    gold=gold,
+    gold=lambda row: f"<answer>{_golden(row['golden_answers'])[0].strip()}</answer>",
     columns=("question", "golden_answers"),
     environment="search",
     answer=answer,

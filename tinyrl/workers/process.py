@@ -103,7 +103,8 @@ class Worker:
             lost = False
         except (EOFError, ValueError, RecursionError) as error:  # no line, or one that is no JSON
             late = time.monotonic() - started >= timeout_s
-            raise CallFailed(self._hung(timeout_s) if late else self._died(), worker_lost=True) from error
+            hung = f"gave no answer within {timeout_s:g} s"
+            raise CallFailed(f"{hung}{self._where()}" if late else self._died(), worker_lost=True) from error
         finally:  # after an exception the worker's next reply would be to the wrong request
             if lost:
                 self.kill()
@@ -171,9 +172,6 @@ class Worker:
         for _ in range(64):
             if not self._keep_output():
                 break
-
-    def _hung(self, timeout_s: float) -> str:
-        return f"gave no answer within {timeout_s:g} s{self._where()}"
 
     def _died(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -36,7 +36,7 @@ import signal
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict, Unpack
 
 from tinyrl.workers.sandbox.isolation import CannotIsolate, Limits
 from tinyrl.workers.sandbox.process import Job, Run, execute, last_line, why_not_isolated
@@ -98,6 +98,14 @@ DEFAULT_LIMITS = Limits()
 SIGNALS = {each.value: each.name for each in signal.Signals}
 
 
+class Options(TypedDict, total=False):
+    """Of runs, `workers` at a time (default: 1), each within `limits`; whether they run where nothing isolates them."""
+
+    limits: Limits
+    allow_unisolated: bool
+    workers: int
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a program ended. Text is what could be read as UTF-8, up to `Limits.output_bytes`."""
@@ -134,17 +142,14 @@ def run_program(
     source: str, *, stdin: str = "", limits: Limits = DEFAULT_LIMITS, allow_unisolated: bool = False
 ) -> Outcome:
     """Run a program as a script. Raises CannotIsolate; what the program does is never raised."""
-    return _run(Job(_bytes(source), stdin=_bytes(stdin)), limits, allow_unisolated=allow_unisolated)
+    return _run(Job(_bytes(source), stdin=_bytes(stdin)), limits=limits, allow_unisolated=allow_unisolated)
 
 
 def call_function(
     source: str,
     function: str,
     arguments_list: Sequence[Sequence[Any]],
-    *,
-    limits: Limits = DEFAULT_LIMITS,
-    allow_unisolated: bool = False,
-    workers: int = 1,
+    **options: Unpack[Options],
 ) -> list[Outcome]:
     """Call a function of a program once for each list of arguments, each in a run of its own; `workers` at a time.
 
@@ -152,20 +157,17 @@ def call_function(
     value. "Solution.solve" is a method, of an instance made without arguments. ValueError: an argument is not JSON.
     """
     jobs = [Job(_bytes(source), function=function, arguments=_json(list(each))) for each in arguments_list]
-    return _run_all(jobs, limits, allow_unisolated=allow_unisolated, workers=workers)
+    return _run_all(jobs, **options)
 
 
 def passes_tests(
     source: str,
     cases: Sequence[Sequence[str]],
-    *,
-    limits: Limits = DEFAULT_LIMITS,
-    allow_unisolated: bool = False,
-    workers: int = 1,
+    **options: Unpack[Options],
 ) -> list[Verdict]:
     """Run a program on each case, (stdin, expected stdout), and say which it passed: exit code 0 and `same_output`."""
     jobs = [Job(_bytes(source), stdin=_bytes(stdin)) for stdin, _ in cases]
-    outcomes = _run_all(jobs, limits, allow_unisolated=allow_unisolated, workers=workers)
+    outcomes = _run_all(jobs, **options)
     return [
         Verdict(outcome.ok and same_output(outcome.stdout, expected), outcome)
         for outcome, (_, expected) in zip(outcomes, cases, strict=True)
@@ -176,17 +178,12 @@ def passes_calls(
     source: str,
     function: str,
     cases: Sequence[tuple[Sequence[Any], Any]],
-    *,
-    limits: Limits = DEFAULT_LIMITS,
-    allow_unisolated: bool = False,
-    workers: int = 1,
+    **options: Unpack[Options],
 ) -> list[Verdict]:
     """Call a function on each case, (arguments, expected value), as call_function does; passed is `same_value`."""
     wanted = [json.loads(_json(expected)) for _, expected in cases]
     arguments_list = [arguments for arguments, _ in cases]
-    outcomes = call_function(
-        source, function, arguments_list, limits=limits, allow_unisolated=allow_unisolated, workers=workers
-    )
+    outcomes = call_function(source, function, arguments_list, **options)
     return [
         Verdict(outcome.ok and same_value(outcome.value, expected), outcome)
         for outcome, expected in zip(outcomes, wanted, strict=True)
@@ -204,12 +201,12 @@ def _json(value: Any) -> bytes:
         raise ValueError(f"Arguments and expected values of a function must be JSON: {error}.") from error
 
 
-def _run_all(jobs: list[Job], limits: Limits, *, allow_unisolated: bool, workers: int) -> list[Outcome]:
+def _run_all(jobs: list[Job], *, workers: int = 1, **options: Any) -> list[Outcome]:
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        return list(pool.map(lambda job: _run(job, limits, allow_unisolated=allow_unisolated), jobs))
+        return list(pool.map(lambda job: _run(job, **options), jobs))
 
 
-def _run(job: Job, limits: Limits, *, allow_unisolated: bool) -> Outcome:
+def _run(job: Job, *, limits: Limits = DEFAULT_LIMITS, allow_unisolated: bool = False) -> Outcome:
     why_not = why_not_isolated()
     if why_not and not allow_unisolated:
         raise CannotIsolate(
