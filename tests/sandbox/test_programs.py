@@ -570,8 +570,9 @@ def test_the_filter_of_system_calls(machine: str, architecture: int, column: int
 
 
 @pytest.fixture
-def example(tmp_path: Path) -> Path:
-    """A folder with the reward function of the module's docstring."""
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with the reward function of the module's docstring."""
+    monkeypatch.chdir(tmp_path)
     code = (sandbox.__doc__ or "").split("# rewards.py")[1].split("\n\nEach run")[0].partition("\n")[2]
     (tmp_path / "rewards.py").write_text(textwrap.dedent(code), encoding="utf-8")
     return tmp_path
@@ -581,7 +582,7 @@ def example(tmp_path: Path) -> Path:
 def test_the_example_is_a_reward_function(example: Path):
     program = "Here it is.\n```python\nprint(int(input()) * 2)\n```"
     completions = [program, [{"role": "assistant", "content": program.replace("* 2", "+ 2")}], "print(4)"]
-    with FunctionReward("rewards.py:score", base_dir=example) as reward:
+    with FunctionReward("rewards.py:score") as reward:
         call = reward(["p"] * 3, completions, {"tests": [[["1", "2"], ["2", "4"]]] * 3})
     assert (call.scores, call.failures) == ([1.0, 0.5, 0.0], [])
 
@@ -590,7 +591,7 @@ def test_the_example_is_a_reward_function(example: Path):
 @pytest.mark.slow
 def test_a_reward_function_given_up_leaves_no_program_behind(example: Path):
     endless = "```python\nimport time\nwhile True: time.sleep(0.01)\n```"
-    with FunctionReward("rewards.py:score", base_dir=example, timeout_s=1.5) as reward:
+    with FunctionReward("rewards.py:score", timeout_s=1.5) as reward:
         call = reward(["p"], [endless], {"tests": [[["1", "2"]]]})
     assert "gave no answer within" in call.failures[0].reason
     running = [process.pid for process in psutil.process_iter() if isolation.HARNESS in process_command(process)]

@@ -142,15 +142,11 @@ class Retriever(Protocol):
 
 
 def open_retriever(
-    corpus: str,
-    *,
-    timeout_s: float = 30.0,
-    fingerprint: str | None = None,
-    say: Callable[[str], None] | None = None,
+    corpus: str, *, timeout_s: float = 30.0, say: Callable[[str], None] = lambda text: None
 ) -> Corpus | SearchServer:
     """What `corpus` names: a file of passages, or the http address of a server, which must answer a question first."""
     if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", corpus) is None:
-        return Corpus.open(corpus, fingerprint=fingerprint, say=say)
+        return Corpus.open(corpus, say=say)
     server = SearchServer(corpus, timeout_s=timeout_s)
     server.check()
     return server

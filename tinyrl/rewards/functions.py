@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from tinyrl.errors import GuardStop
@@ -43,9 +42,8 @@ class FunctionReward(WorkerFunction):
         weight: float = 1.0,
         timeout_s: float = 60.0,
         memory_gb: Literal["auto"] | float = "auto",
-        base_dir: Path | str | None = None,
     ) -> None:
-        source = parse_use(use, setting=SETTING, base_dir=base_dir)
+        source = parse_use(use, setting=SETTING)
         super().__init__([source], setting=SETTING, limits={"timeout_s": timeout_s, "memory_gb": memory_gb})
         self.weight = weight
 

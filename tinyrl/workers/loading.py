@@ -25,20 +25,14 @@ class FunctionSource:
     folder: Path  # put first on the worker's sys.path, so that a file may import those beside it
 
 
-def parse_use(
-    use: str,
-    *,
-    setting: str = "reward.functions: use",
-    classes: bool = False,
-    base_dir: Path | str | None = None,
-) -> FunctionSource:
-    """Find the function that `use` names; a file's path is relative to `base_dir` (default: the current folder).
+def parse_use(use: str, *, setting: str = "reward.functions: use", classes: bool = False) -> FunctionSource:
+    """Find the function that `use` names, a file or module in the current folder or elsewhere.
 
     `setting` is the field that names it, for messages; `classes`: it may be a class.
 
     Raises ValueError: no colon; no such file, module or function (with the nearest name); source that does not parse.
     """
-    base = Path(base_dir or Path.cwd()).absolute()
+    base = Path.cwd()
     place, colon, function = use.rpartition(":")
     if not colon or not place.strip() or not function.strip():
         raise ValueError(f"{setting} '{use}' must be 'file.py:function' or 'package.module:function'.")
