@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tinyrl.tasks.reviews import unparsable
+from tinyrl.starter import sentiment
+from tinyrl.tasks.grading import completion_text
 
 
 def tinyrl(*arguments: str) -> str:
@@ -31,7 +32,8 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 def unparsable_share(run: Path, step: int) -> float:
     lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    return statistics.mean(unparsable([s["completion"] for s in lines if s["kind"] == "eval" and s["step"] == step]))
+    texts = [completion_text(s["completion"]) for s in lines if s["kind"] == "eval" and s["step"] == step]
+    return statistics.mean(map(sentiment.unparsable_share, texts))
 
 
 def grpo(run: Path, seconds: float) -> dict[str, float]:

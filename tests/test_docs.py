@@ -16,8 +16,7 @@ from tinyrl.cli.commands import app
 from tinyrl.config.familiar import FAMILIAR, FAMILIAR_UNDER, UNNEEDED, familiar, known_elsewhere, remark
 from tinyrl.config.recipe import load_config, packaged_recipes
 from tinyrl.config.settings import SECTIONS, fields_of, section_class
-from tinyrl.tasks import check_rows
-from tinyrl.tasks.task import Task
+from tinyrl.tasks import Task, check_rows
 from tinyrl.tools.chat.terminal import HELP
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -70,7 +70,7 @@ def test_a_search_is_answered_with_its_passages():
         ("<search>capital</search> too much</search>", "capital"),
         ("<search>capital</search> and <search>", "capital"),
         ("<search>" + "x" * 1_000_000 + "</search>", "x" * 1000),
-        ("<search>cap\ud800ital</search>", "cap?ital"),
+        ("<search>cap\ud800ital</search>", "cap\ufffdital"),
     ],
     ids=lambda text: ascii(text)[:24],
 )
@@ -143,7 +143,7 @@ def test_a_search_that_fails_stands_in_the_place_of_its_replies():
         ("T\n</in</information>formation>", "Doc 1(Title: T) </in[/information]formation>"),
         ("T\n</information\n>", "Doc 1(Title: T) [/information\n]"),
         ("T\n<b>bold</b> 1 < 2", "Doc 1(Title: T) <b>bold</b> 1 < 2"),
-        ("T\nhalf \ud800 a character", "Doc 1(Title: T) half ? a character"),
+        ("T\nhalf \ud800 a character", "Doc 1(Title: T) half \ufffd a character"),
         ("only one line", "Doc 1(Title: only one line)"),
     ],
 )

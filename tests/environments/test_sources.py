@@ -14,8 +14,7 @@ from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.environments import Reply, last_turn
-from tinyrl.environments.environment import Environment
-from tinyrl.environments.sources import SourceEnvironments
+from tinyrl.environments.environment import Environment, SourceEnvironments
 from tinyrl.runs.resolve import absolute_paths
 from tinyrl.tasks import environments, load_split, load_task
 
@@ -52,7 +51,7 @@ def test_each_row_is_answered_by_its_own_and_failures_keep_their_places() -> Non
     columns = {"source": source, "number": [None, 1, None, 2, None], "word": ["p", None, None, None, "q"]}
     turns = [[{"role": "assistant", "content": f"t{i}"}] for i in range(5)]
     found = both.respond([f"p{i}" for i in range(5)], turns, columns)
-    texts = [None if reply is None else (reply.text, reply.reward) for reply in found.replies]
+    texts = [None if reply is None else (reply.text, reply.reward) for reply in found.values]
     assert texts == [("P", 0.0), None, None, ("p3t32", 2.0), ("Q", 0.0)]
     [failure] = found.failures
     assert (failure.row, "odd" in failure.reason) == (1, True)

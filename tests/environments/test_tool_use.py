@@ -14,7 +14,7 @@ import pytest
 from tinyrl.environments import Message, Reply, Transcript, host
 from tinyrl.environments.calls import CALL_FAILED, MAX_REPLY_CHARS, Call, calls_of, text_of
 from tinyrl.environments.classes import ClassEnvironment
-from tinyrl.environments.tool_use import adapted, respond_with, schemas
+from tinyrl.environments.host import respond_with, schemas
 
 
 def add(a: int, b: int = 10) -> int:
@@ -270,7 +270,7 @@ class TestTools:
         assert found == Reply("{'seed': 7, 'gold': 'x', 'prompt': '?'} True")
         forged = answer(whoami, to=call("whoami", loud=True, episode={}), seed=7)
         assert forged == Reply(f"{CALL_FAILED} whoami: got an unexpected keyword argument 'episode'", invalid=True)
-        (schema,) = adapted([whoami], as_tools=True).schemas()
+        (schema,) = host.tools([whoami]).facts["schemas"]
         assert list(schema["function"]["parameters"]["properties"]) == ["loud"]
 
 
@@ -494,11 +494,11 @@ class TestClasses:
                 self.counter += step
                 return self.counter
 
-        found = adapted([Counter], as_tools=False)
-        assert found.final_rewards is None
-        assert found.opening is not None
-        assert found.opening(["p"]) == [None]
-        assert found.respond(["p", "p"], [[turn(call("increment", step=2))], [turn("2")]]) == [Reply("2"), None]
+        found = host.environment([Counter])
+        assert not found.facts["final_rewards"]
+        assert found.calls["opening"](prompts=["p"]) == ([None], [])
+        turns = [[turn(call("increment", step=2))], [turn("2")]]
+        assert replies(found, prompts=["p", "p"], transcripts=turns) == [Reply("2"), None]
 
     def test_methods_that_are_coroutines(self) -> None:
         class Judge:
@@ -588,29 +588,38 @@ class TestClasses:
                 environment.respond(["p"], [[turn("done")]], how=[how])
 
 
-class TestAdapted:
-    def test_a_respond_function_is_itself(self) -> None:
-        def respond(prompts: list, transcripts: list, **columns: Any) -> list:
+def replies(service: host.Service, **arguments: Any) -> list[Reply | None]:
+    """What a service answers, none of it at fault."""
+    values, problems = service.calls["respond"](**arguments)
+    assert not problems
+    return [value and Reply(*value) for value in values]
+
+
+class TestServices:
+    def test_a_respond_function_may_give_rewards(self) -> None:
+        def respond(prompts: list, transcripts: list, city: list) -> list:
             return ["x"]
 
-        found = adapted([respond], as_tools=False)
-        assert found.respond is respond
-        assert (found.schemas(), found.opening, found.final_rewards) == ([], None, None)
+        found = host.environment([respond])
+        assert replies(found, prompts=["p"], transcripts=[[]], city=["Riga"]) == [Reply("x")]
+        assert list(found.calls) == ["respond"]
+        facts = {"schemas": None, "opening": False, "final_rewards": False, "rewards": True}
+        names = ["prompts", "transcripts", "city"]
+        assert found.facts == {**facts, "parameters": names, "required": names}
 
     def test_tools(self) -> None:
-        found = adapted([add, show], as_tools=True)
-        assert found.respond(["p"], [[turn(call("add", a=1))]]) == [Reply("11")]
-        assert [each["function"]["name"] for each in found.schemas()] == ["add", "show"]
-        assert (found.opening, found.final_rewards) == (None, None)
+        found = host.tools([add, show])
+        assert replies(found, prompts=["p"], transcripts=[[turn(call("add", a=1))]]) == [Reply("11")]
+        assert [each["function"]["name"] for each in found.facts["schemas"]] == ["add", "show"]
+        assert [found.facts[name] for name in ("opening", "final_rewards", "rewards")] == [False] * 3
 
     def test_a_class_or_what_makes_an_instance(self) -> None:
         for make in (Wordle, lambda: Wordle()):
-            found = adapted([make], as_tools=False)
-            assert [each["function"]["name"] for each in found.schemas()] == ["guess", "history"]
-            assert found.respond(["p"], [until(1)], **WORD) == [REPLIES[1]]
-            assert found.opening is not None
-            assert found.final_rewards is not None
-            assert found.final_rewards(["p"], [until(4)], **WORD) == [1.0]
+            found = host.environment([make])
+            assert [each["function"]["name"] for each in found.facts["schemas"]] == ["guess", "history"]
+            assert [found.facts[name] for name in ("opening", "final_rewards", "rewards")] == [True] * 3
+            assert replies(found, prompts=["p"], transcripts=[until(1)], **WORD) == [REPLIES[1]]
+            assert found.calls["final_rewards"](prompts=["p"], transcripts=[until(4)], **WORD) == ([1.0], [])
 
     def test_anything_else_is_refused(self) -> None:
         class Needy:
@@ -626,14 +635,14 @@ class TestAdapted:
             (Needy, "Needy: an instance is made without arguments, but missing a required argument: 'size'"),
         ]:
             with pytest.raises(ValueError, match=what):
-                adapted([wrong], as_tools=False)
+                host.environment([wrong])
 
 
 def test_answering_loads_nothing_but_the_standard_library() -> None:
     code = (
-        "import sys; from tinyrl.environments.tool_use import adapted\n"
+        "import sys; from tinyrl.environments.host import respond_with\n"
         "def f(a): return a\n"
-        "adapted([f], as_tools=True).respond(['p'], [[{'role': 'assistant', 'content': sys.argv[1]}]])\n"
+        "respond_with([f])(['p'], [[{'role': 'assistant', 'content': sys.argv[1]}]])\n"
         "print(*{name.split('.')[0] for name in sys.modules} - sys.stdlib_module_names)"
     )
     done = subprocess.run([sys.executable, "-c", code, call("f", a=1)], capture_output=True, text=True, check=True)

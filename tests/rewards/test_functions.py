@@ -22,13 +22,14 @@ MakeReward = Callable[..., FunctionReward]
 
 
 @pytest.fixture
-def make_reward(tmp_path: Path) -> Iterator[MakeReward]:
+def make_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeReward]:
     """make_reward(code, ...): the function `score` of a file with this code, as a reward; closed after the test."""
     made: list[FunctionReward] = []
+    monkeypatch.chdir(tmp_path)
 
     def make(code: str, *, use: str = "rewards.py:score", **options) -> FunctionReward:
         (tmp_path / "rewards.py").write_text(textwrap.dedent(code), encoding="utf-8")
-        made.append(FunctionReward(use, base_dir=tmp_path, **options))
+        made.append(FunctionReward(use, **options))
         return made[-1]
 
     yield make

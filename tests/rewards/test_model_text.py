@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from tests.tasks.test_prompts import TEMPLATE, small_tokenizer
 from tinyrl.models.reward_model import SCORE_HEAD
-from tinyrl.rewards.model_text import TextFormat, adapter_prompt, adapter_rows, adapter_tokens, classifier_tokens
+from tinyrl.rewards.model_text import TextFormat, adapter_rows, adapter_tokens, classifier_tokens
 
 AUTO, PLAIN, KIND = TextFormat(), TextFormat(chat=False), TextFormat(system_prompt="world")
 THINKS = TEMPLATE.replace("assistant : {% endif %}", "assistant : <think> {% endif %}")
@@ -84,7 +84,7 @@ def test_a_text_that_is_too_long_loses_its_beginning_but_not_its_bos(room: int, 
 def test_an_adapter_reads_what_the_policy_would_have_sampled():
     tokenizer = small_tokenizer(template=TEMPLATE)
     prompt = [1, 7, 8, 3, 2, 1, 0, 8]
-    assert adapter_prompt(tokenizer, "hello", text_format=AUTO) == prompt
+    assert AUTO.render(tokenizer, "hello").tokens == prompt
     assert adapter_tokens(tokenizer, "hello", "world", text_format=AUTO, max_tokens=100) == [*prompt, 4, 2]
     assert adapter_tokens(tokenizer, "hello", "world", text_format=PLAIN, max_tokens=100) == [3, 4, 2]
     assert adapter_tokens(tokenizer, "hello", "world", text_format=AUTO, max_tokens=4) == [1, 8, 4, 2]
@@ -114,7 +114,7 @@ def test_the_format_is_kept_with_the_weights(tmp_path: Path):
     assert TextFormat.of_config(SimpleNamespace(tinyrl_text_format=kept)) == TextFormat(True, "Be kind.")
 
 
-@pytest.mark.parametrize("kept", [3, [], {}, {"chat": "yes"}, {"chat": "auto", "system_prompt": 3}])
+@pytest.mark.parametrize("kept", [3, [], {"chat": "yes"}, {"chat": "auto", "system_prompt": 3}])
 def test_a_format_that_is_none_is_refused(kept, tmp_path: Path):
     with pytest.raises(ValueError, match="tinyrl_text_format must hold"):
         TextFormat.of_config(SimpleNamespace(tinyrl_text_format=kept))

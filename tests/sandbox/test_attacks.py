@@ -371,7 +371,7 @@ def test_nothing_of_root_goes_in_and_no_mount_comes_out():
     """No groups of root reach the program, and no scratch mount reaches us, with mounts shared as under systemd."""
     program = """
 import ctypes, os
-from tinyrl.workers.sandbox.programs import run_program
+from tinyrl.workers.sandbox import run_program
 libc = ctypes.CDLL(None)
 assert libc.unshare(0x20000) == 0
 assert libc.mount(None, b"/", None, ctypes.c_ulong(0x44000), None) == 0

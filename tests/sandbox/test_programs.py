@@ -15,6 +15,7 @@ import pytest
 
 from tests.workers.test_orphans import wait_until_gone
 from tinyrl.rewards.functions import FunctionReward
+from tinyrl.workers import sandbox
 from tinyrl.workers.sandbox import (
     CannotIsolate,
     Limits,
@@ -29,8 +30,7 @@ from tinyrl.workers.sandbox import (
     why_not_isolated,
 )
 from tinyrl.workers.sandbox import isolation as system_calls
-from tinyrl.workers.sandbox import probe as sandbox_probe
-from tinyrl.workers.sandbox import programs as sandbox
+from tinyrl.workers.sandbox import process as sandbox_process
 
 needs_isolation = pytest.mark.skipif(why_not_isolated() is not None, reason=str(why_not_isolated()))
 
@@ -471,22 +471,22 @@ def test_what_holds_without_any_wall():
 
 def test_a_machine_with_other_numbers_is_not_guessed_at(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(isolation.platform, "machine", lambda: "riscv64")
-    sandbox_probe.why_not_isolated.cache_clear()
+    sandbox_process.why_not_isolated.cache_clear()
     try:
         with pytest.raises(CannotIsolate, match=r"seccomp|Linux"):
             run_program("print('ran')")
         assert run_program("print('ran')", allow_unisolated=True).stdout == "ran\n"
     finally:
         monkeypatch.undo()
-        sandbox_probe.why_not_isolated.cache_clear()
+        sandbox_process.why_not_isolated.cache_clear()
 
 
 @needs_isolation
 def test_the_probe_notices_a_sandbox_that_holds_nothing(monkeypatch: pytest.MonkeyPatch):
     """Checks each line of the probe: a program that claims every attack succeeded must be reported in full."""
-    program = sandbox_probe.PROBE.replace("    try:\n        action()\n    except OSError:\n        return\n", "")
-    monkeypatch.setattr(sandbox_probe, "PROBE", program)
-    sandbox_probe.why_not_isolated.cache_clear()
+    program = sandbox_process.PROBE.replace("    try:\n        action()\n    except OSError:\n        return\n", "")
+    monkeypatch.setattr(sandbox_process, "PROBE", program)
+    sandbox_process.why_not_isolated.cache_clear()
     try:
         reason = why_not_isolated()
         assert reason is not None
@@ -500,7 +500,7 @@ def test_the_probe_notices_a_sandbox_that_holds_nothing(monkeypatch: pytest.Monk
             assert what in reason
     finally:
         monkeypatch.undo()
-        sandbox_probe.why_not_isolated.cache_clear()
+        sandbox_process.why_not_isolated.cache_clear()
 
 
 def verdict_of(instructions: bytes, architecture: int, number: int, *arguments: int) -> int:
@@ -570,8 +570,9 @@ def test_the_filter_of_system_calls(machine: str, architecture: int, column: int
 
 
 @pytest.fixture
-def example(tmp_path: Path) -> Path:
-    """A folder with the reward function of the module's docstring."""
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with the reward function of the module's docstring."""
+    monkeypatch.chdir(tmp_path)
     code = (sandbox.__doc__ or "").split("# rewards.py")[1].split("\n\nEach run")[0].partition("\n")[2]
     (tmp_path / "rewards.py").write_text(textwrap.dedent(code), encoding="utf-8")
     return tmp_path
@@ -581,7 +582,7 @@ def example(tmp_path: Path) -> Path:
 def test_the_example_is_a_reward_function(example: Path):
     program = "Here it is.\n```python\nprint(int(input()) * 2)\n```"
     completions = [program, [{"role": "assistant", "content": program.replace("* 2", "+ 2")}], "print(4)"]
-    with FunctionReward("rewards.py:score", base_dir=example) as reward:
+    with FunctionReward("rewards.py:score") as reward:
         call = reward(["p"] * 3, completions, {"tests": [[["1", "2"], ["2", "4"]]] * 3})
     assert (call.scores, call.failures) == ([1.0, 0.5, 0.0], [])
 
@@ -590,7 +591,7 @@ def test_the_example_is_a_reward_function(example: Path):
 @pytest.mark.slow
 def test_a_reward_function_given_up_leaves_no_program_behind(example: Path):
     endless = "```python\nimport time\nwhile True: time.sleep(0.01)\n```"
-    with FunctionReward("rewards.py:score", base_dir=example, timeout_s=1.5) as reward:
+    with FunctionReward("rewards.py:score", timeout_s=1.5) as reward:
         call = reward(["p"], [endless], {"tests": [[["1", "2"]]]})
     assert "gave no answer within" in call.failures[0].reason
     running = [process.pid for process in psutil.process_iter() if isolation.HARNESS in process_command(process)]

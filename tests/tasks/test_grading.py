@@ -1,8 +1,6 @@
 """Grading: numbers, arithmetic, marked answers and formats; hostile text is never more than a wrong answer."""
 
-import ast
 import math
-import operator
 import re
 from fractions import Fraction
 
@@ -152,19 +150,21 @@ def test_safe_arithmetic(text, value):
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("9**9**9", "unexpected '*'"),
-        ("2 3", "unexpected '3'"),
+        ("9**9**9", "+ - * / and parentheses"),
+        ("7 // 2", "+ - * / and parentheses"),
+        ("2(3)", "+ - * / and parentheses"),
+        ("+1", "+ - * / and parentheses"),
+        ("2 3", "not an expression: invalid syntax"),
         ("1.5", "unexpected '.'"),
         ("1 = 1", "unexpected '='"),
         ("__import__('os')", "unexpected '_'"),
         ("٣ + 1", "unexpected '٣'"),
-        ("(1", "not closed"),
-        ("1)", "unexpected ')'"),
-        ("1 +", "ends too early"),
-        ("", "ends too early"),
+        ("(1", "never closed"),
+        ("1)", "unmatched ')'"),
+        ("1 +", "not an expression"),
+        ("", "not an expression"),
         ("1 / (2 - 2)", "division by zero"),
-        ("(" * 41 + "1" + ")" * 41, "nest 40 deep"),
-        ("-" * 200 + "1", "nest 40 deep"),
+        ("(" * 249 + "1" + ")" * 249, "too many nested parentheses"),
         ("(" * 1_000_000, "500 characters"),
         ("9" * 501, "500 characters"),
     ],
@@ -176,24 +176,6 @@ def test_safe_arithmetic_refuses_the_rest(text, wanted):
 
 def test_safe_arithmetic_nests_as_deep_as_it_says():
     assert safe_arithmetic("(" * 40 + "1" + ")" * 40) == 1
-
-
-def by_pythons_parser(node: ast.AST) -> Fraction:
-    """The second implementation: Python's own syntax tree, evaluated exactly."""
-    match node:
-        case ast.Constant(value=int(value)):
-            return Fraction(value)
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -by_pythons_parser(operand)
-        case ast.BinOp(left=left, op=sign, right=right):
-            operations = {
-                ast.Add: operator.add,
-                ast.Sub: operator.sub,
-                ast.Mult: operator.mul,
-                ast.Div: operator.truediv,
-            }
-            return operations[type(sign)](by_pythons_parser(left), by_pythons_parser(right))
-    raise AssertionError(node)
 
 
 EXPRESSIONS = st.recursive(
@@ -211,7 +193,7 @@ EXPRESSIONS = st.recursive(
 @given(EXPRESSIONS)
 def test_safe_arithmetic_agrees_with_python(text):
     try:
-        wanted = by_pythons_parser(ast.parse(text, mode="eval").body)
+        wanted = eval(re.sub("[0-9]+", r"Fraction(\g<0>)", text))  # of our own strategy
     except ZeroDivisionError:
         with pytest.raises(ValueError, match="division by zero"):
             safe_arithmetic(text)

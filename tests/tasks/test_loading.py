@@ -9,8 +9,7 @@ import pytest
 from tinyrl.config.schema import Config
 from tinyrl.data import readers
 from tinyrl.data.rows import example_rows
-from tinyrl.tasks import TASKS, load_rows, load_split, load_task
-from tinyrl.tasks.task import Task
+from tinyrl.tasks import TASKS, Task, load_rows, load_split, load_task
 
 
 def toy_rows(split):

@@ -8,7 +8,10 @@ from tinyrl.environments import Reply
 from tinyrl.starter import split_of
 from tinyrl.starter.text import ATTRIBUTES, fact
 from tinyrl.tasks import load_task
-from tinyrl.tasks.lookup import TASK, respond, said_answer, verify
+from tinyrl.tasks.grading import by_row
+from tinyrl.tasks.lookup import TASK, respond, said_answer, score
+
+verify = by_row(score)
 
 WORLD = "eval 0 0"
 FIRST = {"prompt": "question: job of Uma Costa ?", "answer": "baker", "world": WORLD}
@@ -157,9 +160,6 @@ def test_what_a_completion_says() -> None:
     assert said_answer(" found baker ;") is None
 
 
-def test_it_is_in_the_table_and_refuses_a_split_that_does_not_exist() -> None:
-    task = load_task("lookup")
-    assert task is TASK
-    assert task.respond is respond
-    with pytest.raises(ValueError, match="task lookup has no split 'dev'; there are train, eval"):
-        task.rows("dev")
+def test_it_is_in_the_table() -> None:
+    assert load_task("lookup") is TASK
+    assert TASK.respond is respond

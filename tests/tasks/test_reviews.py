@@ -3,7 +3,11 @@
 import pytest
 
 from tinyrl.starter import split_of
-from tinyrl.tasks.reviews import TASK, unparsable, verify
+from tinyrl.starter.sentiment import unparsable_share
+from tinyrl.tasks.grading import by_row, completion_text
+from tinyrl.tasks.reviews import TASK, score
+
+verify = by_row(score)
 
 
 def test_openings_are_disjoint_and_enough_are_held_out() -> None:
@@ -30,14 +34,9 @@ def test_openings_are_disjoint_and_enough_are_held_out() -> None:
 )
 def test_the_judgement_of_a_review(completion: object, score: float, broken: float) -> None:
     assert verify(["i saw it."], [completion]) == [pytest.approx(score)]
-    assert unparsable([completion]) == [pytest.approx(broken)]
+    assert unparsable_share(completion_text(completion)) == pytest.approx(broken)
 
 
 def test_gold_scores_full_marks() -> None:
     row = TASK.rows("eval")[0]
     assert TASK.is_pass(verify([TASK.prompt(row)], [TASK.gold(row)])[0])
-
-
-def test_a_split_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match="task reviews has no split 'dev'; there are train, eval"):
-        TASK.rows("dev")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinyrl.config.schema import Config
-from tinyrl.tasks import load_split
+from tinyrl.tasks import load_rows, load_split
 from tinyrl.tasks.rows import TASK
 
 
@@ -116,7 +116,7 @@ def test_an_answer_that_only_the_own_reward_reads_may_be_anything(tmp_path):
 
 def test_there_are_no_rows_without_data():
     with pytest.raises(ValueError, match=r"task\.data=FILE\.jsonl with a column 'prompt'"):
-        TASK.rows("train")
+        load_rows(TASK, "train")
 
 
 def test_what_a_completion_says():

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from tinyrl.tasks.sums import TASK, verify, write
+from tinyrl.tasks.grading import by_row
+from tinyrl.tasks.sums import TASK, score, write
+
+verify = by_row(score)
 
 
 def test_no_sum_is_in_both_splits_and_rows_are_the_same_every_time() -> None:
@@ -15,8 +18,6 @@ def test_no_sum_is_in_both_splits_and_rows_are_the_same_every_time() -> None:
     assert not pairs["train"] & pairs["eval"]
     assert TASK.rows("eval") == TASK.rows("eval")
     assert TASK.rows("train")[0]["prompt"] == "What is 866 + 396?"
-    with pytest.raises(ValueError, match="no split 'test'"):
-        TASK.rows("test")
 
 
 def test_gold_scores_full_marks_and_no_constant_answer_does() -> None:

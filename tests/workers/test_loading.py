@@ -10,7 +10,8 @@ from tinyrl.workers.loading import imported_beside, parse_use
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "rewards.py").write_text(
         "raise RuntimeError('reading must not run me')\n"
         "from os.path import join as imported\n"
@@ -28,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("function", ["length", "judge", "assigned", "imported"])
 def test_a_function_in_a_file_is_found_without_running_the_file(folder: Path, function: str):
-    source = parse_use(f"rewards.py:{function}", base_dir=folder)
+    source = parse_use(f"rewards.py:{function}")
     assert (source.function, source.path, source.module) == (function, folder / "rewards.py", None)
     assert source.folder == folder
 
@@ -37,20 +38,15 @@ def test_an_absolute_path_needs_no_base(folder: Path):
     assert parse_use(f"{folder}/rewards.py:length").path == folder / "rewards.py"
 
 
-def test_the_default_base_is_the_current_folder(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(folder)
-    assert parse_use("rewards.py:length").path == folder / "rewards.py"
-
-
 def test_a_function_in_a_module_is_found_without_importing_its_package(folder: Path):
-    source = parse_use("people.inner.scores:deep", base_dir=folder)
+    source = parse_use("people.inner.scores:deep")
     assert (source.path, source.module) == (None, "people.inner.scores")
     assert source.file == folder / "people" / "inner" / "scores.py"
     assert "people" not in sys.modules
 
 
 def test_an_installed_module_is_found(folder: Path):
-    assert parse_use("json.encoder:py_encode_basestring", base_dir=folder).module == "json.encoder"
+    assert parse_use("json.encoder:py_encode_basestring").module == "json.encoder"
 
 
 def test_what_a_file_imports_from_beside_it_is_found_from_import_to_import(folder: Path):
@@ -67,23 +63,23 @@ def test_what_a_file_imports_from_beside_it_is_found_from_import_to_import(folde
     (folder / "people" / "inner" / "scores.py").write_text("from . import near\nfrom ..upper import x\n")
     (folder / "people" / "inner" / "near.py").write_text("")
     (folder / "people" / "upper.py").write_text("x = 1\n")
-    found = imported_beside(parse_use("rewards.py:late", base_dir=folder))
+    found = imported_beside(parse_use("rewards.py:late"))
     inner = {f"people/{name}.py" for name in ("__init__", "upper", "inner/__init__", "inner/near", "inner/scores")}
     files = {"helper.py", "broken.py", "lazy.py", "namespace/deep.py", *inner}
     assert {str(path.relative_to(folder)) for path in found} == files
 
 
 def test_a_module_comes_with_the_packages_it_is_in(folder: Path):
-    found = imported_beside(parse_use("people.inner.scores:deep", base_dir=folder))
+    found = imported_beside(parse_use("people.inner.scores:deep"))
     assert [str(path.relative_to(folder)) for path in found] == ["people/__init__.py", "people/inner/__init__.py"]
-    assert imported_beside(parse_use("json.encoder:py_encode_basestring", base_dir=folder)) == []
+    assert imported_beside(parse_use("json.encoder:py_encode_basestring")) == []
 
 
 def test_a_module_that_gives_more_than_can_be_read_is_left_to_the_worker(folder: Path):
     (folder / "more.py").write_text("from rewards import *\n")
     (folder / "chosen.py").write_text("if True:\n    def one(prompts, completions):\n        return []\n")
-    assert parse_use("more.py:length", base_dir=folder).function == "length"
-    assert parse_use("chosen.py:one", base_dir=folder).function == "one"
+    assert parse_use("more.py:length").function == "length"
+    assert parse_use("chosen.py:one").function == "one"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +100,7 @@ def test_a_module_that_gives_more_than_can_be_read_is_left_to_the_worker(folder:
 )
 def test_what_is_wrong_is_said(folder: Path, use: str, said: str):
     with pytest.raises(ValueError, match=r"^reward\.functions: use ") as caught:
-        parse_use(use, base_dir=folder)
+        parse_use(use)
     assert said.format(folder=folder) in str(caught.value)
     assert use in str(caught.value)
 
@@ -119,10 +115,13 @@ def test_what_is_wrong_is_said(folder: Path, use: str, said: str):
         (b"", "has no function 'f'. It has no functions."),
     ],
 )
-def test_source_that_does_not_parse_is_named_with_its_line(tmp_path: Path, content: bytes, said: str):
+def test_source_that_does_not_parse_is_named_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, said: str
+):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_bytes(content)
     with pytest.raises(ValueError, match=r"^reward\.functions: use 'broken\.py:f'") as caught:
-        parse_use("broken.py:f", base_dir=tmp_path)
+        parse_use("broken.py:f")
     assert said in str(caught.value)
 
 

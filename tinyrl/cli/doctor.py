@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tinyrl.data.readers import Row
     from tinyrl.rewards.functions import FunctionReward
     from tinyrl.rewards.judge import JudgeReward
-    from tinyrl.tasks.task import Task
+    from tinyrl.tasks import Task
 
 
 def doctor(

@@ -114,7 +114,7 @@ def prompts(
     with sentences(debug):
         from tinyrl.runs.run_dir import open_run
         from tinyrl.runs.samples import HARD, hard_keys, prompt_texts, read_prompt_stats, render_prompt_stats
-        from tinyrl.tasks.hard_rows import row_texts
+        from tinyrl.tasks import row_texts
 
         opened = open_run(run)
         prompt_stats = read_prompt_stats(opened.prompts, notes)
@@ -124,7 +124,7 @@ def prompts(
             texts = row_texts(opened, hard, notes) | texts
         text = render_prompt_stats(prompt_stats, texts, num=num)
         if export_hard is not None:
-            from tinyrl.tasks.hard_rows import export_rows
+            from tinyrl.tasks import export_rows
 
             text += f"\n\n{export_rows(opened.read_config(), hard_keys(prompt_stats), Path(export_hard))}"
     _show(text, notes)

@@ -30,5 +30,4 @@ class Reply:
 
 
 def last_turn(transcript: Transcript) -> str:
-    """The text of the policy's last turn."""
     return transcript[-1]["content"]

@@ -59,16 +59,12 @@ def calls_of(message: Message) -> list[Call]:
         end = text.find(CLOSE, start)
         if end < 0:
             return [*calls, Call(problem=f"{OPEN} without {CLOSE}")]
-        calls.append(_parsed_call(text[start:end]))
+        try:
+            calls.append(_call(_parsed(text[start:end])))
+        except ValueError as error:
+            calls.append(Call(problem=f"not JSON: {error}"))
         at = end + len(CLOSE)
     return calls
-
-
-def _parsed_call(text: str) -> Call:
-    try:
-        return _call(_parsed(text))
-    except ValueError as error:
-        return Call(problem=f"not JSON: {error}")
 
 
 def _parsed(text: str) -> Any:

@@ -25,6 +25,7 @@ from typing import Any
 
 from tinyrl.environments import MAX_REWARD, Message, Reply, Transcript
 from tinyrl.environments.calls import awaited, calls_of, carry_out, encodable, reply, rows_of
+from tinyrl.workers.worker import parameters_of
 
 MOST_LIVE = 4096  # instances kept; the oldest go first, and a replay makes them again
 
@@ -115,16 +116,13 @@ class ClassEnvironment:
     def _reset(self, row: dict[str, Any]) -> tuple[Any, str | None]:
         """A fresh instance that was told its row (the columns that its reset takes), and what it said to that."""
         instance = self._instance()
-        parameters = inspect.signature(instance.reset).parameters.values()
-        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-        names = {each.name for each in parameters}
-        told = {name: value for name, value in row.items() if takes_all or name in names}
-        for each in parameters:
-            required = each.default is each.empty and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
-            if required and each.name not in told:
+        known = parameters_of(instance.reset)
+        told = row if known["parameters"] is None else {name: row[name] for name in known["parameters"] if name in row}
+        for name in known["required"]:
+            if name not in told:
                 columns = ", ".join(row)
                 raise ValueError(
-                    f"{self.name}.reset takes '{each.name}', which the data does not have. There are: {columns}."
+                    f"{self.name}.reset takes '{name}', which the data does not have. There are: {columns}."
                 )
         text = instance.reset(**copy.deepcopy(told))  # which may change what it is given
         if not isinstance(text, str | None):

@@ -2,8 +2,7 @@
 
 The index holds the passages too, so nothing reads the corpus after it was opened, and an index that is in use is never
 written to: a new one takes its name, and who has the old one open goes on reading that. A corpus that is replaced
-during a run therefore changes nothing for the process that has it open; one that opens it again says which it means by
-its fingerprint, and gets those passages or a ValueError.
+during a run therefore changes nothing for the process that has it open.
 
 Differs from Lucene's BM25 with English analysis in small ways: the same k1 = 1.2 and b = 0.75, Porter's stemmer and
 stop words (of a query only), but a word found in half the passages or more weighs next to nothing. Words are what
@@ -135,7 +134,6 @@ def written_alone(place: Path) -> Iterator[Path]:
 
 
 def _locked(lock: Path) -> int:
-    """The descriptor that holds a lock."""
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         held = False
@@ -232,7 +230,7 @@ READERS: dict[str, Callable[[str], Iterator[tuple[str, Row]]]] = {".jsonl": _rea
 # ---- A corpus searched by BM25 (Robertson and Zaragoza 2009) ----
 
 
-FORMAT, UNSEALED = "tinyrl passages 2", "tinyrl passages 1"  # the latter of versions that wrote no checksum
+FORMAT = "tinyrl passages 2"
 TOKENIZER = "porter unicode61 remove_diacritics 2"
 STATE = ("bytes", "modified", "changed")  # names of what state_of gives
 MAX_QUERY_CHARS = 1000  # a policy may ask anything
@@ -250,7 +248,6 @@ class _Index:
 
     place: Path
     connection: sqlite3.Connection
-    format: str
     fingerprint: str
     state: State
     passages: int
@@ -266,21 +263,13 @@ class Corpus:
         self._process = os.getpid()
 
     @classmethod
-    def open(
-        cls, path: str | Path, *, fingerprint: str | None = None, say: Callable[[str], None] | None = None
-    ) -> Corpus:
+    def open(cls, path: str | Path, *, say: Callable[[str], None] = lambda text: None) -> Corpus:
         """Open a .jsonl or .parquet file of passages, or make its index first, which `say` is told.
 
-        `fingerprint`: that of an earlier `open`, for whom only the same passages will do, wherever the file is by now.
-        Raises ValueError where they are gone, or for a file that cannot be used; OSError where no index can be kept.
+        Raises ValueError for a file that cannot be used, OSError where no index can be kept.
         """
         source = Path(path).expanduser()
-        return cls(source, _open_index(source, fingerprint=fingerprint, say=say))
-
-    @property
-    def fingerprint(self) -> str:
-        """The SHA-256 of the file that was indexed."""
-        return self._index.fingerprint
+        return cls(source, _open_index(source, say))
 
     def __len__(self) -> int:
         return self._index.passages
@@ -300,13 +289,15 @@ class Corpus:
                 self._index.connection.close()
                 self._index.place.unlink(missing_ok=True)
             try:
-                self._index = _open_index(self.source, fingerprint=self._index.fingerprint, say=None)
+                if file_hash(self.source) != self._index.fingerprint:
+                    why = "not the passages that were opened before, and their index is gone"
+                    raise ValueError(f"{self.source}: {why}")
+                self._index = _open_index(self.source)
                 return [self._best(query, top_k) for query in queries]
             except (ValueError, OSError, sqlite3.DatabaseError) as error:
                 raise SearchFailed(str(error)) from error
 
     def close(self) -> None:
-        """Let go of the index file."""
         self._index.connection.close()
 
     def _best(self, query: str, top_k: int) -> list[str]:
@@ -334,44 +325,35 @@ def match_expression(query: str) -> str:
     return " OR ".join(f'"{word}"' for word in list(telling.values())[:MAX_WORDS])
 
 
-def _open_index(source: Path, *, fingerprint: str | None, say: Callable[[str], None] | None) -> _Index:
+def _open_index(source: Path, say: Callable[[str], None] = lambda text: None) -> _Index:
     """The index of a file, from where it is kept or newly made."""
     places, refused = index_places(source), list[OSError]()
     for place in places:
-        if index := _index_of(source, place, fingerprint=fingerprint, say=say):
+        if index := _index_of(source, place, say):
             return index
     for place in places:
         try:
-            return _made_index(source, place, fingerprint=fingerprint, say=say)
+            return _made_index(source, place, say)
         except OSError as error:
             refused.append(error)
     reasons = "; ".join(f"{error.filename}: {error.strerror}" for error in refused)
     raise OSError(refused[0].errno, f"no place for the index of this corpus ({reasons})", str(source))
 
 
-def _index_of(
-    source: Path, place: Path, *, fingerprint: str | None, say: Callable[[str], None] | None
-) -> _Index | None:
-    """The index at a place, if it is complete, undamaged and that of the file (as it is, or with `fingerprint`)."""
+def _index_of(source: Path, place: Path, say: Callable[[str], None]) -> _Index | None:
+    """The index at a place, if it is complete, undamaged and that of the file as it is."""
     index = _opened(place)
     if index is None:
         return None
-    if fingerprint is not None:
-        same = index.fingerprint == fingerprint
-    else:
-        state = state_of(source)
-        # moved, copied or touched: the content decides
-        same = index.state == state or (index.state[0] == state[0] and index.fingerprint == file_hash(source))
-    problem = None
-    if same and index.format == UNSEALED:
-        problem = "is of an earlier version and has no checksum, so damage inside it is not seen; delete it to have one"
-    elif same and not is_sealed(place):
-        same, problem = False, "is damaged: it is not what was written, so it is made again"
-    if problem and say is not None:
-        say(f"warning: {place} {problem}")
-    if not same:
-        index.connection.close()
-    return index if same else None
+    state = state_of(source)
+    # moved, copied or touched: the content decides
+    same = index.state == state or (index.state[0] == state[0] and index.fingerprint == file_hash(source))
+    if same and is_sealed(place):
+        return index
+    if same:
+        say(f"warning: {place} is damaged: it is not what was written, so it is made again")
+    index.connection.close()
+    return None
 
 
 def _opened(place: Path, file: Path | None = None) -> _Index | None:
@@ -383,25 +365,23 @@ def _opened(place: Path, file: Path | None = None) -> _Index | None:
         return None
     try:
         about = dict(connection.execute("SELECT name, value FROM about"))
-        if about["format"] in (FORMAT, UNSEALED):
+        if about["format"] == FORMAT:
             size, modified, changed, count = (int(about[name]) for name in (*STATE, "passages"))
-            return _Index(place, connection, about["format"], about["fingerprint"], (size, modified, changed), count)
+            return _Index(place, connection, about["fingerprint"], (size, modified, changed), count)
     except (sqlite3.DatabaseError, KeyError, ValueError, TypeError):
         pass  # damaged: it is made again
     connection.close()
     return None
 
 
-def _made_index(source: Path, place: Path, *, fingerprint: str | None, say: Callable[[str], None] | None) -> _Index:
+def _made_index(source: Path, place: Path, say: Callable[[str], None]) -> _Index:
     with written_alone(place) as writing:
-        if index := _index_of(source, place, fingerprint=fingerprint, say=None):
+        if index := _index_of(source, place, lambda text: None):
             return index  # another process made it while this one waited
-        state, found = state_of(source), file_hash(source)
-        if fingerprint not in (None, found):
-            raise ValueError(f"{source}: not the passages that were opened before, and their index is gone")
-        if say is not None:
-            say(f"{source}: {state[0] / 1e6:,.0f} MB of passages are indexed, once; the index is {place}")
-        _write(writing, source, about={"format": FORMAT, "fingerprint": found}, state=state)
+        state = state_of(source)
+        about = {"format": FORMAT, "fingerprint": file_hash(source)}
+        say(f"{source}: {state[0] / 1e6:,.0f} MB of passages are indexed, once; the index is {place}")
+        _write(writing, source, about=about, state=state)
         if state_of(source) != state:
             raise ValueError(f"{source}: has changed while it was indexed; start again when it is complete")
         index = _opened(place, writing)

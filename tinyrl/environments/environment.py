@@ -1,39 +1,31 @@
-"""The environment of a run: people's code in a worker process, tinyrl's own in ours, behind one call."""
+"""The environment of a run: people's code in a worker process, tinyrl's own in ours, behind one call.
+
+A kind of ours is a module of this room and a name in config.sections.BUILT_IN_ENVIRONMENTS. It has `opened(config,
+length=)`, `STOP` and `asking_turn(words)`.
+"""
 
 from __future__ import annotations
 
-import functools
+import importlib
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS, EnvironmentConfig
 from tinyrl.data.readers import Row
+from tinyrl.data.rows import SOURCE, by_kind
 from tinyrl.environments import Reply, Transcript, host
-from tinyrl.environments.corpus import Corpus
-from tinyrl.environments.python import check_available
-from tinyrl.environments.python import respond as run_cells
-from tinyrl.environments.search import open_retriever
-from tinyrl.environments.search import respond as look_up
-from tinyrl.text import masked
+from tinyrl.environments.calls import encodable  # no tokenizer takes half a surrogate pair
 from tinyrl.workers.calls import RowFailure, Rows, WorkerFunction
 from tinyrl.workers.loading import parse_use
 from tinyrl.workers.process import quoted
 
 Respond = Callable[..., Sequence[Any]]  # a reply, a text or None a row, or an exception: why there is none
-PYTHON_MEMORY_GB = 0.5
-CHARS_A_TOKEN = 2  # of what a cell prints: more are numbers than words
-STOPS = {"search": ("</search>", "</answer>")}  # texts that end a turn
 
 
-@dataclass
-class Answers:
-    """One reply for each episode of a call; None: it is over. Failed ones are over too."""
-
-    replies: list[Reply | None]
-    failures: list[RowFailure] = field(default_factory=list)
+def kind_of_ours(name: str) -> Any:
+    return importlib.import_module(f"tinyrl.environments.{name}")
 
 
 class Environment:
@@ -62,7 +54,7 @@ class Environment:
         use = config.use or (None if config.tools or respond is not None else use)
         self.built_in = use if use in BUILT_IN_ENVIRONMENTS else None
         self.name = self.built_in or ("tools" if config.tools else task)
-        self.stop = STOPS.get(use or "", ())
+        self.stop = stop
         self.retried: dict[str, str] = {}
         self._source = ""  # of the answers, in words
         self._worker: WorkerFunction | None = None
@@ -70,12 +62,12 @@ class Environment:
         if config.functions:
             self._worker = _worker(config)
             self.name = self._worker.name
-        elif use == "search":
-            self._respond, self._source = _search(config, length)
-        elif use == "python":
-            self._respond, self._source = _python(config)
+            self.stop = ()
+        elif self.built_in:
+            kind = kind_of_ours(self.built_in)
+            self.stop, (self._respond, self._source) = kind.STOP, kind.opened(config, length=length)
         else:
-            self._respond, self.stop = respond, stop
+            self._respond = respond
         assert self._worker is not None or self._respond is not None, "there is nothing that answers"
 
     def of(self, row: Row) -> Environment:
@@ -84,7 +76,6 @@ class Environment:
 
     @property
     def workers(self) -> list[WorkerFunction]:
-        """The worker process, where there is one."""
         return [self._worker] if self._worker else []
 
     @property
@@ -120,7 +111,6 @@ class Environment:
             self._worker.start()
 
     def close(self) -> None:
-        """End the worker."""
         if self._worker is not None:
             self._worker.close()
 
@@ -135,11 +125,13 @@ class Environment:
             raise ValueError(f"environment.use: row {first.row + 1}: {first.reason}")
         return rows.values
 
-    def respond(self, prompts: list[Any], transcripts: list[Transcript], columns: dict[str, list[Any]]) -> Answers:
-        """The replies to episodes whose last turn has ended. Raises Interrupted once a stop was asked for."""
+    def respond(self, prompts: list[Any], transcripts: list[Transcript], columns: dict[str, list[Any]]) -> Rows:
+        """The replies to episodes whose last turn has ended; None: it is over, as where it failed. Raises Interrupted
+        once a stop was asked for.
+        """
         rows = self._rows("respond", prompts, transcripts, columns)
-        replies = [None if value is None else Reply(_text(value[0]), *value[1:]) for value in rows.values]
-        return Answers(replies, rows.failures)
+        replies = [None if value is None else Reply(encodable(value[0]), *value[1:]) for value in rows.values]
+        return Rows(replies, rows.failures)
 
     def final_rewards(self, prompts: list[Any], transcripts: list[Transcript], columns: dict[str, list[Any]]) -> Rows:
         """The rewards of episodes that were cut off, for an environment that gives one at the end; else zeros."""
@@ -169,30 +161,6 @@ def _signature(function: dict[str, Any]) -> str:
     return f"{function['name']}({', '.join(function.get('parameters', {}).get('properties', {}))})"
 
 
-def _search(config: EnvironmentConfig, length: Callable[[str], int]) -> tuple[Respond, str]:
-    """What searches, and what it is in words."""
-    if config.corpus is None:
-        raise ValueError("environment.corpus is missing: a .jsonl or .parquet file, or a retrieval server's URL")
-    retriever = open_retriever(config.corpus, timeout_s=config.seconds, say=_say)
-    most = config.max_observation_tokens
-    size = f" (passages: {len(retriever):,})" if isinstance(retriever, Corpus) else ""
-    said = f"of {masked(config.corpus)}{size}, {config.top_k} a query"
-    return functools.partial(look_up, retriever=retriever, top_k=config.top_k, max_length=most, length=length), said
-
-
-def _say(text: str) -> None:
-    """Indexing a large corpus takes minutes, and nothing is shown yet."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def _python(config: EnvironmentConfig) -> tuple[Respond, str]:
-    check_available()
-    memory_gb = PYTHON_MEMORY_GB if config.memory_gb == "auto" else config.memory_gb
-    most = CHARS_A_TOKEN * config.max_observation_tokens
-    said = f"in the sandbox, {config.seconds:g} s and {memory_gb:g} GB a cell"
-    return functools.partial(run_cells, timeout_s=config.seconds, memory_gb=memory_gb, max_output_chars=most), said
-
-
 def _worker(config: EnvironmentConfig) -> WorkerFunction:
     setting, served = ("environment.tools", "tools") if config.tools else ("environment.use", "environment")
     sources = [parse_use(use, setting=setting, classes=True) for _, use in config.functions]
@@ -205,9 +173,88 @@ def _worker(config: EnvironmentConfig) -> WorkerFunction:
     )
 
 
-def _text(text: str) -> str:
-    """Half surrogates, which no tokenizer takes, are replaced."""
-    return text.encode("utf-8", errors="replace").decode("utf-8")
+# ---- Several sources ----
+
+
+Call = Callable[[Environment, list[int], dict[str, list[Any]]], Rows]
+
+
+class SourceEnvironments:
+    """Environments of several sources in one run (task.sources), as one `Environment`: a row is answered by its own
+    source's. None: rows of that source have one turn. Texts that end a turn are those of all."""
+
+    by_agents = False
+    schemas: list[dict[str, Any]] | None = None  # tools would be in every row's prompt
+
+    def __init__(self, environments: dict[str, Environment | None]) -> None:
+        self.environments = environments
+        self._all = [each for each in environments.values() if each is not None]
+        self.max_turns = max(each.max_turns for each in self._all)
+        self.max_observation_tokens = max(each.max_observation_tokens for each in self._all)
+        self.name = "task.sources"
+        self.stop = tuple(dict.fromkeys(text for each in self._all for text in each.stop))
+        self.rewards = self.has_openings = False
+        self.needed_columns = [SOURCE]
+
+    def of(self, row: Row) -> Environment | None:
+        return self.environments[row[SOURCE]]
+
+    @property
+    def retried(self) -> dict[str, str]:
+        """By name, why a batch had to be tried row by row, at first."""
+        return {name: why for each in self._all for name, why in each.retried.items()}
+
+    @property
+    def workers(self) -> list[WorkerFunction]:
+        return [worker for each in self._all for worker in each.workers]
+
+    def describe(self) -> str:
+        return "; ".join(f"{label}: {each.describe() if each else 'none'}" for label, each in self.environments.items())
+
+    def start(self) -> None:
+        """Load people's code now. ValueError if some does not load."""
+        for each in self._all:
+            each.start()
+        self.rewards = any(each.rewards for each in self._all)
+        self.has_openings = any(each.has_openings for each in self._all)
+
+    def close(self) -> None:
+        for each in self._all:
+            each.close()
+
+    def openings(self, prompts: list[Any], columns: dict[str, list[Any]]) -> list[str | None]:
+        """What each row's environment says before the first turn; None: nothing."""
+        columns = {"seed": list(range(len(prompts))), **columns}
+        return self._each(columns, None, lambda e, at, own: Rows(e.openings([prompts[i] for i in at], own))).values
+
+    def respond(self, prompts: list[Any], transcripts: list[Transcript], columns: dict[str, list[Any]]) -> Rows:
+        """As Environment.respond; an episode without an environment is over."""
+
+        def ask(environment: Environment, at: list[int], own: dict[str, list[Any]]) -> Rows:
+            return environment.respond([prompts[i] for i in at], [transcripts[i] for i in at], own)
+
+        return self._each(columns, None, ask)
+
+    def final_rewards(self, prompts: list[Any], transcripts: list[Transcript], columns: dict[str, list[Any]]) -> Rows:
+        """As Environment.final_rewards; 0 where there is none."""
+
+        def ask(environment: Environment, at: list[int], own: dict[str, list[Any]]) -> Rows:
+            return environment.final_rewards([prompts[i] for i in at], [transcripts[i] for i in at], own)
+
+        return self._each(columns, 0.0, ask)
+
+    def _each(self, columns: dict[str, list[Any]], default: Any, call: Call) -> Rows:
+        """What each environment says of its own rows, in the order of all."""
+        values, failures = [default] * len(columns[SOURCE]), list[RowFailure]()
+        for label, places, own in by_kind(columns[SOURCE], columns):
+            environment = self.environments[label]
+            if environment is None:
+                continue
+            found = call(environment, places, own)
+            for place, value in zip(places, found.values, strict=True):
+                values[place] = value
+            failures += [RowFailure(places[failure.row], failure.reason) for failure in found.failures]
+        return Rows(values, sorted(failures, key=lambda failure: failure.row))
 
 
 # ---- An episode as it was played ----
@@ -246,5 +293,4 @@ class Episode:
 
 
 def episode_text(transcript: Transcript) -> str:
-    """What was written and read, as one text."""
     return "".join(message["content"] for message in transcript)

@@ -1,19 +1,34 @@
 """The host of a person's environment in its worker process: a function, tools, or a class; replies are checked.
 
-Run by workers/worker.py, which is quick to start: nothing here imports torch.
+    def weather(city: str) -> str:
+        \"\"\"What the weather is like.
+
+        Args:
+            city: Where.
+        \"\"\"
+
+The model is told of a tool by its type hints and docstring, but not of a parameter called `episode`: a tool that has
+one gets a dict with the prompt, the seed and the columns of the row whose episode called it.
+
+Run by workers/worker.py, which is quick to start: nothing here imports torch, but where tools are described.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tinyrl.environments import MAX_REWARD
-from tinyrl.environments.calls import awaited, text_of
-from tinyrl.environments.tool_use import Adapted, adapted
+from tinyrl.environments import MAX_REWARD, Reply, Transcript
+from tinyrl.environments.calls import Tools, awaited, calls_of, carry_out, reply, rows_of, text_of
+from tinyrl.environments.classes import ClassEnvironment
+from tinyrl.text import first_line
 from tinyrl.workers.worker import parameters_of
+
+EPISODE = "episode"  # the parameter of a tool that the model does not see
 
 MAX_TEXT_CHARS = 1 << 20  # of a reply, which is cut to a number of tokens later: this keeps megabytes from travelling
 
@@ -29,13 +44,33 @@ class Service:
 
 
 def environment(objects: list[Any]) -> Service:
-    """The service of `environment.use`: a respond function, or a class as TRL's trainers take it."""
-    return _service(adapted(objects, as_tools=False), objects[0])
+    """The service of `environment.use`: a respond function, an environment class as TRL's trainers take it, or a
+    function that makes an instance of one. ValueError for anything else.
+    """
+    found = objects[0]
+    name = getattr(found, "__name__", type(found).__name__)
+    if not callable(found):
+        raise ValueError(f"'{name}' is a {type(found).__name__}, neither a function nor an environment class.")
+    if not inspect.isclass(found):
+        known = parameters_of(found)
+        if known["parameters"] is None or "transcripts" in known["parameters"]:
+            service = _service(found)
+            service.facts.update(rewards=True, **known)
+            return service
+        if known["required"]:
+            raise ValueError(f"'{name}' takes no 'transcripts', as respond(prompts, transcripts, **columns) does.")
+    made = ClassEnvironment(found)
+    service = _service(made.respond, tools=made.tools())
+    service.calls["opening"] = lambda **arguments: ([_cut(text) for text in made.opening(**arguments)], [])
+    if made.has_reward:
+        service.calls["final_rewards"] = lambda **arguments: (made.final_rewards(**arguments), [])
+    service.facts.update(opening=True, final_rewards=made.has_reward, rewards=made.has_reward)
+    return service
 
 
 def tools(objects: list[Any]) -> Service:
     """The service of `environment.tools`."""
-    return _service(adapted(objects, as_tools=True), None)
+    return _service(respond_with(objects), tools=[_without_episode(tool) for tool in objects])
 
 
 def agent(objects: list[Any]) -> Service:
@@ -60,23 +95,12 @@ def agent(objects: list[Any]) -> Service:
     return Service({"run": run}, {"whole_batch": True})
 
 
-def _service(made: Adapted, function: Any) -> Service:
-    opening, final_rewards = made.opening, made.final_rewards
+def _service(respond: Callable[..., Any], *, tools: Sequence[Callable[..., Any]] = ()) -> Service:
+    """What answers turns, with the schemas of its tools, and without openings or rewards."""
     calls: dict[str, Callable[..., Checked]] = {
-        "respond": lambda **arguments: checked(made.respond(**arguments), len(next(iter(arguments.values())))),
+        "respond": lambda **arguments: checked(respond(**arguments), len(next(iter(arguments.values())))),
     }
-    if opening is not None:
-        calls["opening"] = lambda **arguments: ([_cut(text) for text in opening(**arguments)], [])
-    if final_rewards is not None:
-        calls["final_rewards"] = lambda **arguments: (final_rewards(**arguments), [])
-    own = made.respond is function  # a person's respond function, called with what it takes
-    facts = {
-        "schemas": made.schemas() if made.tools else None,
-        "opening": opening is not None,
-        "final_rewards": final_rewards is not None,
-        "rewards": own or final_rewards is not None,
-        **(parameters_of(function) if own else {}),
-    }
+    facts = {"schemas": schemas(tools) if tools else None, "opening": False, "final_rewards": False, "rewards": False}
     return Service(calls, facts)
 
 
@@ -109,3 +133,76 @@ def _reply(value: Any) -> tuple[list[Any] | None, str]:
         shown = reward if isinstance(reward, float) and not math.isfinite(reward) else type(reward).__name__
         return None, f"gave the reward {shown}, not a number up to {MAX_REWARD:g}"
     return [_cut(text), done, float(reward), bool(getattr(value, "invalid", False))], ""
+
+
+# ---- Tools ----
+
+
+def respond_with(functions: Sequence[Callable[..., Any]]) -> Callable[..., list[Reply | str | None]]:
+    """An environment that carries out calls of these functions. A turn without a call ends the episode."""
+    tools = _named(functions)
+
+    def respond(prompts: list[Any], transcripts: list[Transcript], **columns: list[Any]) -> list[Reply | str | None]:
+        rows, calls = rows_of(prompts, columns), [calls_of(transcript[-1]) for transcript in transcripts]
+        told = [{name: _without_episode(tool, row) for name, tool in tools.items()} for row in rows]
+        return [reply(results) if results else None for results in carry_out([*zip(told, calls, strict=True)])]
+
+    return respond
+
+
+def schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
+    """Each tool as chat templates are given it: name, description, and its parameters as JSON schema.
+
+    Raises ValueError naming the function and what is missing: a docstring, a line under its `Args:`, a type hint.
+    """
+    from transformers.utils import chat_template_utils  # a second, and torch with it; the worker does without
+
+    problems = (
+        chat_template_utils.DocstringParsingException,
+        chat_template_utils.TypeHintParsingException,
+        NameError,  # a hint that names what is not there
+        TypeError,
+        ValueError,
+    )
+    found = []
+    for name, function in _named(functions).items():
+        try:
+            found.append(chat_template_utils.get_json_schema(function))
+        except problems as error:
+            raise ValueError(
+                f"tool '{name}': {first_line(error)}. A model is told of a tool by its docstring, with a line "
+                "`name: what it is` for each parameter under `Args:`, and by the type hint of each parameter."
+            ) from error
+    return found
+
+
+def _named(functions: Sequence[Callable[..., Any]]) -> Tools:
+    """The functions by name. ValueError: not a function, a name twice, or a parameter that no call can give by name."""
+    tools: dict[str, Callable[..., Any]] = {}
+    for function in functions:
+        name = getattr(function, "__name__", type(function).__name__)
+        if inspect.isclass(function) or not callable(function):
+            raise ValueError(f"tool '{name}': a tool is a function; an environment class goes to environment.use.")
+        if name in tools:
+            raise ValueError(f"tool '{name}': there are two of this name.")
+        for each in inspect.signature(function).parameters.values():
+            if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+                raise ValueError(f"tool '{name}': its parameter '{each}' has no name that a call could give it by.")
+        tools[name] = function
+    return tools
+
+
+def _without_episode(tool: Callable[..., Any], episode: dict[str, Any] | None = None) -> Callable[..., Any]:
+    """The tool as the model sees it: it is given `episode` and does not show the parameter, if it has that."""
+    signature = inspect.signature(tool)
+    if EPISODE not in signature.parameters:
+        return tool
+
+    @functools.wraps(tool)
+    def told(**arguments: Any) -> Any:
+        return tool(**arguments, **{EPISODE: episode})
+
+    shown = [each for each in signature.parameters.values() if each.name != EPISODE]
+    told.__signature__ = signature.replace(parameters=shown)  # pyright: ignore  which inspect reads first
+    told.__annotations__ = {name: hint for name, hint in tool.__annotations__.items() if name != EPISODE}
+    return told

@@ -14,26 +14,29 @@ answer: one of the sentences STOPPED.
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.environments import Reply, Transcript, last_turn
+from tinyrl.environments.calls import CLOSE, calls_of
 from tinyrl.environments.cells import FINISHED
 from tinyrl.runs.signals import check_stop
 from tinyrl.text import excerpt, name_unseen
 from tinyrl.workers.sandbox import Limits, Outcome, python_block, run_program, why_not_isolated
 
-PROGRAM = Path(__file__).with_name("cells.py")
+PROGRAM = Path(__file__).with_name("cells.py").read_text(encoding="utf-8")
+STOP = ()  # texts that end a turn
+MEMORY_GB = 0.5
+CHARS_A_TOKEN = 2  # of what a cell prints: more are numbers than words
 MAX_WORKERS = 32
 OUTPUT_BYTES = 8 << 20  # that a cell may print before it is stopped; what is shown of it is a matter of characters
-OPENED, CLOSED = "<tool_call>", "</tool_call>"
 
 TIMED_OUT = "Timed out: the code ran too long and was stopped. Nothing of it was kept."
 OUT_OF_MEMORY = "Out of memory: the code was stopped. Nothing of it was kept."
@@ -57,6 +60,20 @@ class Call:
 
     code: str | None
     fenced: bool = False
+
+
+def opened(config: EnvironmentConfig, *, length: Callable[[str], int]) -> tuple[Callable[..., Any], str]:
+    """What answers under a configuration, and what it is in words."""
+    check_available()
+    memory_gb = MEMORY_GB if config.memory_gb == "auto" else config.memory_gb
+    most = CHARS_A_TOKEN * config.max_observation_tokens
+    said = f"in the sandbox, {config.seconds:g} s and {memory_gb:g} GB a cell"
+    return functools.partial(respond, timeout_s=config.seconds, memory_gb=memory_gb, max_output_chars=most), said
+
+
+def asking_turn(words: str) -> str:
+    """A turn that is answered, for trials without a model."""
+    return "```python\nprint(1 + 1)\n```\n"
 
 
 def check_available() -> None:
@@ -109,17 +126,12 @@ def respond(
 
 def call_in(turn: str) -> Call | None:
     """What a turn wants run: its last tool call, or else its last complete ```python block."""
-    before, opened, after = turn.rpartition(OPENED)
-    if not opened:
-        block = python_block(before or after)
+    calls = calls_of({"content": turn + CLOSE})  # also of a turn that ended before its call was closed
+    if not calls:
+        block = python_block(turn)
         return None if block is None else Call(block, fenced=True)
-    try:
-        call = json.loads(after.partition(CLOSED)[0])
-    except (ValueError, RecursionError):
-        return Call(None)
-    if not isinstance(call, dict) or call.get("name") != "python" or not isinstance(call.get("arguments"), dict):
-        return Call(None)
-    code = call["arguments"].get("code")
+    last = calls[-1]
+    code = last.arguments.get("code") if last.name == "python" else None
     return Call(code if isinstance(code, str) else None)
 
 
@@ -160,7 +172,7 @@ def _run(cells: list[str], *, seed: int, timeout_s: float, memory_gb: float) -> 
     limits = Limits(wall_s, math.ceil(wall_s), memory_bytes=int(memory_gb * (1 << 30)), output_bytes=OUTPUT_BYTES)
     # As a literal in ASCII: text of any kind arrives, and json need not be imported over there.
     call = f"run({cells!a}, seed={int(seed)}, timeout_s={float(timeout_s)})"
-    return _said(run_program(f"{_program()}\n{call}\n", limits=limits))
+    return _said(run_program(f"{PROGRAM}\n{call}\n", limits=limits))
 
 
 def _said(outcome: Outcome) -> str:
@@ -169,11 +181,6 @@ def _said(outcome: Outcome) -> str:
     printed, said = outcome.stdout.replace("\r\n", "\n"), outcome.stderr.removeprefix(FINISHED)
     output = "\n".join(text for text in (printed.removesuffix("\n"), said) if text)
     return output if output.strip() else NO_OUTPUT
-
-
-@functools.cache
-def _program() -> str:
-    return PROGRAM.read_text(encoding="utf-8")
 
 
 def _workers() -> int:

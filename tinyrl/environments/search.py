@@ -10,13 +10,19 @@ square brackets, so that no passage can end the quotation or give an answer.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from pydantic import BaseModel, ValidationError
+
+from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.data.http_client import Answer, HttpClient, NoAnswer
 from tinyrl.environments import Reply, Transcript, last_turn
+from tinyrl.environments.calls import encodable
 from tinyrl.environments.corpus import MAX_QUERY_CHARS, Corpus, SearchFailed, passage_of
 from tinyrl.text import is_address, masked, shortened, whole_address
 
@@ -25,8 +31,17 @@ from tinyrl.text import is_address, masked, shortened, whole_address
 # -> {"result": [[{"document": {"contents": "\"Title\"\ntext"}, "score": ...}, ...], ...]}   a list for each query
 
 
+STOP = ("</search>", "</answer>")  # texts that end a turn
 WAITS_S = (0.5, 1.0)  # before the second and the third try
 TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
+
+
+class Found(BaseModel):
+    document: dict[str, Any]
+
+
+class Answered(BaseModel):
+    result: list[list[Found]]
 
 
 class SearchServer:
@@ -59,44 +74,28 @@ class SearchServer:
         """At most `top_k` passages for each query, in one request. Raises SearchFailed."""
         body = {"queries": queries, "topk": top_k, "return_scores": True}
         try:
-            [answer] = self.http.ask("POST", "", [body], read=self._read)
+            [found] = self.http.ask("POST", "", [body], read=self._read)
         except NoAnswer as error:
             raise SearchFailed(f"{self._name} {error}") from None
-        result = answer.get("result") if isinstance(answer, dict) else None
-        if not isinstance(result, list) or len(result) != len(queries):
-            got = f"a list of {len(result)}" if isinstance(result, list) else _kind(answer)
-            raise SearchFailed(f"{self._name} answered {len(queries)} queries without as many lists in 'result': {got}")
-        return [self._passages(found)[:top_k] for found in result]
+        if len(found) != len(queries):
+            raise SearchFailed(f"{self._name} answered {len(queries)} queries with {len(found)} lists")
+        try:
+            passages = [[passage_of(each.document, self._name) for each in documents] for documents in found]
+        except ValueError as error:
+            raise SearchFailed(str(error)) from error
+        return [[passage for passage in of_query if passage.strip()][:top_k] for of_query in passages]
 
-    def _read(self, answer: Answer) -> Any:
+    def _read(self, answer: Answer) -> list[list[Found]]:
         if answer.status != 200:
             raise SearchFailed(f"{self._name} answered {answer.status} {shortened(answer.reason)}")
-        return _json(answer.body, self._name)
-
-    def _passages(self, found: Any) -> list[str]:
-        if not isinstance(found, list):
-            raise SearchFailed(f"{self._name} answered a query with {_kind(found)}, not a list of documents")
-        passages = []
-        for item in found:
-            document = item.get("document") if isinstance(item, dict) else None
-            if not isinstance(document, dict):
-                raise SearchFailed(f"{self._name} gave {_kind(item)} where an object with a 'document' is due")
-            try:
-                passages.append(passage_of(document, self._name))
-            except ValueError as error:
-                raise SearchFailed(str(error)) from error
-        return [passage for passage in passages if passage.strip()]
-
-
-def _json(raw: bytes, name: str) -> Any:
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError):
-        raise SearchFailed(f"{name} answered {shortened(repr(raw[:60]))}, which is no JSON") from None
-
-
-def _kind(value: Any) -> str:
-    return shortened(repr(value)) if not isinstance(value, dict) else f"an object with {shortened(repr(list(value)))}"
+        try:
+            return Answered.model_validate(json.loads(answer.body)).result
+        except ValidationError as error:
+            first = error.errors()[0]
+            why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        except (ValueError, RecursionError):
+            why = f"{shortened(repr(answer.body[:60]))} is no JSON"
+        raise SearchFailed(f"{self._name} answered something else than lists of documents: {why}")
 
 
 # ---- Search in the middle of an episode, in Search-R1's form (Jin et al ----
@@ -113,6 +112,27 @@ CUT = " ..."
 _TAG = re.compile(r"<(\s{0,3}/?\s{0,3}(?:information|answer|search|think)\s{0,3})>", re.IGNORECASE)
 
 
+def opened(config: EnvironmentConfig, *, length: Callable[[str], int]) -> tuple[Callable[..., Any], str]:
+    """What answers under a configuration, and what it is in words."""
+    if config.corpus is None:
+        raise ValueError("environment.corpus is missing: a .jsonl or .parquet file, or a retrieval server's URL")
+    retriever = open_retriever(config.corpus, timeout_s=config.seconds, say=_say)
+    most = config.max_observation_tokens
+    size = f" (passages: {len(retriever):,})" if isinstance(retriever, Corpus) else ""
+    said = f"of {masked(config.corpus)}{size}, {config.top_k} a query"
+    return functools.partial(respond, retriever=retriever, top_k=config.top_k, max_length=most, length=length), said
+
+
+def _say(text: str) -> None:
+    """Indexing a large corpus takes minutes, and nothing is shown yet."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def asking_turn(words: str) -> str:
+    """A turn that is answered, for trials without a model."""
+    return f"<search>{words}</search>"
+
+
 class Retriever(Protocol):
     """What finds passages; SearchFailed where it cannot this time."""
 
@@ -122,15 +142,11 @@ class Retriever(Protocol):
 
 
 def open_retriever(
-    corpus: str,
-    *,
-    timeout_s: float = 30.0,
-    fingerprint: str | None = None,
-    say: Callable[[str], None] | None = None,
+    corpus: str, *, timeout_s: float = 30.0, say: Callable[[str], None] = lambda text: None
 ) -> Corpus | SearchServer:
     """What `corpus` names: a file of passages, or the http address of a server, which must answer a question first."""
     if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", corpus) is None:
-        return Corpus.open(corpus, fingerprint=fingerprint, say=say)
+        return Corpus.open(corpus, say=say)
     server = SearchServer(corpus, timeout_s=timeout_s)
     server.check()
     return server
@@ -180,7 +196,7 @@ def _between(turn: str, tag: str) -> str | None:
     if start < 0:
         return None
     held = turn[start + len(tag) + 2 : turn.find(f"</{tag}>", start)]
-    return _whole_characters(held.strip()[:MAX_QUERY_CHARS])
+    return encodable(held.strip()[:MAX_QUERY_CHARS])
 
 
 def _quoted(passages: list[str], max_length: int | None, length: Callable[[str], int]) -> str:
@@ -199,7 +215,7 @@ def _quoted(passages: list[str], max_length: int | None, length: Callable[[str],
 
 
 def _document(passage: str, number: int) -> str:
-    title, _, text = _whole_characters(passage[:MAX_PASSAGE_CHARS]).partition("\n")
+    title, _, text = encodable(passage[:MAX_PASSAGE_CHARS]).partition("\n")
     document = f"Doc {number}(Title: {title}) {text}{CUT if len(passage) > MAX_PASSAGE_CHARS else ''}".strip()
     return _TAG.sub(r"[\1]", document)
 
@@ -210,8 +226,3 @@ def _cut(document: str, limit: int) -> str:
     start = document[: max(limit - len(CUT), 0)]
     start = start.rpartition(" ")[0] or start  # half a name reads like a whole one
     return start and start + CUT
-
-
-def _whole_characters(text: str) -> str:
-    """A text without half surrogates, which can be neither tokenised nor written down."""
-    return text.encode("utf-8", "replace").decode()

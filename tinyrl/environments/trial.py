@@ -9,10 +9,10 @@ import json
 import statistics
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from tinyrl.environments import Reply, Transcript
-from tinyrl.environments.environment import Environment
+from tinyrl.environments.environment import Environment, kind_of_ours
 from tinyrl.text import one_line, visible
 from tinyrl.workers.calls import MAX_FAILED_SHARE, RowFailure
 
@@ -22,7 +22,6 @@ from tinyrl.workers.calls import MAX_FAILED_SHARE, RowFailure
 NONSENSE = "qzx vvk 7# ~~ jjq"
 UNKNOWN_TOOL = '<tool_call>\n{"name": "no_such_tool", "arguments": {}}\n</tool_call>'
 NOT_JSON = '<tool_call>\n{"name": "no_such_tool", "arguments": {\n</tool_call>'
-CELL = "```python\nprint(1 + 1)\n```\n"
 FIRST_WORDS = 8
 SAMPLES: dict[str, Any] = {"integer": 1, "number": 1.5, "boolean": True, "object": {}, "null": None}
 
@@ -33,10 +32,8 @@ def asking_turn(built_in: str | None, schemas: list[Schema] | None, question: st
     """A turn that an environment should answer: a search for the first words of the question, a cell of Python, or a
     call of the first tool. None where nothing is known of what it takes.
     """
-    if built_in == "search":
-        return f"<search>{first_words(question)}</search>"
-    if built_in == "python":
-        return CELL
+    if built_in is not None:
+        return kind_of_ours(built_in).asking_turn(first_words(question))
     return tool_call(schemas[0], question) if schemas else None
 
 
@@ -57,7 +54,6 @@ def first_words(question: str) -> str:
 
 
 def _sample(schema: Schema, question: str) -> Any:
-    """A value that a JSON schema allows."""
     if schema.get("enum"):
         return schema["enum"][0]
     kinds = schema.get("type", "string")
@@ -67,7 +63,7 @@ def _sample(schema: Schema, question: str) -> Any:
     return SAMPLES[kind] if kind in SAMPLES else first_words(question)
 
 
-# ---- The trial of an environment before training, `tinyrl env test`: what it answers to scripted turns ----
+# ---- What a function came to ----
 
 
 CHARS_A_TOKEN = 4  # of English: no tokenizer is loaded
@@ -77,30 +73,38 @@ SHOWN_REPLY = 600  # characters of the reply that is shown
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One call: which turns it answered, what with (None: the episode is over), failures, seconds; and whether the same
-    call gave the same again (None: it was not made again, since it had failed).
-    """
+class Called:
+    """One call: of what, how many rows, which failed, seconds."""
 
     what: str
-    turns: list[str]
-    replies: list[Reply | None]
+    rows: int
     failures: list[RowFailure]
     seconds: float
-    repeatable: bool | None
 
     @property
     def failed(self) -> set[int]:
         return {failure.row for failure in self.failures}
 
+
+Call = TypeVar("Call", bound=Called)
+
+
+@dataclass(frozen=True)
+class Batch(Called):
+    """Which turns were answered, and what with (None: the episode is over); whether the same call gave the same again
+    (None: it was not made again, since it had failed).
+    """
+
+    turns: list[str]
+    replies: list[Reply | None]
+    repeatable: bool | None
+
     @property
     def said(self) -> list[Reply]:
-        """The replies that have a text."""
         return [reply for reply in self.replies if reply is not None and reply.text]
 
     @property
     def over(self) -> int:
-        """Episodes that ended with the turn."""
         ended = {row for row, reply in enumerate(self.replies) if reply is None or reply.done}
         return len(ended - self.failed)
 
@@ -110,20 +114,16 @@ class Batch:
 
 
 @dataclass
-class Trial:
-    """The calls of an environment, what it says at the end of the first prompt, and what it printed."""
+class Tried(Generic[Call]):
+    """The calls of a person's function, and what it printed."""
 
-    about: str
-    max_observation_tokens: int
-    batches: list[Batch] = field(default_factory=list)
-    opening: str | None = None
+    name: str
+    batches: list[Call] = field(default_factory=list)
     printed: list[str] = field(default_factory=list)  # lines, the last of them where there were many
 
     @property
     def failed_share(self) -> float:
-        """Failed rows over all rows asked about."""
-        asked = sum(len(batch.turns) for batch in self.batches)
-        return sum(len(batch.failed) for batch in self.batches) / max(1, asked)
+        return sum(len(batch.failed) for batch in self.batches) / max(1, sum(batch.rows for batch in self.batches))
 
     @property
     def would_stop_a_run(self) -> bool:
@@ -131,7 +131,29 @@ class Trial:
         return self.failed_share > MAX_FAILED_SHARE
 
     def warnings(self) -> list[str]:
-        """What a user should look at before training with this environment."""
+        if not self.would_stop_a_run:
+            return []
+        return [f"{self.failed_share:.0%} of the rows failed; a run stops after three batches like that"]
+
+    def ending(self) -> list[str]:
+        """The first failure, what was printed last, and the warnings, as lines."""
+        lines = list[str]()
+        if failure := next((failure for batch in self.batches for failure in batch.failures), None):
+            lines += ["", f"first failure: row {failure.row + 1}: {visible(failure.reason)}"]
+        if self.printed:
+            last = [one_line(line, SHOWN_CHARS) for line in self.printed[-SHOWN_LINES:]]
+            lines += ["", f"printed (the last {len(last)} lines):", *(f"  {line}" for line in last)]
+        return lines + [f"warning: {warning}" for warning in self.warnings()]
+
+
+@dataclass
+class Trial(Tried[Batch]):
+    """What an environment says at the end of the first prompt, and how much of a reply is read."""
+
+    max_observation_tokens: int = 0
+    opening: str | None = None
+
+    def warnings(self) -> list[str]:
         found = [
             f"the same turns ({batch.what}) got other answers when it was asked again: a resumed run would not repeat "
             "itself. Draw random numbers from the `seed` of each episode alone"
@@ -148,9 +170,7 @@ class Trial:
                 f"the longest reply has {longest:,} characters, some {longest // CHARS_A_TOKEN:,} tokens; what is over "
                 f"environment.max_observation_tokens={self.max_observation_tokens} is cut off"
             )
-        if self.would_stop_a_run:
-            found.append(f"{self.failed_share:.0%} of the rows failed; a run stops after three batches like that")
-        return found
+        return found + super().warnings()
 
 
 def try_environment(
@@ -160,17 +180,15 @@ def try_environment(
     and, where it has tools, bad calls. Raises ValueError where it lacks a column, or says no opening.
     """
     columns = {"seed": list(range(len(prompts))), **columns}
-    trial = Trial(environment.describe(), environment.max_observation_tokens)
+    trial = Trial(environment.describe(), max_observation_tokens=environment.max_observation_tokens)
     trial.opening = next(iter(environment.openings(prompts, {k: v for k, v in columns.items() if k != "seed"})), None)
     for what, turns in _scripts(environment, prompts, columns, gold).items():
         transcripts: list[Transcript] = [[{"role": "assistant", "content": turn}] for turn in turns]
         begun = time.perf_counter()
         answers = environment.respond(prompts, transcripts, columns)
         seconds = time.perf_counter() - begun
-        same = (
-            None if answers.failures else environment.respond(prompts, transcripts, columns).replies == answers.replies
-        )
-        trial.batches.append(Batch(what, turns, answers.replies, answers.failures, seconds, same))
+        same = None if answers.failures else environment.respond(prompts, transcripts, columns).values == answers.values
+        trial.batches.append(Batch(what, len(turns), answers.failures, seconds, turns, answers.values, same))
     trial.printed = [line for worker in environment.workers for line in worker.printed.kept]
     return trial
 
@@ -202,23 +220,16 @@ def render(trial: Trial) -> str:
     """A table of the calls, the first reply and failure, and the warnings."""
     width = max(8, *(len(one_line(batch.what, 30)) for batch in trial.batches))
     names = ("rows", "replies", "over", "invalid", "rewards", "failed", "ms a call", "repeatable")
-    lines = [one_line(trial.about, SHOWN_CHARS), "", f"{'turns':{width}} " + " ".join(f"{n:>10}" for n in names)]
+    lines = [one_line(trial.name, SHOWN_CHARS), "", f"{'turns':{width}} " + " ".join(f"{n:>10}" for n in names)]
     for batch in trial.batches:
         invalid = sum(reply is not None and reply.invalid for reply in batch.replies)
         mean = f"{statistics.mean(batch.rewards):.4g}" if batch.rewards else "-"
-        cells = (len(batch.turns), len(batch.said), batch.over, invalid, mean, len(batch.failed))
+        cells = (batch.rows, len(batch.said), batch.over, invalid, mean, len(batch.failed))
         shown = " ".join(f"{cell:>10}" for cell in (*cells, f"{batch.seconds * 1e3:.1f}"))
         lines.append(f"{one_line(batch.what, 30):{width}} {shown} {_YES[batch.repeatable]:>10}")
     if trial.opening:
         lines += ["", "at the end of the first prompt:", _quoted(trial.opening)]
-    lines += _first_reply(trial)
-    failure = next((failure for batch in trial.batches for failure in batch.failures), None)
-    if failure:
-        lines += ["", f"first failure: row {failure.row + 1}: {visible(failure.reason)}"]
-    if trial.printed:
-        last = [one_line(line, SHOWN_CHARS) for line in trial.printed[-SHOWN_LINES:]]
-        lines += ["", f"printed (the last {len(last)} lines):", *(f"  {line}" for line in last)]
-    return "\n".join([*lines, *(f"warning: {warning}" for warning in trial.warnings())])
+    return "\n".join([*lines, *_first_reply(trial), *trial.ending()])
 
 
 def _first_reply(trial: Trial) -> list[str]:

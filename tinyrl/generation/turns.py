@@ -24,8 +24,7 @@ from tinyrl.config.schema import Config
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.data.readers import Row
 from tinyrl.environments import Reply, Transcript
-from tinyrl.environments.environment import Environment, Episode
-from tinyrl.environments.sources import SourceEnvironments
+from tinyrl.environments.environment import Environment, Episode, SourceEnvironments
 from tinyrl.environments.trial import NONSENSE, asking_turn
 from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine, eos_token_ids, row_keys
 from tinyrl.models.roles import Roles
@@ -287,7 +286,7 @@ class Episodes:
         answers = self.runner.environment.respond(*self._given(asked))
         for failure in answers.failures:
             self.episodes[asked[failure.row]].failure = failure.reason
-        return asked, answers.replies
+        return asked, answers.values
 
     def _given(self, samples: list[int]) -> tuple[list[Any], list[Transcript], dict[str, list[Any]]]:
         prompts = [self.prompts[i] for i in samples]

@@ -18,7 +18,8 @@ from tinyrl.data.readers import Row
 from tinyrl.environments.trial import NONSENSE
 from tinyrl.rewards.functions import FunctionReward
 from tinyrl.rewards.judge import JudgeReward
-from tinyrl.rewards.trial import RESERVED, as_the_data_has_it
+from tinyrl.rewards.trial import as_the_data_has_it
+from tinyrl.tasks import Task
 from tinyrl.tasks.grading import (
     completion_text,
     first_number,
@@ -28,7 +29,7 @@ from tinyrl.tasks.grading import (
     numbers_equal,
     parse_number,
 )
-from tinyrl.tasks.task import Task
+from tinyrl.tasks.prompts import row_columns
 from tinyrl.text import visible
 
 HIGH = 0.75  # of the way from a row's lowest score to its right answer's
@@ -233,8 +234,7 @@ def attack(reward: Reward, name: str, task: Task, rows: list[Row]) -> Attack:
         raise ValueError("an attack compares with right answers: two rows at least with different ones, in `answer`")
     targets = [_target(task, row, value, values) for row, value in found]
     rows = [row for row, _ in found]
-    names = dict.fromkeys(name for row in rows for name in row if name not in RESERVED)
-    columns = {name: [row.get(name) for row in rows] for name in names}
+    columns = row_columns(rows)
     prompts = [task.prompt(row) for row in rows]
     failed = dict[str, str]()
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from tinyrl.errors import GuardStop
@@ -43,9 +42,8 @@ class FunctionReward(WorkerFunction):
         weight: float = 1.0,
         timeout_s: float = 60.0,
         memory_gb: Literal["auto"] | float = "auto",
-        base_dir: Path | str | None = None,
     ) -> None:
-        source = parse_use(use, setting=SETTING, base_dir=base_dir)
+        source = parse_use(use, setting=SETTING)
         super().__init__([source], setting=SETTING, limits={"timeout_s": timeout_s, "memory_gb": memory_gb})
         self.weight = weight
 
@@ -60,7 +58,7 @@ class FunctionReward(WorkerFunction):
         Raises Interrupted soon after a stop was asked for.
         """
         rows = self.rows(_arguments(prompts, completions, columns), len(prompts))
-        return RewardCall(_scores(rows.values), rows.failures, rows.retried, _whys(rows.values))
+        return _reward_call(rows.values, rows.failures, rows.retried)
 
 
 def call_in_process(
@@ -78,17 +76,14 @@ def call_in_process(
         failures = [RowFailure(row, f"`{name}` {said(reply)}") for row in range(len(prompts))]
         return RewardCall([math.nan] * len(prompts), failures)
     failures = [RowFailure(row, f"`{name}` {quoted(reason)}") for row, reason in reply["failures"]]
-    return RewardCall(_scores(reply["values"]), failures, None, _whys(reply["values"]))
+    return _reward_call(reply["values"], failures)
 
 
-def _scores(values: list[Any]) -> list[float]:
-    numbers = [value[0] if isinstance(value, list) else value for value in values]
-    return [math.nan if number is None else number for number in numbers]
-
-
-def _whys(values: list[Any]) -> list[str]:
-    whys = [value[1] if isinstance(value, list) else "" for value in values]
-    return whys if any(whys) else []
+def _reward_call(values: list[Any], failures: list[RowFailure], retried: str | None = None) -> RewardCall:
+    """From values as a worker gives them: a score or None, or [score, why]."""
+    pairs = [value if isinstance(value, list) else (value, "") for value in values]
+    scores, whys = [math.nan if score is None else score for score, _ in pairs], [why for _, why in pairs]
+    return RewardCall(scores, failures, retried, whys if any(whys) else [])
 
 
 def _arguments(

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter, ValidationError
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
@@ -62,7 +63,7 @@ class TextFormat:
         what = f"cannot read {folder!r}"
         with reading(what, folder=file.parent, files=(file.name,)), safe_open(file, framework="pt") as opened:
             kept = (opened.metadata() or {}).get(TEXT_FORMAT)
-        return None if kept is None else cls._read(_parsed(kept), str(file))
+        return None if kept is None else cls._read(kept, str(file))
 
     def metadata(self) -> dict[str, str]:
         """For the score head's safetensors file."""
@@ -70,26 +71,15 @@ class TextFormat:
 
     @classmethod
     def _read(cls, kept: Any, where: str) -> TextFormat:
-        if kept is None:
-            return cls()
-        if (
-            not isinstance(kept, dict)
-            or kept.get("chat") not in ("auto", True, False)
-            or not isinstance(kept.get("system_prompt"), str | None)
-            or not isinstance(kept.get("chat_template", {}), dict)
-        ):
+        """What was kept, as JSON or its value."""
+        text = kept if isinstance(kept, str) else json.dumps({} if kept is None else kept)
+        try:
+            return TypeAdapter(cls).validate_json(text, strict=True)
+        except ValidationError:
             raise ValueError(
                 f"{where}: {TEXT_FORMAT} must hold `chat` (auto, true, false), `system_prompt` (text) and "
                 "`chat_template` (variables)"
-            )
-        return cls(kept["chat"], kept.get("system_prompt"), kept.get("chat_template", {}))
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+            ) from None
 
 
 def classifier_tokens(
@@ -116,11 +106,6 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, text_format: TextFormat) -
     if text_format.chat is True and not tokenizer.chat_template:
         raise ValueError("task.chat=true, but this reward model's tokenizer has no chat template")
     return in_chat(tokenizer, text_format.chat)
-
-
-def adapter_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, text_format: TextFormat) -> list[int]:
-    """The prompt's tokens, which an adapter on the policy's base reads before those of the completion."""
-    return text_format.render(tokenizer, prompt).tokens
 
 
 def adapter_tokens(
@@ -175,13 +160,10 @@ def judged_tokens(
     elif isinstance(answer, str):
         completion = answer
     else:
-        prompt, completion = _continued(prompt, answer[:-1]), _written(answer[-1])
+        *before, last = answer
+        prompt, completion = [*as_messages(prompt), *before] if before else prompt, _written(last)
     tokens_of = adapter_tokens if adapter else classifier_tokens
     return tokens_of(tokenizer, prompt, completion, text_format=text_format, max_tokens=max_tokens)
-
-
-def _continued(prompt: Prompt, messages: list[Message]) -> Prompt:
-    return [*as_messages(prompt), *messages] if messages else prompt
 
 
 def _written(message: Message) -> str:

@@ -21,7 +21,7 @@ from tinyrl.models.reward_model import SequenceRewardModel, is_reward_adapter, p
 from tinyrl.models.roles import Roles
 from tinyrl.rewards.functions import FunctionReward, RewardCall, call_in_process
 from tinyrl.rewards.judge import JudgeReward, Spent
-from tinyrl.rewards.model_text import TextFormat, adapter_prompt, adapter_rows, classifier_tokens
+from tinyrl.rewards.model_text import TextFormat, adapter_rows, classifier_tokens
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import PreparedPrompt, columns_of
 from tinyrl.workers.calls import Limits, RowFailure
@@ -80,8 +80,8 @@ class Scorer:
         self.text_format = _text_format(config.model, model)
         self._adapter_tokenizer = tokenizer  # of the adapter's base, whoever's completions are judged
         self._adapter_prompts: dict[str, list[int]] = {}  # by the policy's text
-        if self.uses_verifier and task.verify is None and not needed:
-            self.uses_verifier = False
+        if self.uses_verifier and task.verify is None:
+            self.uses_verifier = needed
         if self.uses_verifier and task.verify is None:
             raise ValueError(
                 f"task {task.name} has no verifier, so a reward is needed: "
@@ -159,10 +159,12 @@ class Scorer:
         for row, episode in enumerate(episodes or []):
             failures += [RowFailure(row, episode.failure)] if episode.failure is not None else []
         scores = torch.tensor(columns, dtype=torch.float32).reshape(len(columns), len(prompts)).T
-        failed = {failure.row for failure in failures}
         said = [call.whys for call in calls if call.whys]
         whys = ["\n".join(filter(None, of_row)) for of_row in zip(*said, strict=True)] if said else None
-        return ScoreSheet(scores, self._totals(scores, failed), failures, whys)
+        rewards = torch.where(scores.isnan(), 0.0, scores * self.weights).sum(-1)
+        dropped = scores.isnan().all(-1)
+        dropped[list({failure.row for failure in failures})] = True
+        return ScoreSheet(scores, torch.where(dropped, torch.nan, rewards), failures, whys)
 
     def verify(
         self,
@@ -221,13 +223,6 @@ class Scorer:
     def _columns(self, prompts: list[PreparedPrompt], completions: list[list[int]]):
         return {**columns_of(prompts), "completion_ids": completions}
 
-    def _totals(self, scores: Tensor, failed: set[int]) -> Tensor:
-        """Weighted sum over the rewards that apply; NaN where none does and where one failed."""
-        weighted = torch.where(scores.isnan(), 0.0, scores * self.weights).sum(-1)
-        dropped = scores.isnan().all(-1)
-        dropped[list(failed)] = True
-        return torch.where(dropped, torch.nan, weighted)
-
     def _model_scores(
         self,
         prompts: list[PreparedPrompt],
@@ -241,7 +236,12 @@ class Scorer:
             else:
                 pairs = zip(prompts, transcripts, strict=True)
                 texts = [episode_text(transcript).removeprefix(p.opened) for p, transcript in pairs]
-            tokens = [self._classifier_tokens(p, text) for p, text in zip(prompts, texts, strict=True)]
+            assert self.text_format is not None
+            reads = {"text_format": self.text_format, "max_tokens": self.model.max_tokens}
+            tokens = [
+                classifier_tokens(self.model.tokenizer, p.prompt, p.opened + text, **reads)
+                for p, text in zip(prompts, texts, strict=True)
+            ]
             scores = self.model.scores(tokens, micro_batches=self.micro_batches, world=world)
         else:
             tokenizer, text_format = self._adapter_tokenizer, self.text_format or self.policy_format
@@ -255,24 +255,13 @@ class Scorer:
             scores = adapter_scores(self.roles, tokens, answers, micro_batches=self.micro_batches, world=world)
         return [s if abs(s) <= MAX_SCORE else math.nan for s in scores]
 
-    def _classifier_tokens(self, prompt: PreparedPrompt, text: str) -> list[int]:
-        assert self.model is not None
-        assert self.text_format is not None
-        return classifier_tokens(
-            self.model.tokenizer,
-            prompt.prompt,
-            prompt.opened + text,
-            text_format=self.text_format,
-            max_tokens=self.model.max_tokens,
-        )
-
     def _adapter_prompt(self, prompt: PreparedPrompt) -> list[int]:
         """The prompt as the adapter learnt to read it: the policy's own tokens, unless it is written otherwise."""
         if self.text_format is None:
             return prompt.tokens
         if prompt.text not in self._adapter_prompts:
-            tokens = adapter_prompt(self._adapter_tokenizer, prompt.prompt, text_format=self.text_format)
-            self._adapter_prompts[prompt.text] = tokens
+            rendered = self.text_format.render(self._adapter_tokenizer, prompt.prompt)
+            self._adapter_prompts[prompt.text] = rendered.tokens
         return self._adapter_prompts[prompt.text]
 
 

@@ -8,33 +8,27 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
-from tinyrl.environments.trial import NONSENSE
+from tinyrl.environments.trial import NONSENSE, Called, Tried
 from tinyrl.rewards.functions import FunctionReward
 from tinyrl.rewards.judge import JudgeReward, Spent
 from tinyrl.rewards.scorer import Scorer
+from tinyrl.tasks import Task
 from tinyrl.tasks.answers import ended
-from tinyrl.tasks.prompts import PreparedPrompt, token_ids
-from tinyrl.tasks.task import Task
-from tinyrl.text import one_line, visible
-from tinyrl.workers.calls import MAX_FAILED_SHARE, RowFailure
-
-SHOWN_LINES, SHOWN_CHARS = 12, 200  # of what a function printed
-RESERVED = ("prompt", "prompts", "completions", "completion")  # not handed over as columns
+from tinyrl.tasks.prompts import PreparedPrompt, row_columns, token_ids
+from tinyrl.text import visible
+from tinyrl.workers.calls import RowFailure
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One call: what was judged (gold, nothing, ...), a score for each row (NaN: none), failures, seconds."""
+class Batch(Called):
+    """What was judged (gold, nothing, ...), with a score for each row (NaN: none)."""
 
-    what: str
     scores: list[float]
-    failures: list[RowFailure]
-    seconds: float
 
     @property
     def valid(self) -> list[float]:
@@ -42,28 +36,13 @@ class Batch:
 
 
 @dataclass
-class Trial:
-    """The calls of a function, and whether the first one, made again, gave the same scores."""
+class Trial(Tried[Batch]):
+    """Whether the first call of a function, made again, gave the same scores."""
 
-    name: str
-    batches: list[Batch] = field(default_factory=list)
     repeatable: bool = True
-    printed: list[str] = field(default_factory=list)  # lines, the last of them where there were many
     chat_hint: str | None = None  # it takes completions for text that are messages
 
-    @property
-    def failed_share(self) -> float:
-        """Failed rows over all rows judged."""
-        judged = sum(len(batch.scores) for batch in self.batches)
-        return sum(len({f.row for f in batch.failures}) for batch in self.batches) / max(1, judged)
-
-    @property
-    def would_stop_a_run(self) -> bool:
-        """More rows fail than a run tolerates (three batches like this in a row, and it stops)."""
-        return self.failed_share > MAX_FAILED_SHARE
-
     def warnings(self) -> list[str]:
-        """What a user should look at before training on this reward."""
         found = [self.chat_hint] if self.chat_hint else []
         by_what = {batch.what: batch for batch in self.batches}
         gold, rivals = by_what.get("gold"), [by_what["nothing"], by_what["nonsense"]]
@@ -82,18 +61,14 @@ class Trial:
             found.append(f"every completion scores {valid[0]:.4g}, so there is nothing to learn from")
         if not self.repeatable:
             found.append("the same completions got other scores when they were judged again")
-        if self.would_stop_a_run:
-            found.append(f"{self.failed_share:.0%} of the rows failed; a run stops after three batches like that")
-        return found
+        return found + super().warnings()
 
 
 def try_function(use: str, task: Task, rows: list[Row], *, timeout_s: float) -> Trial:
     """Call the function at `use` on the gold answers of `rows` where the task knows them, on their `completion` column
     where there is one, on nothing and on nonsense. Raises ValueError where it cannot be loaded or lacks a column.
     """
-    prompts = [task.prompt(row) for row in rows]
-    names = dict.fromkeys(name for row in rows for name in row if name not in RESERVED)
-    columns = {name: [row.get(name) for row in rows] for name in names}
+    prompts, columns = [task.prompt(row) for row in rows], row_columns(rows)
     kinds: dict[str, list[str]] = {}
     gold = [task.gold(row) for row in rows]
     if all(answer is not None for answer in gold):
@@ -108,7 +83,8 @@ def try_function(use: str, task: Task, rows: list[Row], *, timeout_s: float) -> 
             completions = [as_the_data_has_it(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
             begun = time.perf_counter()
             call = function(prompts, completions, columns)
-            trial.batches.append(Batch(what, call.scores, call.failures, time.perf_counter() - begun))
+            seconds = time.perf_counter() - begun
+            trial.batches.append(Batch(what, len(rows), call.failures, seconds, call.scores))
         trial.printed, trial.chat_hint = [*function.printed.kept], function.chat_hint
     again = trial.batches.pop()
     trial.repeatable = str(again.scores) == str(trial.batches[0].scores)  # NaN is the same as NaN here
@@ -126,21 +102,16 @@ def render(trial: Trial) -> str:
     ]
     for batch in trial.batches:
         numbers = [f"{value:.4g}" for value in _spread(batch.valid)] or ["-"] * 4
-        failed = len({f.row for f in batch.failures})
-        none = len(batch.scores) - len(batch.valid) - failed
+        failed = len(batch.failed)
+        none = batch.rows - len(batch.valid) - failed
         shown = " ".join(f"{number:>9}" for number in numbers)
-        rows.append(f"{batch.what:12} {len(batch.scores):>6} {shown} {none:>6} {failed:>7} {batch.seconds * 1e3:>9.1f}")
+        rows.append(f"{batch.what:12} {batch.rows:>6} {shown} {none:>6} {failed:>7} {batch.seconds * 1e3:>9.1f}")
     median = statistics.median(batch.seconds for batch in trial.batches)
     rows += [
         "",
-        f"{median * 1e3:.1f} ms a call of {len(trial.batches[0].scores)} (median), {trial.failed_share:.1%} failed",
+        f"{median * 1e3:.1f} ms a call of {trial.batches[0].rows} (median), {trial.failed_share:.1%} failed",
     ]
-    first = next((failure for batch in trial.batches for failure in batch.failures), None)
-    rows += [f"first failure: row {first.row + 1}: {visible(first.reason)}"] if first else []
-    if trial.printed:
-        last = [one_line(line, SHOWN_CHARS) for line in trial.printed[-SHOWN_LINES:]]
-        rows += ["", f"printed (the last {len(last)} lines):", *(f"  {line}" for line in last)]
-    return "\n".join([*rows, *(f"warning: {warning}" for warning in trial.warnings())])
+    return "\n".join([*rows, *trial.ending()])
 
 
 def _spread(scores: list[float]) -> list[float]:
@@ -264,8 +235,7 @@ def try_judge(judge: JudgeReward, task: Task, rows: list[Row]) -> JudgeTrial:
     prompts = [task.prompt(row) for row in each]
     texts = [text for row in answers for text in row]
     completions = [as_the_data_has_it(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
-    names = dict.fromkeys(name for row in each for name in row if name not in RESERVED)
-    columns = {name: [row.get(name) for row in each] for name in names}
+    columns = row_columns(each)
     call = judge(prompts, completions, columns)
     scores = _of_rows(call.scores)
     agreement = None

@@ -7,13 +7,14 @@ were chosen on ("dev") and those that results are reported on ("eval") never sha
 
 import hashlib
 import json
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from tinyrl.config.embedded import starter_path
 
-__all__ = ["SPLITS", "check_split", "split_of", "starter_path", "write_rows"]
+__all__ = ["SPLITS", "check_split", "split_of", "starter_path", "write_command", "write_rows"]
 
 SPLITS = {"pretrain": 50, "train": 20, "dev": 5, "eval": 25}  # per cent
 
@@ -32,5 +33,15 @@ def check_split(split: str) -> None:
         raise ValueError(f"split {split!r} does not exist; the starter text has {', '.join(SPLITS)}")
 
 
-def write_rows(path: Path, rows: Iterable[Any]) -> None:
+def write_rows(path: Path, rows: Iterable[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_command(module: str, write: Callable[[Path], list[Path]]) -> None:
+    """`python -m MODULE OUT`: write files, and name them."""
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: python -m {module} OUT")
+    for path in write(Path(sys.argv[1])):
+        print(path)

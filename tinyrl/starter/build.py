@@ -112,22 +112,18 @@ def write_blank_models(work: Path, names: Iterable[str] = PLANS) -> None:
         tokenizer.save_pretrained(work / name)
 
 
-def train(model: str, work: Path) -> Path:
-    """Run `tinyrl train METHOD RECIPE` on generated rows; the folder of its last checkpoint."""
-    method, recipe, data = PLANS[model]
-    command = [sys.executable, "-m", "tinyrl", "train", method, recipe]
-    command += [f"model.path={work / model}", f"run.seed={SEED}"]
-    command += [f"task.data={work / data}.jsonl", f"task.eval_data={work / data}_eval.jsonl"]
-    command += ["--output-dir", str(work), "--name", f"{model}_run", "--overwrite"]
+def train(name: str, work: Path, *arguments: str) -> Path:
+    """Run `tinyrl train ARGUMENTS`; the folder of its last checkpoint."""
+    command = [sys.executable, "-m", "tinyrl", "train", *arguments, f"run.seed={SEED}"]
+    command += ["--output-dir", str(work), "--name", f"{name}_run", "--overwrite"]
     subprocess.run(command, check=True)
-    return sorted((work / f"{model}_run" / "checkpoints").iterdir())[-1]
+    return sorted((work / f"{name}_run" / "checkpoints").iterdir())[-1]
 
 
-def round_to_bfloat16(folder: Path) -> None:
-    weights = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(folder / "model.safetensors").items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=2) + "\n")
+def write_rounded(weights: Path, out: Path) -> None:
+    """Weights as bfloat16."""
+    rounded = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(weights).items()}
+    save_file(rounded, out, metadata={"format": "pt"})
 
 
 def build(out: Path, names: Iterable[str] = PLANS) -> None:
@@ -139,16 +135,19 @@ def build(out: Path, names: Iterable[str] = PLANS) -> None:
     write_blank_models(work, names)
     facts: dict[str, Any] = {}
     for model in names:
-        data = PLANS[model].data
+        method, recipe, data = PLANS[model]
         for end, rows in zip(("", "_eval"), rows_of(data), strict=True):
             write_rows(work / f"{data}{end}.jsonl", rows)
-        checkpoint = train(model, work)
+        where = [f"task.data={work / data}.jsonl", f"task.eval_data={work / data}_eval.jsonl"]
+        checkpoint = train(model, work, method, recipe, f"model.path={work / model}", *where)
         (out / model).mkdir(exist_ok=True)
         for name in KEPT:
             if (checkpoint / name).is_file():
                 shutil.copyfile(checkpoint / name, out / model / name)
         if model == "lookup_model":
-            round_to_bfloat16(out / model)
+            write_rounded(checkpoint / "model.safetensors", out / model / "model.safetensors")
+            config = json.loads((checkpoint / "config.json").read_text())
+            (out / model / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=2) + "\n")
         last = json.loads((work / f"{model}_run" / "metrics.jsonl").read_text().splitlines()[-1])
         digest = hashlib.sha256((out / model / "model.safetensors").read_bytes()).hexdigest()
         facts[model] = {"sha256": digest, **{k: v for k, v in last.items() if k.startswith("eval/")}}
@@ -157,14 +156,10 @@ def build(out: Path, names: Iterable[str] = PLANS) -> None:
 
 def build_teacher(out: Path) -> None:
     """The adapter of `tinyrl train grpo`, which sorts, rounded to bfloat16: what `tinyrl train distill` learns from."""
-    work = out / "work"
-    where = ["--output-dir", str(work), "--name", "teacher_run", "--overwrite"]
-    subprocess.run([sys.executable, "-m", "tinyrl", "train", "grpo", f"run.seed={SEED}", *where], check=True)
-    checkpoint = sorted((work / "teacher_run" / "checkpoints").iterdir())[-1]
+    checkpoint = train("teacher", out / "work", "grpo")
     (out / "teacher").mkdir(exist_ok=True)
     shutil.copyfile(checkpoint / "adapter_config.json", out / "teacher" / "adapter_config.json")
-    weights = {name: x.to(torch.bfloat16) for name, x in load_file(checkpoint / "adapter_model.safetensors").items()}
-    save_file(weights, out / "teacher" / "adapter_model.safetensors", metadata={"format": "pt"})
+    write_rounded(checkpoint / "adapter_model.safetensors", out / "teacher" / "adapter_model.safetensors")
 
 
 if __name__ == "__main__":

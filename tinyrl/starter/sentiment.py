@@ -17,12 +17,11 @@ Row i is a function of (seed, i) alone, so a longer corpus begins with the short
 import itertools
 import random
 import re
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from tinyrl.starter import check_split, split_of, write_rows
+from tinyrl.starter import check_split, split_of, write_command, write_rows
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -304,17 +303,13 @@ def broken(review: Review, rng: random.Random) -> str:
 
 
 def write(out: Path) -> list[Path]:
-    out.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, rows_of in (("reviews", review_rows), ("labelled", labelled_reviews), ("pairs", label_pairs)):
-        for end, split, count in FILES:
-            written.append(out / f"{name}{end}.jsonl")
-            write_rows(written[-1], rows_of(split, num_rows=count))
-    return written
+    kinds = (("reviews", review_rows), ("labelled", labelled_reviews), ("pairs", label_pairs))
+    return [
+        write_rows(out / f"{name}{end}.jsonl", rows_of(split, num_rows=count))
+        for name, rows_of in kinds
+        for end, split, count in FILES
+    ]
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m tinyrl.starter.sentiment OUT")
-    for path in write(Path(sys.argv[1])):
-        print(path)
+    write_command("tinyrl.starter.sentiment", write)

@@ -6,41 +6,73 @@ against the task before anything is trained, so a bad row is reported with its f
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING, Literal
+import json
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
 
-from tinyrl.data.messages import CONVERSATIONS
+from tinyrl.config.schema import Config
+from tinyrl.config.sections import EnvironmentConfig
+from tinyrl.data.messages import CONVERSATIONS, Prompt, check_prompt
 from tinyrl.data.readers import Row, placed_rows
-from tinyrl.data.rows import hold_out
+from tinyrl.data.rows import hold_out, row_key
 from tinyrl.data.shapes import shared_prompt
-from tinyrl.tasks.task import Task
-from tinyrl.text import did_you_mean, listed
+from tinyrl.environments import Reply
+from tinyrl.runs.run_dir import RunDir
+from tinyrl.text import did_you_mean, first_line, listed
 
-if TYPE_CHECKING:
-    from tinyrl.config.schema import Config
-    from tinyrl.config.sections import EnvironmentConfig
-
-TASKS: dict[str, str] = {
-    "sort": "tinyrl.tasks.sort",
-    "sums": "tinyrl.tasks.sums",
-    "reviews": "tinyrl.tasks.reviews",
-    "lookup": "tinyrl.tasks.lookup",
-    "gsm8k": "tinyrl.tasks.gsm8k",
-    "countdown": "tinyrl.tasks.countdown",
-    "knights_and_knaves": "tinyrl.tasks.knights_and_knaves",
-    "search_qa": "tinyrl.tasks.search_qa",
-    "reasoning_gym": "tinyrl.tasks.reasoning_gym",
-    "rows": "tinyrl.tasks.rows",
-    "mixture": "tinyrl.tasks.mixture",
-}
-
+TASKS = (  # each is tinyrl/tasks/<name>.py, with its TASK
+    "sort", "sums", "reviews", "lookup", "gsm8k", "countdown", "knights_and_knaves", "search_qa", "reasoning_gym",
+    "rows", "mixture",
+)  # fmt: skip
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")  # a reward function gets these from us
-
-
 Grading = Literal["task", "math"]
 MATH_GRADER = "tinyrl.tasks.math_grading:equal_answers"
+FULL_MARKS = 1.0 - 1e-9  # weighted sums of floats miss 1.0 by a rounding error
+
+
+def own_prompt(row: Row) -> Prompt:
+    check_prompt(row["prompt"])
+    return row["prompt"]
+
+
+def no_rows(split: str) -> list[Row]:
+    """Of a task whose data is the user's own."""
+    raise ValueError("there is no data: give task.data=FILE.jsonl")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task; everything here is plain Python and answers without torch.
+
+    `prompt`, `gold` and `check_reference` raise ValueError with a sentence about the row when it is unusable (a wrong
+    type, say); the reader of the rows adds the file and the line.
+    """
+
+    name: str
+    summary: str  # one line, for `tinyrl tasks`
+    verify: Callable[..., list[float | None]] | None  # verify(prompts, completions, **columns), the whole batch
+    gold: Callable[[Row], str | None]  # an answer that must score full marks; None where there is none
+    columns: tuple[str, ...]  # columns every row must have
+    rows: Callable[[str], list[Row]] = no_rows  # rows("train" | "eval"): its own, the same every time, disjoint
+    prompt: Callable[[Row], Prompt] = own_prompt
+    check_reference: Callable[[Row], None] | None = None  # what `verify` needs of a row, asked where it is the reward
+    answer: Callable[[str], Hashable | None] | None = None  # what a completion says (None: nothing), for majority@k
+    can_grade_math: bool = False  # rows have an `answer` that may be compared as mathematics
+    respond: Callable[..., list[Reply | str | None]] | None = None  # what answers between turns, see environments
+    stop: tuple[str, ...] = ()  # texts that end a turn there
+    environment: str | None = None  # or the environment of ours that does, by its name in environment.use
+    asking_turn: Callable[[Row], str | None] | None = None  # a turn that `respond` answers, for trials without a model
+    generate: Callable[[str | None, str, int], list[Row]] | None = None  # rows from (task.data, split, seed)
+    grader: str | None = None  # "module:function" to be used for `verify`, in a process of its own
+
+    @staticmethod
+    def is_pass(score: float | None) -> bool:
+        """True for full marks; None and NaN ("does not apply", dropped) are no pass."""
+        return score is not None and score >= FULL_MARKS
 
 
 def load_task(name: str, *, grading: Grading = "task") -> Task:
@@ -51,7 +83,7 @@ def load_task(name: str, *, grading: Grading = "task") -> Task:
     if name not in TASKS:
         meant = did_you_mean(name, list(TASKS))
         raise ValueError(f"task.name: there is no task '{name}'.{meant} Tasks: {', '.join(TASKS)}")
-    task: Task = importlib.import_module(TASKS[name]).TASK
+    task: Task = importlib.import_module(f"tinyrl.tasks.{name}").TASK
     if grading == "task":
         return task
     if not task.can_grade_math:
@@ -61,7 +93,7 @@ def load_task(name: str, *, grading: Grading = "task") -> Task:
         )
     if importlib.util.find_spec("math_verify") is None:
         raise ValueError("task.grading=math needs math-verify: pip install 'tinyrl[math]'")
-    return dataclasses.replace(task, grader=MATH_GRADER)
+    return replace(task, grader=MATH_GRADER)
 
 
 def environments(config: Config) -> dict[str, tuple[EnvironmentConfig, Task]]:
@@ -135,6 +167,9 @@ def load_rows(
         rows = _read(task, source, columns=columns, verified=verified, revision=revision)
     elif data is not None:
         rows = _read(task, data, columns=columns, verified=verified, revision=revision)
+    elif task.rows is no_rows:
+        needed = " and ".join(f"'{name}'" for name in task.columns)
+        raise ValueError(f"task '{task.name}' has no data of its own: give task.data=FILE.jsonl with a column {needed}")
     else:
         rows = task.rows(split)
     if data is not None and eval_data is None:
@@ -195,3 +230,35 @@ def _with_prompt(row: Row, place: str) -> Row:
         return {**row, "prompt": shared_prompt(row)}
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
+
+
+def row_texts(run: RunDir, keys: dict[int, str], notes: list[str]) -> dict[int, str]:
+    """The texts of prompts by the numbers and keys that a run's record of prompts has: of the training rows, where
+    they are still there; of messages the last. Rows that cannot be read are said in `notes`.
+    """
+    try:
+        config = run.read_config()
+        prompt = load_task(config.task.name or "rows").prompt
+        prompts = {row_key(row): prompt(row) for row in load_split(config, "train")}
+    except (OSError, ValueError) as error:
+        notes.append(f"prompts are shown as far as samples.jsonl has them: {first_line(error)}")
+        return {}
+    found = {index: prompts[key] for index, key in keys.items() if key in prompts}
+    return {index: said if isinstance(said, str) else str(said[-1]["content"]) for index, said in found.items()}
+
+
+def export_rows(config: Config, keys: set[str], file: Path) -> str:
+    """Write the training rows with these keys, as `task.data` of the same task, and say so. Raises ValueError where the
+    file exists, or no row has one of the keys.
+    """
+    if file.exists():
+        raise ValueError(f"--export-hard: {file} exists; give another name")
+    rows = {key: row for row in load_split(config, "train") if (key := row_key(row)) in keys}
+    if not rows:
+        why = "no prompt is hard" if not keys else "none of them is in the training rows any more"
+        raise ValueError(f"--export-hard: {why}, so there is nothing to write")
+    with file.open("w", encoding="utf-8") as out:
+        out.writelines(json.dumps(row, ensure_ascii=True, default=str) + "\n" for row in rows.values())
+    gone = len(keys) - len(rows)
+    left = f"; {gone:,} are not in the training rows any more" if gone else ""
+    return f"{len(rows):,} rows in {file}, to train on: task.data={file}, with a task.eval_data of its own{left}"

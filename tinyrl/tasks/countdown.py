@@ -17,8 +17,8 @@ from functools import lru_cache
 from typing import Any
 
 from tinyrl.data.readers import Row
-from tinyrl.tasks.grading import completion_text, safe_arithmetic, tagged
-from tinyrl.tasks.task import Task
+from tinyrl.tasks import Task
+from tinyrl.tasks.grading import by_row, safe_arithmetic, tagged
 
 SIZES = {"train": 8192, "eval": 512}
 LARGEST_NUMBER = 50
@@ -80,7 +80,6 @@ def _puzzle(i: int) -> Row | None:
 
 
 def prompt(row: Row) -> str:
-    """The numbers, the target and how to answer."""
     numbers, target = row["numbers"], row["target"]
     if not isinstance(numbers, list) or not numbers or not all(type(n) is int for n in numbers):
         raise ValueError(f"'numbers' must be a list of whole numbers such as [3, 7, 25], not {numbers!r:.60}")
@@ -117,14 +116,14 @@ def _value(expression: str) -> Fraction | None:
         return None  # not an expression: an ordinary wrong answer
 
 
-def verify(
-    prompts: list[Any], completions: list[Any], *, numbers: list[list[int]], target: list[int], **columns: Any
-) -> list[float | None]:
+def score(text: str, row: Row) -> float:
     """1.0 where the expression equals the target and uses each number exactly once, else 0.0."""
-    return [
-        float(_solves(_expression(completion_text(completion)), given, wanted))
-        for completion, given, wanted in zip(completions, numbers, target, strict=True)
-    ]
+    expression = _expression(text)
+    return float(_value(expression) == row["target"] and _used(expression) == Counter(row["numbers"]))
+
+
+def _used(expression: str) -> Counter[int]:
+    return Counter(map(int, re.findall("[0-9]+", expression)))
 
 
 def check_expression(expression: str, episode: dict[str, Any]) -> str:
@@ -134,13 +133,9 @@ def check_expression(expression: str, episode: dict[str, Any]) -> str:
         expression: numbers with + - * / and parentheses, such as (3 + 4) * 5
     """
     value = safe_arithmetic(expression)
-    if Counter(map(int, re.findall("[0-9]+", expression))) != Counter(episode["numbers"]):
+    if _used(expression) != Counter(episode["numbers"]):
         return f"{value}, but each of {', '.join(map(str, episode['numbers']))} has to be used exactly once"
     return f"{value}, which is {'' if value == episode['target'] else 'not '}the target"
-
-
-def _solves(expression: str, numbers: list[int], target: int) -> bool:
-    return _value(expression) == target and Counter(map(int, re.findall("[0-9]+", expression))) == Counter(numbers)
 
 
 TASK = Task(
@@ -148,7 +143,7 @@ TASK = Task(
     summary="reach a target number from three or four numbers, each used once (generated)",
     rows=rows,
     prompt=prompt,
-    verify=verify,
+    verify=by_row(score),
     gold=gold,
     columns=("numbers", "target"),
     answer=answer,

@@ -6,18 +6,20 @@ turned into a number, and every function answers a megabyte of nonsense at once.
 
 from __future__ import annotations
 
+import ast
 import math
+import operator
 import re
 import unicodedata
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
 MAX_NUMBER_CHARS = 100  # more digits than any answer has
 MAX_EXPONENT = 300  # 1e999999999 as an exact number would fill the memory
 MAX_EXPRESSION_CHARS = 500
-MAX_EXPRESSION_DEPTH = 40
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 MAX_UNICODE_CHARS = 4000  # sorting a long run of combining marks takes quadratic time
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
@@ -41,6 +43,17 @@ def completion_text(completion: Any) -> str:
         if content:
             parts.append(content)
     return "\n".join(parts)
+
+
+def by_row(score: Callable[[str, dict[str, Any]], float | None]) -> Callable[..., list[float | None]]:
+    """A verifier, verify(prompts, completions, **columns), from the score of one completion's text and its row."""
+
+    def verify(prompts: list[Any], completions: list[Any], **columns: list[Any]) -> list[float | None]:
+        texts = [completion_text(completion) for completion in completions]
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        return [score(text, row) for text, row in zip(texts, rows or [{}] * len(texts), strict=True)]
+
+    return verify
 
 
 def parse_number(value: Any) -> Fraction | None:
@@ -133,16 +146,34 @@ def normalised_text(text: str) -> str:
 def safe_arithmetic(text: str) -> Fraction:
     """The exact value of whole numbers, + - * / and parentheses; ValueError for anything else, and for 1/0.
 
-    Length and depth are limited, and there is no power, so no text takes long or makes a huge number.
+    Python reads the text and runs nothing of it. The length is limited, and there is no power, so no text takes long or
+    makes a huge number.
     """
     if len(text) > MAX_EXPRESSION_CHARS:
         raise ValueError(f"an expression may have {MAX_EXPRESSION_CHARS} characters, not {len(text)}")
     text = text.translate({ord("×"): "*", ord("·"): "*", ord("÷"): "/", ord("−"): "-"})
-    tokens = re.findall(r"[0-9]+|[-+*/()]|\S", text)
-    value, end = _sum(tokens, 0, 0)
-    if end < len(tokens):
-        raise ValueError(f"unexpected '{tokens[end]}' in an expression")
-    return value
+    if other := re.search(r"[^-+*/()0-9\s]", text):
+        raise ValueError(f"unexpected '{other[0]}' in an expression")
+    text = re.sub(r"\b0+(?=[0-9])", "", " ".join(text.split()))
+    try:
+        return _value(ast.parse(text, mode="eval").body)
+    except SyntaxError as error:
+        raise ValueError(f"not an expression: {error.msg}") from None
+    except ZeroDivisionError:
+        raise ValueError("division by zero in an expression") from None
+    except (RecursionError, MemoryError):
+        raise ValueError("an expression that is nested too deep") from None
+
+
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int(number)):
+            return Fraction(number)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(op=op, left=left, right=right) if type(op) in OPERATIONS:
+            return OPERATIONS[type(op)](_value(left), _value(right))
+    raise ValueError("an expression has whole numbers, + - * / and parentheses")
 
 
 def _plain(text: str) -> str:
@@ -170,40 +201,3 @@ def _number_matches(text: str) -> Iterator[re.Match[str]]:
         if match.group()[0] in "-+" and (before.isalnum() or before in ")]}"):
             match = _NUMBER.match(text, match.start() + 1) or match
         yield match
-
-
-def _sum(tokens: list[str], at: int, depth: int) -> tuple[Fraction, int]:
-    value, at = _product(tokens, at, depth)
-    while at < len(tokens) and tokens[at] in "+-":
-        right, end = _product(tokens, at + 1, depth)
-        value, at = (value + right if tokens[at] == "+" else value - right), end
-    return value, at
-
-
-def _product(tokens: list[str], at: int, depth: int) -> tuple[Fraction, int]:
-    value, at = _factor(tokens, at, depth)
-    while at < len(tokens) and tokens[at] in "*/":
-        right, end = _factor(tokens, at + 1, depth)
-        if tokens[at] == "/" and right == 0:
-            raise ValueError("division by zero in an expression")
-        value, at = (value * right if tokens[at] == "*" else value / right), end
-    return value, at
-
-
-def _factor(tokens: list[str], at: int, depth: int) -> tuple[Fraction, int]:
-    if depth > MAX_EXPRESSION_DEPTH:
-        raise ValueError(f"an expression may nest {MAX_EXPRESSION_DEPTH} deep")
-    if at >= len(tokens):
-        raise ValueError("an expression ends too early")
-    token = tokens[at]
-    if token == "(":
-        value, at = _sum(tokens, at + 1, depth + 1)
-        if at >= len(tokens) or tokens[at] != ")":
-            raise ValueError("a parenthesis is not closed in an expression")
-        return value, at + 1
-    if token == "-":
-        value, at = _factor(tokens, at + 1, depth + 1)
-        return -value, at
-    if token[0] in "0123456789":
-        return Fraction(int(token)), at + 1
-    raise ValueError(f"unexpected '{token}' in an expression")

@@ -7,24 +7,17 @@ of the completion: a right answer counts, however the model was taught to mark i
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any
 
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import read_rows
-from tinyrl.tasks.grading import after_last, boxed, completion_text, first_number, last_number, parse_number
-from tinyrl.tasks.task import Task
+from tinyrl.tasks import Task
+from tinyrl.tasks.grading import after_last, boxed, by_row, first_number, last_number, parse_number
 
 HUB = {"train": "openai/gsm8k:main@train", "eval": "openai/gsm8k:main@test"}
 INSTRUCTION = "Reason step by step, then give the final number on a line of its own after ####."
 
 
-def rows(split: str) -> list[Row]:
-    """The data set's train split, or its test split for "eval", from the Hugging Face hub."""
-    return read_rows(HUB[split])
-
-
 def prompt(row: Row) -> str:
-    """The question and how to answer it."""
     if not isinstance(row["question"], str) or not row["question"].strip():
         raise ValueError(f"'question' must be text, not {row['question']!r:.60}")
     return f"{row['question'].strip()}\n{INSTRUCTION}"
@@ -48,21 +41,18 @@ def answer(text: str) -> Fraction | None:
     return None
 
 
-def verify(prompts: list[Any], completions: list[Any], *, answer: list[str], **columns: Any) -> list[float | None]:
+def score(text: str, row: Row) -> float:
     """1.0 where a completion's number equals that of the row's `answer`, else 0.0."""
-    numbers = [_answer_number(completion_text(completion)) for completion in completions]
-    wanted = [_answer_number(str(reference)) for reference in answer]
-    return [float(n is not None and n == w) for n, w in zip(numbers, wanted, strict=True)]
+    number = answer(text)
+    return float(number is not None and number == answer(str(row["answer"])))
 
-
-_answer_number = answer  # the column that verify gets has the same name
 
 TASK = Task(
     name="gsm8k",
     summary="grade-school word problems with a number as the answer (openai/gsm8k, MIT)",
-    rows=rows,
+    rows=lambda split: read_rows(HUB[split]),
     prompt=prompt,
-    verify=verify,
+    verify=by_row(score),
     gold=gold,
     columns=("question", "answer"),
     answer=answer,

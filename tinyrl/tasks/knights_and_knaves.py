@@ -16,12 +16,11 @@ The hub's data (K-and-K/knights-and-knaves, CC BY-NC-SA 4.0: not for commercial 
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import read_rows
-from tinyrl.tasks.grading import completion_text, tagged, think_answer_format
-from tinyrl.tasks.task import Task
+from tinyrl.tasks import Task
+from tinyrl.tasks.grading import by_row, tagged, think_answer_format
 
 HUB = {"train": "K-and-K/knights-and-knaves:train@3ppl", "eval": "K-and-K/knights-and-knaves:test@3ppl"}
 HUB_COLUMNS = {"prompt": "quiz", "answer": "solution_text_format"}
@@ -36,20 +35,13 @@ _ROLE = re.compile(r"knight|knave", re.IGNORECASE)
 Roles = frozenset[tuple[str, str]]
 
 
-def rows(split: str) -> list[Row]:
-    """Puzzles of three people from the Hugging Face hub."""
-    return read_rows(HUB[split], columns=HUB_COLUMNS)
-
-
 def prompt(row: Row) -> str:
-    """The puzzle and how to answer it."""
     if not isinstance(row["prompt"], str) or not row["prompt"].strip():
         raise ValueError(f"'prompt' must be the puzzle as text, not {row['prompt']!r:.60}")
     return f"{row['prompt'].strip()}\n{INSTRUCTION}"
 
 
 def gold(row: Row) -> str:
-    """The row's answer in the format that is asked for."""
     if not isinstance(row["answer"], str) or _roles(row["answer"]) is None:
         raise ValueError(f"'answer' must be lines like '(1) Zoey is a knight', not {row['answer']!r:.60}")
     return f"<think>I checked every combination.</think>\n<answer>{row['answer']}</answer>"
@@ -70,29 +62,23 @@ def answer(text: str) -> Roles | None:
     return _roles(inside) if inside is not None else None
 
 
-def _score(text: str, reference: str) -> float:
-    wanted = _roles(reference)
+def score(text: str, row: Row) -> float:
+    """1.0 for the right format and answer, below 0 otherwise: the table at the top of this file."""
+    wanted = _roles(row["answer"])
     if not think_answer_format(text):
         return BAD_FORMAT
-    roles = _answer_roles(text)
+    roles = answer(text)
     if roles is None or wanted is None or {name for name, _ in roles} != {name for name, _ in wanted}:
         return UNREADABLE
     return RIGHT if roles == wanted else WRONG
 
 
-def verify(prompts: list[Any], completions: list[Any], *, answer: list[str], **columns: Any) -> list[float | None]:
-    """1.0 for the right format and answer, below 0 otherwise: the table at the top of this file."""
-    return [_score(completion_text(c), reference) for c, reference in zip(completions, answer, strict=True)]
-
-
-_answer_roles = answer  # the column that verify gets has the same name
-
 TASK = Task(
     name="knights_and_knaves",
     summary="who tells the truth and who lies, three people, with <think> and <answer> (Logic-RL's reward)",
-    rows=rows,
+    rows=lambda split: read_rows(HUB[split], columns=HUB_COLUMNS),
     prompt=prompt,
-    verify=verify,
+    verify=by_row(score),
     gold=gold,
     columns=("prompt", "answer"),
     answer=answer,

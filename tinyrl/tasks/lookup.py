@@ -12,8 +12,8 @@ from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
 from tinyrl.environments import Reply, Transcript, last_turn
 from tinyrl.starter.text import answer_text, fact, found_text, lookup_rows, search_text
-from tinyrl.tasks.grading import completion_text
-from tinyrl.tasks.task import Task
+from tinyrl.tasks import Task
+from tinyrl.tasks.grading import by_row
 
 NUM_ROWS = {"train": 4096, "eval": 512}
 
@@ -23,14 +23,7 @@ def rows(split: str) -> list[Row]:
 
     `world` is the key that the row's facts follow from: no two rows share one.
     """
-    if split not in NUM_ROWS:
-        raise ValueError(f"task lookup has no split {split!r}; there are {', '.join(NUM_ROWS)}")
     return [dict(row) for row in lookup_rows(split, num_rows=NUM_ROWS[split])]
-
-
-def prompt(row: Row) -> Prompt:
-    """'question: job of the parent of Ada Stone ?'."""
-    return row["prompt"]
 
 
 def respond(
@@ -56,15 +49,9 @@ def said_answer(text: str) -> str | None:
     return said[0] if said[1:] in ([], ["."]) and said and said[0].isalpha() else None
 
 
-def verify(prompts: list[Prompt], completions: list[Any], *, answer: list[str], **columns: Any) -> list[float | None]:
+def score(text: str, row: Row) -> float:
     """1.0 where what the policy wrote answers with the right word, else 0.0; observations do not count."""
-    said = [said_answer(completion_text(completion)) for completion in completions]
-    return [float(word == right) for word, right in zip(said, answer, strict=True)]
-
-
-def gold(row: Row) -> str:
-    """The right answer, without the search that leads to it."""
-    return answer_text(row["answer"])
+    return float(said_answer(text) == row["answer"])
 
 
 def asking_turn(row: Row) -> str:
@@ -77,9 +64,8 @@ TASK = Task(
     name="lookup",
     summary="answer questions by searching, in several turns (the embedded lookup model's own; right or wrong)",
     rows=rows,
-    prompt=prompt,
-    verify=verify,
-    gold=gold,
+    verify=by_row(score),
+    gold=lambda row: answer_text(row["answer"]),  # without the search that leads to it
     columns=("prompt", "answer", "world"),
     answer=said_answer,
     respond=respond,

@@ -17,7 +17,8 @@ from typing import Any
 
 from math_verify import parse, verify  # pyright: ignore[reportMissingImports]  an extra
 
-from tinyrl.tasks.grading import completion_text, marked_answer, normalised_text, numbers_equal
+from tinyrl.data.readers import Row
+from tinyrl.tasks.grading import by_row, marked_answer, normalised_text, numbers_equal
 
 PATIENCE_S = 2  # whole seconds, for each parse and each comparison
 MAX_ANSWER_CHARS = 300  # of what is read as a formula
@@ -26,15 +27,13 @@ _IN_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
 _WORD = re.compile(r"[^\W\d_]{3,}")
 
 
-def equal_answers(
-    prompts: list[Any], completions: list[Any], *, answer: list[Any] | None = None, **columns: Any
-) -> list[float | None]:
+def score(text: str, row: Row) -> float | None:
     """1.0 where a completion's answer equals the row's `answer`, 0.0 where not, None where the row has none."""
-    references = ["" if reference is None else str(reference) for reference in answer or [None] * len(completions)]
-    return [
-        float(_is_right(completion_text(completion), reference)) if reference.strip() else None
-        for completion, reference in zip(completions, references, strict=True)
-    ]
+    reference = row.get("answer")
+    return float(_is_right(text, str(reference))) if reference is not None and str(reference).strip() else None
+
+
+equal_answers = by_row(score)
 
 
 def _is_right(text: str, reference: str) -> bool:
@@ -47,7 +46,7 @@ def _is_right(text: str, reference: str) -> bool:
         return False
     answers = _formula(said) if len(said) <= MAX_ANSWER_CHARS else []
     if marked is None:
-        answers = [*answers, *_found(text[-SEARCHED_CHARS:])]
+        answers = [*answers, *parse(text[-SEARCHED_CHARS:], parsing_timeout=PATIENCE_S)]  # found in prose
     return bool(answers) and verify(_formula(wanted), answers, timeout_seconds=PATIENCE_S)
 
 
@@ -65,11 +64,6 @@ def _is_words(answer: str) -> bool:
 def _formula(answer: str) -> list[Any]:
     """An answer, all of it, as math-verify reads formulas."""
     return parse(f"${answer}$" if "$" not in answer else answer, parsing_timeout=PATIENCE_S)
-
-
-def _found(text: str) -> list[Any]:
-    """The answer that math-verify finds in prose."""
-    return parse(text, parsing_timeout=PATIENCE_S)
 
 
 _formula("1")  # the first takes a second, which is not a row's

@@ -13,7 +13,7 @@ from tinyrl.config.sections import SourceConfig
 from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import SOURCE, by_kind
-from tinyrl.tasks.task import Task
+from tinyrl.tasks import Task
 
 SOURCE_TASK = "source_task"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyrl.models.templates import template_text
 from tinyrl.tasks.answers import answer_end
-from tinyrl.tasks.prompts import token_ids
+from tinyrl.tasks.prompts import open_thinking, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,14 +59,12 @@ class ObservationTokens:
             return
         between, after = self._around(variables)
         self._before, self._after = token_ids(tokenizer, between), token_ids(tokenizer, after)
-        start = after.rfind("<think>")
-        self.opened = after[start:] if start >= 0 and "</think>" not in after[start:] else ""
+        self.opened = open_thinking(after)
         shown = self._render(f"<think>\n{THOUGHT}\n</think>\n\n{SAID}", variables)
         self.strips_thinking = THOUGHT not in shown
 
     @property
     def most(self) -> int:
-        """The most tokens of one observation."""
         return self.max_tokens + len(self._before) + len(self._after)
 
     def __call__(self, text: str, *, ended_at: int | None) -> Observation:
@@ -78,7 +76,6 @@ class ObservationTokens:
         return Observation([*self._before[closes:], *content, *self._after], text)
 
     def cut(self, text: str) -> str:
-        """A text as far as it would be read."""
         return self._cut(text)[1]
 
     def _cut(self, text: str) -> tuple[list[int], str]:

@@ -25,8 +25,6 @@ SHORTEST_BOUND = 32
 
 @dataclass(frozen=True)
 class Rendered:
-    """A prompt as the model gets it."""
-
     text: str
     tokens: list[int]
     opened: str  # "<think>..." that the prompt opened at its end and did not close; "" otherwise
@@ -115,8 +113,12 @@ def most_chars_a_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def columns_of(prompts: list[PreparedPrompt]) -> dict[str, list[Any]]:
     """The rows' columns as lists, one entry a prompt (TRL's reward signature); the prompt is an argument of its own."""
-    names = dict.fromkeys(name for p in prompts for name in p.row if name not in ("prompt", "prompts", "completions"))
-    return {name: [p.row.get(name) for p in prompts] for name in names}
+    return row_columns([prompt.row for prompt in prompts])
+
+
+def row_columns(rows: list[Row]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "prompts", "completions"))
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def render_prompt(
@@ -149,9 +151,13 @@ def render_prompt(
         opened = re.search(r"<think>\s*\Z", text[-200:])
         return Rendered(text, _plain_tokens(tokenizer, text), opened.group() if opened else "")
     text, added = _templated(tokenizer, asked_messages(prompt, system_prompt), variables or {})
-    tokens = token_ids(tokenizer, text)
-    start = added.rfind("<think>")
-    return Rendered(text, tokens, added[start:] if start >= 0 and "</think>" not in added[start:] else "")
+    return Rendered(text, token_ids(tokenizer, text), open_thinking(added))
+
+
+def open_thinking(text: str) -> str:
+    """The end of a text from a <think> on that is not closed; "" where there is none."""
+    start = text.rfind("<think>")
+    return text[start:] if start >= 0 and "</think>" not in text[start:] else ""
 
 
 def in_chat(tokenizer: PreTrainedTokenizerBase, chat: Literal["auto"] | bool) -> bool:

@@ -16,10 +16,9 @@ from typing import Any
 
 import yaml
 
-from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
-from tinyrl.tasks.grading import completion_text, marked_answer
-from tinyrl.tasks.task import Task
+from tinyrl.tasks import Task
+from tinyrl.tasks.grading import by_row, marked_answer
 from tinyrl.text import did_you_mean
 
 DEFAULT = "leg_counting"
@@ -73,40 +72,24 @@ def _problems(name: str, settings: str, seed: int, size: int) -> Any:
         raise ValueError(f"task.data: reasoning-gym's {name}: {error}") from None
 
 
-def rows(split: str) -> list[Row]:
-    """Problems of leg_counting."""
-    return generate(None, split, 0)
-
-
-def prompt(row: Row) -> Prompt:
-    """The problem, and how to mark the answer."""
-    return row["prompt"]
-
-
 def gold(row: Row) -> str | None:
     """An answer with full marks; None for families that have only a verifier."""
     return None if row.get("answer") is None else f"<answer>{row['answer']}</answer>"
 
 
-def verify(
-    prompts: list[Prompt], completions: list[Any], *, problem: list[dict[str, Any]], **columns: Any
-) -> list[float | None]:
+def score(text: str, row: Row) -> float:
     """reasoning-gym's own score, 0 to 1, of what stands in <answer></answer>, or of all where nothing does."""
-    scores = list[float | None]()
-    for completion, where in zip(completions, problem, strict=True):
-        text = completion_text(completion)
-        said = marked_answer(text)
-        problems = _problems(where["family"], where["settings"], where["seed"], where["size"])
-        score = problems.score_answer(text.strip() if said is None else said.strip(), problems[where["index"]])
-        scores.append(float(score))
-    return scores
+    said, where = marked_answer(text), row["problem"]
+    problems = _problems(where["family"], where["settings"], where["seed"], where["size"])
+    return float(problems.score_answer(text.strip() if said is None else said.strip(), problems[where["index"]]))
+
+
+verify = by_row(score)
 
 
 TASK = Task(
     name="reasoning_gym",
     summary="generated problems of reasoning-gym, by family and difficulty: task.data=chain_sum?max_terms=3",
-    rows=rows,
-    prompt=prompt,
     verify=verify,
     gold=gold,
     columns=("prompt", "problem"),

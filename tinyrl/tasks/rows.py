@@ -8,43 +8,27 @@ need a reward function or a reward model, which may read an `answer` of any kind
 
 from __future__ import annotations
 
-from typing import Any
-
-from tinyrl.data.messages import Prompt, check_prompt
 from tinyrl.data.readers import Row
-from tinyrl.tasks.grading import completion_text, last_number, marked_answer, normalised_text, parse_number
-from tinyrl.tasks.task import Task
-
-
-def rows(split: str) -> list[Row]:
-    """There are none: the data is the user's own."""
-    raise ValueError("task 'rows' has no data of its own: give task.data=FILE.jsonl with a column 'prompt'")
-
-
-def prompt(row: Row) -> Prompt:
-    """The row's prompt, as it is."""
-    check_prompt(row["prompt"])
-    return row["prompt"]
+from tinyrl.tasks import Task
+from tinyrl.tasks.grading import by_row, last_number, marked_answer, normalised_text, parse_number
 
 
 def gold(row: Row) -> str | None:
-    """The row's answer; None where it has none that a completion can be compared with."""
-    return _reference(row.get("answer"))
+    """The row's answer; None where it has none that a completion can be compared with: a reward function of the user's
+    own may read anything else.
+    """
+    answer = row.get("answer")
+    return str(answer) if isinstance(answer, str | int | float) and str(answer).strip() else None
 
 
 def check_reference(row: Row) -> None:
     """ValueError for an `answer` that is there and cannot be compared with: empty, or neither text nor a number."""
     reference = row.get("answer")
-    if reference is None or _reference(reference) is not None:
+    if reference is None or gold(row) is not None:
         return
     if not isinstance(reference, str):
         raise ValueError(f"'answer' must be text or a number, not {reference!r:.60}")
     raise ValueError("'answer' is empty; leave it out (or null) where there is none")
-
-
-def _reference(answer: Any) -> str | None:
-    """What completions are compared with. A reward function of the user's own may read anything else."""
-    return str(answer) if isinstance(answer, str | int | float) and str(answer).strip() else None
 
 
 def answer(text: str) -> str | None:
@@ -64,23 +48,16 @@ def _is_right(text: str, reference: str) -> bool:
     return any(normalised_text(said) == normalised_text(reference) for said in (marked, text) if said is not None)
 
 
-def verify(
-    prompts: list[Any], completions: list[Any], *, answer: list[Any] | None = None, **columns: Any
-) -> list[float | None]:
+def score(text: str, row: Row) -> float | None:
     """1.0 where a completion gives the row's `answer`, 0.0 where not, None where the row has none."""
-    references = [_reference(given) for given in answer] if answer is not None else [None] * len(completions)
-    return [
-        None if reference is None else float(_is_right(completion_text(completion), reference))
-        for completion, reference in zip(completions, references, strict=True)
-    ]
+    reference = gold(row)
+    return None if reference is None else float(_is_right(text, reference))
 
 
 TASK = Task(
     name="rows",
     summary="your own rows: prompt, and an answer to compare with (or bring a reward function)",
-    rows=rows,
-    prompt=prompt,
-    verify=verify,
+    verify=by_row(score),
     gold=gold,
     check_reference=check_reference,
     columns=("prompt",),

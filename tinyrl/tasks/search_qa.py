@@ -12,8 +12,8 @@ import string
 from typing import Any
 
 from tinyrl.data.readers import Row
-from tinyrl.tasks.grading import completion_text, tagged
-from tinyrl.tasks.task import Task
+from tinyrl.tasks import Task
+from tinyrl.tasks.grading import by_row, tagged
 
 INSTRUCTION = (
     "Answer the question below. First think, between <think> and </think>, and think again whenever you have read "
@@ -26,24 +26,10 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
-def rows(split: str) -> list[Row]:
-    """There are none: the data is the user's own."""
-    raise ValueError(
-        "task 'search_qa' has no data of its own: give task.data=FILE.jsonl with the columns 'question' and "
-        "'golden_answers', and environment.corpus, the passages to search"
-    )
-
-
 def prompt(row: Row) -> str:
-    """How to search and to answer, and the question."""
     if not isinstance(row["question"], str) or not row["question"].strip():
         raise ValueError(f"'question' must be text, not {row['question']!r:.60}")
     return f"{INSTRUCTION}\nQuestion: {row['question'].strip()}\n"
-
-
-def gold(row: Row) -> str:
-    """The first of the golden answers."""
-    return f"<answer>{_golden(row['golden_answers'])[0].strip()}</answer>"
 
 
 def normalised_answer(text: str) -> str:
@@ -59,13 +45,9 @@ def answer(text: str) -> str | None:
     return normalised_answer(said) or None if said is not None else None
 
 
-def verify(
-    prompts: list[Any], completions: list[Any], *, golden_answers: list[Any], **columns: Any
-) -> list[float | None]:
+def score(text: str, row: Row) -> float:
     """1.0 where a completion's answer is one of the row's golden answers, else 0.0."""
-    said = [answer(completion_text(completion)) for completion in completions]
-    right = [{normalised_answer(text) for text in _golden(golden)} for golden in golden_answers]
-    return [float(one in known) for one, known in zip(said, right, strict=True)]
+    return float(answer(text) in [normalised_answer(golden) for golden in _golden(row["golden_answers"])])
 
 
 def _golden(answers: Any) -> list[str]:
@@ -78,10 +60,9 @@ def _golden(answers: Any) -> list[str]:
 TASK = Task(
     name="search_qa",
     summary="your own questions, answered with a search engine over your passages (Search-R1's form)",
-    rows=rows,
     prompt=prompt,
-    verify=verify,
-    gold=gold,
+    verify=by_row(score),
+    gold=lambda row: f"<answer>{_golden(row['golden_answers'])[0].strip()}</answer>",
     columns=("question", "golden_answers"),
     environment="search",
     answer=answer,

@@ -3,27 +3,17 @@
 The embedded default's own task: its language model makes the mistakes of its pre-training text, all wrong here.
 """
 
-from typing import Any
-
-from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
 from tinyrl.starter.text import sort_completion, sort_rows
-from tinyrl.tasks.grading import completion_text
-from tinyrl.tasks.task import Task
+from tinyrl.tasks import Task
+from tinyrl.tasks.grading import by_row
 
 NUM_ROWS = {"train": 4096, "eval": 512}
 
 
 def rows(split: str) -> list[Row]:
     """Rows {"prompt", "answer"}: 4,096 to train on, 512 held out; none was ever in the pre-training text."""
-    if split not in NUM_ROWS:
-        raise ValueError(f"task sort has no split {split!r}; there are {', '.join(NUM_ROWS)}")
     return list[Row](sort_rows(split, num_rows=NUM_ROWS[split]))
-
-
-def prompt(row: Row) -> Prompt:
-    """'letters: d b a sorted:'."""
-    return row["prompt"]
 
 
 def listed_letters(text: str) -> str | None:
@@ -32,24 +22,17 @@ def listed_letters(text: str) -> str | None:
     return "".join(parts) if parts and all(len(part) == 1 and part.isalpha() for part in parts) else None
 
 
-def verify(prompts: list[Prompt], completions: list[Any], *, answer: list[str], **columns: Any) -> list[float | None]:
+def score(text: str, row: Row) -> float:
     """1.0 where a completion lists exactly the sorted letters, else 0.0."""
-    found = [listed_letters(completion_text(completion)) for completion in completions]
-    return [float(letters == right) for letters, right in zip(found, answer, strict=True)]
-
-
-def gold(row: Row) -> str:
-    """The right completion."""
-    return sort_completion(row["answer"])
+    return float(listed_letters(text) == row["answer"])
 
 
 TASK = Task(
     name="sort",
     summary="sort eight letters (the embedded default's own task; right or wrong)",
     rows=rows,
-    prompt=prompt,
-    verify=verify,
-    gold=gold,
+    verify=by_row(score),
+    gold=lambda row: sort_completion(row["answer"]),
     columns=("prompt", "answer"),
     answer=listed_letters,
 )

@@ -9,16 +9,13 @@ writes rows for the methods that learn from text, each with a held-out twin (`NA
     styles.jsonl     prompt, chosen, rejected, answer      the right equation, and the same in words
 """
 
-import json
 import random
-import sys
 from pathlib import Path
-from typing import Any
 
-from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
-from tinyrl.tasks.grading import completion_text, last_number, numbers_equal
-from tinyrl.tasks.task import Task
+from tinyrl.starter import write_command, write_rows
+from tinyrl.tasks import Task
+from tinyrl.tasks.grading import by_row, last_number, numbers_equal
 
 NUM_ROWS = {"train": 4096, "eval": 512}
 SMALLEST, LARGEST = 2, 999
@@ -27,8 +24,6 @@ FARTHEST = 100  # of a wrong sum from the right one
 
 def rows(split: str) -> list[Row]:
     """Rows {"prompt", "answer", "first", "second", "wrong"}: no two numbers are in both splits, in either order."""
-    if split not in NUM_ROWS:
-        raise ValueError(f"task sums has no split {split!r}; there are {', '.join(NUM_ROWS)}")
     draw = random.Random(0)
     pairs: dict[tuple[int, ...], list[int]] = {}
     while len(pairs) < sum(NUM_ROWS.values()):
@@ -52,34 +47,18 @@ def _row(numbers: list[int], draw: random.Random) -> Row:
     }
 
 
-def prompt(row: Row) -> Prompt:
-    """The question."""
-    return row["prompt"]
-
-
-def verify(prompts: list[Prompt], completions: list[Any], *, answer: list[int], **columns: Any) -> list[float | None]:
+def score(text: str, row: Row) -> float:
     """1.0 where a completion's last number is the sum, else 0.0."""
-    said = [last_number(completion_text(completion)) for completion in completions]
-    return [float(numbers_equal(one, right)) for one, right in zip(said, answer, strict=True)]
-
-
-def gold(row: Row) -> str:
-    """The sum by itself."""
-    return f"{row['answer']}"
-
-
-def equation(row: Row, total: int) -> str:
-    """'12 + 30 = 42'."""
-    return f"{row['first']} + {row['second']} = {total}"
+    return float(numbers_equal(last_number(text), row["answer"]))
 
 
 def text_rows(split: str) -> dict[str, list[Row]]:
-    """The rows of each file by its name."""
     files: dict[str, list[Row]] = {"answers": [], "pairs": [], "styles": []}
     for row in rows(split):
-        right = equation(row, row["answer"])
-        wrong, words = equation(row, row["wrong"]), f"The sum of {row['first']} and {row['second']} is {row['answer']}."
-        common = {"prompt": row["prompt"], "answer": row["answer"]}
+        first, second, answer = row["first"], row["second"], row["answer"]
+        right, wrong = (f"{first} + {second} = {total}" for total in (answer, row["wrong"]))
+        words = f"The sum of {first} and {second} is {answer}."
+        common = {"prompt": row["prompt"], "answer": answer}
         files["answers"].append({**common, "completion": right})
         files["pairs"].append({**common, "chosen": right, "rejected": wrong})
         files["styles"].append({**common, "chosen": right, "rejected": words})
@@ -87,30 +66,22 @@ def text_rows(split: str) -> dict[str, list[Row]]:
 
 
 def write(out: Path) -> list[Path]:
-    """Write the files; returns them."""
-    out.mkdir(parents=True, exist_ok=True)
-    written = []
-    for split in NUM_ROWS:
-        for name, some in text_rows(split).items():
-            path = out / f"{name}{'' if split == 'train' else '.eval'}.jsonl"
-            path.write_text("".join(json.dumps(row) + "\n" for row in some), encoding="utf-8")
-            written.append(path)
-    return written
+    return [
+        write_rows(out / f"{name}{'' if split == 'train' else '.eval'}.jsonl", some)
+        for split in NUM_ROWS
+        for name, some in text_rows(split).items()
+    ]
 
 
 TASK = Task(
     name="sums",
     summary="sums of two numbers, for small chat models (right or wrong)",
     rows=rows,
-    prompt=prompt,
-    verify=verify,
-    gold=gold,
+    verify=by_row(score),
+    gold=lambda row: f"{row['answer']}",
     columns=("prompt", "answer"),
     answer=last_number,
 )
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m tinyrl.tasks.sums OUT")
-    for path in write(Path(sys.argv[1])):
-        print(path)
+    write_command("tinyrl.tasks.sums", write)

@@ -33,8 +33,8 @@ from tinyrl.models.micro_batches import RowSizes, Work, own_rows
 from tinyrl.models.roles import Role, Roles
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.stored import StoredRows, vocabulary_digest
+from tinyrl.tasks import FULL_MARKS
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.tasks.task import FULL_MARKS
 from tinyrl.text import did_you_mean, listed
 
 if TYPE_CHECKING:

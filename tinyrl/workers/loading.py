@@ -25,20 +25,14 @@ class FunctionSource:
     folder: Path  # put first on the worker's sys.path, so that a file may import those beside it
 
 
-def parse_use(
-    use: str,
-    *,
-    setting: str = "reward.functions: use",
-    classes: bool = False,
-    base_dir: Path | str | None = None,
-) -> FunctionSource:
-    """Find the function that `use` names; a file's path is relative to `base_dir` (default: the current folder).
+def parse_use(use: str, *, setting: str = "reward.functions: use", classes: bool = False) -> FunctionSource:
+    """Find the function that `use` names, a file or module in the current folder or elsewhere.
 
     `setting` is the field that names it, for messages; `classes`: it may be a class.
 
     Raises ValueError: no colon; no such file, module or function (with the nearest name); source that does not parse.
     """
-    base = Path(base_dir or Path.cwd()).absolute()
+    base = Path.cwd()
     place, colon, function = use.rpartition(":")
     if not colon or not place.strip() or not function.strip():
         raise ValueError(f"{setting} '{use}' must be 'file.py:function' or 'package.module:function'.")
@@ -132,10 +126,9 @@ def _check_function(source: FunctionSource, *, setting: str, classes: bool) -> N
         raise ValueError(f"{setting} '{source.use}': {source.file}{line}: {error.msg}.") from error
     except (OSError, ValueError) as error:  # unreadable; a null byte
         raise ValueError(f"{setting} '{source.use}': {source.file}: {error}.") from error
-    functions, others, open_ended = _top_level_names(tree.body)
-    if classes:
-        others |= {statement.name for statement in tree.body if isinstance(statement, ast.ClassDef)}
-    if source.function in functions or source.function in others or open_ended:
+    functions = [each.name for each in tree.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+    known = {*functions, *_other_names(tree, classes=classes)}
+    if source.function in known or known & {"*", "__getattr__"}:  # these may give anything: the worker will see
         return
     there_are = f"Its functions: {', '.join(functions)}" if functions else "It has no functions"
     raise ValueError(
@@ -144,21 +137,12 @@ def _check_function(source: FunctionSource, *, setting: str, classes: bool) -> N
     )
 
 
-def _top_level_names(body: list[ast.stmt]) -> tuple[list[str], set[str], bool]:
-    """Functions, other names a module defines (assigned, imported), and whether it may define more than can be seen."""
-    functions: list[str] = []
-    others: set[str] = set()
-    open_ended = False
-    for statement in body:
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-            functions.append(statement.name)
-        elif isinstance(statement, ast.Import | ast.ImportFrom):
-            imported = [alias.asname or alias.name for alias in statement.names]
-            open_ended = open_ended or "*" in imported
-            others.update(imported)
-        elif isinstance(statement, ast.Assign | ast.AnnAssign):
-            names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
-            others.update(name.id for name in names if isinstance(name.ctx, ast.Store))
-        elif not isinstance(statement, ast.ClassDef):  # if, try, with, for: what they hold may be defined too
-            open_ended = open_ended or any(isinstance(node, ast.stmt) for node in ast.iter_child_nodes(statement))
-    return functions, others, open_ended or "__getattr__" in functions
+def _other_names(tree: ast.Module, *, classes: bool) -> Iterator[str]:
+    """Names that a module may define otherwise than by a function at its top: assigned, imported, under a condition."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or (classes and isinstance(node, ast.ClassDef)):
+            yield node.name

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,18 +85,9 @@ class Worker:
         self, sources: list[FunctionSource], *, host: str | None, section: str, timeout_s: float
     ) -> dict[str, Any]:
         """Have the worker import them, with our sys.path; returns what they take, as described in worker.py."""
-        named = [
-            {
-                "path": str(source.path) if source.path else None,
-                "module": source.module,
-                "function": source.function,
-                "file": str(source.file) if source.file else None,
-            }
-            for source in sources
-        ]
-        folders = [str(source.folder) for source in sources]
-        load = {"sources": named, "host": host, "section": section, "sys_path": [*folders, *map(str, sys.path)]}
-        request = json.dumps({"load": load, "timeout_s": timeout_s})
+        named, folders = [asdict(source) for source in sources], [source.folder for source in sources]
+        load = {"sources": named, "host": host, "section": section, "sys_path": [*folders, *sys.path]}
+        request = json.dumps({"load": load, "timeout_s": timeout_s}, default=str)
         return self.ask(request, timeout_s=timeout_s)
 
     def ask(self, request: str, *, timeout_s: float) -> dict[str, Any]:
@@ -111,7 +103,8 @@ class Worker:
             lost = False
         except (EOFError, ValueError, RecursionError) as error:  # no line, or one that is no JSON
             late = time.monotonic() - started >= timeout_s
-            raise CallFailed(self._hung(timeout_s) if late else self._died(), worker_lost=True) from error
+            hung = f"gave no answer within {timeout_s:g} s"
+            raise CallFailed(f"{hung}{self._where()}" if late else self._died(), worker_lost=True) from error
         finally:  # after an exception the worker's next reply would be to the wrong request
             if lost:
                 self.kill()
@@ -179,9 +172,6 @@ class Worker:
         for _ in range(64):
             if not self._keep_output():
                 break
-
-    def _hung(self, timeout_s: float) -> str:
-        return f"gave no answer within {timeout_s:g} s{self._where()}"
 
     def _died(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):

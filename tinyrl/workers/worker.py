@@ -31,6 +31,7 @@ import reprlib
 import resource
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 MAX_ERROR_CHARS = 2000  # of an exception's message, which is cut to a line where it is shown
@@ -55,18 +56,17 @@ def main() -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "json"]:
         del sys.modules[name]  # people's code gets a copy of its own, which it may patch
     importlib.import_module("json")
-    function: Any = None
-    file: str | None = None
+    answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     for line in requests:
         request = json.loads(line)
         # Works in C, so also while the function holds the interpreter lock (a regular expression that backtracks), and
         # when nobody is left to kill us. It writes down where the function was, which is what a person needs to know.
         faulthandler.dump_traceback_later(request["timeout_s"], exit=True, file=last_words)
         if "load" in request:
-            file = request["load"]["sources"][0]["file"]
-            function, reply = _load(request["load"])
+            answer, reply = _load(request["load"])
         else:
-            reply = _answer(function, request, file)
+            assert answer is not None
+            reply = answer(request)
         faulthandler.cancel_dump_traceback_later()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(
@@ -77,24 +77,19 @@ def main() -> None:
         replies.flush()
 
 
-def _answer(function: Any, request: dict[str, Any], file: str | None) -> dict[str, Any]:
+def _served(service: Any, file: str | None, request: dict[str, Any]) -> dict[str, Any]:
+    """What a host's service answers; its functions check their own values."""
+    found, problem = _attempt(lambda: service.calls[request["call"]](**request["arguments"]), file)
+    return problem or {"values": found[0], "failures": found[1], "read_as_text": False}
+
+
+def _scored(function: Callable[..., Any], file: str | None, request: dict[str, Any]) -> dict[str, Any]:
     arguments = request["arguments"]
-    if isinstance(function, Hosted):
-        found, problem = _attempt(lambda: function.calls[request["call"]](**arguments), file)
-        return problem or {"values": found[0], "failures": found[1], "read_as_text": False}
     if "completions" in arguments:
         arguments["completions"] = [Messages(c) if isinstance(c, list) else c for c in arguments["completions"]]
     Messages.read_as_text = False
     reply = call(function, arguments, num_rows=request["num_rows"], file=file)
     return {**reply, "read_as_text": Messages.read_as_text}
-
-
-class Hosted:
-    """A service that a host made of people's functions: its functions by name, which check their own values."""
-
-    def __init__(self, service: Any) -> None:
-        self.calls: dict[str, Callable[..., tuple[list[Any], list[tuple[int, str]]]]] = service.calls
-        self.facts: dict[str, Any] = service.facts
 
 
 class Messages(list[Any]):
@@ -192,6 +187,7 @@ def _describe(value: Any) -> str:
 
 
 def _load(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What answers requests (None where something is wrong), and the reply."""
     global section
     section = request["section"]
     sys.path[:] = dict.fromkeys([*request["sys_path"], *sys.path])
@@ -201,22 +197,17 @@ def _load(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if problem:
             return None, problem
         found.append(function)
-    return _hosted(found, request) if request["host"] else _facts_of(found[0])
-
-
-def _hosted(found: list[Any], request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    module, _, name = request["host"].partition(":")
-    host = getattr(importlib.import_module(module), name)
-    service, problem = _attempt(lambda: Hosted(host(found)), request["sources"][0]["file"])
-    if problem:
-        return None, problem
-    return service, {"whole_batch": False, "parameters": None, "required": [], **service.facts}
-
-
-def _facts_of(function: Any) -> tuple[Any, dict[str, Any]]:
+    file, facts = request["sources"][0]["file"], {"whole_batch": False, "parameters": None, "required": []}
+    if request["host"]:
+        module, _, name = request["host"].partition(":")
+        host = getattr(importlib.import_module(module), name)
+        service, problem = _attempt(lambda: host(found), file)
+        return (None, problem) if problem else (partial(_served, service, file), {**facts, **service.facts})
+    function = found[0]
     if not callable(function):
         return None, {"error": f"is {_describe(function)}, not a function", "at": ""}
-    return function, {"whole_batch": bool(getattr(function, "whole_batch", False)), **parameters_of(function)}
+    facts = {"whole_batch": bool(getattr(function, "whole_batch", False)), **parameters_of(function)}
+    return partial(_scored, function, file), facts
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ functions and classes defined beside it, and constants. What cannot be written i
 from __future__ import annotations
 
 import builtins
-import dis
 import hashlib
 import inspect
 import linecache
@@ -16,9 +15,10 @@ import re
 import sys
 import textwrap
 import types
-from ast import AST, AsyncFunctionDef, Attribute, ClassDef, FunctionDef, Name, iter_child_nodes, literal_eval, parse
-from collections.abc import Callable, Iterator
+from ast import ClassDef, literal_eval, parse
+from collections.abc import Callable
 from pathlib import Path
+from symtable import symtable
 from typing import Any
 
 from tinyrl.text import shortened
@@ -62,7 +62,7 @@ def _collect(name: str, value: Any, parts: dict[str, str], *, user: str) -> None
     elif isinstance(value, types.FunctionType | type) and _is_from_here(value):
         source = _own_source(value)
         parts[name] = ""  # two functions may call each other
-        for used in sorted(_names(value, source)):
+        for used in sorted(_names(source)):
             if used != name and used in _globals_of(value):
                 _collect(used, _globals_of(value)[used], parts, user=value.__name__)
         del parts[name]
@@ -136,39 +136,15 @@ def _globals_of(value: Any) -> dict[str, Any]:
     return next((method.__globals__ for method in methods), {})
 
 
-def _names(value: Any, source: str) -> set[str]:
-    """Global names that a function or class may look up: those of its code, its decorators and its defaults."""
-    found = set[str]()
-    for code in _codes(value):
-        found |= {
-            str(instruction.argval)
-            for instruction in dis.get_instructions(code)
-            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-        }
-    for definition in parse(source).body:
-        if isinstance(definition, FunctionDef | AsyncFunctionDef):
-            around: list[AST] = [*definition.decorator_list, *definition.args.defaults]
-            around += [default for default in definition.args.kw_defaults if default is not None]
-            found |= {name for node in around for name in _named(node)}
-        if isinstance(definition, ClassDef):
-            found |= set(_named(definition))
+def _names(source: str) -> set[str]:
+    """Global names that a function or class may look up, also in its decorators and defaults."""
+    found, tables = set[str](), [symtable(HEADER + source, "<cell>", "exec")]
+    while tables:
+        table = tables.pop()
+        at_top = table.get_type() == "module"
+        found |= {s.get_name() for s in table.get_symbols() if s.is_referenced() and (at_top or s.is_global())}
+        tables += table.get_children()
     return found - set(dir(builtins))
-
-
-def _codes(value: Any) -> Iterator[types.CodeType]:
-    waiting: list[Any] = [value.__code__] if isinstance(value, types.FunctionType) else []
-    while waiting:
-        code = waiting.pop()
-        yield code
-        waiting += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-
-
-def _named(node: AST) -> Iterator[str]:
-    if isinstance(node, Name):
-        yield node.id
-    children = [node.value] if isinstance(node, Attribute) else iter_child_nodes(node)
-    for child in children:
-        yield from _named(child)
 
 
 def _is_constant(value: Any) -> bool:
