@@ -25,7 +25,6 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_mar
 
 
 def main() -> None:
-    """Entry point of the `tinyrl` script."""
     try:
         with memory_sentences("--debug" in sys.argv):
             app()

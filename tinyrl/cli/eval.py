@@ -57,13 +57,13 @@ def evaluate(
             raise ValueError("--benchmark has its own data and judge; --vs and such are for held-out rows")
         if launched().world_size > 1:
             raise ValueError("--benchmark works in one process, and several were launched")
-        from tinyrl.tools import benchmarks
+        from tinyrl.tools.benchmarks import benchmark as scored
+        from tinyrl.tools.benchmarks import render as rendered
         from tinyrl.tools.chat.target import chat_target
 
-        names = tuple(filter(None, benchmark.split(",")))
-        public = benchmarks.Asked(names, few_shot, limit, task_folder)
-        scores = benchmarks.benchmark(chat_target(target, settings or []), public, options=options)
-        print(json.dumps(finite(scores), default=str) if json_output else benchmarks.render(scores))
+        names, policy = [name for name in benchmark.split(",") if name], chat_target(target, settings or [])
+        scores = scored(policy, names, few_shot=few_shot, limit=limit, folder=task_folder, options=options)
+        print(json.dumps(finite(scores), default=str) if json_output else rendered(scores))
         return
     if few_shot is not None or limit or task_folder:
         raise ValueError("--few-shot, --limit and --task-folder are for --benchmark")

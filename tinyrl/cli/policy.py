@@ -33,10 +33,9 @@ def export(
     """Write the policy as a folder for transformers and PEFT, vLLM, llama.cpp: the adapter, or a merged model."""
     quiet_libraries()
     from tinyrl.tools.export.bundle import export as write
-    from tinyrl.tools.export.bundle import plan_export
 
-    plan = plan_export(run, merge=merge, dtype=dtype, output=output, overwrite=overwrite)
-    print(write(plan, accept_changes=accept_changes, trust_remote_code=trust_remote_code).render())
+    form = {"merge": merge, "dtype": dtype, "accept_changes": accept_changes, "trust_remote_code": trust_remote_code}
+    print(write(run, output=output, overwrite=overwrite, **form).render())
 
 
 def chat(

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import click
 import typer
@@ -69,28 +69,27 @@ def samples(
 ) -> None:
     """Print samples of a run: prompt, what was written and what was read between turns, reward, why it ended."""
     notes: list[str] = []
-    from tinyrl.runs import samples as found
     from tinyrl.runs.run_dir import open_run
+    from tinyrl.runs.samples import render, select_samples
 
     asked = ["--worst"] * worst + ["--unsolved"] * unsolved + ["--most-changed"] * most_changed
     asked += ["--prompt"] * (prompt is not None)
     if len(asked) > 1:
         raise ValueError(f"{' and '.join(asked)}: one of them at a time")
     opened = open_run(run)
-    path = opened.samples
-    which: dict[str, Any] = {"kind": kind, "step": step, "num": num, "notes": notes}
-    if worst:
-        rows = found.worst_samples(path, **which)
-    elif unsolved:
-        rows = found.unsolved_samples(path, **which, solved_reward=opened.read_config().task.solved_reward)
-    elif most_changed:
-        rows = found.most_changed_samples(path, **which)
-    elif prompt is not None and step is None:
-        rows = found.samples_over_time(path, kind=kind, prompt=prompt, num=num, notes=notes)
-    else:
-        rows = found.read_samples(path, **which, prompt=prompt)
+    rows = select_samples(
+        opened.samples,
+        notes,
+        kind=kind,
+        step=step,
+        num=num,
+        prompt=prompt,
+        worst=worst,
+        most_changed=most_changed,
+        unsolved=opened.read_config().task.solved_reward if unsolved else None,
+    )
     in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    text = found.render(rows, grey=lambda text: typer.style(text, dim=True) if in_colour else text)
+    text = render(rows, grey=lambda text: typer.style(text, dim=True) if in_colour else text)
     _show(text or "every prompt of that step has a sample that is right", notes)
 
 
