@@ -12,14 +12,7 @@ from typer.testing import CliRunner, Result
 from tests.tools.report.runs import sample, write_run
 from tinyrl.cli.commands import app
 from tinyrl.cli.runs import samples
-from tinyrl.runs.samples import (
-    most_changed_samples,
-    read_samples,
-    render,
-    samples_over_time,
-    unsolved_samples,
-    worst_samples,
-)
+from tinyrl.runs.samples import render, select_samples
 
 EPISODE = [
     {"role": "assistant", "content": "search Ada ;"},
@@ -41,7 +34,7 @@ def shown(*arguments: str) -> Result:
 
 def picked(path: Path, **asked: Any) -> list[tuple[int, str, int]]:
     wanted = {"kind": None, "step": None, "num": 9, **asked}
-    return [(r["step"], r["kind"], r["prompt_index"]) for r in read_samples(path / "samples.jsonl", notes=[], **wanted)]
+    return [(r["step"], r["kind"], r["prompt_index"]) for r in select_samples(path / "samples.jsonl", [], **wanted)]
 
 
 def test_the_last_step_is_shown_unless_one_is_named(tmp_path: Path) -> None:
@@ -144,17 +137,17 @@ def test_the_worst_come_first_and_what_has_no_reward_last(tmp_path: Path) -> Non
     lines = [sample(3, i, "P", "c", reward) for i, reward in enumerate(rewards)]
     path = run(tmp_path, [*lines, sample(1, 9, "P", "c", -9.0)]) / "samples.jsonl"
     expected = [(2, -1.0), (4, 0.25), (0, 0.5), (3, 0.5), (1, None)]
-    assert rewards_of(worst_samples(path, **ASKED, notes=[])) == expected
-    assert rewards_of(worst_samples(path, **{**ASKED, "num": 2}, notes=[])) == expected[:2]
-    assert rewards_of(worst_samples(path, **{**ASKED, "step": 1}, notes=[])) == [(9, -9.0)]
+    assert rewards_of(select_samples(path, [], **ASKED, worst=True)) == expected
+    assert rewards_of(select_samples(path, [], **{**ASKED, "num": 2}, worst=True)) == expected[:2]
+    assert rewards_of(select_samples(path, [], **{**ASKED, "step": 1}, worst=True)) == [(9, -9.0)]
 
 
 def test_a_prompt_is_unsolved_when_none_of_its_samples_is_right(tmp_path: Path) -> None:
     lines = [sample(3, i, "P", "c", reward) for i, reward in ((0, 0.0), (1, 1.0), (0, 0.5), (1, 0.0), (2, None))]
     path = run(tmp_path, [*lines, sample(3, 1, "P", "c", 0.1, kind="train")]) / "samples.jsonl"
-    found = unsolved_samples(path, **ASKED, notes=[], solved_reward=1.0)
+    found = select_samples(path, [], **ASKED, unsolved=1.0)
     assert rewards_of(found) == [(0, 0.0), (0, 0.5), (2, None), (1, 0.1)]
-    assert rewards_of(unsolved_samples(path, **{**ASKED, "kind": "eval"}, notes=[], solved_reward=0.5)) == [(2, None)]
+    assert rewards_of(select_samples(path, [], **{**ASKED, "kind": "eval"}, unsolved=0.5)) == [(2, None)]
 
 
 def test_the_most_changed_stand_beside_what_they_were(tmp_path: Path) -> None:
@@ -164,20 +157,20 @@ def test_the_most_changed_stand_beside_what_they_were(tmp_path: Path) -> None:
     lines += [sample(2, i, "P", "between", 9.0) for i in texts]
     lines += [sample(4, i, "P", after, reward) for i, (_, after, reward) in texts.items()]
     path = run(tmp_path, [*lines, sample(4, 7, "P", "new", 9.0)]) / "samples.jsonl"
-    found = most_changed_samples(path, **ASKED, notes=[])
+    found = select_samples(path, [], **ASKED, most_changed=True)
     assert [(row["step"], row["prompt_index"]) for row in found] == [(s, i) for i in (1, 0, 3, 2) for s in (0, 4)]
-    assert found[:2] == most_changed_samples(path, **{**ASKED, "num": 1}, notes=[])
-    earlier = most_changed_samples(path, **{**ASKED, "num": 1, "step": 2}, notes=[])
+    assert found[:2] == select_samples(path, [], **{**ASKED, "num": 1}, most_changed=True)
+    earlier = select_samples(path, [], **{**ASKED, "num": 1, "step": 2}, most_changed=True)
     assert [row["step"] for row in earlier] == [0, 2]
     greedy = [sample(step, 5, "P", "c", 0.0, kind="eval-greedy") for step in (0, 4)]
     other = run(tmp_path / "greedy", [*lines, *greedy]) / "samples.jsonl"
-    assert {row["kind"] for row in most_changed_samples(other, **ASKED, notes=[])} == {"eval-greedy"}
+    assert {row["kind"] for row in select_samples(other, [], **ASKED, most_changed=True)} == {"eval-greedy"}
 
 
 def test_what_never_came_twice_has_not_changed(tmp_path: Path) -> None:
     path = run(tmp_path, [sample(0, 1, "P", "c", 0.0), sample(4, 2, "P", "c", 0.0)]) / "samples.jsonl"
     with pytest.raises(ValueError, match=r"no two steps have a sample of the same prompt \(eval-greedy or eval\)"):
-        most_changed_samples(path, **ASKED, notes=[])
+        select_samples(path, [], **ASKED, most_changed=True)
 
 
 def test_one_prompt_is_followed_over_the_steps(tmp_path: Path) -> None:
@@ -186,7 +179,7 @@ def test_one_prompt_is_followed_over_the_steps(tmp_path: Path) -> None:
     path = run(tmp_path, lines) / "samples.jsonl"
 
     def steps(prompt: int, num: int, kind: Any = None) -> list[tuple[int, str, int]]:
-        found = samples_over_time(path, kind=kind, prompt=prompt, num=num, notes=[])
+        found = select_samples(path, [], kind=kind, prompt=prompt, num=num)
         return [(row["step"], row["kind"], row["sample"]) for row in found]
 
     assert steps(2, 9) == [(step, "eval", 0) for step in (0, 2, 4, 6, 8)]

@@ -21,7 +21,7 @@ from tinyrl.rollout.components import Options, Parts, SamplingParts
 from tinyrl.tasks.prompts import token_ids
 from tinyrl.tools.chat.speaker import load_speaker
 from tinyrl.tools.chat.target import chat_target
-from tinyrl.tools.export.bundle import export, plan_export
+from tinyrl.tools.export.bundle import export
 from tinyrl.trainers import dpo, reward_model, sft
 
 TURN_END = "<|im_end|>"
@@ -104,8 +104,9 @@ def test_a_policy_that_learnt_from_chat_stops(model: Path, rows: Path, tmp_path:
     assert found["truncated"] == found["other"]["truncated"] == 0.0
     with load_speaker(chat_target(str(tmp_path / "fused"), ["generation.max_new_tokens=12"]), options=CPU) as speaker:
         assert speaker.say("a", lambda who, text: None).completion.tokens[-1] == end_of(model)
-    plan = plan_export(str(tmp_path / "fused"), merge=True, dtype="auto", output=None, overwrite=False)
-    listed = AutoModelForCausalLM.from_pretrained(export(plan).folder).generation_config.eos_token_id
+    listed = AutoModelForCausalLM.from_pretrained(
+        export(str(tmp_path / "fused"), merge=True).folder
+    ).generation_config.eos_token_id
     assert set(listed) == {AutoTokenizer.from_pretrained(model).convert_tokens_to_ids(t) for t in (EOS, TURN_END)}
 
 

@@ -15,9 +15,9 @@ from typing import Annotated
 import typer
 
 import tinyrl
-from tinyrl.cli import distill, doctor, eval, export, fork, runs, serve, sweep, train
+from tinyrl.cli import doctor, eval, fork, policy, runs, sweep, train
 from tinyrl.cli.errors import memory_sentences, sentences
-from tinyrl.cli.options import Debug
+from tinyrl.cli.options import framed
 from tinyrl.runs.launched import launched
 
 SEVERAL_PROCESSES = ("train", "eval", "compare")  # commands that processes can share
@@ -25,7 +25,6 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_mar
 
 
 def main() -> None:
-    """Entry point of the `tinyrl` script."""
     try:
         with memory_sentences("--debug" in sys.argv):
             app()
@@ -51,48 +50,23 @@ def version(
                 )
 
 
-app.command()(train.train)
-app.command()(train.plan)
-app.command()(train.probe)
-app.command()(sweep.sweep)
-app.command()(fork.fork)
-app.command()(fork.verify)
-app.command("eval")(eval.evaluate)
-app.command()(eval.compare)
-app.command()(doctor.doctor)
-app.command()(export.export)
-app.command()(export.chat)
-app.command()(serve.serve)
-app.command()(runs.report)
-app.command()(runs.checkpoints)
-app.command()(runs.samples)
-app.command()(runs.prompts)
-app.add_typer(distill.distillation, name="distill")
-app.add_typer(doctor.rewards, name="reward")
-app.add_typer(doctor.environments, name="env")
-
-
 def complete_section(incomplete: str) -> list[str]:
     from tinyrl.config.settings import SECTIONS
 
     return [name for name in SECTIONS if name.startswith(incomplete)]
 
 
-@app.command("settings")
-def list_settings(
+def settings(
     section: Annotated[
         str | None, typer.Argument(help="model, lora, task, ...; default: all", autocompletion=complete_section)
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Every setting of a recipe: name, default, meaning, type."""
-    with sentences(debug):
-        from tinyrl.config.settings import describe_settings
+    from tinyrl.config.settings import describe_settings
 
-        print(describe_settings(section, width=max(60, min(shutil.get_terminal_size().columns, 120))))
+    print(describe_settings(section, width=max(60, min(shutil.get_terminal_size().columns, 120))))
 
 
-@app.command()
 def recipes() -> None:
     """List the recipes that ship with tinyrl."""
     from tinyrl.config.recipe import packaged_recipes
@@ -102,10 +76,27 @@ def recipes() -> None:
         print(f"{name:28} {first}")
 
 
-@app.command()
 def tasks() -> None:
     """List the tasks: rows, a prompt, a verifier."""
     from tinyrl.tasks import TASKS, load_task
 
     for name in TASKS:
         print(f"{name:20} {load_task(name).summary}")
+
+
+TRAINING = (train.train, train.plan, train.probe, sweep.sweep, fork.fork, fork.verify)
+OTHERS = (eval.evaluate, eval.compare, doctor.doctor, policy.export, policy.chat, policy.serve)
+LOOKING = (runs.report, runs.checkpoints, runs.samples, runs.prompts, settings)
+for function in (*TRAINING, *OTHERS, *LOOKING):
+    app.command({"evaluate": "eval"}.get(function.__name__))(framed(function, stops=function in TRAINING))
+for function in (recipes, tasks):
+    app.command()(function)
+for group, about, functions in (
+    ("distill", "Keep what a teacher says in files.", {"store": train.store}),
+    ("reward", "Try a reward before training on it.", {"test": doctor.reward_test, "attack": doctor.reward_attack}),
+    ("env", "Try an environment before training.", {"test": doctor.environment_test}),
+):
+    inner = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=about)
+    app.add_typer(inner, name=group)
+    for name, function in functions.items():
+        inner.command(name)(framed(function, stops=group == "distill"))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
-import textwrap
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tinyrl.cli.errors import sentences
-from tinyrl.cli.options import Debug, Device, Json, RunOptions, TrustRemoteCode, quiet_libraries
+from tinyrl.cli.options import Json
+from tinyrl.runs.launched import Options
 
 if TYPE_CHECKING:
     from tinyrl.data.readers import Row
@@ -25,71 +22,44 @@ def doctor(
         str | None, typer.Argument(metavar="[RUN|MODEL]", help="a run's folder, or a model; default: this machine")
     ] = None,
     json_output: Json = False,
-    device: Device = "auto",
-    trust_remote_code: TrustRemoteCode = False,
-    debug: Debug = False,
-) -> None:
+    *,
+    options: Options,
+) -> int:
     """Look for what is wrong: with a run (what its metrics say), a model (whether its numbers agree), this machine."""
-    quiet_libraries()
-    with sentences(debug):
-        from tinyrl.runs.run_dir import meant_a_run, named_run, open_run
+    from tinyrl.runs.run_dir import meant_a_run, named_run, open_run
 
-        if target is None:
-            _machine(json_output)
-        elif (run := named_run(target)) is not None:
-            _run(run, json_output)
-        elif meant_a_run(target):
-            open_run(target)  # says what is wrong with the name
-        else:
-            _model(target, json_output, RunOptions(device, trust_remote_code, debug))
+    if target is None:
+        from tinyrl.tools import machine
 
+        facts = machine.look_at_machine()
+        print(json.dumps(facts) if json_output else machine.render(facts))
+    elif (path := named_run(target)) is not None:
+        from tinyrl.runs.diagnosis import findings, render, run_as_json
+        from tinyrl.runs.records import read_run
 
-def _run(path: Path, json_output: bool) -> None:
-    from tinyrl.runs.diagnosis import findings, render, run_as_json
-    from tinyrl.runs.records import read_run
+        run = read_run(path)
+        found = findings(run)
+        print(json.dumps(run_as_json(run, found)) if json_output else render(run, found))
+    elif meant_a_run(target):
+        open_run(target)  # says what is wrong with the name
+    else:
+        from tinyrl.cli.preflight import check_model_path
+        from tinyrl.config.recipe import build_config
 
-    run = read_run(path)
-    found = findings(run)
-    print(json.dumps(run_as_json(run, found)) if json_output else render(run, found))
+        check_model_path("model", target)
+        config = build_config({"method": "grpo", "model": {"path": target}, "task": {"name": "sort"}})
+        from tinyrl.training.model_checks import check_model, render_checks
 
-
-def _machine(json_output: bool) -> None:
-    from tinyrl.tools.machine import look_at_machine
-
-    facts = look_at_machine()
-    if json_output:
-        print(json.dumps(facts))
-        return
-    width = max(60, min(shutil.get_terminal_size().columns, 110))
-    for topic, lines in facts.items():
-        for line in lines:
-            print(textwrap.fill(line, width, initial_indent=f"{topic:12}", subsequent_indent=" " * 12))
-
-
-def _model(path: str, json_output: bool, options: RunOptions) -> None:
-    from tinyrl.cli.preflight import check_model_path
-    from tinyrl.config.recipe import build_config
-    from tinyrl.config.yaml_reader import Source
-
-    check_model_path("model", path)
-    config = build_config(Source("settings", {"method": "grpo", "model": {"path": path}, "task": {"name": "sort"}}))
-    from tinyrl.training.model_checks import check_model, render_checks
-
-    checks = check_model(config, options=options.of_parts())
-    print(json.dumps([vars(one) for one in checks]) if json_output else render_checks(checks))
-    if any(one.result == "wrong" for one in checks):
-        raise typer.Exit(2)
+        checks = check_model(config, options=options)
+        print(json.dumps([vars(one) for one in checks]) if json_output else render_checks(checks))
+        return 2 * any(one.result == "wrong" for one in checks)
+    return 0
 
 
 # ---- people's code tried on their rows, without a model ----
 
-rewards = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Try a reward before training on it.")
-environments = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Try an environment before training.")
-
 Data = Annotated[str, typer.Option(help="rows to try it on: .jsonl, .json, .csv, .parquet or a hub name")]
 TaskName = Annotated[str, typer.Option(help="whose prompts and gold answers the rows have")]
-
-
 JudgeSettings = Annotated[
     list[str] | None, typer.Argument(metavar="[name=value]...", help="of a judge: url, model, rubric, mode ...")
 ]
@@ -97,7 +67,6 @@ Use = Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION|judge")]
 Timeout = Annotated[float, typer.Option(min=0.1, help="seconds a call may take")]
 
 
-@rewards.command("test")
 def reward_test(
     use: Use,
     data: Data,
@@ -105,29 +74,23 @@ def reward_test(
     task: TaskName = "rows",
     num_rows: Annotated[int, typer.Option(min=1, help="how many rows")] = 64,
     timeout: Timeout = 60.0,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Judge gold answers, nothing and nonsense: scores, time per call, failures, spread."""
-    with sentences(debug):
-        from tinyrl.rewards.judge import JudgeReward
-        from tinyrl.rewards.trial import render, render_judge, try_function, try_judge
+    from tinyrl.rewards.judge import JudgeReward
+    from tinyrl.rewards.trial import render, render_judge, try_function, try_judge
 
-        reward = _reward(use, settings or [], timeout)
-        graded_as, rows = _rows(task, data, num_rows)
-        if isinstance(reward, JudgeReward):
-            reward.start()
-            judged = try_judge(reward, graded_as, rows)
-            print(render_judge(judged))
-            failed = judged.is_weak
-        else:
-            trial = try_function(use, graded_as, rows, timeout_s=timeout)
-            print(render(trial))
-            failed = trial.would_stop_a_run
-    if failed:
-        raise typer.Exit(3)
+    reward = _reward(use, settings or [], timeout)
+    graded_as, rows = _rows(task, data, num_rows)
+    if isinstance(reward, JudgeReward):
+        reward.start()
+        judged = try_judge(reward, graded_as, rows)
+        print(render_judge(judged))
+        return 3 * judged.is_weak
+    trial = try_function(use, graded_as, rows, timeout_s=timeout)
+    print(render(trial))
+    return 3 * trial.would_stop_a_run
 
 
-@rewards.command("attack")
 def reward_attack(
     use: Use,
     data: Data,
@@ -135,22 +98,19 @@ def reward_attack(
     task: TaskName = "rows",
     num_rows: Annotated[int, typer.Option(min=2, help="how many rows")] = 8,
     timeout: Timeout = 60.0,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Look for texts that score high and are wrong, before a policy finds them. Exits with 3 where there are some."""
-    with sentences(debug):
-        from tinyrl.rewards.attack import attack, render
+    from tinyrl.rewards.attack import attack, render
 
-        reward = _reward(use, settings or [], timeout)
-        graded_as, rows = _rows(task, data, num_rows)
-        try:
-            reward.start()
-            found = attack(reward, use, graded_as, rows)
-        finally:
-            reward.close()
-        print(render(found))
-    if found.holes or found.is_blind:
-        raise typer.Exit(3)
+    reward = _reward(use, settings or [], timeout)
+    graded_as, rows = _rows(task, data, num_rows)
+    try:
+        reward.start()
+        found = attack(reward, use, graded_as, rows)
+    finally:
+        reward.close()
+    print(render(found))
+    return 3 * bool(found.holes or found.is_blind)
 
 
 def _rows(task: str, data: str, num_rows: int) -> tuple[Task, list[Row]]:
@@ -165,7 +125,6 @@ def _reward(use: str, settings: list[str], timeout: float) -> FunctionReward | J
     import yaml
 
     from tinyrl.config.recipe import build_config
-    from tinyrl.config.yaml_reader import Source
     from tinyrl.rewards.functions import FunctionReward
     from tinyrl.rewards.judge import JudgeReward
 
@@ -180,11 +139,10 @@ def _reward(use: str, settings: list[str], timeout: float) -> FunctionReward | J
             raise ValueError(f"{setting}: name=value, such as url=http://127.0.0.1:8000/v1")
         values[name] = value if name in ("url", "model", "rubric") else yaml.safe_load(value)
     written = {"method": "grpo", "reward": {"functions": [{"use": "judge", **values}]}}
-    [judged_by] = build_config(Source("settings", written)).reward.functions
+    [judged_by] = build_config(written).reward.functions
     return JudgeReward(judged_by, timeout_s=timeout)
 
 
-@environments.command("test")
 def environment_test(
     use: Annotated[list[str], typer.Argument(metavar="FILE.py:NAME|search|python")],
     data: Data,
@@ -196,38 +154,35 @@ def environment_test(
         float | None, typer.Option(min=0.1, max=1e6, help="seconds a call may take; 30, python 5")
     ] = None,
     max_observation_tokens: Annotated[int, typer.Option(min=1, help="after so many, a reply is cut")] = 256,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Answer scripted turns (gold answers, calls, nothing, nonsense): replies, time per call, failures, repeatable."""
-    with sentences(debug):
-        from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS, EnvironmentConfig
-        from tinyrl.environments.environment import Environment
-        from tinyrl.environments.trial import CHARS_A_TOKEN, render, try_environment
-        from tinyrl.workers.loading import parse_use
+    from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS, EnvironmentConfig
+    from tinyrl.environments.environment import Environment
+    from tinyrl.environments.trial import CHARS_A_TOKEN, render, try_environment
+    from tinyrl.workers.loading import parse_use
 
-        if len(use) > 1 and not tools:
-            raise ValueError(f"one environment at a time, and these are {len(use)}; of several tools, say --tools")
-        for each in use if tools or use[0] not in BUILT_IN_ENVIRONMENTS else []:
-            parse_use(each, setting="environment.tools" if tools else "environment.use", classes=True)
-        graded_as, rows = _rows(task, data, num_rows)
-        config = EnvironmentConfig(
-            use=None if tools else use[0],
-            tools=use if tools else [],
-            corpus=corpus,
-            timeout_s=timeout,
-            max_observation_tokens=max_observation_tokens,
-        )
-        environment = Environment(
-            config, task=task, respond=None, use=None, stop=(), length=lambda text: len(text) // CHARS_A_TOKEN
-        )
-        try:
-            environment.start()  # its imports are not part of a call's time
-            names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "prompts"))
-            columns = {name: [row.get(name) for row in rows] for name in names}
-            gold = [graded_as.gold(row) for row in rows]
-            trial = try_environment(environment, [graded_as.prompt(row) for row in rows], columns, gold=gold)
-        finally:
-            environment.close()
-        print(render(trial))
-    if trial.would_stop_a_run:
-        raise typer.Exit(3)
+    if len(use) > 1 and not tools:
+        raise ValueError(f"one environment at a time, and these are {len(use)}; of several tools, say --tools")
+    for each in use if tools or use[0] not in BUILT_IN_ENVIRONMENTS else []:
+        parse_use(each, setting="environment.tools" if tools else "environment.use", classes=True)
+    graded_as, rows = _rows(task, data, num_rows)
+    config = EnvironmentConfig(
+        use=None if tools else use[0],
+        tools=use if tools else [],
+        corpus=corpus,
+        timeout_s=timeout,
+        max_observation_tokens=max_observation_tokens,
+    )
+    environment = Environment(
+        config, task=task, respond=None, use=None, stop=(), length=lambda text: len(text) // CHARS_A_TOKEN
+    )
+    try:
+        environment.start()  # its imports are not part of a call's time
+        names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "prompts"))
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        gold = [graded_as.gold(row) for row in rows]
+        trial = try_environment(environment, [graded_as.prompt(row) for row in rows], columns, gold=gold)
+    finally:
+        environment.close()
+    print(render(trial))
+    return 3 * trial.would_stop_a_run

@@ -65,7 +65,6 @@ def address_space() -> int | None:
 
 
 def _tell(error: Exception) -> int:
-    """Print what an error says; the exit code."""
     from tinyrl.text import redact, visible
 
     code, said = 2, str(error).partition(FRAMES)[0]

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from tinyrl.cli.errors import sentences
-from tinyrl.cli.options import (
-    Debug,
-    Device,
-    Json,
-    RunOptions,
-    TrustRemoteCode,
-    complete_setting,
-    ending_together,
-    quiet_libraries,
-)
-from tinyrl.runs.launched import launched
+from tinyrl.cli.options import Json, setting_words
+from tinyrl.runs.launched import Options, launched
 from tinyrl.runs.run_dir import finite
-
-if TYPE_CHECKING:
-    from tinyrl.rollout.components import Options
 
 NumPrompts = Annotated[int, typer.Option(min=1, help="how many prompts")]
 Samples = Annotated[int, typer.Option(min=1, help="samples a prompt")]
@@ -37,12 +24,7 @@ TaskFolder = Annotated[str | None, typer.Option(help="of --benchmark: tasks of y
 def evaluate(
     target: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL")],
     settings: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[section.key=value]...",
-            help="of reward, generation and task, in place of the run's: reward.model=PATH",
-            autocompletion=complete_setting,
-        ),
+        list[str] | None, setting_words("of reward, generation and task, in place of the run's: reward.model=PATH")
     ] = None,
     vs: Annotated[
         str | None,
@@ -66,62 +48,44 @@ def evaluate(
     limit: Limit = None,
     task_folder: TaskFolder = None,
     json_output: Json = False,
-    device: Device = "auto",
-    trust_remote_code: TrustRemoteCode = False,
-    debug: Debug = False,
-) -> None:
-    """Evaluate a run, a checkpoint or a model: a policy on held-out prompts, a reward model on held-out rows."""
-    quiet_libraries()
-    with ending_together(), sentences(debug):
-        from tinyrl.cli.preflight import check_evaluation
-        from tinyrl.evaluation.targets import Asked
-
-        options = RunOptions(device, trust_remote_code, debug).of_parts()
-        if benchmark is not None:
-            if vs or task or data or save_samples or best_of > 1:
-                raise ValueError("--benchmark has its own data and judge; --vs and such are for held-out rows")
-            names = list(filter(None, benchmark.split(",")))
-            _benchmark(target, settings or [], names, few_shot, limit, task_folder, json_output, options)
-            return
-        if few_shot is not None or limit or task_folder:
-            raise ValueError("--few-shot, --limit and --task-folder are for --benchmark")
-        asked = Asked(task, data, tuple(settings or ()), split, num_prompts, samples, best_of, save_samples)
-        check_evaluation(target, asked, vs=vs)
-        from tinyrl.evaluation.table import render
-        from tinyrl.evaluation.versus import evaluate_target
-
-        result = evaluate_target(target, asked, vs=vs, options=options)
-        if launched().rank == 0:
-            print(render(result, as_json=json_output))
-
-
-def _benchmark(
-    target: str,
-    settings: list[str],
-    names: list[str],
-    few_shot: int | None,
-    limit: int | None,
-    folder: str | None,
-    json_output: bool,
+    *,
     options: Options,
 ) -> None:
-    from tinyrl.tools.benchmarks import Asked, benchmark, render
-    from tinyrl.tools.chat.target import chat_target
+    """Evaluate a run, a checkpoint or a model: a policy on held-out prompts, a reward model on held-out rows."""
+    if benchmark is not None:
+        if vs or task or data or save_samples or best_of > 1:
+            raise ValueError("--benchmark has its own data and judge; --vs and such are for held-out rows")
+        if launched().world_size > 1:
+            raise ValueError("--benchmark works in one process, and several were launched")
+        from tinyrl.tools.benchmarks import benchmark as scored
+        from tinyrl.tools.benchmarks import render as rendered
+        from tinyrl.tools.chat.target import chat_target
 
-    if launched().world_size > 1:
-        raise ValueError("--benchmark works in one process, and several were launched")
-    asked = Asked(tuple(names), few_shot, limit, folder)
-    result = benchmark(chat_target(target, settings), asked, options=options)
-    print(json.dumps(finite(result), default=str) if json_output else render(result))
+        names, policy = [name for name in benchmark.split(",") if name], chat_target(target, settings or [])
+        scores = scored(policy, names, few_shot=few_shot, limit=limit, folder=task_folder, options=options)
+        print(json.dumps(finite(scores), default=str) if json_output else rendered(scores))
+        return
+    if few_shot is not None or limit or task_folder:
+        raise ValueError("--few-shot, --limit and --task-folder are for --benchmark")
+    from tinyrl.cli.preflight import check_evaluation
+    from tinyrl.evaluation.targets import Asked
+
+    asked = Asked(task, data, tuple(settings or ()), split, num_prompts, samples, best_of, save_samples)
+    check_evaluation(target, asked, vs=vs)
+    from tinyrl.evaluation.table import render
+    from tinyrl.evaluation.versus import evaluate_target
+
+    result = evaluate_target(target, asked, vs=vs, options=options)
+    if launched().rank == 0:
+        print(render(result, as_json=json_output))
 
 
 def compare(
     words: Annotated[
         list[str],
-        typer.Argument(
-            metavar="POLICY... [section.key=value]...",
-            help="runs, checkpoints or models; settings of reward, generation and task for all of them",
-            autocompletion=complete_setting,
+        setting_words(
+            "runs, checkpoints or models; settings of reward, generation and task for all of them",
+            before="POLICY... ",
         ),
     ],
     vs: Annotated[str, typer.Option(help="the policy that the others are compared with: a run, a checkpoint, a model")],
@@ -133,27 +97,23 @@ def compare(
         typer.Option(min=1, max=1000, metavar="N", help="a row too for the best of N samples of --vs by the reward"),
     ] = 1,
     json_output: Json = False,
-    device: Device = "auto",
-    trust_remote_code: TrustRemoteCode = False,
-    debug: Debug = False,
+    *,
+    options: Options,
 ) -> None:
     """Judge several policies alike and print one table: reward, KL, length, win rates against --vs."""
-    quiet_libraries()
-    with ending_together(), sentences(debug):
-        from tinyrl.cli.preflight import check_evaluation
-        from tinyrl.evaluation.targets import Asked
+    from tinyrl.cli.preflight import check_evaluation
+    from tinyrl.evaluation.targets import Asked
 
-        settings = tuple(word for word in words if "=" in word)
-        targets = [word for word in words if "=" not in word]
-        if not targets:
-            raise ValueError("which policies? tinyrl compare RUN... --vs RUN")
-        for target in (*targets, vs):
-            check_evaluation(target, Asked(task, settings=settings), vs=vs)
-        from tinyrl.evaluation.table import render_comparison
-        from tinyrl.evaluation.versus import compare_policies
+    settings = tuple(word for word in words if "=" in word)
+    targets = [word for word in words if "=" not in word]
+    if not targets:
+        raise ValueError("which policies? tinyrl compare RUN... --vs RUN")
+    for target in (*targets, vs):
+        check_evaluation(target, Asked(task, settings=settings), vs=vs)
+    from tinyrl.evaluation.table import render_comparison
+    from tinyrl.evaluation.versus import compare_policies
 
-        asked = Asked(task, settings=settings, num_prompts=num_prompts, samples=samples, best_of=best_of)
-        options = RunOptions(device, trust_remote_code, debug).of_parts()
-        rows = compare_policies(targets, asked, vs=vs, options=options)
-        if launched().rank == 0:
-            print(render_comparison(rows, as_json=json_output))
+    asked = Asked(task, settings=settings, num_prompts=num_prompts, samples=samples, best_of=best_of)
+    rows = compare_policies(targets, asked, vs=vs, options=options)
+    if launched().rank == 0:
+        print(render_comparison(rows, as_json=json_output))

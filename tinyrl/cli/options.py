@@ -1,23 +1,22 @@
-"""What commands share: options, completions, libraries that keep quiet, processes that end together."""
+"""What commands share: the frame around each, options, libraries that keep quiet, processes that end together."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Annotated, Any, Literal
 
 import typer
 
-from tinyrl.cli.errors import address_space
-
-if TYPE_CHECKING:
-    from tinyrl.rollout.components import Options
+from tinyrl.cli.errors import address_space, sentences
+from tinyrl.runs.launched import Options
+from tinyrl.runs.signals import StopFlag
 
 # Turns of the loop in which an OpenMP thread waits before it sleeps: the most that costs nothing when alone. Two
 # threads on two cores, seconds of a GRPO step of a small model, alone and beside a process that computes: 300,000 turns
@@ -35,25 +34,49 @@ def complete_setting(incomplete: str) -> list[str]:
     return [name for name in [*packaged_recipes(), *keys] if name.startswith(incomplete)]
 
 
+def setting_words(what: str, *, before: str = "") -> Any:
+    """The argument of settings on the command line, and of what stands before them."""
+    return typer.Argument(metavar=f"{before}[section.key=value]...", help=what, autocompletion=complete_setting)
+
+
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="where to run")]
-Debug = Annotated[bool, typer.Option("--debug", help="show a traceback with an error")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="run Python code that comes with a hub model")
 ]
-Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+Debug = Annotated[bool, typer.Option("--debug", help="show a traceback with an error")]
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    device: str
-    trust_remote_code: bool
-    debug: bool
+def framed(function: Callable[..., Any], *, stops: bool = False) -> Callable[..., None]:
+    """A command: `function`, whose errors are sentences without --debug. One that takes `options` loads models, and has
+    --device and --trust-remote-code. It may return its exit code, or a function that gives it: what trains, whose
+    errors are bugs. stops: a signal sets a flag, and the work in hand is finished.
+    """
+    signature = inspect.signature(function, eval_str=True)
+    loads = "options" in signature.parameters
+    shared: dict[str, tuple[Any, Any]] = {"device": (Device, "auto"), "trust_remote_code": (TrustRemoteCode, False)}
+    shared = (shared if loads else {}) | {"debug": (Debug, False)}
+    parameters = [one for one in signature.parameters.values() if one.name != "options"]
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, (kind, default) in shared.items()
+    ]
 
-    def of_parts(self) -> Options:
-        """Those that loading takes; torch is imported now."""
-        from tinyrl.rollout.components import Options
+    def command(*, debug: bool, **given: Any) -> None:
+        with StopFlag() if stops else nullcontext(), ending_together():
+            with sentences(debug):
+                if loads:
+                    quiet_libraries()
+                    given["options"] = Options(given.pop("device"), given.pop("trust_remote_code"))
+                found: Any = function(**given)
+            code: Any = found() if callable(found) else found
+            if code:
+                raise typer.Exit(code)
 
-        return Options(device=self.device, trust_remote_code=self.trust_remote_code)
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    command.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    return command
 
 
 @contextmanager

@@ -7,13 +7,12 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import click
 import typer
 
-from tinyrl.cli.errors import sentences
-from tinyrl.cli.options import Debug, Json
+from tinyrl.cli.options import Json
 
 RunFolder = Annotated[str, typer.Argument(metavar="RUN")]
 
@@ -26,29 +25,26 @@ def report(
         str | None,
         typer.Option(metavar="FOLDER", help="of several runs: where to write; default the folder of the first run's"),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Write report.html and report.png of a run, finished or going on, or of several runs together."""
-    with sentences(debug):
-        from tinyrl.tools.report import write_overlay, write_report
+    from tinyrl.tools.report import write_overlay, write_report
 
-        folders = [Path(run) for run in runs]
-        if output is not None and len(folders) == 1:
-            raise ValueError("--output is for a report of several runs; that of one run is in its folder")
-        parent = Path(output) if output is not None else folders[0].resolve().parent
-        for path in write_report(folders[0]) if len(folders) == 1 else write_overlay(folders, parent):
-            print(path)
+    folders = [Path(run) for run in runs]
+    if output is not None and len(folders) == 1:
+        raise ValueError("--output is for a report of several runs; that of one run is in its folder")
+    parent = Path(output) if output is not None else folders[0].resolve().parent
+    for path in write_report(folders[0]) if len(folders) == 1 else write_overlay(folders, parent):
+        print(path)
 
 
-def checkpoints(run: RunFolder, json_output: Json = False, debug: Debug = False) -> None:
+def checkpoints(run: RunFolder, json_output: Json = False) -> None:
     """List the checkpoints of a run: step, size, metric, and whether each verifies."""
-    with sentences(debug):
-        from tinyrl.runs.run_dir import open_run
-        from tinyrl.runs.summary import list_verified, render
+    from tinyrl.runs.run_dir import open_run
+    from tinyrl.runs.summary import list_verified, render
 
-        opened = open_run(run)
-        listed = list_verified(opened)
-        print(json.dumps([vars(one) for one in listed]) if json_output else render(opened, listed))
+    opened = open_run(run)
+    listed = list_verified(opened)
+    print(json.dumps([vars(one) for one in listed]) if json_output else render(opened, listed))
 
 
 def samples(
@@ -70,33 +66,30 @@ def samples(
     prompt: Annotated[
         int | None, typer.Option(min=0, metavar="I", help="to prompt I: at --step, or step after step")
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Print samples of a run: prompt, what was written and what was read between turns, reward, why it ended."""
     notes: list[str] = []
-    with sentences(debug):
-        from tinyrl.runs import samples as found
-        from tinyrl.runs.run_dir import open_run
+    from tinyrl.runs.run_dir import open_run
+    from tinyrl.runs.samples import render, select_samples
 
-        asked = ["--worst"] * worst + ["--unsolved"] * unsolved + ["--most-changed"] * most_changed
-        asked += ["--prompt"] * (prompt is not None)
-        if len(asked) > 1:
-            raise ValueError(f"{' and '.join(asked)}: one of them at a time")
-        opened = open_run(run)
-        path = opened.samples
-        which: dict[str, Any] = {"kind": kind, "step": step, "num": num, "notes": notes}
-        if worst:
-            rows = found.worst_samples(path, **which)
-        elif unsolved:
-            rows = found.unsolved_samples(path, **which, solved_reward=opened.read_config().task.solved_reward)
-        elif most_changed:
-            rows = found.most_changed_samples(path, **which)
-        elif prompt is not None and step is None:
-            rows = found.samples_over_time(path, kind=kind, prompt=prompt, num=num, notes=notes)
-        else:
-            rows = found.read_samples(path, **which, prompt=prompt)
+    asked = ["--worst"] * worst + ["--unsolved"] * unsolved + ["--most-changed"] * most_changed
+    asked += ["--prompt"] * (prompt is not None)
+    if len(asked) > 1:
+        raise ValueError(f"{' and '.join(asked)}: one of them at a time")
+    opened = open_run(run)
+    rows = select_samples(
+        opened.samples,
+        notes,
+        kind=kind,
+        step=step,
+        num=num,
+        prompt=prompt,
+        worst=worst,
+        most_changed=most_changed,
+        unsolved=opened.read_config().task.solved_reward if unsolved else None,
+    )
     in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    text = found.render(rows, grey=lambda text: typer.style(text, dim=True) if in_colour else text)
+    text = render(rows, grey=lambda text: typer.style(text, dim=True) if in_colour else text)
     _show(text or "every prompt of that step has a sample that is right", notes)
 
 
@@ -107,26 +100,24 @@ def prompts(
         str | None,
         typer.Option(metavar="FILE.jsonl", help="write the rows of prompts never solved, or forgotten, as task.data"),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Training prompts by what became of them: never solved, always solved, forgotten."""
     notes: list[str] = []
-    with sentences(debug):
-        from tinyrl.runs.run_dir import open_run
-        from tinyrl.runs.samples import HARD, hard_keys, prompt_texts, read_prompt_stats, render_prompt_stats
-        from tinyrl.tasks import row_texts
+    from tinyrl.runs.run_dir import open_run
+    from tinyrl.runs.samples import HARD, hard_keys, prompt_texts, read_prompt_stats, render_prompt_stats
+    from tinyrl.tasks import row_texts
 
-        opened = open_run(run)
-        prompt_stats = read_prompt_stats(opened.prompts, notes)
-        hard = {record.index: record.key for record in prompt_stats if record.standing in HARD}
-        texts = prompt_texts(opened.samples, {*hard})
-        if texts.keys() < hard.keys():
-            texts = row_texts(opened, hard, notes) | texts
-        text = render_prompt_stats(prompt_stats, texts, num=num)
-        if export_hard is not None:
-            from tinyrl.tasks import export_rows
+    opened = open_run(run)
+    prompt_stats = read_prompt_stats(opened.prompts, notes)
+    hard = {record.index: record.key for record in prompt_stats if record.standing in HARD}
+    texts = prompt_texts(opened.samples, {*hard})
+    if texts.keys() < hard.keys():
+        texts = row_texts(opened, hard, notes) | texts
+    text = render_prompt_stats(prompt_stats, texts, num=num)
+    if export_hard is not None:
+        from tinyrl.tasks import export_rows
 
-            text += f"\n\n{export_rows(opened.read_config(), hard_keys(prompt_stats), Path(export_hard))}"
+        text += f"\n\n{export_rows(opened.read_config(), hard_keys(prompt_stats), Path(export_hard))}"
     _show(text, notes)
 
 

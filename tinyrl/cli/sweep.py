@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tinyrl.cli.errors import sentences
-from tinyrl.cli.options import Debug, Device, Json, TrustRemoteCode, quiet_libraries
+from tinyrl.cli.options import Json
 from tinyrl.cli.train import WORDS, OutputDir, config_of
 from tinyrl.errors import Interrupted
+from tinyrl.runs.launched import Options
 
 if TYPE_CHECKING:
     from tinyrl.tools.sweep import Sweep
@@ -29,41 +29,36 @@ def sweep(
     ] = False,
     at_once: Annotated[int | None, typer.Option(min=1, help="runs at a time; default one a core, on a GPU one")] = None,
     json_output: Json = False,
-    device: Device = "auto",
-    trust_remote_code: TrustRemoteCode = False,
-    debug: Debug = False,
-) -> None:
+    *,
+    options: Options,
+) -> int:
     """Train a recipe under several settings and seeds (run.seed=1,2,3), and say which can be told apart."""
-    quiet_libraries()
-    from tinyrl.runs.signals import StopFlag
     from tinyrl.tools.sweep import Sweep, members, render, run, to_json
 
-    with StopFlag(), sentences(debug):
-        if resume is not None:
-            if words or name or halve:
-                raise ValueError("--resume needs nothing else: sweep.json of the folder says everything")
-            folder = Path(resume)
-            given = Sweep.read(folder)
-        else:
-            options = ["--device", device] + ["--trust-remote-code"] * trust_remote_code
-            given = _new(words or [], halve=halve, at_once=at_once, device=device, options=options)
-            folder = _folder(Path(output_dir), name)
-        runs = members(given, folder, config_of=config_of)
-        if resume is None:
-            folder.mkdir(parents=True)
-            given.write(folder)
-        told = "" if json_output else f"sweep {folder}: {len(runs)} runs, {given.at_once} at a time"
-        print(told, end="\n" * bool(told), flush=True)
-        try:
-            code = run(given, folder, runs, tell=lambda line: None if json_output else print(line, flush=True))
-        except Interrupted:
-            print(f"stopped; nothing is lost. Go on with:\n  tinyrl sweep --resume {folder}")
-            raise
-        print(json.dumps(to_json(runs)) if json_output else f"\n{render(runs)}\n\nreport   {folder}/report.html")
-    raise typer.Exit(code)
+    if resume is not None:
+        if words or name or halve:
+            raise ValueError("--resume needs nothing else: sweep.json of the folder says everything")
+        folder = Path(resume)
+        given = Sweep.read(folder)
+    else:
+        given = _new(words or [], halve=halve, at_once=at_once, options=options)
+        folder = _folder(Path(output_dir), name)
+    runs = members(given, folder, config_of=config_of)
+    if resume is None:
+        folder.mkdir(parents=True)
+        given.write(folder)
+    told = "" if json_output else f"sweep {folder}: {len(runs)} runs, {given.at_once} at a time"
+    print(told, end="\n" * bool(told), flush=True)
+    try:
+        code = run(given, folder, runs, tell=lambda line: None if json_output else print(line, flush=True))
+    except Interrupted:
+        print(f"stopped; nothing is lost. Go on with:\n  tinyrl sweep --resume {folder}")
+        raise
+    print(json.dumps(to_json(runs)) if json_output else f"\n{render(runs)}\n\nreport   {folder}/report.html")
+    return code
 
 
-def _new(words: list[str], *, halve: bool, at_once: int | None, device: str, options: list[str]) -> Sweep:
+def _new(words: list[str], *, halve: bool, at_once: int | None, options: Options) -> Sweep:
     from tinyrl.config.recipe import method_of
     from tinyrl.tools.sweep import Sweep, axes_of, rungs, side_by_side
 
@@ -73,14 +68,15 @@ def _new(words: list[str], *, halve: bool, at_once: int | None, device: str, opt
     import torch
 
     threads, count = first.run.threads, math.prod(map(len, axes.values()))
-    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+    if options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available()):
         best = 1
     else:
         if threads == "auto" and "run.threads" not in axes:
             shared, threads = [*shared, "run.threads=1"], 1
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         best = side_by_side(count, max(1, cores // (threads if isinstance(threads, int) else 1)))
-    given = Sweep(first.method, shared, axes, halve, at_once or best, options)
+    of_each = ["--device", options.device] + ["--trust-remote-code"] * options.trust_remote_code
+    given = Sweep(first.method, shared, axes, halve, at_once or best, of_each)
     if halve:
         rungs(2, first)  # says what is missing
     return given

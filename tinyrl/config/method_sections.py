@@ -84,6 +84,10 @@ class OnPolicySection(Section):
     entropy_coef_step: PositiveFloat = Field(default=0.005, description="how far a step moves a steered entropy_coef")
     entropy_coef_max: PositiveFloat = Field(default=1.0, description="most that a steered entropy_coef comes to")
 
+    @property
+    def batch_size(self) -> int:
+        return self.num_prompts * getattr(self, "group_size", 1)
+
     @model_validator(mode="before")
     @classmethod
     def _fill_preset(cls, data: Any) -> Any:
@@ -118,10 +122,6 @@ class GrpoConfig(OnPolicySection):
     mismatch_floor: Share = Field(default=0.0, description="of the masks: weights below it are zero, too (IcePop)")
     refill_rounds: NonNegative = Field(default=0, description="most rounds of fresh prompts for groups without spread")
 
-    @property
-    def batch_size(self) -> int:
-        return self.num_prompts * self.group_size
-
 
 class PpoConfig(OnPolicySection):
     presets = PPO_PRESETS
@@ -147,10 +147,6 @@ class PpoConfig(OnPolicySection):
     def group_size(self) -> int:
         return 1
 
-    @property
-    def batch_size(self) -> int:
-        return self.num_prompts
-
 
 class DistillConfig(OnPolicySection):
     presets = DISTILL_PRESETS
@@ -160,10 +156,6 @@ class DistillConfig(OnPolicySection):
         default="divergence", description="distance of the distributions, or a policy gradient on sampled tokens"
     )
     on_policy: Share = Field(default=1.0, description="share of prompts sampled; others have given answers")
-
-    @property
-    def batch_size(self) -> int:
-        return self.num_prompts * self.group_size
 
 
 class SftConfig(Section):

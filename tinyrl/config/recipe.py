@@ -82,7 +82,7 @@ def read_recipe(path: Path, *, max_bytes: int = MAX_RECIPE_BYTES) -> Source:
     return Source(name=str(path), values=values, places=places)
 
 
-def apply_overrides(source: Source, overrides: list[str]) -> Source:
+def apply_overrides(source: Source, overrides: Sequence[str]) -> Source:
     """Return `source` with `section.key=value` overrides laid over it; values are read as YAML."""
     values, places = deepcopy(source.values), dict(source.places)
     for override in overrides:
@@ -173,8 +173,9 @@ def _check_used(override: str, method: str) -> None:
         raise ValueError(f"override '{shortened(override)}': `{section}` is for {users}, not for {method}.{meant}")
 
 
-def build_config(source: Source) -> Config:
-    """Validate nested values; ValueError puts the first problems into sentences."""
+def build_config(settings: Source | dict[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Validate nested values with overrides laid over them; ValueError puts the first problems into sentences."""
+    source = apply_overrides(settings if isinstance(settings, Source) else Source("settings", settings), overrides)
     check_familiar(source)
     try:
         return Config.model_validate(source.values)
@@ -206,7 +207,7 @@ def written_config(source: Source, *, overrides: Sequence[str] = ()) -> Config:
     task, run = values.get("task"), values.get("run")
     if isinstance(task, dict) and isinstance(run, dict) and "seed" in run:
         task.setdefault("split_seed", run["seed"])
-    config = build_config(apply_overrides(Source(source.name, values, source.places), list(overrides)))
+    config = build_config(Source(source.name, values, source.places), overrides)
     asked = {override.partition("=")[0] for override in overrides}
     for problem in without_effect(config):
         if problem.partition("=")[0] in asked:

@@ -159,17 +159,13 @@ class Idle(NamedTuple):
     why: str
 
 
-def _each(settings: str, under: str, where: Callable[[Config], bool], why: str) -> list[Idle]:
-    """The same for several settings of a section: "lora.r alpha dropout"."""
-    section, _, names = settings.partition(".")
-    return [Idle(f"{section}.{name}", under, where, why) for name in names.split()]
-
-
-def _either(setting: str, under: str, where: Callable[[Any], bool], why: str) -> list[Idle]:
-    """The same in the sections of grpo and of ppo; `where` gets the section."""
+def _idle(settings: str, under: str, where: Callable[[Config], bool], why: str) -> list[Idle]:
+    """The same for several settings of a section ("lora.r alpha"), or of two methods' ("grpo|ppo.kl_placement")."""
+    sections, _, names = settings.partition(".")
     return [
-        Idle(f"{own}.{setting}", f"{own}.{under}", lambda config, own=own: where(getattr(config, own)), why)
-        for own in ("grpo", "ppo")
+        Idle(f"{section}.{name}", under.replace("own.", f"{section}."), where, why)
+        for section in sections.split("|")
+        for name in names.split()
     ]
 
 
@@ -184,94 +180,89 @@ def _own_backbone(config: Config) -> bool:
 
 
 WITHOUT_EFFECT = [
-    *_each(
+    *_idle(
         "lora.r alpha dropout target_modules", "lora.enabled", lambda c: not c.lora.enabled,
         "it is of the adapters, and every weight is trained here",
     ),
-    Idle(
+    *_idle(
         "task.solved_reward", "task.skip_solved", lambda c: c.task.skip_solved == 0 and c.task.sampler == "uniform",
         "no prompt is chosen by what was right",
     ),
-    *_each(
+    *_idle(
         "task.sampler_uniform sampler_half_life", "task.sampler", lambda c: c.task.sampler == "uniform",
         "prompts come in epochs",
     ),
-    *_each(
+    *_idle(
         "reward.model_label model_weight", "reward.model", lambda c: c.reward.model is None, "there is no reward model"
     ),
-    Idle(
+    *_idle(
         "reward.truncated_penalty", "reward.truncated", lambda c: c.reward.truncated != "penalize",
         "only reward.truncated=penalize subtracts it",
     ),
-    *_each(
+    *_idle(
         "environment.corpus top_k", "environment.use", lambda c: c.environment.use not in (None, "search"),
         "only environment.use=search has passages",
     ),
-    *_each(
+    *_idle(
         "generation.url timeout_s server_sleep", "generation.engine", lambda c: c.generation.engine != "server",
         "only generation.engine=server asks one",
     ),
-    Idle(
+    *_idle(
         "grpo.advantage_scale", "grpo.advantage", lambda c: c.grpo.advantage != "group",
         "only advantages against the group are divided by a deviation",
     ),
-    Idle("grpo.gamma", "grpo.advantage", lambda c: not c.grpo.advantage.endswith("-return"), "only returns discount"),
-    *_each(
+    *_idle("grpo.gamma", "grpo.advantage", lambda c: not c.grpo.advantage.endswith("-return"), "only returns discount"),
+    *_idle(
         "grpo.clip_eps clip_eps_high dual_clip", "grpo.loss", lambda c: c.grpo.loss == "cispo",
         "cispo has no clipped ratio, and grpo.ratio_cap is its bound",
     ),
-    Idle("grpo.ratio_cap", "grpo.loss", lambda c: c.grpo.loss != "cispo", "it is the cap of cispo's weights"),
-    Idle(
+    *_idle("grpo.ratio_cap", "grpo.loss", lambda c: c.grpo.loss != "cispo", "it is the cap of cispo's weights"),
+    *_idle(
         "grpo.mismatch_cap", "grpo.mismatch", lambda c: c.grpo.mismatch == "none",
         "there are no weights against a mismatch",
     ),
-    Idle(
+    *_idle(
         "grpo.mismatch_floor", "grpo.mismatch", lambda c: not c.grpo.mismatch.endswith("mask"),
         "only the masks, token-mask and sequence-mask, have a floor",
     ),
-    Idle("grpo.refill_rounds", "grpo.group_size", lambda c: c.grpo.group_size == 1, "a group of one has no spread"),
-    *_either("kl_placement", "kl_coef", lambda own: own.kl_coef == 0, "there is no KL term"),
-    *_either("kl_estimator", "kl_coef", lambda own: own.kl_coef == 0, "there is no KL term"),
-    Idle("grpo.kl_ratio_weight", "grpo.kl_coef", lambda c: c.grpo.kl_coef == 0, "there is no KL term"),
-    Idle(
+    *_idle("grpo.refill_rounds", "grpo.group_size", lambda c: c.grpo.group_size == 1, "a group of one has no spread"),
+    *_idle(
+        "grpo|ppo.kl_placement kl_estimator", "own.kl_coef", lambda c: c.on_policy.kl_coef == 0, "there is no KL term"
+    ),
+    *_idle("grpo.kl_ratio_weight", "grpo.kl_coef", lambda c: c.grpo.kl_coef == 0, "there is no KL term"),
+    *_idle(
         "grpo.kl_ratio_weight", "grpo.kl_placement", lambda c: c.grpo.kl_placement == "reward",
         "only a KL in the loss is weighted by the ratio",
     ),
-    *_either(
-        "entropy_coef_step", "entropy_target", lambda own: own.entropy_target is None, "entropy_coef is not steered"
+    *_idle(
+        "grpo|ppo.entropy_coef_step entropy_coef_max", "own.entropy_target",
+        lambda c: c.on_policy.entropy_target is None, "entropy_coef is not steered",
     ),
-    *_either(
-        "entropy_coef_max", "entropy_target", lambda own: own.entropy_target is None, "entropy_coef is not steered"
-    ),
-    Idle(
+    *_idle(
         "ppo.gae_lambda", "ppo.gae_lambda_alpha", lambda c: c.ppo.gae_lambda_alpha is not None,
         "the length of a response gives lambda; the critic's own is ppo.critic_gae_lambda",
     ),
-    Idle(
-        "ppo.target_kl", "ppo.kl_controller", lambda c: c.ppo.kl_controller == "fixed",
-        "only the adaptive controller has a target",
+    *_idle(
+        "ppo.target_kl kl_horizon", "ppo.kl_controller", lambda c: c.ppo.kl_controller == "fixed",
+        "only the adaptive controller has one",
     ),
-    Idle(
-        "ppo.kl_horizon", "ppo.kl_controller", lambda c: c.ppo.kl_controller == "fixed",
-        "only the adaptive controller has a horizon",
-    ),
-    Idle("ppo.stop_kl", "ppo.minibatch_size", _one_update, "a rollout's only update cannot end early"),
-    Idle(
+    *_idle("ppo.stop_kl", "ppo.minibatch_size", _one_update, "a rollout's only update cannot end early"),
+    *_idle(
         "ppo.value_coef", "critic.kind", _own_backbone,
         "only under critic.kind=shared do the losses of policy and critic move the same weights; the critic's pace "
         "is optim.critic_learning_rate",
     ),
-    *_each("ppo.ptx_data ptx_batch_size", "ppo.ptx_coef", lambda c: c.ppo.ptx_coef == 0, "a weight of 0 reads no text"),
-    *_each(
+    *_idle("ppo.ptx_data ptx_batch_size", "ppo.ptx_coef", lambda c: c.ppo.ptx_coef == 0, "a weight of 0 reads no text"),
+    *_idle(
         "teacher.path hint divergence top_k quantization timeout_s coef_schedule", "teacher.coef",
         lambda c: not c.learns_from_teacher, "a weight of 0 reads no teacher",
     ),
-    Idle(
+    *_idle(
         "teacher.divergence", "distill.objective", lambda c: c.method == "distill" and c.distill.objective == "sampled",
         "only the log-probability of the token that came is used",
     ),
-    Idle("dpo.label_smoothing", "dpo.loss", lambda c: c.dpo.loss != "sigmoid", "only sigmoid has it"),
-    Idle("dpo.target_margin", "dpo.loss", lambda c: c.dpo.loss != "simpo", "only simpo has a margin"),
+    *_idle("dpo.label_smoothing", "dpo.loss", lambda c: c.dpo.loss != "sigmoid", "only sigmoid has it"),
+    *_idle("dpo.target_margin", "dpo.loss", lambda c: c.dpo.loss != "simpo", "only simpo has a margin"),
 ]  # fmt: skip
 
 

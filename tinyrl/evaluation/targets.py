@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tinyrl.config.methods import and_list
-from tinyrl.config.recipe import apply_overrides, build_config
+from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
-from tinyrl.config.yaml_reader import Source
 from tinyrl.data.rows import example_rows, prompt_key
 from tinyrl.data.shapes import shared_prompt
 from tinyrl.runs.checkpoint import checkpoint_of
@@ -100,7 +99,7 @@ def find(path: str, asked: Asked) -> Target:
     if asked.data is not None:  # read as the run's rows are
         values = config.model_dump()
         values["task"] |= {"eval_data": asked.data}
-        config = resolve(build_config(Source("settings", values)))
+        config = resolve(build_config(values))
     return Target(path, run, None, config)
 
 
@@ -156,7 +155,7 @@ def measured_by(first: Config, other: Target) -> Config:
     values = first.model_dump() | {"model": theirs.model.model_dump(), "lora": theirs.lora.model_dump()}
     if not other.is_policy:
         values["task"] |= {name: getattr(theirs.task, name) for name in RENDERING}
-    return build_config(Source("settings", values))
+    return build_config(values)
 
 
 def _key(setting: str) -> str:
@@ -201,4 +200,4 @@ def _as_asked(values: dict[str, Any], asked: Asked) -> Config:
     if any(_key(setting) in JUDGES for setting in asked.settings):
         of_run = values.get("reward", {})
         values["reward"] = {name: of_run[name] for name in ("timeout_s", "memory_gb") if name in of_run}
-    return resolve(build_config(apply_overrides(Source("settings", values), list(asked.settings))))
+    return resolve(build_config(values, asked.settings))

@@ -29,7 +29,6 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from tinyrl.config.embedded import starter_path
 from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
-from tinyrl.config.yaml_reader import Source
 from tinyrl.models.build import build_roles
 from tinyrl.models.loading import load_model_config, load_tokenizer
 from tinyrl.models.lora import POLICY_ADAPTER
@@ -280,7 +279,7 @@ def stand_in(config: Config, folder: Path) -> Config:
     values["environment"] = {}
     if environment.use or environment.tools:
         values["generation"]["max_new_tokens"] += (environment.max_turns - 1) * environment.max_observation_tokens
-    return build_config(Source("settings", values))
+    return build_config(values)
 
 
 def _columns(config: Config) -> tuple[str, ...]:

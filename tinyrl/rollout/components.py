@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,6 +32,7 @@ from tinyrl.rewards.judge import JudgeGone
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rewards.trial import check_gold, check_judges
+from tinyrl.runs.launched import Options
 from tinyrl.runs.rng_state import seed_generators
 from tinyrl.tasks import Task, load_split, load_task
 from tinyrl.tasks.answers import template_fault
@@ -40,18 +40,6 @@ from tinyrl.tasks.prompts import PreparedPrompt, prepare_prompts
 from tinyrl.text import visible
 
 SHOWN_TOKENS = 64
-
-
-@dataclass
-class Options:
-    """Command-line options that are not part of the configuration, and so not of what defines a run.
-
-    weights: False loads everything but the numbers of models, which are then on the meta device (models/meta.py).
-    """
-
-    device: str = "auto"
-    trust_remote_code: bool = False
-    weights: bool = True
 
 
 def trainer_of(method: str) -> Any:

@@ -1,4 +1,4 @@
-"""Processes of a launch (`accelerate launch`, torchrun): how many there are, and which of them this one is."""
+"""How a command was launched: its options, and the processes of `accelerate launch` or torchrun; this one is which."""
 
 from __future__ import annotations
 
@@ -12,6 +12,18 @@ SHARDED = {
     "DeepSpeed": "ACCELERATE_USE_DEEPSPEED",
     "Megatron": "ACCELERATE_USE_MEGATRON_LM",
 }
+
+
+@dataclass
+class Options:
+    """Command-line options that are not part of the configuration, and so not of what defines a run.
+
+    weights: False loads everything but the numbers of models, which are then on the meta device (models/meta.py).
+    """
+
+    device: str = "auto"
+    trust_remote_code: bool = False
+    weights: bool = True
 
 
 @dataclass(frozen=True)

@@ -432,106 +432,148 @@ AT_ONCE = (nonfinite_steps, loss_is_none, dropped_rewards, hardly_asked, held_ou
 
 @dataclass(frozen=True)
 class Metric:
-    """meaning and healthy: the line under a chart, or of: the metric whose line it is; column: its name in the progress
-    display; row: in the summary of a run; checks: what may be found by it. Shown in the order of the table.
+    """key: as metrics.jsonl has it; held: its held-out counterpart. meaning and healthy: the line under its chart.
+
+    title, unit: of its chart in the report (no title: none), where share is per cent, from_zero, floor and any_scale (a
+    logarithmic one is fine) are about the axis, greedy: greedy held-out values are drawn too, skip_zero: not where it
+    is zero throughout. label: in tables of results; column: in the progress display; row: in the summary of a run;
+    checks: what may be found by it. Everything is shown in the order of the table.
     """
 
+    key: str
     meaning: str = ""
     healthy: str = ""
-    of: str = ""
+    held: str = ""
+    title: str = ""
+    unit: str = ""
+    share: bool = False
+    from_zero: bool = False
+    floor: float = -math.inf
+    any_scale: bool = False
+    greedy: bool = False
+    skip_zero: bool = False
+    label: str = ""
     column: str = ""
     row: str = ""
     checks: tuple[Check, ...] = ()
 
+    @property
+    def keys(self) -> tuple[str, str]:
+        """Its key in training and held out; "" where there is none."""
+        return ("", self.key) if self.key.startswith("eval/") else (self.key, self.held)
 
-METRICS = {
-    "optim/skipped_steps": Metric(checks=(nonfinite_steps,)),
-    "reward/dropped": Metric("Completions without a valid reward.", "0; failed_rewards.jsonl says why.",
-        checks=(dropped_rewards,)),
-    "judge/requests": Metric("Questions to judges that were not in their cache.", "as many as planned."),
-    "judge/cached": Metric("Questions whose reply was kept from before.", "all of them in a rerun."),
-    "judge/tokens": Metric("Tokens that judges read and wrote.", "steady; this is what they cost."),
-    "judge/seconds": Metric("Seconds spent waiting for judges.", "below sampling; else raise at_once."),
-    "environment/turns": Metric("How often the policy speaks in an episode.", "as many as the task needs.",
-        checks=(hardly_asked,)),
-    "environment/invalid_calls": Metric("Turns that the environment could not read.", "falls towards 0."),
-    "environment/observation_tokens": Metric("What the environment answered; read, not learnt.", "steady."),
-    "environment/out_of_turns": Metric("Episodes that ended at environment.max_turns.",
-        "falls; else allow more turns."),
-    "reward/zero_spread_groups": Metric("Groups whose completions all scored the same: advantage 0.",
-        "below half; else prompts are too easy or too hard.", checks=(zero_spread,)),
-    "reward/std": Metric("How much rewards differ.", "above 0; at 0 there is nothing to tell better from worse."),
-    "eval/reward_std": Metric(of="reward/std"),
-    "reward/mean": Metric("The mean score.",
+
+TABLE = (
+    Metric("optim/skipped_steps", checks=(nonfinite_steps,)),
+    Metric("reward/mean", "The mean score.",
         "held-out rises with training; training up while held-out falls is memorising or a reward that is being gamed.",
-        column="reward", checks=(ceiling,)),
-    "loss": Metric(of="preference/loss", column="loss", checks=(loss_is_none,)),
-    "preference/loss": Metric("What is minimised.", "training and held-out fall together."),
-    "completion/thinking_tokens": Metric("Tokens until thinking ends.", "below generation.max_thinking_tokens."),
-    "completion/thinking_closed": Metric("Responses whose thinking was closed for them.",
-        "falls; else allow more thinking, or make it pay to think less."),
-    "completion/truncated": Metric("Completions cut at generation.max_new_tokens.",
-        "below 5 %; what is cut is scored unfinished.", checks=(truncation,)),
-    "eval/truncated": Metric(of="completion/truncated"),
-    "reward/functions": Metric("The same in training.", "what rises here rises held out too.",
+        held="eval/reward_mean", title="Reward", unit="higher is better", greedy=True, label="Reward", column="reward",
+        checks=(dropped_rewards, hardly_asked, zero_spread, ceiling)),
+    Metric("eval/greedy/reward_mean", label="Reward, greedy"),
+    Metric("loss", held="eval/loss", label="Loss", column="loss", checks=(loss_is_none,)),
+    Metric("preference/loss", "What is minimised.", "training and held-out fall together."),
+    Metric("eval/reward_mean", column="held-out", row="held-out reward, mean", checks=(held_out_falls,)),
+    Metric("eval/reward_median", row="held-out reward, median"),
+    Metric("eval/pass@1", "Held-out prompts solved by one try.",
+        "rises with the reward; else the reward measures something else.", title="pass@1",
+        unit="held-out, full marks", share=True, from_zero=True, greedy=True, label="pass@1", column="pass@1",
+        row="pass@1, sampled"),
+    Metric("eval/greedy/pass@1", row="pass@1, greedy"),
+    Metric("reward/functions", "The same in training.", "what rises here rises held out too.",
         checks=(reward_conflict,)),
-    "eval/functions": Metric("",
+    Metric("eval/functions", "",
         "all rise together; one up while another falls is the first sign that the reward is being gamed."),
-    "eval/reward_mean": Metric(of="reward/mean", column="held-out", row="held-out reward, mean",
-        checks=(held_out_falls,)),
-    "eval/reward_median": Metric(row="held-out reward, median"),
-    "eval/pass@1": Metric("Held-out prompts solved by one try.",
-        "rises with the reward; else the reward measures something else.", column="pass@1", row="pass@1, sampled"),
-    "eval/greedy/pass@1": Metric(row="pass@1, greedy"),
-    "objective/kl": Metric("How far the policy has moved from its start.",
-        "a slow rise that buys reward; a jump is too large a step.", column="kl", checks=(kl_blow_up,)),
-    "eval/kl": Metric(of="objective/kl", row="KL to the reference, nats"),
-    "eval/loss": Metric(of="preference/loss", row="loss, held-out"),
-    "eval/perplexity": Metric(row="perplexity, held-out"),
-    "preference/nll": Metric("How well the chosen answers are predicted.", "falls."),
-    "preference/kl": Metric("KTO's estimate of how far the policy has moved.", "small, and no steady rise."),
-    "rewards/accuracy": Metric("Pairs whose chosen side is preferred.", "rises above 50 %, held out too.",
-        column="accuracy"),
-    "eval/accuracy": Metric(of="rewards/accuracy", row="accuracy, held-out"),
-    "eval/ece": Metric(row="calibration error, held-out"),
-    "rewards/margin": Metric("Reward of the chosen side less that of the rejected one.", "grows.", column="margin"),
-    "rewards/sides": Metric("Both sides of the pairs.", "they part; both may fall."),
-    "policy/sides_logprobs": Metric("How likely both sides are.",
-        "they part; a steep fall of the chosen is forgetting."),
-    "policy/entropy": Metric("How undecided the policy is.",
-        "a slow fall; near 0 all completions of a prompt are alike and nothing more is learnt.", column="entropy",
-        checks=(entropy_collapse,)),
-    "eval/entropy": Metric(of="policy/entropy"),
-    "teacher/loss": Metric("Distance to the teacher, which is minimised.", "falls towards 0.", column="distance"),
-    "teacher/kl": Metric("How much likelier its tokens are to the policy than to the teacher.", "falls towards 0."),
-    "teacher/quarters": Metric("The same by where a token stands in its response.",
+    Metric("teacher/loss", "Distance to the teacher, which is minimised.", "falls towards 0.",
+        title="Distance to the teacher", unit="nats per token", from_zero=True, column="distance"),
+    Metric("teacher/kl", "How much likelier its tokens are to the policy than to the teacher.", "falls towards 0."),
+    Metric("teacher/quarters", "The same by where a token stands in its response.",
         "all fall; a last one that stays high is where responses leave what the teacher knows."),
-    "teacher/logprob": Metric("How likely the policy's tokens are to the teacher.", "rises.",
-        checks=(far_from_teacher,)),
-    "policy/clipfrac": Metric("Tokens outside the clip range.",
-        "below 20 %; more means steps too large or too many for one rollout."),
-    "policy/sampling_gap": Metric(checks=(mismatch,)),
-    "completion/mean_length": Metric("Tokens that the policy wrote.",
-        "steady, or growing with the reward; growing alone is length creep.", column="length",
+    Metric("teacher/logprob", "How likely the policy's tokens are to the teacher.", "rises.",
+        title="Teacher's log-probability", unit="nats per token", checks=(far_from_teacher,)),
+    Metric("objective/kl", "How far the policy has moved from its start.",
+        "a slow rise that buys reward; a jump is too large a step.", held="eval/kl", title="KL from the reference",
+        unit="nats per response", from_zero=True, label="KL", column="kl", checks=(kl_blow_up,)),
+    Metric("eval/kl", row="KL to the reference, nats"),
+    Metric("eval/loss", row="loss, held-out"),
+    Metric("eval/perplexity", row="perplexity, held-out"),
+    Metric("rewards/accuracy", "Pairs whose chosen side is preferred.", "rises above 50 %, held out too.",
+        held="eval/accuracy", share=True, label="Accuracy", column="accuracy"),
+    Metric("eval/accuracy", row="accuracy, held-out"),
+    Metric("eval/ece", unit="mean distance of predictions from what turned out", label="Calibration error",
+        row="calibration error, held-out"),
+    Metric("rewards/margin", "Reward of the chosen side less that of the rejected one.", "grows.", column="margin"),
+    Metric("rewards/sides", "Both sides of the pairs.", "they part; both may fall."),
+    Metric("policy/sides_logprobs", "How likely both sides are.",
+        "they part; a steep fall of the chosen is forgetting."),
+    Metric("policy/entropy", "How undecided the policy is.",
+        "a slow fall; near 0 all completions of a prompt are alike and nothing more is learnt.", held="eval/entropy",
+        title="Entropy", unit="nats per token", from_zero=True, label="Entropy", column="entropy",
+        checks=(entropy_collapse,)),
+    Metric("completion/mean_length", "Tokens that the policy wrote.",
+        "steady, or growing with the reward; growing alone is length creep.", held="eval/mean_length",
+        title="Completion length", unit="tokens", from_zero=True, label="Length", column="length",
         checks=(length_creep,)),
-    "eval/mean_length": Metric(of="completion/mean_length"),
-    "value/loss": Metric("The critic's squared error.", "falls at first, then steady."),
-    "value/explained_variance": Metric("What the critic knows of the returns.",
-        "rises towards 1; at 0 or below it is no better than their mean.", checks=(idle_critic,)),
-    "value/grad_norm": Metric("", "falls as the critic learns, then steady."),
-    "optim/grad_norm": Metric("",
-        "steady; single spikes are cut at optim.max_grad_norm, a rising trend is instability."),
-    "optim/learning_rate": Metric(
-        "As the schedule has it. A reward that falls while this is highest asks for a lower one."),
-    "tokens_per_second": Metric(column="tokens/s"),
-    "time": Metric("", "the same from step to step; sampling and update take most of it."),
-}  # fmt: skip
+    Metric("completion/truncated", "Completions cut at generation.max_new_tokens.",
+        "below 5 %; what is cut is scored unfinished.", held="eval/truncated", title="Cut at the length limit",
+        unit="share of completions", share=True, from_zero=True, skip_zero=True, label="Cut at the limit",
+        checks=(truncation,)),
+    Metric("completion/thinking_tokens", "Tokens until thinking ends.", "below generation.max_thinking_tokens."),
+    Metric("completion/thinking_closed", "Responses whose thinking was closed for them.",
+        "falls; else allow more thinking, or make it pay to think less."),
+    Metric("environment/turns", "How often the policy speaks in an episode.", "as many as the task needs.",
+        held="eval/environment/turns", title="Turns", unit="the policy's in an episode", from_zero=True, greedy=True,
+        label="Turns"),
+    Metric("environment/invalid_calls", "Turns that the environment could not read.", "falls towards 0.",
+        held="eval/environment/invalid_calls", title="Invalid calls", unit="turns an episode", from_zero=True,
+        skip_zero=True, label="Invalid calls"),
+    Metric("environment/observation_tokens", "What the environment answered; read, not learnt.", "steady.",
+        held="eval/environment/observation_tokens", title="Tokens read", unit="the environment's, an episode",
+        from_zero=True),
+    Metric("environment/out_of_turns", "Episodes that ended at environment.max_turns.",
+        "falls; else allow more turns.", held="eval/environment/out_of_turns", title="Out of turns",
+        unit="share of episodes", share=True, from_zero=True, skip_zero=True),
+    Metric("preference/nll", "How well the chosen answers are predicted.", "falls.", title="Likelihood loss",
+        unit="ORPO's, nats per token", from_zero=True),
+    Metric("preference/kl", "KTO's estimate of how far the policy has moved.", "small, and no steady rise.",
+        title="KL estimate", unit="KTO's, nats an answer", from_zero=True, skip_zero=True),
+    Metric("value/loss", "The critic's squared error.", "falls at first, then steady.", title="Value loss",
+        unit="lower is better", from_zero=True, any_scale=True),
+    Metric("value/explained_variance", "What the critic knows of the returns.",
+        "rises towards 1; at 0 or below it is no better than their mean.", title="Explained variance",
+        unit="1 is best", floor=-1, checks=(idle_critic,)),
+    Metric("reward/std", "How much rewards differ.", "above 0; at 0 there is nothing to tell better from worse.",
+        held="eval/reward_std", title="Spread of rewards", unit="standard deviation", from_zero=True),
+    Metric("reward/zero_spread_groups", "Groups whose completions all scored the same: advantage 0.",
+        "below half; else prompts are too easy or too hard.", title="Groups without spread",
+        unit="they teach nothing", share=True, from_zero=True, skip_zero=True),
+    Metric("reward/dropped", "Completions without a valid reward.", "0; failed_rewards.jsonl says why.",
+        title="Rewards dropped", unit="completions without a valid one", from_zero=True, skip_zero=True),
+    Metric("judge/requests", "Questions to judges that were not in their cache.", "as many as planned."),
+    Metric("judge/cached", "Questions whose reply was kept from before.", "all of them in a rerun."),
+    Metric("judge/tokens", "Tokens that judges read and wrote.", "steady; this is what they cost."),
+    Metric("judge/seconds", "Seconds spent waiting for judges.", "below sampling; else raise at_once."),
+    Metric("policy/clipfrac", "Tokens outside the clip range.",
+        "below 20 %; more means steps too large or too many for one rollout.", title="Clip fraction",
+        unit="share of tokens", share=True, from_zero=True, skip_zero=True),
+    Metric("policy/sampling_gap", checks=(mismatch,)),
+    Metric("optim/grad_norm", "",
+        "steady; single spikes are cut at optim.max_grad_norm, a rising trend is instability.", title="Gradient norm",
+        unit="policy, before clipping", from_zero=True, any_scale=True),
+    Metric("value/grad_norm", "", "falls as the critic learns, then steady.", title="Critic's gradient norm",
+        unit="before clipping", from_zero=True, any_scale=True),
+    Metric("optim/learning_rate",
+        "As the schedule has it. A reward that falls while this is highest asks for a lower one.",
+        title="Learning rate", unit="policy", from_zero=True),
+    Metric("tokens_per_second", column="tokens/s"),
+    Metric("time", "", "the same from step to step; sampling and update take most of it."),
+)  # fmt: skip
+METRICS = {metric.key: metric for metric in TABLE}
 
 
 def meaning_of(key: str) -> str:
     """What a chart's metric means and what is healthy; "" where it is not one of tinyrl's."""
-    key = "loss" if key.startswith("loss/") else key
-    metric = METRICS.get(key) or METRICS.get(key.removeprefix("eval/")) or Metric()
-    metric = METRICS[metric.of] if metric.of else metric
-    text = f"{metric.meaning} Healthy: {metric.healthy}" if metric.healthy else metric.meaning
+    key = "preference/loss" if key.removeprefix("eval/").partition("/")[0] == "loss" else key
+    named = (one for one in TABLE if key in (one.key, one.held, f"eval/{one.key}") and one.meaning + one.healthy)
+    of = next(named, Metric(key))
+    text = f"{of.meaning} Healthy: {of.healthy}" if of.healthy else of.meaning
     return text.strip().replace(" %", "\u00a0%")

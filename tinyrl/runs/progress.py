@@ -131,7 +131,6 @@ class Display:
             self._bar.update(self._task, description=PHASE(what))
 
     def close(self) -> None:
-        """Stop drawing; notes are still printed."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

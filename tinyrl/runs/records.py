@@ -34,7 +34,6 @@ MOST_STEPS = 64
 MOST_PROMPTS = 16  # at a step that is neither the first nor the last
 MOST_COMPLETIONS = 8  # token by token
 MOST_TOKENS = 400  # of a completion; of longer ones, the start and the end
-PIECE_CHARACTERS = 200
 NUMBERS = ("advantage", "old", "new", "ref", "teacher", "value", "reward")
 
 
@@ -95,7 +94,6 @@ def lost_lines(step: int, size: int) -> Iterator[bytes]:
 
 
 def read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
-    """The lines of metrics.jsonl by step."""
     steps: dict[int, dict[str, Any]] = {}
     for row in json_lines(path, notes):
         steps.setdefault(row["step"], {}).update(row)
@@ -216,32 +214,11 @@ def _whole(value: Any) -> int:
 # ---- token by token ----
 
 
-@dataclass(frozen=True)
-class Token:
-    """A piece of text; `chosen`: by the policy, else it was read. numbers: those of NUMBERS, NaN where unknown."""
-
-    piece: Excerpt
-    chosen: bool
-    numbers: dict[str, float]
-
-
-@dataclass(frozen=True)
-class TokenSample:
-    """A completion; `omitted` tokens are left out in the middle. reward: of all of it, NaN where unknown."""
-
-    step: int
-    kind: str
-    prompt_index: int
-    sample: int
-    reward: float
-    prompt: Excerpt
-    tokens: tuple[Token, ...]
-    omitted: int
-
-
-def read_last_tokens(path: Path, notes: list[str]) -> list[TokenSample]:
-    """The completions of the last step in tokens.jsonl that has any, at most MOST_COMPLETIONS."""
-    step, kept = -1, list[TokenSample]()
+def read_last_tokens(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """The completions of the last step in tokens.jsonl that has any, at most MOST_COMPLETIONS; of each token `piece`,
+    whether the policy has `chosen` it, and the NUMBERS that are known. `omitted` tokens are left out in the middle.
+    """
+    step, kept = -1, list[dict[str, Any]]()
     for row in json_lines(path, notes):
         tokens = row.get("tokens")
         if not isinstance(tokens, list) or row["step"] < step:
@@ -249,29 +226,9 @@ def read_last_tokens(path: Path, notes: list[str]) -> list[TokenSample]:
         if row["step"] > step:
             step, kept = row["step"], []
         if len(kept) < MOST_COMPLETIONS:
-            kept.append(_token_sample(row, [one for one in tokens if isinstance(one, dict)]))
+            tokens, omitted = _without_middle([one for one in tokens if isinstance(one, dict)], MOST_TOKENS)
+            kept.append({**row, "tokens": tokens, "omitted": omitted})
     return kept
-
-
-def _token_sample(row: dict[str, Any], tokens: list[dict[str, Any]]) -> TokenSample:
-    shown, omitted = _without_middle(tokens, MOST_TOKENS)
-    return TokenSample(
-        step=row["step"],
-        kind=str(row.get("kind", "")),
-        prompt_index=_whole(row.get("prompt_index")),
-        sample=_whole(row.get("sample")),
-        reward=number(row.get("reward")),
-        prompt=excerpt(str(row.get("prompt", "")), PROMPT_CHARACTERS),
-        tokens=tuple(
-            Token(
-                piece=excerpt(str(token.get("piece", "")), PIECE_CHARACTERS),
-                chosen=token.get("chosen") is not False,
-                numbers={name: number(token.get(name)) for name in NUMBERS},
-            )
-            for token in shown
-        ),
-        omitted=omitted,
-    )
 
 
 # ---- a run ----

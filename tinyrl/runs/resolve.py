@@ -12,7 +12,6 @@ from typing import Any
 from tinyrl.config.embedded import starter_path
 from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
-from tinyrl.config.yaml_reader import Source
 from tinyrl.runs.checkpoint import checkpoint_of
 from tinyrl.runs.run_dir import named_run, open_run
 
@@ -43,7 +42,7 @@ def resolve(config: Config) -> Config:
         if "max_observation_tokens" not in environment.model_fields_set:
             most = max(1, positions // 4 // max(1, environment.max_turns - 1))
             values["environment"]["max_observation_tokens"] = min(environment.max_observation_tokens, most)
-    return build_config(Source("settings", values))
+    return build_config(values)
 
 
 def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:

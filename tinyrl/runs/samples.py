@@ -34,105 +34,88 @@ PROMPT_CHARACTERS = 60
 # ---- which samples ----
 
 
-def read_samples(
-    path: Path, *, kind: Kind | None, step: int | None, num: int | None, notes: list[str], prompt: int | None = None
+def select_samples(
+    path: Path,
+    notes: list[str],
+    *,
+    kind: Kind | None = None,
+    step: int | None = None,
+    num: int | None = None,
+    prompt: int | None = None,
+    worst: bool = False,
+    most_changed: bool = False,
+    unsolved: float | None = None,
 ) -> list[Line]:
     """The first `num` lines (None: all) of samples.jsonl of a kind (None: any), a step (None: the last that has such
-    lines) and a prompt (None: any).
+    lines) and a prompt (None: any). What cannot be read is left out, and said in `notes`.
 
-    Lines that cannot be read are left out, and said in `notes`. Raises ValueError where there is none of that kind,
-    step and prompt, with the steps that there are.
+    worst: those with the lowest rewards, what has none last; unsolved: those to prompts with no sample at that step of
+    so high a reward; most_changed: pairs (`_pairs`); of a prompt without a step: one at each of `num` steps. Raises
+    ValueError where there is none, with the steps that there are.
     """
-    wanted, steps, kept = step, set[int](), list[Line]()
+    by_step: dict[int, list[Line]] = {}
     for row in samples_of(path, notes, kind=kind):
-        if prompt not in (None, row.get("prompt_index")):
-            continue
-        steps.add(row["step"])
-        if step is None and (wanted is None or row["step"] > wanted):
-            wanted, kept = row["step"], []
-        if row["step"] == wanted:
-            kept.append(row)
-    if not kept:
+        if prompt in (None, row.get("prompt_index")):
+            by_step.setdefault(row["step"], []).append(row)
+    if most_changed:
+        return _pairs(path, by_step, kinds=(kind,) if kind else ("eval-greedy", "eval"), step=step, num=num)
+    rows = by_step.get(max(by_step, default=0) if step is None else step, [])
+    if not rows:
         which = f" of kind {kind}" if kind else ""
         which += "" if prompt is None else f" of prompt {prompt}"
         which += "" if step is None else f" at step {step}"
-        there = f"there are some of step {listed(map(str, sorted(steps)))}" if steps else "there are none"
+        there = f"there are some of step {listed(map(str, sorted(by_step)))}" if by_step else "there are none"
         raise ValueError(f"{path}: no samples{which}; {there}")
-    return kept[:num]
+    if prompt is not None and step is None:
+        return _over_time(by_step, num or len(by_step))
+    if worst:
+        rows = sorted(rows, key=lambda row: (math.isnan(_reward(row)), _reward(row)))
+    if unsolved is not None:
+        solved = {_of(row, "kind", "prompt_index") for row in rows if _reward(row) >= unsolved}
+        rows = [row for row in rows if _of(row, "kind", "prompt_index") not in solved]
+    return rows[:num]
 
 
-def worst_samples(path: Path, *, kind: Kind | None, step: int | None, num: int, notes: list[str]) -> list[Line]:
-    """Those of a step with the lowest rewards, the lowest first; what has none comes last."""
-    rows = read_samples(path, kind=kind, step=step, num=None, notes=notes)
-    return sorted(rows, key=lambda row: (math.isnan(_reward(row)), _reward(row)))[:num]
-
-
-def unsolved_samples(
-    path: Path, *, kind: Kind | None, step: int | None, num: int, notes: list[str], solved_reward: float
+def _pairs(
+    path: Path, by_step: dict[int, list[Line]], *, kinds: tuple[Kind, ...], step: int | None, num: int | None
 ) -> list[Line]:
-    """Those of a step to prompts with no sample in it whose reward is `solved_reward` or more."""
-    rows = read_samples(path, kind=kind, step=step, num=None, notes=notes)
-    solved = {_of(row, "kind", "prompt_index") for row in rows if _reward(row) >= solved_reward}
-    return [row for row in rows if _of(row, "kind", "prompt_index") not in solved][:num]
-
-
-def most_changed_samples(path: Path, *, kind: Kind | None, step: int | None, num: int, notes: list[str]) -> list[Line]:
-    """Pairs, one behind the other: a sample of the first step that has any and the same sample at `step` (None: the
-    last). `num` pairs, those first whose rewards differ most, and of these whose texts agree least from their start.
-
-    Without a kind: greedy held-out ones, which chance has no part in, where there are any. Raises ValueError where two
-    steps have no sample in common.
+    """A sample of the first step that has any, behind it the same sample at `step` (None: the last): `num` pairs, those
+    first whose rewards differ most, and of these whose texts agree least from their start. Greedy held-out ones, which
+    chance has no part in, where there are any.
     """
-    kinds: tuple[Kind, ...] = (kind,) if kind else ("eval-greedy", "eval")
-    for each in kinds:
-        first, last = _ends(path, kind=each, step=step, notes=notes)
-        same = [key for key in last if key in first]
-        if same:
-            same.sort(key=lambda key: _change(first[key], last[key]), reverse=True)
-            return [row for key in same[:num] for row in (first[key], last[key])]
-        notes.clear()  # the next kind reads the same lines
+    for kind in kinds:
+        of_kind = {
+            at: {_of(row, "prompt_index", "sample"): row for row in rows if row.get("kind") == kind}
+            for at, rows in sorted(by_step.items())
+        }
+        steps = [at for at, rows in of_kind.items() if rows]
+        last = (steps or [0])[-1] if step is None else step
+        if len(steps) > 1 and last in steps[1:]:
+            first, then = of_kind[steps[0]], of_kind[last]
+            same = [key for key in then if key in first]
+            same.sort(key=lambda key: _change(first[key], then[key]), reverse=True)
+            if same:
+                return [row for key in same[:num] for row in (first[key], then[key])]
     raise ValueError(f"{path}: no two steps have a sample of the same prompt ({' or '.join(kinds)})")
 
 
-def samples_over_time(path: Path, *, kind: Kind | None, prompt: int, num: int, notes: list[str]) -> list[Line]:
-    """The first sample to a prompt at `num` steps, the first and the last among them, evenly apart. Without a kind:
-    held-out ones where there are any, else those of training, whose numbers of prompts are others.
+def _over_time(by_step: dict[int, list[Line]], num: int) -> list[Line]:
+    """The first sample at `num` steps, the first and the last among them, evenly apart: held-out ones where there are
+    any, else those of training, whose numbers of prompts are others.
     """
-    by_kind: dict[str, dict[int, Line]] = {}
-    for row in samples_of(path, notes, kind=kind):
-        if row.get("prompt_index") == prompt:
-            by_kind.setdefault(str(row.get("kind")), {}).setdefault(row["step"], row)
-    if not by_kind:
-        raise ValueError(f"{path}: no samples{f' of kind {kind}' if kind else ''} of prompt {prompt}")
-    steps = by_kind.get("eval") or next(iter(by_kind.values()))
-    rows = [steps[step] for step in sorted(steps)]
+    kinds = [row.get("kind") for rows in by_step.values() for row in rows]
+    kind = "eval" if "eval" in kinds else kinds[0]
+    firsts = [next((row for row in rows if row.get("kind") == kind), None) for _, rows in sorted(by_step.items())]
+    rows = [row for row in firsts if row is not None]
     apart = (len(rows) - 1) / max(1, num - 1)
     return rows if len(rows) <= num else [rows[round(i * apart)] for i in range(num)] if num > 1 else rows[-1:]
-
-
-def _ends(path: Path, *, kind: Kind, step: int | None, notes: list[str]) -> tuple[dict[Any, Line], dict[Any, Line]]:
-    """The samples of the first step and of `step` (None: the last), by prompt and number; nothing where it is one."""
-    kept: dict[int, dict[Any, Line]] = {}
-    for row in samples_of(path, notes, kind=kind):
-        at = row["step"]
-        if step is not None and at > step:
-            continue
-        if at not in kept and len(kept) == 2:
-            low, high = min(kept), max(kept)
-            if low < at < high:
-                continue
-            del kept[low if at < low else high]
-        kept.setdefault(at, {})[_of(row, "kind", "prompt_index", "sample")] = row
-    if len(kept) < 2 or (step is not None and step not in kept):
-        return {}, {}
-    return kept[min(kept)], kept[max(kept)]
 
 
 def _change(before: Line, after: Line) -> tuple[float, float]:
     difference = abs(_reward(after) - _reward(before))
     ours, theirs = (str(row.get("completion", "")) for row in (before, after))
-    shorter = min(len(ours), len(theirs))
-    same = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
+    both = zip(ours, theirs, strict=False)
+    same = next((i for i, (a, b) in enumerate(both) if a != b), min(len(ours), len(theirs)))
     return 0.0 if math.isnan(difference) else difference, 1.0 - same / max(1, len(ours), len(theirs))
 
 

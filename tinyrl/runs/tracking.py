@@ -89,7 +89,6 @@ class Trackers:
         self._live[name] = tracker
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Send the numbers of a step to every tracker that still works."""
         numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
         for name in [*self._live]:
             self._guarded(name, lambda name=name: _log(name, self._live[name], numbers, step))

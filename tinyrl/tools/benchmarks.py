@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import json
 from contextlib import closing
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -27,21 +26,19 @@ NAMES = {"math500": "hendrycks_math500", "aime24": "aime24", "arc": "arc_challen
 SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
 
 
-@dataclass(frozen=True)
-class Asked:
-    """names: tasks of lm-eval; few_shot: examples in the prompt, limit: documents of each (None: as the task says);
-    folder: with further tasks, as YAML. Prompts go through the chat template as the run's do (task.chat).
-    """
-
-    names: tuple[str, ...]
-    few_shot: int | None = None
-    limit: int | None = None
-    folder: str | None = None
-    batch_size: int = 8
-
-
-def benchmark(target: ChatTarget, asked: Asked, *, options: Options) -> dict[str, Any]:
-    """Scores by task, with all that they depend on. Raises ValueError for tasks that lm-eval does not have, and where
+def benchmark(
+    target: ChatTarget,
+    names: list[str],
+    *,
+    few_shot: int | None = None,
+    limit: int | None = None,
+    folder: str | None = None,
+    batch_size: int = 8,
+    options: Options,
+) -> dict[str, Any]:
+    """Scores by task of lm-eval, with all that they depend on. few_shot: examples in the prompt, limit: documents of
+    each task (None: as the task says); folder: with further tasks, as YAML. Prompts go through the chat template as the
+    run's do (task.chat). Raises ValueError for tasks that lm-eval does not have, and where
     it, or something a task needs, is not installed.
     """
     try:
@@ -52,8 +49,9 @@ def benchmark(target: ChatTarget, asked: Asked, *, options: Options) -> dict[str
         raise ValueError(f"{error.name} is not installed: pip install 'tinyrl[benchmarks]'") from None
     evaluate: Any = lm_eval.simple_evaluate  # its types are those of its decorators
     model_of: Any = huggingface.HFLM
-    manager = TaskManager(include_path=asked.folder)
-    names = [NAMES.get(name, name) for name in asked.names]
+    manager = TaskManager(include_path=folder)
+    asked = {"names": names, "few_shot": few_shot, "limit": limit, "folder": folder, "batch_size": batch_size}
+    names = [NAMES.get(name, name) for name in names]
     for name in names:
         if name not in manager.all_tasks:
             raise ValueError(f"--benchmark: lm-eval has no task '{name}'.{did_you_mean(name, manager.all_tasks)}")
@@ -63,14 +61,14 @@ def benchmark(target: ChatTarget, asked: Asked, *, options: Options) -> dict[str
             load_policy(parts.roles, target.checkpoint)
         device = resolve_threads(parts)
         chat = in_chat(parts.tokenizer, where.chat)
-        model = model_of(pretrained=parts.roles.causal, tokenizer=parts.tokenizer, batch_size=asked.batch_size)
+        model = model_of(pretrained=parts.roles.causal, tokenizer=parts.tokenizer, batch_size=batch_size)
         try:
             with torch.inference_mode(), parts.roles.acting("policy" if target.checkpoint is not None else "base"):
                 found = evaluate(
                     model,
-                    tasks=list(names),
-                    num_fewshot=asked.few_shot,
-                    limit=asked.limit,
+                    tasks=names,
+                    num_fewshot=few_shot,
+                    limit=limit,
                     apply_chat_template=chat,
                     system_instruction=where.system_prompt if chat else None,
                     task_manager=manager,
@@ -83,7 +81,13 @@ def benchmark(target: ChatTarget, asked: Asked, *, options: Options) -> dict[str
         "checkpoint_sha256": _sha_of_checkpoint(target),
         "device": device,
         "harness": f"lm-eval {importlib.metadata.version('lm_eval')}",
-        "settings": {**asdict(asked), "chat": chat, "system_prompt": where.system_prompt if chat else None, **SEEDS},
+        "settings": {
+            **asked,
+            "batch_size": batch_size,
+            "chat": chat,
+            "system_prompt": where.system_prompt if chat else None,
+            **SEEDS,
+        },
         "tasks": {name: _task(found, name) for name in found["results"]},
     }
 

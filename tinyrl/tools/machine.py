@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import textwrap
 from importlib import metadata
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import psutil
 import torch
 from packaging.requirements import Requirement
 
+from tinyrl.runs.diagnosis import columns
 from tinyrl.runs.run_dir import versions
 from tinyrl.workers.process import CGROUP_LIMIT
 from tinyrl.workers.sandbox import why_not_isolated
@@ -36,6 +38,15 @@ def look_at_machine() -> dict[str, list[str]]:
         "sandbox": ["programs can be isolated"] if why is None else [f"programs cannot be isolated: {why}"],
         "missing": _missing() or ["nothing"],
     }
+
+
+def render(facts: dict[str, list[str]]) -> str:
+    width = columns()
+    return "\n".join(
+        textwrap.fill(line, width, initial_indent=f"{topic:12}", subsequent_indent=" " * 12)
+        for topic, lines in facts.items()
+        for line in lines
+    )
 
 
 def _device() -> list[str]:

@@ -13,7 +13,7 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -29,7 +29,7 @@ from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.collector import finalize_truncated, sample_and_score
 from tinyrl.rollout.components import Options, resolve_threads, trainer_of
 from tinyrl.runs.diagnosis import as_json, columns, counted, examples, in_words, row_line
-from tinyrl.runs.metrics import Finding, Row
+from tinyrl.runs.metrics import Finding, Row, known
 from tinyrl.tasks import load_split, load_task
 from tinyrl.tasks.grading import last_number, marked_answer, normalised_text, parse_number
 from tinyrl.tasks.prompts import PreparedPrompt
@@ -77,7 +77,7 @@ class Probe:
 
     @cached_property
     def rewards(self) -> list[float]:
-        return [line["reward"] for line in self.lines if not math.isnan(line["reward"])]
+        return _finite(self.lines)
 
     def is_right(self, line: Row) -> bool:
         return line["reward"] >= self.config.task.solved_reward
@@ -85,8 +85,8 @@ class Probe:
     @cached_property
     def pass_rates(self) -> list[float]:
         """Of each prompt; NaN where no completion of it has a reward."""
-        tried = [[line for line in group if not math.isnan(line["reward"])] for group in self.groups]
-        return [sum(map(self.is_right, group)) / len(group) if group else math.nan for group in tried]
+        solved = self.config.task.solved_reward
+        return [_mean(reward >= solved for reward in _finite(group)) for group in self.groups]
 
     @property
     def mean_rate(self) -> float:
@@ -107,7 +107,7 @@ class Probe:
         """
         if group_size > self.samples:
             return math.nan
-        return _mean(1 - _all_alike([line["reward"] for line in group], group_size) for group in self.groups)
+        return _mean(1 - _all_alike(_finite(group), group_size) for group in self.groups)
 
     @property
     def spread(self) -> float:
@@ -121,9 +121,13 @@ def _mean(values: Iterable[float]) -> float:
     return statistics.fmean(found) if found else math.nan
 
 
-def _all_alike(rewards: list[float], size: int) -> float:
-    """The chance that `size` of these rewards, drawn without putting back, are all the same; those without one too."""
-    known = [reward for reward in rewards if not math.isnan(reward)]
+def _finite(lines: list[Row]) -> list[float]:
+    """The rewards of those that have one."""
+    return [line["reward"] for line in lines if not math.isnan(line["reward"])]
+
+
+def _all_alike(known: list[float], size: int) -> float:
+    """The chance that `size` of these rewards, drawn without putting back, are all the same; 1 for fewer than two."""
     size = min(size, len(known))
     if size < 2:
         return 1.0
@@ -246,25 +250,18 @@ def write_rows(path: Path, rows: list[Row]) -> None:
 # ---- findings ----
 
 
-def _finding(
-    name: str, what: str, change: str, *, shown: Callable[[Row], float] = lambda row: 0.0, **figures: float
-) -> Finding:
-    return Finding(name, what, change, figures, rank=shown)
-
-
 def failing(seen: Probe) -> Finding | None:
     share, unrewarded = seen.share(lambda line: bool(line["failed"])), 1 - len(seen.rewards) / len(seen.lines)
     if not seen.config.trains.rewarded or unrewarded < 0.25:
         return None
     first = next((line["failed"] for line in seen.lines if line["failed"]), None)
     why = f"its functions failed, the first time so: {first}" if first else "its functions say that they do not apply"
-    return _finding(
+    return Finding(
         "rewards dropped",
         f"{unrewarded:.0%} of the completions have no reward: {why}.",
         "Try it on rows without a model: tinyrl reward test FILE.py:FUNCTION --data ROWS.",
-        shown=lambda row: float(math.isnan(row["reward"])),
-        dropped=unrewarded,
-        failed=share,
+        {"dropped": unrewarded, "failed": share},
+        rank=lambda row: float(math.isnan(row["reward"])),
     )
 
 
@@ -272,7 +269,7 @@ def cut_off(seen: Probe) -> Finding | None:
     share, most = seen.share(_is_cut), seen.config.generation.max_new_tokens
     if share < 0.2:
         return None
-    whole, cut = (_mean(_rewards_of(seen.lines, is_cut=is_cut)) for is_cut in (False, True))
+    whole, cut = (_mean(_finite([one for one in seen.lines if _is_cut(one) == it])) for it in (False, True))
     beside = "" if math.isnan(whole) or math.isnan(cut) else f"; their mean reward is {cut:.3g}, of those that end "
     beside += f"{whole:.3g}" if beside else ""
     room = int(min(2 * most, seen.positions - seen.longest_prompt))
@@ -285,14 +282,12 @@ def cut_off(seen: Probe) -> Finding | None:
         change = "Ask for shorter answers (task.system_prompt), or take a model with more positions."
     else:
         change = f"Raise the limit: generation.max_new_tokens={room}."
-    return _finding(
+    return Finding(
         "nothing ends" if share >= 0.98 else "cut off",
         f"{share:.0%} of the completions are cut off at {most} tokens (generation.max_new_tokens){beside}.",
         change,
-        shown=_is_cut,
-        truncated=share,
-        reward_cut=cut,
-        reward_whole=whole,
+        {"truncated": share, "reward_cut": cut, "reward_whole": whole},
+        rank=_is_cut,
     )
 
 
@@ -300,20 +295,16 @@ def _is_cut(line: Row) -> bool:
     return line["finish_reason"] == "length"
 
 
-def _rewards_of(lines: list[Row], *, is_cut: bool) -> list[float]:
-    return [line["reward"] for line in lines if _is_cut(line) == is_cut and not math.isnan(line["reward"])]
-
-
 def empty(seen: Probe) -> Finding | None:
     share = seen.share(lambda line: not line["completion"].strip())
     if share < 0.2:
         return None
-    return _finding(
+    return Finding(
         "empty completions",
         f"{share:.0%} of the completions hold no text: the policy ends its turn at once.",
         "Look at how the prompt ends (tinyrl train ... --dry-run): task.chat and task.chat_template decide on that.",
-        shown=lambda row: float(not row["completion"].strip()),
-        empty=share,
+        {"empty": share},
+        rank=lambda row: float(not row["completion"].strip()),
     )
 
 
@@ -325,13 +316,13 @@ def other_form(seen: Probe) -> Finding | None:
     missed = [line for line in wrong if _says(line["completion"], line["gold"])]
     if len(missed) < 0.2 * len(seen.lines):
         return None
-    return _finding(
+    return Finding(
         "right answers in another form",
         f"{len(missed) / len(seen.lines):.0%} of the completions say the gold answer, and are not scored as right: "
         f"the reward reads it as in {_end_of(str(missed[0]['gold']))!r}.",
         "Ask for that form in task.system_prompt, or teach it first by some steps of tinyrl train sft.",
-        shown=lambda row: float(bool(row["gold"]) and not seen.is_right(row) and _says(row["completion"], row["gold"])),
-        missed=len(missed) / len(seen.lines),
+        {"missed": len(missed) / len(seen.lines)},
+        rank=lambda row: float(bool(row["gold"]) and not seen.is_right(row) and _says(row["completion"], row["gold"])),
     )
 
 
@@ -357,12 +348,11 @@ def constant(seen: Probe) -> Finding | None:
         return None  # too hard, not blind
     if gold is not None and value >= seen.config.task.solved_reward and seen.gold and not seen.gold.warning:
         return None  # too easy
-    return _finding(
+    return Finding(
         "one reward for everything",
         f"All {len(seen.rewards)} completions, {len(texts)} of them different, have the reward {value:.3g}.",
         "Try the reward on rows without a model: tinyrl reward test FILE.py:FUNCTION --data ROWS.",
-        reward=value,
-        distinct=float(len(texts)),
+        {"reward": value, "distinct": float(len(texts))},
     )
 
 
@@ -373,35 +363,28 @@ def decided(seen: Probe) -> Finding | None:
     rate, spread = seen.mean_rate, seen.spread
     said = f"{1 - spread:.0%} of the groups would have the same reward for all their completions, which teaches nothing"
     if rate <= 0.2 and spread < 0.05:
-        return _finding(
+        return Finding(
             "too hard",
             f"{said}; {rate:.1%} of the completions are right.",
             "Easier prompts, some steps of tinyrl train sft on worked answers first, or a reward given in steps.",
-            shown=lambda row: _known_reward(row["reward"]),
-            with_spread=spread,
-            pass_rate=rate,
+            {"with_spread": spread, "pass_rate": rate},
+            rank=lambda row: known(row["reward"], -math.inf),
         )
     if rate >= 0.9:
-        return _finding(
+        return Finding(
             "too easy",
             f"{said}; {rate:.0%} of the completions are right.",
             "Harder prompts; of these, task.skip_solved=1 leaves out for an epoch those that are solved.",
-            shown=lambda row: -_known_reward(row["reward"]),
-            with_spread=spread,
-            pass_rate=rate,
+            {"with_spread": spread, "pass_rate": rate},
+            rank=lambda row: -known(row["reward"], -math.inf),
         )
-    return _finding(
+    return Finding(
         "prompts that are decided",
         f"{said}; {rate:.0%} of the completions are right.",
         "Draw the prompts that teach: task.sampler=difficulty, from these rates with --write ROWS.jsonl and "
         "task.data=ROWS.jsonl.",
-        with_spread=spread,
-        pass_rate=rate,
+        {"with_spread": spread, "pass_rate": rate},
     )
-
-
-def _known_reward(reward: float) -> float:
-    return -math.inf if math.isnan(reward) else reward
 
 
 def bigger_group(seen: Probe) -> Finding | None:
@@ -411,13 +394,12 @@ def bigger_group(seen: Probe) -> Finding | None:
         larger *= 2
     if size == 1 or not now < 0.5 or seen.with_spread(larger) < max(1.5 * now, 0.25):
         return None
-    return _finding(
+    return Finding(
         "group too small",
         f"{now:.0%} of groups of {size} would have rewards that differ, and {seen.with_spread(larger):.0%} of groups "
         f"of {larger}.",
         f"{seen.config.trains.own}.group_size={larger}, with as many prompts fewer for the same time.",
-        with_spread=now,
-        with_spread_then=seen.with_spread(larger),
+        {"with_spread": now, "with_spread_then": seen.with_spread(larger)},
     )
 
 
@@ -438,15 +420,14 @@ def repeating(seen: Probe) -> Finding | None:
     repeated = 1 - _mean(distinct) / seen.samples
     if (seen.knows_right and seen.mean_rate > 0.8) or not (same >= 0.75 or (narrow and repeated >= 0.5)):
         return None
-    return _finding(
+    return Finding(
         "all completions alike",
         f"{repeated:.0%} of the completions repeat another of the same prompt (entropy {seen.entropy:.2g} nats a "
         "token), so that groups have nothing to compare.",
         f"Sample more widely: {' '.join(narrow)}."
         if narrow
         else "Sample more widely: generation.temperature=1.3; or begin from a model that was trained for less long.",
-        repeated=repeated,
-        entropy=seen.entropy,
+        {"repeated": repeated, "entropy": seen.entropy},
     )
 
 
@@ -462,17 +443,12 @@ def too_hot(seen: Probe) -> Finding | None:
     if gap < 3 * noise or gap < 0.1 * spread or gap <= 0:
         return None
     greedy = _mean(greedy for greedy, _ in pairs if not math.isnan(greedy))
-    return _finding(
+    return Finding(
         "temperature too high",
         f"At temperature {temperature:g} the mean reward is {_mean(seen.rewards):.3g}, greedily it is {greedy:.3g}.",
         "generation.temperature=1.0.",
-        sampled=_mean(seen.rewards),
-        greedy=greedy,
+        {"sampled": _mean(seen.rewards), "greedy": greedy},
     )
-
-
-def _finite(group: list[Row]) -> list[float]:
-    return [line["reward"] for line in group if not math.isnan(line["reward"])]
 
 
 def by_length(seen: Probe) -> Finding | None:
@@ -489,12 +465,12 @@ def by_length(seen: Probe) -> Finding | None:
     if abs(correlation) < 0.8:
         return None
     way = "longer" if correlation > 0 else "shorter"
-    return _finding(
+    return Finding(
         "reward follows length",
         f"Among completions of one prompt the {way} get more (correlation {correlation:.2f}), whatever else they say.",
         "See whether it pays for length alone: tinyrl reward attack FILE.py:FUNCTION --data ROWS.",
-        shown=lambda row: _known_reward(row["reward"]),
-        correlation=correlation,
+        {"correlation": correlation},
+        rank=lambda row: known(row["reward"], -math.inf),
     )
 
 
@@ -504,12 +480,12 @@ def long_run(seen: Probe) -> Finding | None:
     if seconds < LONG_RUN_S:
         return None
     longest = max(seen.step, key=seen.step.__getitem__)
-    return _finding(
+    return Finding(
         "a long run",
         f"{seen.config.run.num_steps:,} steps take about {in_time(seconds)}, {seen.step[longest] / a_step:.0%} of it "
         f"{longest}.",
         "Fewer steps at first (run.num_steps); a run goes on with more of them: tinyrl fork RUN run.num_steps=N.",
-        seconds=seconds,
+        {"seconds": seconds},
     )
 
 
@@ -571,53 +547,46 @@ def to_json(seen: Probe) -> dict[str, Any]:
 
 def render(seen: Probe) -> str:
     """The facts, what the reward gives to which text, and the findings."""
-    table = [f"{name if i == 0 else '':10} {line}" for name, lines in _rows(seen) for i, line in enumerate(lines)]
+    table = [
+        f"{name if i == 0 else '':10} {line}" for name, lines in _table(seen).items() for i, line in enumerate(lines)
+    ]
     found = findings(seen)
     told = "nothing found that would keep it from learning" if not found else counted(found)
     return "\n\n".join(["\n".join([*seen.notes, *table]), told, *in_words(found, partial(examples, seen.lines))])
 
 
-def _rows(seen: Probe) -> Iterator[tuple[str, list[str]]]:
-    config, size = seen.config, seen.config.on_policy.group_size
-    yield (
-        "prompts",
-        [f"{len(seen.groups)} of {seen.num_there:,}, {seen.samples} completions each, in {in_time(seen.seconds)}"],
-    )
+def _table(seen: Probe) -> dict[str, list[str]]:
+    config, size, fact = seen.config, seen.config.on_policy.group_size, facts(seen)
+    table = {
+        "prompts": [
+            f"{fact['prompts']} of {seen.num_there:,}, {seen.samples} completions each, in {in_time(seen.seconds)}"
+        ]
+    }
     if seen.knows_right:
         most = max(histogram(seen).values()) or 1
-        yield "pass rate", [f"{n:9} {c:4} {'#' * math.ceil(BAR * c / most)}" for n, c in histogram(seen).items()]
+        table["pass rate"] = [f"{n:9} {c:4} {'#' * math.ceil(BAR * c / most)}" for n, c in histogram(seen).items()]
     if seen.rewards:
-        yield "groups", [f"{seen.spread:.0%} of {size if size > 1 else seen.samples} have rewards that differ"]
+        table["groups"] = [f"{seen.spread:.0%} of {size if size > 1 else seen.samples} have rewards that differ"]
         judged = [line.strip() for line in seen.gold.lines()] if seen.gold is not None else []
-        sampled, greedy = _mean(seen.rewards), _mean(_finite(seen.greedy))
-        yield "reward", [f"mean {number(sampled)}, greedily {number(greedy)}", *judged, *_highest_and_lowest(seen)]
-    lengths, limit = [line["tokens"] for line in seen.lines], config.generation.max_new_tokens
-    yield (
-        "tokens",
-        [f"{_mean(lengths):.1f} a completion, at most {max(lengths)}; {seen.share(_is_cut):.0%} cut off at {limit}"],
-    )
-    distinct = facts(seen)["distinct"]
-    yield (
-        "sampling",
-        [f"entropy {seen.entropy:.2g} nats a token; {distinct:.0%} of a prompt's completions are different"],
-    )
+        means = f"mean {number(_mean(seen.rewards))}, greedily {number(_mean(_finite(seen.greedy)))}"
+        table["reward"] = [means, *judged, *_highest_and_lowest(seen)]
+    lengths = f"{fact['mean_length']:.1f} a completion, at most {fact['longest']}"
+    table["tokens"] = [f"{lengths}; {fact['truncated']:.0%} cut off at {config.generation.max_new_tokens}"]
+    different = f"{fact['distinct']:.0%} of a prompt's completions are different"
+    table["sampling"] = [f"entropy {seen.entropy:.2g} nats a token; {different}"]
     a_step, steps = sum(seen.step.values()), config.run.num_steps
     phases = ", ".join(f"{name} {seconds:.2g}" for name, seconds in seen.step.items())
-    yield (
-        "time",
-        [f"{a_step:.2g} s a step ({phases}), {in_time(a_step * steps)} for {steps:,}, with completions like these"],
-    )
+    whole = f"{in_time(a_step * steps)} for {steps:,}, with completions like these"
+    table["time"] = [f"{a_step:.2g} s a step ({phases}), {whole}"]
     plan = f"{bytes_in_words(seen.plan.peak)} planned (while {seen.plan.highest}), " if seen.plan is not None else ""
-    yield "memory", [f"{plan}{seen.peak_gb:.2f} GB so far, without an optimizer step"]
+    table["memory"] = [f"{plan}{seen.peak_gb:.2f} GB so far, without an optimizer step"]
+    return table
 
 
 def _highest_and_lowest(seen: Probe) -> list[str]:
     """Completions of one prompt whose rewards are farthest apart."""
     judged = [[line for line in group if not math.isnan(line["reward"])] for group in seen.groups]
-    ends = [(max(g, key=_reward), min(g, key=_reward)) for g in judged if g]
-    high, low = max(ends, key=lambda pair: _reward(pair[0]) - _reward(pair[1]))
-    return [row_line(row, columns() - 11).strip() for row in ((high, low) if _reward(high) > _reward(low) else (high,))]
-
-
-def _reward(line: Row) -> float:
-    return line["reward"]
+    ends = [sorted(group, key=lambda line: -line["reward"])[:: max(1, len(group) - 1)] for group in judged if group]
+    shown = max(ends, key=lambda pair: pair[0]["reward"] - pair[-1]["reward"])
+    shown = shown if shown[0]["reward"] > shown[-1]["reward"] else shown[:1]
+    return [row_line(row, columns() - 11).strip() for row in shown]

@@ -26,11 +26,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinyrl.config.recipe import load_config
+from tinyrl.config.recipe import load_config, split_settings
 from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted
 from tinyrl.evaluation.statistics import interval, mean
 from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints
+from tinyrl.runs.metrics import known
 from tinyrl.runs.records import number, read_steps, samples_of
 from tinyrl.runs.signals import check_stop
 from tinyrl.text import number as shown
@@ -125,8 +126,6 @@ def axes_of(method: str, words: list[str]) -> tuple[list[str], dict[str, list[st
 
 
 def _is_taken(method: str, words: list[str]) -> bool:
-    from tinyrl.config.recipe import split_settings
-
     recipe, overrides = split_settings(words)
     try:
         load_config(method, recipe, overrides=overrides)
@@ -287,7 +286,7 @@ def ranking(runs: list[Member], step: int | None = None) -> list[Row]:
     settings = {m.setting: [other for other in runs if other.setting == m.setting] for m in runs}
     at = {name: _last_measured(group) if step is None else step for name, group in settings.items()}
     scores = {name: [m.score(at[name]) for m in group] for name, group in settings.items()}
-    order = sorted(settings, key=lambda name: -known(mean(scores[name])))
+    order = sorted(settings, key=lambda name: -known(mean(scores[name]), -math.inf))
     rows = []
     for name in order:
         best = order[0]
@@ -295,10 +294,6 @@ def ranking(runs: list[Member], step: int | None = None) -> list[Row]:
         low, high = interval([] if name == best else _pairs(settings[name], settings[best], at[name]))
         rows.append(Row(name, scores[name], at[name], mean(scores[name]) - mean(beside), (low, high)))
     return rows
-
-
-def known(value: float) -> float:
-    return -math.inf if math.isnan(value) else value
 
 
 def _last_measured(group: list[Member]) -> int:

@@ -16,7 +16,7 @@ from tinyrl.rollout.components import Options
 from tinyrl.tools.chat.speaker import load_speaker
 from tinyrl.tools.chat.target import chat_target
 from tinyrl.tools.export import merge
-from tinyrl.tools.export.bundle import Bundle, export, plan_export
+from tinyrl.tools.export.bundle import Bundle, export
 from tinyrl.tools.export.merge import Fidelity, compared
 
 PROMPTS = ["letters: b a c sorted:", "letters: z y sorted:"]
@@ -35,9 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def exported(run: Path, **given) -> Bundle:
-    options = {"merge": False, "dtype": "auto", "output": None, "overwrite": False} | given
-    accept = bool(options.pop("accept_changes", False))
-    return export(plan_export(str(run), **options), accept_changes=accept)
+    return export(str(run), **given)
 
 
 def own_answers(run: Path) -> list[str]:

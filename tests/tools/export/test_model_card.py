@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tinyrl.config.schema import Config
-from tinyrl.tools.export.model_card import Exported, curve, licence_of, model_card
+from tinyrl.tools.export.model_card import curve, licence_of, model_card
 
 STEPS: dict[int, dict[str, Any]] = {
     0: {"eval/reward_mean": 0.25, "eval/reward_ci": [0.2, 0.3], "eval/kl": 0.0},
@@ -18,7 +18,7 @@ STEPS: dict[int, dict[str, Any]] = {
 
 def card(step: int = 20, *, dtype: str | None = None, **sections: Any) -> str:
     config = Config.model_validate({"method": "grpo", "model": {"path": "Qwen/Qwen3-0.6B"}, **sections})
-    return model_card(config, STEPS, Exported("my-run", step, dtype, (), False))
+    return model_card(config, STEPS, name="my-run", step=step, dtype=dtype, notes=(), picture=False)
 
 
 def test_it_says_what_it_was_trained_from_on_and_for():

@@ -13,7 +13,7 @@ from tinyrl.runs.records import read_run
 from tinyrl.tools.report.charts import hover_svg, spread, values_by_step
 from tinyrl.tools.report.outcome import phases, tiles
 from tinyrl.tools.report.panels import (
-    KINDS,
+    CHARTS,
     MOST_MARKS,
     Line,
     Panel,
@@ -185,11 +185,11 @@ def test_the_settings_of_the_optimizer_and_the_clipping_have_panels(tmp_path: Pa
 
 
 def test_every_chart_has_a_line_of_meaning() -> None:
-    for kind in KINDS:
-        meaning = meaning_of(kind.train or kind.held)
+    for kind in CHARTS:
+        meaning = meaning_of(kind.key)
         assert "ealthy" in meaning or "asks for" in meaning, kind.title
         assert len(meaning) < 160
-        assert meaning_of(kind.held or kind.train)
+        assert all(map(meaning_of, filter(None, kind.keys)))
     assert meaning_of("loss/nll") == meaning_of("preference/loss") != ""
     assert meaning_of("reward/of somebody") == ""
 

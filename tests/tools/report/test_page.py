@@ -180,5 +180,5 @@ def test_what_an_environment_does_has_panels(tmp_path: Path) -> None:
     assert panels["Out of turns"].alt() == "Out of turns: training 25 % at step 1."
     assert "Invalid calls" not in panels  # zero throughout
     reader = PageReader(page(run))
-    assert "1.50 → 2.50an episode" in reader.text.replace("\n", "")
+    assert "1.50 → 2.50the policy's in an episode" in reader.text.replace("\n", "")
     assert "Turns" in reader.text.partition("Held-out measurements")[2]

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tinyrl.config.embedded import starter_path
-from tinyrl.config.recipe import apply_overrides, build_config
+from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
-from tinyrl.config.yaml_reader import Source
 from tinyrl.evaluation.targets import as_policy, check_sections
 from tinyrl.runs.checkpoint import checkpoint_of
 from tinyrl.runs.resolve import resolve
@@ -47,4 +46,4 @@ def chat_target(path: str, settings: list[str]) -> ChatTarget:
 
 def _built(values: dict[str, Any], settings: list[str]) -> Config:
     values["generation"] = {**values.get("generation", {}), "allow_truncated_sampling": True}  # nothing is trained
-    return resolve(build_config(apply_overrides(Source("settings", values), settings)))
+    return resolve(build_config(values, settings))

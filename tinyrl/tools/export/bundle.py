@@ -23,7 +23,7 @@ from tinyrl.runs.checkpoint import checkpoint_of, checkpoint_step
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir, open_run, run_of
 from tinyrl.text import one_line
-from tinyrl.tools.export.model_card import PICTURE, Exported, model_card
+from tinyrl.tools.export.model_card import PICTURE, model_card
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 FACTS = "export.json"  # by which a folder is known as ours
@@ -45,28 +45,58 @@ class Bundle:
         return "\n".join([*said, "", *(f"{what:{width}}  {one_line(line, 4096)}" for what, line in self.commands)])
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is to be exported, once everything that needs no weights has been checked."""
-
-    run: RunDir
-    config: Config
-    checkpoint: Path
-    whole: bool  # a model and not an adapter
-    dtype: Dtype
-    folder: Path
-
-    @property
-    def name(self) -> str:
-        """What the export is called: the run, as far as a name of a repository may be called so."""
-        return re.sub(r"[^A-Za-z0-9._-]+", "-", self.run.path.resolve().name).strip("-.") or "policy"
-
-
-def plan_export(target: str, *, merge: bool, dtype: Dtype, output: str | None, overwrite: bool) -> Plan:
-    """Find the checkpoint and the folder. Raises ValueError for what cannot be exported so, without loading torch."""
-    found = run_of(Path(target))
-    run = open_run(found or target)
+def export(
+    target: str,
+    *,
+    merge: bool = False,
+    dtype: Dtype = "auto",
+    output: str | None = None,
+    overwrite: bool = False,
+    accept_changes: bool = False,
+    trust_remote_code: bool = False,
+) -> Bundle:
+    """Write the folder. Raises ValueError for what cannot be exported so, without loading torch; and, with nothing left
+    behind, where the saved model is not the policy: by its log-probabilities in float32, by more than 1 % of greedy
+    tokens in another dtype (unless `accept_changes`).
+    """
+    run = open_run(run_of(Path(target)) or target)
     config = run.read_config()
+    folder = _folder_of(run, config, target, merge=merge, dtype=dtype, output=output, overwrite=overwrite)
+    checkpoint, whole = checkpoint_of(Path(target)), merge or not config.lora.enabled
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", run.path.resolve().name).strip("-.") or "policy"  # as a repository may be
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    writing = folder.with_name(f".writing-{folder.name}-{os.getpid()}")
+    shutil.rmtree(writing, ignore_errors=True)
+    try:
+        writing.mkdir()
+        saved, notes = None, ()
+        if whole:
+            saved, notes = _write_model(run, config, checkpoint, writing, dtype, accept_changes, trust_remote_code)
+        else:
+            for file in OWN_FILES:  # and nothing that only a resume needs
+                if (checkpoint / file).is_file():
+                    shutil.copyfile(checkpoint / file, writing / file)
+        step, picture = checkpoint_step(checkpoint), (run.path / PICTURE).is_file()
+        if picture:
+            shutil.copyfile(run.path / PICTURE, writing / PICTURE)
+        steps = read_steps(run.metrics, []) if run.metrics.is_file() else {}
+        card = model_card(config, steps, name=name, step=step, dtype=saved, notes=notes, picture=picture)
+        (writing / "README.md").write_text(card, encoding="utf-8")
+        facts = {"tinyrl": tinyrl.__version__, "run": run.path.resolve().name, "step": step, "dtype": saved}
+        (writing / FACTS).write_text(json.dumps({**facts, "notes": notes}, indent=1) + "\n", encoding="utf-8")
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.rename(writing, folder)
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
+    base = None if whole else str(starter_path(config.model.path) or config.model.path)
+    return Bundle(folder, notes, next_lines(folder, name=name, base=base, rank=config.lora.r))
+
+
+def _folder_of(
+    run: RunDir, config: Config, target: str, *, merge: bool, dtype: Dtype, output: str | None, overwrite: bool
+) -> Path:
+    """Where to export to, once it is known that this can be exported there."""
     lora = config.lora.enabled
     if not config.trains.policy:
         raise ValueError(f"{target} is a reward model; it is used as it is: reward.model={target}")
@@ -74,7 +104,6 @@ def plan_export(target: str, *, merge: bool, dtype: Dtype, output: str | None, o
         raise ValueError(f"{target}: its adapter is on weights drawn at random, which are in no file to merge it into")
     if lora and not merge and dtype != "auto":
         raise ValueError(f"--dtype {dtype} is for a whole model; the adapter stays as it is (or say --merge)")
-    checkpoint = checkpoint_of(Path(target))
     kind = "adapter" if lora and not merge else "model" if not lora else "merged"
     folder = Path(output) if output else run.path / "export" / (kind if dtype == "auto" else f"{kind}-{dtype}")
     if os.path.lexists(folder) and not (folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())):
@@ -82,49 +111,20 @@ def plan_export(target: str, *, merge: bool, dtype: Dtype, output: str | None, o
             raise ValueError(f"{folder} exists; choose another --output, or use --overwrite")
         if folder.is_symlink() or not (folder / FACTS).is_file():
             raise ValueError(f"--overwrite: {folder} is no exported folder (it has no {FACTS}), so it is left alone")
-    return Plan(run, config, checkpoint, merge or not lora, dtype, folder)
-
-
-def export(plan: Plan, *, accept_changes: bool = False, trust_remote_code: bool = False) -> Bundle:
-    """Write the folder. Raises ValueError, and leaves nothing behind, where the saved model is not the policy: by its
-    log-probabilities in float32, by more than 1 % of greedy tokens in another dtype (unless `accept_changes`).
-    """
-    plan.folder.parent.mkdir(parents=True, exist_ok=True)
-    writing = plan.folder.with_name(f".writing-{plan.folder.name}-{os.getpid()}")
-    shutil.rmtree(writing, ignore_errors=True)
-    try:
-        writing.mkdir()
-        if plan.whole:
-            dtype, notes = _write_model(plan, writing, accept_changes, trust_remote_code)
-        else:
-            dtype, notes = None, ()
-            for name in OWN_FILES:  # and nothing that only a resume needs
-                if (plan.checkpoint / name).is_file():
-                    shutil.copyfile(plan.checkpoint / name, writing / name)
-        _describe(plan, writing, dtype, notes)
-        if plan.folder.exists():
-            shutil.rmtree(plan.folder)
-        os.rename(writing, plan.folder)
-    finally:
-        shutil.rmtree(writing, ignore_errors=True)
-    base = None if plan.whole else str(starter_path(plan.config.model.path) or plan.config.model.path)
-    return Bundle(plan.folder, notes, next_lines(plan.folder, name=plan.name, base=base, rank=plan.config.lora.r))
+    return folder
 
 
 def _write_model(
-    plan: Plan, folder: Path, accept_changes: bool, trust_remote_code: bool
+    run: RunDir, config: Config, checkpoint: Path, folder: Path, dtype: Dtype, accept_changes: bool, trust: bool
 ) -> tuple[str, tuple[str, ...]]:
     """Save the whole model and check it; its dtype, and notes."""
     from tinyrl.models.loading import load_tokenizer
     from tinyrl.tools.export.merge import MOST_CHANGED, MOST_GAP, dtype_of, write_merged
 
-    config, trust = plan.config, trust_remote_code
-    dtype = dtype_of(config, plan.dtype, trust_remote_code=trust)
+    saved = dtype_of(config, dtype, trust_remote_code=trust)
     tokenizer = load_tokenizer(config.model.path, revision=config.model.revision, trust_remote_code=trust)
-    found = write_merged(
-        config, plan.checkpoint, folder, dtype=dtype, run=plan.run, tokenizer=tokenizer, trust_remote_code=trust
-    )
-    name, share = str(dtype).removeprefix("torch."), f"{found.changed:.2%} of {found.positions} greedy tokens"
+    found = write_merged(config, checkpoint, folder, dtype=saved, run=run, tokenizer=tokenizer, trust_remote_code=trust)
+    name, share = str(saved).removeprefix("torch."), f"{found.changed:.2%} of {found.positions} greedy tokens"
     if name == "float32" and not found.gap <= MOST_GAP:
         raise ValueError(
             f"the saved model is not the policy: log-probabilities differ by up to {found.gap:.2g}, so it is not kept"
@@ -141,17 +141,6 @@ def _write_model(
             "a little from what it said in training"
         )
     return name, tuple(notes)
-
-
-def _describe(plan: Plan, folder: Path, dtype: str | None, notes: tuple[str, ...]) -> None:
-    step, picture = checkpoint_step(plan.checkpoint), plan.run.path / PICTURE
-    if picture.is_file():
-        shutil.copyfile(picture, folder / PICTURE)
-    steps = read_steps(plan.run.metrics, []) if plan.run.metrics.is_file() else {}
-    exported = Exported(plan.name, step, dtype, notes, picture.is_file())
-    (folder / "README.md").write_text(model_card(plan.config, steps, exported), encoding="utf-8")
-    facts = {"tinyrl": tinyrl.__version__, "run": plan.run.path.resolve().name, "step": step, "dtype": dtype}
-    (folder / FACTS).write_text(json.dumps({**facts, "notes": notes}, indent=1) + "\n", encoding="utf-8")
 
 
 def next_lines(folder: Path, *, name: str, base: str | None, rank: int) -> list[tuple[str, str]]:

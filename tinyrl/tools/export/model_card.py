@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,53 +17,46 @@ import tinyrl
 from tinyrl.config.embedded import starter_path
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import hub_name
+from tinyrl.runs.metrics import TABLE
 from tinyrl.runs.records import number as as_number
 from tinyrl.runs.run_dir import named_run
 from tinyrl.text import hidden, number, one_line
 from tinyrl.tools.report.panels import evenly
 
-CURVE = (
-    ("reward", "eval/reward_mean"),
-    ("greedy", "eval/greedy/reward_mean"),
-    ("pass@1", "eval/pass@1"),
-    ("KL", "eval/kl"),
-    ("length", "eval/mean_length"),
-    ("loss", "eval/loss"),
-)
 MOST_POINTS = 12  # of the curve
 PICTURE = "report.png"
 _FRONT = re.compile(r"\A---\s*\n(.*?)\n---\s*\n", re.DOTALL)
 _LICENCE = re.compile(r"^license:\s*[\"']?([\w .+-]{1,60})", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Exported:
-    """What is in the folder. dtype: of a whole model's weights; None: an adapter. notes: what a reader should know."""
-
-    name: str
-    step: int
-    dtype: str | None
-    notes: tuple[str, ...]
-    picture: bool
-
-
-def model_card(config: Config, steps: dict[int, dict[str, Any]], exported: Exported) -> str:
-    """README.md, from a run's configuration and the lines of its metrics.jsonl by step."""
-    evaluated = {
-        step: line
-        for step, line in steps.items()
-        if step <= exported.step and any(key.startswith("eval/") for key in line)
-    }
+def model_card(
+    config: Config,
+    steps: dict[int, dict[str, Any]],
+    *,
+    name: str,
+    step: int,
+    dtype: str | None,
+    notes: tuple[str, ...],
+    picture: bool,
+) -> str:
+    """README.md, from a run's configuration and the lines of its metrics.jsonl by step. dtype: of a whole model's
+    weights; None: an adapter.
+    """
+    evaluated = {at: line for at, line in steps.items() if at <= step and any(key.startswith("eval/") for key in line)}
     licence = licence_of(config.model.path)
     # Markdown, in which `plain` escapes what is not ours.
     loader = PackageLoader("tinyrl.tools.export", ".")
     environment = Environment(loader=loader, trim_blocks=True, keep_trailing_newline=True)  # noqa: S701
     environment.filters |= {"plain": _plain, "value": _value, "source": _source, "json": json.dumps}
     return environment.get_template("model_card.md").render(
-        **vars(exported),
+        name=name,
+        step=step,
+        dtype=dtype,
+        notes=notes,
+        picture=picture,
         config=config,
         version=tinyrl.__version__,
-        front=_front_matter(config, licence, whole=exported.dtype is not None),
+        front=_front_matter(config, licence, whole=dtype is not None),
         base=base_name(config),
         licence=licence,
         task=config.task.name or "rows",
@@ -107,7 +99,8 @@ def curve(evaluated: dict[int, dict[str, Any]]) -> str:
     shown = evenly(sorted(evaluated), MOST_POINTS)
     if not shown:
         return "No held-out evaluation."
-    columns = [(label, key) for label, key in CURVE if any(key in evaluated[step] for step in shown)]
+    known = [(metric.label, metric.keys[1]) for metric in TABLE if metric.label]
+    columns = [(label, key) for label, key in known if any(key in evaluated[step] for step in shown)]
     rows = [["step", *(label for label, _ in columns)], ["---:"] * (len(columns) + 1)]
     rows += [[str(step), *(_value(evaluated[step].get(key)) for _, key in columns)] for step in shown]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

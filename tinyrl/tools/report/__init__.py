@@ -11,13 +11,16 @@ stopped half-way. torch is never imported; matplotlib is, inside the functions t
 """
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from tinyrl.runs.records import read_run
+from tinyrl.text import one_line
 from tinyrl.tools.report.outcome import outcome, subtitle
 from tinyrl.tools.report.overlay import named, overlaid
-from tinyrl.tools.report.page import outcomes_of, overlay_html, page_html
-from tinyrl.tools.report.panels import panels_of
+from tinyrl.tools.report.page import overlay_html, page_html
+from tinyrl.tools.report.panels import Panel, panels_of
 
 __all__ = ["write_overlay", "write_report"]
 
@@ -29,13 +32,9 @@ def write_report(run_dir: Path) -> list[Path]:
 
     Raises ValueError when `run_dir` is not a run or has no metrics yet, and OSError when it cannot be written to.
     """
-    from tinyrl.tools.report.charts import panel_svgs, picture_png  # matplotlib, half a second
-
     run = read_run(Path(run_dir))
-    panels = panels_of(run)
-    html = page_html(run, panels, panel_svgs(panels))
-    picture = picture_png(panels, title=run.name, about=subtitle(run), outcome=outcome(run))
-    return _write(Path(run_dir), html, picture)
+    drawn = partial(page_html, run)
+    return _write(Path(run_dir), panels_of(run), drawn, title=run.name, about=subtitle(run), outcome=outcome(run))
 
 
 def write_overlay(run_dirs: list[Path], folder: Path) -> list[Path]:
@@ -43,22 +42,24 @@ def write_overlay(run_dirs: list[Path], folder: Path) -> list[Path]:
 
     Raises as write_report does, for each run; and ValueError for too many runs, or one twice.
     """
-    from tinyrl.tools.report.charts import panel_svgs, picture_png
-
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; a report of several runs is written into one that exists.")
     if (folder / "metrics.jsonl").exists():
         raise ValueError(f"{folder} is a run's folder, whose own report would be lost; name another with --output.")
     runs = named([read_run(Path(run_dir)) for run_dir in run_dirs])
-    panels = overlaid(runs)
-    html = overlay_html(runs, panels, panel_svgs(panels))
-    picture = picture_png(panels, title=f"{len(run_dirs)} runs", about="", outcome=outcomes_of(runs))
-    return _write(folder, html, picture)
+    said = "\n".join(f"{one.letter}  {one_line(one.name, 60)}: {one.outcome}" for one in runs)
+    drawn = partial(overlay_html, runs)
+    return _write(folder, overlaid(runs), drawn, title=f"{len(run_dirs)} runs", about="", outcome=said)
 
 
-def _write(folder: Path, html: str, picture: bytes) -> list[Path]:
+def _write(
+    folder: Path, panels: list[Panel], page: Callable[[list[Panel], list[str]], str], **about: str
+) -> list[Path]:
     import psutil
 
+    from tinyrl.tools.report.charts import panel_svgs, picture_png  # matplotlib, half a second
+
+    html, picture = page(panels, panel_svgs(panels)), picture_png(panels, **about)
     targets = [folder / "report.html", folder / "report.png"]
     for target, content in zip(targets, (html.encode("utf-8"), picture), strict=True):
         for path in folder.glob(f".{target.name}.*.tmp"):  # of a report that was killed while it wrote

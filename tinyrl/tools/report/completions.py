@@ -8,12 +8,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tinyrl.runs.records import HeldOut, Sample, Token, TokenSample
+from tinyrl.runs.records import NUMBERS, PROMPT_CHARACTERS, HeldOut, Sample, number
+from tinyrl.text import excerpt
 from tinyrl.tools.report.outcome import show
 
 MOST_SAMPLES = 8
 MOST_STEPS = 16  # that can be chosen
 MOST_PICKED = 3
+PIECE_CHARACTERS = 200
 LEVELS = 5
 
 # ---- held-out samples ----
@@ -92,19 +94,18 @@ QUANTITIES: dict[str, tuple[str, str, Callable[[dict[str, float]], float]]] = { 
 _KINDS = {"train": "training, ", "eval": "held-out, ", "eval-greedy": "held-out, greedy, "}
 
 
-def token_view(samples: list[TokenSample]) -> dict[str, Any]:
+def token_view(samples: list[dict[str, Any]]) -> dict[str, Any]:
     """The quantities that tokens can be coloured by, and the completions; nothing where no token was recorded."""
-    chosen = [token for sample in samples for token in sample.tokens if token.chosen]
+    chosen = [_numbers(token) for one in samples for token in one["tokens"] if token.get("chosen") is not False]
     if not chosen:
         return {}
-    scales = {key: scale_of([of(token.numbers) for token in chosen]) for key, (*_, of) in QUANTITIES.items()}
+    scales = {key: scale_of([of(each) for each in chosen]) for key, (*_, of) in QUANTITIES.items()}
     scales = {key: scale for key, scale in scales.items() if scale > 0}
     quantities = [
         {"key": key, "name": QUANTITIES[key][0], "meaning": QUANTITIES[key][1], "scale": scale}
         for key, scale in scales.items()
     ]
-    shown = [_completion(sample, scales) for sample in samples]
-    return {"tokens": shown, "quantities": quantities, "levels": LEVELS}
+    return {"tokens": [_completion(one, scales) for one in samples], "quantities": quantities, "levels": LEVELS}
 
 
 def scale_of(values: list[float]) -> float:
@@ -119,21 +120,35 @@ def level_of(value: float, scale: float) -> int:
     return round(max(-1.0, min(1.0, value / scale)) * LEVELS)
 
 
-def _completion(sample: TokenSample, scales: dict[str, float]) -> dict[str, Any]:
-    most = max((abs(r) for token in sample.tokens if math.isfinite(r := token.numbers["reward"])), default=0.0)
-    score = f" · reward {show(sample.reward)}" if math.isfinite(sample.reward) else ""
-    which = f"{_KINDS.get(sample.kind, '')}prompt {sample.prompt_index}, sample {sample.sample}{score}"
-    tokens = [_token(token, scales, most) for token in sample.tokens]
-    return {**vars(sample), "which": which, "tokens": tokens}
+def _numbers(token: dict[str, Any]) -> dict[str, float]:
+    return {name: number(token.get(name)) for name in NUMBERS}
 
 
-def _token(token: Token, scales: dict[str, float], most: float) -> dict[str, Any]:
-    """A piece, its classes and its numbers; a reward of at least half the completion's largest stands behind it."""
-    classes = [] if token.chosen else ["unchosen"]
-    for key, scale in scales.items() if token.chosen else ():
-        level = level_of(QUANTITIES[key][2](token.numbers), scale)
+def _completion(sample: dict[str, Any], scales: dict[str, float]) -> dict[str, Any]:
+    """A completion; a reward of at least half its largest stands behind its token."""
+    rewards = [abs(number(token.get("reward"))) for token in sample["tokens"]]
+    most = max(filter(math.isfinite, rewards), default=0.0)
+    index, which = (value if isinstance(value := sample.get(name), int) else 0 for name in ("prompt_index", "sample"))
+    score = number(sample.get("reward"))
+    said = f"{_KINDS.get(str(sample.get('kind')), '')}prompt {index}, sample {which}"
+    return {
+        "step": sample["step"],
+        "which": said + (f" · reward {show(score)}" if math.isfinite(score) else ""),
+        "prompt": excerpt(str(sample.get("prompt", "")), PROMPT_CHARACTERS),
+        "omitted": sample["omitted"],
+        "tokens": [_token(token, scales, most) for token in sample["tokens"]],
+    }
+
+
+def _token(token: dict[str, Any], scales: dict[str, float], most: float) -> dict[str, Any]:
+    """A piece, its classes and its numbers, and the reward that stands behind it."""
+    numbers, is_chosen = _numbers(token), token.get("chosen") is not False
+    classes = [] if is_chosen else ["unchosen"]
+    for key, scale in scales.items() if is_chosen else ():
+        level = level_of(QUANTITIES[key][2](numbers), scale)
         classes += [f"{key}{'m' * (level < 0)}{abs(level)}"] if level else []
-    known = [f"{name} {show(value)}" for name, value in token.numbers.items() if math.isfinite(value)]
-    reward = token.numbers["reward"]
+    known = [f"{name} {show(value)}" for name, value in numbers.items() if math.isfinite(value)]
+    reward = numbers["reward"]
     got = show(reward) if reward != 0 and abs(reward) >= most / 2 else ""
-    return {"piece": token.piece, "classes": " ".join(classes), "told": " · ".join(known), "got": got}
+    piece = excerpt(str(token.get("piece", "")), PIECE_CHARACTERS)
+    return {"piece": piece, "classes": " ".join(classes), "told": " · ".join(known), "got": got}

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from tinyrl.runs.metrics import TABLE, Metric
 from tinyrl.runs.records import Run
 from tinyrl.text import one_line
 
@@ -71,7 +72,6 @@ def show_seconds(seconds: float) -> str:
 
 
 def subtitle(run: Run) -> str:
-    """Method, task, model and progress in one line."""
     method = str(run.setting("method") or "")
     parts = [TITLES.get(method, one_line(method, 20))]
     task, model, planned = run.setting("task.name"), run.setting("model.path"), run.setting("run.num_steps")
@@ -157,18 +157,11 @@ def _steps(count: int) -> str:
 
 def tiles(run: Run) -> list[Tile]:
     """The key numbers, most important first; only those that the run measured."""
-    found = [
-        _tile(run, "Reward", "eval/reward_mean", "reward/mean"),
-        _tile(run, "Reward, greedy", "eval/greedy/reward_mean", ""),
-        None if reward_is_pass(run) else _tile(run, "pass@1", "eval/pass@1", "", share=True),
-        _tile(run, "Accuracy", held_out_key(run, "rewards/accuracy"), "rewards/accuracy", share=True),
-        _tile(run, "Calibration error", "eval/ece", "", unit="mean distance of predictions from what turned out"),
-        _tile(run, "KL", "eval/kl", "objective/kl", unit="nats per response"),
-        _tile(run, "Entropy", "eval/entropy", "policy/entropy", unit="nats per token"),
-        _tile(run, "Length", "eval/mean_length", "completion/mean_length", unit="tokens"),
-        _tile(run, "Turns", "eval/environment/turns", "environment/turns", unit="an episode"),
-        _tile(run, "Cut at the limit", "eval/truncated", "completion/truncated", share=True),
-    ]
+    found = []
+    for key, (name, metric) in key_figures([run]).items():
+        if key != "eval/pass@1" or not reward_is_pass(run):
+            before, after = first_to_last(run, key, share=metric.share)
+            found.append(Tile(name, after, before, metric.unit))
     seconds = [value for _, value in run.finite("time/total") if value > 0]
     if seconds:
         found.append(Tile("Time in steps", show_seconds(sum(seconds)), unit=f"{show_seconds(median(seconds))} a step"))
@@ -176,17 +169,27 @@ def tiles(run: Run) -> list[Tile]:
         found.append(Tile("Speed", show(median(rates)), unit="tokens a second"))
     if memory := [value for _, value in run.finite("memory/peak_gb")]:
         found.append(Tile("Peak memory", show(max(memory)), unit="GB"))
-    return [tile for tile in found if tile]
+    return found
 
 
-def _tile(run: Run, label: str, held_out: str, training: str, *, unit: str = "", share: bool = False) -> Tile | None:
-    points = run.finite(held_out) or run.finite(training)
-    if not points:
-        return None
+def key_figures(runs: list[Run]) -> dict[str, tuple[str, Metric]]:
+    """The metrics with a label that some of the runs have, each by one key: held out, or else that of training."""
+    found: dict[str, tuple[str, Metric]] = {}
+    for metric in TABLE:
+        training, held_out = metric.keys
+        for key, name in ((held_out, metric.label), (training, f"{metric.label}, training")):
+            if metric.label and any(run.finite(key) for run in runs):
+                found[key] = (name, metric)
+                break
+    return found
+
+
+def first_to_last(run: Run, key: str, *, share: bool) -> tuple[str, str]:
+    """First and last value of a key figure; the first is empty where both look the same."""
+    points = run.finite(key)
     share = share and all(0 <= value <= 1 for _, value in points)
-    name = label if run.finite(held_out) else f"{label}, training"
-    before, after = show(points[0][1], share=share), show(points[-1][1], share=share)
-    return Tile(name, after, before if len(points) > 1 and before != after else "", unit)
+    first, last = [show(value, share=share) for _, value in (points[0], points[-1])] if points else ("", "–")
+    return "" if first == last else first, last
 
 
 def reward_is_pass(run: Run) -> bool:

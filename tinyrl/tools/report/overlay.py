@@ -9,13 +9,13 @@ from functools import cached_property
 from string import ascii_uppercase
 from typing import Any
 
+from tinyrl.runs.metrics import Metric
 from tinyrl.runs.records import Points, Run, number
 from tinyrl.text import one_line
 from tinyrl.tools.report.outcome import outcome, show
 from tinyrl.tools.report.panels import (
-    KINDS,
+    CHARTS,
     MOST_FUNCTIONS,
-    Kind,
     Line,
     Panel,
     intervals_of,
@@ -109,8 +109,8 @@ def named(runs: list[Run]) -> list[Named]:
 
 def overlaid(runs: list[Named]) -> list[Panel]:
     """A panel for every metric that at least one run has: rewards, held-out first; where there are none, losses."""
-    others = {kind.train: kind for one in runs for kind in other_kinds(one.run)}
-    known, extra = _of_kinds(runs, [*KINDS]), _of_kinds(runs, [*others.values()])
+    others = {kind.key: kind for one in runs for kind in other_kinds(one.run)}
+    known, extra = _of_kinds(runs, CHARTS), _of_kinds(runs, [*others.values()])
     rewarded = any(panel.key in ("reward/mean", "eval/reward_mean") for panel in known)
     panels = known + extra if rewarded else sorted(extra, key=lambda panel: "accuracy" not in panel.key) + known
     panels += _functions(runs)
@@ -118,18 +118,19 @@ def overlaid(runs: list[Named]) -> list[Panel]:
     return [replace(panel, span=(min(0, *steps), max(1, *steps))) for panel in panels]
 
 
-def _of_kinds(runs: list[Named], kinds: list[Kind]) -> list[Panel]:
+def _of_kinds(runs: list[Named], kinds: list[Metric]) -> list[Panel]:
     """The training panel of everything; before it the held-out one of what runs are compared by or only have so."""
     found = []
     for kind in kinds:
-        missing = sum(bool(one.run.points(kind.train)) < bool(one.run.points(kind.held)) for one in runs)
-        if kind.held and (kind.greedy or not kind.train or kind not in KINDS or missing):
-            found.append(_panel(runs, kind, kind.held, measured=True))
-        found.append(_panel(runs, kind, kind.train, measured=False))
+        train, held = kind.keys
+        missing = sum(bool(one.run.points(train)) < bool(one.run.points(held)) for one in runs)
+        if held and (kind.greedy or not train or kind not in CHARTS or missing):
+            found.append(_panel(runs, kind, held, measured=True))
+        found.append(_panel(runs, kind, train, measured=False))
     return [panel for panel in found if panel]
 
 
-def _panel(runs: list[Named], kind: Kind, key: str, *, measured: bool) -> Panel | None:
+def _panel(runs: list[Named], kind: Metric, key: str, *, measured: bool) -> Panel | None:
     about = kind.unit.removeprefix("held-out, ")
     unit = ("held-out" if measured else "training") + (f", {about}" if about else "")
     panel = panel_of(kind, key, _lines(runs, key, measured=measured), unit)

@@ -19,7 +19,7 @@ from tinyrl import __version__
 from tinyrl.runs.records import Run, Sample, number, read_last_tokens, reliability_of
 from tinyrl.text import Excerpt, excerpt, name_unseen, one_line
 from tinyrl.tools.report.completions import extremes, same_prompts, token_view
-from tinyrl.tools.report.outcome import outcome, phases, show, show_seconds, subtitle, tiles
+from tinyrl.tools.report.outcome import first_to_last, key_figures, outcome, phases, show, show_seconds, subtitle, tiles
 from tinyrl.tools.report.overlay import Named
 from tinyrl.tools.report.panels import Panel, cells, picked
 
@@ -33,27 +33,6 @@ _FILES = {
     "samples.jsonl": "prompts and completions with rewards and advantages",
     "tokens.jsonl": "some completions token by token",
     "report.png": "these charts as one picture",
-}
-_MEASURED = {  # columns of the table of one run, below eval/
-    "reward_mean": "Reward",
-    "greedy/reward_mean": "Greedy",
-    "pass@1": "pass@1",
-    "kl": "KL",
-    "entropy": "Entropy",
-    "mean_length": "Length",
-    "truncated": "Cut",
-    "environment/turns": "Turns",
-    "environment/invalid_calls": "Invalid calls",
-}
-_FIGURES = {  # columns of the table of several runs
-    "eval/reward_mean": "Reward",
-    "eval/greedy/reward_mean": "Greedy",
-    "eval/pass@1": "pass@1",
-    "reward/mean": "Reward, training",
-    "rewards/accuracy": "Accuracy",
-    "eval/kl": "KL",
-    "eval/entropy": "Entropy",
-    "eval/mean_length": "Length",
 }
 
 
@@ -81,6 +60,7 @@ def _environment() -> Environment:
 
 
 def _page(panels: list[Panel], svgs: list[str], **values: Any) -> str:
+    """The page as text. `svgs` belongs to `panels`: the inline SVG of each."""
     widths = [cell.width for cell in cells(len(panels))]
     charts = list(zip(panels, svgs, widths, strict=True))
     return _environment().get_template("page.html").render(charts=charts, version=__version__, **values)
@@ -90,7 +70,6 @@ def _page(panels: list[Panel], svgs: list[str], **values: Any) -> str:
 
 
 def page_html(run: Run, panels: list[Panel], svgs: list[str]) -> str:
-    """The page of a run as text. `svgs` belongs to `panels`: the inline SVG of each."""
     token_notes: list[str] = []
     tokens = read_last_tokens(run.path / "tokens.jsonl", token_notes)
     return _page(
@@ -136,14 +115,15 @@ def _reliability(run: Run) -> dict[str, Any] | None:
 
 
 def _measured(run: Run) -> dict[str, Any] | None:
-    each = [key.removeprefix("eval/") for key in run.metric_names() if key.startswith("eval/reward/")]
-    rewards = {key: one_line(key.removeprefix("reward/"), 24) for key in each} if len(each) > 1 else {}
-    names = {key: name for key, name in (_MEASURED | rewards).items() if run.finite(f"eval/{key}")}
-    steps = sorted({step for key in names for step, _ in run.finite(f"eval/{key}")})
+    each = [key for key in run.metric_names() if key.startswith("eval/reward/")]
+    rewards = {key: one_line(key.removeprefix("eval/reward/"), 24) for key in each} if len(each) > 1 else {}
+    known = {key: name for key, (name, _) in key_figures([run]).items() if key.startswith("eval/")}
+    names = known | rewards
+    steps = sorted({step for key in names for step, _ in run.finite(key)})
     rows = []
     for step, _ in picked([(step, 0.0) for step in steps]):
-        values = [show(number(run.steps[step].get(f"eval/{key}")), share=key == "truncated") for key in names]
-        intervals = [run.interval("eval/reward_ci", step) if key == "reward_mean" else None for key in names]
+        values = [show(number(run.steps[step].get(key)), share=key == "eval/truncated") for key in names]
+        intervals = [run.interval("eval/reward_ci", step) if key == "eval/reward_mean" else None for key in names]
         rows.append((step, list(zip(values, intervals, strict=True))))
     return {"names": ["Step", *names.values()], "rows": rows, "steps": len(steps)} if rows else None
 
@@ -177,10 +157,7 @@ def _quoted(run: Run) -> str:
 
 
 def overlay_html(runs: list[Named], panels: list[Panel], svgs: list[str]) -> str:
-    """The page of several runs as text."""
-    columns = {key: name for key, name in _FIGURES.items() if any(one.run.finite(key) for one in runs)}
-    if "eval/reward_mean" in columns:
-        columns.pop("reward/mean", None)
+    columns = key_figures([one.run for one in runs])
     seconds = [sum(value for _, value in one.run.finite("time/total")) for one in runs]
     differences = differing([one.run.config for one in runs])
     return _page(
@@ -189,9 +166,13 @@ def overlay_html(runs: list[Named], panels: list[Panel], svgs: list[str]) -> str
         title=f"{sum(len(one.seeds) for one in runs)} runs",
         runs=runs,
         notes=[f"{one.letter}: {note}" for one in runs for run in one.seeds for note in run.notes],
-        columns=["Steps", *columns.values(), "Time"],
+        columns=["Steps", *(name for name, _ in columns.values()), "Time"],
         figures=[
-            (one, [_first_to_last(one.run, key) for key in columns], show_seconds(time) if time else "–")
+            (
+                one,
+                [first_to_last(one.run, key, share=metric.share) for key, (_, metric) in columns.items()],
+                show_seconds(time) if time else "–",
+            )
             for one, time in zip(runs, seconds, strict=True)
         ],
         common={key: values for key, values in differences.items() if None not in values},
@@ -199,20 +180,6 @@ def overlay_html(runs: list[Named], panels: list[Panel], svgs: list[str]) -> str
         prompts=_prompts(runs),
         commands=_next(runs),
     )
-
-
-def outcomes_of(runs: list[Named]) -> str:
-    return "\n".join(f"{one.letter}  {one_line(one.name, 60)}: {one.outcome}" for one in runs)
-
-
-def _first_to_last(run: Run, key: str) -> tuple[str, str]:
-    """First and last value of a key figure; the first is empty where both are the same."""
-    points = run.finite(key)
-    if not points:
-        return "", "–"
-    share = key.endswith(("pass@1", "accuracy")) and all(0 <= value <= 1 for _, value in points)
-    first, last = show(points[0][1], share=share), show(points[-1][1], share=share)
-    return "" if first == last else first, last
 
 
 def _prompts(runs: list[Named]) -> list[list[Sample]]:

@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import islice
 from typing import TypeVar
 
-from tinyrl.runs.metrics import meaning_of
+from tinyrl.runs.metrics import TABLE, Metric, meaning_of
 from tinyrl.runs.records import Points, Run
 from tinyrl.text import one_line
 from tinyrl.tools.report.outcome import held_out_key, phase_seconds, reward_is_pass, show
@@ -183,61 +183,14 @@ def cells(count: int) -> list[Cell]:
 
 # ---- which metrics have a panel ----
 
-
-@dataclass(frozen=True)
-class Kind:
-    """A metric that tinyrl is known to write, in training, held out, or both."""
-
-    title: str
-    unit: str
-    train: str = ""
-    held: str = ""
-    share: bool = False
-    from_zero: bool = False
-    floor: float = -math.inf
-    any_scale: bool = False
-    greedy: bool = False  # greedy held-out values are drawn too
-    skip_zero: bool = False  # a panel that is zero throughout says nothing
-
-
-KINDS = (
-    Kind("Reward", "higher is better", "reward/mean", "eval/reward_mean", greedy=True),
-    Kind("Distance to the teacher", "nats per token", "teacher/loss", from_zero=True),
-    Kind("Teacher's log-probability", "nats per token", "teacher/logprob"),
-    Kind("KL from the reference", "nats per response", "objective/kl", "eval/kl", from_zero=True),
-    Kind("Entropy", "nats per token", "policy/entropy", "eval/entropy", from_zero=True),
-    Kind("Completion length", "tokens", "completion/mean_length", "eval/mean_length", from_zero=True),
-    Kind("Cut at the length limit", "share of completions", "completion/truncated", "eval/truncated",
-          share=True, from_zero=True, skip_zero=True),
-    Kind("Turns", "the policy's in an episode", "environment/turns", "eval/environment/turns",
-          from_zero=True, greedy=True),
-    Kind("Invalid calls", "turns an episode", "environment/invalid_calls", "eval/environment/invalid_calls",
-          from_zero=True, skip_zero=True),
-    Kind("Tokens read", "the environment's, an episode", "environment/observation_tokens",
-          "eval/environment/observation_tokens", from_zero=True),
-    Kind("Out of turns", "share of episodes", "environment/out_of_turns", "eval/environment/out_of_turns",
-          share=True, from_zero=True, skip_zero=True),
-    Kind("pass@1", "held-out, full marks", "", "eval/pass@1", share=True, from_zero=True, greedy=True),
-    Kind("Likelihood loss", "ORPO's, nats per token", "preference/nll", from_zero=True),
-    Kind("KL estimate", "KTO's, nats an answer", "preference/kl", from_zero=True, skip_zero=True),
-    Kind("Value loss", "lower is better", "value/loss", from_zero=True, any_scale=True),
-    Kind("Explained variance", "1 is best", "value/explained_variance", floor=-1),
-    Kind("Spread of rewards", "standard deviation", "reward/std", "eval/reward_std", from_zero=True),
-    Kind("Groups without spread", "they teach nothing", "reward/zero_spread_groups",
-          share=True, from_zero=True, skip_zero=True),
-    Kind("Rewards dropped", "completions without a valid one", "reward/dropped", from_zero=True, skip_zero=True),
-    Kind("Clip fraction", "share of tokens", "policy/clipfrac", share=True, from_zero=True, skip_zero=True),
-    Kind("Gradient norm", "policy, before clipping", "optim/grad_norm", from_zero=True, any_scale=True),
-    Kind("Critic's gradient norm", "before clipping", "value/grad_norm", from_zero=True, any_scale=True),
-    Kind("Learning rate", "policy", "optim/learning_rate", from_zero=True),
-)  # fmt: skip
+CHARTS = [metric for metric in TABLE if metric.title]
 _BOTH_SIDES = {"rewards/chosen", "rewards/rejected"}  # in a panel of their own
 _REWARD_NAMES = {"reward/mean", "reward/std", "reward/zero_spread_groups", "reward/dropped"}
 
 
 def panels_of(run: Run) -> list[Panel]:
     """The panels of a run; the first is its headline, the last the time by phase."""
-    panels = [panel for kind in KINDS if (panel := _panel(run, kind))]
+    panels = [panel for kind in CHARTS if (panel := _panel(run, kind))]
     panels = [panel for panel in panels if not (panel.title == "pass@1" and reward_is_pass(run))]
     panels += _reward_functions(run) + _quarters(run)
     extra = [panel for kind in other_kinds(run) if (panel := _panel(run, kind))] + _sides(run)
@@ -249,21 +202,21 @@ def panels_of(run: Run) -> list[Panel]:
     return [replace(panel, span=span) for panel in panels + _time(run)]
 
 
-def other_kinds(run: Run) -> list[Kind]:
+def other_kinds(run: Run) -> list[Metric]:
     """Losses and other figures of the methods that learn from examples, under whatever names the run has them."""
-    known = {name for kind in KINDS for name in (kind.train, kind.held)} | _BOTH_SIDES
+    known = {name for kind in CHARTS for name in kind.keys} | _BOTH_SIDES
     keys = [key for key in run.metric_names() if key.startswith(("loss", "rewards/", "preference/"))]
     return [_other_kind(run, key) for key in keys if key not in known]
 
 
-def _other_kind(run: Run, key: str) -> Kind:
+def _other_kind(run: Run, key: str) -> Metric:
     group, _, name = key.partition("/")
     title = one_line(name or key, 24).replace("_", " ").capitalize()
     title = title if group in ("rewards", "preference") or not name else f"Loss: {title.lower()}"
     is_loss = group == "loss" or key == "preference/loss"
     better = "higher is better" if key == "rewards/accuracy" else "lower is better" if is_loss else ""
     share = key == "rewards/accuracy"
-    return Kind(title, better, key, held_out_key(run, key), share=share, any_scale=is_loss)
+    return Metric(key, title=title, unit=better, held=held_out_key(run, key), share=share, any_scale=is_loss)
 
 
 def _sides(run: Run) -> list[Panel]:
@@ -288,16 +241,17 @@ def _quarters(run: Run) -> list[Panel]:
     return [Panel("teacher/quarters", "KL to the teacher by quarter", "nats per token", lines)] if lines else []
 
 
-def _panel(run: Run, kind: Kind) -> Panel | None:
-    greedy = kind.held.replace("eval/", "eval/greedy/", 1) if kind.greedy else ""
-    lines = [Line("training", "train", run.points(kind.train))]
-    for label, role, key in (("held-out", "held", kind.held), ("greedy", "greedy", greedy)):
+def _panel(run: Run, kind: Metric) -> Panel | None:
+    train, held = kind.keys
+    greedy = held.replace("eval/", "eval/greedy/", 1) if kind.greedy else ""
+    lines = [Line("training", "train", run.points(train))]
+    for label, role, key in (("held-out", "held", held), ("greedy", "greedy", greedy)):
         points = picked(run.points(key))
         lines.append(Line(label, role, points, intervals_of(run, key, points)))
-    return panel_of(kind, kind.train or kind.held, [line for line in lines if line.points], kind.unit)
+    return panel_of(kind, kind.key, [line for line in lines if line.points], kind.unit)
 
 
-def panel_of(kind: Kind, key: str, lines: list[Line], unit: str) -> Panel | None:
+def panel_of(kind: Metric, key: str, lines: list[Line], unit: str) -> Panel | None:
     """A panel of a known metric; None where its lines have no finite number, or say nothing."""
     values = [value for line in lines for _, value in line.points if math.isfinite(value)]
     if not values or (kind.skip_zero and not any(values)):

@@ -1,0 +1,79 @@
+"""Commands that use a policy: `tinyrl export`, `tinyrl chat` and `tinyrl serve`."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Literal
+
+import typer
+
+from tinyrl.cli.options import TrustRemoteCode, quiet_libraries, setting_words
+from tinyrl.runs.launched import Options
+
+KEY = "TINYRL_KEY"
+Target = Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL")]
+
+
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT")],
+    merge: Annotated[bool, typer.Option("--merge", help="one model, the adapter merged into its base")] = False,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="of a whole model; auto: as the base's files"),
+    ] = "auto",
+    output: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="where to; default RUN/export/adapter, model or merged")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an exported folder")] = False,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="keep a model of which rounding changes over 1 % of greedy tokens")
+    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Write the policy as a folder for transformers and PEFT, vLLM, llama.cpp: the adapter, or a merged model."""
+    quiet_libraries()
+    from tinyrl.tools.export.bundle import export as write
+
+    form = {"merge": merge, "dtype": dtype, "accept_changes": accept_changes, "trust_remote_code": trust_remote_code}
+    print(write(run, output=output, overwrite=overwrite, **form).render())
+
+
+def chat(
+    target: Target,
+    settings: Annotated[
+        list[str] | None, setting_words("of task, generation, environment and reward, in place of the run's")
+    ] = None,
+    *,
+    options: Options,
+) -> None:
+    """Talk to a policy or a model: answers as they are written, beside the start's, with the reward they would get."""
+    from tinyrl.tools.chat.target import chat_target
+
+    found = chat_target(target, settings or [])
+    from tinyrl.tools.chat.speaker import load_speaker
+    from tinyrl.tools.chat.terminal import converse
+
+    with load_speaker(found, options=options) as speaker:
+        converse(speaker)
+
+
+def serve(
+    target: Target,
+    settings: Annotated[list[str] | None, setting_words("of task and generation, in place of the run's")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free")] = 8000,
+    host: Annotated[str, typer.Option(help=f"other than this machine's own needs a key, in {KEY}")] = "127.0.0.1",
+    max_rows: Annotated[int, typer.Option(min=1, max=4096, help="completions decoded at a time")] = 32,
+    *,
+    options: Options,
+) -> None:
+    """Answer OpenAI clients with a policy or a model: /v1/chat/completions, /v1/completions, /v1/models."""
+    from tinyrl.tools.chat.target import chat_target
+
+    found = chat_target(target, settings or [])
+    try:
+        from tinyrl.tools.serve import Address, check_address, serve
+    except ImportError as error:
+        raise ValueError(f"{error.name} is not installed: pip install 'tinyrl[serve]'") from None
+    address = Address(host, port, os.environ.get(KEY))
+    check_address(address)
+    serve(found, address, options=options, max_rows=max_rows)
