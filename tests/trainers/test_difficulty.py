@@ -15,7 +15,7 @@ from tests import running
 from tests.tiny_models import TinyModels
 from tinyrl.config.sections import TaskConfig
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.trainers.choice import PassRates
+from tinyrl.trainers.choice import PassRates, Tried
 
 PROMPTS = [PreparedPrompt(i, {"prompt": f"p{i}"}, f"p{i}", f"p{i}", [1], "") for i in range(60)]
 RATES = [0.0] * 30 + [1.0] * 20 + [0.5] * 10  # half impossible, a third trivial
@@ -26,6 +26,13 @@ def of(record: dict[str, list[float]] | None = None, prompts: list[PreparedPromp
     return PassRates(settings, prompts, num_prompts=10, seed=0, record={} if record is None else record)
 
 
+def see(rates: PassRates, step: int, prompts: list[PreparedPrompt], rewards: torch.Tensor) -> None:
+    """A step in which these prompts had such rewards; 1 is right."""
+    tried = Tried(1.0)
+    tried.look(prompts, rewards)
+    rates.keep(step, tried)
+
+
 def lived(rates: PassRates, *, steps: int, group_size: int = 8) -> Counter[int]:
     """How often each prompt was drawn in steps whose completions are right by RATES."""
     rng, drawn = np.random.default_rng(1), Counter[int]()
@@ -33,8 +40,7 @@ def lived(rates: PassRates, *, steps: int, group_size: int = 8) -> Counter[int]:
         places = rates.draw(step)
         drawn.update(places)
         won = rng.random((len(places), group_size)) < np.array([[RATES[i]] for i in places])
-        rates.look([rates.prompts[i] for i in places], torch.tensor(won, dtype=torch.float32).flatten())
-        rates.keep(step)
+        see(rates, step, [rates.prompts[i] for i in places], torch.tensor(won, dtype=torch.float32).flatten())
     return drawn
 
 
@@ -50,8 +56,7 @@ def test_those_near_a_half_come_more_often_and_none_is_forgotten() -> None:
 def test_what_it_is_worth_is_the_expectation_under_the_posterior() -> None:
     rates = of({}, PROMPTS[:3])
     assert [*rates.worth(5)] == [1.0] * 3
-    rates.look([PROMPTS[0], PROMPTS[1]], torch.tensor([1.0, 0.0, 0.5, float("nan"), 1.0, 1.0, 1.0, 1.0]))
-    rates.keep(5)
+    see(rates, 5, PROMPTS[:2], torch.tensor([1.0, 0.0, 0.5, float("nan"), 1.0, 1.0, 1.0, 1.0]))
     assert [*rates.record.values()] == [[1.0, 2.0, 5.0], [4.0, 0.0, 5.0]]
     samples = np.random.default_rng(0).beta([1.1, 4.1], [2.1, 0.1], size=(400_000, 2))
     expected = (samples * (1 - samples)).mean(0)
@@ -60,14 +65,12 @@ def test_what_it_is_worth_is_the_expectation_under_the_posterior() -> None:
 
 def test_what_was_seen_fades() -> None:
     rates = of({}, PROMPTS[:1], sampler_half_life=10)
-    rates.look([PROMPTS[0]], torch.zeros(8))
-    rates.keep(0)
+    see(rates, 0, PROMPTS[:1], torch.zeros(8))
     worths = [rates.worth(step)[0] for step in (0, 10, 20, 1000)]
     assert worths == sorted(worths)
     assert worths[0] < 0.3 * worths[-1]
     assert worths[-1] == pytest.approx(0.1 * 0.1 / (0.2 * 1.2), rel=0.01)  # nothing is known but that it was seen
-    rates.look([PROMPTS[0]], torch.ones(8))
-    rates.keep(10)
+    see(rates, 10, PROMPTS[:1], torch.ones(8))
     assert [*rates.record.values()] == [[8.0, 4.0, 10]]
 
 
@@ -92,12 +95,12 @@ def test_a_draw_follows_from_seed_step_and_record() -> None:
     assert Counter(few.draw(0) + few.draw(1)) == dict.fromkeys(range(4), 5)
 
 
-def test_nothing_is_on_record_before_the_sampling_ends() -> None:
-    rates = of()
-    rates.look(PROMPTS[:2], torch.ones(4))
+def test_what_is_known_is_counted() -> None:
+    rates, tried = of(), Tried(1.0)
+    tried.look(PROMPTS[:2], torch.ones(4))
     assert rates.record == {}
-    assert rates.keep(0) == {"reward/known_prompts": 2.0}
-    assert rates.keep(1) == {"reward/known_prompts": 2.0}
+    assert rates.keep(0, tried) == {"reward/known_prompts": 2.0}
+    assert rates.keep(1, Tried(1.0)) == {"reward/known_prompts": 2.0}
 
 
 @pytest.mark.parametrize("stop_at", [None, 11, 25])

@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import running
 from tests.tiny_models import TinyModels
-from tests.trainers.test_on_policy import rollout_of, write_reward
+from tests.trainers.test_on_policy import write_reward
 from tinyrl.config.sections import TaskConfig
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.trainers.choice import SolvedPrompts
-from tinyrl.training.state import read_state
+from tinyrl.trainers.choice import SolvedPrompts, Tried, choice_of
+from tinyrl.training.state import Controllers, read_state
 
 PROMPTS = [PreparedPrompt(i, {"prompt": f"p{i}"}, f"p{i}", f"p{i}", [1], "") for i in range(4)]
 NAN = float("nan")
@@ -24,68 +25,50 @@ def of(record: dict[str, int] | None = None, **task: Any) -> SolvedPrompts:
     return SolvedPrompts(settings, PROMPTS, num_prompts=2, seed=0, record={} if record is None else record)
 
 
-def see(solved: SolvedPrompts, rows: list[int], rewards: list[float]) -> None:
-    """A rollout of two completions for each of these prompts."""
-    solved.look([PROMPTS[i] for i in rows], rollout_of(rewards, [[0.0, 0.0]] * len(rewards)).rewards)
+def see(solved: SolvedPrompts, step: int, rows: list[int], rewards: list[float]) -> dict[str, float]:
+    """A step that sampled two completions for each of these prompts; its metrics."""
+    tried = Tried(solved.task.solved_reward)
+    tried.look([PROMPTS[i] for i in rows], torch.tensor(rewards))
+    return solved.keep(step, tried)
 
 
 def test_a_group_is_solved_when_all_its_rewards_are_right() -> None:
     solved = of(solved_reward=0.5)
-    see(solved, [0, 1, 2, 3], [1.0, 0.5, 1.0, 0.4, NAN, 1.0, NAN, NAN])
-    assert solved.keep(0) == {"reward/skipped_prompts": 0.0}
+    metrics = see(solved, 0, [0, 1, 2, 3], [1.0, 0.5, 1.0, 0.4, NAN, 1.0, NAN, NAN])
+    assert metrics == {"reward/skipped_prompts": 0.0}
     assert solved.skipped(0) == {0, 2}
 
 
 def test_it_is_left_out_for_its_epochs_and_then_tried_again() -> None:
     """Four prompts, two a step: an epoch is two steps. Solved in epoch 1 it is left out in epochs 1 to 3."""
     solved = of(skip_solved=2)
-    solved.replace([], 2)
-    see(solved, [0], [1.0, 1.0])
-    solved.keep(2)
+    see(solved, 2, [0], [1.0, 1.0])
     assert [bool(solved.skipped(step)) for step in range(2, 10)] == [True] * 6 + [False] * 2
-    solved.replace([], 8)
-    see(solved, [0], [1.0, 0.0])
-    assert solved.keep(8) == {"reward/skipped_prompts": 0.0}
+    assert see(solved, 8, [0], [1.0, 0.0]) == {"reward/skipped_prompts": 0.0}
     assert solved.record == {}
 
 
 def test_a_prompt_with_two_groups_is_solved_when_both_are() -> None:
     for first in (0.0, 1.0):
         solved = of()
-        see(solved, [0, 0], [first, 1.0, 1.0, 1.0])
-        solved.keep(0)
+        see(solved, 0, [0, 0], [first, 1.0, 1.0, 1.0])
         assert solved.skipped(0) == ({0} if first else set())
-
-
-def test_the_record_changes_when_a_step_is_sampled_and_not_before() -> None:
-    """What was seen before a stop is forgotten, as the step is then sampled again."""
-    record: dict[str, int] = {}
-    solved = of(record)
-    solved.replace([0, 1], 0)
-    see(solved, [0, 1], [1.0] * 4)
-    assert record == {}
-    again = of(record)
-    again.replace([0, 1], 0)
-    see(again, [1], [1.0] * 2)
-    again.keep(0)
-    assert [*record] == [again.keys[1]]
 
 
 def test_a_row_is_known_by_what_it_holds() -> None:
     solved = of()
-    see(solved, [0], [1.0, 1.0])
-    solved.keep(0)
+    see(solved, 0, [0], [1.0, 1.0])
     moved = of(solved.record)
     moved.prompts = [replace(PROMPTS[1], index=0), replace(PROMPTS[0], index=1)]
-    moved.__post_init__()
     assert moved.skipped(0) == {1}
 
 
 def test_nothing_is_looked_at_unless_it_is_asked_for() -> None:
-    solved = of(skip_solved=0)
-    see(solved, [0], [1.0, 1.0])
-    assert solved.keep(0) == {}
-    assert (solved.keys, solved.record, solved.replace([3, 1], 0)) == ([], {}, [3, 1])
+    settings = running.config("grpo", Path("model"), task={"skip_solved": 0})
+    choice = choice_of(settings, PROMPTS, Controllers())
+    tried = Tried(1.0)
+    tried.look(PROMPTS[:1], torch.ones(2))
+    assert choice.keep(0, tried) == choice.record == {}
 
 
 def drawn(run: running.RunDir) -> dict[int, list[int]]:

@@ -4,7 +4,6 @@ are asked for; and none of it changes the run.
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,8 @@ from tinyrl.data.rows import row_key
 from tinyrl.runs.records import read_run
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.trainers.step_records import Tried, allowed_bytes, pieces, shown_rows, token_lines
+from tinyrl.trainers.choice import Tried
+from tinyrl.trainers.step_records import allowed_bytes, pieces, shown_rows, token_lines
 
 NAN = float("nan")
 LLAMA = "llama"
@@ -87,9 +87,10 @@ def one_row(**fields: Any) -> Any:
 
 
 def of_tokens(rollout: Any, rewards: torch.Tensor | None = None) -> dict[str, Any]:
-    parts: Any = SimpleNamespace(tokenizer=Bytes())
     new = torch.tensor([[-0.1, -0.9, 0.0, -2.5]])
-    (line,) = token_lines(rollout, [0], new_logprobs=new, rewards=rewards, parts=parts, texts={5: "x"}, group_size=1)
+    (line,) = token_lines(
+        rollout, [0], new_logprobs=new, rewards=rewards, tokenizer=Bytes(), prompts={5: "x"}, group_size=1
+    )
     return line
 
 
@@ -147,7 +148,7 @@ def test_the_room_for_tokens_is_shared_out_over_the_evaluations() -> None:
 def test_a_prompt_counts_the_completions_that_had_a_reward() -> None:
     prompts = [PreparedPrompt(i, {"prompt": f"p{i}"}, f"p{i}", f"p{i}", [1], "") for i in (4, 2, 4)]
     tried = Tried(0.5)
-    tried.look(prompts, rollout_of([1.0, 0.4, 0.5, NAN, NAN, 0.0], [[0.0, 0.0]] * 6))
+    tried.look(prompts, torch.tensor([1.0, 0.4, 0.5, NAN, NAN, 0.0]))
     keys = [row_key({"prompt": f"p{i}"}) for i in (2, 4)]
     assert tried.take() == [[2, keys[0], 1, 1], [4, keys[1], 3, 1]]
     assert tried.take() == []

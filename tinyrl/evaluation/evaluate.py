@@ -13,11 +13,9 @@ from typing import Any, Literal
 
 import torch
 
-from tinyrl.data.messages import policy_text
 from tinyrl.evaluation.statistics import grouped, mean, mean_interval, numbers, verdict_metrics
-from tinyrl.rewards.scorer import Scorer
-from tinyrl.rollout.buffer import FINISH_REASONS, Rollout
-from tinyrl.rollout.collector import forward_pass, sample_and_score
+from tinyrl.rollout.buffer import Rollout
+from tinyrl.rollout.collector import forward_pass, sample_and_score, sample_lines, written
 from tinyrl.rollout.components import SamplingParts
 from tinyrl.tasks.prompts import PreparedPrompt, source_rewards
 
@@ -88,7 +86,7 @@ def _judged(
         rollout = rollout.select(best_rows(rollout.rewards.tolist(), best_of))
     repeated = [p for p in prompts for _ in range(samples)]
     tokens, transcripts = [rollout.response(row) for row in range(len(rollout))], rollout.transcripts
-    texts = written_texts(rollout, scorer)
+    texts = [written(rollout, row, scorer) for row in range(len(rollout))]
     rewards, columns = rollout.rewards.tolist(), rollout.scores.T.tolist()
     each = {f"reward/{name}": column for name, column in zip(scorer.names, columns, strict=True)}  # before weights
     by_prompt = [mean(group) for group in grouped(rewards, samples)]
@@ -104,8 +102,14 @@ def _judged(
         answers = None if task.answer is None else [task.answer(text) for text in texts]
         metrics |= verdict_metrics(verdicts, answers, samples, is_pass=task.is_pass)
     values = {name: grouped(column, samples) for name, column in judges.items() if numbers(column)}
-    kind = "eval-greedy" if greedy else "eval"
-    lines = [{"kind": kind, **line} for line in judged_lines(rollout, repeated, texts, samples, scorer.names)]
+    lines = sample_lines(
+        rollout,
+        texts,
+        kind="eval-greedy" if greedy else "eval",
+        prompts={p.index: p.text for p in prompts},
+        group_size=samples,
+        names=scorer.names,
+    )
     return Evaluation(metrics, by_prompt, lines, values)
 
 
@@ -159,34 +163,6 @@ def _divergence(
         return mean_entropy
     ref_logprobs, _ = run("reference")
     return {"kl": float((logprobs - ref_logprobs).sum(1).mean()), **mean_entropy}
-
-
-def written_texts(rollout: Rollout, scorer: Scorer) -> list[str]:
-    """What the policy wrote, in each row."""
-    if rollout.transcripts:
-        return [policy_text(transcript) for transcript in rollout.transcripts]
-    return [scorer.text(rollout.response(row)) for row in range(len(rollout))]
-
-
-def judged_lines(
-    rollout: Rollout, prompts: list[PreparedPrompt], texts: list[str], samples: int, names: list[str]
-) -> list[dict[str, Any]]:
-    """Lines of samples.jsonl without step and kind; prompts and texts: one for each completion."""
-    scores, rewards, reasons = (x.tolist() for x in (rollout.scores, rollout.rewards, rollout.finish_reasons))
-    return [
-        {
-            "prompt_index": p.index,
-            "sample": i % samples,
-            "prompt": p.text,
-            "completion": text,
-            **rollout.episode_of(i),
-            "rewards": dict(zip(names, scores[i], strict=True)),
-            "reward": rewards[i],
-            "advantage": None,
-            "finish_reason": FINISH_REASONS[reasons[i]],
-        }
-        for i, (p, text) in enumerate(zip(prompts, texts, strict=True))
-    ]
 
 
 def best_rows(rewards: list[float], best_of: int) -> list[int]:

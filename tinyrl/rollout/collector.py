@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.sections import RewardConfig
+from tinyrl.data.messages import policy_text
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine
@@ -21,7 +22,7 @@ from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.micro_batches import MicroBatches, Work, own_rows
 from tinyrl.models.roles import Role, Roles
 from tinyrl.rewards.scorer import Scorer
-from tinyrl.rollout.buffer import Rollout, sampled_fields
+from tinyrl.rollout.buffer import FINISH_REASONS, Rollout, sampled_fields
 from tinyrl.rollout.thinking import sample_within_budget
 from tinyrl.tasks.prompts import PreparedPrompt
 
@@ -136,6 +137,50 @@ def finalize_truncated(rollout: Rollout, reward: RewardConfig, *, max_new_tokens
     rollout.rewards = rollout.rewards - penalty
     if reward.truncated == "mask":
         rollout.kept = rollout.kept & ~rollout.truncated
+
+
+def written(rollout: Rollout, row: int, scorer: Scorer) -> str:
+    """What the policy wrote."""
+    if rollout.transcripts is not None:
+        return policy_text(rollout.transcripts[row])
+    return scorer.text(rollout.response(row))
+
+
+def place_of(rollout: Rollout, row: int, *, prompts: Mapping[int, str], group_size: int) -> dict[str, Any]:
+    """What a row is a sample of; prompts: their texts, by index."""
+    index = int(rollout.prompt_rows[rollout.prompt_index[row]])
+    of = row if rollout.parent is None else int(rollout.parent[row])
+    return {"prompt_index": index, "sample": of % group_size, "prompt": prompts[index]}
+
+
+def sample_lines(
+    rollout: Rollout,
+    texts: list[str],
+    *,
+    kind: str,
+    prompts: Mapping[int, str],
+    group_size: int,
+    names: list[str],
+    advantages: Tensor | None = None,
+) -> list[dict[str, Any]]:
+    """Lines of samples.jsonl, without their step, of the first rows of a rollout: those whose texts are given.
+
+    prompts: their texts, by index; advantages (B,).
+    """
+    scores, rewards, reasons = (x.tolist() for x in (rollout.scores, rollout.rewards, rollout.finish_reasons))
+    return [
+        {
+            "kind": kind,
+            **place_of(rollout, row, prompts=prompts, group_size=group_size),
+            "completion": text,
+            **rollout.episode_of(row),
+            "rewards": dict(zip(names, scores[row], strict=True)),
+            "reward": rewards[row],
+            "advantage": None if advantages is None else float(advantages[row]),
+            "finish_reason": FINISH_REASONS[reasons[row]],
+        }
+        for row, text in enumerate(texts)
+    ]
 
 
 def _as_tensors(

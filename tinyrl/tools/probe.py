@@ -22,11 +22,11 @@ from typing import Any
 
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import PASS_RATE, keyed_order, row_key
-from tinyrl.evaluation.evaluate import EVAL_STEP, judged_lines, written_texts
+from tinyrl.evaluation.evaluate import EVAL_STEP
 from tinyrl.models.device import peak_memory_gb
 from tinyrl.rewards.trial import GoldCheck, check_gold
 from tinyrl.rollout.buffer import Rollout
-from tinyrl.rollout.collector import finalize_truncated, sample_and_score
+from tinyrl.rollout.collector import finalize_truncated, sample_and_score, sample_lines, written
 from tinyrl.rollout.components import Options, resolve_threads, trainer_of
 from tinyrl.runs.diagnosis import as_json, columns, counted, examples, in_words, row_line
 from tinyrl.runs.metrics import Finding, Row, known
@@ -196,8 +196,10 @@ def _sampled(trainer: Any, prompts: list[PreparedPrompt], samples: int, *, greed
 
 def _lines(trainer: Any, prompts: list[PreparedPrompt], rollout: Rollout, samples: int) -> list[Row]:
     repeated = [prompt for prompt in prompts for _ in range(samples)]
-    texts, failed = written_texts(rollout, trainer.scorer), {one.row: one.reason for one in rollout.failures}
-    lines = judged_lines(rollout, repeated, texts, samples, trainer.scorer.names)
+    failed = {one.row: one.reason for one in rollout.failures}
+    texts = [written(rollout, row, trainer.scorer) for row in range(len(rollout))]
+    where = {prompt.index: prompt.text for prompt in prompts}
+    lines = sample_lines(rollout, texts, kind="probe", prompts=where, group_size=samples, names=trainer.scorer.names)
     return [
         {
             **line,

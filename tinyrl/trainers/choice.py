@@ -1,4 +1,4 @@
-"""Which training prompts a step takes: in epochs, by sources, without solved ones, or those that teach most.
+"""Which training prompts a step takes: in epochs, without solved ones, by sources, or those that teach most.
 
 Prompts all of whose last responses were right are left out for a while under task.skip_solved: a group without spread
 teaches nothing, and one that is all right will mostly be so again, so its prompt gives its place in the next epochs to
@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from tinyrl.config.schema import Config
-from tinyrl.config.sections import SourceConfig, TaskConfig
+from tinyrl.config.sections import TaskConfig
 from tinyrl.data.rows import PASS_RATE, batch_indices, replaced_indices, row_key, weighted_indices
 from tinyrl.tasks.prompts import PreparedPrompt, rows_by_source
 from tinyrl.training.state import Controllers
@@ -28,54 +30,86 @@ PROBED = 4.0  # completions that a probed rate counts for
 PRIOR = 0.1  # of right and of wrong ones, before any is seen: most prompts are always right, or always wrong
 
 
+class Tried:
+    """Of a step's prompts, how many completions had a reward, and how many of these were right."""
+
+    def __init__(self, solved_reward: float) -> None:
+        self.solved_reward = solved_reward
+        self._counts: dict[int, tuple[str, int, int]] = {}
+
+    def look(self, prompts: list[PreparedPrompt], rewards: Tensor) -> None:
+        """Add a group of rewards for each of `prompts`, one after another; NaN: none."""
+        rewards = rewards.reshape(len(prompts), -1)
+        tried, right = (~rewards.isnan()).sum(1).tolist(), (rewards >= self.solved_reward).sum(1).tolist()
+        for prompt, n, won in zip(prompts, tried, right, strict=True):
+            _, before, before_right = self._counts.get(prompt.index, ("", 0, 0))
+            self._counts[prompt.index] = (row_key(prompt.row), before + n, before_right + won)
+
+    def by_row(self) -> dict[str, tuple[int, int]]:
+        """(tried, right) by the fingerprint of a row, which fits data that has changed."""
+        found: dict[str, tuple[int, int]] = {}
+        for key, tried, right in self._counts.values():
+            before = found.get(key, (0, 0))
+            found[key] = (before[0] + tried, before[1] + right)
+        return found
+
+    def take(self) -> list[list[Any]]:
+        """What the line of prompts.jsonl holds, by index; the count begins anew."""
+        counts, self._counts = self._counts, {}
+        return [[index, *counts[index]] for index in sorted(counts)]
+
+
+@dataclass
 class Choice:
-    """Which places in the list of training prompts each step takes. What it goes by changes only in `keep`."""
+    """Which places in the list of training prompts each step takes: shuffled epochs. `record` is the run's state, which
+    changes only in `keep`, by fingerprints of rows.
+    """
+
+    task: TaskConfig
+    prompts: list[PreparedPrompt]
+    num_prompts: int
+    seed: int
+    record: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def keys(self) -> list[str]:
+        return [row_key(p.row) for p in self.prompts]
 
     def draw(self, step: int) -> list[int]:
         """The places of a step's prompts; a function of (seed, step) and of what was kept."""
-        raise NotImplementedError
+        return batch_indices(self.seed, step, num_prompts=self.num_prompts, num_rows=len(self.prompts))
 
     def skipped(self, step: int) -> set[int]:
         """Places that no step may take now."""
         return set()
 
-    def look(self, prompts: list[PreparedPrompt], rewards: Tensor) -> None:
-        """Note the rewards of a group for each of `prompts`, one after another; NaN: none."""
-
-    def keep(self, step: int) -> dict[str, float]:
+    def keep(self, step: int, tried: Tried) -> dict[str, float]:
         """Put what a step showed on record, once its sampling is done; its metrics."""
         return {}
 
 
 def choice_of(config: Config, prompts: list[PreparedPrompt], controllers: Controllers) -> Choice:
     """What the configuration says, going on with what a run's `controllers` have on record."""
-    task, count, seed = config.task, config.on_policy.num_prompts, config.run.seed
+    task, how = config.task, (config.on_policy.num_prompts, config.run.seed)
     if task.sources:
-        return SourceShares(task.sources, prompts, num_prompts=count, seed=seed)
+        return SourceShares(task, prompts, *how)
     if task.sampler == "difficulty":
-        return PassRates(task, prompts, num_prompts=count, seed=seed, record=controllers.pass_rates)
-    return SolvedPrompts(task, prompts, num_prompts=count, seed=seed, record=controllers.solved)
+        return PassRates(task, prompts, *how, controllers.pass_rates)
+    return (SolvedPrompts if task.skip_solved else Choice)(task, prompts, *how, controllers.solved)
 
 
-@dataclass
 class SourceShares(Choice):
     """Each source's share of every step."""
 
-    sources: list[SourceConfig]
-    prompts: list[PreparedPrompt]
-    num_prompts: int
-    seed: int
-
     def draw(self, step: int) -> list[int]:
         by_source = rows_by_source(self.prompts)
-        shares = [(source.weight, by_source.get(source.label, [])) for source in self.sources]
+        shares = [(source.weight, by_source.get(source.label, [])) for source in self.task.sources]
         return weighted_indices(self.seed, step, num_prompts=self.num_prompts, sources=shares)
 
 
-@dataclass
 class PassRates(Choice):
-    """Prompts by the pass rate that they are believed to have. `record` is the run's state: of rows by fingerprint how
-    many completions were right and wrong, and the step that was; older ones count for less, as the policy moves.
+    """Prompts by the pass rate that they are believed to have. On record is of rows how many completions were right and
+    wrong, and the step that was; older ones count for less, as the policy moves.
 
     Of a step's prompts the share task.sampler_uniform comes from shuffled epochs, so that every prompt is tried again.
     The others are drawn without replacement in proportion to the expectation of p (1 - p) under Beta(right + PRIOR,
@@ -83,21 +117,12 @@ class PassRates(Choice):
     the mean of those that were.
     """
 
-    task: TaskConfig
-    prompts: list[PreparedPrompt]
-    num_prompts: int
-    seed: int
-    record: dict[str, list[float]]
-    keys: list[str] = field(init=False)
-    seen: dict[str, tuple[float, float]] = field(init=False, default_factory=dict)  # in this step
-
-    def __post_init__(self) -> None:
-        self.keys = [row_key(p.row) for p in self.prompts]
+    @cached_property
+    def _probed(self) -> np.ndarray:
+        """(2, rows) completions that were right and wrong before the run, by the rows' own rates."""
         rates = [p.row.get(PASS_RATE) for p in self.prompts]
         known = [float(r) if isinstance(r, int | float) and 0 <= r <= 1 else None for r in rates]
-        right = [0.0 if rate is None else PROBED * rate for rate in known]
-        wrong = [0.0 if rate is None else PROBED * (1 - rate) for rate in known]
-        self._probed = np.array([right, wrong])
+        return np.array([(0.0, 0.0) if r is None else (PROBED * r, PROBED * (1 - r)) for r in known]).T
 
     def _known(self, key: str, step: int) -> tuple[float, float]:
         """What counts in a step of the completions of a row that were right and wrong."""
@@ -127,77 +152,33 @@ class PassRates(Choice):
         score[places] = -np.inf
         return [*places, *(int(i) for i in np.argsort(-score, kind="stable")[: count - uniform])]
 
-    def look(self, prompts: list[PreparedPrompt], rewards: Tensor) -> None:
-        rewards = rewards.reshape(len(prompts), -1)
-        right = (rewards >= self.task.solved_reward).sum(1).tolist()
-        tried = (~rewards.isnan()).sum(1).tolist()
-        for prompt, won, of in zip(prompts, right, tried, strict=True):
-            key = row_key(prompt.row)
-            before = self.seen.get(key, (0.0, 0.0))
-            self.seen[key] = (before[0] + won, before[1] + of - won)
-
-    def keep(self, step: int) -> dict[str, float]:
-        for key, (right, wrong) in self.seen.items():
+    def keep(self, step: int, tried: Tried) -> dict[str, float]:
+        for key, (count, right) in tried.by_row().items():
             was_right, was_wrong = self._known(key, step)
-            self.record[key] = [was_right + right, was_wrong + wrong, step]
-        self.seen = {}
+            self.record[key] = [was_right + right, was_wrong + count - right, step]
         return {"reward/known_prompts": float(len(self.record))}
 
 
-@dataclass
 class SolvedPrompts(Choice):
-    """Which of the training prompts are left out. `record` is the run's state: rows by fingerprint, so that it fits
-    data that has changed, and the epoch in which each was solved. It changes only at the end of a step's sampling.
-    """
-
-    task: TaskConfig
-    prompts: list[PreparedPrompt]
-    num_prompts: int
-    seed: int
-    record: dict[str, int]
-    keys: list[str] = field(init=False)  # of each prompt
-    groups: dict[str, bool] = field(init=False, default_factory=dict)  # of this step: whether all of them were right
-
-    def __post_init__(self) -> None:
-        self.keys = [row_key(p.row) for p in self.prompts] if self.task.skip_solved else []
+    """Without prompts that are solved; on record is the epoch in which each was."""
 
     def epoch(self, step: int) -> int:
         return step * self.num_prompts // len(self.prompts)
 
     def skipped(self, step: int) -> set[int]:
-        """Places in the list of prompts that are left out in a step."""
         now = self.epoch(step)  # a record of a later one is from before the data or grpo.num_prompts changed
         since = now - self.task.skip_solved
         return {i for i, key in enumerate(self.keys) if key in self.record and since <= self.record[key] <= now}
 
-    def replace(self, places: list[int], step: int) -> list[int]:
-        """The prompts of a step, others in the place of those left out; these stay where nothing else is left."""
-        self.groups = {}
-        key = f"unsolved {self.seed} {step}"
-        return replaced_indices(places, skipped=self.skipped(step), key=key, num_rows=len(self.prompts))
-
     def draw(self, step: int) -> list[int]:
-        places = batch_indices(self.seed, step, num_prompts=self.num_prompts, num_rows=len(self.prompts))
-        return self.replace(places, step)
+        """Others in the place of those left out; these stay where nothing else is left."""
+        key = f"unsolved {self.seed} {step}"
+        return replaced_indices(super().draw(step), skipped=self.skipped(step), key=key, num_rows=len(self.prompts))
 
-    def look(self, prompts: list[PreparedPrompt], rewards: Tensor) -> None:
-        """Note which groups of a rollout are all right; of a prompt with several, all must be."""
-        if not self.task.skip_solved:
-            return
-        rewards = rewards.reshape(len(prompts), -1)
-        right = (rewards >= self.task.solved_reward) | rewards.isnan()
-        solved = right.all(1) & ~rewards.isnan().all(1)
-        for prompt, all_right in zip(prompts, solved.tolist(), strict=True):
-            key = row_key(prompt.row)
-            self.groups[key] = all_right and self.groups.get(key, True)
-
-    def keep(self, step: int) -> dict[str, float]:
-        """Put what the step's groups showed on record; the metrics of the step."""
-        if not self.task.skip_solved:
-            return {}
+    def keep(self, step: int, tried: Tried) -> dict[str, float]:
         skipped = len(self.skipped(step))
-        for key, all_right in self.groups.items():
-            if all_right:
+        for key, (count, right) in tried.by_row().items():
+            if right == count > 0:
                 self.record[key] = self.epoch(step)
             else:
                 self.record.pop(key, None)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tinyrl.algorithms.kl import applied_entropy_coef, next_entropy_coef
+from tinyrl.algorithms.masking import masked_mean
 from tinyrl.config.method_sections import OnPolicySection
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import keyed_order
@@ -19,14 +20,14 @@ from tinyrl.models.micro_batches import RowSizes, StepRows
 from tinyrl.models.roles import Role, Roles
 from tinyrl.rewards.functions import FailureGuard, describe_failure
 from tinyrl.rollout.buffer import Rollout
-from tinyrl.rollout.collector import finalize_truncated, forward_pass, sample_and_score
+from tinyrl.rollout.collector import finalize_truncated, forward_pass, sample_and_score, sample_lines, written
 from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.rollout.thinking import thinking_tokens
 from tinyrl.runs.signals import stop_held
 from tinyrl.tasks.prompts import PreparedPrompt, source_rewards
-from tinyrl.trainers.choice import choice_of
+from tinyrl.trainers.choice import Tried, choice_of
 from tinyrl.trainers.policy_loss import LossSettings, PolicyLoss
-from tinyrl.trainers.step_records import Tried, allowed_bytes, sample_lines, shown_rows, token_lines, written
+from tinyrl.trainers.step_records import allowed_bytes, shown_rows, token_lines
 from tinyrl.trainers.teaching import DistanceLoss, teacher_metrics, teacher_of
 from tinyrl.training.optim import rate_factor
 from tinyrl.training.session import Session
@@ -119,8 +120,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         )
         most = self.config.generation.max_new_tokens
         finalize_truncated(rollout, self.config.reward, max_new_tokens=most)
-        self.choice.look(prompts, rollout.rewards)
-        self.tried.look(prompts, rollout)
+        self.tried.look(prompts, rollout.rewards)
         self._watch(rollout, prompts, step)
         self.session.state.completions += len(rollout)
         self.session.state.tokens += int(rollout.response_mask.sum())
@@ -169,7 +169,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
                     "prompt_index": prompt.index,
                     "sample": failure.row % self.group_size,
                     "prompt": prompt.text,
-                    "completion": written(rollout, failure.row, self),
+                    "completion": written(rollout, failure.row, self.scorer),
                     **rollout.episode_of(failure.row),
                     "reason": failure.reason,
                 }
@@ -272,8 +272,9 @@ class OnPolicyTrainer(SamplingParts, Trainer):
 
     def end_sampling(self, step: int) -> dict[str, float]:
         """Put on record which prompts of a step were solved; its metrics."""
+        metrics = self.choice.keep(step, self.tried)
         self.session.run.append_prompts(step + 1, self.tried.take())
-        return self.choice.keep(step)
+        return metrics
 
     def record(self, rollout: Rollout, advantages: Tensor, step: int, *, rewards: Tensor | None = None) -> None:
         """Append some of the rollout to samples.jsonl, with each row's mean advantage (before any whitening, so that it
@@ -284,14 +285,22 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         if not self.world.is_main:
             return
         run, settings = self.session.run, self.config.run
-        how: Any = {"parts": self, "texts": self._texts, "group_size": self.group_size}
+        how: Any = {"prompts": self._texts, "group_size": self.group_size}
         if self.session.evaluates_after(step + 1) and (rows := shown_rows(rollout, group_size=self.group_size)):
             with stop_held(), self.session.timed("evaluation"):
                 now = self._logprobs(rollout.select(rows), "policy", world=ALONE)
-                lines = token_lines(rollout, rows, new_logprobs=now, rewards=rewards, **how)
+                lines = token_lines(rollout, rows, new_logprobs=now, rewards=rewards, tokenizer=self.tokenizer, **how)
                 numbered = ({"step": step + 1, **line} for line in lines)
                 run.append_tokens(numbered, most_bytes=allowed_bytes(settings, step + 1))
-        samples = sample_lines(rollout, advantages, most=settings.keep_samples, **how)
+        shown = range(min(settings.keep_samples, rollout.num_episodes))
+        samples = sample_lines(
+            rollout,
+            [written(rollout, row, self.scorer) for row in shown],
+            kind="train",
+            names=self.scorer.names,
+            advantages=advantages if advantages.dim() == 1 else masked_mean(advantages, rollout.loss_mask, dim=1),
+            **how,
+        )
         last = step + 1 >= settings.num_steps
         run.append_samples(
             [{"step": step + 1, **line} for line in samples],

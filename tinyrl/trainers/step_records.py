@@ -1,4 +1,4 @@
-"""What a step leaves in the records of its run: completions as text, some of them token by token, prompts solved."""
+"""Completions of a step token by token, as the update saw them: lines of tokens.jsonl."""
 
 from __future__ import annotations
 
@@ -8,53 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyrl.algorithms.masking import masked_mean
 from tinyrl.algorithms.reward_shaping import token_rewards
 from tinyrl.config.sections import RunConfig
-from tinyrl.data.messages import policy_text
-from tinyrl.data.rows import row_key
-from tinyrl.rollout.buffer import FINISH_REASONS, Rollout
-from tinyrl.rollout.components import SamplingParts
-from tinyrl.tasks.prompts import PreparedPrompt
+from tinyrl.rollout.buffer import Rollout
+from tinyrl.rollout.collector import place_of
 from tinyrl.text import hidden
 
 TOKEN_BY_TOKEN = 8  # completions of an evaluation step in tokens.jsonl
 MOST_TOKEN_BYTES = 20_000_000  # of tokens.jsonl
 CHARACTER_TOKENS = 8  # no character is made of more
-
-
-def written(rollout: Rollout, row: int, parts: SamplingParts) -> str:
-    if rollout.transcripts is not None:
-        return policy_text(rollout.transcripts[row])
-    return parts.scorer.text(rollout.response(row))
-
-
-def sample_lines(
-    rollout: Rollout, advantages: Tensor, *, parts: SamplingParts, texts: dict[int, str], group_size: int, most: int
-) -> list[dict[str, Any]]:
-    """Lines of samples.jsonl, whole groups first, with each row's mean advantage. `texts`: of prompts, by index."""
-    per_row = advantages if advantages.dim() == 1 else masked_mean(advantages, rollout.loss_mask, dim=1)
-    return [
-        {
-            **_place(rollout, row, texts, group_size),
-            "completion": written(rollout, row, parts),
-            **rollout.episode_of(row),
-            "rewards": dict(zip(parts.scorer.names, rollout.scores[row].tolist(), strict=True)),
-            "reward": float(rollout.rewards[row]),
-            "advantage": float(per_row[row]),
-            "finish_reason": FINISH_REASONS[int(rollout.finish_reasons[row])],
-        }
-        for row in range(min(most, rollout.num_episodes))
-    ]
-
-
-def _place(rollout: Rollout, row: int, texts: dict[int, str], group_size: int) -> dict[str, Any]:
-    index = int(rollout.prompt_rows[rollout.prompt_index[row]])
-    of = row if rollout.parent is None else int(rollout.parent[row])
-    return {"kind": "train", "prompt_index": index, "sample": of % group_size, "prompt": texts[index]}
-
-
-# ---- token by token ----
 
 
 def shown_rows(rollout: Rollout, *, group_size: int) -> list[int]:
@@ -77,8 +39,8 @@ def token_lines(
     *,
     new_logprobs: Tensor,
     rewards: Tensor | None,
-    parts: SamplingParts,
-    texts: dict[int, str],
+    tokenizer: Any,
+    prompts: dict[int, str],
     group_size: int,
 ) -> Iterator[dict[str, Any]]:
     """Lines of tokens.jsonl: each token with its advantage in the loss, its log-probability before the update, after it
@@ -99,19 +61,20 @@ def token_lines(
     kinds |= {"teacher": rollout.teacher_logprobs, "reward": rewards}
     for place, row in enumerate(rows):
         tokens = rollout.response(row)
-        if hidden(whole := str(parts.tokenizer.decode(tokens))) != whole:
+        if hidden(whole := str(tokenizer.decode(tokens))) != whole:
             continue  # the value of a secret variable, which no single piece would show
         columns = {name: None if x is None else x[row].tolist() for name, x in kinds.items()}
         columns["new"] = new_logprobs[place].tolist()
         chosen = rollout.response_mask[row].tolist()
         before = rollout.prompt_tokens[int(rollout.prompt_index[row])][-1:]
         yield {
-            **_place(rollout, row, texts, group_size),
+            "kind": "train",
+            **place_of(rollout, row, prompts=prompts, group_size=group_size),
             "reward": float(rollout.rewards[row]),
             "tokens": [
                 {"piece": piece, "chosen": chosen[t]}
                 | {name: round(column[t], 3) if column and chosen[t] else None for name, column in columns.items()}
-                for t, piece in enumerate(pieces(parts.tokenizer, tokens, before=before))
+                for t, piece in enumerate(pieces(tokenizer, tokens, before=before))
             ],
         }
 
@@ -140,26 +103,3 @@ def allowed_bytes(run: RunConfig, step: int) -> float:
     ahead = max(0, run.num_steps - step)
     done = -(-step // every)
     return MOST_TOKEN_BYTES * done / (done + -(-ahead // every))
-
-
-# ---- prompts ----
-
-
-class Tried:
-    """Of a step's prompts, how many completions had a reward, and how many of these were right."""
-
-    def __init__(self, solved_reward: float) -> None:
-        self.solved_reward = solved_reward
-        self._counts: dict[int, tuple[str, int, int]] = {}
-
-    def look(self, prompts: list[PreparedPrompt], rollout: Rollout) -> None:
-        rewards = rollout.rewards.reshape(len(prompts), -1)
-        tried, solved = (~rewards.isnan()).sum(1).tolist(), (rewards >= self.solved_reward).sum(1).tolist()
-        for prompt, n, right in zip(prompts, tried, solved, strict=True):
-            _, before, before_right = self._counts.get(prompt.index, ("", 0, 0))
-            self._counts[prompt.index] = (row_key(prompt.row), before + n, before_right + right)
-
-    def take(self) -> list[list[Any]]:
-        """What the line of prompts.jsonl holds, by index; the count begins anew."""
-        counts, self._counts = self._counts, {}
-        return [[index, *counts[index]] for index in sorted(counts)]
