@@ -152,8 +152,10 @@ def test_a_step_by_itself_waits_for_nothing(tiny: TinyModels, device: torch.devi
 
 
 def kernels_a_token(engine: FusedEngine, rows: int) -> int:
-    """Operations of a step that launch a kernel."""
-    engine.by_graphs = False
+    """Operations of a step that launch a kernel: torch's, beside which Triton has three a layer and two. A CPU counts
+    those of a stretch a row, as the twin in plain torch of a kernel over blocks is many.
+    """
+    engine.by_graphs, engine.in_blocks = False, engine.roles.device.type == "cuda"
     with torch.inference_mode(), engine._decoding({"seed": 0, "step": 0}, rows=rows, width=64) as (slots, advance):
         slots.clear()
         slots.enter([list(range(rows))], [[20, 21, 22]], uniforms=torch.rand(rows, slots.columns).double())
