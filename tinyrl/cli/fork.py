@@ -33,7 +33,7 @@ def fork(
     quiet_libraries()
     from tinyrl.runs.signals import StopFlag
     from tinyrl.tools.report import write_report
-    from tinyrl.training.fork import fork as forked
+    from tinyrl.training.resume import fork as forked
 
     with StopFlag():
         with sentences(debug):
