@@ -152,8 +152,8 @@ def measure(size: str, options: Namespace) -> Device:
     from tinyrl.config.recipe import load_config
     from tinyrl.rollout.components import Options
     from tinyrl.trainers import grpo
-    from tinyrl.training.memory_plan import Planner, trained
     from tinyrl.training.optim import role_optimizers
+    from tinyrl.training.planning import learn, read, trained, widest
 
     files = prepare(full_length(SIZES[size]), options=options)
     recipe = options.out / f"{size}.yaml"
@@ -162,10 +162,9 @@ def measure(size: str, options: Namespace) -> Device:
     torch.set_num_threads(options.threads)
     parts = grpo.Grpo(config, options=Options(device=options.device))
     try:
-        planner, rows = Planner(parts, parts.roles, 0, 0), parts.step_rows()
-        micro, _ = rows.widest(parts.micro_batches.tokens)
-        pairs = rows.pairs(micro)
-        tokens = rows.sizes.cost(micro)
+        update = parts.longest_step()[0]
+        micro, _ = widest(update, parts.micro_batches.tokens)
+        tokens = update.sizes.cost(micro)
         optimizer = role_optimizers(config.optim, parts.roles.parameters)["policy"].optimizer
 
         def step() -> None:
@@ -178,8 +177,8 @@ def measure(size: str, options: Namespace) -> Device:
             f"{size}, {options.threads} thread{'s' * (options.threads > 1)}",
             decode_s,
             decode_row_s,
-            timed(lambda: planner.read("policy", pairs)) / tokens,
-            timed(lambda: planner.learn("policy", pairs)) / tokens,
+            timed(lambda: read(parts, update, micro)) / tokens,
+            timed(lambda: learn(parts, update, micro)) / tokens,
             timed(step),
             sum(p.numel() * p.itemsize for p in trained(parts.roles)),
         )

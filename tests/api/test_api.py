@@ -18,7 +18,7 @@ from tests import running
 from tests.tiny_models import TinyModels
 from tests.varied_reward import variety
 from tinyrl.api.given import given, overrides_of
-from tinyrl.api.run import Run, alone, interruptible
+from tinyrl.api.verbs import Run, alone, interruptible
 from tinyrl.runs.run_dir import open_run
 from tinyrl.runs.signals import check_stop
 

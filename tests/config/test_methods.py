@@ -31,7 +31,7 @@ def test_sections_and_recipes_are_there(name: str) -> None:
 def test_a_trainer_trains_evaluates_and_can_be_planned(name: str) -> None:
     trainer = trainer_of(name)
     assert issubclass(trainer, Trainer)
-    for what in ("train", "evaluate", "step_rows"):
+    for what in ("train", "evaluate", "longest_step"):
         assert getattr(trainer, what) is not getattr(Trainer, what)
 
 

@@ -24,7 +24,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory):
 
 
 def collect(parts: SamplingParts, **reward: Any) -> Rollout:
-    rollout = sample_and_score(parts.train_prompts[:3], parts.engine, parts.scorer, group_size=2, seed=0, step=0)
+    rollout = sample_and_score(parts.train_prompts[:3], parts, group_size=2, step=0)
     finalize_truncated(rollout, RewardConfig(**reward), max_new_tokens=10)
     return rollout
 
@@ -70,7 +70,7 @@ def test_soft_overlong_penalty(parts: SamplingParts) -> None:
 
 def test_a_prompt_twice_in_a_step_gets_other_samples(parts: SamplingParts) -> None:
     prompt = parts.train_prompts[0]
-    rollout = sample_and_score([prompt, prompt], parts.engine, parts.scorer, group_size=2, seed=0, step=0)
+    rollout = sample_and_score([prompt, prompt], parts, group_size=2, step=0)
     responses = [tuple(rollout.response(i)) for i in range(4)]
     assert len(set(responses)) == 4
 
@@ -95,7 +95,7 @@ def test_tokens_that_were_read_are_no_part_of_the_loss(parts: SamplingParts) -> 
 
 def test_with_groups_replaces_whole_groups(parts: SamplingParts) -> None:
     rollout = collect(parts)
-    other = sample_and_score(parts.train_prompts[5:7], parts.engine, parts.scorer, group_size=2, seed=0, step=1)
+    other = sample_and_score(parts.train_prompts[5:7], parts, group_size=2, step=1)
     mixed = rollout.with_groups(other, [1], places=[2], group_size=2)
     assert [mixed.response(i) for i in range(4)] == [rollout.response(i) for i in range(4)]
     assert [mixed.response(i) for i in (4, 5)] == [other.response(i) for i in (2, 3)]

@@ -206,9 +206,7 @@ def test_observed_tokens_are_not_learnt(tmp_path: Path) -> None:
     own = {"path": str(lookup("grpo").model.path)}
     trainer = Distill(lookup("distill", environment={"max_turns": 3}, teacher=own), options=Options(device="cpu"))
     assert trainer.teacher is not None
-    rollout = sample_and_score(
-        trainer.train_prompts[:4], trainer.engine, trainer.scorer, group_size=2, seed=0, step=0, runner=trainer.runner
-    )
+    rollout = sample_and_score(trainer.train_prompts[:4], trainer, group_size=2, step=0)
     trainer.teacher.read(rollout)
     exists = torch.arange(rollout.response_mask.shape[1]) < rollout.response_lengths[:, None]
     assert (exists & ~rollout.response_mask).sum() > 5
@@ -251,7 +249,7 @@ def test_what_a_reward_says_is_a_hint(model: Path, tmp_path: Path) -> None:
     assert code == 0
     assert running.metrics(run)[1]["reward/mean"] == pytest.approx(0.25)
     trainer = distill(settings)
-    rollout = sample_and_score(trainer.train_prompts[:2], trainer.engine, trainer.scorer, group_size=2, seed=0, step=0)
+    rollout = sample_and_score(trainer.train_prompts[:2], trainer, group_size=2, step=0)
     trainer.close()
     assert rollout.whys is not None
     assert trainer.teacher is not None

@@ -21,7 +21,6 @@ from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.collector import (
     _as_tensors,
     finalize_truncated,
-    forward_pass,
     sample_and_score,
 )
 from tinyrl.rollout.components import Options, SamplingParts
@@ -57,9 +56,7 @@ def parts() -> SamplingParts:
 @pytest.fixture(scope="module")
 def rollout(parts: SamplingParts) -> Rollout:
     """24 episodes, their log-probabilities a little off the policy's, with rewards of turns."""
-    out = sample_and_score(
-        parts.train_prompts, parts.engine, parts.scorer, group_size=4, seed=0, step=0, runner=parts.runner
-    )
+    out = sample_and_score(parts.train_prompts, parts, group_size=4, step=0)
     read = ~out.response_mask & (torch.arange(out.response_mask.shape[1]) < out.response_lengths[:, None])
     assert int(read.sum()) > 30
     noise = torch.Generator().manual_seed(2)
@@ -67,14 +64,7 @@ def rollout(parts: SamplingParts) -> Rollout:
     def near(x: Tensor) -> Tensor:
         return torch.where(out.response_mask, x + 0.2 * torch.randn(x.shape, generator=noise), 0.0)
 
-    (policy,) = forward_pass(
-        out,
-        parts.roles,
-        role="policy",
-        compute=lambda batch: parts.roles.logprobs("policy", batch, temperature=1.0)[:1],
-        micro_batches=parts.micro_batches,
-        autocast=parts.accelerator.autocast,
-    )
+    (policy,) = parts.over(out, lambda batch: parts.roles.logprobs("policy", batch, temperature=1.0)[:1], role="policy")
     assert torch.allclose(policy, out.sampling_logprobs, atol=1e-5)
     assert out.turn_rewards is not None
     ends = torch.rand(policy.shape, generator=noise) * (out.response_mask & torch.roll(read, -1, 1))

@@ -21,7 +21,7 @@ from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.records import read_run
 from tinyrl.runs.run_dir import RunDir, open_run
 from tinyrl.tools.report.outcome import subtitle
-from tinyrl.training.fork import fork
+from tinyrl.training.resume import fork
 from tinyrl.training.state import STATE
 from tinyrl.training.verify import Found, verify
 

@@ -20,14 +20,16 @@ from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.rollout.components import Options, SamplingParts, trainer_of
 from tinyrl.training import planning
 from tinyrl.training.launch import plan, time_steps
-from tinyrl.training.memory_plan import MemoryPlan, Planner
 from tinyrl.training.planning import (
+    MemoryPlan,
+    Planner,
     beside_measured,
     largest_group,
     largest_micro_batch,
     planner_of,
     tried_meta_models,
     tried_plan,
+    widest,
 )
 
 GB = 10**9
@@ -70,7 +72,7 @@ def test_files_of_another_dtype_are_in_memory_beside_the_model(tiny: TinyModels,
 
 def test_the_cache_holds_every_row_to_its_last_token(tiny: TinyModels):
     made = planner(small(tiny, run={"eval_prompts": 8}))
-    sampling, longest = made.sampling, max(len(p) for row in made.rows.sequences for p, _ in row)
+    sampling, longest = made.sampling, max(made.steps[0][0].sizes.prompts)
     assert sampling is not None
     assert sampling.rows == 16  # 4 prompts in groups of 4
     assert sampling.parts["cache"] == 2 * 2 * 2 * 8 * 4 * 16 * (longest + 6)  # two of, layers, heads, size, float32
@@ -191,14 +193,13 @@ def test_larger_micro_batches_take_more_and_recomputed_layers_less(tiny: TinyMod
 
 
 def test_micro_batches_are_planned_full(tiny: TinyModels):
-    rows = planner(small(tiny, grpo={"num_prompts": 4, "group_size": 4}, generation={"max_new_tokens": 16})).rows
-    prompt = len(rows.sequences[0][0][0])
+    made = planner(small(tiny, grpo={"num_prompts": 4, "group_size": 4}, generation={"max_new_tokens": 16}))
+    longest = made.steps[0][0]
+    prompt = longest.sizes.prompts[0]
     budget = prompt + 4 * 16 + prompt + 4  # a whole group, and too little for a second one of such length
-    assert rows.sizes.cost(rows.widest(budget)[0]) == prompt + 4 * 16
-    full = rows.fullest(budget)
-    cost = full.sizes.cost(full.widest(budget)[0])
-    assert prompt + 4 * 16 < cost <= budget
-    assert {len(r) for of_row in full.sequences for _, r in of_row} == {*full.sizes.responses}
+    assert longest.sizes.cost(widest(longest, budget)[0]) == prompt + 4 * 16
+    full = made.fullest(budget)[0]
+    assert prompt + 4 * 16 < full.sizes.cost(widest(full, budget)[0]) <= budget
 
 
 def test_what_sampling_frees_on_a_cpu_is_there_while_weights_are_updated(tiny: TinyModels):
@@ -222,7 +223,7 @@ def test_the_largest_micro_batch_and_group_that_fit(tiny: TinyModels):
     roomy = planner(small(tiny))
     most = largest_micro_batch(roomy)
     assert most is not None
-    assert most >= roomy.rows.sizes.cost(range(16))  # all rows in one
+    assert most >= roomy.steps[0][0].sizes.cost(range(16))  # all rows in one
     tight = planner(small(tiny), room=roomy.plan(60).peak)
     less = largest_micro_batch(tight)
     assert less is not None

@@ -26,7 +26,7 @@ from tinyrl.runs.records import read_run
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training import launch
 from tinyrl.training import state as sources
-from tinyrl.training.memory_plan import MemoryPlan
+from tinyrl.training.planning import MemoryPlan
 from tinyrl.training.state import STATE
 from tinyrl.training.update import Updater
 

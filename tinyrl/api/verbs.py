@@ -10,23 +10,176 @@ returns the run; nothing here ends the process. Importing this file loads no tor
 
 from __future__ import annotations
 
+import html
 import operator
 import os
-from collections.abc import Iterable, Mapping
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinyrl.api.given import INPUTS, Reward, Settings, given, overrides_of, path_of
-from tinyrl.api.run import Run, alone, interruptible
 from tinyrl.cli.options import quiet_libraries
 from tinyrl.cli.preflight import check_before_loading, check_evaluation
 from tinyrl.config.recipe import load_config
+from tinyrl.config.schema import Config
+from tinyrl.errors import Interrupted
 from tinyrl.evaluation.targets import Asked
-from tinyrl.runs.run_dir import check_new_run, finite
+from tinyrl.runs.records import json_lines, read_steps
+from tinyrl.runs.run_dir import RunDir, check_new_run, finite
 from tinyrl.runs.run_dir import open_run as open_folder
-from tinyrl.text import shortened
+from tinyrl.runs.signals import StopFlag
+from tinyrl.text import number, shortened
+from tinyrl.tools.chat.target import chat_target
+from tinyrl.tools.report import write_report
+
+if TYPE_CHECKING:
+    from tinyrl.tools.chat.speaker import Speaker
 
 Rows = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
+
+
+_one_at_a_time = threading.Lock()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """One run at a time: the device, torch's random numbers and thread count are the process's."""
+    if not _one_at_a_time.acquire(blocking=False):
+        raise ValueError("a run is going on in this process already; wait for its end, or interrupt it first")
+    try:
+        yield
+    finally:
+        _one_at_a_time.release()
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C asks for a checkpoint; a second one, or one before a run has begun, is a KeyboardInterrupt. Threads and
+    random numbers of the process are as before afterwards.
+    """
+    import torch
+
+    threads, on_main = torch.get_num_threads(), threading.current_thread() is threading.main_thread()
+    try:
+        with torch.random.fork_rng(devices=[]), StopFlag(signals=(signal.SIGINT,) if on_main else (), leaves=False):
+            yield
+    except Interrupted:
+        raise KeyboardInterrupt from None  # while it was loading: there is no run yet
+    finally:
+        torch.set_num_threads(threads)
+
+
+class Metrics(list[dict[str, Any]]):
+    """The lines of metrics.jsonl, one dictionary a step."""
+
+    def frame(self) -> Any:
+        """As a pandas data frame, indexed by step. Raises ValueError where pandas is not installed."""
+        try:
+            import pandas
+        except ImportError:
+            raise ValueError(".frame() needs pandas: pip install pandas") from None
+        frame = pandas.DataFrame(list(self))
+        return frame.set_index("step") if "step" in frame else frame
+
+
+class Report:
+    """report.html of a run: shown inline in a notebook, without scripts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __repr__(self) -> str:
+        return str(self.path)
+
+    def _repr_html_(self) -> str:
+        page = html.escape(self.path.read_text(encoding="utf-8"), quote=True)
+        return f'<iframe srcdoc="{page}" sandbox="" style="width: 100%; height: 720px; border: 0"></iframe>'
+
+
+class Run:
+    """A run folder. exit_code: how its last training here ended (0 done, 3 a guard, 4 no room, 75 interrupted); None
+    where it was only opened.
+    """
+
+    def __init__(self, folder: RunDir, *, exit_code: int | None = None) -> None:
+        self._folder, self.exit_code = folder, exit_code
+
+    @property
+    def path(self) -> Path:
+        return self._folder.path
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def config(self) -> Config:
+        return self._folder.read_config()
+
+    @property
+    def metrics(self) -> Metrics:
+        file = self._folder.metrics
+        return Metrics(read_steps(file, []).values() if file.is_file() else [])
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.metrics) and self.metrics[-1]["step"] >= self.config.run.num_steps
+
+    def samples(self, *, step: int | None = None, kind: str | None = None) -> list[dict[str, Any]]:
+        """Lines of samples.jsonl, of a step and a kind (train, eval, eval-greedy) where they are given."""
+        rows = json_lines(self._folder.samples, []) if self._folder.samples.is_file() else ()
+        return [row for row in rows if step in (None, row["step"]) and kind in (None, row.get("kind"))]
+
+    def report(self) -> Report:
+        """Write report.html and report.png anew, and show the page."""
+        return Report(write_report(self.path)[0])
+
+    def resume(
+        self,
+        settings: Settings | None = None,
+        *,
+        allow_config_change: bool = False,
+        device: str = "auto",
+        trust_remote_code: bool = False,
+    ) -> Run:
+        """`tinyrl train --resume RUN`: go on from the newest checkpoint that verifies. A finished run is returned."""
+        with alone():
+            config = self._folder.read_config(overrides_of(settings))
+            check_before_loading(config)
+            quiet_libraries()
+            from tinyrl.rollout.components import Options
+            from tinyrl.training.resume import resume
+
+            options = Options(device=device, trust_remote_code=trust_remote_code)
+            with interruptible():
+                launch = resume(self._folder, options=options, config=config, allow_config_change=allow_config_change)
+                self.exit_code = 0 if launch is None else launch.go(report=write_report)
+            return self
+
+    def policy(self, *, device: str = "auto", trust_remote_code: bool = False) -> Speaker:
+        """The policy of the newest checkpoint, loaded: `policy("a prompt")` is its answer. Close it, or use `with`."""
+        found = chat_target(str(self.path), [])
+        quiet_libraries()
+        from tinyrl.rollout.components import Options
+        from tinyrl.tools.chat.speaker import load_speaker
+
+        return load_speaker(found, options=Options(device=device, trust_remote_code=trust_remote_code))
+
+    def __repr__(self) -> str:
+        lines = self.metrics
+        step = lines[-1]["step"] if lines else 0
+        said = [f"run {self.path}: step {step} of {self.config.run.num_steps}"]
+        evaluated = [line for line in lines if isinstance(line.get("eval/reward_mean"), int | float)]
+        if evaluated:
+            first, last = (number(line["eval/reward_mean"]) for line in (evaluated[0], evaluated[-1]))
+            said.append(f"held-out reward {first} -> {last}")
+        if self.exit_code:
+            how = {3: "stopped by a guard", 4: "no room", 75: "interrupted"}.get(self.exit_code, "not done")
+            said.append(f"{how}; go on with .resume()")
+        return ", ".join(said)
 
 
 def train(
@@ -62,7 +215,6 @@ def train(
         check_before_loading(config)
         quiet_libraries()
         from tinyrl.rollout.components import Options
-        from tinyrl.tools.report import write_report
         from tinyrl.training.launch import start
 
         options = Options(device=device, trust_remote_code=trust_remote_code)

@@ -27,7 +27,7 @@ def fork(
 ) -> Callable[[], int]:
     """Go on from a checkpoint as a new run under other settings; RUN itself stays as it is."""
     from tinyrl.tools.report import write_report
-    from tinyrl.training.fork import fork as forked
+    from tinyrl.training.resume import fork as forked
 
     command = ["tinyrl", *sys.argv[1:]]
     launch = forked(origin, settings or [], options=options, output_dir=output_dir, name=name, command=command)

@@ -15,7 +15,7 @@ import torch
 
 from tinyrl.evaluation.statistics import grouped, mean, mean_interval, numbers, verdict_metrics
 from tinyrl.rollout.buffer import Rollout
-from tinyrl.rollout.collector import forward_pass, sample_and_score, sample_lines, written
+from tinyrl.rollout.collector import sample_and_score, sample_lines, written
 from tinyrl.rollout.components import SamplingParts
 from tinyrl.tasks.prompts import PreparedPrompt, source_rewards
 
@@ -70,17 +70,12 @@ def _judged(
     scorer, task = parts.scorer, parts.task
     rollout = sample_and_score(
         prompts,
-        parts.engine,
-        scorer,
+        parts,
         group_size=samples * best_of,
-        seed=parts.config.run.seed,
         step=EVAL_STEP,
+        first_sample=samples if best_of > 1 else 0,  # other samples than those it may be compared with
         greedy=greedy,
         role=role,
-        runner=parts.runner,
-        thinking=parts.thinking,
-        first_sample=samples if best_of > 1 else 0,  # other samples than those it may be compared with
-        world=parts.world,
     )
     if best_of > 1:
         rollout = rollout.select(best_rows(rollout.rewards.tolist(), best_of))
@@ -145,17 +140,9 @@ def _divergence(
     roles, temperature = parts.roles, parts.config.generation.temperature
     rollout = replace(rollout, kept=torch.ones_like(rollout.kept))  # whatever its reward, it was sampled
 
-    def run(who: Role):
+    def run(who: Role) -> tuple[torch.Tensor, ...]:
         named = "reference" if who == "reference" else "policy"
-        return forward_pass(
-            rollout,
-            roles,
-            role=who,
-            micro_batches=parts.micro_batches,
-            autocast=parts.accelerator.autocast,  # pyright: ignore[reportArgumentType]
-            compute=lambda batch: roles.logprobs(named, batch, temperature=temperature),
-            world=parts.world,
-        )
+        return parts.over(rollout, lambda batch: roles.logprobs(named, batch, temperature=temperature), role=who)
 
     logprobs, entropy = run(role)
     mean_entropy = {"entropy": float(entropy.sum() / rollout.response_mask.sum())}

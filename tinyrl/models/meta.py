@@ -49,11 +49,6 @@ FIELDS = (
 TEXT_TOKENS = 512  # of a prompt, and of an answer, in rows that nobody has seen
 
 
-def is_meta(roles: Roles) -> bool:
-    """Whether these models have no numbers."""
-    return roles.device.type == "meta"
-
-
 def meta_roles(config: Config, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Roles:
     """Policy, reference, critic and reward adapter without numbers. Draws no random number.
 

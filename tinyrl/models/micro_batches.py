@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,7 +19,6 @@ from tinyrl.runs.signals import check_stop, watched
 
 _TOKENS = {"cpu": 1024}
 _TOKENS_ELSEWHERE = 32768
-SHARES = 8  # of a response, that a plan of memory tries
 
 
 @dataclass(frozen=True)
@@ -125,42 +124,6 @@ def _spread(indices: Iterable[int], costs: Sequence[int], count: int) -> list[li
         parts[place].append(index)
         heapq.heapreplace(lightest, (filled + costs[index], place))
     return parts
-
-
-@dataclass(frozen=True)
-class StepRows:
-    """The rows that a step learns from where they are longest, for a plan of its memory.
-
-    sequences: of each row its (prompt, response) tokens, two for a pair; minibatch: rows of an optimizer step.
-    """
-
-    sequences: Sequence[Sequence[tuple[list[int], list[int]]]]
-    sizes: RowSizes
-    minibatch: int
-
-    def pairs(self, rows: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-        return [pair for row in rows for pair in self.sequences[row]]
-
-    def fullest(self, max_tokens: int) -> StepRows:
-        """These rows with responses as short as fills a micro-batch of this budget best: by an eighth, two, three, ...
-
-        Where a group of the longest rows leaves a budget half empty, shorter ones of two groups fill it. Pairs are not
-        cut.
-        """
-        if any(len(of_row) > 1 for of_row in self.sequences):
-            return self
-        cuts = [self, *(self._cut(eighths / SHARES) for eighths in range(SHARES - 1, 0, -1))]
-        return max(cuts, key=lambda cut: cut.sizes.cost(cut.widest(max_tokens)[0]))
-
-    def _cut(self, share: float) -> StepRows:
-        sequences = [[(p, r[: max(1, round(share * len(r)))]) for p, r in of_row] for of_row in self.sequences]
-        sizes = replace(self.sizes, responses=[len(r) for ((_, r),) in sequences])
-        return replace(self, sequences=sequences, sizes=sizes)
-
-    def widest(self, max_tokens: int) -> tuple[list[int], int]:
-        """(rows of the widest micro-batch, how many micro-batches a minibatch has) at this budget."""
-        plan = self.sizes.plan(range(self.minibatch), max_tokens=max_tokens)
-        return max(plan, key=self.sizes.cost), len(plan)
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,11 @@ from tinyrl.models.micro_batches import RowSizes
 from tinyrl.models.roles import Roles
 from tinyrl.workers.calls import RowFailure
 
-FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
+FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 _SAMPLED_PER_TOKEN = ("response_tokens", "response_mask", "sampling_logprobs", "turn_rewards")
 _SCORED_PER_TOKEN = ("old_logprobs", "rescored_logprobs", "ref_logprobs", "values")
 _PER_SAMPLE = ("response_lengths", "scores", "rewards", "finish_reasons", "kept", "turns", "invalid_turns")
+_TEXTS = ("transcripts", "whys")
 _OF_OTHERS = ("parent", "teacher_logprobs", "teacher_states", "teacher_top_ids", "teacher_top_logprobs", "final_values")
 _KEPT = (*_SAMPLED_PER_TOKEN, *_PER_SAMPLE, *_SCORED_PER_TOKEN, *_OF_OTHERS)  # in a checkpoint inside an update
 
@@ -246,30 +247,16 @@ class Rollout:
 
     def with_groups(self, other: Rollout, groups: list[int], *, places: list[int], group_size: int) -> Rollout:
         """A copy whose groups at `places` are `groups` of `other`, in the fields that sampling and scoring fill."""
-        width = max(self.response_tokens.shape[1], other.response_tokens.shape[1])
-        to, source = (
-            torch.tensor([g * group_size + i for g in gs for i in range(group_size)], dtype=torch.long)
-            for gs in (places, groups)
-        )
-        fields: dict[str, Tensor] = {}
-        for name in (*_SAMPLED_PER_TOKEN, *_PER_SAMPLE):
-            ours, theirs = getattr(self, name), getattr(other, name)
-            if ours is None:
-                continue
-            if name in _SAMPLED_PER_TOKEN:
-                ours, theirs = (torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (ours, theirs))
-            fields[name] = ours.index_copy(0, to, theirs[source])
-        texts: dict[str, list[Any]] = {}
-        for name in ("transcripts", "whys"):
-            ours, theirs = getattr(self, name), getattr(other, name)
-            if ours is not None or theirs is not None:
-                texts[name] = list(ours or [""] * len(self))
-                for row, its in zip(to.tolist(), source.tolist(), strict=True):
-                    texts[name][row] = theirs[its] if theirs is not None else ""
-        prompts, prompt_rows = list(self.prompt_tokens), self.prompt_rows.clone()
+        order = [*range(len(self.prompt_tokens))]
         for place, group in zip(places, groups, strict=True):
-            prompts[place], prompt_rows[place] = other.prompt_tokens[group], other.prompt_rows[group]
-        return replace(self, prompt_tokens=prompts, prompt_rows=prompt_rows, **texts, **fields)
+            order[place] = len(order) + group
+        both = joined(self, other)
+        return replace(
+            both.select([group * group_size + i for group in order for i in range(group_size)]),
+            prompt_tokens=[both.prompt_tokens[group] for group in order],
+            prompt_rows=both.prompt_rows[order],
+            prompt_index=torch.arange(len(order)).repeat_interleave(group_size),
+        )
 
     def with_others(self) -> Rollout:
         """With a row for each further conversation of an episode, which has the episode's reward."""
@@ -287,18 +274,15 @@ class Rollout:
         )
         if further.turn_rewards is not None:
             further.turn_rewards = torch.zeros_like(further.sampling_logprobs)
-        texts = {
-            name: [*x, *(x[row] for row in parents)] for name in ("transcripts", "whys") if (x := getattr(self, name))
-        }
         parent = torch.cat([torch.arange(len(self)), parents])
-        return replace(joined(self, further), parent=parent, others=[], **texts)
+        return replace(joined(self, further), parent=parent, others=[])
 
     def select(self, rows: Sequence[int]) -> Rollout:
         """Some of the samples, in the fields that sampling and scoring fill."""
         names = ("prompt_index", *_SAMPLED_PER_TOKEN, *_PER_SAMPLE)
         picked = {name: x[list(rows)] for name in names if (x := getattr(self, name)) is not None}
-        transcripts = None if self.transcripts is None else [self.transcripts[row] for row in rows]
-        return replace(self, transcripts=transcripts, whys=None, failures=[], **picked)
+        texts = {name: [x[row] for row in rows] for name in _TEXTS if (x := getattr(self, name)) is not None}
+        return replace(self, failures=[], **picked, **texts)
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Everything as tensors, for safetensors (`prompt_tokens` as one flat list and its lengths)."""
@@ -338,42 +322,69 @@ def sampled_fields(completions: list[Completion]) -> dict[str, Any]:
     }
 
 
-def given_rollout(
-    prompts: list[list[int]], responses: list[list[int]], *, rows: list[int], num_rewards: int
+def new_rollout(
+    prompts: list[list[int]],
+    rows: list[int],
+    *,
+    group_size: int = 1,
+    reward: float = 0.0,
+    num_rewards: int = 0,
+    **sampled: Any,
 ) -> Rollout:
-    """Responses that nobody sampled, one a prompt, as a rollout without rewards, of which all tokens count.
+    """Responses by their `sampled_fields`, a group of them for each prompt. All of them count, and have this reward.
 
-    rows: each prompt's row in the data; num_rewards: how many a sampled one would have.
+    rows: each prompt's row in the data.
     """
-    count, lengths = len(responses), torch.tensor([len(response) for response in responses])
-    mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
-    tokens = torch.zeros(mask.shape, dtype=torch.long)
-    tokens[mask] = torch.tensor([token for response in responses for token in response])
+    count = len(prompts) * group_size
     return Rollout(
         prompt_tokens=prompts,
         prompt_rows=torch.tensor(rows),
-        prompt_index=torch.arange(count),
-        response_tokens=tokens,
-        response_lengths=lengths,
-        response_mask=mask,
-        sampling_logprobs=torch.zeros(mask.shape),
-        scores=torch.full((count, num_rewards), torch.nan),
-        rewards=torch.full((count,), torch.nan),
-        finish_reasons=torch.zeros(count, dtype=torch.long),
+        prompt_index=torch.arange(len(prompts)).repeat_interleave(group_size),
+        scores=torch.full((count, num_rewards), reward),
+        rewards=torch.full((count,), reward),
         kept=torch.ones(count, dtype=torch.bool),
+        **sampled,
+    )
+
+
+def given_rollout(
+    prompts: list[list[int]], responses: list[list[int]], *, rows: list[int], num_rewards: int
+) -> Rollout:
+    """Responses that nobody sampled, one a prompt, without rewards; num_rewards: how many a sampled one would have."""
+    given = [Completion(tokens, [0.0] * len(tokens), FINISH_REASONS[0]) for tokens in responses]
+    return new_rollout(prompts, rows, reward=torch.nan, num_rewards=num_rewards, **sampled_fields(given))
+
+
+def blank_rollout(prompts: list[list[int]], *, group_size: int, new_tokens: int) -> Rollout:
+    """A rollout whose responses have so many tokens, all of them and all its numbers 0, in next to no memory."""
+    shape = len(prompts) * group_size, new_tokens
+    zeros, ones = torch.zeros(1, 1).expand(shape), torch.ones(1, 1, dtype=torch.bool).expand(shape)
+    return new_rollout(
+        prompts,
+        [*range(len(prompts))],
+        group_size=group_size,
+        response_tokens=torch.zeros(1, 1, dtype=torch.long).expand(shape),
+        response_lengths=torch.full(shape[:1], new_tokens),
+        response_mask=ones,
+        finish_reasons=torch.zeros(shape[0], dtype=torch.long),
+        **dict.fromkeys(("sampling_logprobs", "ref_logprobs", "values", "returns", "advantages"), zeros),
     )
 
 
 def joined(first: Rollout, second: Rollout) -> Rollout:
     """The samples of two rollouts, in the fields that sampling and scoring fill."""
     width = max(first.response_tokens.shape[1], second.response_tokens.shape[1])
-    fields: dict[str, Tensor] = {}
+    fields, texts = dict[str, Tensor](), dict[str, list[Any]]()
     for name in ("prompt_rows", *_SAMPLED_PER_TOKEN, *_PER_SAMPLE):
         parts = [getattr(first, name), getattr(second, name)]
         if parts[0] is not None:
             if name in _SAMPLED_PER_TOKEN:
                 parts = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in parts]
             fields[name] = torch.cat(parts)
+    for name in _TEXTS:
+        ours, theirs = getattr(first, name), getattr(second, name)
+        if ours is not None or theirs is not None:
+            texts[name] = [*(ours or [""] * len(first)), *(theirs or [""] * len(second))]
     index = torch.cat([first.prompt_index, second.prompt_index + len(first.prompt_tokens)])
     prompts = [*first.prompt_tokens, *second.prompt_tokens]
-    return replace(first, prompt_tokens=prompts, prompt_index=index, **fields)
+    return replace(first, prompt_tokens=prompts, prompt_index=index, **fields, **texts)

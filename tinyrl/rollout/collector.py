@@ -1,60 +1,53 @@
-"""Sampling and scoring of a rollout, what becomes of truncated responses, and passes over it without gradient."""
+"""Sampling and scoring of a rollout, what becomes of truncated responses, and its lines of samples.jsonl."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.sections import RewardConfig
 from tinyrl.data.messages import policy_text
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.agents import AgentRunner
-from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine
-from tinyrl.generation.turns import EpisodeRunner, play
-from tinyrl.models.batches import SequenceBatch
-from tinyrl.models.device import to_device
-from tinyrl.models.distributed import ALONE, World
-from tinyrl.models.micro_batches import MicroBatches, Work, own_rows
-from tinyrl.models.roles import Role, Roles
+from tinyrl.generation.engine import Completion, Request, SampledRole, SampleOptions
+from tinyrl.generation.turns import play
 from tinyrl.rewards.scorer import Scorer
-from tinyrl.rollout.buffer import FINISH_REASONS, Rollout, sampled_fields
+from tinyrl.rollout.buffer import FINISH_REASONS, Rollout, new_rollout, sampled_fields
+from tinyrl.rollout.components import SamplingParts
 from tinyrl.rollout.thinking import sample_within_budget
 from tinyrl.tasks.prompts import PreparedPrompt
 
 
 def sample_and_score(
     prompts: list[PreparedPrompt],
-    engine: SamplingEngine,
-    scorer: Scorer,
+    parts: SamplingParts,
     *,
     group_size: int,
-    runner: EpisodeRunner | AgentRunner | None = None,
+    step: int,
     first_sample: int = 0,
-    thinking: tuple[int, int] | None = None,
-    world: World = ALONE,
-    **options: Unpack[SampleOptions],
+    greedy: bool = False,
+    role: SampledRole = "policy",
 ) -> Rollout:
     """Sample `group_size` responses for each prompt and score them: the first step of training and of evaluation.
 
-    With a `runner` a response is an episode of turns, or what an agent asked for. A prompt that is in the batch twice
-    gets further samples, not the same ones again; `first_sample` is the number of its first, by which it is drawn.
-    `thinking`: the most tokens of thinking, and of all, where there is a budget (thinking.py). Rows without a reward
-    are not kept: it failed, or none applies. The processes of `world` sample some of the prompts each, and all of them
-    get the whole rollout.
+    Where something answers in between, a response is an episode of turns, or what an agent asked for. A prompt that is
+    in the batch twice gets further samples, not the same ones again; `first_sample` is the number of its first, by
+    which it is drawn. Rows without a reward are not kept: it failed, or none applies. Each process samples some of the
+    prompts, and all of them get the whole rollout.
     """
+    options: SampleOptions = {"seed": parts.config.run.seed, "step": step, "greedy": greedy, "role": role}
     seen: dict[int, int] = {}
     requests = []
     for prompt in prompts:
         first = seen.get(prompt.index, first_sample)
         seen[prompt.index] = first + group_size
         requests.append(Request(prompt.tokens, prompt_row=prompt.index, first_sample=first))
-    if isinstance(runner, AgentRunner):
-        played = runner.play(prompts, requests, group_size, engine=engine, options=options)
+    if isinstance(parts.runner, AgentRunner):
+        played = parts.runner.play(prompts, requests, group_size, engine=parts.engine, options=options)
         completions, prompt_tokens, episodes, others = played
         rollout = _as_tensors(prompts, completions, group_size, episodes)
         rows = rollout.prompt_rows[rollout.prompt_index]
@@ -62,20 +55,10 @@ def sample_and_score(
             rollout, prompt_tokens=prompt_tokens, prompt_rows=rows, prompt_index=torch.arange(len(rows)), others=others
         )
     else:
-        completions, episodes = _sampled(
-            prompts,
-            requests,
-            group_size,
-            engine,
-            runner=runner,
-            tokenizer=scorer.tokenizer,
-            thinking=thinking,
-            options=options,
-            world=world,
-        )
+        completions, episodes = _sampled(prompts, requests, group_size, parts, options)
         rollout = _as_tensors(prompts, completions, group_size, episodes)
     repeated = [p for p in prompts for _ in range(group_size)]
-    sheet = scorer(repeated, [c.tokens for c in completions], episodes=episodes, world=world)
+    sheet = parts.scorer(repeated, [c.tokens for c in completions], episodes=episodes, world=parts.world)
     rollout.scores, rollout.rewards, rollout.failures = sheet.scores, sheet.rewards, sheet.failures
     rollout.whys = sheet.whys
     rollout.kept = ~rollout.rewards.isnan()
@@ -86,23 +69,20 @@ def _sampled(
     prompts: list[PreparedPrompt],
     requests: list[Request],
     group_size: int,
-    engine: SamplingEngine,
-    *,
-    runner: EpisodeRunner | None,
-    tokenizer: PreTrainedTokenizerBase,
-    thinking: tuple[int, int] | None,
+    parts: SamplingParts,
     options: SampleOptions,
-    world: World,
 ) -> tuple[list[Completion], list[Episode] | None]:
+    runner, engine, world = parts.runner, parts.engine, parts.world
+    assert not isinstance(runner, AgentRunner)
     own, episodes = world.own(range(len(requests))), None
     prompts, requests = [prompts[i] for i in own], [requests[i] for i in own]
-    if runner is None and thinking is not None:
-        budget, most = thinking
+    if runner is None and parts.thinking is not None:
+        budget, most = parts.thinking
         completions = sample_within_budget(
             requests,
             group_size,
             engine=engine,
-            tokenizer=tokenizer,
+            tokenizer=parts.tokenizer,
             opened=[prompt.opened for prompt in prompts],
             budget=budget,
             max_new_tokens=most,
@@ -121,8 +101,8 @@ def _sampled(
     merged = [Completion(**fields) for group in groups for fields in group]
     if episodes is None:
         return merged, None
-    played = world.merge([[asdict(e) for e in episodes[i : i + group_size]] for i in starts])
-    return merged, [Episode(**fields) for group in played for fields in group]
+    merged_episodes = world.merge([[asdict(e) for e in episodes[i : i + group_size]] for i in starts])
+    return merged, [Episode(**fields) for group in merged_episodes for fields in group]
 
 
 def finalize_truncated(rollout: Rollout, reward: RewardConfig, *, max_new_tokens: int) -> None:
@@ -186,15 +166,8 @@ def sample_lines(
 def _as_tensors(
     prompts: list[PreparedPrompt], completions: list[Completion], group_size: int, episodes: list[Episode] | None = None
 ) -> Rollout:
-    rollout = Rollout(
-        prompt_tokens=[p.tokens for p in prompts],
-        prompt_rows=torch.tensor([p.index for p in prompts]),
-        prompt_index=torch.arange(len(prompts)).repeat_interleave(group_size),
-        **sampled_fields(completions),
-        scores=torch.empty(len(completions), 0),
-        rewards=torch.zeros(len(completions)),
-        kept=torch.ones(len(completions), dtype=torch.bool),
-    )
+    tokens, rows = [p.tokens for p in prompts], [p.index for p in prompts]
+    rollout = new_rollout(tokens, rows, group_size=group_size, **sampled_fields(completions))
     if episodes is not None:
         rollout.turn_rewards = torch.zeros_like(rollout.sampling_logprobs)
         for row, episode in enumerate(episodes):
@@ -203,37 +176,3 @@ def _as_tensors(
         rollout.invalid_turns = torch.tensor([episode.invalid for episode in episodes])
         rollout.transcripts = [episode.transcript for episode in episodes]
     return rollout
-
-
-def forward_pass(
-    rollout: Rollout,
-    roles: Roles,
-    *,
-    role: Role,
-    compute: Callable[[SequenceBatch], tuple[Tensor, ...]],
-    micro_batches: MicroBatches,
-    autocast: Callable,
-    world: World = ALONE,
-) -> tuple[Tensor, ...]:
-    """Run `compute` (batch -> tensors (b, T')) over the rollout without gradient; returns (B, T) tensors on the CPU.
-
-    The processes of `world` compute some of the rows each.
-    """
-    outputs: list[Tensor] = []
-
-    def run(rows: list[int]) -> None:
-        batch = rollout.batch(rows, roles)
-        results = compute(batch)
-        if not outputs:
-            outputs.extend(torch.zeros(rollout.response_tokens.shape, device=roles.device) for _ in results)
-        where = to_device(torch.as_tensor(rows), roles.device)
-        for output, result in zip(outputs, results, strict=True):
-            output[where, : batch.num_columns] = result.float()
-
-    with torch.no_grad(), roles.acting(role), autocast():
-        sizes = rollout.sizes(roles)
-        micro_batches.run(Work(sizes, run, own_rows(sizes, None, world)))
-    shape, count = rollout.response_tokens.shape, max(world.gather(len(outputs)))
-    outputs += [torch.zeros(shape, device=roles.device) for _ in range(count - len(outputs))]  # it had no rows
-    world.sum(*outputs)
-    return tuple(output.cpu() for output in outputs)

@@ -20,6 +20,7 @@ from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.engine import SamplingEngine, end_at_turn_end, eos_token_ids
 from tinyrl.generation.select import Unsampled, engine_of, planned_engine
 from tinyrl.generation.turns import EpisodeRunner, episode_notes, load_episode_runner, show_episode
+from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.build import build_reward_model, build_roles, check_reference
 from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, threads_for, to_device
 from tinyrl.models.distributed import World, world
@@ -32,6 +33,7 @@ from tinyrl.rewards.judge import JudgeGone
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rewards.trial import check_gold, check_judges
+from tinyrl.rollout.buffer import Rollout
 from tinyrl.runs.launched import Options
 from tinyrl.runs.rng_state import seed_generators
 from tinyrl.tasks import Task, load_split, load_task
@@ -117,30 +119,36 @@ class Parts:
     def load_models(self, folder: Path) -> None:
         load_roles(self.roles, folder)
 
-    def each_row(
+    def forward(
         self,
-        compute: Callable[[list[int]], Tensor],
+        compute: Callable[[list[int]], tuple[Tensor, ...]],
         sizes: RowSizes,
         *,
         role: Role,
-        width: int,
+        width: int = 1,
         rows: list[int] | None = None,
         among: World | None = None,
-    ) -> Tensor:
-        """(N, width) numbers of each row without gradient, on the CPU; 0 for those not in `rows` (None: all are).
-
-        Each process of `among` (None: all) computes some of them.
+    ) -> tuple[Tensor, ...]:
+        """Run `compute` (rows -> tensors (n, at most width)) without gradient; returns (N, width) tensors on the CPU, 0
+        for those not in `rows` (None: all are). Each process of `among` (None: all) computes some of them.
         """
         device, among = self.roles.device, self.world if among is None else among
-        out = torch.zeros(len(sizes), width, device=device)
+        outputs: list[Tensor] = []
 
         def run(micro: list[int]) -> None:
-            out[to_device(torch.as_tensor(micro), device)] = compute(micro).float()
+            results = compute(micro)
+            if not outputs:
+                outputs.extend(torch.zeros(len(sizes), width, device=device) for _ in results)
+            where = to_device(torch.as_tensor(micro), device)
+            for output, result in zip(outputs, results, strict=True):
+                output[where, : result.shape[1]] = result.float()
 
         with torch.no_grad(), self.roles.acting(role), self.accelerator.autocast():
             self.micro_batches.run(Work(sizes, run, own_rows(sizes, rows, among)))
-        among.sum(out)
-        return out.cpu()
+        count = max(1, *among.gather(len(outputs)))  # none where it had no rows
+        outputs += [torch.zeros(len(sizes), width, device=device) for _ in range(count - len(outputs))]
+        among.sum(*outputs)
+        return tuple(output.cpu() for output in outputs)
 
     def forget(self) -> None:
         """Invalidate what was computed from rows or frozen models, which are others now."""
@@ -210,6 +218,23 @@ class SamplingParts(Parts):
         if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
             raise ValueError("environment.agent needs starlette and uvicorn: pip install 'tinyrl[serve]'")
         return AgentRunner(self.config, positions=self.positions)
+
+    def over(
+        self,
+        rollout: Rollout,
+        compute: Callable[[SequenceBatch], tuple[Tensor, ...]],
+        *,
+        role: Role,
+        among: World | None = None,
+    ) -> tuple[Tensor, ...]:
+        """`forward` over a rollout: `compute` takes a batch of it, and (B, T) tensors come back."""
+        return self.forward(
+            lambda rows: compute(rollout.batch(rows, self.roles)),
+            rollout.sizes(self.roles),
+            role=role,
+            width=rollout.response_tokens.shape[1],
+            among=among,
+        )
 
     @property
     def longest_response(self) -> int:

@@ -35,8 +35,7 @@ from tinyrl.tasks.grading import last_number, marked_answer, normalised_text, pa
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.text import number
 from tinyrl.training.launch import out_of_memory_stops
-from tinyrl.training.memory_plan import MemoryPlan
-from tinyrl.training.planning import seconds_of_passes, tried_meta_models, tried_plan
+from tinyrl.training.planning import MemoryPlan, seconds_of_passes, tried_meta_models, tried_plan
 from tinyrl.training.planning import size as bytes_in_words
 
 FEWEST_SAMPLES = 8  # of a prompt, so that its pass rate is one
@@ -178,17 +177,7 @@ def probe(config: Config, *, options: Options, num_prompts: int, samples: int | 
 
 
 def _sampled(trainer: Any, prompts: list[PreparedPrompt], samples: int, *, greedy: bool) -> Rollout:
-    rollout = sample_and_score(
-        prompts,
-        trainer.engine,
-        trainer.scorer,
-        group_size=samples,
-        seed=trainer.config.run.seed,
-        step=EVAL_STEP,
-        greedy=greedy,
-        runner=trainer.runner,
-        thinking=trainer.thinking,
-    )
+    rollout = sample_and_score(prompts, trainer, group_size=samples, step=EVAL_STEP, greedy=greedy)
     most = trainer.config.generation.max_new_tokens
     finalize_truncated(rollout, trainer.config.reward, max_new_tokens=most)
     return rollout
@@ -216,7 +205,7 @@ def _lines(trainer: Any, prompts: list[PreparedPrompt], rollout: Rollout, sample
 
 def _step_seconds(trainer: Any, found: Probe, prompts: list[int]) -> dict[str, float]:
     """By phase: sampling and judging as measured, the passes by a short calibration, for completions of this length."""
-    section, planned = found.config.on_policy, trainer.step_rows().sizes.lengths
+    section, planned = found.config.on_policy, trainer.longest_step()[0].sizes.lengths
     share = (_mean(prompts) + _mean(line["tokens"] for line in found.lines)) / _mean(planned)
     passes = seconds_of_passes(trainer)
     sampling = found.seconds / len(found.lines) * section.num_prompts * section.group_size

@@ -1,4 +1,5 @@
-"""Trainers, one file for each method (grpo, ppo, sft, reward_model, dpo): a complete loop, read from top to bottom.
+"""Trainers, one file for each method. grpo, ppo and distill are complete loops, read from top to bottom; sft, dpo and
+reward_model say what a batch of rows is and its loss, in the one loop of training/trainer.py.
 
 The other files are what loops are made of.
 """

@@ -17,19 +17,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from tinyrl.algorithms.distillation import token_advantages
 from tinyrl.config.schema import Config
-from tinyrl.models.batches import SequenceBatch
-from tinyrl.models.roles import Role, Roles
+from tinyrl.models.micro_batches import RowSizes
 from tinyrl.rollout.buffer import Rollout, given_rollout, joined
 from tinyrl.rollout.components import Options
 from tinyrl.rollout.stored import Manifest, bytes_a_token, vocabulary_digest, write_stored
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import answer_end, ended
 from tinyrl.tasks.prompts import PreparedPrompt, token_ids
-from tinyrl.trainers.on_policy import OnPolicyTrainer, steer_entropy
+from tinyrl.trainers.on_policy import OnPolicyTrainer
+from tinyrl.trainers.policy_loss import LossSettings
 from tinyrl.trainers.teaching import StoredTeacher
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
@@ -47,11 +46,10 @@ class Distill(OnPolicyTrainer):
     def readings(self) -> int:
         return 1 + int(self.config.distill.kl_coef > 0)
 
-    def planned_loss(self, roles: Roles, role: Role, batch: SequenceBatch) -> Tensor:
+    def passes(self, rollout: Rollout, rows: list[int], sizes: RowSizes, settings: LossSettings) -> list[Pass]:
         if self.config.distill.objective == "sampled":
-            return super().planned_loss(roles, role, batch)
-        assert self.teacher is not None
-        return self.teacher.planned(roles, roles.policy_states(batch))
+            return super().passes(rollout, rows, sizes, settings)
+        return [Pass("policy", self.distance_loss(rollout, rows), rows, sizes)]
 
     def train(self, session: Session) -> None:
         config = self.config.distill
@@ -78,10 +76,10 @@ class Distill(OnPolicyTrainer):
             settings, sizes = self.loss_settings(kl_coef=config.kl_coef), rollout.sizes(self.roles)
             with session.timed("update"):
                 for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
-                    loss = self.policy_loss(rollout, rows, settings) if sampled else self.distance_loss(rollout, rows)
-                    session.metrics.add(session.updater.step([Pass("policy", loss, rows, sizes)], train=["policy"]))
+                    passes = self.passes(rollout, rows, sizes, settings)
+                    session.metrics.add(session.updater.step(passes, train=["policy"]))
             self.record(rollout, rollout.advantages, step)
-            session.end_step(**steer_entropy(config, session))
+            session.end_step(**self.steer_entropy())
 
     def responses(self, step: int) -> Rollout:
         """The step's rollout: sampled, and for the rest of distill.on_policy the answers of the rows themselves."""

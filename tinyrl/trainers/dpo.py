@@ -25,20 +25,17 @@ from torch import Tensor
 
 from tinyrl.algorithms.preference import dpo_loss, ipo_loss, kto_loss, mismatched_kl, orpo_loss, simpo_loss
 from tinyrl.config.method_sections import DpoConfig
-from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import example_rows, few_held_out, fingerprints
 from tinyrl.data.shapes import described, preference, quoting
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.build import reference_of
-from tinyrl.models.loading import check_ids
-from tinyrl.models.micro_batches import RowSizes, StepRows
-from tinyrl.rollout.components import Options, Parts
+from tinyrl.models.micro_batches import RowSizes
+from tinyrl.rollout.components import Parts
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import render_answer
 from tinyrl.text import number, shortened, visible
 from tinyrl.training.session import Session
-from tinyrl.training.trainer import RowTrainer
+from tinyrl.training.trainer import Batch, RowTrainer
 
 REFERENCE_LOGPROBS = "reference_logprobs.safetensors"
 START_TO = 1e-5  # of the loss before the first step, relative where it is above 1
@@ -67,42 +64,34 @@ class Dpo(RowTrainer):
     train_rows: list[Pair]
     held_out: list[Pair]
 
-    def __init__(self, config: Config, *, options: Options) -> None:
-        super().__init__(config, options=options)
-        rows, held_out_rows = example_rows(config)
-        self.notes, self.row_fingerprints = described(rows, "pairs"), fingerprints(rows, held_out_rows)
-        self.train_rows, self.held_out = (
-            usable(tokenised(each, self), self, notes=self.notes) for each in (rows, held_out_rows)
-        )
-        if config.dpo.loss == "kto" and len(self.train_rows) < 2:
+    def read(self, rows: list[Row], held_out: list[Row]) -> tuple[list[Pair], list[Pair]]:
+        self.notes += described(rows, "pairs")
+        self.train_rows, self.held_out = self.tokenised(rows), self.tokenised(held_out)
+        if self.config.dpo.loss == "kto" and len(self.train_rows) < 2:
             raise ValueError(
                 "dpo.loss=kto estimates a KL from the answers to other prompts, so it needs 2 pairs or more"
             )
-        pairs = self.train_rows + self.held_out
-        check_ids((p.prompt + answer for p in pairs for answer in p[1:]), self.tokenizer, self.roles.causal)
         self.forget()
+        return self.train_rows, self.held_out
 
-    def train(self, session: Session) -> None:
-        for rows in self.batches(session):
-            # 1. The pairs of this step.
-            pairs = [self.train_rows[row] for row in rows]
+    def batch(self, rows: list[int], session: Session | None = None) -> Batch:
+        # 1. The pairs of this step.
+        pairs = [self.train_rows[row] for row in rows]
 
-            # 2. What the reference says of them; for KTO, how far the policy is from it elsewhere.
-            reference, kl = None, 0.0
-            if self.roles.has_reference:
-                with session.timed("reference"):
-                    reference, kl = self.reference_logprobs("training", rows), reference_point(self, pairs)
+        # 2. What the reference says of them; for KTO, how far the policy is from it elsewhere.
+        reference, kl = torch.zeros(len(pairs), 2) if self.roles.has_reference else None, 0.0
+        if self.roles.has_reference and session is not None:
+            with session.timed("reference"):
+                reference, kl = self.reference_logprobs("training", rows), reference_point(self, pairs)
 
-            # 3. One optimizer step.
-            def loss_of(
-                micro: list[int], pairs: list[Pair] = pairs, reference: Tensor | None = reference, kl: float = kl
-            ) -> tuple[Tensor, dict[str, Tensor]]:
-                said = None if reference is None else reference[micro]
-                return pair_loss(self, [pairs[i] for i in micro], said, kl=kl, denominator=len(pairs))
+        # 3. The loss that the optimizer step descends.
+        def loss_of(micro: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+            said = None if reference is None else reference[micro]
+            return pair_loss(self, [pairs[i] for i in micro], said, kl=kl, denominator=len(pairs))
 
-            more = {"preference/kl": kl} if self.config.dpo.loss == "kto" else {}
-            tokens = float(lengths_of(pairs).sum())
-            self.learn(session, loss_of, sizes_of(self, pairs), **{"completion/tokens": tokens}, **more)
+        more = {"preference/kl": kl} if self.config.dpo.loss == "kto" else {}
+        tokens = float(lengths_of(pairs).sum())
+        return Batch(loss_of, sizes_of(self, pairs), {"completion/tokens": tokens, **more})
 
     def evaluate(self) -> Evaluation:
         """Accuracy (a tie counts half), margin and loss on held-out pairs, and the rewards of both sides."""
@@ -131,21 +120,35 @@ class Dpo(RowTrainer):
             "held-out": torch.zeros(len(self.held_out), 3),
         }
 
+    def tokenised(self, rows: list[Row]) -> list[Pair]:
+        """Every row as tokens, but those that teach nothing. Raises ValueError, quoting the row, where one is no pair
+        or cannot be rendered.
+        """
+        where = self.config.task
+        how = {"chat": where.chat, "system_prompt": where.system_prompt, "variables": where.chat_template}
+        pairs = []
+        for row in watched(rows):
+            with quoting(row):
+                pair = preference(row)
+                sides = [render_answer(self.tokenizer, pair.prompt, answer, **how) for answer in pair.answers]
+            (prompt, chosen), (_, rejected) = sides
+            pairs.append(Pair(prompt, chosen, rejected))
+        return usable(pairs, self)
+
+    def texts(self, row: Pair) -> list[list[int]]:
+        return [row.prompt + row.chosen, row.prompt + row.rejected]
+
+    def prompts(self) -> list[list[int]]:
+        return [pair.prompt for pair in self.held_out]
+
     def check(self) -> list[str]:
-        few = few_held_out([pair.prompt for pair in self.held_out]) if self.config.run.eval_prompts else []
-        return [*self.notes, *self.template_warnings(), *check_start(self), *few]
+        return [*super().check(), *check_start(self)]
 
-    def preview(self) -> str:
-        shown = [
+    def shown(self, row: Pair) -> list[str]:
+        return [
             f"{name} ({len(tokens)} tokens): {visible(shortened(str(self.tokenizer.decode(tokens)), 400))}"
-            for name, tokens in self.train_rows[0]._asdict().items()
+            for name, tokens in row._asdict().items()
         ]
-        counts = f"pairs: {len(self.train_rows)} to train on, {len(self.held_out)} held out"
-        return "\n".join([*shown, counts, *self.check()])
-
-    def step_rows(self) -> StepRows:
-        pairs = sorted(self.train_rows, key=lambda pair: -pair.longest)[: self.batch_size]
-        return StepRows([[(p.prompt, answer) for answer in p[1:]] for p in pairs], sizes_of(self, pairs), len(pairs))
 
     def save_models(self, folder: Path) -> None:
         super().save_models(folder)
@@ -241,10 +244,10 @@ def pair_logprobs(parts: Parts, role: Literal["policy", "reference"], pairs: lis
 def logprobs_of(parts: Parts, role: Literal["policy", "reference"], pairs: list[Pair]) -> Tensor:
     """`pair_logprobs` of any number of pairs, without gradient, on the CPU."""
 
-    def compute(rows: list[int]) -> Tensor:
-        return pair_logprobs(parts, role, [pairs[i] for i in rows])
+    def compute(rows: list[int]) -> tuple[Tensor, ...]:
+        return (pair_logprobs(parts, role, [pairs[i] for i in rows]),)
 
-    return parts.each_row(compute, sizes_of(parts, pairs), role=role, width=2)
+    return parts.forward(compute, sizes_of(parts, pairs), role=role, width=2)[0]
 
 
 def sizes_of(parts: Parts, pairs: list[Pair]) -> RowSizes:
@@ -270,26 +273,12 @@ def mismatched(pairs: list[Pair], *, most: int) -> list[Pair]:
 # ---- from rows ----
 
 
-def tokenised(rows: list[Row], parts: Parts) -> list[Pair]:
-    """The tokens of every row. Raises ValueError, quoting the row, where one is no pair or cannot be rendered."""
-    where = parts.config.task
-    how = {"chat": where.chat, "system_prompt": where.system_prompt, "variables": where.chat_template}
-    pairs = []
-    for row in watched(rows):
-        with quoting(row):
-            pair = preference(row)
-            sides = [render_answer(parts.tokenizer, pair.prompt, answer, **how) for answer in pair.answers]
-        (prompt, chosen), (_, rejected) = sides
-        pairs.append(Pair(prompt, chosen, rejected))
-    return pairs
-
-
 def most_tokens(parts: Parts) -> int:
     return min(parts.config.dpo.max_tokens or parts.positions, parts.positions)
 
 
-def usable(pairs: list[Pair], parts: Parts, *, notes: list[str]) -> list[Pair]:
-    """Pairs without those of one answer twice or, under long_prompts=drop, too long; `notes` say how many."""
+def usable(pairs: list[Pair], parts: Dpo) -> list[Pair]:
+    """Pairs without those of one answer twice or, under long_prompts=drop, too long; its notes say how many."""
     most = most_tokens(parts)
     long = [pair for pair in pairs if pair.longest > most]
     if long and parts.config.task.long_prompts == "error":
@@ -307,5 +296,5 @@ def usable(pairs: list[Pair], parts: Parts, *, notes: list[str]) -> list[Pair]:
     if not kept:
         raise ValueError(f"of {len(pairs)} pairs none can be learnt from: {reasons}")
     if len(kept) < len(pairs):
-        notes.append(f"warning: {len(pairs) - len(kept)} of {len(pairs)} pairs are left out: {reasons}")
+        parts.notes.append(f"warning: {len(pairs) - len(kept)} of {len(pairs)} pairs are left out: {reasons}")
     return kept

@@ -21,9 +21,8 @@ from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.algorithms.reward_shaping import token_rewards
 from tinyrl.config.method_sections import GrpoConfig
 from tinyrl.rollout.buffer import Rollout
-from tinyrl.trainers.on_policy import OnPolicyTrainer, steer_entropy
+from tinyrl.trainers.on_policy import OnPolicyTrainer
 from tinyrl.training.session import Session
-from tinyrl.training.update import Pass
 
 
 class Grpo(OnPolicyTrainer):
@@ -58,13 +57,12 @@ class Grpo(OnPolicyTrainer):
             sizes = rollout.sizes(self.roles)
             with session.timed("update"):
                 for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
-                    loss = self.policy_loss(rollout, rows, settings)
-                    metrics = session.updater.step([Pass("policy", loss, rows, sizes)], train=["policy"])
+                    metrics = session.updater.step(self.passes(rollout, rows, sizes, settings), train=["policy"])
                     self.watch_sampling(metrics)
                     session.metrics.add(metrics)
             self.record(rollout, rollout.advantages, step)
             flat_steps = self.count_flat(flat=flat)
-            session.end_step(**{"optim/flat_steps": flat_steps}, **steer_entropy(config, session))
+            session.end_step(**{"optim/flat_steps": flat_steps}, **self.steer_entropy())
 
 
 def sample_groups(trainer: OnPolicyTrainer, config: GrpoConfig, step: int) -> tuple[Rollout, dict[str, float]]:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from tinyrl.algorithms.kl import applied_entropy_coef, next_entropy_coef
 from tinyrl.algorithms.masking import masked_mean
-from tinyrl.config.method_sections import OnPolicySection
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import keyed_order
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.distributed import ALONE, World
-from tinyrl.models.micro_batches import RowSizes, StepRows
-from tinyrl.models.roles import Role, Roles
+from tinyrl.models.micro_batches import RowSizes
 from tinyrl.rewards.functions import FailureGuard, describe_failure
-from tinyrl.rollout.buffer import Rollout
-from tinyrl.rollout.collector import finalize_truncated, forward_pass, sample_and_score, sample_lines, written
+from tinyrl.rollout.buffer import Rollout, blank_rollout
+from tinyrl.rollout.collector import finalize_truncated, sample_and_score, sample_lines, written
 from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.rollout.thinking import thinking_tokens
 from tinyrl.runs.signals import stop_held
@@ -31,8 +29,11 @@ from tinyrl.trainers.step_records import allowed_bytes, shown_rows, token_lines
 from tinyrl.trainers.teaching import DistanceLoss, teacher_metrics, teacher_of
 from tinyrl.training.optim import rate_factor
 from tinyrl.training.session import Session
+from tinyrl.training.state import RunState
 from tinyrl.training.trainer import Trainer
+from tinyrl.training.update import Pass
 
+Named = Literal["policy", "reference"]
 EXACT_TO = 1e-5  # sampling log-probabilities this close to a training pass's are used as old_logprobs
 
 
@@ -42,6 +43,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
     def __init__(self, config: Config, *, options: Options) -> None:
         super().__init__(config, options=options)
         self.teacher = teacher_of(self) if config.learns_from_teacher else None
+        self.state = RunState()
 
     def check(self) -> list[str]:
         if self.teacher is not None:
@@ -56,43 +58,33 @@ class OnPolicyTrainer(SamplingParts, Trainer):
     def evaluate(self) -> Evaluation:
         return evaluate(self, num_prompts=self.config.run.eval_prompts)
 
-    @property
-    def num_epochs(self) -> int:
-        return self.config.on_policy.num_epochs
-
-    def step_rows(self) -> StepRows:
-        """The longest prompts, with responses as long as they may be."""
-        section, new = self.config.on_policy, self.longest_response
+    def longest_step(self, share: float = 1.0) -> list[Pass]:
+        """The longest prompts, with responses as long as they may be, or cut to a share of that."""
+        section, new = self.config.on_policy, max(1, round(share * self.longest_response))
         longest = sorted((p.tokens for p in self.train_prompts), key=len, reverse=True)
-        prompts = [longest[i % len(longest)] for i in range(section.num_prompts) for _ in range(section.group_size)]
-        sizes = RowSizes.of(prompts, [new] * len(prompts), packed=self.roles.packs)
-        minibatch = min(section.minibatch_size or len(prompts), len(prompts))
-        return StepRows([[(prompt, [0] * new)] for prompt in prompts], sizes, minibatch)
-
-    def planned_loss(self, roles: Roles, role: Role, batch: SequenceBatch) -> Tensor:
-        """The policy's loss with its entropy bonus, and what a critic on the policy's states adds."""
-        if role == "critic":
-            return roles.values(batch).sum()
-        section, states = self.config.on_policy, roles.policy_states(batch)
-        bonus = section.entropy_coef > 0 or section.entropy_target is not None
-        logprobs, entropy = roles.logprobs("policy", batch, temperature=1.0, states=states, entropy_grad=bonus)
-        loss = logprobs.sum() + (entropy.sum() if bonus else 0.0)
+        prompts = [longest[i % len(longest)] for i in range(section.num_prompts)]
+        rollout = blank_rollout(prompts, group_size=section.group_size, new_tokens=new)
         if self.teacher is not None:
-            loss = loss + self.teacher.planned(roles, states)
-        if roles.critic_kind in ("shared", "shared-detached"):
-            read = states if roles.critic_kind == "shared" else states.detach()
-            loss = loss + roles.values(batch, states=read).sum()
-        return loss
+            self.teacher.say_nothing(rollout)
+        settings = self.loss_settings(kl_coef=section.kl_coef)
+        if section.entropy_target is not None:  # whatever the weight is now
+            settings = replace(settings, entropy_coef=section.entropy_coef_max)
+        rows = list(range(len(rollout)))[: section.minibatch_size]
+        return self.passes(rollout, rows, rollout.sizes(self.roles), settings)
+
+    def passes(self, rollout: Rollout, rows: list[int], sizes: RowSizes, settings: LossSettings) -> list[Pass]:
+        """The passes of an optimizer step on a minibatch."""
+        return [Pass("policy", self.policy_loss(rollout, rows, settings), rows, sizes)]
 
     # ---- rollouts ----
 
     def begin(self, session: Session) -> None:
         """Collect rollouts for a session from now on."""
-        self.session, self.group_size = session, self.config.on_policy.group_size
+        self.session, self.state, self.group_size = session, session.state, self.config.on_policy.group_size
         self._told: set[str] = set()
         self._texts = {prompt.index: prompt.text for prompt in self.train_prompts}
         self.tried = Tried(self.config.task.solved_reward)
-        self.choice = choice_of(self.config, self.train_prompts, session.state.controllers)
+        self.choice = choice_of(self.config, self.train_prompts, self.state.controllers)
 
     def prompts(self, step: int) -> list[PreparedPrompt]:
         """The prompts of a step: a function of (seed, step), and of what was seen so far where task says so."""
@@ -107,27 +99,17 @@ class OnPolicyTrainer(SamplingParts, Trainer):
     def collect(self, prompts: list[PreparedPrompt], step: int) -> Rollout:
         """Sample and score a group for each prompt; failing rewards are counted, shown, and eventually stop the run."""
         self.session.display.phase("sampling")
-        rollout = sample_and_score(
-            prompts,
-            self.engine,
-            self.scorer,
-            group_size=self.group_size,
-            seed=self.config.run.seed,
-            step=step,
-            runner=self.runner,
-            thinking=self.thinking,
-            world=self.world,
-        )
+        rollout = sample_and_score(prompts, self, group_size=self.group_size, step=step)
         most = self.config.generation.max_new_tokens
         finalize_truncated(rollout, self.config.reward, max_new_tokens=most)
         self.tried.look(prompts, rollout.rewards)
         self._watch(rollout, prompts, step)
-        self.session.state.completions += len(rollout)
-        self.session.state.tokens += int(rollout.response_mask.sum())
+        self.state.completions += len(rollout)
+        self.state.tokens += int(rollout.response_mask.sum())
         return rollout
 
     def count_flat(self, *, flat: bool) -> int:
-        controllers = self.session.state.controllers
+        controllers = self.state.controllers
         if flat and not controllers.flat_steps:
             self.session.display.note(
                 "warning: in this step all responses to a prompt have the same reward, so there is nothing to learn "
@@ -137,7 +119,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         return controllers.flat_steps
 
     def _watch(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:
-        guard = FailureGuard(self.session.state.controllers.failing_batches)
+        guard = FailureGuard(self.state.controllers.failing_batches)
         retried = self.scorer.retried | (self.runner.environment.retried if self.runner else {})
         for name, why in retried.items():
             if name not in self._told:
@@ -157,7 +139,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
             return
         rewarded = int((~rollout.rewards.isnan()).sum())
         guard.add(len(rollout), len({f.row for f in rollout.failures}), sentence, num_rewarded=rewarded)
-        self.session.state.controllers.failing_batches = guard.bad_batches
+        self.state.controllers.failing_batches = guard.bad_batches
 
     def _set_aside(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:
         lines = []
@@ -190,7 +172,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
             if reference and not self.samples_exactly:
                 rollout.rescored_logprobs = self._logprobs(read, "policy")
             return
-        controllers = self.session.state.controllers
+        controllers = self.state.controllers
         if controllers.exact_sampling is None:
             rescored = self._logprobs(read, "policy")
             gap = float(torch.where(rollout.loss_mask, rescored - rollout.sampling_logprobs, 0.0).abs().max())
@@ -207,29 +189,19 @@ class OnPolicyTrainer(SamplingParts, Trainer):
 
     def watch_sampling(self, metrics: dict[str, float]) -> None:
         """Measure anew, by a rescoring pass, whether sampling is exact when an update's pass says it is not."""
-        if metrics.get("policy/sampling_gap", 0.0) > EXACT_TO and self.session.state.controllers.exact_sampling:
-            self.session.state.controllers.exact_sampling = None
+        if metrics.get("policy/sampling_gap", 0.0) > EXACT_TO and self.state.controllers.exact_sampling:
+            self.state.controllers.exact_sampling = None
 
-    def _logprobs(self, rollout: Rollout, role: Any, *, world: World | None = None) -> Tensor:
-        roles, generation = self.roles, self.config.generation
+    def _logprobs(
+        self, rollout: Rollout, role: Literal["policy", "reference"], *, among: World | None = None
+    ) -> Tensor:
+        temperature = self.config.generation.temperature
 
         def compute(batch: SequenceBatch) -> tuple[Tensor, ...]:
-            return roles.logprobs(role, batch, temperature=generation.temperature)[:1]
+            return self.roles.logprobs(role, batch, temperature=temperature)[:1]
 
         self.session.display.phase(role)
-        return self.forward(rollout, role=role, compute=compute, world=world)
-
-    def forward(self, rollout: Rollout, *, role: Any, compute: Any, world: World | None = None) -> Tensor:
-        """One (B, T) tensor from a pass over the rollout without gradient, by the processes of `world` (None: all)."""
-        return forward_pass(
-            rollout,
-            self.roles,
-            role=role,
-            compute=compute,
-            micro_batches=self.micro_batches,
-            autocast=self.accelerator.autocast,
-            world=self.world if world is None else world,
-        )[0]
+        return self.over(rollout, compute, role=role, among=among)[0]
 
     def loss_settings(self, *, kl_coef: float) -> LossSettings:
         """The settings of the policy loss. A KL in the reward is not one in the loss: `kl_coef` is 0 there."""
@@ -240,7 +212,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
             temperature=generation.temperature,
             max_new_tokens=generation.max_new_tokens,
             kl_coef=kl_coef if in_loss else 0.0,
-            entropy_coef=entropy_coef(section, self.session),
+            entropy_coef=self.entropy_coef,
             teacher_coef=self.teacher_coef,
             weigh_mismatch=not self.samples_exactly,
         )
@@ -248,8 +220,38 @@ class OnPolicyTrainer(SamplingParts, Trainer):
     @property
     def teacher_coef(self) -> float:
         """The weight of the distance to a teacher in this step."""
-        step, num_steps, teacher = self.session.state.step, self.config.run.num_steps, self.config.teacher
+        step, num_steps, teacher = self.state.step, self.config.run.num_steps, self.config.teacher
         return teacher.coef * rate_factor(teacher.coef_schedule, step, num_steps=num_steps, warmup_steps=0)
+
+    @property
+    def entropy_coef(self) -> float:
+        """The weight of the entropy bonus: as it is set, or steered to a target entropy."""
+        section, controllers = self.config.on_policy, self.state.controllers
+        if section.entropy_target is None:
+            return section.entropy_coef
+        return applied_entropy_coef(
+            section.entropy_coef if controllers.entropy_coef is None else controllers.entropy_coef,
+            observed_entropy=controllers.entropy,
+            target_entropy=section.entropy_target,
+        )
+
+    def steer_entropy(self) -> dict[str, float]:
+        """Set the next step's weight by the entropy that this step's updates saw; metrics: policy/entropy_coef."""
+        section, controllers = self.config.on_policy, self.state.controllers
+        if section.entropy_target is None:
+            return {}
+        used = self.entropy_coef
+        if "policy/entropy" in self.session.metrics.sums:
+            total, count = self.session.metrics.sums["policy/entropy"]
+            controllers.entropy = total / count
+            controllers.entropy_coef = next_entropy_coef(
+                section.entropy_coef if controllers.entropy_coef is None else controllers.entropy_coef,
+                observed_entropy=controllers.entropy,
+                target_entropy=section.entropy_target,
+                step=section.entropy_coef_step,
+                largest=section.entropy_coef_max,
+            )
+        return {"policy/entropy_coef": used}
 
     def read_teacher(self, rollout: Rollout) -> dict[str, float]:
         """Let the teacher read a rollout, where there is one; its metrics."""
@@ -261,7 +263,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
 
     def policy_loss(self, rollout: Rollout, rows: list[int], settings: LossSettings) -> PolicyLoss:
         """The loss of a minibatch of a rollout."""
-        first = self.session.state.first_update
+        first = self.state.first_update
         distance = self.distance_loss(rollout, rows) if settings.teacher_coef > 0 else None
         return PolicyLoss(rollout, rows, roles=self.roles, settings=settings, first=first, distance=distance)
 
@@ -288,7 +290,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         how: Any = {"prompts": self._texts, "group_size": self.group_size}
         if self.session.evaluates_after(step + 1) and (rows := shown_rows(rollout, group_size=self.group_size)):
             with stop_held(), self.session.timed("evaluation"):
-                now = self._logprobs(rollout.select(rows), "policy", world=ALONE)
+                now = self._logprobs(rollout.select(rows), "policy", among=ALONE)
                 lines = token_lines(rollout, rows, new_logprobs=now, rewards=rewards, tokenizer=self.tokenizer, **how)
                 numbered = ({"step": step + 1, **line} for line in lines)
                 run.append_tokens(numbered, most_bytes=allowed_bytes(settings, step + 1))
@@ -358,38 +360,3 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         closed = (rollout.chosen_tokens < rollout.response_lengths).float().mean()
         mean = sum(thought) / len(thought) if thought else 0.0
         return {"completion/thinking_tokens": mean, "completion/thinking_closed": float(closed)}
-
-
-# ---- the weight of the entropy bonus: as it is set, or steered to a target entropy ----
-
-
-def entropy_coef(section: OnPolicySection, session: Session) -> float:
-    if section.entropy_target is None:
-        return section.entropy_coef
-    observed = session.state.controllers.entropy
-    return applied_entropy_coef(
-        _coef(section, session), observed_entropy=observed, target_entropy=section.entropy_target
-    )
-
-
-def steer_entropy(section: OnPolicySection, session: Session) -> dict[str, float]:
-    """Set the next step's weight by the entropy that this step's updates saw; metrics: policy/entropy_coef."""
-    if section.entropy_target is None:
-        return {}
-    used, controllers = entropy_coef(section, session), session.state.controllers
-    if "policy/entropy" in session.metrics.sums:
-        total, count = session.metrics.sums["policy/entropy"]
-        controllers.entropy = total / count
-        controllers.entropy_coef = next_entropy_coef(
-            _coef(section, session),
-            observed_entropy=controllers.entropy,
-            target_entropy=section.entropy_target,
-            step=section.entropy_coef_step,
-            largest=section.entropy_coef_max,
-        )
-    return {"policy/entropy_coef": used}
-
-
-def _coef(section: OnPolicySection, session: Session) -> float:
-    steered = session.state.controllers.entropy_coef
-    return section.entropy_coef if steered is None else steered

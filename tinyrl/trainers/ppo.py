@@ -55,12 +55,13 @@ from tinyrl.data.rows import batch_indices, fingerprint
 from tinyrl.data.shapes import described
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.loading import check_ids
-from tinyrl.models.roles import Role, Roles
+from tinyrl.models.micro_batches import RowSizes
+from tinyrl.models.roles import Roles
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.components import Options, Parts, SamplingParts
 from tinyrl.runs.signals import watched
-from tinyrl.trainers.on_policy import OnPolicyTrainer, steer_entropy
-from tinyrl.trainers.policy_loss import PolicyLoss
+from tinyrl.trainers.on_policy import OnPolicyTrainer
+from tinyrl.trainers.policy_loss import LossSettings, PolicyLoss
 from tinyrl.trainers.sft import Example, joined, negative_log_likelihood, sizes_of, tokens_of, turns_of
 from tinyrl.training.session import Session
 from tinyrl.training.state import RunState
@@ -90,9 +91,27 @@ class Ppo(OnPolicyTrainer):
     def preview(self) -> str:
         return "\n".join([super().preview(), *self.text_notes])
 
-    @property
-    def passes(self) -> list[Role]:
-        return ["policy", "critic"] if self.roles.critic_kind in ("adapter", "separate") else ["policy"]
+    def passes(
+        self,
+        rollout: Rollout,
+        rows: list[int],
+        sizes: RowSizes,
+        settings: LossSettings,
+        *,
+        warming_up: bool = False,
+    ) -> list[Pass]:
+        """Of policy and critic, on a backbone that they share or one after the other; of the critic alone while it
+        warms up; and over text, where there is any.
+        """
+        policy = self.policy_loss(rollout, rows, settings)
+        value = ValueLoss(rollout, self.roles, self.config.ppo, tokens=policy.counts.tokens)
+        if self.roles.critic_kind in ("shared", "shared-detached"):
+            passes = [Pass("policy", SharedBackboneLoss(policy, value, warming_up=warming_up), rows, sizes)]
+        else:
+            passes = [] if warming_up else [Pass("policy", policy, rows, sizes)]
+            passes += [Pass("critic", value, rows, sizes)]
+        with_text = self.config.ppo.ptx_coef > 0 and not warming_up
+        return [*passes, ptx_pass(self, self.state)] if with_text else passes
 
     @property
     def readings(self) -> int:
@@ -138,7 +157,7 @@ class Ppo(OnPolicyTrainer):
             explained = explained_variance(rollout.values, returns, mask)
             session.end_step(
                 **{"value/explained_variance": explained, "policy/early_stop": float(stopped)},
-                **steer_entropy(config, session),
+                **self.steer_entropy(),
             )
 
 
@@ -178,17 +197,8 @@ def update(session: Session, trainer: Ppo, rollout: Rollout, *, kl_coef: float, 
     config = trainer.config.ppo
     settings = trainer.loss_settings(kl_coef=kl_coef)
     trained, sizes = ["critic"] if warming_up else ["policy", "critic"], rollout.sizes(trainer.roles)
-    with_text = config.ptx_coef > 0 and not warming_up
     for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
-        policy = trainer.policy_loss(rollout, rows, settings)
-        value = ValueLoss(rollout, trainer.roles, config, tokens=policy.counts.tokens)
-        if trainer.roles.critic_kind in ("shared", "shared-detached"):
-            passes = [Pass("policy", SharedTrunkLoss(policy, value, warming_up=warming_up), rows, sizes)]
-        else:
-            passes = [] if warming_up else [Pass("policy", policy, rows, sizes)]
-            passes += [Pass("critic", value, rows, sizes)]
-        if with_text:
-            passes += [ptx_pass(trainer, session.state)]
+        passes = trainer.passes(rollout, rows, sizes, settings, warming_up=warming_up)
         metrics = session.updater.step(passes, train=trained)
         trainer.watch_sampling(metrics)
         session.metrics.add(metrics)
@@ -209,27 +219,27 @@ def adapted_kl_coef(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> f
 # ---- the critic ----
 
 
-def predict_values(rollout: Rollout, trainer: Ppo) -> Tensor:
-    roles = trainer.roles
+def predict_values(rollout: Rollout, parts: SamplingParts) -> Tensor:
+    roles = parts.roles
     own = roles.value_role == "critic"
 
     def compute(batch: SequenceBatch) -> tuple[Tensor, ...]:
         return (roles.values(batch, states=None if own else roles.policy_states(batch)),)
 
-    return trainer.forward(rollout, role=roles.value_role, compute=compute)
+    return parts.over(rollout, compute, role=roles.value_role)[0]
 
 
 def predict_final_values(rollout: Rollout, parts: SamplingParts) -> Tensor:
     """(B,) the critic's value of what would have followed a response that was cut off; 0 for one that ended."""
     roles = parts.roles
 
-    def compute(rows: list[int]) -> Tensor:
+    def compute(rows: list[int]) -> tuple[Tensor, ...]:
         prompts = [rollout.prompt_tokens[int(rollout.prompt_index[row])] for row in rows]
         batch = roles.batch(prompts, [rollout.response(row) for row in rows], last_tokens=True)
-        return roles.final_values(batch).unsqueeze(1)
+        return (roles.final_values(batch).unsqueeze(1),)
 
     cut = (rollout.cut_off & rollout.kept).nonzero().squeeze(-1).tolist()
-    return parts.each_row(compute, rollout.sizes(roles), role=roles.value_role, width=1, rows=cut).squeeze(1)
+    return parts.forward(compute, rollout.sizes(roles), role=roles.value_role, rows=cut)[0].squeeze(1)
 
 
 @dataclass(frozen=True)
@@ -256,7 +266,7 @@ class ValueLoss:
 
 
 @dataclass(frozen=True)
-class SharedTrunkLoss:
+class SharedBackboneLoss:
     """Policy and value from one forward pass; no gradient of a detached, or warming up, value reaches the backbone."""
 
     policy: PolicyLoss

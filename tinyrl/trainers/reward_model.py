@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,9 +26,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from tinyrl.algorithms.preference import bradley_terry_loss, label_loss, rating_loss
-from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import example_rows, few_held_out, fingerprints
 from tinyrl.data.shapes import (
     Objective,
     Scored,
@@ -41,18 +40,16 @@ from tinyrl.data.shapes import (
 )
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.statistics import label_metrics, pair_metrics, rating_metrics
-from tinyrl.models.batches import SequenceBatch, backbone_of
+from tinyrl.models.batches import backbone_of
 from tinyrl.models.distributed import ALONE, World
-from tinyrl.models.loading import check_ids
-from tinyrl.models.micro_batches import RowSizes, StepRows
+from tinyrl.models.micro_batches import RowSizes
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_room
-from tinyrl.models.roles import Role, Roles
 from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, judged_tokens
-from tinyrl.rollout.components import Options, Parts
+from tinyrl.rollout.components import Parts
 from tinyrl.runs.signals import watched
 from tinyrl.text import number
 from tinyrl.training.session import Session
-from tinyrl.training.trainer import RowTrainer
+from tinyrl.training.trainer import Batch, RowTrainer
 
 CENTERED_ON = 512  # rows to train on that the centre is measured on
 
@@ -72,52 +69,40 @@ class RewardModel(RowTrainer):
 
     train_rows: list[JudgedTokens]
     held_out: list[JudgedTokens]
-    scores_answers = True
 
-    def __init__(self, config: Config, *, options: Options) -> None:
-        super().__init__(config, options=options)
+    def read(self, rows: list[Row], held_out: list[Row]) -> tuple[list[JudgedTokens], list[JudgedTokens]]:
+        """Raises ValueError for rows that say nothing of their answers, and where they leave nothing to learn."""
         self.roles.train_score_head()
         with_adapter = self.roles.peft is not None
         self.room = self.positions if with_adapter else classifier_room(self.roles.causal.config, self.tokenizer)
-        self._read_rows()
-        if self.objective == "pairs":
-            self.roles.fix_score_bias()
-
-    def _read_rows(self) -> None:
-        """The rows of task.data, tokenised; a tenth of the prompts is held out unless task.eval_data says otherwise.
-
-        Raises ValueError for rows that say nothing of their answers, and where they leave nothing to learn.
-        """
         settings = self.config.reward_model
-        rows, held_out_rows = example_rows(self.config)
         objective = self.objective = objective_of(rows[0], settings.objective)
         if objective == "ratings" and settings.label_smoothing:
             raise ValueError(
                 f"reward_model.label_smoothing={settings.label_smoothing} is for pairs and labels; these rows are "
                 "ratings"
             )
-        self.notes = described(rows, objective)
-        train, held_out = (_usable(part, objective, self.notes) for part in (rows, held_out_rows))
-        values = [one.value for _, one in train]
+        if objective == "pairs":
+            self.roles.fix_score_bias()
+        self.notes += described(rows, objective)
+        splits = [_usable(part, objective, self.notes) for part in (rows, held_out)]
         # A rating is mean + deviation * target.
-        self.mean, self.deviation, target_of, said = _targets(objective, values, [one.value for _, one in held_out])
+        values = [[one.value for _, one in split] for split in splits]
+        self.mean, self.deviation, target_of, said = _targets(objective, *values)
         cut: list[bool] = []  # for each text
-        self.train_rows, self.held_out = (
-            [JudgedTokens(self._texts(row, one, cut=cut), target_of(one.value)) for row, one in watched(part)]
-            for part in (train, held_out)
+        train, held = (
+            [JudgedTokens(self._texts(row, one, cut=cut), target_of(one.value)) for row, one in watched(split)]
+            for split in splits
         )
         self.has_prompts = all(row.get("prompt") is not None for row in rows)
+        self._prompts = [one.prompt or one.answers for _, one in splits[1]]
         self.notes += said
         if any(cut):
             self.notes.append(
                 f"warning: {sum(cut):,} of {len(cut):,} texts have more than the {self.room:,} tokens that the model "
                 "reads; their beginnings are cut off, as they will be in scoring"
             )
-        self.row_fingerprints = fingerprints(rows, held_out_rows)
-        texts = (text for one in self.train_rows + self.held_out for text in one.texts)
-        check_ids(texts, self.tokenizer, self.roles.causal)
-        if self.config.run.eval_prompts:
-            self.notes += few_held_out([one.prompt or one.answers for _, one in held_out])
+        return train, held
 
     def _texts(self, row: Row, one: Scored, *, cut: list[bool]) -> tuple[list[int], ...]:
         """Tokens of each answer behind its prompt, by the functions that score completions later; `cut` notes whether
@@ -134,14 +119,13 @@ class RewardModel(RowTrainer):
                 texts.append(text)
         return tuple(texts)
 
-    def train(self, session: Session) -> None:
-        for rows in self.batches(session):
-            chosen = [self.train_rows[i] for i in rows]
+    def batch(self, rows: list[int], session: Session | None = None) -> Batch:
+        chosen = [self.train_rows[i] for i in rows]
 
-            def loss_of(micro: list[int], chosen: list[JudgedTokens] = chosen) -> tuple[Tensor, dict[str, Tensor]]:
-                return score_loss(self, [chosen[i] for i in micro], denominator=len(chosen))
+        def loss_of(micro: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+            return score_loss(self, [chosen[i] for i in micro], denominator=len(chosen))
 
-            self.learn(session, loss_of, sizes_of(self, chosen))
+        return Batch(loss_of, sizes_of(self, chosen), {})
 
     def evaluate(self) -> Evaluation:
         examples = self.held_out[: self.config.run.eval_prompts]
@@ -157,20 +141,11 @@ class RewardModel(RowTrainer):
             metrics = rating_metrics(scores[0], ratings, mean=self.mean, deviation=self.deviation)
         return Evaluation(metrics, [], [])
 
-    def check(self) -> list[str]:
-        return self.notes
+    def texts(self, row: JudgedTokens) -> tuple[list[int], ...]:
+        return row.texts
 
-    def preview(self) -> str:
-        return "\n".join([*self.notes, super().preview()])
-
-    def step_rows(self) -> StepRows:
-        longest = sorted(self.train_rows, key=lambda one: -sum(map(len, one.texts)))[: self.batch_size]
-        starts = [max(1, shared_start(one.texts)) for one in longest]
-        sequences = [[(t[:n], t[n:]) for t in one.texts] for n, one in zip(starts, longest, strict=True)]
-        return StepRows(sequences, sizes_of(self, longest), len(longest))
-
-    def planned_loss(self, roles: Roles, role: Role, batch: SequenceBatch) -> Tensor:
-        return roles.scores(batch).sum()
+    def prompts(self) -> list[Any]:
+        return self._prompts
 
     @property
     def text_format(self) -> TextFormat:
@@ -225,11 +200,11 @@ class RewardModel(RowTrainer):
     def scores(self, examples: list[JudgedTokens], *, world: World) -> tuple[Tensor, ...]:
         """Scores (n,) of each side, chosen and rejected or the only one, without gradient."""
 
-        def compute(rows: list[int]) -> Tensor:
-            return torch.stack(answer_scores(self, [examples[i] for i in rows]), 1)
+        def compute(rows: list[int]) -> tuple[Tensor, ...]:
+            return tuple(side.unsqueeze(1) for side in answer_scores(self, [examples[i] for i in rows]))
 
-        sides = 2 if self.objective == "pairs" else 1
-        return self.each_row(compute, sizes_of(self, examples), role="policy", width=sides, among=world).unbind(1)
+        sides = self.forward(compute, sizes_of(self, examples), role="policy", among=world)
+        return tuple(side.squeeze(1) for side in sides)
 
 
 def score_loss(

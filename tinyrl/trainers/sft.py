@@ -16,22 +16,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from tinyrl.algorithms.masking import masked_sum
-from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import example_rows, few_held_out, fingerprints
 from tinyrl.data.shapes import beginning, described, quoting, text_examples
 from tinyrl.evaluation.evaluate import Evaluation
-from tinyrl.models.loading import check_ids
-from tinyrl.models.micro_batches import RowSizes, StepRows, Work, own_rows
-from tinyrl.rollout.components import Options, Parts
+from tinyrl.models.micro_batches import RowSizes, Work, own_rows
+from tinyrl.rollout.components import Parts
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import render_answer
 from tinyrl.text import excerpt, visible
 from tinyrl.training.session import Session
-from tinyrl.training.trainer import RowTrainer
+from tinyrl.training.trainer import Batch, RowTrainer
 
 SHOWN = 2000  # characters of each piece of an example in a preview
 
@@ -55,27 +51,18 @@ class Example(NamedTuple):
 class Sft(RowTrainer):
     """Supervised fine-tuning. A row is the examples it holds."""
 
-    def __init__(self, config: Config, *, options: Options) -> None:
-        super().__init__(config, options=options)
-        rows, held_out_rows = example_rows(config)
-        self.train_rows, left_out = tokenised(rows, self)
-        self.held_out, left_out_there = tokenised(held_out_rows, self)
-        check_ids((tokens_of(row) for row in self.train_rows + self.held_out), self.tokenizer, self.roles.causal)
-        self.notes = [*described(rows, "text"), *left_out, *left_out_there]
-        self.row_fingerprints = fingerprints(rows, held_out_rows)
+    train_rows: list[list[Example]]
+    held_out: list[list[Example]]
 
-    def train(self, session: Session) -> None:
-        for rows in self.batches(session):
-            examples = [example for row in rows for example in self.train_rows[row]]
-            tokens = sum(example.num_counted for example in examples)
+    def batch(self, rows: list[int], session: Session | None = None) -> Batch:
+        examples = [example for row in rows for example in self.train_rows[row]]
+        tokens = sum(example.num_counted for example in examples)
 
-            def loss_of(
-                micro: list[int], examples: list[Example] = examples, tokens: int = tokens
-            ) -> tuple[Tensor, dict[str, Tensor]]:
-                loss = negative_log_likelihood(self, [examples[i] for i in micro]) / tokens
-                return loss, {"loss": loss.detach()}
+        def loss_of(micro: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+            loss = negative_log_likelihood(self, [examples[i] for i in micro]) / tokens
+            return loss, {"loss": loss.detach()}
 
-            self.learn(session, loss_of, sizes_of(self, examples), **{"completion/tokens": float(tokens)})
+        return Batch(loss_of, sizes_of(self, examples), {"completion/tokens": float(tokens)})
 
     def evaluate(self) -> Evaluation:
         """Mean negative log-likelihood of the held-out rows, in nats per token, and perplexity."""
@@ -92,18 +79,44 @@ class Sft(RowTrainer):
         loss = sum(self.world.gather(float(sum(sums)))) / max(1, sum(example.num_counted for example in examples))
         return Evaluation({"loss": loss, "perplexity": float(torch.tensor(loss).exp()), "num_rows": len(rows)}, [], [])
 
-    def check(self) -> list[str]:
-        few = few_held_out(self.held_out) if self.config.run.eval_prompts else []
-        return [*self.notes, *self.template_warnings(), *few]
+    def read(self, rows: list[Row], held_out: list[Row]) -> tuple[list[list[Example]], list[list[Example]]]:
+        both = self.tokenised(rows), self.tokenised(held_out)
+        self.notes[:0] = described(rows, "text")
+        return both
 
-    def preview(self) -> str:
-        count = f"rows: {len(self.train_rows)} to train on, {len(self.held_out)} held out"
-        return "\n".join([super().preview(), *self.check(), *shown(self.train_rows[0][0], self.tokenizer), count])
+    def tokenised(self, rows: list[Row]) -> list[list[Example]]:
+        """The examples of each row, without those that the model has no positions for under task.long_prompts=drop.
+        Raises ValueError for rows that cannot be read, and for those otherwise.
+        """
+        most = self.positions
+        kept: list[list[Example]] = []
+        long: list[tuple[int, int]] = []  # row, tokens
+        count = 0
+        for number, row in enumerate(watched(rows), start=1):
+            turns = turns_of(row, self, system_prompt=self.config.task.system_prompt)
+            count += len(turns)
+            long += [(number, turn.length) for turn in turns if turn.length > most]
+            fitting = [turn for turn in turns if turn.length <= most]
+            kept += [joined(fitting)] if fitting else []
+        if long:
+            number, tokens = long[0]
+            first = f"first: row {number} with {tokens}, which begins {beginning(rows[number - 1])}"
+            said = f"{len(long)} of {count} examples have more tokens than the model's {most} positions ({first})"
+            if self.config.task.long_prompts == "error" or not kept:
+                raise ValueError(f"{said}. Cut them, or leave them out with task.long_prompts=drop.")
+            self.notes.append(f"warning: {said}; they are left out")
+        return kept
 
-    def step_rows(self) -> StepRows:
-        longest = sorted(self.train_rows, key=lambda row: -sum(one.length for one in row))[: self.batch_size]
-        examples = [example for row in longest for example in row]
-        return StepRows([[(e.prompt, e.target)] for e in examples], sizes_of(self, examples), len(examples))
+    def texts(self, row: list[Example]) -> list[list[int]]:
+        return [tokens_of(row)]
+
+    def shown(self, row: list[Example]) -> list[str]:
+        lines = []
+        for counts, tokens in spans(row[0]):
+            cut = excerpt(str(self.tokenizer.decode(tokens)), SHOWN)
+            text = f"{cut.head} [{cut.omitted:,} characters] {cut.tail}" if cut.omitted else cut.head
+            lines.append(f"{'learnt' if counts else 'read'} ({len(tokens)} tokens): {visible(text)}")
+        return lines
 
 
 def negative_log_likelihood(parts: Parts, examples: list[Example]) -> Tensor:
@@ -120,30 +133,6 @@ def sizes_of(parts: Parts, examples: list[Example]) -> RowSizes:
 
 
 # ---- rows as tokens ----
-
-
-def tokenised(rows: list[Row], parts: Parts) -> tuple[list[list[Example]], list[str]]:
-    """The examples of each row, and a line about those left out because the model has no positions for them, which
-    task.long_prompts=drop asks for. Raises ValueError for rows that cannot be read, and for those otherwise.
-    """
-    most = parts.positions
-    kept: list[list[Example]] = []
-    long: list[tuple[int, int]] = []  # row, tokens
-    count = 0
-    for number, row in enumerate(watched(rows), start=1):
-        turns = turns_of(row, parts, system_prompt=parts.config.task.system_prompt)
-        count += len(turns)
-        long += [(number, turn.length) for turn in turns if turn.length > most]
-        fitting = [turn for turn in turns if turn.length <= most]
-        kept += [joined(fitting)] if fitting else []
-    if not long:
-        return kept, []
-    number, tokens = long[0]
-    first = f"first: row {number} with {tokens}, which begins {beginning(rows[number - 1])}"
-    said = f"{len(long)} of {count} examples have more tokens than the model's {most} positions ({first})"
-    if parts.config.task.long_prompts == "error" or not kept:
-        raise ValueError(f"{said}. Cut them, or leave them out with task.long_prompts=drop.")
-    return kept, [f"warning: {said}; they are left out"]
 
 
 def turns_of(row: Row, parts: Parts, *, system_prompt: str | None) -> list[Example]:
@@ -193,15 +182,6 @@ def spans(example: Example) -> Iterator[tuple[bool, list[int]]]:
         if at == len(counts) or counts[at] != counts[start]:
             yield counts[start], example.target[start:at]
             start = at
-
-
-def shown(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    lines = []
-    for counts, tokens in spans(example):
-        cut = excerpt(str(tokenizer.decode(tokens)), SHOWN)
-        text = f"{cut.head} [{cut.omitted:,} characters] {cut.tail}" if cut.omitted else cut.head
-        lines.append(f"{'learnt' if counts else 'read'} ({len(tokens)} tokens): {visible(text)}")
-    return lines
 
 
 def tokens_of(row: list[Example]) -> list[int]:

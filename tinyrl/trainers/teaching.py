@@ -27,7 +27,7 @@ from tinyrl.generation.server import check_tokenizer
 from tinyrl.generation.server_client import ROUNDED, AnswerPart, Models, ServerClient, ServerError, read_as
 from tinyrl.models.batches import SequenceBatch, response_states
 from tinyrl.models.device import to_device
-from tinyrl.models.distances import TeacherStates, TeacherTopK, Teaching, distances, top_k_of
+from tinyrl.models.distances import distances, top_k_of
 from tinyrl.models.logprobs import Head, token_logprobs
 from tinyrl.models.micro_batches import RowSizes, Work, own_rows
 from tinyrl.models.roles import Role, Roles
@@ -77,19 +77,14 @@ class Teacher:
         """The head of a teacher that says its hidden states."""
         return None
 
-    def planned(self, roles: Roles, states: Tensor) -> Tensor:
-        """The distance of N states to what this teacher might say, to plan memory by; `roles` may have no numbers."""
-        count, top_k = len(states), self.config.top_k or SERVER_TOP_K
-        said: Teaching
+    def say_nothing(self, rollout: Rollout) -> None:
+        """Fill in zeros in place of what this teacher says, to plan memory by."""
+        count, top_k = int(rollout.loss_mask.sum()), self.config.top_k or SERVER_TOP_K
         if self.role is not None and self.config.top_k is None:
-            said = TeacherStates(states.new_zeros(count, roles.hidden_size(self.role)), shared_head(roles, self.role))
+            rollout.teacher_states = torch.zeros(1, self.trainer.roles.hidden_size(self.role)).expand(count, -1)
         else:
-            ids = torch.zeros(count, top_k, dtype=torch.int32, device=states.device)
-            said = TeacherTopK(ids, torch.zeros(count, top_k, device=states.device))
-        targets = torch.zeros(count, dtype=torch.long, device=states.device)
-        beta = self.config.divergence
-        found = distances(states, roles.head("policy"), said, targets=targets, temperature=1.0, beta=beta)
-        return found.divergence.sum()
+            rollout.teacher_top_ids = torch.zeros(1, top_k, dtype=torch.int32).expand(count, -1)
+            rollout.teacher_top_logprobs = torch.zeros(1, top_k).expand(count, -1)
 
     def start(self) -> None:
         """Check what can only be checked now, before step 1. Raises ValueError."""

@@ -27,8 +27,8 @@ from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import RunDir, create_run, environment
 from tinyrl.runs.summary import summary
 from tinyrl.runs.tracking import check_trackers
-from tinyrl.training.memory_plan import MemoryPlan
 from tinyrl.training.planning import (
+    MemoryPlan,
     MetaModels,
     Planned,
     beside_measured,
@@ -127,11 +127,8 @@ def start(
     check_trackers(config.run.trackers)
     config = resolve(config)
     with undone_on_failure() as undo:
-        meta = tried_meta_models(config, options=options)
+        trainer, meta = load(config, options=options, undo=undo)
         with out_of_memory_stops("before the first step"):
-            trainer: Trainer = trainer_of(config.method)(config, options=options)
-            undo.callback(trainer.close)
-            check_alike(trainer)
             notes = [resolve_threads(trainer), *trainer.check()]
             if trainer.accelerator.device.type == "cpu":  # numbers depend on what run.threads=auto came to
                 run_section = config.run.model_copy(update={"threads": torch.get_num_threads()})
@@ -152,6 +149,20 @@ def start(
         launch = open_session(run, trainer, sources=sources, meta=meta)
         launch.say([f"run {run.path}", *notes])
         return launch
+
+
+def load(
+    config: Config, *, options: Options, undo: contextlib.ExitStack, also: str = ""
+) -> tuple[Trainer, MetaModels | None]:
+    """The trainer of a run, alike in all processes, and its models without numbers where there can be such; `undo`
+    closes it. also: what else the processes must agree on.
+    """
+    meta = tried_meta_models(config, options=options)
+    with out_of_memory_stops("before the first step"):
+        trainer: Trainer = trainer_of(config.method)(config, options=options)
+        undo.callback(trainer.close)
+        check_alike(trainer, also=also)
+    return trainer, meta
 
 
 def trained_on(trainer: Trainer) -> str:

@@ -1,4 +1,10 @@
-"""What a run will take, said before it begins: memory, disk, what else would fit, seconds a step."""
+"""What a run will take, said before it begins: memory by part, disk, what else would fit, seconds a step.
+
+Memory is that of the trainer's own passes, on models without numbers (models/meta.py). The highest of its phases
+counts: loading, sampling, a pass over the fullest micro-batch, an optimizer step. On a CPU what sampling has freed is
+still there while weights are updated (models/device.py, keep_freed_memory). Sampled responses are taken to be as long
+as they may be, those of a micro-batch as long as fills it.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +15,44 @@ import shutil
 import statistics
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from tinyrl.config.schema import Config
 from tinyrl.generation.engine import Request
+from tinyrl.generation.select import SamplingBytes, sampling_bytes
 from tinyrl.models.batches import fuse_alike
-from tinyrl.models.device import memory_room, resolve_dtype, warm_bytes
-from tinyrl.models.meta import checkpoint_bytes, meta_reward_model, meta_roles
+from tinyrl.models.device import KEPT_BYTES, memory_room, resolve_dtype, warm_bytes
+from tinyrl.models.loading import saved_dtype
+from tinyrl.models.logprobs import CHUNK_ELEMENTS, token_logprobs
+from tinyrl.models.meta import (
+    META,
+    AsOn,
+    LiveBytes,
+    bytes_by_role,
+    checkpoint_bytes,
+    four_bit_bytes,
+    meta_reward_model,
+    meta_roles,
+    quantized_bytes,
+)
 from tinyrl.models.roles import Roles
 from tinyrl.rollout.components import Options, SamplingParts, trainer_of
 from tinyrl.text import first_line
-from tinyrl.training.memory_plan import MemoryPlan, Planner
 from tinyrl.training.trainer import Trainer
+from tinyrl.training.update import Pass
 
 COLUMNS = 80  # of a terminal
 MOST_DOUBLINGS = 5  # of a micro-batch's budget that are tried
 FEW_TOKENS, MORE_TOKENS = 4, 16  # of the two calls that sampling is timed by
+LARGEST_TEMPORARIES = 2  # of the size of a parameter, in an AdamW step that takes one parameter after the other
+SHARES = 8  # of the longest rows, that a plan tries
 ROLLOUT_BYTES = 8 + 1 + 4 * 4  # a token of a rollout: its id, its mask, four numbers
 # What a model of an unknown kind may raise on the meta device. A run goes on without a plan then.
 RAISED = (AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
@@ -81,14 +104,218 @@ def planner_of(trainer: Trainer, meta: MetaModels) -> Planner:
     return Planner(trainer, meta.roles, meta.process, room, reward_model=meta.reward_model)
 
 
+# ---- bytes, by part ----
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by part: `standing` are there all the time, `phases` what each phase adds. room: what there may be in all.
+    tokens: the budget of a micro-batch; sampling: None where nothing is sampled.
+    """
+
+    device: str
+    standing: dict[str, int]
+    phases: dict[str, dict[str, int]]
+    room: int
+    tokens: int
+    sampling: SamplingBytes | None = None
+
+    @property
+    def highest(self) -> str:
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+    @property
+    def peak(self) -> int:
+        return sum(self.standing.values()) + sum(self.phases[self.highest].values())
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.room
+
+
+@dataclass
+class Planner:
+    """Plans of one run for several budgets. meta: the trainer's models without numbers.
+
+    process: bytes that the process has before it loads a model (0 on a GPU, where only tensors are counted);
+    reward_model: without numbers too, where it is a model of its own.
+    """
+
+    trainer: Trainer
+    meta: Roles
+    process: int
+    room: int
+    reward_model: nn.Module | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.trainer.accelerator.device
+
+    @cached_property
+    def steps(self) -> list[list[Pass]]:
+        """The passes of an optimizer step by the length of its rows: the longest there are, and cut by eighths."""
+        with self._without_numbers():
+            return [self.trainer.longest_step(eighths / SHARES) for eighths in range(SHARES, 0, -1)]
+
+    def fullest(self, tokens: int) -> list[Pass]:
+        """The step of which a micro-batch of this budget is as full as can be: where a group of the longest rows leaves
+        it half empty, shorter ones of two groups fill it.
+        """
+        return max(self.steps, key=lambda passes: passes[0].sizes.cost(widest(passes[0], tokens)[0]))
+
+    @contextlib.contextmanager
+    def _without_numbers(self) -> Iterator[None]:
+        """Inside, the trainer's models are those on the meta device."""
+        own, self.trainer.roles = self.trainer.roles, self.meta
+        try:
+            yield
+        finally:
+            self.trainer.roles = own
+
+    @cached_property
+    def standing(self) -> dict[str, int]:
+        """Bytes of weights by role, of Adam's moments, and of the process itself."""
+        roles = bytes_by_role(self.meta, reward_model=self.reward_model)
+        if self.trainer.config.model.quantization == "4bit":
+            roles["base"] = four_bit_bytes(self.meta)
+        teacher, few_bits = self.meta.teacher_model, self.trainer.config.teacher.quantization
+        if teacher is not None and few_bits is not None:
+            roles["teacher"] = quantized_bytes(teacher, [*teacher.parameters()], few_bits)
+        moments = 8 if self.trainer.config.optim.optimizer == "adamw" else 2
+        own = {"process": self.process} if self.process else {}
+        return {**own, **roles, "Adam": moments * sum(p.numel() for p in trained(self.meta))}
+
+    @cached_property
+    def sampling(self) -> SamplingBytes | None:
+        """Of a rollout, or of an evaluation where that samples more rows at a time."""
+        trainer, config = self.trainer, self.trainer.config
+        if not isinstance(trainer, SamplingParts):
+            return None
+        held_out = min(config.run.eval_prompts, len(trainer.eval_prompts))
+        rows = min(max(config.on_policy.batch_size, held_out), config.generation.max_rows or 1 << 30)
+        longest = max(len(p.tokens) for p in (*trainer.train_prompts, *trainer.eval_prompts))
+        free = max(0, self.room - sum(self.standing.values()))
+        return sampling_bytes(
+            self.meta,
+            config.generation,
+            engine=trainer.engine.name,
+            rows=rows,
+            prompts=max(config.on_policy.num_prompts, held_out),
+            prompt_tokens=longest,
+            new_tokens=trainer.longest_response,
+            device=self.device,
+            free=free,
+            quantized=config.model.quantization is not None,
+        )
+
+    def plan(self, tokens: int | None = None) -> MemoryPlan:
+        """At a micro-batch budget of `tokens` (None: the run's)."""
+        tokens = tokens or self.trainer.micro_batches.tokens
+        phases = {"updating": self._update(tokens), "an optimizer step": self._optimizer_step()}
+        if self.sampling is not None:
+            kept = {"kept from sampling": self._kept(self.sampling)}
+            phases = {"sampling": self.sampling.parts, **{name: {**kept, **parts} for name, parts in phases.items()}}
+        if (read := self._as_read()) > 0:
+            phases["loading"] = {"weights as read": read}
+        return MemoryPlan(self.device.type, self.standing, phases, self.room, tokens, self.sampling)
+
+    def _as_read(self) -> int:
+        """Bytes of the base's files beside the model while it is loaded; none on a CPU where the dtype is theirs."""
+        model, dtype = self.trainer.config.model, self.meta.causal.dtype
+        if self.device.type != "cpu" or model.random_init:
+            return 0
+        saved = saved_dtype(model.path, revision=model.revision)
+        return 0 if saved == dtype else self.standing["base"] // dtype.itemsize * saved.itemsize
+
+    def _kept(self, sampling: SamplingBytes) -> int:
+        """What is still there of sampling: on a CPU the C library keeps what is freed, in pieces that nothing else
+        fits; on a GPU graphs hold the fused engine's cache, its copy of the weights and the states of a token.
+        """
+        if self.device.type == "cpu":
+            return min(sum(sampling.parts.values()), KEPT_BYTES)
+        by_graphs = isinstance(self.trainer, SamplingParts) and self.trainer.engine.name == "fused"
+        return sampling.parts["cache"] + sampling.parts["sampling copy"] + sampling.in_graphs if by_graphs else 0
+
+    def _update(self, tokens: int) -> dict[str, int]:
+        """Gradients, activations and the logits of a chunk, at the most of any pass of an optimizer step."""
+        passes = self.fullest(tokens)
+        rows, count = widest(passes[0], tokens)
+        CHUNK_ELEMENTS["meta"] = CHUNK_ELEMENTS[self.device.type]
+        precision = self.trainer.accelerator.mixed_precision
+        acting = AsOn(self.device, autocast={"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision))
+        with self._without_numbers(), _with_gradients(self.meta, whole=count > 1), acting, LiveBytes() as live:
+            before = sum(p.numel() * p.itemsize for p in trained(self.meta) if p.grad is not None)
+            for one in passes:
+                learn(self.trainer, one, widest(one, tokens)[0])
+            most = live.most + before
+        gradients = sum(p.numel() * p.itemsize for p in trained(self.meta))
+        targets = sum(passes[0].sizes.responses[row] for row in rows)
+        chunk = self._chunk_bytes(targets) if self.trainer.config.trains.policy else 0
+        return {"gradients": gradients, "logits chunk": chunk, "activations": max(0, most - gradients - chunk)}
+
+    def _chunk_bytes(self, count: int) -> int:
+        head = self.meta.head("policy")
+        with torch.no_grad(), LiveBytes() as live:
+            states = torch.empty(count, head.weight.shape[1], dtype=head.weight.dtype, device=META)
+            before, targets = live.now, torch.zeros(count, dtype=torch.long, device=META)
+            token_logprobs(states, head, targets=targets, temperature=1.0)
+        return live.most - before
+
+    def _optimizer_step(self) -> dict[str, int]:
+        """Gradients, and what AdamW makes for itself: on a GPU a temporary for every parameter at once."""
+        sizes = [p.numel() * p.itemsize for p in trained(self.meta)]
+        own = sum(sizes) if self.device.type == "cuda" else LARGEST_TEMPORARIES * max(sizes, default=0)
+        return {"gradients": sum(sizes), "AdamW's temporaries": own}
+
+
+def widest(one: Pass, tokens: int) -> tuple[list[int], int]:
+    """(rows of the widest micro-batch, how many micro-batches there are) of a pass at this budget."""
+    plan = one.sizes.plan(one.rows, max_tokens=tokens)
+    return max(plan, key=one.sizes.cost), len(plan)
+
+
+def learn(trainer: Trainer, one: Pass, rows: list[int]) -> None:
+    """The forward and backward pass of a micro-batch, on whatever models the trainer has now."""
+    roles = trainer.roles
+    recompute = trainer.config.model.gradient_checkpointing
+    with roles.acting(one.role), roles.gradient_checkpointing() if recompute else contextlib.nullcontext():
+        loss, _ = one.loss(rows)
+        # Tensor.backward is a torch function, inside which AsOn would be off while layers are recomputed.
+        engine: Any = torch.autograd.Variable._execution_engine
+        ones = (torch.ones_like(loss),)
+        engine.run_backward((loss,), ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def trained(roles: Roles) -> list[nn.Parameter]:
+    return [p for of_role in roles.parameters.values() for p in of_role.values()]
+
+
+def read(trainer: Trainer, one: Pass, rows: list[int]) -> None:
+    """The forward pass of a micro-batch, without gradient."""
+    with torch.no_grad(), trainer.roles.acting(one.role), trainer.accelerator.autocast():
+        one.loss(rows)
+
+
+@contextlib.contextmanager
+def _with_gradients(roles: Roles, *, whole: bool) -> Iterator[None]:
+    """`whole`: every gradient is there from the start, as it is from a step's second micro-batch on. None is left."""
+    for parameter in trained(roles) if whole else []:
+        parameter.grad = torch.empty_like(parameter)
+    try:
+        yield
+    finally:
+        for parameter in trained(roles):
+            parameter.grad = None
+
+
 # ---- what fits ----
 
 
 def largest_micro_batch(planner: Planner) -> int | None:
     """The largest budget, doubled or halved from the run's, whose plan fits; None where none does."""
-    rows, tokens = planner.rows, planner.trainer.micro_batches.tokens
-    everything = rows.sizes.cost(range(rows.minibatch))
-    alone = max(rows.sizes.cost([row]) for row in range(rows.minibatch))
+    longest, tokens = planner.steps[0][0], planner.trainer.micro_batches.tokens
+    everything = longest.sizes.cost(longest.rows)
+    alone = max(longest.sizes.cost([row]) for row in longest.rows)
     candidates = [tokens]
     while candidates[0] > alone:
         candidates.insert(0, candidates[0] // 2)
@@ -107,9 +334,10 @@ def largest_group(planner: Planner) -> int | None:
 
 
 def disk_bytes(planner: Planner) -> int:
-    run, rows = planner.trainer.config.run, planner.rows
-    rollout = ROLLOUT_BYTES * sum(rows.sizes.responses) if planner.sampling is not None else 0
-    return (run.keep_checkpoints + 2) * (checkpoint_bytes(planner.meta) + rollout)
+    trainer, rollout = planner.trainer, 0
+    if isinstance(trainer, SamplingParts):
+        rollout = ROLLOUT_BYTES * trainer.config.on_policy.batch_size * trainer.longest_response
+    return (trainer.config.run.keep_checkpoints + 2) * (checkpoint_bytes(planner.meta) + rollout)
 
 
 # ---- in words ----
@@ -230,16 +458,21 @@ def seconds_a_step(trainer: Trainer) -> dict[str, float]:
 
 def seconds_of_passes(trainer: Trainer) -> dict[str, float]:
     """`seconds_a_step` without sampling."""
-    planner, rows = Planner(trainer, trainer.roles, 0, 0), trainer.step_rows()
-    micro, _ = rows.widest(trainer.micro_batches.tokens)
-    pairs = rows.pairs(micro)
-    plan = rows.sizes.plan(range(len(rows.sizes)), max_tokens=trainer.micro_batches.tokens)
-    share = sum(map(rows.sizes.cost, plan)) / rows.sizes.cost(micro)  # of a whole pass to the micro-batch timed
+    passes, budget = trainer.longest_step(), trainer.micro_batches.tokens
+
+    def taken(one: Pass, *, learning: bool) -> float:
+        """Of a whole pass over the step, by one micro-batch of it."""
+        rows, sizes = widest(one, budget)[0], one.sizes
+        work = partial(learn if learning else read, trainer, one, rows)
+        return _timed(work) * sum(map(sizes.cost, sizes.plan(range(len(sizes)), max_tokens=budget))) / sizes.cost(rows)
+
     seconds = {}
     if trainer.readings:
-        seconds["reference and values"] = trainer.readings * share * _timed(lambda: planner.read("policy", pairs))
-    each = [_timed(lambda role=role: planner.learn(role, pairs)) for role in trainer.passes]
-    seconds["update"] = trainer.num_epochs * share * sum(each)
+        seconds["reference and values"] = trainer.readings * taken(passes[0], learning=False)
+    with trainer.accelerator.autocast(), _with_gradients(trainer.roles, whole=False):
+        seconds["update"] = getattr(trainer.config.own, "num_epochs", 1) * sum(
+            taken(one, learning=True) for one in passes
+        )
     return seconds
 
 

@@ -1,23 +1,36 @@
-"""Resuming of a run: from its newest checkpoint that verifies, under what it began with or is told to change."""
+"""Going on with a run from its newest checkpoint that verifies, under what it began with or is told to change.
+
+A fork is a new run that goes on so from a copy of another one's checkpoint.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
+from pathlib import Path
 from typing import Any
 
+from tinyrl.config.recipe import written_config
 from tinyrl.config.schema import Config, without_secrets
-from tinyrl.rollout.components import Options, resolve_threads, trainer_of
+from tinyrl.config.yaml_reader import Source
+from tinyrl.rollout.components import Options, resolve_threads
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.resolve import absolute_paths, resolve
-from tinyrl.runs.run_dir import RunDir
-from tinyrl.training.launch import Launch, open_session, out_of_memory_stops, undone_on_failure
+from tinyrl.runs.run_dir import RunDir, create_run, open_run, run_of
+from tinyrl.training.launch import Launch, load, open_session, out_of_memory_stops, undone_on_failure, write_environment
 from tinyrl.training.optim import stretched_schedule
-from tinyrl.training.planning import tried_meta_models
-from tinyrl.training.replicas import check_alike
 from tinyrl.training.session import Session
-from tinyrl.training.state import HELD_OUT, Sources, changed_sources, changed_versions, read_sources, read_state
-from tinyrl.training.trainer import Trainer
+from tinyrl.training.state import (
+    HELD_OUT,
+    CheckpointState,
+    Sources,
+    changed_sources,
+    changed_versions,
+    read_sources,
+    read_state,
+)
 
 MOST_SHOWN = 3  # changes in an error
 
@@ -49,11 +62,8 @@ def resume(
             config = config.model_copy(update={"run": run_section})
         changes = check_changes(before, config, since=since, allowed=allow_config_change)
         notes = [f"warning: {w}; using {folder.name if folder else 'the start'} instead" for w in warnings[:1]]
-        meta = tried_meta_models(config, options=options)
+        trainer, meta = load(config, options=options, undo=undo, also=since)
         with out_of_memory_stops("before the first step"):
-            trainer: Trainer = trainer_of(config.method)(config, options=options)
-            undo.callback(trainer.close)
-            check_alike(trainer, also=since)
             known = kept.sources if kept else Sources()
             sources = read_sources(config, rows=trainer.row_fingerprints, known=known.files)
             changes += refuse(
@@ -108,6 +118,70 @@ def _versions(before: Sources, now: Sources, *, since: str) -> list[str]:
     if not changes:
         return []
     return [f"warning: numbers may differ in their last digits, other versions than at {since}: {', '.join(changes)}"]
+
+
+# ---- forks ----
+
+
+def origin_of(origin: str) -> tuple[RunDir, Path]:
+    """The run and the sound checkpoint that RUN, RUN@STEP or a checkpoint's folder means; of RUN the newest one.
+
+    Raises ValueError, with the steps there are, where it is none.
+    """
+    name, at, step = origin.rpartition("@")
+    if not at or Path(origin).exists() or not re.fullmatch("[0-9]+", step):
+        folder = Path(origin)
+        return open_run(run_of(folder) or folder), checkpoints.checkpoint_of(folder)
+    run = open_run(name)
+    folder = run.checkpoints / checkpoints.checkpoint_name(int(step))
+    if not folder.is_dir():
+        steps = [str(checkpoints.checkpoint_step(each)) for each in checkpoints.list_checkpoints(run.checkpoints)]
+        kept = f"those there are: {', '.join(steps)}" if steps else "it has none"
+        raise ValueError(
+            f"{run.path} has no checkpoint of step {step}; {kept} (run.save_every and run.keep_checkpoints)"
+        )
+    return run, checkpoints.checkpoint_of(folder)
+
+
+def fork(
+    origin: str, overrides: list[str], *, options: Options, output_dir: str | None, name: str | None, command: list[str]
+) -> Launch:
+    """A new run that stands where a checkpoint of `origin` (see `origin_of`) stood, with `overrides` laid over the
+    checkpoint's settings. Its records begin with the other run's, up to there, and run.origin says where it came from.
+
+    An unchanged fork goes on to the same weights, to the bit, as the other run did. output_dir: default the folder that
+    `origin` is in. Raises ValueError, and leaves no folder, where it cannot go on.
+    """
+    run, checkpoint = origin_of(origin)
+    kept = read_state(checkpoint)
+    step = kept.run.step
+    config = written_config(Source(f"{checkpoint.name} of {run.path}", kept.config), overrides=overrides)
+    if kept.run.phase == "rollout" and step >= config.run.num_steps:
+        raise ValueError(f"step {step} is the last of {run.path}: say how many steps the fork has, run.num_steps=N")
+    section = config.run.model_copy(update={"origin": f"{run.path.resolve()}@{step}"})
+    config = config.model_copy(update={"run": section})
+    new = create_run(output_dir or str(run.path.parent), name=name, config=config, overwrite=False)
+    with undone_on_failure() as undo:
+        undo.callback(shutil.rmtree, new.path, ignore_errors=True)
+        new.write_config(config)
+        copy_until(run, checkpoint, kept, to=new)
+        launch = resume(new, options=options, config=config, allow_config_change=True)
+        assert launch is not None
+        undo.callback(launch.close)
+        write_environment(new, launch.trainer, command=command)
+        return launch
+
+
+def copy_until(run: RunDir, checkpoint: Path, kept: CheckpointState, *, to: RunDir) -> None:
+    """Copy a checkpoint whose state.json is `kept`, the best one as of then, and the records up to it."""
+    best = kept.run.best
+    wanted = [run.checkpoints / checkpoints.checkpoint_name(best.step)] if best is not None else []
+    for folder in {checkpoint, *(each for each in wanted if each.is_dir())}:
+        shutil.copytree(folder, to.checkpoints / checkpoints.checkpoint_name(checkpoints.checkpoint_step(folder)))
+    for name, length in kept.records.items():
+        if (run.path / name).is_file():
+            with (run.path / name).open("rb") as record, (to.path / name).open("wb") as copy:
+                copy.write(record.read(length))
 
 
 # ---- settings that have changed ----

@@ -5,17 +5,17 @@ A method is a class below (tinyrl/trainers) and a line in config/methods.py, whi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from tinyrl.data.rows import batch_indices
+from tinyrl.config.schema import Config
+from tinyrl.data.readers import Row
+from tinyrl.data.rows import batch_indices, example_rows, few_held_out, fingerprints
 from tinyrl.evaluation.evaluate import Evaluation
-from tinyrl.models.batches import SequenceBatch
-from tinyrl.models.micro_batches import RowSizes, StepRows
-from tinyrl.models.roles import Role, Roles
-from tinyrl.rollout.components import Parts
+from tinyrl.models.loading import check_ids
+from tinyrl.models.micro_batches import RowSizes
+from tinyrl.rollout.components import Options, Parts
 from tinyrl.training.session import Session
 from tinyrl.training.update import LossFn, Pass
 
@@ -34,40 +34,55 @@ class Trainer(Parts):
         """Its numbers on the first run.eval_prompts held-out rows."""
         raise NotImplementedError
 
-    # ---- what memory and time are planned by ----
-
-    scores_answers: ClassVar[bool] = False  # one number for each answer, read from its last token; no logits
-
-    @property
-    def num_epochs(self) -> int:
-        """Passes over the rows of a step."""
-        return 1
-
     @property
     def readings(self) -> int:
         """Passes without gradient in a step."""
         return 0
 
-    @property
-    def passes(self) -> list[Role]:
-        """The roles that act in an optimizer step, in order."""
-        return ["policy"]
-
-    def step_rows(self) -> StepRows:
-        """What a step learns from where rows are longest."""
+    def longest_step(self, share: float = 1.0) -> list[Pass]:
+        """The passes of an optimizer step on rows of at most this share of the longest one's tokens: what memory and
+        time are planned by.
+        """
         raise NotImplementedError
 
-    def planned_loss(self, roles: Roles, role: Role, batch: SequenceBatch) -> Tensor:
-        """A number whose backward pass takes the memory of the role's loss; `roles` may have no weights."""
-        return roles.logprobs("policy", batch, temperature=1.0, states=roles.policy_states(batch))[0].sum()
+
+class Batch(NamedTuple):
+    """A step of a method that learns from rows: the loss of some of its `sizes`, and metrics of the step."""
+
+    loss: LossFn
+    sizes: RowSizes
+    metrics: dict[str, float]
 
 
 class RowTrainer(Trainer):
-    """A method that learns from rows of task.data, as it reads them. notes: what they were taken for."""
+    """A method that learns from rows of task.data: it says what it makes of rows, and the loss of a batch of them.
+
+    notes: what the rows were taken for, and which are left out.
+    """
 
     train_rows: list[Any]
     held_out: list[Any]
-    notes: list[str]
+
+    def __init__(self, config: Config, *, options: Options) -> None:
+        super().__init__(config, options=options)
+        rows, held_out = example_rows(config)
+        self.notes: list[str] = []
+        self.row_fingerprints = fingerprints(rows, held_out)
+        self.train_rows, self.held_out = self.read(rows, held_out)
+        texts = (text for row in self.train_rows + self.held_out for text in self.texts(row))
+        check_ids(texts, self.tokenizer, self.roles.causal)
+
+    def read(self, rows: list[Row], held_out: list[Row]) -> tuple[list[Any], list[Any]]:
+        """Both splits as tokens. Raises ValueError for rows that cannot be learnt from."""
+        raise NotImplementedError
+
+    def texts(self, row: Any) -> Sequence[list[int]]:
+        """The tokens of a row, by texts."""
+        raise NotImplementedError
+
+    def batch(self, rows: list[int], session: Session | None = None) -> Batch:
+        """What a step learns from some training rows; without a session one of this size, to plan by."""
+        raise NotImplementedError
 
     @property
     def batch_size(self) -> int:
@@ -75,17 +90,41 @@ class RowTrainer(Trainer):
         size: int = self.config.own.batch_size
         return min(size, len(self.train_rows))
 
-    def batches(self, session: Session) -> Iterator[list[int]]:
-        """The places of the training rows of each step to do: a function of (seed, step)."""
+    def train(self, session: Session) -> None:
         self.roles.use_lora_dropout()
         seed, size, count = self.config.run.seed, self.batch_size, len(self.train_rows)
         for step in session.steps():
-            yield batch_indices(seed, step, num_prompts=size, num_rows=count)
+            rows = batch_indices(seed, step, num_prompts=size, num_rows=count)
+            loss, sizes, metrics = self.batch(rows, session)
+            session.start_update()
+            with session.timed("update"):
+                one_pass = Pass("policy", loss, range(len(sizes)), sizes)
+                session.metrics.add(session.updater.step([one_pass], train=["policy"]))
+            session.end_step(**metrics)
 
-    def learn(self, session: Session, loss: LossFn, sizes: RowSizes, **metrics: float) -> None:
-        """The optimizer step of a batch whose rows are `sizes`, which ends the step."""
-        session.start_update()
-        with session.timed("update"):
-            one_pass = Pass("policy", loss, range(len(sizes)), sizes)
-            session.metrics.add(session.updater.step([one_pass], train=["policy"]))
-        session.end_step(**metrics)
+    @cached_property
+    def _tokens(self) -> list[int]:
+        return [sum(map(len, self.texts(row))) for row in self.train_rows]
+
+    def longest_step(self, share: float = 1.0) -> list[Pass]:
+        most = max(share * max(self._tokens), min(self._tokens))
+        rows = [row for row, tokens in enumerate(self._tokens) if tokens <= most]
+        rows.sort(key=lambda row: -self._tokens[row])
+        loss, sizes, _ = self.batch(rows[: self.batch_size])
+        return [Pass("policy", loss, range(len(sizes)), sizes)]
+
+    def prompts(self) -> list[Any]:
+        """What tells held-out rows apart."""
+        return self.held_out
+
+    def check(self) -> list[str]:
+        few = few_held_out(self.prompts()) if self.config.run.eval_prompts else []
+        return [*self.notes, *(self.template_warnings() if self.config.trains.policy else []), *few]
+
+    def shown(self, row: Any) -> list[str]:
+        """A row in a preview."""
+        return []
+
+    def preview(self) -> str:
+        count = f"rows: {len(self.train_rows)} to train on, {len(self.held_out)} held out"
+        return "\n".join([super().preview(), *self.check(), *self.shown(self.train_rows[0]), count])

@@ -22,9 +22,8 @@ from tinyrl.runs.records import VOLATILE, json_lines
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.tracking import Trackers
 from tinyrl.text import shortened
-from tinyrl.training.fork import copy_until
 from tinyrl.training.launch import Launch, trained_on
-from tinyrl.training.resume import changed_settings, resume
+from tinyrl.training.resume import changed_settings, copy_until, resume
 from tinyrl.training.state import STATE, CheckpointState, changed_sources, changed_versions, read_state
 
 MOST_SHOWN = 6  # differences of a stretch
