@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 import torch
 import uvicorn
@@ -20,6 +21,7 @@ import uvicorn
 from tests import running
 from tests.generation.sampling import make_engine
 from tests.tiny_models import TinyModels
+from tinyrl.config.method_sections import PpoConfig
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.environments.agent import Agents, Job
@@ -29,6 +31,7 @@ from tinyrl.generation.endpoint import Server
 from tinyrl.generation.engine import Completion, Request
 from tinyrl.generation.live import Draw, LiveSampler, Scored
 from tinyrl.rollout.buffer import given_rollout
+from tinyrl.trainers.ppo import shaped_rewards
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
@@ -202,6 +205,14 @@ def test_several_completions_of_a_call_are_refused(running_endpoint: Running, ep
     assert not episode.conversations
 
 
+def test_tools_that_the_template_does_not_show_are_refused(running_endpoint: Running, episode: Session) -> None:
+    """An agent would be trained to do without them."""
+    tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    with pytest.raises(openai.BadRequestError, match="shows it no tools"):
+        running_endpoint.say(USER, tools=tools)
+    assert not episode.conversations
+
+
 # ---- the processes of agents ----
 
 AGENTS = """
@@ -315,16 +326,36 @@ def test_a_program_gets_the_row_and_the_address(tmp_path: Path) -> None:
     program.write_text(
         "import json, os, sys, time\nrow = json.load(sys.stdin)\n"
         "if row['prompt'] == 'fails': sys.exit('planted')\nif row['prompt'] == 'hangs': time.sleep(60)\n"
+        "if row['prompt'] == 'dies': os.kill(os.getpid(), 9)\n"
         "print(row['prompt'], os.environ['OPENAI_BASE_URL'], os.environ['OPENAI_API_KEY'])\n",
         encoding="utf-8",
     )
     several = agents([sys.executable, str(program)], timeout_s=3.0)
-    played = several.play(jobs("p", "fails", "hangs"), ended=lambda place: None)
+    played = several.play(jobs("p", "fails", "hangs", "dies"), ended=lambda place: None)
     assert played[0].text == "p http://127.0.0.1:1/v1 key"
     assert "planted" in (played[1].failure or "")
     assert "timeout_s" in (played[2].failure or "")
+    assert "SIGKILL" in (played[3].failure or "")
     [missing] = agents(["/no/such/program"]).play(jobs("p"), ended=lambda place: None)
     assert "could not be started" in (missing.failure or "")
+
+
+def test_what_a_program_prints_and_starts_ends_with_its_episode(tmp_path: Path) -> None:
+    """Output without end, and a process that goes on in a session of its own."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, subprocess, sys\nrow = json.load(sys.stdin)\n"
+        "idle = [sys.executable, '-c', 'import time; time.sleep(1000)']\n"
+        "if row['prompt'] == 'leaves':\n"
+        "    print(subprocess.Popen(idle, start_new_session=True, stdin=-3, stdout=-3, stderr=-3).pid)\n"
+        "while row['prompt'] == 'prints': sys.stdout.write('x' * 1_000_000)\n",
+        encoding="utf-8",
+    )
+    leaves, prints = agents([sys.executable, str(program)]).play(jobs("leaves", "prints"), ended=lambda place: None)
+    assert leaves.text is not None
+    assert not psutil.pid_exists(int(leaves.text))
+    assert prints.text is None
+    assert len(prints.failure or "") < 500
 
 
 # ---- rows ----
@@ -346,10 +377,18 @@ def test_further_conversations_are_rows_with_their_episodes_reward() -> None:
     assert again.num_episodes == 2
 
 
-def config(model: Path, use: str, **sections: Any) -> Config:
+def test_ppo_gives_every_conversation_the_score_on_its_last_token() -> None:
+    rollout = given_rollout([[1], [2]], [[5, 6], [7]], rows=[3, 4], num_rewards=1)
+    rollout.rewards, rollout.scores = torch.tensor([1.0, 0.5]), torch.tensor([[1.0], [0.5]])
+    rollout.others = [Other(1, [9, 9], Completion([8, 8, 8], [-1.0, 0.0, -2.0], "eos", [True, False, True]))]
+    rewards = shaped_rewards(rollout.with_others(), PpoConfig(), kl_coef=0.0)
+    assert rewards.tolist() == [[0.0, 1.0, 0.0], [0.5, 0.0, 0.0], [0.0, 0.0, 0.5]]
+
+
+def config(model: Path, use: str, *, method: str = "grpo", **sections: Any) -> Config:
     environment = {"agent": use, "at_once": 2, **sections.pop("environment", {})}
     run = {"num_steps": 2, **sections.pop("run", {})}
-    return running.config("grpo", model, environment=environment, run=run, **sections)
+    return running.config(method, model, environment=environment, run=run, **sections)
 
 
 @pytest.fixture
@@ -361,8 +400,11 @@ def lines(run: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.metrics.read_text().splitlines()]
 
 
-def test_a_run_learns_from_every_conversation_and_is_resumed(file: Path, small: Path, tmp_path: Path) -> None:
-    settings = config(small, f"{file}:play")
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_a_run_learns_from_every_conversation_and_is_resumed(
+    method: str, file: Path, small: Path, tmp_path: Path
+) -> None:
+    settings = config(small, f"{file}:play", method=method)
     code, run, looks = running.train(settings, tmp_path, name="whole")
     assert code == 0
     last = lines(run)[-1]
@@ -393,7 +435,7 @@ def test_an_agent_that_never_asks_stops_the_run_with_the_reason(file: Path, smal
 @pytest.mark.parametrize(
     ("sections", "named"),
     [
-        ({"method": "ppo"}, "grpo"),
+        ({"method": "distill", "teacher": {"path": "/teacher"}}, "grpo or ppo"),
         ({"environment": {"agent": "a.py:f", "use": "b.py:f"}}, "environment.use"),
         ({"grpo": {"refill_rounds": 1}}, "refill_rounds"),
         ({"generation": {"engine": "server", "url": "http://127.0.0.1:8000"}}, "engine=server"),

@@ -288,6 +288,21 @@ def test_calls_of_tools_are_read(text: str, content: str | None, calls: int, *, 
         server.close()
 
 
+def test_tools_that_the_template_does_not_show_are_left_and_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """A chat page sends some with every message."""
+    scripted = Scripted(f"hello {CALL}")
+    scripted.tokenizer.chat_template = TEMPLATE.replace("{% if tools %}{{ tools | tojson }}{% endif %}", "")
+    server = Running(endpoint(scripted, positions=4096))
+    try:
+        for _ in range(2):
+            answer = server.client().chat.completions.create(model="policy", messages=HELLO, tools=TOOLS)
+            assert answer.choices[0].message.content == f"hello {CALL}"
+            assert not answer.choices[0].message.tool_calls
+    finally:
+        server.close()
+    assert capsys.readouterr().out.count("answers without") == 1
+
+
 @pytest.mark.parametrize(
     ("stop", "expected"), [(["cd"], "ab"), (["zz"], "abcdefg"), (["g", "ef"], "abcd"), (["abcdefg"], "")]
 )

@@ -349,8 +349,8 @@ def _agents(config: Config) -> Iterator[str]:
     said, grpo = "environment.agent", config.grpo
     if config.environment.use or config.environment.tools:
         yield f"{said} brings its own tools; leave out environment.use and environment.tools"
-    if config.method != "grpo" and config.uses("environment"):
-        yield f"{said} is trained by grpo, whose advantages every conversation of an episode shares"
+    if config.method not in ("grpo", "ppo") and config.uses("environment"):
+        yield f"{said} is trained by grpo or ppo, of which each conversation of an episode has the reward"
     elif grpo.advantage not in ("group", "leave-one-out"):
         yield f"{said} needs grpo.advantage=group or leave-one-out: its turns have no rewards of their own"
     if grpo.refill_rounds:

@@ -3,17 +3,16 @@
 A function gets the row, `base_url`, `api_key` and `model` (those of these that it takes) and returns a text, or what
 JSON can hold; rewards judge it. A program gets the row as JSON on its standard input, OPENAI_BASE_URL, OPENAI_API_KEY
 and OPENAI_MODEL in its environment, and prints. Each works in a process of its own, some at once; one that raises,
-hangs or dies fails its episode alone.
+hangs or dies fails its episode alone, and whatever it started, in any session, ends with it (workers/supervisor.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
 import queue
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,12 +27,12 @@ from tinyrl.data.readers import Row
 from tinyrl.environments import host
 from tinyrl.runs.signals import check_stop
 from tinyrl.text import last_line, shortened, visible
+from tinyrl.workers import supervisor
 from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.loading import parse_use
-from tinyrl.workers.process import memory_limit
+from tinyrl.workers.process import END_S, memory_limit
 
 POLL_S = 0.1
-LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 MOST_OUTPUT = 1 << 20  # bytes of what an agent returns or prints
 
 
@@ -106,8 +105,8 @@ class Agents:
             try:
                 return self._run(job) if worker is None else _called(worker, job)
             finally:
+                ended(place)  # before the process plays another, which may have kept this one's key
                 free.put(worker)
-                ended(place)
 
         pool = ThreadPoolExecutor(self.at_once, thread_name_prefix="agent")
         futures: list[Future[Played]] = [pool.submit(one, place, job) for place, job in enumerate(jobs)]
@@ -127,22 +126,23 @@ class Agents:
         assert self.command is not None
         if self._stopped:
             return Played(None, "was not begun")
+        found = shutil.which(self.command[0])
+        if found is None:
+            return Played(None, f"`{self.name}` could not be started: there is no such program")
+        limits = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), str(self._memory_bytes)]
         told = {"OPENAI_BASE_URL": job.base_url, "OPENAI_API_KEY": job.api_key, "OPENAI_MODEL": job.model}
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as given:
             given.write(json.dumps(job.row).encode())
             given.seek(0)
-            try:
-                program = subprocess.Popen(
-                    self.command,
-                    stdin=given,
-                    stdout=out,
-                    stderr=errors,
-                    env={**os.environ, **told},
-                    start_new_session=True,
-                    preexec_fn=self._limit,
-                )
-            except OSError as error:
-                return Played(None, f"`{self.name}` could not be started: {error.strerror}")
+            program = subprocess.Popen(
+                [*limits, found, *self.command[1:]],
+                stdin=given,
+                stdout=out,
+                stderr=errors,
+                env={**os.environ, **told},
+                start_new_session=True,  # Ctrl-C is ours to handle
+                preexec_fn=_limit_files,
+            )
             self._programs.add(program)
             try:
                 code = _waited(program, self.seconds)
@@ -156,16 +156,14 @@ class Agents:
             return Played(None, f"`{self.name}` took longer than {self.seconds:g} s (environment.timeout_s)")
         if code:
             why = f": {visible(shortened(last_line(ValueError(said.strip())), 200))}" if said.strip() else ""
-            return Played(None, f"`{self.name}` ended with {code}{why}")
+            how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+            return Played(None, f"`{self.name}` {how}{why}")
         return Played(text.strip())
 
-    def _limit(self) -> None:
-        """In the program's process, before it begins."""
-        if sys.platform == "linux":
-            LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with the run, however that ends
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64 * MOST_OUTPUT, 64 * MOST_OUTPUT))
-        if self._memory_bytes:
-            resource.setrlimit(resource.RLIMIT_DATA, (self._memory_bytes, self._memory_bytes))
+
+def _limit_files() -> None:
+    """In the program's process, before it begins: what it prints is a file."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * MOST_OUTPUT, 64 * MOST_OUTPUT))
 
 
 def _called(worker: WorkerFunction, job: Job) -> Played:
@@ -188,7 +186,10 @@ def _waited(program: subprocess.Popen[bytes], seconds: float) -> int | None:
 
 
 def _kill(program: subprocess.Popen[bytes]) -> None:
-    """End a program and what it has started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(program.pid, signal.SIGKILL)
-    program.wait()
+    """End a program and all that it has started."""
+    program.terminate()
+    try:
+        program.wait(timeout=END_S)
+    except subprocess.TimeoutExpired:  # one that is stuck in the kernel must not hold us as well
+        program.kill()
+        program.wait()

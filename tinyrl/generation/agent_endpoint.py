@@ -118,6 +118,9 @@ class AgentEndpoint(Endpoint):
             raise Refused(401, "no episode under way has this key")
         return session
 
+    def _unseen_tools(self) -> None:
+        raise Refused(400, "this model's chat template shows it no tools", param="tools")
+
     def _start(
         self,
         body: Sampled,
@@ -132,6 +135,7 @@ class AgentEndpoint(Endpoint):
         session: Session = who
         if (body.n or 1) > 1 or len(prompts) > 1:
             raise Refused(400, "in an episode a call is one completion: n=1, one prompt", param="n")
+        self._check(prompts[0])
         asked = Asked(body, [], id=secrets.token_hex(8))
         call = self._placed(session, prompts[0], said, limit=limit)
         conversation, request = call.conversation, call.request

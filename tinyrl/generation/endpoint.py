@@ -30,6 +30,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -42,6 +43,7 @@ from tinyrl.tasks.prompts import render_prompt
 
 MAX_BODY = 1 << 25
 LOCAL = ["127.0.0.1", "localhost", "[::1]"]
+LEFT = 499  # a status for nobody, as nginx has it: the client has gone
 LEAST_TEMPERATURE = 0.01  # below it the likeliest token is taken
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Body = TypeVar("Body", bound="Sampled")
@@ -235,7 +237,7 @@ class Endpoint:
         self.tokenizer, self.max_new_tokens, self.positions = sampler.tokenizer, max_new_tokens, positions
         self.variables = variables
         self.started = int(time.time())
-        self._numbers = itertools.count(1)
+        self._numbers, self._said_unseen = itertools.count(1), False
         routes = [
             Route("/health", self._health),
             Route("/v1/models", self._guarded(self._list)),
@@ -256,6 +258,8 @@ class Endpoint:
                 )
             except Refused as refused:
                 return JSONResponse(error_of(refused), refused.status)
+            except ClientDisconnect:  # in the middle of its request
+                return Response(status_code=LEFT)
 
         return guarded
 
@@ -361,7 +365,8 @@ class Endpoint:
             raise Refused(400, "this model has no chat template; it continues text: /v1/completions")
         tools = body.tools if body.tool_choice != "none" else None
         if tools and "tools" not in str(self.tokenizer.chat_template):
-            raise Refused(400, "this model's chat template shows it no tools", param="tools")
+            self._unseen_tools()
+            tools = None
         variables = {**self.variables, **(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
         try:
             messages = messages_of(body.messages, "messages")
@@ -379,9 +384,17 @@ class Endpoint:
         async for _ in asked.pieces(request):
             pass
         if any(choice.completion is None for choice in asked.choices):
-            return Response(status_code=499)
+            return Response(status_code=LEFT)
         choices = [self._chat_choice(choice, body) for choice in asked.choices]
         return JSONResponse(self._whole(asked, "chat.completion", choices))
+
+    def _unseen_tools(self) -> None:
+        """Tools were sent that the chat template cannot show: the model answers without calling any, as it may. Chat
+        pages send some with every message.
+        """
+        if not self._said_unseen:
+            self._said_unseen = True
+            print("a client sent tools, which this model's chat template does not show: it answers without", flush=True)
 
     def _chat_choice(self, choice: Choice, body: ChatRequest) -> dict[str, Any]:
         message, reason = self._message(choice)
@@ -431,7 +444,7 @@ class Endpoint:
 
     async def _complete(self, request: HttpRequest, who: Any) -> Response:
         body = await self._body(request, TextRequest)
-        prompts = [self._tokens(prompt) for prompt in _several(body.prompt)]
+        prompts = [await run_in_threadpool(self._tokens, prompt) for prompt in _several(body.prompt)]
         for prompt in prompts:
             self._check(prompt)
         limit = 16 if body.max_tokens is None else body.max_tokens
@@ -456,7 +469,7 @@ class Endpoint:
             async for _ in asked.pieces(request):
                 pass
             if any(choice.completion is None for choice in asked.choices):
-                return Response(status_code=499)
+                return Response(status_code=LEFT)
         each = body.n or 1 if limit else 1
         choices = [
             self._text_choice(choice, body, scored[choice.index // each] if scored else None)

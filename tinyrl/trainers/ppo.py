@@ -124,9 +124,11 @@ class Ppo(OnPolicyTrainer):
             controllers, rollout = session.state.controllers, session.rollout
             kl_coef = config.kl_coef if controllers.kl_coef is None else controllers.kl_coef
             if rollout is None:
-                # 1. A response for each prompt, and its score.
+                # 1. A response for each prompt, and its score (of an agent: of each of its conversations).
                 with session.timed("rollout"):
                     rollout = self.collect(self.prompts(step), step)
+                    rewards_by_name = self.reward_metrics(rollout)
+                    rollout = rollout.with_others()
                 # 2. Their log-probabilities under the reference and before the update, and the critic's values.
                 with session.timed("reference"):
                     self.compute_logprobs(rollout, reference=self.roles.has_reference, several_steps=True)
@@ -134,7 +136,6 @@ class Ppo(OnPolicyTrainer):
                     rollout.values = predict_values(rollout, self)
                     if config.bootstrap_truncated:
                         rollout.final_values = predict_final_values(rollout, self)
-                rewards_by_name = self.reward_metrics(rollout)
                 metrics = self.metrics(rollout) | self.read_teacher(rollout) | self.end_sampling(step)
                 metrics["objective/kl_coef"] = kl_coef
                 session.start_update(rollout, **rewards_by_name, **metrics)
