@@ -161,8 +161,8 @@ class Planner:
         CHUNK_ELEMENTS["meta"] = CHUNK_ELEMENTS[self.device.type]
         precision = self.trainer.accelerator.mixed_precision
         low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-        acting = AsOn(self.device, autocast=low)
-        with _with_gradients(self.meta, whole=count > 1), acting, LiveBytes() as live:
+        acting, autocast = AsOn(self.device, autocast=low), self.trainer.accelerator.autocast()
+        with _with_gradients(self.meta, whole=count > 1), acting, autocast, LiveBytes() as live:
             before = _gradient_bytes(self.meta)
             for role in self.trainer.passes:
                 self._pass(role, pairs)
