@@ -42,7 +42,7 @@ def sharp(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def gradients(roles: Roles, states: Callable[..., Tensor], *, low: torch.dtype | None, recompute: bool = False) -> Any:
     """Log-probabilities of a packed batch, and by name the gradient of their sum with weights."""
     batch = roles.batch(PROMPTS, RESPONSES)
-    weights = torch.linspace(-1, 2, len(batch.targets))
+    weights = torch.linspace(-1, 2, len(batch.targets), device=roles.device)
     with roles.acting("policy"):
         if recompute:
             with roles.gradient_checkpointing():
@@ -51,7 +51,7 @@ def gradients(roles: Roles, states: Callable[..., Tensor], *, low: torch.dtype |
 
 
 def gradients_now(roles: Roles, states: Callable[..., Tensor], batch: Any, weights: Tensor, low: Any) -> Any:
-    with torch.autocast("cpu", dtype=low or torch.bfloat16, enabled=low is not None):
+    with torch.autocast(roles.device.type, dtype=low or torch.bfloat16, enabled=low is not None):
         found = states(roles.backbone("policy"), batch).index_select(0, batch.state_index)
         logprobs, _ = roles.logprobs("policy", batch, temperature=1.0, states=found)
         flat = logprobs[batch.row, batch.column]
@@ -64,7 +64,7 @@ def gradients_now(roles: Roles, states: Callable[..., Tensor], batch: Any, weigh
 
 def widened(roles: Roles, make: Any, folder: Path) -> Roles:
     """The same weights in float32, the library's pass of which is exact."""
-    exact = make(folder, reference=False)
+    exact = make(folder, reference=False, device=roles.device)
     with torch.no_grad():
         values = dict(roles.causal.named_parameters())
         for name, parameter in exact.causal.named_parameters():
