@@ -62,7 +62,7 @@ def stir(parameters: dict[str, nn.Parameter], *, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in parameters.values():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+            parameter.add_((torch.randn(parameter.shape, generator=generator) * 0.05).to(parameter.device))
 
 
 def a_batch() -> SequenceBatch:

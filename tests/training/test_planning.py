@@ -14,7 +14,7 @@ from tests.running import config, go_on, metrics, train
 from tests.tiny_models import TinyModels
 from tinyrl.config.schema import Config
 from tinyrl.generation import select
-from tinyrl.models import logprobs
+from tinyrl.models import batches, logprobs
 from tinyrl.models.batches import fuses
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.rollout.components import Options, SamplingParts, trainer_of
@@ -171,16 +171,20 @@ def test_methods_that_learn_from_text_can_be_planned(tiny: TinyModels, tmp_path:
     assert made.phases["updating"]["activations"] > 0
 
 
-def test_under_autocast_the_librarys_layers_are_planned(tiny: TinyModels):
-    """Fine-tuning of every weight keeps them in float32 and computes in bfloat16."""
-    every = {"lora": {"enabled": False}, "generation": {"max_new_tokens": 64}}
-    low = planner(small(tiny, model={"dtype": "bfloat16"}, **every))
-    assert low.meta.causal.dtype == torch.float32
-    assert low.trainer.accelerator.mixed_precision == "bf16"
-    assert not fuses(low.meta.backbone("policy"))
-    exact = planner(small(tiny, **every))
-    assert fuses(exact.meta.backbone("policy"))
-    assert low.plan(480).phases["updating"]["activations"] != exact.plan(480).phases["updating"]["activations"]
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_under_autocast_the_layers_are_planned_that_train(
+    tiny: TinyModels, lora: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Fine-tuning of every weight keeps them in float32 and computes in bfloat16. The library's keep more."""
+    sections = {"lora": {"enabled": lora}, "generation": {"max_new_tokens": 64}}
+    low, exact = (planner(small(tiny, model={"dtype": dtype}, **sections)) for dtype in ("bfloat16", "float32"))
+    assert low.meta.causal.dtype == (torch.bfloat16 if lora else torch.float32)
+    with low.trainer.accelerator.autocast():
+        assert fuses(low.meta.backbone("policy"))
+    ours = low.plan(480).phases["updating"]["activations"]
+    assert ours < 0.8 * exact.plan(480).phases["updating"]["activations"]
+    monkeypatch.setitem(batches._fuses, low.meta.backbone("policy"), {torch.bfloat16: False})
+    assert ours < 0.9 * low.plan(480).phases["updating"]["activations"]
 
 
 @pytest.mark.slow

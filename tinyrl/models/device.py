@@ -13,7 +13,9 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -178,6 +180,25 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 HALVES = (torch.bfloat16, torch.float16)
+UNITS = {  # of a CPU that multiplies matrices in half precision, as torch names them
+    torch.bfloat16: ("avx512_bf16", "amx_bf16", "avx10_2", "bf16"),
+    torch.float16: ("avx512_fp16", "amx_fp16", "avx10_2", "fp16"),
+}
+
+
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """Of products under autocast on a kind of device; None outside it. Models without numbers (meta) are asked where a
+    plan imitates another device, under that one's autocast.
+    """
+    kinds = ("cpu", "cuda") if kind == "meta" else (kind,)
+    return next((torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)), None)
+
+
+@cache
+def multiplies_in(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions for products in a half-precision dtype."""
+    here: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(here.get(unit) for unit in UNITS[dtype])
 
 
 def as_exact(error: float, library: float) -> bool:

@@ -2,12 +2,15 @@
 
 Layer by layer the library keeps a dozen tensors as wide as the feed-forward block and reads each several times; LoRA's
 branch alone costs two more passes over every output. Here branch and residual are added up inside the products, norms
-are computed again in backward, and float32 weights and adapters are read where they are, at every call. Tokens are
-flat: x (N, H). What this does not know (recomputed layers, dropout, another dtype, adapters that are more than W + B A)
-is left to the library.
+are computed again in backward, and weights and adapters are read where they are, at every call. Tokens are flat: x
+(N, H). What this does not know (dropout, adapters that are more than W + B A) is left to the library.
 
 A linear layer is four tensors in a row: weight (out, in), bias, lora_A (r, in), lora_B (out, r), the last three None
 where it has none. It computes W h + b + scale B A h (LoRA, 2106.09685, Eq. 3).
+
+Under autocast operands of products are in half precision, and so is what goes from one to the next. The sum between
+layers has the dtype of the embedding, as in the library: that of a frozen base, float32 where every weight is trained.
+Norms and rotations are computed in float32 and rounded once, and gradients of parameters are float32 sums.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
+from torch.utils.checkpoint import checkpoint
 
+from tinyrl.models.device import HALVES, autocast_dtype, multiplies_in
 from tinyrl.models.lora import is_plain_lora
 from tinyrl.models.packing import Packing, attend
 
@@ -28,18 +33,21 @@ EACH = 4  # tensors of a linear layer
 Tensors = Sequence[Tensor | None]
 
 
-def products(h: Tensor, layers: Tensors, scales: Sequence[float]) -> tuple[list[Tensor], Tensor | None]:
-    """What each layer makes of h (N, in), and A h of all of them (N, sum of ranks)."""
-    down = _joined_a(layers)
-    low = None if down is None else h @ down.t()
+def products(
+    h: Tensor, layers: Tensors, scales: Sequence[float], *, beside: Tensor | None = None
+) -> tuple[list[Tensor], Tensor | None]:
+    """What each layer makes of h (N, in), and A h of all of them (N, sum of ranks). `beside`: what is added to it."""
+    down = _joined_a(layers, h.dtype)
+    low = None if down is None else product(h, down.t())
     parts = _by_layer(low, layers)
     outputs = []
     for (weight, bias, _, b), part, scale in zip(_each(layers), parts, scales, strict=True):
         assert weight is not None
-        out = torch.mm(h, weight.t()) if bias is None else torch.addmm(bias, h, weight.t())
+        first = beside if bias is None else bias.to(h.dtype)
+        out = product(h, weight.to(h.dtype).t(), onto=first)
         if part is not None and b is not None:
-            out.addmm_(part, b.t(), alpha=scale)
-        outputs.append(out)
+            product(part, b.to(h.dtype).t(), onto=out, scale=scale, out=out)
+        outputs.append(out if first is beside or beside is None else out.add_(beside))
     return outputs, low
 
 
@@ -60,22 +68,49 @@ def products_backward(
     for i, ((weight, bias, _, b), grad, scale) in enumerate(zip(_each(layers), grads, scales, strict=True)):
         assert weight is not None
         needs_weight, needs_bias, _, needs_b = needed[EACH * i : EACH * (i + 1)]
-        dh = torch.mm(grad, weight) if dh is None else dh.addmm_(grad, weight)
-        dw = grad.t() @ h if needs_weight else None
+        dh = product(grad, weight.to(h.dtype), onto=dh, out=dh)
+        dw = product(grad.t(), h, dtype=weight.dtype) if needs_weight else None
         db = None
         if b is not None:
             part, d_part = parts[i], d_parts[i]
             assert part is not None
-            torch.mm(grad, b, out=d_part).mul_(scale)
-            db = torch.mm(part.t(), grad).mul_(scale).t() if needs_b else None
-        found += [dw, grad.sum(0) if bias is not None and needs_bias else None, None, db]
+            assert d_part is not None
+            product(grad, b.to(h.dtype), out=d_part).mul_(scale)
+            db = product(part.t(), grad, dtype=b.dtype).mul_(scale).t() if needs_b else None
+        of_bias = grad.sum(0, dtype=bias.dtype) if bias is not None and needs_bias else None
+        found += [dw, of_bias, None, db]
     assert dh is not None
-    down = _joined_a(layers)
+    down = _joined_a(layers, h.dtype)
     if d_low is not None and down is not None:
-        dh.addmm_(d_low, down)
+        product(d_low, down, onto=dh, out=dh)
         if any(needed[2::EACH]):
-            found[2::EACH] = _by_layer(d_low.t() @ h, layers, dim=0)
+            dtype = next(a.dtype for a in layers[2::EACH] if a is not None)
+            found[2::EACH] = _by_layer(product(d_low.t(), h, dtype=dtype), layers, dim=0)
     return dh, found
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    *,
+    onto: Tensor | None = None,
+    scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """onto + scale a b, summed in float32 or wider, and rounded to `dtype` (None: that of a). out: where it is put.
+    `scale` and `dtype` do not go together.
+
+    A CPU without products in half precision would emulate them, at many times the cost of float32's.
+    """
+    wider = dtype not in (None, a.dtype)
+    if a.dtype in HALVES and a.device.type == "cpu" and (wider or not multiplies_in(a.dtype)):
+        x, y = a.float(), b.float()
+        found = torch.mm(x, y) if onto is None else torch.addmm(onto.float(), x, y, alpha=scale)
+        return found.to(dtype or a.dtype) if out is None else out.copy_(found)
+    if onto is not None:
+        return torch.addmm(onto, a, b, alpha=scale, out=out)
+    return torch.mm(a, b, out_dtype=dtype) if wider else torch.mm(a, b, out=out)  # pyright: ignore
 
 
 def _each(layers: Tensors) -> list[Tensors]:
@@ -90,18 +125,24 @@ def _by_layer(joined: Tensor | None, layers: Tensors, *, dim: int = 1) -> list[T
     return [None if a is None else next(parts) for a in layers[2::EACH]]
 
 
-def _joined_a(layers: Tensors) -> Tensor | None:
+def _joined_a(layers: Tensors, dtype: torch.dtype) -> Tensor | None:
     matrices = [a for a in layers[2::EACH] if a is not None]
     if not matrices:
         return None
-    return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+    return (matrices[0] if len(matrices) == 1 else torch.cat(matrices)).to(dtype)
 
 
-def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMS norm over the last dimension (1910.07467, Eq. 4): w x r, and r = 1 / rms, (..., 1)."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+def wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in HALVES else x
+
+
+def normed(x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """RMS norm over the last dimension (1910.07467, Eq. 4): w x r in `dtype` (None: that of x), and r = 1 / rms,
+    (..., 1), not in half precision.
+    """
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     r = norm.mul_(norm).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-    return (x * r).mul_(weight), r
+    return (x * r).mul_(weight).to(dtype or x.dtype), r
 
 
 def normed_backward(
@@ -112,35 +153,40 @@ def normed_backward(
 
         dx = r w dh - x r^3 (w dh . x) / H
     """
-    dw = torch.mul(x, r).mul_(dh).flatten(0, -2).sum(0) if needs_weight else None
+    dtype, dh, x = x.dtype, wide(dh), wide(x)
+    dw = torch.mul(x, r).mul_(dh).flatten(0, -2).sum(0).to(weight.dtype) if needs_weight else None
     dh.mul_(weight)
     along = torch.linalg.vecdot(dh, x).unsqueeze(-1).mul_(r**3).mul_(-1 / x.shape[-1])
     dx = dh.mul_(r) if beside is None else torch.addcmul(beside, dh, r)
-    return dx.addcmul_(x, along), dw
+    return dx.addcmul_(x, along).to(dtype), dw
 
 
 class NormedProducts(torch.autograd.Function):
-    """Linear layers of the RMS norm of x: apply(x, norm weight, eps, scales, *layers) -> one (N, out) for each."""
+    """Linear layers of the RMS norm of x, computed in a dtype: apply(x, norm weight, eps, dtype, scales, *layers) ->
+    one (N, out) for each.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float, scales: Sequence[float], *layers: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        h, r = normed(x, weight, eps)
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, scales: Sequence[float], *layers: Tensor | None
+    ):
+        h, r = normed(x, weight, eps, dtype=dtype)
         outputs, low = products(h, layers, scales)
         ctx.save_for_backward(x, r, weight, low, *layers)
-        ctx.scales = scales
+        ctx.dtype, ctx.scales = dtype, scales
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, r, weight, low, *layers = ctx.saved_tensors
-        needs_x, needs_weight, _, _, *needed = ctx.needs_input_grad
-        h = torch.mul(x, r).mul_(weight)
+        needs_x, needs_weight, _, _, _, *needed = ctx.needs_input_grad
+        h = torch.mul(x, r).mul_(weight).to(ctx.dtype)
         dh, found = products_backward(grads, h, low, layers=layers, scales=ctx.scales, needed=needed)
         dx = dw = None
         if needs_x or needs_weight:
             dx, dw = normed_backward(dh, x, r, weight, needs_weight=needs_weight)
-        return dx, dw, None, None, *found
+        return dx, dw, None, None, None, *found
 
 
 class Normed(torch.autograd.Function):
@@ -167,13 +213,13 @@ class Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.save_for_backward(cos, sin)
-        return turned(x, cos, sin)
+        return turned(x, cos, sin).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         cos, sin = ctx.saved_tensors
-        return turned(grad, cos, sin.roll(sin.shape[-1] // 2, -1)), None, None
+        return turned(grad, cos, sin.roll(sin.shape[-1] // 2, -1)).to(grad.dtype), None, None
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -197,14 +243,13 @@ class AfterAttention(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx, x: Tensor, attended: Tensor, weight: Tensor, eps: float, scales: Sequence[float], *layers: Tensor | None
     ):
-        (z,), low_out = products(attended, layers[:EACH], scales[:1])
-        z.add_(x)
-        h, r = normed(z, weight, eps)
+        z, low_out = added(x, attended, layers[:EACH], scales[0])
+        h, r = normed(z, weight, eps, dtype=attended.dtype)
         (gate, up), low = products(h, layers[EACH:-EACH], scales[1:3])
-        (y,), low_down = products(silu(gate).mul_(up), layers[-EACH:], scales[3:])
+        y, low_down = added(z, silu(gate).mul_(up), layers[-EACH:], scales[3])
         ctx.save_for_backward(attended, z, r, weight, gate, up, low_out, low, low_down, *layers)
         ctx.scales = scales
-        return y.add_(z)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -212,21 +257,28 @@ class AfterAttention(torch.autograd.Function):
         attended, z, r, weight, gate, up, low_out, low, low_down, *layers = ctx.saved_tensors
         _, _, needs_weight, _, _, *needed = ctx.needs_input_grad
         scales = ctx.scales
-        active = silu(gate)
+        dtype, active = attended.dtype, silu(gate)
         dm, of_down = products_backward(
-            [dy], active * up, low_down, layers=layers[-EACH:], scales=scales[3:], needed=needed[-EACH:]
+            [dy.to(dtype)], active * up, low_down, layers=layers[-EACH:], scales=scales[3:], needed=needed[-EACH:]
         )
         d_up = active.mul_(dm)
         d_gate = torch.ops.aten.silu_backward(dm.mul_(up), gate)
-        h = torch.mul(z, r).mul_(weight)
+        h = torch.mul(z, r).mul_(weight).to(dtype)
         dh, of_mlp = products_backward(
             [d_gate, d_up], h, low, layers=layers[EACH:-EACH], scales=scales[1:3], needed=needed[EACH:-EACH]
         )
         dz, dw = normed_backward(dh, z, r, weight, needs_weight=needs_weight, beside=dy)
         d_attended, of_out = products_backward(
-            [dz], attended, low_out, layers=layers[:EACH], scales=scales[:1], needed=needed[:EACH]
+            [dz.to(dtype)], attended, low_out, layers=layers[:EACH], scales=scales[:1], needed=needed[:EACH]
         )
         return dz, d_attended, dw, None, None, *of_out, *of_mlp, *of_down
+
+
+def added(x: Tensor, h: Tensor, layer: Tensors, scale: float) -> tuple[Tensor, Tensor | None]:
+    """x + what a layer makes of h, in the dtype of x, and A h."""
+    inside = x.dtype == h.dtype and x.dtype in HALVES  # of the product: rounded once
+    (out,), low = products(h, layer, [scale], beside=x if inside else None)
+    return (out if inside else out.add_(x) if x.dtype == h.dtype else x + out), low
 
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -269,13 +321,12 @@ def could_fuse(backbone: nn.Module) -> bool:
 
 
 def can_fuse_now(backbone: Any) -> bool:
-    """Whether nothing is in use that this file leaves to the library."""
-    device = backbone.norm.weight.device.type
-    if any(torch.is_autocast_enabled(kind) for kind in (("cpu", "cuda") if device == "meta" else (device,))):
-        return False
-    if getattr(backbone.layers[0], "gradient_checkpointing", False) or any(
-        p.dtype != torch.float32 for p in backbone.parameters()
-    ):
+    """Whether nothing is in use that this file leaves to the library: weights are in float32, under autocast also in
+    its dtype.
+    """
+    low = autocast_dtype(backbone.norm.weight.device.type)
+    dtypes = {p.dtype for p in backbone.parameters()}
+    if not dtypes <= {torch.float32, low} or low not in (None, *HALVES):
         return False
     adapted = [m for layer in backbone.layers for m in _projections(layer) if isinstance(m, LoraLayer)]
     dropouts = [d for layer in adapted for d in layer.lora_dropout.values()]  # one of zero is an nn.Identity
@@ -285,23 +336,33 @@ def can_fuse_now(backbone: Any) -> bool:
 
 def fused_states(backbone: Any, ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
     """Hidden states (N, H) of the packed tokens ids (1, N) at positions (1, N), under the adapter that acts."""
+    kind = backbone.norm.weight.device.type
+    dtype = autocast_dtype(kind) or torch.float32
     eps: float = backbone.config.get_text_config().rms_norm_eps
-    embedded = backbone.embed_tokens(ids)
-    cos, sin = (t[0].unsqueeze(1) for t in backbone.rotary_emb(embedded, positions))
-    half = sin.shape[-1] // 2
-    sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
-    x = embedded[0]
-    for layer in backbone.layers:
-        attention, norms = layer.self_attn, (layer.input_layernorm, layer.post_attention_layernorm)
-        inputs, scales, rest, rest_scales = _tensors(layer)
-        qkv: Any = NormedProducts.apply(x, norms[0].weight, eps, scales, *inputs)
-        q, k, v = (t.unflatten(1, (-1, attention.head_dim)) for t in qkv)
-        if getattr(attention, "q_norm", None) is not None:  # Qwen3: over each head
-            q, k = Normed.apply(q, attention.q_norm.weight, eps), Normed.apply(k, attention.k_norm.weight, eps)
-        q, k = Rotated.apply(q, cos, sin), Rotated.apply(k, cos, sin)
-        attended = attend(q, k, v, packing, attention.scaling).flatten(1)  # pyright: ignore
-        x = AfterAttention.apply(x, attended, norms[1].weight, eps, rest_scales, *rest)
-    return Normed.apply(x, backbone.norm.weight, eps)  # pyright: ignore
+    x = backbone.embed_tokens(ids)[0]
+    with torch.autocast("cpu" if kind == "meta" else kind, enabled=False):  # meta has none
+        cos, sin = (t[0].unsqueeze(1) for t in backbone.rotary_emb(wide(x[:, :1]), positions))
+        half = sin.shape[-1] // 2
+        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
+        recomputed = torch.is_grad_enabled() and getattr(backbone.layers[0], "gradient_checkpointing", False)
+        for layer in backbone.layers:
+            given = layer, _tensors(layer), cos, sin, packing, eps, dtype
+            x = checkpoint(_layer, x, *given, use_reentrant=False) if recomputed else _layer(x, *given)
+        return Normed.apply(x, backbone.norm.weight, eps)  # pyright: ignore
+
+
+def _layer(
+    x: Tensor, layer: Any, tensors: Any, cos: Tensor, sin: Tensor, packing: Packing, eps: float, dtype: torch.dtype
+) -> Tensor:
+    attention, norms = layer.self_attn, (layer.input_layernorm, layer.post_attention_layernorm)
+    inputs, scales, rest, rest_scales = tensors
+    qkv: Any = NormedProducts.apply(x, norms[0].weight, eps, dtype, scales, *inputs)
+    q, k, v = (t.unflatten(1, (-1, attention.head_dim)) for t in qkv)
+    if getattr(attention, "q_norm", None) is not None:  # Qwen3: over each head
+        q, k = Normed.apply(q, attention.q_norm.weight, eps), Normed.apply(k, attention.k_norm.weight, eps)
+    q, k = Rotated.apply(q, cos, sin), Rotated.apply(k, cos, sin)
+    attended = attend(q, k, v, packing, attention.scaling).flatten(1)  # pyright: ignore
+    return AfterAttention.apply(x, attended, norms[1].weight, eps, rest_scales, *rest)  # pyright: ignore
 
 
 def _tensors(layer: Any) -> tuple[list[Tensor | None], list[float], list[Tensor | None], list[float]]:

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from tinyrl.models.device import autocast_dtype
 from tinyrl.models.loading import few_ids, few_tokens
 
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}  # logits in a chunk: 16 and 128 MB in float32
@@ -48,11 +49,7 @@ def compute_dtype(states: Tensor, weight: Tensor) -> torch.dtype:
     """What a product of these is computed in: the dtype of autocast, else the wider of the two (float32 states of a
     model with a half-precision head come from a float32 pass of it).
     """
-    kind = weight.device.type
-    available = torch.amp.is_autocast_available(kind)  # not on the meta device, where plans are made
-    if available and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return torch.promote_types(states.dtype, weight.dtype)
+    return autocast_dtype(weight.device.type) or torch.promote_types(states.dtype, weight.dtype)
 
 
 class HalfProduct(torch.autograd.Function):

@@ -277,8 +277,10 @@ def widest(one: Pass, tokens: int) -> tuple[list[int], int]:
 def learn(trainer: Trainer, one: Pass, rows: list[int]) -> None:
     """The forward and backward pass of a micro-batch, on whatever models the trainer has now."""
     roles = trainer.roles
-    recompute = trainer.config.model.gradient_checkpointing
-    with roles.acting(one.role), roles.gradient_checkpointing() if recompute else contextlib.nullcontext():
+    recompute = (
+        roles.gradient_checkpointing() if trainer.config.model.gradient_checkpointing else contextlib.nullcontext()
+    )
+    with trainer.accelerator.autocast(), roles.acting(one.role), recompute:
         loss, _ = one.loss(rows)
         # Tensor.backward is a torch function, inside which AsOn would be off while layers are recomputed.
         engine: Any = torch.autograd.Variable._execution_engine
@@ -469,7 +471,7 @@ def seconds_of_passes(trainer: Trainer) -> dict[str, float]:
     seconds = {}
     if trainer.readings:
         seconds["reference and values"] = trainer.readings * taken(passes[0], learning=False)
-    with trainer.accelerator.autocast(), _with_gradients(trainer.roles, whole=False):
+    with _with_gradients(trainer.roles, whole=False):
         seconds["update"] = getattr(trainer.config.own, "num_epochs", 1) * sum(
             taken(one, learning=True) for one in passes
         )

@@ -1,0 +1,58 @@
+"""Our layers in half precision on a device: errors beside the library's, recomputed layers, and memory."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.devices import ON_A_GPU
+from tests.models.building import stir
+from tests.models.test_fused_half import HALVES, MAKE, error, gradients, widened
+from tests.tiny_models import sharp_model
+from tinyrl.models.batches import all_states, fuses, library_states
+from tinyrl.models.device import TIMES_THE_LIBRARY
+
+
+@pytest.fixture(scope="module")
+def sharp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sharp_model(tmp_path_factory.mktemp("sharp"), num_hidden_layers=6)
+
+
+def trained(sharp: Path, make: str, low: torch.dtype, device: torch.device) -> Any:
+    roles = MAKE[make](sharp, dtype=low, reference=False, device=device)
+    if make == "lora":
+        stir(roles.parameters["policy"])
+    return roles
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("make", MAKE)
+@pytest.mark.wide
+def test_errors_are_those_of_the_library(sharp: Path, device: torch.device, make: str, dtype: str):
+    """Products of a device's own kernels, summed in float32 for the parameters' gradients."""
+    low = HALVES[dtype]
+    roles = trained(sharp, make, low, device)
+    with torch.autocast(device.type, dtype=low):
+        assert fuses(roles.backbone("policy"))
+    exact = gradients(widened(roles, MAKE[make], sharp), library_states, low=None)
+    ours, library = (gradients(roles, states, low=low) for states in (all_states, library_states))
+    for mine, theirs in zip(error(ours, exact), error(library, exact), strict=True):
+        assert mine <= TIMES_THE_LIBRARY * theirs
+    recomputed = gradients(roles, all_states, low=low, recompute=True)
+    assert max(error(recomputed, ours)) < 1e-2  # kernels of attention may add up in another order
+
+
+@pytest.mark.parametrize("make", MAKE)
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_A_GPU)])
+def test_a_pass_takes_less_memory_than_the_librarys(sharp: Path, device: str, make: str):
+    """Only a GPU's allocator says what a pass takes."""
+    roles, most = trained(sharp, make, torch.bfloat16, torch.device(device)), []
+    for states in (all_states, library_states):
+        for _ in range(2):  # the first makes what kernels keep
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            gradients(roles, states, low=torch.bfloat16)
+            peak = torch.cuda.max_memory_allocated() - before
+        most.append(peak)
+    assert most[0] < most[1]
