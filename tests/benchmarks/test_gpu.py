@@ -174,6 +174,7 @@ def test_what_needs_something_that_is_not_there_is_skipped_until_it_is(
     asked, path = measured(lambda settings: {}), tmp_path / "cells.jsonl"
     with_peer = Cell("peer", "ppo", "peers", {"name": "peer"}, peer="peer_of_a_test.ppo")
     real = Cell("real", "real", "real", {"name": "real"}, needs="real_model")
+    records = Records(path, "GPU")
     for _ in range(2):
         records = Records(path, "GPU")
         assert run_slice([with_peer, real], records, options=options_of(tmp_path), after_each=lambda: None)

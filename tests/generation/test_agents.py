@@ -381,7 +381,7 @@ def test_ppo_gives_every_conversation_the_score_on_its_last_token() -> None:
     rollout = given_rollout([[1], [2]], [[5, 6], [7]], rows=[3, 4], num_rewards=1)
     rollout.rewards, rollout.scores = torch.tensor([1.0, 0.5]), torch.tensor([[1.0], [0.5]])
     rollout.others = [Other(1, [9, 9], Completion([8, 8, 8], [-1.0, 0.0, -2.0], "eos", [True, False, True]))]
-    rewards = shaped_rewards(rollout.with_others(), PpoConfig(), kl_coef=0.0)
+    rewards = shaped_rewards(rollout.with_others(), PpoConfig.model_validate({}), kl_coef=0.0)
     assert rewards.tolist() == [[0.0, 1.0, 0.0], [0.5, 0.0, 0.0], [0.0, 0.0, 0.5]]
 
 

@@ -49,6 +49,7 @@ def test_a_pass_takes_less_memory_than_the_librarys(sharp: Path, device: str, ma
     """Only a GPU's allocator says what a pass takes."""
     roles, most = trained(sharp, make, torch.bfloat16, torch.device(device)), []
     for states in (all_states, library_states):
+        peak = 0
         for _ in range(2):  # the first makes what kernels keep
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()

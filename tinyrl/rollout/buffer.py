@@ -32,8 +32,8 @@ _SAMPLED_PER_TOKEN = ("response_tokens", "response_mask", "sampling_logprobs", "
 _SCORED_PER_TOKEN = ("old_logprobs", "rescored_logprobs", "ref_logprobs", "values")
 _PER_SAMPLE = ("response_lengths", "scores", "rewards", "finish_reasons", "kept", "turns", "invalid_turns")
 _TEXTS = ("transcripts", "whys")
-_OF_OTHERS = ("parent", "teacher_logprobs", "teacher_states", "teacher_top_ids", "teacher_top_logprobs", "final_values")
-_KEPT = (*_SAMPLED_PER_TOKEN, *_PER_SAMPLE, *_SCORED_PER_TOKEN, *_OF_OTHERS)  # in a checkpoint inside an update
+_OPTIONAL = ("parent", "teacher_logprobs", "teacher_states", "teacher_top_ids", "teacher_top_logprobs", "final_values")
+_SAVED = (*_SAMPLED_PER_TOKEN, *_PER_SAMPLE, *_SCORED_PER_TOKEN, *_OPTIONAL)  # in a checkpoint inside an update
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,16 @@ class Rollout:
     response_lengths    (B,) how many of them exist
     response_mask       (B, T) True = a token the policy chose
     sampling_logprobs   (B, T) recorded while sampling
-    old_logprobs        (B, T) the denominator of the ratio: sampling_logprobs where sampling is exact, else those of a
-                        rescoring pass; None where one optimizer step uses the rollout: its own, detached
+    old_logprobs        (B, T) of the policy before the update, the ratio's denominator: sampling_logprobs where
+                        sampling is exact, else from a rescoring pass; None with one optimizer step a rollout, where the
+                        training pass's own detached values serve (ratio 1)
     rescored_logprobs   (B, T) of a pass like the reference's, for the KL: where sampling is not exact and there are no
                         old_logprobs; else None
     ref_logprobs        (B, T) under the reference, or None
     values              (B, T) of the critic before the update, or None
-    final_values        (B,) what follows a response that is cut off is worth to the critic, 0 for others; or None
-    scores              (B, R) of each reward, NaN = does not apply
-    rewards              (B,) what training maximises, NaN = there is no reward
+    final_values        (B,) bootstrap value after the last token of a cut-off response, 0 for others; or None
+    scores              (B, R) of each reward function, NaN = does not apply
+    rewards             (B,) weighted sum of the scores, less length penalties; NaN = none
     finish_reasons      (B,) index into FINISH_REASONS
     kept                (B,) True = the row counts in the loss: it has a reward and is not left out as truncated
     turn_rewards        (B, T) what the environment gave, on the last token of each turn, in `rewards` too; or None
@@ -286,7 +287,7 @@ class Rollout:
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Everything as tensors, for safetensors (`prompt_tokens` as one flat list and its lengths)."""
-        names = ("prompt_rows", "prompt_index", *_KEPT)
+        names = ("prompt_rows", "prompt_index", *_SAVED)
         # Copies, since safetensors refuses what shares memory (old_logprobs are often sampling_logprobs) and what is
         # transposed (scores of several rewards).
         there = {name: x for name in names if (x := getattr(self, name)) is not None}

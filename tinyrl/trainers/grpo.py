@@ -2,7 +2,8 @@
 
     for each step:
         1. sample a group of responses for each prompt, score them
-        2. log-probabilities under the reference, and of the policy before its update
+        2. log-probabilities under the reference (where kl_coef > 0), and of the policy before its update (where several
+           optimizer steps use the rollout)
         3. advantage of a response: its score against its group
         4. for each minibatch: clipped policy loss (+ KL to the reference, - entropy bonus), optimizer step
 
@@ -52,7 +53,7 @@ class Grpo(OnPolicyTrainer):
                 session.start_update(rollout, **rewards, **self.metrics(rollout), **taught, **self.end_sampling(step))
             # 3. How much better a response is than its group.
             rollout.advantages = episode_advantages(rollout, config, weights=self.scorer.weights)
-            flat = not rollout.advantages.any()
+            flat = not rollout.advantages.any()  # no response is better than another: nothing to learn
             # 4. An optimizer step for each minibatch.
             sizes = rollout.sizes(self.roles)
             with session.timed("update"):
@@ -67,8 +68,8 @@ class Grpo(OnPolicyTrainer):
 
 def sample_groups(trainer: OnPolicyTrainer, config: GrpoConfig, step: int) -> tuple[Rollout, dict[str, float]]:
     """(rollout, reward metrics of the step's own prompts). With `grpo.refill_rounds`, fresh prompts replace groups
-    without spread: DAPO's dynamic sampling, in at most so many rounds. The metrics are from before, since the groups
-    that are kept are a choice by their rewards.
+    without spread: DAPO's dynamic sampling, in at most so many rounds. The metrics are from before the
+    refill: groups selected by their rewards would bias them.
     """
     prompts = trainer.prompts(step)
     rollout = trainer.collect(prompts, step)
@@ -107,8 +108,8 @@ def advantages_of(rollout: Rollout, config: GrpoConfig, *, weights: Tensor | Non
     """(B,) or (B, T), by `grpo.advantage`. The returns of REINFORCE++ are whitened over the step; others compare
     score - kl_coef * summed k1 with the group, or each reward on its own, by its one of the `weights`.
 
-    Under advantage=group only the rewards are divided by their deviation, and the KL keeps its weight: divided too, as
-    in verl, it would decide alone, whatever kl_coef is, in a group whose rewards are all the same.
+    Under advantage=group only the rewards are divided by their deviation, and the KL keeps its weight: normalised
+    together, as in verl, a group of equal rewards would be driven by the KL alone, whatever kl_coef is.
     """
     scores, mask, group_size = rollout.rewards, rollout.loss_mask, config.group_size
     if config.advantage in ("discounted-return", "baseline-return"):

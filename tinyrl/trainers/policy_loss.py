@@ -35,7 +35,7 @@ from tinyrl.trainers.teaching import DistanceLoss
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Settings of the loss: the fields of `grpo` or `ppo` by these names; the defaults are PPO's, for what `ppo` lacks.
+    """Settings of the loss, by their names in `grpo` or `ppo`; a default applies where `ppo` has no such field.
 
     kl_coef is the weight of a KL in the loss (0: there is none); weigh_mismatch: tokens are sampled with other numerics
     than training uses (bfloat16, other kernels), which `mismatch` corrects for in one way or another.
@@ -62,7 +62,7 @@ class LossSettings:
 
     @classmethod
     def of(cls, section: Any, **others: Any) -> LossSettings:
-        """From a method's section of the configuration, and `others` for what it does not have."""
+        """From a method's section of the configuration; `others` replace its fields."""
         there = {field.name for field in fields(cls)} - set(others)
         return cls(**{name: getattr(section, name) for name in there if hasattr(section, name)}, **others)
 
@@ -122,7 +122,9 @@ class PolicyLoss:
         if self.distance is not None:
             apart, of_distance = self.distance.from_states(rows, batch, states)
             loss, metrics = loss + settings.teacher_coef * apart, of_distance | metrics
-        return loss, metrics | sampling_gap(minibatch, self.counts) if self.first else metrics
+        if self.first:
+            metrics = metrics | sampling_gap(minibatch, self.counts)
+        return loss, metrics
 
 
 def policy_loss(batch: PolicyBatch, counts: Counts, *, settings: LossSettings) -> tuple[Tensor, Metrics]:

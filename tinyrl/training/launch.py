@@ -42,7 +42,7 @@ from tinyrl.training.session import Session
 from tinyrl.training.state import Sources, read_sources
 from tinyrl.training.trainer import Trainer
 
-# What a broken matplotlib of a person's, a damaged file or no memory ends in.
+# What the report or summary after the last step may raise (broken matplotlib, damaged file, no memory).
 AFTERWARDS = (ArithmeticError, AttributeError, ImportError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
               ValueError)  # fmt: skip
 

@@ -107,7 +107,7 @@ class Session:
         self.trackers = Trackers(trackers, run.path, config=self.config.written(), note=display.note)
         self.last_checkpoint: Path | None = None
         self.resumed_from: Path | None = None
-        self.saved = True  # the last attempt to
+        self.saved = True  # whether the last save succeeded
         self.new_config = False  # config.yaml is still that of the run before, until a checkpoint is this one's
         self.optimizers = role_optimizers(self.config.optim, parts.roles.parameters)
         self.updater = Updater(
@@ -147,7 +147,9 @@ class Session:
         self.metrics.start_update(metrics)
 
     def minibatches(self, num_rows: int, *, num_epochs: int, size: int | None) -> Iterator[list[int]]:
-        """Rows of each optimizer step from where the state stands: each epoch all, shuffled by (seed, step, epoch)."""
+        """Rows of each optimizer step from where the state stands: each epoch covers all, shuffled by (seed, step,
+        epoch).
+        """
         state, size = self.state, size or num_rows
         while state.epoch < num_epochs:
             key = f"minibatch {self.config.run.seed} {state.step} {state.epoch}"

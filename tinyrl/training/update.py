@@ -32,7 +32,7 @@ MOST_SKIPS = 3  # steps in a row without a finite gradient before the run stops
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward and backward pass of a role over rows of the step, or of its own; sizes: what each row costs."""
+    """A forward and backward pass of a role over rows of the rollout, or of another batch (ptx); sizes: tokens by row."""
 
     role: Role
     loss: LossFn
@@ -64,7 +64,7 @@ class Updater:
 
         Returns the step's metrics as floats: those of the losses added up, `optim/grad_norm` and `value/grad_norm`
         before clipping, and in float16 the `optim/loss_scale` they were computed with. Raises GuardStop after three
-        non-finite steps in a row, and after one that made weights so; OutOfRoom if one sequence does not fit.
+        non-finite steps in a row, and after one that made weights non-finite; OutOfRoom if one sequence does not fit.
         """
         train = list(train)
         metrics = self._accumulate(passes)
