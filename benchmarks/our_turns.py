@@ -64,7 +64,7 @@ def main() -> None:
         start = time.perf_counter()
         completions = rollout(parts, plainly=settings["plainly"], step=step)
         seconds.append(time.perf_counter() - start)
-        tokens.append(sum(sum(c.chosen or []) for c in completions))
+        tokens.append(sum(sum(c.action_mask or []) for c in completions))
         read.append(sum(len(c.tokens) for c in completions) - tokens[-1])
     parts.close()
     measuring.answer(

@@ -72,7 +72,7 @@ class Scripted:
 
     def completions(self, group: int) -> list[list[Completion]]:
         said = [self.responses[i] for i in range(len(self.responses))]
-        flat = [Completion(r.tokens, r.logprobs, self.reasons[i][-1], r.chosen) for i, r in enumerate(said)]
+        flat = [Completion(r.tokens, r.logprobs, self.reasons[i][-1], r.action_mask) for i, r in enumerate(said)]
         return [flat[i : i + group] for i in range(0, len(flat), group)]
 
 
@@ -152,5 +152,5 @@ def plain(
 
 def more(said: Completion, tokens: list[int], logprobs: list[float], chosen: bool, why: FinishReason) -> Completion:
     """The response with these tokens behind it."""
-    assert said.chosen is not None
-    return Completion(said.tokens + tokens, said.logprobs + logprobs, why, said.chosen + [chosen] * len(tokens))
+    assert said.action_mask is not None
+    return Completion(said.tokens + tokens, said.logprobs + logprobs, why, said.action_mask + [chosen] * len(tokens))

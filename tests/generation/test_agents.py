@@ -106,18 +106,18 @@ def test_a_conversation_that_goes_on_is_one_row_of_what_was_sampled(
     running_endpoint.say(USER, first, {"role": "user", "content": "and?"}, second, {"role": "user", "content": "so?"})
     [row] = episode.rows()
     assert row.calls == 3
-    assert sum(row.chosen) == len([x for x in row.logprobs if x != 0.0])
-    chosen = [token for token, kept in zip(row.tokens, row.chosen, strict=True) if kept]
+    assert sum(row.action_mask) == len([x for x in row.logprobs if x != 0.0])
+    chosen = [token for token, kept in zip(row.tokens, row.action_mask, strict=True) if kept]
     assert str(sampler.tokenizer.decode(chosen[:6], skip_special_tokens=True)).startswith(first["content"][:3])
-    read = [token for token, kept in zip(row.tokens, row.chosen, strict=True) if not kept]
+    read = [token for token, kept in zip(row.tokens, row.action_mask, strict=True) if not kept]
     assert "<user>and?" in sampler.tokenizer.decode(read)
     said: queue.Queue[Any] = queue.Queue()
     assert sampler.score([*row.prompt, *row.tokens], "policy", said.put)
     scored = said.get(timeout=60)
     assert isinstance(scored, Scored)
     whole = scored.logprobs[len(row.prompt) :]
-    ours = [p for p, kept in zip(row.logprobs, row.chosen, strict=True) if kept]
-    theirs = [p for p, kept in zip(whole, row.chosen, strict=True) if kept]
+    ours = [p for p, kept in zip(row.logprobs, row.action_mask, strict=True) if kept]
+    theirs = [p for p, kept in zip(whole, row.action_mask, strict=True) if kept]
     assert ours == pytest.approx(theirs, abs=1e-5)
 
 
@@ -132,7 +132,7 @@ def test_text_and_tokens_go_on_too(running_endpoint: Running, episode: Session) 
     ids: Any = tokens.model_extra
     client.completions.create(model="policy", prompt=[5, 6, 7, *ids["token_ids"], 9], max_tokens=5)
     assert [row.calls for row in episode.rows()] == [2, 2]
-    assert episode.rows()[1].chosen[: len(ids["token_ids"]) + 1] == [True] * len(ids["token_ids"]) + [False]
+    assert episode.rows()[1].action_mask[: len(ids["token_ids"]) + 1] == [True] * len(ids["token_ids"]) + [False]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_an_episode_has_so_many_tokens_and_calls(running_endpoint: Running) -> N
         running_endpoint.say(USER, key="t", max_tokens=100)
         if not session.left:
             break
-    assert sum(sum(row.chosen) for row in session.rows()) <= 8
+    assert sum(sum(row.action_mask) for row in session.rows()) <= 8
     session = running_endpoint.open("c", calls=1)
     running_endpoint.say(USER, key="c")
     with pytest.raises(openai.BadRequestError, match="max_turns"):

@@ -36,7 +36,7 @@ def play(engine: Any, answer: Scripted, group: int = 4, **options: Any) -> list[
 
 def assert_same_episodes(ours: list[list[Completion]], theirs: list[list[Completion]]) -> None:
     assert_same(ours, theirs)
-    assert [[c.chosen for c in group] for group in ours] == [[c.chosen for c in group] for group in theirs]
+    assert [[c.action_mask for c in group] for group in ours] == [[c.action_mask for c in group] for group in theirs]
 
 
 def decoder_of(engine: Any, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -150,10 +150,10 @@ def test_a_response_is_scored_as_one_forward_pass_scores_it(tiny: TinyModels):
         with torch.inference_mode():
             logits = model(input_ids=torch.tensor([prompt + episode.tokens])).logits[0, len(prompt) - 1 : -1]
         expected = (logits / 0.8).log_softmax(-1).gather(-1, torch.tensor(episode.tokens)[:, None])[:, 0].tolist()
-        assert episode.chosen is not None
-        for ours, theirs, chosen in zip(episode.logprobs, expected, episode.chosen, strict=True):
+        assert episode.action_mask is not None
+        for ours, theirs, chosen in zip(episode.logprobs, expected, episode.action_mask, strict=True):
             assert ours == (pytest.approx(theirs, abs=1e-5) if chosen else 0.0)
-    assert any(e.chosen and not all(e.chosen) for _, e in episodes)
+    assert any(e.action_mask and not all(e.action_mask) for _, e in episodes)
 
 
 def test_one_turn_is_a_completion_bit_by_bit(tiny: TinyModels):
@@ -232,7 +232,7 @@ def test_only_answers_are_read_and_only_once(tiny: TinyModels, monkeypatch: pyte
     answer = Scripted()
     episodes = [c for group in play(make(tiny("llama")), answer) for c in group]
     assert sum(prompts) == sum(len(p) for p in PROMPTS)
-    observed = sum(c.chosen.count(False) for c in episodes if c.chosen)
+    observed = sum(c.action_mask.count(False) for c in episodes if c.action_mask)
     resumed = sum(len(turns) - 1 for turns in answer.turns.values())
     assert sum(tokens) == observed + resumed  # and the last token of the turn before
     assert all(rows * length <= 24 or rows == 1 for rows, length in shapes)

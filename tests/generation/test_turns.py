@@ -60,7 +60,7 @@ def sampled(fused: SamplingParts) -> Played:
 def assert_same(ours: Played, theirs: Played) -> None:
     """Log-probabilities to rounding, everything else exactly."""
     for a, b in zip(ours[0], theirs[0], strict=True):
-        assert (a.tokens, a.chosen, a.finish_reason) == (b.tokens, b.chosen, b.finish_reason)
+        assert (a.tokens, a.action_mask, a.finish_reason) == (b.tokens, b.action_mask, b.finish_reason)
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
     assert ours[1] == theirs[1]
 
@@ -108,7 +108,7 @@ def test_an_episode_is_drawn_and_scored_as_one_sequence(fused: SamplingParts, sa
     model, prompts = fused.roles.causal, fused.train_prompts
     again = longest = 0
     for row, (completion, episode) in enumerate(zip(*sampled, strict=True)):
-        prompt, chosen = prompts[row // GROUP], completion.chosen
+        prompt, chosen = prompts[row // GROUP], completion.action_mask
         assert chosen is not None
         with torch.inference_mode(), fused.roles.acting("policy"):
             logits = model(input_ids=torch.tensor([prompt.tokens + completion.tokens])).logits[0]

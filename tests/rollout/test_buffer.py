@@ -84,7 +84,7 @@ def test_tokens_that_were_read_are_no_part_of_the_loss(parts: SamplingParts) -> 
     listed = [(row, column) for row, column in zip(batch.row.tolist(), batch.column.tolist(), strict=True)]
     lengths = rollout.response_lengths.tolist()
     assert listed == [(1, 0), *((1, t) for t in range(3, lengths[0])), *((2, t) for t in range(lengths[2]))]
-    assert rollout.chosen_tokens.tolist() == [lengths[0] - 2, *lengths[1:]]
+    assert rollout.num_actions.tolist() == [lengths[0] - 2, *lengths[1:]]
     rollout.advantages = torch.arange(6.0)
     columns = (3, batch.num_columns)
     read = rollout.minibatch([1, 0, 2], batch=batch, logprobs=torch.ones(columns), entropy=torch.zeros(columns))

@@ -49,7 +49,7 @@ def test_thinking_that_does_not_end_is_closed_and_the_answer_is_sampled(tiny: Ti
             continue
         closed += 1
         assert completion.tokens[BUDGET : BUDGET + len(closing)] == closing
-        chosen = completion.chosen or []
+        chosen = completion.action_mask or []
         assert [i for i, one in enumerate(chosen) if not one] == [*range(BUDGET, BUDGET + len(closing))]
         assert len(completion.tokens) == len(completion.logprobs) == len(chosen) <= MOST
         read = completion.tokens[: BUDGET + len(closing)]
@@ -69,7 +69,7 @@ def test_without_thinking_a_budget_changes_nothing(tiny: TinyModels, engine_name
     plain = [one for group in engine.sample(requests(), GROUP, **KEY) for one in group]
     assert [(one.tokens, one.finish_reason) for one in found] == [(one.tokens, one.finish_reason) for one in plain]
     for one, other in zip(found, plain, strict=True):
-        assert one.chosen is None
+        assert one.action_mask is None
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 

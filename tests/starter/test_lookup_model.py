@@ -167,6 +167,7 @@ def played(parts: SamplingParts, *, greedy: bool) -> tuple[float, float]:
             turns[i].append({"role": "tool", "content": reply.text})
             tokens[i] += parts.tokenizer(reply.text).input_ids
         live = [i for i, _ in asked]
+    assert TASK.verify is not None
     scores = TASK.verify([], turns, answer=[row["answer"] for row in rows])
     return sum(score or 0.0 for score in scores) / len(rows), sum(len(turn) == 1 for turn in turns) / len(rows)
 

@@ -171,7 +171,7 @@ def two() -> Rollout:
 
 def test_counts_and_means_are_of_chosen_tokens(two: Rollout) -> None:
     assert two.response_mask.tolist() == MASK
-    assert two.chosen_tokens.tolist() == [3, 4]
+    assert two.num_actions.tolist() == [3, 4]
     counts = Counts.of(two.loss_mask)
     assert (counts.tokens, counts.sequences, counts.rows) == (7, 2, 2)
     dr_grpo = settings_of(lookup(grpo={"preset": "dr_grpo"}).grpo, kl_coef=0.0)

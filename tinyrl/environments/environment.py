@@ -268,7 +268,7 @@ class Episode:
     turn_ends       index of the last token of each turn
     turn_rewards    what the environment gave for each turn
     invalid         turns that asked for what does not exist
-    num_chosen      tokens that the policy chose, of num_tokens
+    num_actions      tokens that the policy chose, of num_tokens
     finish_reason   of the last turn; "turns": there were no more
     ended_at        the EOS token of the last turn, where it ended at one
     over            because the environment said so
@@ -280,7 +280,7 @@ class Episode:
     turn_rewards: list[float] = field(default_factory=list)
     invalid: int = 0
     num_tokens: int = 0
-    num_chosen: int = 0
+    num_actions: int = 0
     finish_reason: Literal["eos", "stop", "length", "turns"] = "length"
     ended_at: int | None = None
     over: bool = False

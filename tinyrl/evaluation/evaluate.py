@@ -120,7 +120,7 @@ def _metrics(
         "reward_ci": mean_interval(by_prompt),
         **{name: mean(column) for name, column in each.items() if numbers(column)},
         **rollout.environment_metrics(),
-        "mean_length": mean(rollout.chosen_tokens.tolist()),
+        "mean_length": mean(rollout.num_actions.tolist()),
         "truncated": mean(rollout.truncated.tolist()),
         "distinct": len(set(texts)) / max(1, len(texts)),
         "num_prompts": len(by_prompt),

@@ -26,13 +26,13 @@ FIRST_BITS = 40  # of a call's offset among the random numbers of its episode
 
 @dataclass
 class Conversation:
-    """A row: a prompt, and what was sampled (chosen) and read behind it."""
+    """A row: a prompt, and what was sampled and read behind it."""
 
     prompt: list[int]
     number: int  # of its first call in the episode
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    chosen: list[bool] = field(default_factory=list)
+    action_mask: list[bool] = field(default_factory=list)
     calls: int = 0
     ended: Completion | None = None
     messages: list[Message] | None = None  # up to the last answer, as the agent has it
@@ -42,13 +42,13 @@ class Conversation:
     def add(self, tokens: list[int], completion: Completion) -> None:
         self.tokens += tokens + completion.tokens
         self.logprobs += [0.0] * len(tokens) + completion.logprobs
-        self.chosen += [False] * len(tokens) + [True] * len(completion.tokens)
+        self.action_mask += [False] * len(tokens) + [True] * len(completion.tokens)
         self.ended = completion
         self.calls += 1
 
     def as_completion(self) -> Completion:
         assert self.ended is not None
-        return Completion(self.tokens, self.logprobs, self.ended.finish_reason, self.chosen)
+        return Completion(self.tokens, self.logprobs, self.ended.finish_reason, self.action_mask)
 
 
 @dataclass

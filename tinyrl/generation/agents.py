@@ -155,14 +155,14 @@ class AgentRunner:
             else:
                 completion, tokens = Completion([0], [0.0], "length", [False]), prompt.tokens
             text = result.text or ""
-            ends = [i for i, chosen in enumerate(completion.chosen or []) if chosen][-1:] or [0]
+            ends = [i for i, chosen in enumerate(completion.action_mask or []) if chosen][-1:] or [0]
             episodes.append(
                 Episode(
                     transcript=[{"role": "assistant", "content": text}],
                     turn_ends=ends * max(1, session.calls),
                     turn_rewards=[0.0] * max(1, session.calls),
                     num_tokens=len(completion.tokens),
-                    num_chosen=sum(completion.chosen or []),
+                    num_actions=sum(completion.action_mask or []),
                     finish_reason=completion.finish_reason,
                     over=True,
                     failure=failure,

@@ -58,14 +58,14 @@ class Completion:
     """What was sampled: tokens (EOS and stop string included), the log-probability of each under softmax(logits /
     temperature), before any top-k or top-p, and why it ended.
 
-    chosen: which of them the policy chose (None: all); the others were only read, such as a tool's answer, and their
-    log-probabilities mean nothing.
+    action_mask: which of them the policy sampled (None: all); the others were only read, such as a tool's answer, and
+    their log-probabilities mean nothing.
     """
 
     tokens: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
-    chosen: list[bool] | None = None
+    action_mask: list[bool] | None = None
 
 
 @dataclass(frozen=True)

@@ -371,6 +371,19 @@ class SamplingBytes:
     blocks: tuple[int, int] | None = None
 
 
+def _library_bytes(roles: Roles, engine: str, rows: int, tokens: int) -> dict[str, int]:
+    """Of the library's modules, by formula: their cache grows by copies."""
+    layers = roles.adapted_layers(POLICY_ADAPTER) if engine == "hf-merged" else []
+    copy = weight_bytes(getattr(*adapted_parameter(layer)) for layer in layers)
+    text = roles.causal.config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    layer_cache = 2 * heads * size * roles.causal.dtype.itemsize * tokens  # of a row
+    cache = rows * layer_cache * (text.num_hidden_layers + 1)  # a layer's is there twice while it grows
+    logits = MATRICES_OF_LOGITS * rows * roles.head("policy").weight.shape[0] * 4
+    return {"sampling copy": copy, "cache": cache, "logits of sampling": logits}
+
+
 @torch.no_grad()
 def sampling_bytes(
     roles: Roles,
@@ -386,23 +399,15 @@ def sampling_bytes(
     quantized: bool = False,
 ) -> SamplingBytes:
     """Of one call of the engine on `device`, of which `free` bytes are free, before there are weights: the fused
-    engine's decoder runs on the meta device, a prefill and a token of every row at its last position; the library's
-    modules are counted by formula, since their cache grows by copies. A server's memory is its own.
+    engine's decoder runs on the meta device, a prefill and a token of every row at its last position. A server's memory
+    is its own.
 
     rows: wanted at a time, of so many prompts; prompt_tokens: of the longest; new_tokens: of a row.
     """
     if engine == "server":
         return SamplingBytes(rows, rows, {})
     if engine != "fused":
-        layers = roles.adapted_layers(POLICY_ADAPTER) if engine == "hf-merged" else []
-        copy = weight_bytes(getattr(*adapted_parameter(layer)) for layer in layers)
-        text = roles.causal.config.get_text_config()
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        layer_cache = 2 * heads * size * roles.causal.dtype.itemsize * (prompt_tokens + new_tokens)  # of a row
-        cache = rows * layer_cache * (text.num_hidden_layers + 1)  # a layer's is there twice while it grows
-        logits = MATRICES_OF_LOGITS * rows * roles.head("policy").weight.shape[0] * 4
-        return SamplingBytes(rows, rows, {"sampling copy": copy, "cache": cache, "logits of sampling": logits})
+        return SamplingBytes(rows, rows, _library_bytes(roles, engine, rows, prompt_tokens + new_tokens))
     columns = new_tokens + LOOK_EVERY[device.type] - 1
     width = prompt_tokens + columns
     width = -(-width // WIDTH_BUCKET) * WIDTH_BUCKET if device.type == "cuda" else width

@@ -172,12 +172,12 @@ class Response:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    chosen: list[bool] = field(default_factory=list)
+    action_mask: list[bool] = field(default_factory=list)
 
     def add(self, tokens: list[int], logprobs: list[float] | None = None) -> None:
         self.tokens += tokens
         self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
-        self.chosen += [logprobs is not None] * len(tokens)
+        self.action_mask += [logprobs is not None] * len(tokens)
 
 
 class Episodes:
@@ -224,7 +224,7 @@ class Episodes:
 
     def limit(self, sample: int) -> int:
         """How many tokens the next turn of an episode may have, at least one."""
-        return self.runner.max_new_tokens - self.episodes[sample].num_chosen
+        return self.runner.max_new_tokens - self.episodes[sample].num_actions
 
     def ended(self, sample: int, turn: Completion) -> None:
         episode, tokens = self.episodes[sample], turn.tokens
@@ -235,7 +235,7 @@ class Episodes:
         episode.transcript.append({"role": "assistant", "content": opened + said})
         self.responses[sample].add(tokens, turn.logprobs)
         episode.num_tokens += len(tokens)
-        episode.num_chosen += len(tokens)
+        episode.num_actions += len(tokens)
         episode.turn_ends.append(episode.num_tokens - 1)
         episode.turn_rewards.append(0.0)
         episode.finish_reason = turn.finish_reason
@@ -278,7 +278,7 @@ class Episodes:
             for sample, reward in zip(cut_off, rows.values, strict=True):
                 self.episodes[sample].turn_rewards[-1] += reward or 0.0
         return [
-            Completion(r.tokens, r.logprobs, e.finish_reason, r.chosen)
+            Completion(r.tokens, r.logprobs, e.finish_reason, r.action_mask)
             for r, e in zip(self.responses, self.episodes, strict=True)
         ]
 
@@ -302,7 +302,7 @@ class Episodes:
         episode.turn_rewards[-1] += reply.reward
         episode.invalid += reply.invalid
         last = len(episode.turn_ends) == runner.environment.max_turns
-        if reply.done or last or episode.num_chosen >= runner.max_new_tokens:
+        if reply.done or last or episode.num_actions >= runner.max_new_tokens:
             if reply.text:
                 episode.transcript.append({"role": "tool", "content": runner.observations.cut(reply.text)})
             episode.over = reply.done
@@ -340,17 +340,17 @@ def show_episode(runner: EpisodeRunner, prompt: PreparedPrompt, task: Task, *, s
         [completion], [episode] = episodes.finalized(), episodes.episodes
     seconds = time.perf_counter() - begun
     asked = len(episode.turn_ends) - (completion.finish_reason == "length")
-    assert completion.chosen is not None
+    assert completion.action_mask is not None
     lines = ["episode of scripted turns (what the policy only reads is in brackets):"]
     at = 0
-    for chosen, run in groupby(completion.chosen):
+    for chosen, run in groupby(completion.action_mask):
         tokens = completion.tokens[at : (at := at + len(list(run)))]
         shown = " ".join(f"{visible(str(tokenizer.decode([t])))!r}:{t}" for t in tokens[:SHOWN_TOKENS])
         shown += " ..." if len(tokens) > SHOWN_TOKENS else ""
         lines.append(f"  policy       {shown}" if chosen else f"  environment  [{shown}]")
     each = f", {seconds * 1e3 / asked:.1f} ms a call" if asked else ""
     lines.append(
-        f"  {sum(completion.chosen)} of {len(completion.tokens)} tokens count; the environment was asked "
+        f"  {sum(completion.action_mask)} of {len(completion.tokens)} tokens count; the environment was asked "
         f"{asked} time{'s' * (asked != 1)}{each}; the episode ended: {completion.finish_reason}"
     )
     if episode.reward:

@@ -150,7 +150,7 @@ class Rollout:
         return self.response_mask & ~self.rewards.isnan().unsqueeze(1)
 
     @property
-    def chosen_tokens(self) -> Tensor:
+    def num_actions(self) -> Tensor:
         """(B,) how many tokens of each response the policy chose."""
         return self.response_mask.sum(1)
 
@@ -213,7 +213,7 @@ class Rollout:
         """
         if self.turns is None or self.invalid_turns is None:
             return {}
-        read = self.response_lengths - self.chosen_tokens
+        read = self.response_lengths - self.num_actions
         return {
             "environment/turns": float(self.turns.float().mean()),
             "environment/invalid_calls": float(self.invalid_turns.float().mean()),
@@ -317,7 +317,7 @@ def sampled_fields(completions: list[Completion]) -> dict[str, Any]:
     return {
         "response_tokens": padded((c.tokens for c in completions), torch.long),
         "response_lengths": torch.tensor([len(c.tokens) for c in completions]),
-        "response_mask": padded((c.chosen or [True] * len(c.tokens) for c in completions), torch.bool),
+        "response_mask": padded((c.action_mask or [True] * len(c.tokens) for c in completions), torch.bool),
         "sampling_logprobs": padded((c.logprobs for c in completions), torch.float32),
         "finish_reasons": torch.tensor([FINISH_REASONS.index(c.finish_reason) for c in completions]),
     }

@@ -113,7 +113,7 @@ def finalize_truncated(rollout: Rollout, reward: RewardConfig, *, max_new_tokens
     """
     penalty = torch.where(rollout.truncated, reward.truncated_penalty if reward.truncated == "penalize" else 0.0, 0.0)
     if buffer := reward.overlong_tokens:
-        penalty = penalty + ((rollout.chosen_tokens - (max_new_tokens - buffer)) / buffer).clamp(0.0, 1.0)
+        penalty = penalty + ((rollout.num_actions - (max_new_tokens - buffer)) / buffer).clamp(0.0, 1.0)
     rollout.rewards = rollout.rewards - penalty
     if reward.truncated == "mask":
         rollout.kept = rollout.kept & ~rollout.truncated

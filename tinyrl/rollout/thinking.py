@@ -77,12 +77,12 @@ def thinking_tokens(tokens: list[int], *, opened: str, tokenizer: PreTrainedToke
 
 
 def _joined(begun: Completion, added: list[int], rest: Completion) -> Completion:
-    chosen = [True] * len(begun.tokens) + [False] * len(added) + [True] * len(rest.tokens)
+    mask = [True] * len(begun.tokens) + [False] * len(added) + [True] * len(rest.tokens)
     return Completion(
         tokens=[*begun.tokens, *added, *rest.tokens],
         logprobs=[*begun.logprobs, *([0.0] * len(added)), *rest.logprobs],
         finish_reason=rest.finish_reason,
-        chosen=chosen if added else None,
+        action_mask=mask if added else None,
     )
 
 

@@ -41,15 +41,7 @@ def benchmark(
     run's do (task.chat). Raises ValueError for tasks that lm-eval does not have, and where
     it, or something a task needs, is not installed.
     """
-    try:
-        import lm_eval
-        from lm_eval.models import huggingface
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise ValueError(f"{error.name} is not installed: pip install 'tinyrl[benchmarks]'") from None
-    evaluate: Any = lm_eval.simple_evaluate  # its types are those of its decorators
-    model_of: Any = huggingface.HFLM
-    manager = TaskManager(include_path=folder)
+    evaluate, model_of, manager = _harness(folder)
     asked = {"names": names, "few_shot": few_shot, "limit": limit, "folder": folder, "batch_size": batch_size}
     names = [NAMES.get(name, name) for name in names]
     for name in names:
@@ -90,6 +82,17 @@ def benchmark(
         },
         "tasks": {name: _task(found, name) for name in found["results"]},
     }
+
+
+def _harness(folder: str | None) -> tuple[Any, Any, Any]:
+    """lm-eval's evaluation, its model class, and its tasks with those of `folder`."""
+    try:
+        import lm_eval
+        from lm_eval.models import huggingface
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ValueError(f"{error.name} is not installed: pip install 'tinyrl[benchmarks]'") from None
+    return lm_eval.simple_evaluate, huggingface.HFLM, TaskManager(include_path=folder)
 
 
 def _sha_of_checkpoint(target: ChatTarget) -> str | None:

@@ -198,7 +198,7 @@ def _lines(trainer: Any, prompts: list[PreparedPrompt], rollout: Rollout, sample
             "failed": failed.get(i),
         }
         for i, (line, prompt, tokens) in enumerate(
-            zip(lines, repeated, rollout.chosen_tokens[: len(repeated)].tolist(), strict=True)
+            zip(lines, repeated, rollout.num_actions[: len(repeated)].tolist(), strict=True)
         )
     ]
 

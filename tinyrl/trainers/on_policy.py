@@ -340,7 +340,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         """Metrics of a rollout besides its rewards: lengths, truncation, turns, KL in nats per response."""
         out = {
             **rollout.environment_metrics(),
-            "completion/mean_length": float(rollout.chosen_tokens.float().mean()),
+            "completion/mean_length": float(rollout.num_actions.float().mean()),
             "completion/truncated": float(rollout.truncated.float().mean()),
             "completion/tokens": float(rollout.response_mask.sum()),
         }
@@ -357,6 +357,6 @@ class OnPolicyTrainer(SamplingParts, Trainer):
             for row, index in enumerate(rows)
         ]
         thought = [count for count in counts if count is not None]
-        closed = (rollout.chosen_tokens < rollout.response_lengths).float().mean()
+        closed = (rollout.num_actions < rollout.response_lengths).float().mean()
         mean = sum(thought) / len(thought) if thought else 0.0
         return {"completion/thinking_tokens": mean, "completion/thinking_closed": float(closed)}

@@ -32,7 +32,7 @@ MOST_SKIPS = 3  # steps in a row without a finite gradient before the run stops
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward and backward pass of a role over rows of the rollout, or of another batch (ptx); sizes: tokens by row."""
+    """A forward and backward pass of a role over rows of the rollout or another batch (ptx); sizes: tokens by row."""
 
     role: Role
     loss: LossFn
