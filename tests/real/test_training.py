@@ -1,0 +1,31 @@
+"""Half precision through our layers on a real model: errors beside the library's. `-s` shows the figures."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models.building import full_roles, lora_roles
+from tests.models.test_fused_half import error, gradients, widened
+from tinyrl.models.batches import all_states, fuses, library_states
+from tinyrl.models.device import TIMES_THE_LIBRARY
+
+pytestmark = [pytest.mark.real, pytest.mark.release]
+MAKE = {"lora": lora_roles, "full": full_roles}
+
+
+@pytest.mark.parametrize("make", MAKE)
+def test_errors_in_bfloat16_are_at_most_the_librarys(real: Path, make: str):
+    """Of log-probabilities (nats) and of gradients (share of each one's norm), from a float32 pass."""
+    roles = MAKE[make](real, dtype=torch.bfloat16, reference=False)
+    torch.manual_seed(0)
+    for name, parameter in roles.parameters["policy"].items():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fuses(roles.backbone("policy"))
+    exact = gradients(widened(roles, MAKE[make], real), library_states, low=None)
+    ours, library = (error(gradients(roles, s, low=torch.bfloat16), exact) for s in (all_states, library_states))
+    print(f"\n{make}: log-probabilities {ours[0]:.4f}, gradients {ours[1]:.4f}; the library's {library}")
+    for mine, theirs in zip(ours, library, strict=True):
+        assert 0 < mine <= TIMES_THE_LIBRARY * theirs
