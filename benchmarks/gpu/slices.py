@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -153,7 +154,9 @@ def peer_python(cell: Cell, options: Namespace) -> tuple[str, list[str]]:
 
 
 def has_package(python: str, package: str, before: list[str]) -> bool:
-    """Whether that Python finds a package."""
+    """Whether that Python, if it is there, finds a package."""
+    if shutil.which(python) is None:
+        return False
     find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
     environment = {**os.environ, "PYTHONPATH": processes.module_path(python, before=before)}
     return subprocess.run([python, "-c", find], env=environment, capture_output=True, check=False).returncode == 0
