@@ -320,7 +320,7 @@ def test_every_cell_runs_on_a_cpu(tmp_path: Path):
     assert lines.startswith(begun)
     assert len(begun) < len(lines)
     records = [json.loads(line) for line in lines.splitlines()]
-    assert {record["status"] for record in records} == {"done", "skipped"}
+    assert {record["status"] for record in records} <= {"done", "skipped", "cut"}  # cut by the first slice
     every = [each.name for each in cells(profile_of(["tiny"], device="cpu")) if not (each.peer or each.needs)]
     assert {record["cell"] for record in records if record["status"] == "done"} >= set(every)
     assert not (tmp_path / "page.md").exists()

@@ -128,7 +128,11 @@ def _check_function(source: FunctionSource, *, setting: str, classes: bool) -> N
         raise ValueError(f"{setting} '{source.use}': {source.file}: {error}.") from error
     functions = [each.name for each in tree.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
     known = {*functions, *_other_names(tree, classes=classes)}
-    if source.function in known or known & {"*", "__getattr__"}:  # these may give anything: the worker will see
+    if source.function in known or known & {
+        "*",
+        "__getattr__",
+        "globals",
+    }:  # these may give anything: the worker will see
         return
     there_are = f"Its functions: {', '.join(functions)}" if functions else "It has no functions"
     raise ValueError(
@@ -142,7 +146,7 @@ def _other_names(tree: ast.Module, *, classes: bool) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from (alias.asname or alias.name for alias in node.names)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        elif isinstance(node, ast.Name) and (isinstance(node.ctx, ast.Store) or node.id == "globals"):
             yield node.id
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or (classes and isinstance(node, ast.ClassDef)):
             yield node.name
