@@ -82,7 +82,7 @@ def planned_engine(
     """The name of the engine that a run of these models has. `roles` have no numbers: the trial is taken as passed."""
     if config.engine == "server":
         return "server"
-    free = free_bytes(device) - sum(bytes_by_role(roles).values())
+    free = max(0, free_bytes(device) - sum(bytes_by_role(roles).values()))
     dtype, longest = sampling_dtype(config, roles), config.max_prompt_tokens + longest_response
     return _choice(roles, wanted=config.engine, dtype=dtype, longest=longest, quantized=quantized, free=free)[0]
 
