@@ -14,9 +14,9 @@ NAMES = {"trl": "TRL"}
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Median, and the range where there is one."""
-    if len(values) == 1:
-        return f"{values[0]:.{digits}f}"
+    """Median, and the range where there is one; a dash for none (a run of one step, which is warm-up)."""
+    if len(values) < 2:
+        return f"{values[0]:.{digits}f}" if values else "-"
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 

@@ -82,7 +82,7 @@ def profile_of(names: list[str], *, device: str) -> Profile:
         few = replace(work, new=6)
         tests = {"sampling": (["tests/gpu/test_sampling.py", "-k", "same_tokens or kernels", "-m", "not gpu"], 60)}
         axes: Any = {"lengths": (4, 8), "groups": (4,), "words": (1024,), "scaled": few, "attended": (few,), "seeds": 1}
-        return Profile((TINY,), work, device, "float32", **axes, tests=tests, real_steps=(1, 1), learning=fewer)
+        return Profile((TINY,), work, device, "float32", **axes, tests=tests, real_steps=(1, 2), learning=fewer)
     shapes = tuple(SHAPES[name] for name in names)
     attended = tuple(replace(LONG, group=group, new=new) for group, new in ((8, 512), (16, 2048), (8, 8192)))
     return Profile(

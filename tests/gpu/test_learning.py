@@ -157,7 +157,7 @@ def test_a_bfloat16_policy_has_float32_adapters_that_learn(
 def test_a_base_in_four_bits_is_trained_on(tiny: TinyModels, device: torch.device, tmp_path: Path):
     pytest.importorskip("bitsandbytes")
     launch = launched(running.config("grpo", tiny("llama"), model={"quantization": "4bit"}), tmp_path, device)
-    assert launch.trainer.engine.name == "hf"
+    assert launch.trainer.engine.name == "fused"
     assert launch.go(report=lambda _: None) == 0
     lines = [line for line in running.metrics(launch.run) if "optim/grad_norm" in line]
     assert all(line["optim/grad_norm"] > 0 for line in lines)

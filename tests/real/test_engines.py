@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests import running
+from tests.generation.sampling import held_in
 from tinyrl.generation.engine import Completion, Request, SamplingSettings
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.hf import HfEngine
@@ -42,7 +43,8 @@ def parts(real: Path, request: pytest.FixtureRequest) -> Iterator[SamplingParts]
 
 
 def engine(parts: SamplingParts, name: str) -> Any:
-    options = {"dtype": parts.roles.causal.dtype} if name == "fused" else {}
+    dtype = parts.roles.causal.dtype
+    options = {"dtype": dtype, "held": held_in(dtype)} if name == "fused" else {}
     return ENGINES[name](parts.roles, parts.tokenizer, SETTINGS, **options)
 
 
