@@ -317,11 +317,11 @@ def test_every_cell_runs_on_a_cpu(tiny: TinyModels, tmp_path: Path, monkeypatch:
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(real_model)
     monkeypatch.setenv("TINYRL_REAL_MODEL", str(real_model))
-    tiny = ["--shapes", "tiny", "--out", str(tmp_path), "--peer-python", "/nowhere/python"]
-    first = command(*tiny, "--minutes", str((slices.RESERVE_S + 1.0) / 60))
+    words = ["--shapes", "tiny", "--out", str(tmp_path), "--peer-python", "/nowhere/python"]
+    first = command(*words, "--minutes", str((slices.RESERVE_S + 1.0) / 60))
     assert first.returncode == 0, first.stderr[-2000:]
     begun = (tmp_path / "cells.jsonl").read_text()
-    done = command(*tiny)
+    done = command(*words)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = (tmp_path / "cells.jsonl").read_text()
     assert lines.startswith(begun)
@@ -332,7 +332,7 @@ def test_every_cell_runs_on_a_cpu(tiny: TinyModels, tmp_path: Path, monkeypatch:
     assert {record["cell"] for record in records if record["status"] == "done"} >= set(every)
     assert not (tmp_path / "page.md").exists()
     (tmp_path / "page.md").touch()
-    assert command(*tiny, "--into", str(tmp_path / "page.md")).returncode == 0
+    assert command(*words, "--into", str(tmp_path / "page.md")).returncode == 0
     assert "## On CPU" in (tmp_path / "page.md").read_text()
     text = (tmp_path / "table.md").read_text()
     for row in ("| tiny | tinyrl, fused without graphs |", "| tiny | transformers, continuous batching |", "### PPO"):

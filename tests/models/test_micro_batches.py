@@ -23,6 +23,15 @@ def test_what_rows_cost():
     assert RowSizes.alone([4, 2], packed=True).cost([0, 1]) == 6
 
 
+def test_a_start_that_all_prompts_share_costs_once():
+    """10 tokens, behind which the prompts of two groups have 2 and 3, and a row 1."""
+    start = [0] * 10
+    sizes = RowSizes.of([[*start, 1, 1]] * 2 + [[*start, 2, 2, 2]] * 2 + [[*start, 3]], [4, 4, 5, 5, 6], packed=True)
+    assert [sizes.cost(rows) for rows in ([0], [0, 1], [0, 2], range(5))] == [16, 20, 10 + 6 + 8, 10 + 10 + 13 + 7]
+    assert sizes.plan(range(5), max_tokens=33) == [[2, 3, 0, 1], [4]]
+    assert RowSizes.of([[*start, 1], [*start, 2]], [1, 1], packed=False).cost([0, 1]) == 24
+
+
 @pytest.mark.parametrize(
     ("max_tokens", "plan"),
     [

@@ -1,5 +1,6 @@
 """Packed rows behind shared prompts: the states, log-probabilities and gradients of padded rows."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel, Q
 from tests.models.building import CPU, full_roles, lora_roles, roles_with_critic, stir
 from tests.tiny_models import TinyModels
 from tinyrl.models.batches import all_states, make_batch, make_packed_batch, packs_exactly
-from tinyrl.models.packing import CannotPack, attending, pack, packed_attention
+from tinyrl.models.packing import CannotPack, attending, pack, packed_attention, shared_start
 from tinyrl.models.roles import Roles
 
 PACKING = ("llama", "qwen2", "qwen3", "gpt2", "cohere", "granite")
@@ -56,17 +57,54 @@ def test_layout_with_the_last_tokens():
 def test_blocks_of_a_packing():
     """Prompts of 3 and 2 (with its only response) as causal rows; responses of 5, 3 together, 1 by itself."""
     packing = pack([(3, [1, 5, 0, 3]), (2, [4])])
-    assert [(b.num_rows, b.width, b.prompt) for b in packing.blocks] == [
-        (1, 6, None),
-        (1, 3, None),
-        (2, 5, 0),
-        (1, 1, 0),
+    assert [(b.num_rows, b.width, b.behind) for b in packing.blocks] == [
+        (1, 6, ()),
+        (1, 3, ()),
+        (2, 5, (0,)),
+        (1, 1, (0,)),
     ]
     assert packing.pieces == [3, 9, 6]
     prompt, one, five, three, second = [6, 7, 8], [19], [9, 10, 11, 12, 13], [14, 15, 16], [0, 1, 2, 3, 4, 5]
     assert packing.slots.tolist() == prompt + one + five + three + second
     assert packing.mask(3, torch.float32).tolist() == [[0.0, 0.0, 0.0, 0.0]]
     assert packing.mask(2, torch.float32)[1].tolist() == [0.0] * 5 + [-torch.inf] * 3
+
+
+def test_blocks_behind_a_start():
+    """What all prompts begin with stands by itself, and in front of all others; a group's responses read both."""
+    packing = pack([(2, [1, 1]), (1, [2])], start=3)
+    assert [(b.num_rows, b.width, b.behind) for b in packing.blocks] == [(1, 3, ()), (2, 3, (0,)), (2, 1, (0, 1))]
+    assert packing.pieces == [3, 2, 2, 3]
+    start, prompt, responses, second = [0, 1, 2], [6, 7], [9, 10], [3, 4, 5]  # slot 8 is padding
+    assert packing.slots.tolist() == start + prompt + responses + second
+    assert packing.mask(1, torch.float32)[1].tolist() == [0.0] * 5 + [-torch.inf]
+    assert packing.mask(2, torch.float32).tolist() == [[0.0] * 6]
+
+
+def test_layout_behind_a_start():
+    start = list(range(30, 38))
+    batch = make_packed_batch([[*start, 5, 6], [*start, 7], [*start, 5, 6]], [[8, 9], [10, 11], []])
+    assert batch.input_ids.tolist() == [[*start, 5, 6, 8, 7, 10]]
+    assert batch.position_ids.tolist() == [[*range(8), 8, 9, 10, 8, 9]]
+    assert batch.state_index.tolist() == [9, 10, 11, 12]
+    one = make_packed_batch([[*start, 5], [*start, 5]], [[8], []]).packing
+    short = make_packed_batch([[*start[1:], 5], [*start[1:], 6]], [[8], [9]]).packing
+    assert one is not None
+    assert short is not None
+    assert [[b.behind for b in packing.blocks] for packing in (one, short)] == [[()], [()]]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "tokens"),
+    [
+        ([range(9), [*range(9), 50], [*range(9), 51]], 8),  # the shortest has a token of its own
+        ([[*range(12), 50], [*range(12), 51]], 12),
+        ([[*range(7), 50], [*range(7), 51]], 0),
+        ([[1]], 0),
+    ],
+)
+def test_what_prompts_begin_with(prompts: list[list[int]], tokens: int):
+    assert shared_start([list(prompt) for prompt in prompts]) == tokens
 
 
 def both(roles: Roles, run: Callable[[], Any]) -> tuple[Any, Any]:
@@ -142,6 +180,21 @@ def test_a_mask_changes_which_tokens_are_scored_and_not_how(tiny: TinyModels, ki
 def test_gradients_are_those_of_padded_rows(tiny: TinyModels, kind: str, make):
     roles = make(tiny(kind))
     stir(roles.parameters["policy"])
+    assert_same_gradients(*both(roles, lambda: gradients(roles, "policy", lambda: policy_loss(roles))))
+
+
+@pytest.mark.parametrize("kind", PACKING)
+@pytest.mark.wide
+def test_behind_a_start_all_is_as_in_padded_rows(tiny: TinyModels, kind: str, monkeypatch: pytest.MonkeyPatch):
+    """Groups of several rows, single ones and rows without a response, all behind one system prompt."""
+    start = list(range(60, 75))
+    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", [[*start, *prompt] for prompt in PROMPTS])
+    roles = lora_roles(tiny(kind))
+    stir(roles.parameters["policy"])
+    assert roles.batch(PROMPTS, RESPONSES).input_ids.shape[1] == 15 + sum(map(len, (A, B, C, D))) + 3 + 6 + 1 + 9 + 2
+    with torch.no_grad(), roles.acting("policy"):
+        ours, theirs = both(roles, lambda: scored(roles))
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert_same_gradients(*both(roles, lambda: gradients(roles, "policy", lambda: policy_loss(roles))))
 
 

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tinyrl.models.device import as_exact, autocast_dtype, in_float32, ordinary_ids, to_device
 from tinyrl.models.fused_backbone import can_fuse_now, could_fuse, fused_states
-from tinyrl.models.packing import CannotPack, Packing, attending, pack
+from tinyrl.models.packing import CannotPack, Packing, attending, pack, shared_start
 
 Masks = Sequence[Sequence[bool]] | None  # of each row's response: which tokens are listed
 
@@ -89,30 +89,32 @@ def make_packed_batch(
     device: torch.device | str = "cpu",
     last_tokens: bool = False,
 ) -> SequenceBatch:
-    """The same rows end to end; those whose prompts are equal share one. A row's last token predicts nothing that
-    counts and is left out, unless `last_tokens` says that its state is to be read.
+    """The same rows end to end; those whose prompts are equal share one, and different prompts what they begin with. A
+    row's last token predicts nothing that counts and is left out, unless `last_tokens` says that its state is to be
+    read.
     """
     listed = _listed(prompts, responses, masks)
     groups: dict[tuple[int, ...], list[int]] = {}
     for row, prompt in enumerate(prompts):
         groups.setdefault(tuple(prompt), []).append(row)
-    ids: list[int] = []
-    positions: list[int] = []
+    start = shared_start(groups) if len(groups) > 1 else 0
+    ids: list[int] = prompts[0][:start]
+    positions: list[int] = list(range(start))
     before: list[list[int]] = [[] for _ in prompts]  # of each row: the positions before each of its tokens
     ends = [0] * len(prompts)
     shape: list[tuple[int, list[int]]] = []
     for prompt, rows in groups.items():
-        ids += prompt
-        positions += range(len(prompt))
+        ids += prompt[start:]
+        positions += range(start, len(prompt))
         root = len(ids) - 1
         kept = [responses[row] if last_tokens else responses[row][:-1] for row in rows]
         for row, tokens in zip(rows, kept, strict=True):
-            start = len(ids) - 1
-            before[row] = [start + t if t else root for t in listed[row]]
+            last = len(ids) - 1
+            before[row] = [last + t if t else root for t in listed[row]]
             ids += tokens
             positions += range(len(prompt), len(prompt) + len(tokens))
             ends[row] = len(ids) - 1 if tokens else root
-        shape.append((len(prompt), [len(tokens) for tokens in kept]))
+        shape.append((len(prompt) - start, [len(tokens) for tokens in kept]))
     input_ids = to_device(torch.tensor([ids]), device)
     return SequenceBatch(
         input_ids,
@@ -120,7 +122,7 @@ def make_packed_batch(
         to_device(torch.tensor([positions]), device),
         **_response_tokens(responses, listed, list(chain(*before)), device),
         last_index=to_device(torch.tensor(ends), device) if last_tokens else None,
-        packing=pack(shape, device=device),
+        packing=pack(shape, start=start, device=device),
     )
 
 

@@ -61,14 +61,37 @@ def products_backward(
     needed: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The gradient of h from those of the outputs, and of each tensor of the layers that is `needed`."""
+    d_low, found = weights_backward(grads, h, low, layers=layers, scales=scales, needed=needed)
+    return input_backward(grads, d_low, layers=layers, dtype=h.dtype), found
+
+
+def input_backward(grads: Sequence[Tensor], d_low: Tensor | None, *, layers: Tensors, dtype: torch.dtype) -> Tensor:
+    """The gradient of h from those of the outputs and of A h."""
+    dh = None
+    for (weight, *_), grad in zip(_each(layers), grads, strict=True):
+        assert weight is not None
+        dh = product(grad, weight.to(dtype), onto=dh, out=dh)
+    assert dh is not None
+    down = _joined_a(layers, dtype)
+    return dh if d_low is None or down is None else product(d_low, down, onto=dh, out=dh)
+
+
+def weights_backward(
+    grads: Sequence[Tensor],
+    h: Tensor,
+    low: Tensor | None,
+    *,
+    layers: Tensors,
+    scales: Sequence[float],
+    needed: Sequence[bool],
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """The gradient of A h, and of each tensor of the layers that is `needed`."""
     d_low = None if low is None else torch.empty_like(low)
     parts, d_parts = _by_layer(low, layers), _by_layer(d_low, layers)
     found: list[Tensor | None] = []
-    dh: Tensor | None = None
     for i, ((weight, bias, _, b), grad, scale) in enumerate(zip(_each(layers), grads, scales, strict=True)):
         assert weight is not None
         needs_weight, needs_bias, _, needs_b = needed[EACH * i : EACH * (i + 1)]
-        dh = product(grad, weight.to(h.dtype), onto=dh, out=dh)
         dw = product(grad.t(), h, dtype=weight.dtype) if needs_weight else None
         db = None
         if b is not None:
@@ -79,14 +102,10 @@ def products_backward(
             db = product(part.t(), grad, dtype=b.dtype).mul_(scale).t() if needs_b else None
         of_bias = grad.sum(0, dtype=bias.dtype) if bias is not None and needs_bias else None
         found += [dw, of_bias, None, db]
-    assert dh is not None
-    down = _joined_a(layers, h.dtype)
-    if d_low is not None and down is not None:
-        product(d_low, down, onto=dh, out=dh)
-        if any(needed[2::EACH]):
-            dtype = next(a.dtype for a in layers[2::EACH] if a is not None)
-            found[2::EACH] = _by_layer(product(d_low.t(), h, dtype=dtype), layers, dim=0)
-    return dh, found
+    if d_low is not None and any(needed[2::EACH]):
+        dtype = next(a.dtype for a in layers[2::EACH] if a is not None)
+        found[2::EACH] = _by_layer(product(d_low.t(), h, dtype=dtype), layers, dim=0)
+    return d_low, found
 
 
 def product(
@@ -182,9 +201,10 @@ class NormedProducts(torch.autograd.Function):
         x, r, weight, low, *layers = ctx.saved_tensors
         needs_x, needs_weight, _, _, _, *needed = ctx.needs_input_grad
         h = torch.mul(x, r).mul_(weight).to(ctx.dtype)
-        dh, found = products_backward(grads, h, low, layers=layers, scales=ctx.scales, needed=needed)
+        d_low, found = weights_backward(grads, h, low, layers=layers, scales=ctx.scales, needed=needed)
         dx = dw = None
-        if needs_x or needs_weight:
+        if needs_x or needs_weight:  # not in the first layer of a frozen base
+            dh = input_backward(grads, d_low, layers=layers, dtype=h.dtype)
             dx, dw = normed_backward(dh, x, r, weight, needs_weight=needs_weight)
         return dx, dw, None, None, None, *found
 

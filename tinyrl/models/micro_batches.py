@@ -15,6 +15,7 @@ import torch
 from tinyrl.errors import out_of_memory
 from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.distributed import World
+from tinyrl.models.packing import shared_start
 from tinyrl.runs.signals import check_stop, watched
 
 _TOKENS = {"cpu": 1024}
@@ -26,20 +27,23 @@ class RowSizes:
     """How long the rows of a step are, and which of them share a prompt.
 
     prompts, responses: tokens of each row's prompt and response; groups: rows with the same number have the same
-    prompt; packed: rows stand end to end, a prompt once for its group, instead of padded to the longest.
+    prompt; packed: rows stand end to end, a prompt once for its group, instead of padded to the longest; start: tokens
+    that all prompts begin with, which packed rows read once.
     """
 
     prompts: Sequence[int]
     responses: Sequence[int]
     groups: Sequence[int]
     packed: bool
+    start: int = 0
 
     @classmethod
     def of(cls, prompts: Sequence[Sequence[int]], responses: Iterable[int], *, packed: bool) -> RowSizes:
         """Of rows with these prompts (equal ones are shared) and this many response tokens."""
         numbers: dict[tuple[int, ...], int] = {}
         groups = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
-        return cls([len(prompt) for prompt in prompts], list(responses), groups, packed)
+        start = shared_start(numbers) if packed and len(numbers) > 1 else 0
+        return cls([len(prompt) for prompt in prompts], list(responses), groups, packed, start)
 
     @classmethod
     def alone(cls, lengths: Sequence[int], *, packed: bool) -> RowSizes:
@@ -55,8 +59,8 @@ class RowSizes:
     def cost(self, rows: Sequence[int]) -> int:
         """Tokens that go through the model for these rows together, padding included."""
         if self.packed:
-            prompts = {self.groups[row]: self.prompts[row] for row in rows}
-            return sum(prompts.values()) + sum(self.responses[row] for row in rows)
+            prompts = {self.groups[row]: self.prompts[row] - self.start for row in rows}
+            return self.start + sum(prompts.values()) + sum(self.responses[row] for row in rows)
         return len(rows) * max(self.prompts[row] + self.responses[row] for row in rows)
 
     def plan(self, rows: Sequence[int], *, max_tokens: int) -> list[list[int]]:
@@ -91,14 +95,14 @@ class RowSizes:
         plan: list[list[int]] = []
         costs: list[int] = []
         for part in watched(sorted(parts, key=lambda part: (-self.cost(part), part[0]))):
-            cost = self.cost(part)
-            place = next((i for i, used in enumerate(costs) if used + cost <= max_tokens), None)
+            more = self.cost(part) - self.start
+            place = next((i for i, used in enumerate(costs) if used + more <= max_tokens), None)
             if place is None:
                 plan.append(part)
-                costs.append(cost)
+                costs.append(self.start + more)
             else:
                 plan[place] = plan[place] + part
-                costs[place] += cost
+                costs[place] += more
         return sorted(plan, key=lambda micro: -self.cost(micro))  # memory of the widest serves the others
 
     def _split(self, group: list[int], max_tokens: int) -> list[list[int]]:

@@ -1,15 +1,16 @@
-"""Packed attention: rows end to end without padding, one copy of each shared prompt.
+"""Packed attention: rows end to end without padding, one copy of a group's prompt and of what all prompts share.
 
-A flat sequence [prompt 1 | response 1.1 | response 1.2 | ... | prompt 2 | ...] goes through the model as one row, so
-everything but attention does no work twice and none for padding. Attention is swapped by name in the library's own
-table of attention functions: no module is touched, and adapters work as usual. Here the flat queries, keys and values
-are laid into blocks of similar length, padded on the right; a row sees itself and, for a response, its prompt's keys
-in front. No tensor is as large as the flat sequence squared.
+A flat sequence [start | prompt 1 | response 1.1 | response 1.2 | ... | prompt 2 | ...] goes through the model as one
+row, so everything but attention does no work twice and none for padding; the start (a system prompt, the descriptions
+of tools) and a group's prompt are read once. Attention is swapped by name in the library's own table of attention
+functions: no module is touched, and adapters work as usual. Here the flat queries, keys and values are laid into blocks
+of similar length, padded on the right; a row sees itself, and in front of it the keys of the start and, for a response,
+of its prompt. No tensor is as large as the flat sequence squared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from tinyrl.models.device import to_device
 ATTENTION = "tinyrl_packed"
 # Options that some models pass to attention beyond softmax(q k) v, and that this attention does not support.
 REFUSED = ("softcap", "sliding_window", "position_bias", "s_aux", "sinks", "cache")
+LEAST_START = 8  # tokens: a shorter start of all prompts is not worth the calls of attention that it takes
 
 
 class CannotPack(ValueError):
@@ -34,11 +36,11 @@ class CannotPack(ValueError):
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of similar length in one attention call: `num_rows` by `width` slots, after the keys of piece `prompt`."""
+    """Rows of similar length in one attention call: `num_rows` by `width` slots, behind the keys of some pieces."""
 
     num_rows: int
     width: int
-    prompt: int | None
+    behind: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Packing:
     """How a flat sequence of N tokens is laid into blocks.
 
     slots (N,): where each token stands in the blocks laid end to end; pieces: lengths into which the flat sequence
-    splits, so that prompts whose keys several rows read are pieces of their own. State: the blocks' masks, by dtype.
+    splits, so that what several rows read the keys of is a piece of its own. State: the blocks' masks, by dtype.
     """
 
     slots: Tensor
@@ -59,46 +61,60 @@ class Packing:
         return [block.num_rows * block.width for block in self.blocks]
 
     def mask(self, index: int, dtype: torch.dtype) -> Tensor:
-        """(width, prompt + width) of 0 and -inf for a block of responses, made once for all layers."""
+        """(width, keys in front + width) of 0 and -inf for a block behind others, made once for all layers."""
         if (index, dtype) not in self.masks:
             block = self.blocks[index]
-            assert block.prompt is not None
-            start = self.pieces[block.prompt]
+            start = sum(self.pieces[piece] for piece in block.behind)
             full = torch.full((block.width, start + block.width), -torch.inf, dtype=dtype, device=self.slots.device)
             self.masks[index, dtype] = full.triu(start + 1)
         return self.masks[index, dtype]
 
 
-def pack(groups: Sequence[tuple[int, Sequence[int]]], *, device: torch.device | str = "cpu") -> Packing:
-    """Lay out groups of (tokens of the prompt, tokens of each response), which stand in this order in the sequence.
+def shared_start(prompts: Iterable[Sequence[int]]) -> int:
+    """How many tokens all prompts begin with, one less than the shortest has at most; 0 where that is hardly any."""
+    prompts = list(prompts)
+    start = min(common_length(prompts), min(map(len, prompts)) - 1)
+    return start if start >= LEAST_START else 0
+
+
+def common_length(texts: Sequence[Sequence[int]]) -> int:
+    """How many tokens one or more texts begin with alike. The first and the last in order differ as early as any."""
+    first, last = min(texts), max(texts)
+    return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+
+
+def pack(groups: Sequence[tuple[int, Sequence[int]]], *, start: int = 0, device: torch.device | str = "cpu") -> Packing:
+    """Lay out groups of (tokens of the prompt, tokens of each response), which stand in this order in the sequence,
+    behind `start` tokens that all prompts go on from.
 
     A group with at most one non-empty response is a single causal row; otherwise its prompt is a row of its own.
     """
-    alone: list[tuple[int, int]] = []  # (start, length) of rows that see only themselves
-    families: list[tuple[int, list[tuple[int, int]]]] = []  # (the prompt's piece, its responses)
-    pieces: list[int] = []
-    start = 0
+    pieces = [start] if start else []
+    all_behind = tuple(range(len(pieces)))
+    alone: list[tuple[int, int]] = []  # (at, length) of rows that see themselves and the start
+    families: list[tuple[tuple[int, ...], list[tuple[int, int]]]] = []  # (what stands in front, responses)
+    at = start
     for prompt, responses in groups:
-        rows, end = [], start + prompt
+        rows, end = [], at + prompt
         for length in responses:
             rows += [(end, length)] if length else []
             end += length
         if len(rows) > 1:
-            alone.append((start, prompt))
-            families.append((len(pieces), rows))
-            pieces += [prompt, end - start - prompt]
+            alone.append((at, prompt))
+            families.append(((*all_behind, len(pieces)), rows))
+            pieces += [prompt, end - at - prompt]
         else:
-            alone.append((start, end - start))
-            pieces.append(end - start)
-        start = end
-    slots, blocks, offset = torch.empty(start, dtype=torch.long), [], 0
-    for prompt, rows in [(None, alone), *families]:
+            alone.append((at, end - at))
+            pieces.append(end - at)
+        at = end
+    slots, blocks, offset = torch.empty(at, dtype=torch.long), [], 0
+    for behind, rows in [((), [(0, start)] if start else []), (all_behind, alone), *families]:
         for bucket in _buckets(rows):
             width = bucket[0][1]
-            for i, (at, length) in enumerate(bucket):
-                first = offset + i * width
-                slots[at : at + length] = torch.arange(first, first + length)
-            blocks.append(Block(len(bucket), width, prompt))
+            for i, (first, length) in enumerate(bucket):
+                slot = offset + i * width
+                slots[first : first + length] = torch.arange(slot, slot + length)
+            blocks.append(Block(len(bucket), width, behind))
             offset += len(bucket) * width
     return Packing(to_device(slots, device), blocks, pieces)
 
@@ -194,14 +210,14 @@ def packed_attention(
 def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
     """Attention of flat queries (N, heads, d) to keys and values (N, kv heads, d): (N, heads, d)."""
     queries, keys, values = (_into_blocks(x, packing) for x in (query, key, value))
-    prompts = [x.split(packing.pieces) for x in (key, value)]
+    pieces = [x.split(packing.pieces) for x in (key, value)]
     outputs = []
     for i, block in enumerate(packing.blocks):
         k, v = keys[i], values[i]
-        if block.prompt is not None:
-            shape = (block.num_rows, -1, -1, -1)  # the prompt's keys (P, heads, d) stand in front of every row
-            in_front = [x[block.prompt].transpose(0, 1).expand(shape) for x in prompts]
-            k, v = (torch.cat(pair, 2) for pair in zip(in_front, (k, v), strict=True))
+        if block.behind:
+            shape = (block.num_rows, -1, -1, -1)  # keys (P, heads, d) that stand in front of every row
+            in_front = [[x[piece].transpose(0, 1).expand(shape) for piece in block.behind] for x in pieces]
+            k, v = (torch.cat([*front, own], 2) for front, own in zip(in_front, (k, v), strict=True))
         out = _attend(queries[i], k, v, scaling, packing, i)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return _Read.apply(torch.cat(outputs), packing.slots)  # pyright: ignore
@@ -213,7 +229,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, packing: Pac
         heads = q.shape[1]
         k, v = (x.repeat_interleave(heads // x.shape[1], dim=1, output_size=heads) for x in (k, v))
     shared_heads = q.shape[1] != k.shape[1]
-    if packing.blocks[index].prompt is None:
+    if not packing.blocks[index].behind:
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=shared_heads)
     if q.is_cuda:  # flash kernels know this shape without a mask
         mask: Any = causal_lower_right(q.shape[2], k.shape[2])

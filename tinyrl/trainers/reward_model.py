@@ -43,6 +43,7 @@ from tinyrl.evaluation.statistics import label_metrics, pair_metrics, rating_met
 from tinyrl.models.batches import backbone_of
 from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.micro_batches import RowSizes
+from tinyrl.models.packing import common_length
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_room
 from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, judged_tokens
 from tinyrl.rollout.components import Parts
@@ -223,17 +224,11 @@ def score_loss(
 
 def answer_scores(parts: Parts, examples: list[JudgedTokens]) -> tuple[Tensor, ...]:
     """Scores of the answers, one (n,) for each side; a packed batch reads what two sides begin with once."""
-    starts = [max(1, shared_start(one.texts)) for one in examples]
+    starts = [max(1, common_length(one.texts)) for one in examples]
     sides = zip(*(one.texts for one in examples), strict=True)
     cut = [(text[:n], text[n:]) for side in sides for n, text in zip(starts, side, strict=True)]
     batch = parts.roles.batch([prompt for prompt, _ in cut], [answer for _, answer in cut], last_tokens=True)
     return parts.roles.scores(batch).split(len(examples))
-
-
-def shared_start(texts: tuple[list[int], ...]) -> int:
-    """How many tokens one or two texts begin with alike: all of a single one."""
-    alike = enumerate(zip(*texts, strict=False))
-    return next((i for i, tokens in alike if tokens[0] != tokens[-1]), min(map(len, texts)))
 
 
 def sizes_of(parts: Parts, examples: list[JudgedTokens]) -> RowSizes:
@@ -241,7 +236,7 @@ def sizes_of(parts: Parts, examples: list[JudgedTokens]) -> RowSizes:
     lengths = []
     for one in watched(examples):
         each = [len(text) for text in one.texts]
-        shared = (len(each) - 1) * shared_start(one.texts)
+        shared = (len(each) - 1) * common_length(one.texts)
         lengths.append(sum(each) - shared if parts.roles.packs else len(each) * max(each))
     return RowSizes.alone(lengths, packed=parts.roles.packs)
 
