@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tinyrl.cli.commands import app
 from tinyrl.config.familiar import FAMILIAR, FAMILIAR_UNDER, UNNEEDED, familiar, known_elsewhere, remark
 from tinyrl.config.recipe import load_config, packaged_recipes
-from tinyrl.config.settings import SECTIONS, fields_of, section_class
+from tinyrl.config.settings import SECTIONS, fields_of
 from tinyrl.tasks import Task, check_rows
 from tinyrl.tools.chat.terminal import HELP
 
@@ -67,7 +67,7 @@ def test_settings_are_there(page: str):
     words = re.findall(rf"(?<=[`' (])((?:{'|'.join(SECTIONS)})\.[a-z_.]+)", prose)
     named = [word.rstrip(".").split(".") for word in words if not word.endswith(".py")]
     for section, field in (word for word in named if len(word) == 2 and not known_elsewhere(tuple(word))):
-        assert field in fields_of(section_class(section)), f"{section}.{field}"
+        assert field in fields_of(section), f"{section}.{field}"
 
 
 @every_page
