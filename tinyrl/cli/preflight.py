@@ -117,21 +117,12 @@ def _check_rows(config: Config) -> None:
 
 def check_evaluation(target: str, asked: Asked, *, vs: str | None = None) -> None:
     """ValueError for what `tinyrl eval` cannot use: targets, a task, rows, settings, options that nothing reads."""
-    if asked.task is not None:
-        load_task(asked.task)
-    for name in (target, *([vs] if vs not in (None, "base", "start", "teacher") else [])):
-        if run_of(Path(name)) is not None:
-            continue
-        if name == target and asked.task is None and asked.data is None:  # the other side is judged by the first one's
-            meant = did_you_mean(name, [str(p.parent) for p in Path(name).parent.glob("*/config.yaml")])
-            raise ValueError(
-                f"{name} is not a run.{meant} To evaluate a model, say what on: --task NAME (see `tinyrl tasks`) or "
-                "--data FILE"
-            )
-        if meant_a_run(name):
-            open_run(name)  # says what is wrong with the name
-        check_model_path("model", name)
     found = find(target, asked)
+    for name in (target, *([vs] if vs not in (None, "base", "start", "teacher") else [])):
+        if run_of(Path(name)) is None:
+            if meant_a_run(name):
+                open_run(name)  # says what is wrong with the name
+            check_model_path("model", name)
     check_asked(found, asked)
     if asked.as_it_is:
         return

@@ -100,10 +100,12 @@ def read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
     return dict(sorted(steps.items()))
 
 
-def samples_of(path: Path, notes: list[str], *, kind: str | None = None) -> Iterator[dict[str, Any]]:
-    """The lines of samples.jsonl of a kind (None: any): "train", "eval" (held out), "eval-greedy"."""
+def samples_of(
+    path: Path, notes: list[str], *, kind: str | None = None, step: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """The lines of samples.jsonl of a step and a kind (None: any): "train", "eval" (held out), "eval-greedy"."""
     rows = json_lines(path, notes, containing=f'"{kind}"'.encode() if kind else b"")
-    return (row for row in rows if kind in (None, row.get("kind")))
+    return (row for row in rows if kind in (None, row.get("kind")) and step in (None, row["step"]))
 
 
 def messages_of(row: dict[str, Any]) -> list[tuple[str, str]]:

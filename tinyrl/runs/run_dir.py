@@ -445,12 +445,16 @@ def meant_a_run(name: str) -> bool:
 
 
 def open_run(path: str | Path, *, writes: bool = True) -> RunDir:
+def nearest_run(path: str | Path) -> str:
+    """The end of a sentence that names a run beside `path` which may have been meant; empty where none is near."""
+    return did_you_mean(str(path), [str(found.parent) for found in Path(path).parent.glob("*/config.yaml")])
+
+
     """An existing run. Raises ValueError when the folder is not one."""
     folder = Path(path)
     if not os.path.isfile(folder / "config.yaml"):
         parent = run_of(folder)
-        beside = [str(p.parent) for p in folder.parent.glob("*/config.yaml")]
-        meant = f" Its run is {parent}" if parent else did_you_mean(str(folder), beside)
+        meant = f" Its run is {parent}" if parent else nearest_run(folder)
         if not meant and os.path.isfile(Path("runs") / folder / "config.yaml"):
             meant = f" Did you mean `{Path('runs') / folder}`?"
         what = "has no config.yaml" if os.path.lexists(folder) else "does not exist"

@@ -14,20 +14,20 @@ from typing import Any
 
 import torch
 
+from tinyrl.evaluation.targets import Target
 from tinyrl.models.roles import load_policy
 from tinyrl.rollout.components import Options, Parts, resolve_threads
 from tinyrl.runs.checkpoint import MANIFEST
 from tinyrl.tasks.prompts import in_chat
 from tinyrl.text import did_you_mean
 from tinyrl.text import number as shown
-from tinyrl.tools.chat.target import ChatTarget
 
 NAMES = {"math500": "hendrycks_math500", "aime24": "aime24", "arc": "arc_challenge"}  # what people say
 SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
 
 
 def benchmark(
-    target: ChatTarget,
+    target: Target,
     names: list[str],
     *,
     few_shot: int | None = None,
@@ -95,7 +95,7 @@ def _harness(folder: str | None) -> tuple[Any, Any, Any]:
     return lm_eval.simple_evaluate, huggingface.HFLM, TaskManager(include_path=folder)
 
 
-def _sha_of_checkpoint(target: ChatTarget) -> str | None:
+def _sha_of_checkpoint(target: Target) -> str | None:
     """Of its manifest, which has the SHA-256 of every file."""
     if target.checkpoint is None:
         return None

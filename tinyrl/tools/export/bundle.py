@@ -79,7 +79,7 @@ def export(
         step, picture = checkpoint_step(checkpoint), (run.path / PICTURE).is_file()
         if picture:
             shutil.copyfile(run.path / PICTURE, writing / PICTURE)
-        steps = read_steps(run.metrics, []) if run.metrics.is_file() else {}
+        steps = read_steps(run.metrics, [])
         card = model_card(config, steps, name=name, step=step, dtype=saved, notes=notes, picture=picture)
         (writing / "README.md").write_text(card, encoding="utf-8")
         facts = {"tinyrl": tinyrl.__version__, "run": run.path.resolve().name, "step": step, "dtype": saved}
