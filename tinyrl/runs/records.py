@@ -125,6 +125,13 @@ def _without_middle(items: list[Item], most: int) -> tuple[list[Item], int]:
     return ([*items[: most // 2], *items[-most // 2 :]] if omitted else items), omitted
 
 
+def evenly(items: list[Item], most: int) -> list[Item]:
+    """At most so many of them: the first, the last, and evenly between; none where two are too many."""
+    if len(items) <= most:
+        return items
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)] if most > 1 else []
+
+
 # ---- held-out samples ----
 
 
