@@ -216,7 +216,7 @@ def test_a_name_is_answered_as_the_page_says(method: str, answer: str):
 
 def test_every_finding_is_in_the_table():
     found = set[str]()
-    tree = ast.parse((ROOT / "tinyrl" / "runs" / "metrics.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "tinyrl" / "runs" / "findings.py").read_text(encoding="utf-8"))
     for call in ast.walk(tree):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Finding":
             name = call.args[0]

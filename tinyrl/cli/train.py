@@ -116,7 +116,8 @@ def probe(
 ) -> None:
     """Before a run: sample some prompts, and say what would keep it from learning, and what to change."""
     config = _resolved(words)
-    from tinyrl.tools.probe import probe, render, rows_with_rates, to_json, write_rows
+    from tinyrl.tools.probe import probe, rows_with_rates, write_rows
+    from tinyrl.tools.probe_findings import render, to_json
 
     seen = probe(config, options=options, num_prompts=prompts, samples=samples, minutes=minutes)
     print(json.dumps(to_json(seen)) if json_output else render(seen))
@@ -147,7 +148,6 @@ def store(
     print(f"next: {shlex.join(['tinyrl', 'train', 'distill', *others, f'teacher.path={output}'])}")
 
 
-def _dry_run(method: str | None, settings: list[str], *, options: Options) -> None:
 def fork(
     origin: Annotated[str, typer.Argument(metavar="RUN[@STEP]", help="from which checkpoint; default the newest")],
     settings: Annotated[list[str] | None, setting_words("what is another from there on")] = None,
@@ -193,6 +193,7 @@ def verify(
     return GuardStop.exit_code if different or not repeated else 0
 
 
+def _dry_run(method: str | None, settings: list[str], *, options: Options) -> None:
     """Everything up to the first step, printed by one process: nothing is written."""
     processes = launched()
     if processes.rank > 0:

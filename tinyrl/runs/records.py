@@ -53,6 +53,12 @@ def number(value: Any) -> float:
     return result if abs(result) < LARGEST else math.nan
 
 
+def known(value: Any, otherwise: float) -> float:
+    """A JSON value as a number; `otherwise` where it is none."""
+    found = number(value)
+    return otherwise if math.isnan(found) else found
+
+
 def json_lines(path: Path, notes: list[str], *, containing: bytes = b"") -> Iterator[dict[str, Any]]:
     """The lines of a record that hold a step; none where there is no such file. Others are left out and, but for a
     cut-off last one, noted at the end, as is what was lost.
@@ -119,17 +125,17 @@ def messages_of(row: dict[str, Any]) -> list[tuple[str, str]]:
     return [("policy" if m.get("role") == "assistant" else "environment", str(m.get("content", ""))) for m in found]
 
 
-def _without_middle(items: list[Item], most: int) -> tuple[list[Item], int]:
-    """At most so many, an even number, from both ends, and how many are left out."""
-    omitted = max(0, len(items) - most)
-    return ([*items[: most // 2], *items[-most // 2 :]] if omitted else items), omitted
-
-
 def evenly(items: list[Item], most: int) -> list[Item]:
     """At most so many of them: the first, the last, and evenly between; none where two are too many."""
     if len(items) <= most:
         return items
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)] if most > 1 else []
+
+
+def _without_middle(items: list[Item], most: int) -> tuple[list[Item], int]:
+    """At most so many, an even number, from both ends, and how many are left out."""
+    omitted = max(0, len(items) - most)
+    return ([*items[: most // 2], *items[-most // 2 :]] if omitted else items), omitted
 
 
 # ---- held-out samples ----

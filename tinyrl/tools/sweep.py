@@ -31,8 +31,7 @@ from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted
 from tinyrl.evaluation.statistics import interval, mean
 from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints
-from tinyrl.runs.metrics import known
-from tinyrl.runs.records import number, read_steps, samples_of
+from tinyrl.runs.records import known, number, read_steps, samples_of
 from tinyrl.runs.signals import check_stop
 from tinyrl.text import number as shown
 from tinyrl.tools.report import write_overlay
