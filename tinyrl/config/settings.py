@@ -9,6 +9,7 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -48,15 +49,22 @@ def check_familiar(source: Source) -> None:
     method = source.values.get("method")
     used = {name: section for name, section in source.values.items() if name not in _unused(method)}
     for path in _leaves(used):
-        walked, kind = _walk(path)
         name = known_elsewhere(tuple(map(str, path)), method=method)
-        if walked == path or not _fields(kind) or not name:
+        if _is_a_setting(path) or not name:
             continue
         start = f"{source.place(path)}: `{dotted(path)}` is not a setting: "
         setting = familiar(name, method=method)
         if setting is None:
             raise ValueError(f"{start}{UNNEEDED[name]}")
         raise ValueError(f"{start}`{name}` is `{_for_method(setting, method)}` here{remark(name, method=method)}")
+
+
+def _is_a_setting(path: KeyPath) -> bool:
+    """Whether there is the section that a path names, and in it the setting (of `method`, which has none, anything)."""
+    section = Config.model_fields.get(str(path[0]))
+    if section is None:
+        return False
+    return len(path) == 1 or path[1] in getattr(section.annotation, "model_fields", path)
 
 
 def _leaves(values: dict[Any, Any], within: KeyPath = ()) -> Iterator[KeyPath]:
@@ -123,7 +131,7 @@ def _meant(path: KeyPath, key: str | int, *, method: Any) -> str:
 # ---- what a setting may be, by the JSON schema that pydantic gives ----
 
 Kind = dict[str, Any]
-SCHEMA: Kind = Config.model_json_schema()
+schema = cache(Config.model_json_schema)  # once there is something to say: it takes a while
 SECTIONS = tuple(name for name in Config.model_fields if name != "method")
 PLAIN = {"null": ["null"], "boolean": ["true", "false"], "string": ["text"]}
 NUMBERS = {"integer": "a whole number", "number": "a number"}
@@ -144,12 +152,12 @@ def _followed(kind: Kind) -> Kind:
     """What a schema refers to; an optional section, or list, is the section or the list."""
     options = [option for option in kind.get("anyOf", ()) if option.get("type") != "null"]
     kind = options[0] if len(options) == 1 else kind
-    return SCHEMA["$defs"][kind["$ref"].rpartition("/")[2]] if "$ref" in kind else kind
+    return schema()["$defs"][kind["$ref"].rpartition("/")[2]] if "$ref" in kind else kind
 
 
 def _walk(loc: KeyPath) -> tuple[KeyPath, Kind]:
     """The part of an error's location that names a setting (no alternatives of a union), and what it may be."""
-    kind = SCHEMA
+    kind = schema()
     for depth, part in enumerate(loc):
         whole = _followed(kind)
         of_all = None if part == "[key]" else whole.get("items") or whole.get("additionalProperties")
