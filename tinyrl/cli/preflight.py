@@ -11,6 +11,7 @@ from pathlib import Path
 from tinyrl.config.embedded import EMBEDDED, starter_path
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardFunctionConfig
+from tinyrl.data.rows import needed_data
 from tinyrl.data.readers import Row, hub_name, is_saved_set, placed_rows
 from tinyrl.data.shapes import judged, objective_of, preference, text_examples
 from tinyrl.evaluation.targets import Asked, check_asked, find
@@ -208,10 +209,6 @@ def _check_prompts(config: Config) -> None:
 
 def _check_examples(config: Config) -> None:
     where, kind = config.task, config.trains.rows
-    if where.data is None:
-        raise ValueError(
-            f"task.data is missing: `tinyrl train {config.method}` needs rows to learn from (task.data=FILE)"
-        )
 
     def read(row: Row, first: Row) -> None:
         assert kind != "prompts"
@@ -220,9 +217,8 @@ def _check_examples(config: Config) -> None:
         else:
             (text_examples if kind == "text" else preference)(row)
 
-    for source in (where.data, where.eval_data):
-        if source is not None:
-            _check_readings(source, read, columns=where.columns)
+    for source in filter(None, (needed_data(config), where.eval_data)):
+        _check_readings(source, read, columns=where.columns)
 
 
 def _check_readings(source: str, read: Callable[[Row, Row], object], *, columns: dict[str, str]) -> None:
