@@ -8,11 +8,10 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from tinyrl.config.embedded import EMBEDDED, starter_path
 from tinyrl.config.schema import Config
-from tinyrl.config.sections import RewardFunctionConfig
-from tinyrl.data.rows import needed_data
+from tinyrl.config.sections import EMBEDDED, RewardFunctionConfig, starter_path
 from tinyrl.data.readers import Row, hub_name, is_saved_set, placed_rows
+from tinyrl.data.rows import needed_data
 from tinyrl.data.shapes import judged, objective_of, preference, text_examples
 from tinyrl.evaluation.targets import Asked, check_asked, find
 from tinyrl.runs.launched import launched

@@ -109,11 +109,8 @@ def _sentence(problem: Any, source: Source) -> tuple[KeyPath, str]:
         hint = " It is empty."
     elif isinstance(value, bool | int | float) and "text" in _words(kind):
         hint = " Put it in quotes."
-    return path, f"{where}: `{name}` is {_shown(value)}; it must be {allowed(kind)}.{hint}"
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, bool | None) else shortened(repr(value))
+    shown = json.dumps(value) if isinstance(value, bool | None) else shortened(repr(value))
+    return path, f"{where}: `{name}` is {shown}; it must be {allowed(kind)}.{hint}"
 
 
 def _meant(path: KeyPath, key: str | int, *, method: Any) -> str:

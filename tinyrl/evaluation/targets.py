@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tinyrl.config.embedded import starter_path
 from tinyrl.config.methods import and_list
 from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
+from tinyrl.config.sections import starter_path
 from tinyrl.data.rows import example_rows, prompt_key
 from tinyrl.data.shapes import shared_prompt
 from tinyrl.runs.checkpoint import checkpoint_of

@@ -212,7 +212,7 @@ def _sample(row: dict[str, Any], index: int) -> Sample:
     shown, omitted = _without_middle(said, MOST_MESSAGES)
     return Sample(
         prompt_index=index,
-        sample=_whole(row.get("sample")),
+        sample=which if isinstance(which := row.get("sample"), int) else 0,
         prompt=excerpt(str(row.get("prompt", "")), PROMPT_CHARACTERS),
         messages=tuple((who, excerpt(text, CHARACTERS[who])) for who, text in shown),
         omitted=omitted,
@@ -220,10 +220,6 @@ def _sample(row: dict[str, Any], index: int) -> Sample:
         finish_reason=str(row.get("finish_reason", "")),
         length=sum(len(text) for who, text in said if who == "policy"),
     )
-
-
-def _whole(value: Any) -> int:
-    return value if isinstance(value, int) else 0
 
 
 # ---- token by token ----

@@ -25,10 +25,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tinyrl.config.embedded import starter_path
 from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import dump_config, load_written_config
 from tinyrl.config.schema import Config
+from tinyrl.config.sections import starter_path
 from tinyrl.runs.records import json_lines, lost_lines
 from tinyrl.text import HIDDEN, SECRET, did_you_mean, hidden, one_line, redact
 

@@ -14,8 +14,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 import tinyrl
-from tinyrl.config.embedded import starter_path
 from tinyrl.config.schema import Config
+from tinyrl.config.sections import starter_path
 from tinyrl.data.readers import hub_name
 from tinyrl.runs.metrics import TABLE
 from tinyrl.runs.records import evenly
