@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tinyrl.cli.commands import app
 from tinyrl.config.familiar import FAMILIAR, FAMILIAR_UNDER, UNNEEDED, familiar, known_elsewhere, remark
 from tinyrl.config.recipe import load_config, packaged_recipes
-from tinyrl.config.settings import SECTIONS, fields_of, section_class
+from tinyrl.config.settings import SECTIONS, fields_of
 from tinyrl.tasks import Task, check_rows
 from tinyrl.tools.chat.terminal import HELP
 
@@ -67,7 +67,7 @@ def test_settings_are_there(page: str):
     words = re.findall(rf"(?<=[`' (])((?:{'|'.join(SECTIONS)})\.[a-z_.]+)", prose)
     named = [word.rstrip(".").split(".") for word in words if not word.endswith(".py")]
     for section, field in (word for word in named if len(word) == 2 and not known_elsewhere(tuple(word))):
-        assert field in fields_of(section_class(section)), f"{section}.{field}"
+        assert field in fields_of(section), f"{section}.{field}"
 
 
 @every_page
@@ -216,7 +216,7 @@ def test_a_name_is_answered_as_the_page_says(method: str, answer: str):
 
 def test_every_finding_is_in_the_table():
     found = set[str]()
-    tree = ast.parse((ROOT / "tinyrl" / "runs" / "metrics.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "tinyrl" / "runs" / "findings.py").read_text(encoding="utf-8"))
     for call in ast.walk(tree):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Finding":
             name = call.args[0]

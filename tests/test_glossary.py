@@ -29,7 +29,7 @@ NO_METRIC = {
 SOURCES = [
     path
     for path in sorted((ROOT / "tinyrl").rglob("*.py"))
-    if path.parts[-2] not in ("starter", "config", "report") and path.parts[-2:] != ("runs", "metrics.py")
+    if path.parts[-2] not in ("starter", "config", "report") and path.name not in ("metrics.py", "findings.py")
 ]
 
 

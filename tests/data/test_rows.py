@@ -98,25 +98,32 @@ def test_a_huge_batch_is_left_when_a_stop_comes(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_tenth_of_the_prompts_is_held_out_with_all_their_rows():
     rows = [{"q": i % 40, "n": i} for i in range(80)]
-    train, held = hold_out(rows, prompt=lambda row: row["q"], seed=0)
+    train, held = hold_out(rows, "rows.jsonl", prompt=lambda row: row["q"], seed=0)
     assert len(train) == 72
     assert len({row["q"] for row in held}) == len(held) == 4
     assert not {row["q"] for row in held} & {row["q"] for row in train}
     assert train == sorted(train, key=lambda row: row["n"])
-    assert hold_out(rows, prompt=lambda row: row["q"], seed=0) == (train, held)
-    assert hold_out(rows, prompt=lambda row: row["q"], seed=1)[1] != held
+    assert hold_out(rows, "rows.jsonl", prompt=lambda row: row["q"], seed=0) == (train, held)
+    assert hold_out(rows, "rows.jsonl", prompt=lambda row: row["q"], seed=1)[1] != held
 
 
 def test_held_out_rows_do_not_change_side_when_the_file_is_sorted_another_way():
     rows = [{"q": i} for i in range(50)]
-    held = hold_out(rows, prompt=lambda row: row["q"], seed=0)[1]
-    assert hold_out(rows[::-1], prompt=lambda row: row["q"], seed=0)[1] == held[::-1]
+    held = hold_out(rows, "rows.jsonl", prompt=lambda row: row["q"], seed=0)[1]
+    assert hold_out(rows[::-1], "rows.jsonl", prompt=lambda row: row["q"], seed=0)[1] == held[::-1]
 
 
-@pytest.mark.parametrize(("count", "held"), [(1, 1), (2, 1), (19, 1), (20, 2), (6000, 512)])
+@pytest.mark.parametrize(("count", "held"), [(2, 1), (19, 1), (20, 2), (6000, 512)])
 def test_at_least_one_and_at_most_512_rows_are_held_out(count, held):
-    train, out = hold_out([{"q": i} for i in range(count)], prompt=lambda row: row["q"], seed=0)
+    train, out = hold_out([{"q": i} for i in range(count)], "rows.jsonl", prompt=lambda row: row["q"], seed=0)
     assert (len(train), len(out)) == (count - held, held)
+
+
+def test_a_single_prompt_is_held_out_from_nothing():
+    rows = [{"q": 1}, {"q": 1}]
+    with pytest.raises(ValueError, match=r"^rows\.jsonl: .*eval_data"):
+        hold_out(rows, "rows.jsonl", prompt=lambda row: row["q"], seed=0)
+    assert hold_out(rows, "rows.jsonl", prompt=lambda row: row["q"], seed=0, evaluated=False) == (rows, [])
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from tests import running
 from tests.trainers.test_resume import assert_same
 from tinyrl.cli.commands import app
 from tinyrl.config.schema import Config
+from tinyrl.evaluation.targets import policy_at
 from tinyrl.rollout.components import Options
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.sums import write
 from tinyrl.tools.chat.speaker import load_speaker
-from tinyrl.tools.chat.target import chat_target
 
 pytestmark = pytest.mark.real
 
@@ -157,7 +157,7 @@ def test_it_is_exported(finished: RunDir, tmp_path: Path):
 
 
 def test_it_talks(finished: RunDir):
-    with load_speaker(chat_target(str(finished.path), []), options=Options(device="cpu")) as speaker:
+    with load_speaker(policy_at(str(finished.path), []), options=Options(device="cpu")) as speaker:
         answer = speaker.say("What is 7 + 5?", lambda who, piece: None)
     assert answer.prompt.text.endswith("<|im_start|>assistant\n")
     assert answer.completion.tokens

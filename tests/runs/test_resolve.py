@@ -55,6 +55,8 @@ def test_paths_become_absolute_and_names_stay(folder: Path):
         {"use": "package.module:score", "weight": 1.0},
     ]
     assert got["reward"]["model"] == "owner/name"
+    agent = settled(environment={"agent": "rewards.py:score"})["environment"]["agent"]
+    assert agent == f"{folder}/rewards.py:score"
     embedded = settled(model={"path": "starter"}, reward={"model": "starter-reward"}, task={"data": "owner/set:main@x"})
     assert [embedded["model"]["path"], embedded["reward"]["model"]] == ["starter", "starter-reward"]
     assert embedded["task"]["data"] == "owner/set:main@x"

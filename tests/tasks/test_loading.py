@@ -125,7 +125,7 @@ def test_rows_get_the_same_columns(tmp_path):
             "a.jsonl:1: no column may be called 'completions'.*task.columns.NEW=completions",
         ),
         ([{"q": "a"}], {"columns": {"q": "p"}}, "a.jsonl:1: no column 'p'"),
-        ([{"q": "a"}, {"q": "a"}], {}, "only one prompt.*task.eval_data"),
+        ([{"q": "a"}, {"q": "a"}], {}, "only one row or prompt.*task.eval_data"),
         ([{"q": "a"}], {"max_samples": 0}, "task.max_samples.*at least 1, not 0"),
     ],
 )

@@ -16,9 +16,10 @@ from tinyrl.cli.commands import app
 from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import PASS_RATE, read_rows
+from tinyrl.evaluation.statistics import mean
 from tinyrl.rollout.components import Options
-from tinyrl.tools import probe as probing
-from tinyrl.tools.probe import Probe, findings, probe, render, rows_with_rates, to_json, write_rows
+from tinyrl.tools.probe import Probe, probe, rows_with_rates, write_rows
+from tinyrl.tools.probe_findings import findings, histogram, render, to_json
 
 CPU = Options(device="cpu")
 STARTER = ["run.threads=1"]
@@ -91,8 +92,8 @@ def rows(folder: Path, make: Any) -> str:
 def test_nothing_is_found_where_the_default_run_learns():
     seen = probed(samples=None)
     assert findings(seen) == []
-    assert 0.2 < seen.mean_rate < 0.8
-    assert sum(probing.histogram(seen).values()) == len(seen.groups) == 24
+    assert 0.2 < mean(seen.pass_rates) < 0.8
+    assert sum(histogram(seen).values()) == len(seen.groups) == 24
     assert seen.step.keys() == {"rollout", "update"}
     assert seen.peak_gb > 0
     assert seen.plan is not None
@@ -150,7 +151,7 @@ def test_rows_that_are_too_hard_are_found(folder: Path):
     seen = probed(rows(folder, reversed_answer), "task.name=rows")
     assert "too hard" in names(seen)
     assert "tinyrl train sft" in names(seen)["too hard"]
-    assert seen.mean_rate < 0.05
+    assert mean(seen.pass_rates) < 0.05
 
 
 def test_right_answers_in_another_form_are_found(folder: Path):

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from tests import running
 from tests.tiny_models import TinyModels
 from tinyrl.cli.commands import app
+from tinyrl.evaluation.targets import policy_at
 from tinyrl.rollout.components import Options
-from tinyrl.tools.chat.target import chat_target
 from tinyrl.tools.serve import served
 
 
@@ -43,7 +43,7 @@ def test_the_command_answers_until_a_signal_comes(tmp_path: Path) -> None:
 def test_a_run_answers_with_its_policy_and_its_base(tiny: TinyModels, tmp_path: Path) -> None:
     code, run, _ = running.train(running.config("grpo", tiny("llama"), run={"num_steps": 1}), tmp_path)
     assert code == 0
-    with served(chat_target(str(run.path), []), options=Options(device="cpu"), max_rows=2) as endpoint:
+    with served(policy_at(str(run.path), []), options=Options(device="cpu"), max_rows=2) as endpoint:
         assert endpoint.models == {"run/step-000001": "policy", "base": "base"}
 
 

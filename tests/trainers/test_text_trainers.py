@@ -294,7 +294,7 @@ def test_one_row_leaves_nothing_to_train_on(method: str, tmp_path: Path) -> None
     row = {"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c"}
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 9)
     config = Config.model_validate({"method": method, "task": {"data": str(tmp_path / "rows.jsonl")}})
-    with pytest.raises(ValueError, match=r"rows\.jsonl: only one row, so none can be held out"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl: only one row or prompt, so none"):
         example_rows(config)
     config.run.eval_prompts = 0  # overfitting one example
     assert [len(rows) for rows in example_rows(config)] == [9, 0]

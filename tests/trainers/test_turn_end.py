@@ -11,7 +11,7 @@ from tests import running
 from tests.tiny_models import EOS, tiny_model
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardConfig
-from tinyrl.evaluation.targets import Asked
+from tinyrl.evaluation.targets import Asked, policy_at
 from tinyrl.evaluation.versus import evaluate_target
 from tinyrl.generation.engine import eos_token_ids
 from tinyrl.generation.turns import EpisodeRunner, show_episode
@@ -20,7 +20,6 @@ from tinyrl.rewards.trial import check_gold
 from tinyrl.rollout.components import Options, Parts, SamplingParts
 from tinyrl.tasks.prompts import token_ids
 from tinyrl.tools.chat.speaker import load_speaker
-from tinyrl.tools.chat.target import chat_target
 from tinyrl.tools.export.bundle import export
 from tinyrl.trainers import dpo, reward_model, sft
 
@@ -102,7 +101,7 @@ def test_a_policy_that_learnt_from_chat_stops(model: Path, rows: Path, tmp_path:
         assert {line["eval/truncated"] for line in lines} == {0.0}
     found = evaluate_target(str(tmp_path / "fused"), Asked(num_prompts=8), vs="start", options=CPU)
     assert found["truncated"] == found["other"]["truncated"] == 0.0
-    with load_speaker(chat_target(str(tmp_path / "fused"), ["generation.max_new_tokens=12"]), options=CPU) as speaker:
+    with load_speaker(policy_at(str(tmp_path / "fused"), ["generation.max_new_tokens=12"]), options=CPU) as speaker:
         assert speaker.say("a", lambda who, text: None).completion.tokens[-1] == end_of(model)
     listed = AutoModelForCausalLM.from_pretrained(
         export(str(tmp_path / "fused"), merge=True).folder

@@ -26,13 +26,12 @@ from tinyrl.cli.preflight import check_before_loading, check_evaluation
 from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted
-from tinyrl.evaluation.targets import Asked
-from tinyrl.runs.records import json_lines, read_steps
+from tinyrl.evaluation.targets import Asked, policy_at
+from tinyrl.runs.records import read_steps, samples_of
 from tinyrl.runs.run_dir import RunDir, check_new_run, finite
 from tinyrl.runs.run_dir import open_run as open_folder
 from tinyrl.runs.signals import StopFlag
 from tinyrl.text import number, shortened
-from tinyrl.tools.chat.target import chat_target
 from tinyrl.tools.report import write_report
 
 if TYPE_CHECKING:
@@ -121,8 +120,7 @@ class Run:
 
     @property
     def metrics(self) -> Metrics:
-        file = self._folder.metrics
-        return Metrics(read_steps(file, []).values() if file.is_file() else [])
+        return Metrics(read_steps(self._folder.metrics, []).values())
 
     @property
     def finished(self) -> bool:
@@ -130,8 +128,7 @@ class Run:
 
     def samples(self, *, step: int | None = None, kind: str | None = None) -> list[dict[str, Any]]:
         """Lines of samples.jsonl, of a step and a kind (train, eval, eval-greedy) where they are given."""
-        rows = json_lines(self._folder.samples, []) if self._folder.samples.is_file() else ()
-        return [row for row in rows if step in (None, row["step"]) and kind in (None, row.get("kind"))]
+        return list(samples_of(self._folder.samples, [], kind=kind, step=step))
 
     def report(self) -> Report:
         """Write report.html and report.png anew, and show the page."""
@@ -161,7 +158,7 @@ class Run:
 
     def policy(self, *, device: str = "auto", trust_remote_code: bool = False) -> Speaker:
         """The policy of the newest checkpoint, loaded: `policy("a prompt")` is its answer. Close it, or use `with`."""
-        found = chat_target(str(self.path), [])
+        found = policy_at(str(self.path), [])
         quiet_libraries()
         from tinyrl.rollout.components import Options
         from tinyrl.tools.chat.speaker import load_speaker

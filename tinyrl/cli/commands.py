@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import tinyrl
-from tinyrl.cli import doctor, eval, fork, policy, runs, sweep, train
+from tinyrl.cli import doctor, eval, policy, runs, sweep, train
 from tinyrl.cli.errors import memory_sentences, sentences
 from tinyrl.cli.options import framed
 from tinyrl.runs.launched import launched
@@ -84,7 +84,7 @@ def tasks() -> None:
         print(f"{name:20} {load_task(name).summary}")
 
 
-TRAINING = (train.train, train.plan, train.probe, sweep.sweep, fork.fork, fork.verify)
+TRAINING = (train.train, train.plan, train.probe, sweep.sweep, train.fork, train.verify)
 OTHERS = (eval.evaluate, eval.compare, doctor.doctor, policy.export, policy.chat, policy.serve)
 LOOKING = (runs.report, runs.checkpoints, runs.samples, runs.prompts, settings)
 for function in (*TRAINING, *OTHERS, *LOOKING):

@@ -159,6 +159,7 @@ def environment_test(
     from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS, EnvironmentConfig
     from tinyrl.environments.environment import Environment
     from tinyrl.environments.trial import CHARS_A_TOKEN, render, try_environment
+    from tinyrl.tasks.prompts import row_columns
     from tinyrl.workers.loading import parse_use
 
     if len(use) > 1 and not tools:
@@ -178,10 +179,8 @@ def environment_test(
     )
     try:
         environment.start()  # its imports are not part of a call's time
-        names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "prompts"))
-        columns = {name: [row.get(name) for row in rows] for name in names}
         gold = [graded_as.gold(row) for row in rows]
-        trial = try_environment(environment, [graded_as.prompt(row) for row in rows], columns, gold=gold)
+        trial = try_environment(environment, [graded_as.prompt(row) for row in rows], row_columns(rows), gold=gold)
     finally:
         environment.close()
     print(render(trial))

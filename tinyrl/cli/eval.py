@@ -57,11 +57,11 @@ def evaluate(
             raise ValueError("--benchmark has its own data and judge; --vs and such are for held-out rows")
         if launched().world_size > 1:
             raise ValueError("--benchmark works in one process, and several were launched")
+        from tinyrl.evaluation.targets import policy_at
         from tinyrl.tools.benchmarks import benchmark as scored
         from tinyrl.tools.benchmarks import render as rendered
-        from tinyrl.tools.chat.target import chat_target
 
-        names, policy = [name for name in benchmark.split(",") if name], chat_target(target, settings or [])
+        names, policy = [name for name in benchmark.split(",") if name], policy_at(target, settings or [])
         scores = scored(policy, names, few_shot=few_shot, limit=limit, folder=task_folder, options=options)
         print(json.dumps(finite(scores), default=str) if json_output else rendered(scores))
         return

@@ -28,9 +28,9 @@ ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # of torch; the s
 
 def complete_setting(incomplete: str) -> list[str]:
     from tinyrl.config.recipe import packaged_recipes
-    from tinyrl.config.settings import SECTIONS, fields_of, section_class
+    from tinyrl.config.settings import SECTIONS, fields_of
 
-    keys = [f"{section}.{key}=" for section in SECTIONS for key in fields_of(section_class(section))]
+    keys = [f"{section}.{key}=" for section in SECTIONS for key in fields_of(section)]
     return [name for name in [*packaged_recipes(), *keys] if name.startswith(incomplete)]
 
 

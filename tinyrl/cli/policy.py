@@ -47,9 +47,9 @@ def chat(
     options: Options,
 ) -> None:
     """Talk to a policy or a model: answers as they are written, beside the start's, with the reward they would get."""
-    from tinyrl.tools.chat.target import chat_target
+    from tinyrl.evaluation.targets import policy_at
 
-    found = chat_target(target, settings or [])
+    found = policy_at(target, settings or [])
     from tinyrl.tools.chat.speaker import load_speaker
     from tinyrl.tools.chat.terminal import converse
 
@@ -67,9 +67,9 @@ def serve(
     options: Options,
 ) -> None:
     """Answer OpenAI clients with a policy or a model: /v1/chat/completions, /v1/completions, /v1/models."""
-    from tinyrl.tools.chat.target import chat_target
+    from tinyrl.evaluation.targets import policy_at
 
-    found = chat_target(target, settings or [])
+    found = policy_at(target, settings or [])
     try:
         from tinyrl.tools.serve import Address, check_address, serve
     except ImportError as error:

@@ -8,10 +8,10 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from tinyrl.config.embedded import EMBEDDED, starter_path
 from tinyrl.config.schema import Config
-from tinyrl.config.sections import RewardFunctionConfig
+from tinyrl.config.sections import EMBEDDED, RewardFunctionConfig, starter_path
 from tinyrl.data.readers import Row, hub_name, is_saved_set, placed_rows
+from tinyrl.data.rows import needed_data
 from tinyrl.data.shapes import judged, objective_of, preference, text_examples
 from tinyrl.evaluation.targets import Asked, check_asked, find
 from tinyrl.runs.launched import launched
@@ -117,21 +117,12 @@ def _check_rows(config: Config) -> None:
 
 def check_evaluation(target: str, asked: Asked, *, vs: str | None = None) -> None:
     """ValueError for what `tinyrl eval` cannot use: targets, a task, rows, settings, options that nothing reads."""
-    if asked.task is not None:
-        load_task(asked.task)
-    for name in (target, *([vs] if vs not in (None, "base", "start", "teacher") else [])):
-        if run_of(Path(name)) is not None:
-            continue
-        if name == target and asked.task is None and asked.data is None:  # the other side is judged by the first one's
-            meant = did_you_mean(name, [str(p.parent) for p in Path(name).parent.glob("*/config.yaml")])
-            raise ValueError(
-                f"{name} is not a run.{meant} To evaluate a model, say what on: --task NAME (see `tinyrl tasks`) or "
-                "--data FILE"
-            )
-        if meant_a_run(name):
-            open_run(name)  # says what is wrong with the name
-        check_model_path("model", name)
     found = find(target, asked)
+    for name in (target, *([vs] if vs not in (None, "base", "start", "teacher") else [])):
+        if run_of(Path(name)) is None:
+            if meant_a_run(name):
+                open_run(name)  # says what is wrong with the name
+            check_model_path("model", name)
     check_asked(found, asked)
     if asked.as_it_is:
         return
@@ -217,10 +208,6 @@ def _check_prompts(config: Config) -> None:
 
 def _check_examples(config: Config) -> None:
     where, kind = config.task, config.trains.rows
-    if where.data is None:
-        raise ValueError(
-            f"task.data is missing: `tinyrl train {config.method}` needs rows to learn from (task.data=FILE)"
-        )
 
     def read(row: Row, first: Row) -> None:
         assert kind != "prompts"
@@ -229,9 +216,8 @@ def _check_examples(config: Config) -> None:
         else:
             (text_examples if kind == "text" else preference)(row)
 
-    for source in (where.data, where.eval_data):
-        if source is not None:
-            _check_readings(source, read, columns=where.columns)
+    for source in filter(None, (needed_data(config), where.eval_data)):
+        _check_readings(source, read, columns=where.columns)
 
 
 def _check_readings(source: str, read: Callable[[Row, Row], object], *, columns: dict[str, str]) -> None:

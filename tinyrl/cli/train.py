@@ -1,5 +1,7 @@
 """`tinyrl train` (a new run, a dry run, a resumed one), and what comes before it: `plan`, `probe` and `distill store`.
 
+`fork` and `verify` repeat a run's steps from a checkpoint on, under other settings or under the same.
+
 Torch is imported once the settings are known to be right.
 """
 
@@ -18,7 +20,7 @@ import typer
 
 from tinyrl.cli.options import Json, setting_words
 from tinyrl.config.methods import METHODS, or_list
-from tinyrl.errors import OutOfRoom
+from tinyrl.errors import GuardStop, OutOfRoom
 from tinyrl.runs.launched import Options, forget_launcher, launched
 
 if TYPE_CHECKING:
@@ -114,7 +116,8 @@ def probe(
 ) -> None:
     """Before a run: sample some prompts, and say what would keep it from learning, and what to change."""
     config = _resolved(words)
-    from tinyrl.tools.probe import probe, render, rows_with_rates, to_json, write_rows
+    from tinyrl.tools.probe import probe, rows_with_rates, write_rows
+    from tinyrl.tools.probe_findings import render, to_json
 
     seen = probe(config, options=options, num_prompts=prompts, samples=samples, minutes=minutes)
     print(json.dumps(to_json(seen)) if json_output else render(seen))
@@ -145,10 +148,55 @@ def store(
     print(f"next: {shlex.join(['tinyrl', 'train', 'distill', *others, f'teacher.path={output}'])}")
 
 
+def fork(
+    origin: Annotated[str, typer.Argument(metavar="RUN[@STEP]", help="from which checkpoint; default the newest")],
+    settings: Annotated[list[str] | None, setting_words("what is another from there on")] = None,
+    name: Annotated[str | None, typer.Option(help="name of the new run; default <method>-<task>-<n>")] = None,
+    output_dir: Annotated[str | None, typer.Option(help="where it is made; default beside RUN")] = None,
+    *,
+    options: Options,
+) -> Callable[[], int]:
+    """Go on from a checkpoint as a new run under other settings; RUN itself stays as it is."""
+    from tinyrl.tools.report import write_report
+    from tinyrl.training.resume import fork as forked
+
+    command = ["tinyrl", *sys.argv[1:]]
+    launch = forked(origin, settings or [], options=options, output_dir=output_dir, name=name, command=command)
+    return partial(launch.go, report=write_report)
+
+
+def verify(
+    run: Annotated[str, typer.Argument(metavar="RUN")],
+    num: Annotated[int, typer.Option(min=1, help="stretches between checkpoints to repeat, drawn at random")] = 1,
+    everything: Annotated[bool, typer.Option("--all", help="repeat all of them")] = False,
+    *,
+    options: Options,
+) -> int:
+    """Repeat steps of a run: are samples, metrics and weights those it wrote? Exits with 3 where they are not."""
+    from tinyrl.runs.run_dir import open_run
+
+    opened = open_run(run)
+    from tinyrl.training.verify import verify as verified
+
+    found = []
+    for one in verified(opened, options=options, num=None if everything else num):
+        print(one, flush=True)
+        found.append(one)
+    repeated = [one for one in found if one.skipped is None]
+    different = [one for one in repeated if one.different]
+    if not repeated:
+        print("nothing could be repeated: keep more checkpoints (run.save_every, run.keep_checkpoints)")
+    elif not different:
+        print(f"verified: {len(repeated)} of {len(found)} stretches were repeated, and are the same to the bit")
+    else:
+        print(f"NOT verified: {len(different)} of {len(repeated)} differ")
+    return GuardStop.exit_code if different or not repeated else 0
+
+
 def _dry_run(method: str | None, settings: list[str], *, options: Options) -> None:
     """Everything up to the first step, printed by one process: nothing is written."""
-    launch = launched()
-    if launch.rank > 0:
+    processes = launched()
+    if processes.rank > 0:
         return
     forget_launcher()
     from tinyrl.config.recipe import dump_config
@@ -160,8 +208,8 @@ def _dry_run(method: str | None, settings: list[str], *, options: Options) -> No
 
     print(dump_config(config))
     _show_plan(plan(config, options=options))
-    if launch.world_size > 1:
-        print(divided(config, launch.world_size))
+    if processes.world_size > 1:
+        print(divided(config, processes.world_size))
     print(dry_run(config, options=options))
     if config.samples:
         said = shlex.join(["tinyrl", "probe", config.method, *settings])

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
 from tinyrl.config.schema import Config, without_effect
-from tinyrl.config.settings import check_familiar, explain, fields_of, section_class
+from tinyrl.config.settings import check_familiar, explain, fields_of
 from tinyrl.config.yaml_reader import Source, dump_plain, parse_plain
 from tinyrl.text import decode_utf8, did_you_mean, restored, shortened
 
@@ -169,7 +169,7 @@ def _check_used(override: str, method: str) -> None:
     if section in OPTIONAL_SECTIONS and section not in METHODS[method].sections:
         users = " and ".join(name for name, other in METHODS.items() if section in other.sections)
         own = METHODS[method].own
-        meant = f" Did you mean `{own}.{name}`?" if name in fields_of(section_class(own)) else ""
+        meant = f" Did you mean `{own}.{name}`?" if name in fields_of(own) else ""
         raise ValueError(f"override '{shortened(override)}': `{section}` is for {users}, not for {method}.{meant}")
 
 

@@ -20,7 +20,6 @@ from pydantic import (
     model_validator,
 )
 
-from tinyrl.config.embedded import starter_path
 from tinyrl.text import is_address
 
 LARGEST = 1_000_000  # of a coefficient, clip, cap or penalty: more is a slip, and overflows in float32 sooner or later
@@ -52,8 +51,16 @@ Truncated = Literal["keep", "mask", "penalize"]
 Engine = Literal["auto", "fused", "hf-merged", "hf", "server"]
 Schedule = Literal["constant", "linear", "cosine"]
 
+EMBEDDED = {  # models by name; tinyrl/starter has their weights
+    "starter": "model", "starter-reward": "reward_model", "starter-teacher": "teacher", "lookup": "lookup_model"
+}  # fmt: skip
 BUILT_IN_ENVIRONMENTS = ("search", "python")
 URL_SETTINGS = (("generation", "url"), ("environment", "corpus"))  # shown and kept without what is secret in a URL
+
+
+def starter_path(name: str) -> Path | None:
+    """The folder of the embedded model called `name`, one of EMBEDDED; None for every other name."""
+    return Path(__file__).parents[1] / "starter" / EMBEDDED[name] if name in EMBEDDED else None
 
 
 class Section(BaseModel):

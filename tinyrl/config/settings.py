@@ -10,15 +10,12 @@ import re
 import textwrap
 from collections.abc import Iterator
 from functools import cache
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from tinyrl.config.familiar import UNNEEDED, familiar, known_elsewhere, remark
-from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, and_list, is_method
+from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, and_list, is_method, or_list
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import KeyPath, Source, dump_plain
 from tinyrl.text import did_you_mean, shortened
@@ -52,15 +49,22 @@ def check_familiar(source: Source) -> None:
     method = source.values.get("method")
     used = {name: section for name, section in source.values.items() if name not in _unused(method)}
     for path in _leaves(used):
-        walked, kind = _walk(path)
         name = known_elsewhere(tuple(map(str, path)), method=method)
-        if walked == path or not fields_of(_bare(kind)) or not name:
+        if _is_a_setting(path) or not name:
             continue
         start = f"{source.place(path)}: `{dotted(path)}` is not a setting: "
         setting = familiar(name, method=method)
         if setting is None:
             raise ValueError(f"{start}{UNNEEDED[name]}")
         raise ValueError(f"{start}`{name}` is `{_for_method(setting, method)}` here{remark(name, method=method)}")
+
+
+def _is_a_setting(path: KeyPath) -> bool:
+    """Whether there is the section that a path names, and in it the setting (of `method`, which has none, anything)."""
+    section = Config.model_fields.get(str(path[0]))
+    if section is None:
+        return False
+    return len(path) == 1 or path[1] in getattr(section.annotation, "model_fields", path)
 
 
 def _leaves(values: dict[Any, Any], within: KeyPath = ()) -> Iterator[KeyPath]:
@@ -79,7 +83,7 @@ def _unused(method: Any) -> set[str]:
 def _for_method(name: str, method: Any) -> str:
     """The same setting in the method's own section: `grpo.kl_coef` is `ppo.kl_coef` under PPO."""
     section, _, key = name.partition(".")
-    if section in ("grpo", "ppo") and method in ("grpo", "ppo") and key in fields_of(_kind_at((method,))):
+    if section in ("grpo", "ppo") and method in ("grpo", "ppo") and key in fields_of(method):
         return f"{method}.{key}"
     return name
 
@@ -100,131 +104,88 @@ def _sentence(problem: Any, source: Source) -> tuple[KeyPath, str]:
     if problem["type"] == "missing":
         return path, f"{where}: `{name}` is missing; it must be {allowed(kind)}"
     value = source.value(path)
-    hint = did_you_mean(value, [str(literal) for literal in _literals(kind)]) if isinstance(value, str) else ""
+    hint = did_you_mean(value, _words(kind)) if isinstance(value, str) else ""
     if value in ("", []):
         hint = " It is empty."
-    elif isinstance(value, bool | int | float) and any(_bare(option) is str for option in _options(kind)):
+    elif isinstance(value, bool | int | float) and "text" in _words(kind):
         hint = " Put it in quotes."
-    return path, f"{where}: `{name}` is {_shown(value)}; it must be {allowed(kind)}.{hint}"
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, bool | None) else shortened(repr(value))
+    shown = json.dumps(value) if isinstance(value, bool | None) else shortened(repr(value))
+    return path, f"{where}: `{name}` is {shown}; it must be {allowed(kind)}.{hint}"
 
 
 def _meant(path: KeyPath, key: str | int, *, method: Any) -> str:
     """What an unknown key was probably meant to be; the keys of its section where there is no guess."""
-    known = list(fields_of(_kind_at(path)))
-    key = str(key)
-    homes = (
-        name for name in Config.model_fields if name not in _unused(method) and key in fields_of(_kind_at((name,)))
-    )
-    home = next(homes, None)
-    if home:
-        return f" Did you mean `{home}.{key}`?"
+    known, key = [*_fields(_walk(path)[1])], str(key)
+    for home in SECTIONS:
+        if home not in _unused(method) and key in fields_of(home):
+            return f" Did you mean `{home}.{key}`?"
     near = did_you_mean(key, known)
     if near:
         return near.replace("`", f"`{dotted(path)}.", 1) if path else near
     return f" `{dotted(path)}` has: {', '.join(known)}" if path else f" Sections: {', '.join(known)}"
 
 
-@cache
-def fields_of(kind: Any) -> dict[str, Any]:
-    """The fields of a section and what each allows; {} for what is not a section."""
-    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-        return {}
-    hints = get_type_hints(kind, include_extras=True)
-    return {name: hints[name] for name in kind.model_fields}
+# ---- what a setting may be, by the JSON schema that pydantic gives ----
+
+Kind = dict[str, Any]
+schema = cache(Config.model_json_schema)  # once there is something to say: it takes a while
+SECTIONS = tuple(name for name in Config.model_fields if name != "method")
+PLAIN = {"null": ["null"], "boolean": ["true", "false"], "string": ["text"]}
+NUMBERS = {"integer": "a whole number", "number": "a number"}
+LIMITS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "of at most", "exclusiveMaximum": "below"}
 
 
-def section_class(name: str) -> Any:
-    """The class of a section of `Config`; None where there is no section of that name."""
-    return _kind_at((name,))
-
-
-SECTIONS = tuple(name for name, kind in fields_of(Config).items() if fields_of(kind))
-
-
-def _walk(loc: KeyPath) -> tuple[KeyPath, Any]:
-    """The part of an error's location that names a setting (no alternatives of a union), and what it allows."""
-    path: list[str | int] = []
-    kind: Any = Config
-    for part in loc:
-        inner = _inside(kind, part)
-        if inner is None:
-            break
-        path.append(part)
-        kind = inner
-    return tuple(path), kind
-
-
-def _kind_at(path: KeyPath) -> Any:
-    """What the setting at `path` may be, or None. An optional section gives the section itself."""
+def fields_of(*path: str) -> dict[str, Kind]:
+    """The fields of the section at `path`, of all settings without one, and what each may be; {} elsewhere."""
     walked, kind = _walk(path)
-    return _bare(kind) if walked == path else None
+    return _fields(kind) if walked == path else {}
 
 
-def _inside(kind: Any, part: str | int) -> Any:
-    kind = _bare(kind)
-    if get_origin(kind) is list and isinstance(part, int):
-        return get_args(kind)[0]
-    if get_origin(kind) is dict and part != "[key]":
-        return get_args(kind)[1]
-    return fields_of(kind).get(str(part))
+def _fields(kind: Kind) -> dict[str, Kind]:
+    return _followed(kind).get("properties", {})
 
 
-def _bare(kind: Any) -> Any:
-    """A type without its constraints and without None."""
-    if get_origin(kind) is Annotated:
-        return _bare(get_args(kind)[0])
-    options = [option for option in _options(kind) if option is not NoneType]
-    return _bare(options[0]) if len(options) == 1 and options[0] is not kind else kind
+def _followed(kind: Kind) -> Kind:
+    """What a schema refers to; an optional section, or list, is the section or the list."""
+    options = [option for option in kind.get("anyOf", ()) if option.get("type") != "null"]
+    kind = options[0] if len(options) == 1 else kind
+    return schema()["$defs"][kind["$ref"].rpartition("/")[2]] if "$ref" in kind else kind
 
 
-def _options(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+def _walk(loc: KeyPath) -> tuple[KeyPath, Kind]:
+    """The part of an error's location that names a setting (no alternatives of a union), and what it may be."""
+    kind = schema()
+    for depth, part in enumerate(loc):
+        whole = _followed(kind)
+        of_all = None if part == "[key]" else whole.get("items") or whole.get("additionalProperties")
+        inner = whole.get("properties", {}).get(part) or of_all
+        if not inner:
+            return loc[:depth], kind
+        kind = inner
+    return loc, kind
 
 
-def _literals(kind: Any) -> list[Any]:
-    return [value for option in _options(kind) if get_origin(option) is Literal for value in get_args(option)]
-
-
-def allowed(kind: Any) -> str:
+def allowed(kind: Kind) -> str:
     """What a setting may be, in words: "auto or a whole number of at least 1"."""
-    if fields_of(_bare(kind)):
-        return f"a section ({', '.join(list(fields_of(_bare(kind)))[:4])}, ...)"
-    words = [word for option in _options(kind) for word in _words(option)]
-    return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
+    return or_list(_words(kind))
 
 
-def _words(kind: Any) -> list[str]:
-    limits = ""
-    if get_origin(kind) is Annotated:
-        kind, *rules = get_args(kind)
-        limits = " and ".join(filter(None, (_limit(rule) for each in rules for rule in _rules(each))))
-        limits = f" {limits}" if limits else ""
-    if get_origin(kind) is Literal:
-        return [str(value) for value in get_args(kind)]
-    if get_origin(kind) is dict:
-        plain = get_args(kind)[1] is not str
-        return ["a mapping of names to plain values" if plain else "a mapping of text to text, {new: old}"]
-    if get_origin(kind) is list:
-        inner = get_args(kind)[0]
-        names = [*fields_of(inner)]
+def _words(kind: Kind) -> list[str]:
+    if fields := [*_fields(kind)]:
+        return [f"a section ({', '.join(fields[:4])}, ...)"]
+    if "anyOf" in kind:
+        return [word for option in kind["anyOf"] for word in _words(option)]
+    if "const" in kind or "enum" in kind:
+        return kind.get("enum") or [kind["const"]]
+    if kind["type"] == "object":
+        as_text = kind["additionalProperties"] == {"type": "string"}
+        return [f"a mapping of {'text to text, {new: old}' if as_text else 'names to plain values'}"]
+    if kind["type"] == "array":
+        names = [*_fields(kind["items"])]
         named = ", ".join([*names[:2], *(["..."] if len(names) > 2 else [])])
-        return [f"a list of {{{named}}}" if names else f"a list of {allowed(inner)}"]
-    if kind is bool:
-        return ["true", "false"]
-    return [{NoneType: "null", str: "text", int: "a whole number", float: "a number"}[kind] + limits]
-
-
-def _rules(rule: Any) -> list[Any]:
-    return list(rule.metadata) if isinstance(rule, FieldInfo) else [rule]
-
-
-def _limit(rule: Any) -> str:
-    words = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
-    return next((f"{text} {getattr(rule, name)}" for name, text in words.items() if hasattr(rule, name)), "")
+        return [f"a list of {{{named}}}" if names else f"a list of {allowed(kind['items'])}"]
+    limits = " and ".join(f"{words} {kind[name]}" for name, words in LIMITS.items() if name in kind)
+    return PLAIN.get(kind["type"]) or [f"{NUMBERS[kind['type']]} {limits}".rstrip()]
 
 
 # ---- the page ----
@@ -233,7 +194,7 @@ def _limit(rule: Any) -> str:
 def describe_settings(section: str | None = None, *, width: int = WIDTH) -> str:
     """One section, or all, as YAML that a recipe may hold, with what each setting does beside it."""
     if section is not None and section not in SECTIONS:
-        homes = [name for name in SECTIONS if section in fields_of(section_class(name))]
+        homes = [name for name in SECTIONS if section in fields_of(name)]
         near = f" `{section}` is in {and_list(homes)}." if homes else did_you_mean(section, [*SECTIONS])
         raise ValueError(f"there is no section '{shortened(section)}'.{near} Sections: {', '.join(SECTIONS)}")
     pages = [_page(name, width) for name in ([section] if section else SECTIONS)]
@@ -243,23 +204,21 @@ def describe_settings(section: str | None = None, *, width: int = WIDTH) -> str:
 def _page(section: str, width: int) -> list[str]:
     users = [name for name, method in METHODS.items() if section in method.sections]
     read_by = f"read by {and_list(users)}" if section in OPTIONAL_SECTIONS else ""
-    heading = (f"{section}:", f"{Config.model_fields[section].description}", read_by)
-    entries = list(
-        _entries(section_class(section), Config.model_fields[section].get_default(call_default_factory=True))
-    )
+    field = Config.model_fields[section]
+    heading = (f"{section}:", str(field.description), read_by)
+    entries = list(_entries(section, field.get_default(call_default_factory=True)))
     column = max(len(left) for left, *_ in entries) + 2
     return [line for left, *texts in [heading, *entries] for line in _beside(left, *texts, column=column, width=width)]
 
 
-def _entries(kind: Any, values: BaseModel) -> Iterator[tuple[str, str, str]]:
+def _entries(section: str, values: BaseModel) -> Iterator[tuple[str, str, str]]:
     """Name and default of each field, what it means, and what it may be; a list's items follow the list."""
-    for name, allows in fields_of(kind).items():
+    for name, kind in fields_of(section).items():
         setting = dump_plain({name: getattr(values, name)}).strip()
-        yield f"  {setting}", str(kind.model_fields[name].description), allowed(allows)
-        for item in get_args(allows):
-            for inner, field in getattr(item, "model_fields", {}).items():
-                default = "" if field.default is PydanticUndefined else f" {field.default}"
-                yield f"  #   {inner}:{default}", str(field.description), allowed(fields_of(item)[inner])
+        yield f"  {setting}", kind["description"], allowed(kind)
+        for inner, field in _fields(kind.get("items", {})).items():
+            default = f" {field['default']}" if "default" in field else ""
+            yield f"  #   {inner}:{default}", field["description"], allowed(field)
 
 
 def _beside(left: str, meaning: str, allows: str, *, column: int, width: int) -> Iterator[str]:

@@ -74,12 +74,18 @@ def keyed_order(key: str, count: int) -> list[int]:
 
 
 def hold_out(
-    rows: list[Row], *, prompt: Callable[[Row], Any], seed: int, repeat: Callable[[Row], bool] = lambda row: False
+    rows: list[Row],
+    source: str,
+    *,
+    prompt: Callable[[Row], Any],
+    seed: int,
+    repeat: Callable[[Row], bool] = lambda row: False,
+    evaluated: bool = True,
 ) -> tuple[list[Row], list[Row]]:
     """(train, held-out) rows: a tenth of the different prompts (1 to 512) is held out, chosen by `seed`.
 
     Rows with the same prompt fall on the same side; a held-out prompt is kept once, but for rows that may `repeat` it.
-    Both keep the order of `rows`.
+    Both keep the order of `rows`. A single prompt is trained on where nothing is `evaluated`, and else a ValueError.
     """
     keys = [prompt_key(prompt(row)) for row in rows]
     distinct = sorted(set(keys))
@@ -88,7 +94,18 @@ def hold_out(
     train = [row for key, row in zip(keys, rows, strict=True) if key not in held]
     placed = enumerate(zip(keys, rows, strict=True))
     held_out = {(key, at if repeat(row) else None): row for at, (key, row) in placed if key in held}
-    return train, list(held_out.values())
+    if not train and evaluated:
+        hint = "give task.eval_data too, or run.eval_prompts=0"
+        raise ValueError(f"{source}: only one row or prompt, so none can be held out; {hint}")
+    return (train, list(held_out.values())) if train else (rows, [])
+
+
+def needed_data(config: Config) -> str:
+    """task.data of a method that learns from rows. Raises ValueError where it is not given."""
+    if config.task.data is None:
+        kinds = ".jsonl, .json, .csv, .parquet or a hub name"
+        raise ValueError(f"task.data is missing: `tinyrl train {config.method}` needs rows to learn from ({kinds})")
+    return config.task.data
 
 
 def example_rows(config: Config) -> tuple[list[Row], list[Row]]:
@@ -98,10 +115,7 @@ def example_rows(config: Config) -> tuple[list[Row], list[Row]]:
     often stand in the order of their labels. Where all rows have one prompt, rows are held out, not prompts. Raises
     ValueError where there are no rows, or only one that run.eval_prompts would hold out.
     """
-    where = config.task
-    if where.data is None:
-        kinds = ".jsonl, .json, .csv, .parquet or a hub name"
-        raise ValueError(f"task.data is missing: `tinyrl train {config.method}` needs rows to learn from ({kinds})")
+    where, data = config.task, needed_data(config)
 
     def graded(row: Row) -> bool:
         return config.trains.rows == "judged" and objective_of(row, config.reward_model.objective) != "pairs"
@@ -110,17 +124,13 @@ def example_rows(config: Config) -> tuple[list[Row], list[Row]]:
         rows = read_rows(source, columns=where.columns, revision=where.revision)
         return [rows[i] for i in keyed_order(f"graded {where.split_seed}", len(rows))] if graded(rows[0]) else rows
 
-    rows = read(where.data)
+    rows = read(data)
     if where.eval_data is not None:
         return rows[: where.max_samples], read(where.eval_data)[: where.max_samples]
     one_prompt = len({prompt_key(shared_prompt(row)) for row in rows}) == 1
     by = row_key if one_prompt else shared_prompt
-    train_rows, held_out = hold_out(rows, prompt=by, seed=where.split_seed, repeat=graded)
-    if not train_rows and not config.run.eval_prompts:
-        train_rows, held_out = rows, []
-    if not train_rows:
-        hint = "give task.eval_data too, or run.eval_prompts=0"
-        raise ValueError(f"{where.data}: only one row, so none can be held out; {hint}")
+    evaluated = config.run.eval_prompts > 0
+    train_rows, held_out = hold_out(rows, data, prompt=by, seed=where.split_seed, repeat=graded, evaluated=evaluated)
     return train_rows[: where.max_samples], held_out[: where.max_samples]
 
 

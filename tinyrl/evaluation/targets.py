@@ -1,4 +1,6 @@
-"""What `tinyrl eval` evaluates: a run, a checkpoint or a model, and the configurations that it is loaded with.
+"""What a word means that names a run, a checkpoint or a model, and the configurations that it is loaded with.
+
+`policy_at` is for who talks to a policy (chat, serve, benchmarks), `find` for evaluation.
 
 A run of grpo or ppo is sampled on its held-out prompts and judged by its reward. A run of sft or dpo is measured by its
 trainer on its held-out rows, and sampled too where a task or a reward is named. A reward model is only measured. A
@@ -15,15 +17,17 @@ from typing import Any
 from tinyrl.config.methods import and_list
 from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
+from tinyrl.config.sections import starter_path
 from tinyrl.data.rows import example_rows, prompt_key
 from tinyrl.data.shapes import shared_prompt
 from tinyrl.runs.checkpoint import checkpoint_of
 from tinyrl.runs.resolve import resolve
-from tinyrl.runs.run_dir import open_run, run_of
+from tinyrl.runs.run_dir import nearest_run, open_run, run_of
 from tinyrl.tasks import load_split, load_task
 from tinyrl.text import shortened
 
 SECTIONS = ("reward", "generation", "task")  # whose settings the command line may give
+OF_A_CHAT = ("task", "generation", "environment", "reward")
 OPTIONS = {"task.name": "--task NAME", "task.data": "--data FILE", "task.eval_data": "--data FILE"}
 JUDGES = ("reward", "reward.functions", "reward.model")  # settings that replace the run's own reward
 A_JUDGE = "a task (--task NAME) or a reward (reward.model=PATH, 'reward.functions=[{use: FILE.py:FUNCTION}]')"
@@ -57,7 +61,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Target:
-    """What is evaluated."""
+    """What is evaluated, or talked to."""
 
     path: str
     run: Path | None
@@ -67,7 +71,15 @@ class Target:
 
     @property
     def name(self) -> str:
-        return self.path if self.run is None or self.checkpoint is None else f"{self.run.name}/{self.checkpoint.name}"
+        if self.run is None or self.checkpoint is None:
+            return self.path
+        return f"{self.run.resolve().name}/{self.checkpoint.name}"
+
+    @property
+    def config(self) -> Config:
+        """The configuration that it is sampled with; of what is only measured there is none."""
+        assert self.sampled is not None
+        return self.sampled
 
     @property
     def is_policy(self) -> bool:
@@ -81,9 +93,8 @@ def find(path: str, asked: Asked) -> Target:
     if run is None:
         if asked.task is None and asked.data is None:
             where = "--task NAME (see `tinyrl tasks`) or --data FILE"
-            raise ValueError(f"{path} is not a run, so say what to evaluate a model on: {where}")
-        values = {"model": {"path": path}, "task": {"name": asked.task or "rows"}, "reference": {"kind": "none"}}
-        return Target(path, None, _as_asked({"method": "grpo", **values}, asked), None)
+            raise ValueError(f"{path} is not a run.{nearest_run(path)} To evaluate a model, say what on: {where}")
+        return Target(path, None, _as_asked({**_a_model(path), "task": {"name": asked.task or "rows"}}, asked), None)
     config = open_run(run).read_config()
     method = config.trains
     if method.samples:
@@ -101,6 +112,30 @@ def find(path: str, asked: Asked) -> Target:
         values["task"] |= {"eval_data": asked.data}
         config = resolve(build_config(values))
     return Target(path, run, None, config)
+
+
+def policy_at(path: str, settings: list[str]) -> Target:
+    """The policy or the model at `path`, as grpo's, whatever has trained it, and with its checkpoint. Raises ValueError
+    for a reward model, a run without a checkpoint, other settings.
+    """
+    check_sections(settings, OF_A_CHAT, "a chat")
+    run = run_of(Path(path))
+    if run is None:
+        meant = nearest_run(path)
+        if meant and starter_path(path) is None and not Path(path).expanduser().exists():  # else it may be a hub name
+            raise ValueError(f"{path} is neither a run nor a model.{meant}")
+        values = _a_model(path)
+    else:
+        config = open_run(run).read_config()
+        if not config.trains.policy:
+            raise ValueError(f"{path} is a reward model, which writes nothing")
+        values = as_policy(config)
+    values["generation"] = {**values.get("generation", {}), "allow_truncated_sampling": True}  # nothing is trained
+    return locate(Target(path, run, resolve(build_config(values, settings)), None))
+
+
+def _a_model(path: str) -> dict[str, Any]:
+    return {"method": "grpo", "model": {"path": path}, "reference": {"kind": "none"}}
 
 
 def check_asked(first: Target, asked: Asked) -> None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tinyrl.config.embedded import starter_path
 from tinyrl.config.schema import Config
+from tinyrl.config.sections import starter_path
 from tinyrl.data.rows import prompt_key
 from tinyrl.evaluation.evaluate import Evaluation, Role, evaluate
 from tinyrl.evaluation.statistics import paired_difference, win_rates
@@ -159,9 +159,7 @@ def _other(vs: str, ours: Side, *, asked: Asked, options: Options) -> Side:
         return _teacher(ours, options=options)
     # It needs a configuration to be sampled with, whatever it says: the first one's takes its place.
     target, first = locate(find(vs, replace(asked, task=asked.task or "rows", settings=()))), ours.parts.config
-    assert target.sampled is not None
-    config = judged_by(first, target.sampled)
-    side = load_side(replace(target, sampled=config), options=options, judge=ours.parts.scorer)
+    side = load_side(replace(target, sampled=judged_by(first, target.config)), options=options, judge=ours.parts.scorer)
     side.parts.config = _with(side.parts.config, seed=first.run.seed)  # whose uniforms the samples are drawn by
     return replace(side, trained_on=trained_on(vs))
 
@@ -185,8 +183,7 @@ def _teacher(ours: Side, *, options: Options) -> Side:
 
 def load_side(target: Target, *, options: Options, judge: Scorer | None = None) -> Side:
     """The side of a target that is sampled; judged by another side's scorer where one is given."""
-    assert target.sampled is not None
-    parts = SamplingParts(target.sampled, options=options, judge=judge)
+    parts = SamplingParts(target.config, options=options, judge=judge)
     for line in parts.template_warnings() if parts.world.is_main else ():
         print(f"{target.name}: {line}", file=sys.stderr)
     if target.checkpoint is None:
@@ -241,14 +238,13 @@ def compare_policies(targets: list[str], asked: Asked, *, vs: str, options: Opti
     """
     found = alike([vs, *targets], asked)
     first, seen = found[0], frozenset().union(*(trained_on(target.path) for target in found))
-    assert first.sampled is not None
     wanted = [(first.name, first, 1), *((target.name, target, 1) for target in found[1:])]
     if asked.best_of > 1:
         wanted.insert(1, (f"{first.name}, best of {asked.best_of}", first, asked.best_of))
     rows, prompts, baseline = [], [], Evaluation({}, [], [])
     for name, target, best_of in wanted:
         places, evaluation = _evaluated(
-            target, replace(asked, best_of=best_of), seen=seen, seed=first.sampled.run.seed, options=options
+            target, replace(asked, best_of=best_of), seen=seen, seed=first.config.run.seed, options=options
         )
         rows.append({"policy": name, **evaluation.metrics})
         if len(rows) == 1:
@@ -284,14 +280,13 @@ def alike(paths: list[str], asked: Asked) -> list[Target]:
 
 
 def _differences(first: Target, other: Target, section: str, *, besides: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:
-    left, right = (getattr(target.sampled, section).model_dump() for target in (first, other))
+    left, right = (getattr(target.config, section).model_dump() for target in (first, other))
     return {name: (left[name], right[name]) for name in left if name not in besides and left[name] != right[name]}
 
 
 def _other_environment(first: Target, other: Target) -> list[str]:
     """The settings of its environment in which a target differs from the first: each plays in its own."""
-    configs = [target.sampled for target in (first, other) if target.sampled is not None]
-    played = any(plays(config) for config in configs)
+    played = any(plays(target.config) for target in (first, other))
     return list(_differences(first, other, "environment", besides=LIMITS)) if played else []
 
 
@@ -299,8 +294,7 @@ def _evaluated(
     target: Target, asked: Asked, *, seen: frozenset[str], seed: int, options: Options
 ) -> tuple[list[int], Evaluation]:
     """One policy on the prompts that nobody was trained on (their numbers too), with the uniforms of `seed`."""
-    assert target.sampled is not None
-    side = load_side(replace(target, sampled=_with(target.sampled, seed=seed)), options=options)
+    side = load_side(replace(target, sampled=_with(target.config, seed=seed)), options=options)
     try:
         prompts = [p for p in side.prompts(asked.split) if prompt_key(p.prompt) not in seen][: asked.num_prompts]
         if not prompts:

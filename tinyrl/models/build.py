@@ -24,8 +24,8 @@ from peft import LoraConfig, PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tinyrl.config.embedded import starter_path
 from tinyrl.config.schema import Config
+from tinyrl.config.sections import starter_path
 from tinyrl.models.batches import make_batch
 from tinyrl.models.loading import NoHead, few_tokens, load_causal_lm, load_tokenizer
 from tinyrl.models.lora import (

@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from tinyrl.config.embedded import starter_path
+from tinyrl.config.sections import starter_path
 from tinyrl.models.reading import ADAPTER_FILES, MODEL_FILES, TOKENIZER_FILES, reading, tensor_shapes
 from tinyrl.text import did_you_mean, shortened
 

@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from tinyrl.config.embedded import starter_path
 from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
+from tinyrl.config.sections import starter_path
 from tinyrl.models.build import build_roles
 from tinyrl.models.loading import load_model_config, load_tokenizer
 from tinyrl.models.lora import POLICY_ADAPTER

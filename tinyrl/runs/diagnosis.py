@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tinyrl.runs.metrics import AT_ONCE, METRICS, Finding, Row, has_steps
+from tinyrl.runs.findings import AT_ONCE, CHECKS, Finding, Row, has_steps
 from tinyrl.runs.records import Run, messages_of, number, samples_of
 from tinyrl.text import number as shown
 from tinyrl.text import one_line, visible
@@ -22,9 +22,7 @@ MOST_LINES = 1000  # that a run keeps in memory, of steps with an evaluation and
 
 def findings(run: Run) -> list[Finding]:
     """What is wrong with a run, as far as its metrics say; [] for one that goes well, or is too short to tell."""
-    ready = has_steps(run)
-    checks = [check for metric in METRICS.values() for check in metric.checks if ready or check in AT_ONCE]
-    return [found for check in checks if (found := check(run)) is not None]
+    return [found for check in (CHECKS if has_steps(run) else AT_ONCE) if (found := check(run)) is not None]
 
 
 def examples(rows: Iterable[Row], finding: Finding) -> list[Row]:
@@ -130,7 +128,7 @@ class Watch:
         return new
 
     def _keep(self, step: int, line: dict[str, Any]) -> None:
-        """Take in a line; the windows of a finding (metrics.py), the first 25 and the last 50, stay whole."""
+        """Take in a line; the windows of a finding (findings.py), the first 25 and the last 50, stay whole."""
         self._steps[step] = line
         kept = self._kept[any(key.startswith("eval/") for key in line)]
         kept.append(step)

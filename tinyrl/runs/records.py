@@ -53,6 +53,12 @@ def number(value: Any) -> float:
     return result if abs(result) < LARGEST else math.nan
 
 
+def known(value: Any, otherwise: float) -> float:
+    """A JSON value as a number; `otherwise` where it is none."""
+    found = number(value)
+    return otherwise if math.isnan(found) else found
+
+
 def json_lines(path: Path, notes: list[str], *, containing: bytes = b"") -> Iterator[dict[str, Any]]:
     """The lines of a record that hold a step; none where there is no such file. Others are left out and, but for a
     cut-off last one, noted at the end, as is what was lost.
@@ -100,10 +106,12 @@ def read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
     return dict(sorted(steps.items()))
 
 
-def samples_of(path: Path, notes: list[str], *, kind: str | None = None) -> Iterator[dict[str, Any]]:
-    """The lines of samples.jsonl of a kind (None: any): "train", "eval" (held out), "eval-greedy"."""
+def samples_of(
+    path: Path, notes: list[str], *, kind: str | None = None, step: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """The lines of samples.jsonl of a step and a kind (None: any): "train", "eval" (held out), "eval-greedy"."""
     rows = json_lines(path, notes, containing=f'"{kind}"'.encode() if kind else b"")
-    return (row for row in rows if kind in (None, row.get("kind")))
+    return (row for row in rows if kind in (None, row.get("kind")) and step in (None, row["step"]))
 
 
 def messages_of(row: dict[str, Any]) -> list[tuple[str, str]]:
@@ -115,6 +123,13 @@ def messages_of(row: dict[str, Any]) -> list[tuple[str, str]]:
         return [("policy", str(row.get("completion", "")))]
     found = [message for message in episode if isinstance(message, dict)]
     return [("policy" if m.get("role") == "assistant" else "environment", str(m.get("content", ""))) for m in found]
+
+
+def evenly(items: list[Item], most: int) -> list[Item]:
+    """At most so many of them: the first, the last, and evenly between; none where two are too many."""
+    if len(items) <= most:
+        return items
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)] if most > 1 else []
 
 
 def _without_middle(items: list[Item], most: int) -> tuple[list[Item], int]:
@@ -197,7 +212,7 @@ def _sample(row: dict[str, Any], index: int) -> Sample:
     shown, omitted = _without_middle(said, MOST_MESSAGES)
     return Sample(
         prompt_index=index,
-        sample=_whole(row.get("sample")),
+        sample=which if isinstance(which := row.get("sample"), int) else 0,
         prompt=excerpt(str(row.get("prompt", "")), PROMPT_CHARACTERS),
         messages=tuple((who, excerpt(text, CHARACTERS[who])) for who, text in shown),
         omitted=omitted,
@@ -205,10 +220,6 @@ def _sample(row: dict[str, Any], index: int) -> Sample:
         finish_reason=str(row.get("finish_reason", "")),
         length=sum(len(text) for who, text in said if who == "policy"),
     )
-
-
-def _whole(value: Any) -> int:
-    return value if isinstance(value, int) else 0
 
 
 # ---- token by token ----

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tinyrl.config.embedded import starter_path
 from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
+from tinyrl.config.sections import starter_path
 from tinyrl.runs.checkpoint import checkpoint_of
 from tinyrl.runs.run_dir import named_run, open_run
 
@@ -51,25 +52,24 @@ def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
     """
     values = {name: dict(section) if isinstance(section, dict) else section for name, section in values.items()}
     for section, name in (*MODEL_FIELDS, *DATA_FIELDS):
-        path = values.get(section, {}).get(name)
-        if isinstance(path, str) and starter_path(path) is None and os.path.exists(os.path.expanduser(path)):
-            values[section][name] = os.path.abspath(os.path.expanduser(path))
-    functions = values.get("reward", {}).get("functions")
-    if isinstance(functions, list):
-        values["reward"]["functions"] = [
-            {**function, "use": _absolute_use(function.get("use")), **_absolute_files(function)}
-            if isinstance(function, dict) and "use" in function
-            else function
-            for function in functions
-        ]
-    sources = values.get("task", {}).get("sources")
-    if isinstance(sources, list):
-        values["task"]["sources"] = [{**source, **_absolute_data(source)} for source in sources]
-    environment = values.get("environment")
-    if isinstance(environment, dict):
-        environment["use"] = _absolute_use(environment.get("use"))
-        environment["tools"] = [_absolute_use(use) for use in environment.get("tools") or []]
-    return values
+        if name in values.get(section, {}):
+            values[section][name] = _absolute(values[section][name])
+    of_each = {
+        ("reward", "functions"): {"use": _absolute_use, "rubric": _absolute_file, "cache": _absolute_file},
+        ("task", "sources"): {"data": _absolute, "eval_data": _absolute, "environment": _absolute_use},
+    }
+    for (section, name), changes in of_each.items():
+        if isinstance(items := values.get(section, {}).get(name), list):
+            values[section][name] = [_changed(item, changes) for item in items]
+    uses = {"use": _absolute_use, "agent": _absolute_use, "tools": lambda tools: [_absolute_use(use) for use in tools]}
+    return values | {"environment": _changed(values["environment"], uses)} if "environment" in values else values
+
+
+def _changed(values: Any, changes: dict[str, Callable[[Any], Any]]) -> Any:
+    """A mapping with some of its values changed, where it has them."""
+    if not isinstance(values, dict):
+        return values
+    return values | {name: change(values[name]) for name, change in changes.items() if values.get(name)}
 
 
 def critic_run(config: Config) -> Config | None:
@@ -136,17 +136,14 @@ def _unfit(key: str, path: str, config: Config) -> str | None:
     return f"holds adapters, not a whole model{f'; {base}' if key == 'model.path' else f', {critic}'}"
 
 
-def _absolute_data(source: dict[str, Any]) -> dict[str, str]:
-    """Of a source of rows: the files that are there, and what answers it."""
-    paths = {name: os.path.expanduser(source.get(name) or "") for name in ("data", "eval_data")}
-    files = {name: os.path.abspath(path) for name, path in paths.items() if path and os.path.exists(path)}
-    return {**files, "environment": _absolute_use(source["environment"])} if source.get("environment") else files
+def _absolute(path: Any) -> Any:
+    """The absolute path of what is there; the name of an embedded model, or of what is on the hub, as it is."""
+    there = isinstance(path, str) and starter_path(path) is None and os.path.exists(os.path.expanduser(path))
+    return _absolute_file(path) if there else path
 
 
-def _absolute_files(function: dict[str, Any]) -> dict[str, str]:
-    """Of a judge: its rubric, and its cache."""
-    paths = {name: function[name] for name in ("rubric", "cache") if isinstance(function.get(name), str)}
-    return {name: os.path.abspath(os.path.expanduser(path)) for name, path in paths.items()}
+def _absolute_file(path: Any) -> Any:
+    return os.path.abspath(os.path.expanduser(path)) if isinstance(path, str) else path
 
 
 def _absolute_use(use: Any) -> Any:

@@ -25,10 +25,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tinyrl.config.embedded import starter_path
 from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import dump_config, load_written_config
 from tinyrl.config.schema import Config
+from tinyrl.config.sections import starter_path
 from tinyrl.runs.records import json_lines, lost_lines
 from tinyrl.text import HIDDEN, SECRET, did_you_mean, hidden, one_line, redact
 
@@ -139,7 +139,7 @@ class RunDir:
     def write_config(self, config: Config) -> None:
         """Write config.yaml, which everything about the run can be rebuilt from."""
         if self.writes:
-            _write(self.path / "config.yaml", dump_config(config))
+            write_whole(self.path / "config.yaml", dump_config(config))
 
     def read_config(self, overrides: Sequence[str] = ()) -> Config:
         """The run's configuration with overrides laid over it. Raises ValueError when config.yaml was made invalid."""
@@ -148,7 +148,7 @@ class RunDir:
     def write_environment(self, facts: dict[str, Any]) -> None:
         """Write env.json, what `environment` gives."""
         if self.writes:
-            _write(self.path / "env.json", json.dumps(hidden(facts), indent=1) + "\n")
+            write_whole(self.path / "env.json", json.dumps(hidden(facts), indent=1) + "\n")
 
     def append_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         self._append(self.metrics, [{"step": step, **metrics}])
@@ -294,7 +294,8 @@ def _whole_lines(file: Path, length: int) -> int:
     return 0
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
     temporary = path.with_suffix(path.suffix + _WRITING)
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -444,13 +445,17 @@ def meant_a_run(name: str) -> bool:
     return beside or os.path.isfile(Path("runs") / name / "config.yaml")
 
 
+def nearest_run(path: str | Path) -> str:
+    """The end of a sentence that names a run beside `path` which may have been meant; empty where none is near."""
+    return did_you_mean(str(path), [str(found.parent) for found in Path(path).parent.glob("*/config.yaml")])
+
+
 def open_run(path: str | Path, *, writes: bool = True) -> RunDir:
     """An existing run. Raises ValueError when the folder is not one."""
     folder = Path(path)
     if not os.path.isfile(folder / "config.yaml"):
         parent = run_of(folder)
-        beside = [str(p.parent) for p in folder.parent.glob("*/config.yaml")]
-        meant = f" Its run is {parent}" if parent else did_you_mean(str(folder), beside)
+        meant = f" Its run is {parent}" if parent else nearest_run(folder)
         if not meant and os.path.isfile(Path("runs") / folder / "config.yaml"):
             meant = f" Did you mean `{Path('runs') / folder}`?"
         what = "has no config.yaml" if os.path.lexists(folder) else "does not exist"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tinyrl.runs.records import json_lines, messages_of, number, samples_of
+from tinyrl.runs.records import evenly, json_lines, messages_of, number, samples_of
 from tinyrl.text import excerpt, listed, one_line, visible
 
 Kind = Literal["train", "eval", "eval-greedy"]
@@ -107,8 +107,7 @@ def _over_time(by_step: dict[int, list[Line]], num: int) -> list[Line]:
     kind = "eval" if "eval" in kinds else kinds[0]
     firsts = [next((row for row in rows if row.get("kind") == kind), None) for _, rows in sorted(by_step.items())]
     rows = [row for row in firsts if row is not None]
-    apart = (len(rows) - 1) / max(1, num - 1)
-    return rows if len(rows) <= num else [rows[round(i * apart)] for i in range(num)] if num > 1 else rows[-1:]
+    return evenly(rows, num) or rows[-1:]
 
 
 def _change(before: Line, after: Line) -> tuple[float, float]:

@@ -124,11 +124,11 @@ class Trackers:
 
 
 def flat(config: dict[str, Any], *, within: str = "") -> dict[str, bool | int | float | str]:
-    """A nested configuration as section.key: value, with plain values only, which is what every tracker takes."""
+    """A nested configuration as section.key: value, with plain values only; what is too deep, and a list, is JSON."""
     out: dict[str, bool | int | float | str] = {}
     for key, value in config.items():
         name = f"{within}{key}"
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and within.count(".") < 6:
             out |= flat(value, within=f"{name}.")
         else:
             out[name] = value if isinstance(value, bool | int | float | str) else json.dumps(value)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tinyrl.config.embedded import starter_path
+from tinyrl.config.sections import starter_path  # exported model cards have it from here
 
 __all__ = ["SPLITS", "check_split", "split_of", "starter_path", "write_command", "write_rows"]
 

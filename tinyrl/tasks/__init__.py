@@ -160,26 +160,18 @@ def load_rows(
         raise ValueError(f"task.max_samples: must be at least 1, not {max_samples}")
     if columns and data is None and eval_data is None:
         raise ValueError("task.columns renames the columns of task.data, and no task.data is given")
-    source = data if split == "train" else eval_data
+    source = (eval_data if split == "eval" else None) or data
     if task.generate is not None:
-        return task.generate(source or data, split, seed)[:max_samples]
+        return task.generate(source, split, seed)[:max_samples]
     if source is not None:
         rows = _read(task, source, columns=columns, verified=verified, revision=revision)
-    elif data is not None:
-        rows = _read(task, data, columns=columns, verified=verified, revision=revision)
     elif task.rows is no_rows:
         needed = " and ".join(f"'{name}'" for name in task.columns)
         raise ValueError(f"task '{task.name}' has no data of its own: give task.data=FILE.jsonl with a column {needed}")
     else:
         rows = task.rows(split)
     if data is not None and eval_data is None:
-        train, held_out = hold_out(rows, prompt=task.prompt, seed=seed)
-        if not train and not evaluated:
-            train, held_out = rows, []
-        if not train:
-            raise ValueError(
-                f"{data}: only one prompt, so none can be held out; give task.eval_data too, or run.eval_prompts=0"
-            )
+        train, held_out = hold_out(rows, data, prompt=task.prompt, seed=seed, evaluated=evaluated)
         rows = train if split == "train" else held_out
     return rows[:max_samples]
 

@@ -14,20 +14,20 @@ from typing import Any
 
 import torch
 
+from tinyrl.evaluation.targets import Target
 from tinyrl.models.roles import load_policy
 from tinyrl.rollout.components import Options, Parts, resolve_threads
 from tinyrl.runs.checkpoint import MANIFEST
 from tinyrl.tasks.prompts import in_chat
 from tinyrl.text import did_you_mean
 from tinyrl.text import number as shown
-from tinyrl.tools.chat.target import ChatTarget
 
 NAMES = {"math500": "hendrycks_math500", "aime24": "aime24", "arc": "arc_challenge"}  # what people say
 SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
 
 
 def benchmark(
-    target: ChatTarget,
+    target: Target,
     names: list[str],
     *,
     few_shot: int | None = None,
@@ -48,6 +48,8 @@ def benchmark(
         if name not in manager.all_tasks:
             raise ValueError(f"--benchmark: lm-eval has no task '{name}'.{did_you_mean(name, manager.all_tasks)}")
     config, where = target.config, target.config.task
+    manifest = target.checkpoint and target.checkpoint / MANIFEST  # it has the SHA-256 of every file
+    digest = hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest else None
     with closing(Parts(config, options=options)) as parts:
         if target.checkpoint is not None:
             load_policy(parts.roles, target.checkpoint)
@@ -70,12 +72,11 @@ def benchmark(
             raise ValueError(f"a task needs {error.name}, which is not installed: pip install {error.name}") from None
     return {
         "target": target.name,
-        "checkpoint_sha256": _sha_of_checkpoint(target),
+        "checkpoint_sha256": digest,
         "device": device,
         "harness": f"lm-eval {importlib.metadata.version('lm_eval')}",
         "settings": {
             **asked,
-            "batch_size": batch_size,
             "chat": chat,
             "system_prompt": where.system_prompt if chat else None,
             **SEEDS,
@@ -93,14 +94,6 @@ def _harness(folder: str | None) -> tuple[Any, Any, Any]:
     except ImportError as error:
         raise ValueError(f"{error.name} is not installed: pip install 'tinyrl[benchmarks]'") from None
     return lm_eval.simple_evaluate, huggingface.HFLM, TaskManager(include_path=folder)
-
-
-def _sha_of_checkpoint(target: ChatTarget) -> str | None:
-    """Of its manifest, which has the SHA-256 of every file."""
-    if target.checkpoint is None:
-        return None
-    manifest = target.checkpoint / MANIFEST
-    return hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else None
 
 
 def _task(found: Any, name: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import uvicorn
 
+from tinyrl.evaluation.targets import Target
 from tinyrl.generation.endpoint import LOCAL, Endpoint, Server
 from tinyrl.generation.engine import SampledRole, SamplingSettings
 from tinyrl.generation.fused import FusedEngine
@@ -18,7 +19,6 @@ from tinyrl.generation.live import Draw, LiveSampler
 from tinyrl.generation.select import sampling_dtype, select_engine
 from tinyrl.models.roles import load_policy
 from tinyrl.rollout.components import Options, Parts, resolve_threads
-from tinyrl.tools.chat.target import ChatTarget
 
 BASE = "base"  # the name of the model without its adapter
 GRACE_S = 5  # for answers under way when a signal comes
@@ -62,7 +62,7 @@ def listening(address: Address) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def served(
-    target: ChatTarget, *, options: Options, max_rows: int, key: str | None = None, hosts: list[str] | None = None
+    target: Target, *, options: Options, max_rows: int, key: str | None = None, hosts: list[str] | None = None
 ) -> Iterator[Endpoint]:
     """The endpoint of a target, loaded. hosts: names it may be called by. ValueError for what a user can fix."""
     config, generation = target.config, target.config.generation
@@ -100,7 +100,7 @@ def served(
         sampler.close()
 
 
-def serve(target: ChatTarget, address: Address, *, options: Options, max_rows: int) -> None:
+def serve(target: Target, address: Address, *, options: Options, max_rows: int) -> None:
     """Answer until a signal comes; answers under way then have a few seconds."""
     hosts = LOCAL if address.is_local else None
     loaded = served(target, options=options, max_rows=max_rows, key=address.key, hosts=hosts)

@@ -31,8 +31,7 @@ from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted
 from tinyrl.evaluation.statistics import interval, mean
 from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints
-from tinyrl.runs.metrics import known
-from tinyrl.runs.records import number, read_steps, samples_of
+from tinyrl.runs.records import known, number, read_steps, samples_of
 from tinyrl.runs.signals import check_stop
 from tinyrl.text import number as shown
 from tinyrl.tools.report import write_overlay
@@ -86,8 +85,7 @@ class Member:
 
     @property
     def metrics(self) -> dict[int, dict[str, Any]]:
-        file = self.path / "metrics.jsonl"
-        return read_steps(file, []) if file.is_file() else {}
+        return read_steps(self.path / "metrics.jsonl", [])
 
     def score(self, step: int) -> float:
         return number(self.metrics.get(step, {}).get(self.config.run.best_metric))
@@ -95,10 +93,9 @@ class Member:
     def by_prompt(self, step: int) -> dict[tuple[Any, str], float]:
         """The held-out reward of each prompt at a step, as far as samples.jsonl has them."""
         found: dict[tuple[Any, str], list[float]] = {}
-        for row in samples_of(self.path / "samples.jsonl", [], kind="eval"):
-            if row["step"] == step:
-                key = (row.get("prompt_index"), str(row.get("prompt")))
-                found.setdefault(key, []).append(number(row.get("reward")))
+        for row in samples_of(self.path / "samples.jsonl", [], kind="eval", step=step):
+            key = (row.get("prompt_index"), str(row.get("prompt")))
+            found.setdefault(key, []).append(number(row.get("reward")))
         return {key: mean(values) for key, values in found.items()}
 
 

@@ -21,8 +21,8 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from tinyrl.config.embedded import starter_path
 from tinyrl.config.schema import Config
+from tinyrl.config.sections import starter_path
 from tinyrl.runs.checkpoint import MANIFEST, checkpoint_step
 from tinyrl.runs.run_dir import versions
 from tinyrl.tasks import environment_functions

@@ -16,7 +16,7 @@ from tests.faults.fuzz.folders import models, runs
 from tests.faults.fuzz.sound import ROWS, ROWS_OF, Sound, copied, write_rows
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.recipe import load_config, packaged_recipes
-from tinyrl.config.settings import SECTIONS, fields_of, section_class
+from tinyrl.config.settings import SECTIONS, fields_of
 
 
 def words(sound: Sound, seed: int, count: int) -> Iterator[Case]:
@@ -42,7 +42,7 @@ def words(sound: Sound, seed: int, count: int) -> Iterator[Case]:
 def settings(sound: Sound, seed: int, count: int) -> Iterator[Case]:
     """Every field of the schema in turn, with an odd value; now and then two at once."""
     random = Random(f"settings {seed}")
-    fields = [(section, key) for section in SECTIONS for key in fields_of(section_class(section))]
+    fields = [(section, key) for section in SECTIONS for key in fields_of(section)]
     random.shuffle(fields)
     for n in range(count):
         chosen = [fields[n % len(fields)], *random.sample(fields, random.choice((0, 0, 0, 1)))]
@@ -71,7 +71,7 @@ def accepted(method: str, overrides: list[str]) -> bool:
 def numbers(sound: Sound, seed: int, count: int) -> Iterator[Case]:
     """Numbers that the schema allows, at their ends, in a run of one step: the arithmetic bears them or stops."""
     random = Random(f"numbers {seed}")
-    fields = [(section, key) for section in SECTIONS for key in fields_of(section_class(section))]
+    fields = [(section, key) for section in SECTIONS for key in fields_of(section)]
     values = ("0", "1", "1e-300", "1e-30", "1e30", "1000000", "1e300", "0.999999999", "3")
     for n in range(count):
         method = random.choice([*METHODS])

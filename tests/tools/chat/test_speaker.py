@@ -10,12 +10,12 @@ from transformers import AutoTokenizer
 from tests import running
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tinyrl.config.recipe import load_config
+from tinyrl.evaluation.targets import policy_at
 from tinyrl.generation.engine import Request
 from tinyrl.generation.hf import HfEngine
 from tinyrl.generation.live import Spelling
 from tinyrl.rollout.components import Options
 from tinyrl.tools.chat.speaker import CHAT_STEP, Answer, Speaker, load_speaker
-from tinyrl.tools.chat.target import chat_target
 from tinyrl.tools.chat.terminal import converse
 
 TEMPLATE = (
@@ -33,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def speaker(run: Path) -> Iterator[Speaker]:
-    with load_speaker(chat_target(str(run), []), options=Options(device="cpu")) as speaker:
+    with load_speaker(policy_at(str(run), []), options=Options(device="cpu")) as speaker:
         yield speaker
 
 
@@ -90,7 +90,7 @@ def test_with_a_chat_template_the_conversation_goes_on_until_it_is_reset(tmp_pat
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(base)
-    target = chat_target(str(base), ["generation.max_new_tokens=4"])
+    target = policy_at(str(base), ["generation.max_new_tokens=4"])
     with load_speaker(target, options=Options(device="cpu")) as speaker:
         _, first = on_token(speaker, "hi")
         assert first.prompt.text == "<user>hi<a>"
@@ -119,7 +119,7 @@ def test_an_environment_answers_in_the_middle(tmp_path: Path):
     few = ["run.num_steps=1", "grpo.num_prompts=2", "grpo.group_size=2", "grpo.minibatch_size=null"]
     config = load_config("grpo", "lookup", overrides=[*few, "run.eval_prompts=0", "run.threads=1"])
     assert running.train(config, tmp_path)[0] == 0
-    with load_speaker(chat_target(str(tmp_path / "run"), []), options=Options(device="cpu")) as speaker:
+    with load_speaker(policy_at(str(tmp_path / "run"), []), options=Options(device="cpu")) as speaker:
         speakers: list[str] = []
         answer = speaker.say_row(0, lambda who, piece: speakers.append(who))
         row = 0

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.tools.report.runs import PageReader, page, sample, write_run
-from tinyrl.runs.records import HeldOut, read_held_out, read_run
-from tinyrl.tools.report.completions import extremes, shown_steps
+from tinyrl.runs.records import HeldOut, evenly, read_held_out, read_run
+from tinyrl.tools.report.completions import extremes
 
 
 def held_out(folder: Path, samples: list[dict[str, Any]]) -> HeldOut:
@@ -39,10 +39,9 @@ def test_one_evaluation_is_shown_without_buttons(tmp_path: Path) -> None:
 
 
 def test_steps_to_choose_are_spread_evenly() -> None:
-    assert shown_steps([5, 9]) == [5, 9]
-    steps = shown_steps([*range(0, 1510, 10)])
-    assert steps == [*range(0, 1501, 100)]
-    assert len(shown_steps([*range(100), 10_000])) <= 16
+    assert evenly([5, 9], 16) == [5, 9]
+    assert evenly([*range(0, 1510, 10)], 16) == [*range(0, 1501, 100)]
+    assert len(evenly([*range(100), 10_000], 16)) == 16
 
 
 def test_of_many_steps_some_are_kept_and_of_those_the_first_prompts(tmp_path: Path) -> None:

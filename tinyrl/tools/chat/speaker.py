@@ -15,6 +15,7 @@ from torch import Tensor
 from tinyrl.data.messages import Message, Prompt
 from tinyrl.data.readers import Row
 from tinyrl.environments.environment import Episode
+from tinyrl.evaluation.targets import Target
 from tinyrl.generation.engine import Completion, Request, SampledRole, SamplingSettings
 from tinyrl.generation.hf import HfEngine
 from tinyrl.generation.live import Spelling
@@ -25,7 +26,6 @@ from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.components import Options, Parts, load_scorer
 from tinyrl.tasks import Task, load_split, load_task
 from tinyrl.tasks.prompts import PreparedPrompt, in_chat, prepare_prompts, render_prompt
-from tinyrl.tools.chat.target import ChatTarget
 
 CHAT_STEP = 1 << 41  # the step in the key of a chat's samples: no training step or evaluation reaches it
 Who = Literal["policy", "environment"]
@@ -86,7 +86,7 @@ class Speaker:
     """
 
     def __init__(
-        self, target: ChatTarget, parts: Parts, task: Task, runner: EpisodeRunner | None, options: Options
+        self, target: Target, parts: Parts, task: Task, runner: EpisodeRunner | None, options: Options
     ) -> None:
         self.target, self.parts, self.task, self.runner, self.options = target, parts, task, runner, options
         generation, config = target.config.generation, target.config
@@ -247,7 +247,7 @@ class Speaker:
         return Answer(turn, prompt, completion, text, episode)
 
 
-def load_speaker(target: ChatTarget, *, options: Options) -> Speaker:
+def load_speaker(target: Target, *, options: Options) -> Speaker:
     """Load the model, the policy's weights, and what answers it. Raises ValueError for what a user can fix."""
     config = target.config
     parts = Parts(config, options=options)

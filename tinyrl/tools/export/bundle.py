@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 import tinyrl
-from tinyrl.config.embedded import starter_path
 from tinyrl.config.schema import Config
+from tinyrl.config.sections import starter_path
 from tinyrl.models.reading import ADAPTER_FILES, TOKENIZER_FILES
 from tinyrl.runs.checkpoint import checkpoint_of, checkpoint_step
 from tinyrl.runs.records import read_steps
@@ -79,7 +79,7 @@ def export(
         step, picture = checkpoint_step(checkpoint), (run.path / PICTURE).is_file()
         if picture:
             shutil.copyfile(run.path / PICTURE, writing / PICTURE)
-        steps = read_steps(run.metrics, []) if run.metrics.is_file() else {}
+        steps = read_steps(run.metrics, [])
         card = model_card(config, steps, name=name, step=step, dtype=saved, notes=notes, picture=picture)
         (writing / "README.md").write_text(card, encoding="utf-8")
         facts = {"tinyrl": tinyrl.__version__, "run": run.path.resolve().name, "step": step, "dtype": saved}

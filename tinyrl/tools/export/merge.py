@@ -22,7 +22,7 @@ from tinyrl.models.loading import load_causal_lm, load_model_config
 from tinyrl.models.lora import load_start_adapter
 from tinyrl.models.meta import weight_bytes
 from tinyrl.runs.checkpoint import check_room
-from tinyrl.runs.records import json_lines
+from tinyrl.runs.records import samples_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import token_ids
 
@@ -94,7 +94,7 @@ def read_policy(config: Config, checkpoint: Path, *, trust_remote_code: bool) ->
 
 def sequences_of(run: RunDir, tokenizer: PreTrainedTokenizerBase, *, vocabulary: int) -> list[Sequence]:
     """Prompts of the run and what its policy wrote to them last; made-up tokens where it has kept no samples."""
-    rows = [row for row in json_lines(run.samples, []) if row.get("kind") == "eval"] if run.samples.is_file() else []
+    rows = list(samples_of(run.samples, [], kind="eval"))
     last = max((row["step"] for row in rows), default=0)
     written = []
     for row in (row for row in rows if row["step"] == last):

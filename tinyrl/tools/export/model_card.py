@@ -14,14 +14,14 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 import tinyrl
-from tinyrl.config.embedded import starter_path
 from tinyrl.config.schema import Config
+from tinyrl.config.sections import starter_path
 from tinyrl.data.readers import hub_name
 from tinyrl.runs.metrics import TABLE
+from tinyrl.runs.records import evenly
 from tinyrl.runs.records import number as as_number
 from tinyrl.runs.run_dir import named_run
 from tinyrl.text import hidden, number, one_line
-from tinyrl.tools.report.panels import evenly
 
 MOST_POINTS = 12  # of the curve
 PICTURE = "report.png"

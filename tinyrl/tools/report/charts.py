@@ -19,9 +19,10 @@ from html import escape
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from tinyrl.runs.records import evenly
 from tinyrl.text import one_line
 from tinyrl.tools.report.outcome import short_power, show
-from tinyrl.tools.report.panels import COLUMNS, Line, Panel, cells, evenly
+from tinyrl.tools.report.panels import COLUMNS, Line, Panel, cells
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tinyrl.runs.records import NUMBERS, PROMPT_CHARACTERS, HeldOut, Sample, number
+from tinyrl.runs.records import NUMBERS, PROMPT_CHARACTERS, HeldOut, Sample, evenly, number
 from tinyrl.text import excerpt
 from tinyrl.tools.report.outcome import show
 
@@ -27,19 +27,10 @@ def same_prompts(held_out: HeldOut) -> dict[str, Any]:
         return {}
     first, last = held_out.first_step, held_out.last_step
     before, after = held_out.by_step[first], held_out.by_step[last]
-    steps = shown_steps([step for step in held_out.by_step if step > first]) or [first]
+    steps = evenly([step for step in held_out.by_step if step > first], MOST_STEPS) or [first]
     indices = sorted(before.keys() & after.keys())[:MOST_SAMPLES]
     same = [(before[index], [held_out.by_step[step].get(index) for step in steps]) for index in indices]
     return {"first": first, "last": last, "changes": first != last, "steps": steps, "same": same}
-
-
-def shown_steps(steps: list[int]) -> list[int]:
-    """At most MOST_STEPS of them: the first, the last, and those nearest to an even spacing."""
-    if len(steps) <= MOST_STEPS:
-        return steps
-    first, last = steps[0], steps[-1]
-    wanted = [first + (last - first) * i / (MOST_STEPS - 1) for i in range(MOST_STEPS)]
-    return sorted({min(steps, key=lambda step: abs(step - target)) for target in wanted})
 
 
 def extremes(held_out: HeldOut) -> dict[str, list[tuple[Sample | None, Sample]]]:

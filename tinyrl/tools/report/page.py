@@ -6,9 +6,8 @@ under it a browser runs no script and loads no address, even if one got through.
 
 import functools
 import html
-import reprlib
+import json
 import shlex
-from collections.abc import Iterator
 from itertools import groupby, islice
 from typing import Any
 
@@ -17,6 +16,7 @@ from markupsafe import Markup
 
 from tinyrl import __version__
 from tinyrl.runs.records import Run, Sample, number, read_last_tokens, reliability_of
+from tinyrl.runs.tracking import flat
 from tinyrl.text import Excerpt, excerpt, name_unseen, one_line
 from tinyrl.tools.report.completions import extremes, same_prompts, token_view
 from tinyrl.tools.report.outcome import first_to_last, key_figures, outcome, phases, show, show_seconds, subtitle, tiles
@@ -86,8 +86,8 @@ def page_html(run: Run, panels: list[Panel], svgs: list[str]) -> str:
         reliability=_reliability(run),
         phases=[(p, "other" if p.name == "other" else f"p{i}") for i, p in enumerate(phases(run), start=1)],
         measured=_measured(run),
-        config=list(islice(flat(run.config), MOST_SETTINGS)),
-        env=list(islice(flat(run.env), MOST_SETTINGS)),
+        config=_settings(run.config),
+        env=_settings(run.env),
         files=_files(run),
         commands=_commands(run),
     )
@@ -206,22 +206,15 @@ def _next(runs: list[Named]) -> list[str]:
 # ---- settings ----
 
 
-def flat(value: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Nested settings as ("section.key", value) pairs."""
-    if isinstance(value, dict) and value and depth < 6:
-        for key, inner in value.items():
-            yield from flat(inner, f"{prefix}.{key}" if prefix else str(key), depth + 1)
-    elif prefix:
-        plain = {None: "null", True: "true", False: "false"}
-        shown = plain[value] if value is None or isinstance(value, bool) else value
-        short = reprlib.Repr()  # bounded, also for a list that holds itself
-        short.maxlist, short.maxdict, short.maxstring, short.maxother = 40, 40, 400, 400
-        yield prefix, shown if isinstance(shown, str) else short.repr(shown)
+def _settings(values: dict[str, Any]) -> dict[str, str]:
+    """Nested settings by section.key, as they are shown."""
+    shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat(values).items()}
+    return dict(islice(shown.items(), MOST_SETTINGS))
 
 
 def differing(configs: list[dict[str, Any]]) -> dict[str, list[str | None]]:
     """The settings that are not the same in all of them, with the value in each, None where one has no such setting."""
-    each = [dict(islice(flat(config), MOST_SETTINGS)) for config in configs]
+    each = [_settings(config) for config in configs]
     keys = dict.fromkeys(key for known in each for key in known)  # in the order of the files
     found = {key: [known.get(key) for known in each] for key in keys}
     return {key: values for key, values in found.items() if len(set(values)) > 1}

@@ -4,10 +4,9 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from typing import TypeVar
 
 from tinyrl.runs.metrics import TABLE, Metric, meaning_of
-from tinyrl.runs.records import Points, Run
+from tinyrl.runs.records import Points, Run, evenly
 from tinyrl.text import one_line
 from tinyrl.tools.report.outcome import held_out_key, phase_seconds, reward_is_pass, show
 
@@ -16,7 +15,6 @@ MOST_FUNCTIONS = 5
 MOST_POINTS = 500
 MOST_MARKS = 100  # points that are drawn one by one
 FEWEST_TO_SMOOTH = 20
-T = TypeVar("T")
 
 
 # ---- curves: long series are thinned, noisy ones smoothed, gaps stay ----
@@ -87,13 +85,6 @@ def picked(points: Points) -> Points:
     if len(points) <= MOST_MARKS:
         return points
     return evenly([point for point in points if math.isfinite(point[1])], MOST_MARKS)
-
-
-def evenly(items: list[T], most: int) -> list[T]:
-    """At most so many of them: the first, the last, and evenly between; none where two are too many."""
-    if len(items) <= most:
-        return items
-    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)] if most > 1 else []
 
 
 # ---- lines, panels, and their places ----
