@@ -17,6 +17,7 @@ from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.hf import HfEngine
 from tinyrl.generation.select import select_engine
 from tinyrl.rollout.components import Options, SamplingParts
+from tinyrl.trainers.on_policy import EXACT_TO
 
 pytestmark = pytest.mark.real
 
@@ -66,21 +67,23 @@ def in_float32(parts: SamplingParts, said: list[Completion]) -> list[Tensor]:
     return out
 
 
-def gap(parts: SamplingParts, said: list[Completion]) -> float:
-    """Mean distance, in nats a token, from a float32 pass."""
+def gaps(parts: SamplingParts, said: list[Completion]) -> Tensor:
+    """Distance of each token from a float32 pass, in nats."""
     exact = torch.cat(in_float32(parts, said))
-    return float((torch.tensor([p for one in said for p in one.logprobs]) - exact).abs().mean())
+    return (torch.tensor([p for one in said for p in one.logprobs]) - exact).abs()
 
 
 def test_every_engine_says_what_the_library_says(parts: SamplingParts):
-    """To rounding in float32; in bfloat16 each is about as far from a float32 pass as the library itself."""
+    """To rounding in float32, so that nothing is scored again; in bfloat16 each is on average about as far from float32
+    as the library itself.
+    """
     said = {name: greedy(parts, name) for name in ENGINES}
-    library = gap(parts, said["hf"])
+    library = gaps(parts, said["hf"]).mean()
     if parts.roles.causal.dtype == torch.float32:
         assert all([c.tokens for c in one] == [c.tokens for c in said["hf"]] for one in said.values())
-        assert all(gap(parts, one) < 1e-3 for one in said.values())
+        assert all(gaps(parts, one).max() < EXACT_TO for one in said.values())
     else:
-        assert gap(parts, said["fused"]) < WORST * library + 0.01
+        assert gaps(parts, said["fused"]).mean() < WORST * library + 0.01
 
 
 @pytest.mark.parametrize("wanted", ["auto", "fused"])
