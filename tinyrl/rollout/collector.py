@@ -76,16 +76,15 @@ def _sampled(
     assert not isinstance(runner, AgentRunner)
     own, episodes = world.own(range(len(requests))), None
     prompts, requests = [prompts[i] for i in own], [requests[i] for i in own]
-    if runner is None and parts.thinking is not None:
-        budget, most = parts.thinking
+    if parts.thinking_budget is not None:
         completions = sample_within_budget(
             requests,
             group_size,
             engine=engine,
             tokenizer=parts.tokenizer,
             opened=[prompt.opened for prompt in prompts],
-            budget=budget,
-            max_new_tokens=most,
+            budget=parts.thinking_budget,
+            max_new_tokens=parts.config.generation.max_new_tokens,
             **options,
         )
     elif runner is None:
@@ -105,7 +104,7 @@ def _sampled(
     return merged, [Episode(**fields) for group in merged_episodes for fields in group]
 
 
-def finalize_truncated(rollout: Rollout, reward: RewardConfig, *, max_new_tokens: int) -> None:
+def apply_length_rules(rollout: Rollout, reward: RewardConfig, *, max_new_tokens: int) -> None:
     """Penalise truncated responses, or leave them out of the loss; they still count in their group's mean and std.
 
     Soft overlong punishment (DAPO, 2503.14476, Eq. 13): its reward is 0 up to max - buffer tokens, then falls to -1 at

@@ -26,7 +26,7 @@ from tinyrl.evaluation.evaluate import EVAL_STEP
 from tinyrl.models.device import peak_memory_gb
 from tinyrl.rewards.trial import GoldCheck, check_gold
 from tinyrl.rollout.buffer import Rollout
-from tinyrl.rollout.collector import finalize_truncated, sample_and_score, sample_lines, written
+from tinyrl.rollout.collector import apply_length_rules, sample_and_score, sample_lines, written
 from tinyrl.rollout.components import Options, resolve_threads, trainer_of
 from tinyrl.runs.diagnosis import as_json, columns, counted, examples, in_words, row_line
 from tinyrl.runs.metrics import Finding, Row, known
@@ -179,7 +179,7 @@ def probe(config: Config, *, options: Options, num_prompts: int, samples: int | 
 def _sampled(trainer: Any, prompts: list[PreparedPrompt], samples: int, *, greedy: bool) -> Rollout:
     rollout = sample_and_score(prompts, trainer, group_size=samples, step=EVAL_STEP, greedy=greedy)
     most = trainer.config.generation.max_new_tokens
-    finalize_truncated(rollout, trainer.config.reward, max_new_tokens=most)
+    apply_length_rules(rollout, trainer.config.reward, max_new_tokens=most)
     return rollout
 
 

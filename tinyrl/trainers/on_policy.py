@@ -18,7 +18,7 @@ from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.micro_batches import RowSizes
 from tinyrl.rewards.functions import FailureGuard, describe_failure
 from tinyrl.rollout.buffer import Rollout, blank_rollout
-from tinyrl.rollout.collector import finalize_truncated, sample_and_score, sample_lines, written
+from tinyrl.rollout.collector import apply_length_rules, sample_and_score, sample_lines, written
 from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.rollout.thinking import thinking_tokens
 from tinyrl.runs.signals import stop_held
@@ -76,6 +76,27 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         """The passes of an optimizer step on a minibatch."""
         return [Pass("policy", self.policy_loss(rollout, rows, settings), rows, sizes)]
 
+    @property
+    def reads_reference(self) -> bool:
+        """Whether each rollout is read under the reference."""
+        return self.config.on_policy.kl_coef > 0
+
+    @property
+    def several_steps(self) -> bool:
+        """Whether several optimizer steps use a rollout."""
+        section = self.config.on_policy
+        return section.num_epochs > 1 or (section.minibatch_size or section.batch_size) < section.batch_size
+
+    @property
+    def teacher_passes(self) -> int:
+        return int(self.teacher is not None and self.teacher.role is not None)
+
+    @property
+    def forward_only_passes(self) -> int:
+        """Of the reference, the policy before its update (see compute_logprobs), and a teacher on this machine."""
+        rescored = (self.several_steps or self.reads_reference) and not self.samples_exactly
+        return self.reads_reference + rescored + self.teacher_passes
+
     # ---- rollouts ----
 
     def begin(self, session: Session) -> None:
@@ -101,7 +122,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         self.session.display.phase("sampling")
         rollout = sample_and_score(prompts, self, group_size=self.group_size, step=step)
         most = self.config.generation.max_new_tokens
-        finalize_truncated(rollout, self.config.reward, max_new_tokens=most)
+        apply_length_rules(rollout, self.config.reward, max_new_tokens=most)
         self.tried.look(prompts, rollout.rewards)
         self._watch(rollout, prompts, step)
         self.state.completions += len(rollout)
@@ -158,7 +179,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
             )
         self.session.run.append_failed_rewards(lines)
 
-    def compute_logprobs(self, rollout: Rollout, *, reference: bool, several_steps: bool, scored: bool = False) -> None:
+    def compute_logprobs(self, rollout: Rollout, *, scored: bool = False) -> None:
         """Fill in ref_logprobs where a KL needs them, old_logprobs where several optimizer steps use the rollout. With
         one step the training pass's own values, detached, are the old ones, so the ratio is exactly 1; a KL then takes
         the policy's from a pass like the reference's, as an engine that is not exact would add its own noise to it.
@@ -166,21 +187,21 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         `scored`: of every row with a reward, those that are left out of the loss among them.
         """
         read = replace(rollout, kept=~rollout.rewards.isnan()) if scored else rollout
-        if reference:
+        if self.reads_reference:
             rollout.ref_logprobs = self._logprobs(read, "reference")
-        if not several_steps:
-            if reference and not self.samples_exactly:
+        if not self.several_steps:
+            if self.reads_reference and not self.samples_exactly:
                 rollout.rescored_logprobs = self._logprobs(read, "policy")
             return
-        controllers = self.state.controllers
-        if controllers.exact_sampling is None:
-            rescored = self._logprobs(read, "policy")
+        controllers, rollout.old_logprobs = self.state.controllers, rollout.sampling_logprobs
+        if controllers.exact_sampling:
+            return
+        rescored = self._logprobs(read, "policy")
+        if controllers.exact_sampling is None:  # not measured yet
             gap = float(torch.where(rollout.loss_mask, rescored - rollout.sampling_logprobs, 0.0).abs().max())
-            exact = controllers.exact_sampling = self.engine.exact and gap < EXACT_TO
-            rollout.old_logprobs = rollout.sampling_logprobs if exact else rescored
-        else:
-            exact = controllers.exact_sampling
-            rollout.old_logprobs = rollout.sampling_logprobs if exact else self._logprobs(read, "policy")
+            controllers.exact_sampling = self.engine.exact and gap < EXACT_TO
+        if not controllers.exact_sampling:
+            rollout.old_logprobs = rescored
 
     @property
     def samples_exactly(self) -> bool:
@@ -272,7 +293,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         temperature = self.config.generation.temperature
         return DistanceLoss(rollout, rows, roles=self.roles, teacher=self.teacher, temperature=temperature)
 
-    def end_sampling(self, step: int) -> dict[str, float]:
+    def record_prompts(self, step: int) -> dict[str, float]:
         """Put on record which prompts of a step were solved; its metrics."""
         metrics = self.choice.keep(step, self.tried)
         self.session.run.append_prompts(step + 1, self.tried.take())
@@ -346,7 +367,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         }
         if rollout.ref_logprobs is not None:
             out["objective/kl"] = rollout.kl_per_response()
-        return out | (self._thinking_metrics(rollout) if self.thinking is not None else {})
+        return out | (self._thinking_metrics(rollout) if self.thinking_budget is not None else {})
 
     def _thinking_metrics(self, rollout: Rollout) -> dict[str, float]:
         """Tokens until thinking ends, of the responses that think, and the share whose thinking was closed for them."""

@@ -51,7 +51,7 @@ def token_lines(
     assert rollout.advantages is not None
     if rewards is None:
         no_kl = torch.zeros_like(rollout.sampling_logprobs)
-        scores = torch.nan_to_num(rollout.final_scores)
+        scores = torch.nan_to_num(rollout.outcome_rewards)
         rewards = rollout.with_turn_rewards(token_rewards(scores, no_kl, rollout.loss_mask, kl_coef=0.0))
     old = rollout.sampling_logprobs if rollout.old_logprobs is None else rollout.old_logprobs
     advantages = rollout.advantages

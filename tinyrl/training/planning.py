@@ -461,6 +461,8 @@ def seconds_a_step(trainer: Trainer) -> dict[str, float]:
 def seconds_of_passes(trainer: Trainer) -> dict[str, float]:
     """`seconds_a_step` without sampling."""
     passes, budget = trainer.longest_step(), trainer.micro_batches.tokens
+    first = passes[0]
+    steps = -(-len(first.sizes) // len(first.rows))  # of the optimizer in an epoch
 
     def taken(one: Pass, *, learning: bool) -> float:
         """Of a whole pass over the step, by one micro-batch of it."""
@@ -469,12 +471,11 @@ def seconds_of_passes(trainer: Trainer) -> dict[str, float]:
         return _timed(work) * sum(map(sizes.cost, sizes.plan(range(len(sizes)), max_tokens=budget))) / sizes.cost(rows)
 
     seconds = {}
-    if trainer.readings:
-        seconds["reference and values"] = trainer.readings * taken(passes[0], learning=False)
-    with _with_gradients(trainer.roles, whole=False):
-        seconds["update"] = getattr(trainer.config.own, "num_epochs", 1) * sum(
-            taken(one, learning=True) for one in passes
-        )
+    if count := trainer.forward_only_passes:
+        seconds["passes without gradient"] = count * taken(first, learning=False)
+    with _with_gradients(trainer.roles, whole=False):  # text (ppo.ptx_coef) is read anew in each optimizer step
+        epoch = sum(taken(one, learning=True) * (1 if one.sizes is first.sizes else steps) for one in passes)
+    seconds["update"] = getattr(trainer.config.own, "num_epochs", 1) * epoch
     return seconds
 
 

@@ -50,7 +50,7 @@ class Updater:
     micro_batches: MicroBatches
     max_grad_norm: float
     gradient_checkpointing: bool = False
-    keep_batch: Callable[[list[int], str], None] = lambda rows, why: None
+    dump_bad_batch: Callable[[list[int], str], None] = lambda rows, why: None
     skipped: int = 0
     skipped_in_a_row: int = 0
     world: World = ALONE  # each process of it has a share of the rows
@@ -99,10 +99,10 @@ class Updater:
 
     def _accumulate(self, passes: Sequence[Pass]) -> dict[str, float]:
         totals: dict[str, Tensor] = {}
-        before = dropout = torch_rng()
+        before = pass_rng = torch_rng()
 
         def restart() -> None:
-            restore_torch_rng(dropout)
+            restore_torch_rng(pass_rng)
             totals.clear()
             self._zero_grad()
 
@@ -117,7 +117,7 @@ class Updater:
 
         work = [Work(one.sizes, partial(run, one), own_rows(one.sizes, one.rows, self.world)) for one in passes]
         try:
-            with self._own_random_numbers(before) as dropout:
+            with self._own_random_numbers(before) as pass_rng:
                 self.micro_batches.run(*work, restart=restart)
             parameters = [p for role in self.optimizers.values() for p in role.parameters.values()]
             return sum_step(self.world, as_floats(totals), parameters)
@@ -159,7 +159,7 @@ class Updater:
     def _skip(self, rows: list[int], why: str) -> None:
         self.skipped += 1
         self.skipped_in_a_row += 1
-        self.keep_batch(rows, why)
+        self.dump_bad_batch(rows, why)
         if self.skipped_in_a_row >= MOST_SKIPS:
             self._zero_grad()
             raise GuardStop(
