@@ -123,14 +123,12 @@ def test_the_plan_and_the_run_choose_one_engine(
     assert chosen(weights=False) == chosen(weights=True)
 
 
-def test_states_of_a_token_that_graphs_keep_count_on_a_gpu(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+def test_states_of_a_token_that_graphs_keep_count_on_a_gpu(tiny: TinyModels):
     made = planner(small(tiny))
     sampling = made.sampling
     assert sampling is not None
-    assert 0 < sampling.in_graphs <= sampling.parts["states of sampling"]
-    monkeypatch.setattr(Planner, "device", torch.device("cuda"))
-    kept = made._kept(sampling) - sampling.parts["cache"] - sampling.parts["sampling copy"]
-    assert kept == (sampling.in_graphs if made.trainer.engine.name == "fused" else 0)  # pyright: ignore
+    kept = sampling.kept(torch.device("cuda")) - sampling.parts["cache"] - sampling.parts["sampling copy"]
+    assert (made.trainer.engine.name == "fused") == (0 < kept <= sampling.parts["states of sampling"])  # pyright: ignore
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["frozen head", "trained head"])

@@ -26,9 +26,9 @@ from torch import nn
 
 from tinyrl.config.schema import Config
 from tinyrl.generation.engine import Request
-from tinyrl.generation.select import SamplingBytes, sampling_bytes
+from tinyrl.generation.footprint import SamplingBytes, sampling_bytes
 from tinyrl.models.batches import fuse_alike
-from tinyrl.models.device import KEPT_BYTES, memory_room, resolve_dtype, warm_bytes
+from tinyrl.models.device import memory_room, resolve_dtype, warm_bytes
 from tinyrl.models.loading import saved_dtype
 from tinyrl.models.logprobs import CHUNK_ELEMENTS, token_logprobs
 from tinyrl.models.meta import (
@@ -213,7 +213,7 @@ class Planner:
         tokens = tokens or self.trainer.micro_batches.tokens
         phases = {"updating": self._update(tokens), "an optimizer step": self._optimizer_step()}
         if self.sampling is not None:
-            kept = {"kept from sampling": self._kept(self.sampling)}
+            kept = {"kept from sampling": self.sampling.kept(self.device)}
             phases = {"sampling": self.sampling.parts, **{name: {**kept, **parts} for name, parts in phases.items()}}
         if (read := self._as_read()) > 0:
             phases["loading"] = {"weights as read": read}
@@ -226,15 +226,6 @@ class Planner:
             return 0
         saved = saved_dtype(model.path, revision=model.revision)
         return 0 if saved == dtype else self.standing["base"] // dtype.itemsize * saved.itemsize
-
-    def _kept(self, sampling: SamplingBytes) -> int:
-        """What is still there of sampling: on a CPU the C library keeps what is freed, in pieces that nothing else
-        fits; on a GPU graphs hold the fused engine's cache, its copy of the weights and the states of a token.
-        """
-        if self.device.type == "cpu":
-            return min(sum(sampling.parts.values()), KEPT_BYTES)
-        by_graphs = isinstance(self.trainer, SamplingParts) and self.trainer.engine.name == "fused"
-        return sampling.parts["cache"] + sampling.parts["sampling copy"] + sampling.in_graphs if by_graphs else 0
 
     def _update(self, tokens: int) -> dict[str, int]:
         """Gradients, activations and the logits of a chunk, at the most of any pass of an optimizer step."""
