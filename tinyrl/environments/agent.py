@@ -55,11 +55,17 @@ class Played:
 
 
 class Agents:
-    """The processes of an agent, `environment.at_once` of them. State: workers of a function, started when needed."""
+    """The processes of an agent, `environment.at_once` of them. State: workers of a function, started when needed.
+
+    What a run asks of any environment stands first; an agent is answered by tools of its own.
+    """
+
+    by_agents, built_in, stop, rewards, has_openings, schemas = True, None, (), False, False, None
 
     def __init__(self, config: EnvironmentConfig) -> None:
         assert config.agent is not None
-        self.at_once, self.seconds = config.at_once, config.seconds
+        self.at_once, self.seconds, self.max_turns = config.at_once, config.seconds, config.max_turns
+        self.retried, self.needed_columns = dict[str, str](), list[str]()
         self.command = config.agent if isinstance(config.agent, list) else None
         self.workers: list[WorkerFunction] = []
         if isinstance(config.agent, str):
@@ -77,6 +83,9 @@ class Agents:
         self._memory_bytes = memory_limit(config.memory_gb)
         self._programs: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
+
+    def describe(self) -> str:
+        return f"agent {self.name}: {self.at_once} at a time, at most {self.max_turns} calls and {self.seconds:g} s"
 
     def start(self) -> None:
         """Load the function once. ValueError where it does not load."""
