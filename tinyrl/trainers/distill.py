@@ -35,8 +35,6 @@ from tinyrl.training.update import Pass
 
 
 class Distill(OnPolicyTrainer):
-    """On-policy distillation."""
-
     def __init__(self, config: Config, *, options: Options) -> None:
         super().__init__(config, options=options)
         if isinstance(self.teacher, StoredTeacher):

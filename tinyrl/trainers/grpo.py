@@ -27,8 +27,6 @@ from tinyrl.training.session import Session
 
 
 class Grpo(OnPolicyTrainer):
-    """GRPO and its family."""
-
     def train(self, session: Session) -> None:
         config = self.config.grpo
         self.begin(session)

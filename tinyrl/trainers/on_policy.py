@@ -16,16 +16,23 @@ from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.micro_batches import RowSizes
-from tinyrl.rewards.functions import FailureGuard, describe_failure
+from tinyrl.rewards.functions import count_bad_batches, describe_failure
 from tinyrl.rollout.buffer import Rollout, blank_rollout
-from tinyrl.rollout.collector import apply_length_rules, sample_and_score, sample_lines, written
+from tinyrl.rollout.collector import (
+    allowed_bytes,
+    apply_length_rules,
+    sample_and_score,
+    sample_lines,
+    shown_rows,
+    token_lines,
+    written,
+)
 from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.rollout.thinking import thinking_tokens
 from tinyrl.runs.signals import stop_held
 from tinyrl.tasks.prompts import PreparedPrompt, source_rewards
 from tinyrl.trainers.choice import Tried, choice_of
 from tinyrl.trainers.policy_loss import LossSettings, PolicyLoss
-from tinyrl.trainers.step_records import allowed_bytes, shown_rows, token_lines
 from tinyrl.trainers.teaching import DistanceLoss, teacher_metrics, teacher_of
 from tinyrl.training.optim import rate_factor
 from tinyrl.training.session import Session
@@ -140,43 +147,43 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         return controllers.flat_steps
 
     def _watch(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:
-        guard = FailureGuard(self.state.controllers.failing_batches)
         retried = self.scorer.retried | (self.runner.environment.retried if self.runner else {})
         for name, why in retried.items():
             if name not in self._told:
                 self._told.add(name)
                 self.session.display.note(f"warning: `{name}` was tried row by row: on the whole batch it {why}")
-        sentence = ""
+        sentence, failed = "", len({failure.row for failure in rollout.failures})
         if rollout.failures:
             first = rollout.failures[0]
             sentence = describe_failure(prompts[first.row // self.group_size].prompt, first.reason)
-            count = len({f.row for f in rollout.failures})
             self.session.display.note(
-                f"warning: {count} of {len(rollout)} rewards failed and their rows are dropped "
+                f"warning: {failed} of {len(rollout)} rewards failed and their rows are dropped "
                 f"(they are in {self.session.run.failed_rewards}). {sentence}"
             )
             self._set_aside(rollout, prompts, step)
-        if not self.config.trains.rewarded:
-            return
-        rewarded = int((~rollout.rewards.isnan()).sum())
-        guard.add(len(rollout), len({f.row for f in rollout.failures}), sentence, num_rewarded=rewarded)
-        self.state.controllers.failing_batches = guard.bad_batches
+        if self.config.trains.rewarded:
+            self.state.controllers.failing_batches = count_bad_batches(
+                self.state.controllers.failing_batches,
+                rows=len(rollout),
+                failed=failed,
+                rewarded=int((~rollout.rewards.isnan()).sum()),
+                first_failure=sentence,
+            )
 
     def _set_aside(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:
-        lines = []
-        for failure in rollout.failures:
-            prompt = prompts[failure.row // self.group_size]
-            lines.append(
-                {
-                    "step": step + 1,
-                    "prompt_index": prompt.index,
-                    "sample": failure.row % self.group_size,
-                    "prompt": prompt.text,
-                    "completion": written(rollout, failure.row, self.scorer),
-                    **rollout.episode_of(failure.row),
-                    "reason": failure.reason,
-                }
-            )
+        failed = [(failure, prompts[failure.row // self.group_size]) for failure in rollout.failures]
+        lines = [
+            {
+                "step": step + 1,
+                "prompt_index": prompt.index,
+                "sample": failure.row % self.group_size,
+                "prompt": prompt.text,
+                "completion": written(rollout, failure.row, self.scorer),
+                **rollout.episode_of(failure.row),
+                "reason": failure.reason,
+            }
+            for failure, prompt in failed
+        ]
         self.session.run.append_failed_rewards(lines)
 
     def compute_logprobs(self, rollout: Rollout, *, scored: bool = False) -> None:
@@ -240,7 +247,6 @@ class OnPolicyTrainer(SamplingParts, Trainer):
 
     @property
     def teacher_coef(self) -> float:
-        """The weight of the distance to a teacher in this step."""
         step, num_steps, teacher = self.state.step, self.config.run.num_steps, self.config.teacher
         return teacher.coef * rate_factor(teacher.coef_schedule, step, num_steps=num_steps, warmup_steps=0)
 
@@ -283,7 +289,6 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         return teacher_metrics(rollout)
 
     def policy_loss(self, rollout: Rollout, rows: list[int], settings: LossSettings) -> PolicyLoss:
-        """The loss of a minibatch of a rollout."""
         first = self.state.first_update
         distance = self.distance_loss(rollout, rows) if settings.teacher_coef > 0 else None
         return PolicyLoss(rollout, rows, roles=self.roles, settings=settings, first=first, distance=distance)

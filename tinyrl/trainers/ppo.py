@@ -119,7 +119,7 @@ class Ppo(OnPolicyTrainer):
 
     @property
     def several_steps(self) -> bool:
-        """As is usual; with one epoch of one minibatch old_logprobs are those of the rollout, too."""
+        """Also with one epoch of one minibatch: the ratio is always to the policy before the update."""
         return True
 
     @property

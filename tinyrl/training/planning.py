@@ -437,20 +437,15 @@ def _problem(plan: MemoryPlan, tokens: int | None, *, needed: int, free: int) ->
 
 def seconds_in_words(trainer: Trainer) -> str:
     """How long a step takes, by a short calibration with the run's own models. No weight is changed."""
-    seconds = seconds_a_step(trainer)
+    sampling = {"sampling": _sampling_seconds(trainer)} if isinstance(trainer, SamplingParts) else {}
+    seconds = sampling | seconds_of_passes(trainer)
     each = ", ".join(f"{name} {taken:.2g}" for name, taken in seconds.items())
     longest = " where every response is as long as it may be; rewards are not counted" if "sampling" in seconds else ""
     return _wrapped([f"a step takes about {sum(seconds.values()):.2g} s ({each}){longest}"])
 
 
-def seconds_a_step(trainer: Trainer) -> dict[str, float]:
-    """By phase: sampling a few tokens of every row, and each pass on one micro-batch, times how often it is done."""
-    sampling = {"sampling": _sampling_seconds(trainer)} if isinstance(trainer, SamplingParts) else {}
-    return sampling | seconds_of_passes(trainer)
-
-
 def seconds_of_passes(trainer: Trainer) -> dict[str, float]:
-    """`seconds_a_step` without sampling."""
+    """Of a step, by phase: each pass on one micro-batch, times how often it is done."""
     passes, budget = trainer.longest_step(), trainer.micro_batches.tokens
     first = passes[0]
     steps = -(-len(first.sizes) // len(first.rows))  # of the optimizer in an epoch
@@ -483,13 +478,13 @@ def _sampling_seconds(parts: SamplingParts) -> float:
     return first if few == more else first + max(0.0, sample(more) - first) / (more - few) * (new - few)
 
 
-def _timed(work: Callable[[], object], *, repeats: int = 2) -> float:
-    """The median of some runs after a first one, in seconds."""
+def _timed(work: Callable[[], object]) -> float:
+    """The mean of two runs after a first one, in seconds."""
     taken = []
-    for _ in range(repeats + 1):
+    for _ in range(3):
         start = time.perf_counter()
         work()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
+    return statistics.fmean(taken[1:])

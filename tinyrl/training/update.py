@@ -106,8 +106,10 @@ class Updater:
             totals.clear()
             self._zero_grad()
 
+        recompute = self.roles.gradient_checkpointing if self.gradient_checkpointing else contextlib.nullcontext
+
         def run(one: Pass, micro: list[int]) -> None:
-            with self.roles.acting(one.role), self._recompute():
+            with self.roles.acting(one.role), recompute():
                 with self.accelerator.autocast():
                     loss, metrics = one.loss(micro)
                 if loss.requires_grad:
@@ -138,9 +140,6 @@ class Updater:
             yield torch_rng()
         finally:
             restore_torch_rng(shared)
-
-    def _recompute(self) -> contextlib.AbstractContextManager[None]:
-        return self.roles.gradient_checkpointing() if self.gradient_checkpointing else contextlib.nullcontext()
 
     def _zero_grad(self) -> None:
         for role in self.optimizers.values():
