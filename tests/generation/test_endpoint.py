@@ -18,9 +18,10 @@ import uvicorn
 
 from tests.generation.sampling import make_engine
 from tests.tiny_models import TinyModels, tiny_tokenizer
-from tinyrl.generation.endpoint import LOCAL, Choice, Endpoint, Server
+from tinyrl.generation.endpoint import LOCAL, Endpoint, Server
 from tinyrl.generation.engine import Completion
 from tinyrl.generation.live import Draw, LiveSampler, Spelling, Wanted
+from tinyrl.generation.openai_requests import Choice
 from tinyrl.models.lora import POLICY_ADAPTER
 
 TEMPLATE = (

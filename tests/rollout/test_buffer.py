@@ -11,7 +11,7 @@ from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.config.sections import RewardConfig
 from tinyrl.rollout.buffer import Rollout
-from tinyrl.rollout.collector import finalize_truncated, sample_and_score
+from tinyrl.rollout.collector import apply_length_rules, sample_and_score
 from tinyrl.rollout.components import Options, SamplingParts
 
 
@@ -25,7 +25,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory):
 
 def collect(parts: SamplingParts, **reward: Any) -> Rollout:
     rollout = sample_and_score(parts.train_prompts[:3], parts, group_size=2, step=0)
-    finalize_truncated(rollout, RewardConfig(**reward), max_new_tokens=10)
+    apply_length_rules(rollout, RewardConfig(**reward), max_new_tokens=10)
     return rollout
 
 
@@ -64,7 +64,7 @@ def test_soft_overlong_penalty(parts: SamplingParts) -> None:
     rollout.rewards, lengths = torch.zeros(5), torch.tensor([3, 6, 7, 9, 10])
     rollout.response_mask = torch.arange(10) < lengths.unsqueeze(1)
     rollout.finish_reasons = rollout.kept = torch.zeros(5, dtype=torch.bool)
-    finalize_truncated(rollout, RewardConfig(overlong_tokens=4), max_new_tokens=10)
+    apply_length_rules(rollout, RewardConfig(overlong_tokens=4), max_new_tokens=10)
     assert rollout.rewards.tolist() == [0.0, 0.0, -0.25, -0.75, -1.0]
 
 

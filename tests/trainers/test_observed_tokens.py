@@ -20,7 +20,7 @@ from tinyrl.models.batches import SequenceBatch
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.collector import (
     _as_tensors,
-    finalize_truncated,
+    apply_length_rules,
     sample_and_score,
 )
 from tinyrl.rollout.components import Options, SamplingParts
@@ -188,7 +188,7 @@ def test_counts_and_means_are_of_chosen_tokens(two: Rollout) -> None:
 
 def test_penalties_for_length_count_chosen_tokens(two: Rollout) -> None:
     """Four may be written; the soft penalty begins after two: 3 of 4 cost a half, 4 of 4 the whole."""
-    finalize_truncated(two, RewardConfig(truncated="penalize", overlong_tokens=2), max_new_tokens=4)
+    apply_length_rules(two, RewardConfig(truncated="penalize", overlong_tokens=2), max_new_tokens=4)
     assert two.rewards.tolist() == [1.75 - 0.5, 3.0 - 1.0 - 1.0]
 
 

@@ -15,11 +15,11 @@ from tests.tiny_models import TinyModels
 from tests.trainers.test_on_policy import rollout_of
 from tinyrl.config.sections import RunConfig
 from tinyrl.data.rows import row_key
+from tinyrl.rollout.collector import allowed_bytes, pieces, shown_rows, token_lines
 from tinyrl.runs.records import read_run
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.trainers.choice import Tried
-from tinyrl.trainers.step_records import allowed_bytes, pieces, shown_rows, token_lines
 
 NAN = float("nan")
 LLAMA = "llama"

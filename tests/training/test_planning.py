@@ -19,7 +19,7 @@ from tinyrl.models.batches import fuses
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.rollout.components import Options, SamplingParts, trainer_of
 from tinyrl.training import planning
-from tinyrl.training.launch import plan, time_steps
+from tinyrl.training.launch import plan, start, time_steps
 from tinyrl.training.planning import (
     MemoryPlan,
     Planner,
@@ -31,6 +31,7 @@ from tinyrl.training.planning import (
     tried_plan,
     widest,
 )
+from tinyrl.training.session import Session
 
 GB = 10**9
 
@@ -122,14 +123,12 @@ def test_the_plan_and_the_run_choose_one_engine(
     assert chosen(weights=False) == chosen(weights=True)
 
 
-def test_states_of_a_token_that_graphs_keep_count_on_a_gpu(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+def test_states_of_a_token_that_graphs_keep_count_on_a_gpu(tiny: TinyModels):
     made = planner(small(tiny))
     sampling = made.sampling
     assert sampling is not None
-    assert 0 < sampling.in_graphs <= sampling.parts["states of sampling"]
-    monkeypatch.setattr(Planner, "device", torch.device("cuda"))
-    kept = made._kept(sampling) - sampling.parts["cache"] - sampling.parts["sampling copy"]
-    assert kept == (sampling.in_graphs if made.trainer.engine.name == "fused" else 0)  # pyright: ignore
+    kept = sampling.kept(torch.device("cuda")) - sampling.parts["cache"] - sampling.parts["sampling copy"]
+    assert (made.trainer.engine.name == "fused") == (0 < kept <= sampling.parts["states of sampling"])  # pyright: ignore
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["frozen head", "trained head"])
@@ -286,7 +285,68 @@ def test_a_run_that_does_not_fit_says_what_would(tiny: TinyModels, monkeypatch: 
 
 def test_a_step_is_timed_without_changing_a_weight(tiny: TinyModels):
     said = " ".join(time_steps(small(tiny, method="ppo"), options=Options(device="cpu")).split())
-    assert re.search(r"a step takes about [\d.e+-]+ s \(sampling .*, reference and values .*, update .*\)", said)
+    assert re.search(r"a step takes about [\d.e+-]+ s \(sampling .*, passes without gradient .*, update .*\)", said)
+
+
+EPOCHS: dict[str, Any] = {"num_epochs": 2}
+INEXACT: dict[str, Any] = {"generation": {"dtype": "bfloat16"}}
+TEACHER: dict[str, Any] = {"path": "start", "hint": "The numbers go up."}
+
+
+@pytest.mark.parametrize(
+    ("method", "sections", "passes"),
+    [
+        ("grpo", {}, 0),
+        ("grpo", {"grpo": {"kl_coef": 0.1}}, 1),
+        ("grpo", {"grpo": {"kl_coef": 0.1}, **INEXACT}, 2),  # the policy's for the KL
+        ("grpo", {"grpo": EPOCHS}, 0),
+        ("grpo", {"grpo": EPOCHS, **INEXACT}, 1),  # old_logprobs
+        ("grpo", {"teacher": {**TEACHER, "coef": 0.5}}, 1),
+        ("ppo", {}, 2),
+        ("ppo", {"reference": {"kind": "none"}, "ppo": {"kl_coef": 0.0}, **INEXACT}, 2),
+        ("ppo", {"ppo": {"bootstrap_truncated": True}, **INEXACT}, 4),
+        ("distill", {"teacher": TEACHER}, 1),
+        ("distill", {"teacher": TEACHER, "distill": {"objective": "sampled", **EPOCHS}, **INEXACT}, 2),
+        ("dpo", {"dpo": {"batch_size": 4}}, 1),
+        ("dpo", {"dpo": {"batch_size": 4, "loss": "kto"}}, 3),
+        ("sft", {}, 0),
+    ],
+)
+def test_passes_without_gradient_are_counted_as_a_step_makes_them(
+    method: str,
+    sections: dict[str, Any],
+    passes: int,
+    tiny: TinyModels,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    if method in ("dpo", "sft"):
+        rows = [{"prompt": f"{i}?", "chosen": f"yes {i}", "rejected": "no", "completion": "b"} for i in range(20)]
+        if method == "sft":
+            rows = [{"prompt": row["prompt"], "completion": row["completion"]} for row in rows]
+        data = tmp_path / "rows.jsonl"
+        data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        sections = {**sections, "task": {"name": None, "data": str(data), "max_samples": None}}
+    made = [0]
+    run, end_step = MicroBatches.run, Session.end_step
+
+    def counted(self: MicroBatches, *work: Any, restart: Any = None) -> None:
+        made[-1] += restart is None  # else it is an update
+        run(self, *work, **({} if restart is None else {"restart": restart}))
+
+    def ended(self: Session, **metrics: float) -> None:
+        end_step(self, **metrics)
+        made.append(0)
+
+    monkeypatch.setattr(MicroBatches, "run", counted)
+    monkeypatch.setattr(Session, "end_step", ended)
+    settings = small(tiny, method, **sections, run={"num_steps": 2, "eval_every": 0, "eval_prompts": 0})
+    folder = {"output_dir": str(tmp_path), "name": "run", "overwrite": False}
+    launch = start(settings, options=Options(device="cpu"), command=["test"], **folder)
+    made[:] = [0]
+    assert launch.trainer.forward_only_passes == passes
+    assert launch.go(report=lambda folder: None) == 0
+    assert made[1] == passes  # of the second step: in the first it is measured whether sampling is exact
 
 
 @pytest.mark.whole

@@ -66,7 +66,7 @@ def test_the_loss_falls_step_by_step(updater: Updater) -> None:
 
 def test_non_finite_loss_changes_nothing_and_stops_after_three(updater: Updater) -> None:
     kept: list[str] = []
-    updater.keep_batch = lambda rows, why: kept.append(why)
+    updater.dump_bad_batch = lambda rows, why: kept.append(why)
     updater.step(likelihood(updater), train=["policy"])
     before = policy(updater)
     for _ in range(2):

@@ -15,9 +15,7 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -27,10 +25,9 @@ from tinyrl.data.readers import Row
 from tinyrl.environments import host
 from tinyrl.runs.signals import check_stop
 from tinyrl.text import last_line, shortened, visible
-from tinyrl.workers import supervisor
 from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.loading import parse_use
-from tinyrl.workers.process import END_S, memory_limit
+from tinyrl.workers.process import end_supervised, memory_limit, supervised
 
 POLL_S = 0.1
 MOST_OUTPUT = 1 << 20  # bytes of what an agent returns or prints
@@ -55,11 +52,17 @@ class Played:
 
 
 class Agents:
-    """The processes of an agent, `environment.at_once` of them. State: workers of a function, started when needed."""
+    """The processes of an agent, `environment.at_once` of them. State: workers of a function, started when needed.
+
+    What a run asks of any environment stands first; an agent is answered by tools of its own.
+    """
+
+    by_agents, built_in, stop, rewards, has_openings, schemas = True, None, (), False, False, None
 
     def __init__(self, config: EnvironmentConfig) -> None:
         assert config.agent is not None
-        self.at_once, self.seconds = config.at_once, config.seconds
+        self.at_once, self.seconds, self.max_turns = config.at_once, config.seconds, config.max_turns
+        self.retried, self.needed_columns = dict[str, str](), list[str]()
         self.command = config.agent if isinstance(config.agent, list) else None
         self.workers: list[WorkerFunction] = []
         if isinstance(config.agent, str):
@@ -78,16 +81,18 @@ class Agents:
         self._programs: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
 
+    def describe(self) -> str:
+        return f"agent {self.name}: {self.at_once} at a time, at most {self.max_turns} calls and {self.seconds:g} s"
+
     def start(self) -> None:
         """Load the function once. ValueError where it does not load."""
         for worker in self.workers[:1]:
             worker.start()
 
     def close(self) -> None:
-        """End all processes."""
         self._stopped = True
         for program in [*self._programs]:
-            _kill(program)
+            end_supervised(program)
         for worker in self.workers:
             worker.close()
 
@@ -129,13 +134,12 @@ class Agents:
         found = shutil.which(self.command[0])
         if found is None:
             return Played(None, f"`{self.name}` could not be started: there is no such program")
-        limits = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), str(self._memory_bytes)]
         told = {"OPENAI_BASE_URL": job.base_url, "OPENAI_API_KEY": job.api_key, "OPENAI_MODEL": job.model}
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as given:
             given.write(json.dumps(job.row).encode())
             given.seek(0)
             program = subprocess.Popen(
-                [*limits, found, *self.command[1:]],
+                supervised([found, *self.command[1:]], memory_bytes=self._memory_bytes),
                 stdin=given,
                 stdout=out,
                 stderr=errors,
@@ -145,9 +149,11 @@ class Agents:
             )
             self._programs.add(program)
             try:
-                code = _waited(program, self.seconds)
+                code = program.wait(timeout=self.seconds)
+            except subprocess.TimeoutExpired:
+                code = None
             finally:
-                _kill(program)
+                end_supervised(program)
                 self._programs.discard(program)
             out.seek(0)
             errors.seek(0)
@@ -172,24 +178,3 @@ def _called(worker: WorkerFunction, job: Job) -> Played:
     if rows.failures:
         return Played(None, rows.failures[0].reason)
     return Played(rows.values[0])
-
-
-def _waited(program: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """The exit code of a program; None where it takes too long."""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            return program.wait(timeout=min(POLL_S * 5, max(0.0, until - time.monotonic())))
-        except subprocess.TimeoutExpired:
-            if time.monotonic() >= until:
-                return None
-
-
-def _kill(program: subprocess.Popen[bytes]) -> None:
-    """End a program and all that it has started."""
-    program.terminate()
-    try:
-        program.wait(timeout=END_S)
-    except subprocess.TimeoutExpired:  # one that is stuck in the kernel must not hold us as well
-        program.kill()
-        program.wait()

@@ -176,9 +176,6 @@ def _worker(config: EnvironmentConfig) -> WorkerFunction:
 # ---- Several sources ----
 
 
-Call = Callable[[Environment, list[int], dict[str, list[Any]]], Rows]
-
-
 class SourceEnvironments:
     """Environments of several sources in one run (task.sources), as one `Environment`: a row is answered by its own
     source's. None: rows of that source have one turn. Texts that end a turn are those of all."""
@@ -223,34 +220,24 @@ class SourceEnvironments:
             each.close()
 
     def openings(self, prompts: list[Any], columns: dict[str, list[Any]]) -> list[str | None]:
-        """What each row's environment says before the first turn; None: nothing."""
         columns = {"seed": list(range(len(prompts))), **columns}
-        return self._each(columns, None, lambda e, at, own: Rows(e.openings([prompts[i] for i in at], own))).values
+        return self._each("openings", prompts, columns=columns).values
 
     def respond(self, prompts: list[Any], transcripts: list[Transcript], columns: dict[str, list[Any]]) -> Rows:
-        """As Environment.respond; an episode without an environment is over."""
-
-        def ask(environment: Environment, at: list[int], own: dict[str, list[Any]]) -> Rows:
-            return environment.respond([prompts[i] for i in at], [transcripts[i] for i in at], own)
-
-        return self._each(columns, None, ask)
+        return self._each("respond", prompts, transcripts, columns=columns)
 
     def final_rewards(self, prompts: list[Any], transcripts: list[Transcript], columns: dict[str, list[Any]]) -> Rows:
-        """As Environment.final_rewards; 0 where there is none."""
+        return self._each("final_rewards", prompts, transcripts, columns=columns, default=0.0)
 
-        def ask(environment: Environment, at: list[int], own: dict[str, list[Any]]) -> Rows:
-            return environment.final_rewards([prompts[i] for i in at], [transcripts[i] for i in at], own)
-
-        return self._each(columns, 0.0, ask)
-
-    def _each(self, columns: dict[str, list[Any]], default: Any, call: Call) -> Rows:
-        """What each environment says of its own rows, in the order of all."""
+    def _each(self, call: str, *batch: list[Any], columns: dict[str, list[Any]], default: Any = None) -> Rows:
+        """What each environment says of its own rows, in the order of all; `default` where there is none."""
         values, failures = [default] * len(columns[SOURCE]), list[RowFailure]()
         for label, places, own in by_kind(columns[SOURCE], columns):
             environment = self.environments[label]
             if environment is None:
                 continue
-            found = call(environment, places, own)
+            found = getattr(environment, call)(*([of[i] for i in places] for of in batch), own)
+            found = found if isinstance(found, Rows) else Rows(found)
             for place, value in zip(places, found.values, strict=True):
                 values[place] = value
             failures += [RowFailure(places[failure.row], failure.reason) for failure in found.failures]

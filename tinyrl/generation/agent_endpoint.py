@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from tinyrl.data.messages import Message
 from tinyrl.generation.agents import MODEL
-from tinyrl.generation.endpoint import LOCAL, Asked, Choice, Endpoint, Refused, Said, Sampled
-from tinyrl.generation.engine import Completion, Request
+from tinyrl.generation.endpoint import LOCAL, Endpoint
+from tinyrl.generation.engine import Completion, Request, Response
 from tinyrl.generation.live import Draw, LiveSampler, Spelling, Wanted
+from tinyrl.generation.openai_requests import Asked, Choice, Refused, Said, Sampled
 from tinyrl.models.templates import template_text
 from tinyrl.tasks.prompts import token_ids
 
@@ -24,31 +25,20 @@ SAID = "policysaid"
 FIRST_BITS = 40  # of a call's offset among the random numbers of its episode
 
 
-@dataclass
-class Conversation:
+@dataclass(kw_only=True)
+class Conversation(Response):
     """A row: a prompt, and what was sampled and read behind it."""
 
     prompt: list[int]
     number: int  # of its first call in the episode
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    action_mask: list[bool] = field(default_factory=list)
-    calls: int = 0
-    ended: Completion | None = None
+    last: Completion | None = None
     messages: list[Message] | None = None  # up to the last answer, as the agent has it
     text: str | None = None
     busy: bool = False
 
-    def add(self, tokens: list[int], completion: Completion) -> None:
-        self.tokens += tokens + completion.tokens
-        self.logprobs += [0.0] * len(tokens) + completion.logprobs
-        self.action_mask += [False] * len(tokens) + [True] * len(completion.tokens)
-        self.ended = completion
-        self.calls += 1
-
     def as_completion(self) -> Completion:
-        assert self.ended is not None
-        return Completion(self.tokens, self.logprobs, self.ended.finish_reason, self.action_mask)
+        assert self.last is not None
+        return self.ended(self.last.finish_reason)
 
 
 @dataclass
@@ -84,7 +74,7 @@ class Session:
 
     def rows(self) -> list[Conversation]:
         """Those with an answer, in the order in which they were begun."""
-        return sorted((c for c in self.conversations if c.ended is not None), key=lambda c: c.number)
+        return sorted((c for c in self.conversations if c.last is not None), key=lambda c: c.number)
 
 
 @dataclass(frozen=True)
@@ -151,7 +141,9 @@ class AgentEndpoint(Endpoint):
                 sampled = len(result.tokens) if isinstance(result, Completion) else 0
                 session.left += (request.max_new_tokens or 0) - sampled
                 if isinstance(result, Completion) and not session.over:
-                    conversation.add(call.read, result)
+                    conversation.add(call.read)
+                    conversation.add(result.tokens, result.logprobs)
+                    conversation.last = result
                     if said.text is not None:
                         written = self.tokenizer.decode(result.tokens, skip_special_tokens=True)
                         conversation.text = f"{said.text}{written}"
@@ -181,7 +173,7 @@ class AgentEndpoint(Endpoint):
             most = min(limit or session.left, session.left, self.positions - len(context))
             if most < 1:
                 raise Refused(400, "the episode has no tokens left (generation.max_new_tokens)", param="max_tokens")
-            conversation = going_on or Conversation(context, number=session.calls)
+            conversation = going_on or Conversation(prompt=context, number=session.calls)
             if going_on is None:
                 session.conversations.append(conversation)
             conversation.busy = True
@@ -197,7 +189,7 @@ class AgentEndpoint(Endpoint):
     def _continued(self, session: Session, prompt: list[int], said: Said) -> tuple[Conversation | None, list[int]]:
         """The conversation that a call continues, and the tokens that it adds; None: it begins one."""
         for conversation in reversed(session.conversations):
-            if conversation.busy or conversation.ended is None:
+            if conversation.busy or conversation.last is None:
                 continue
             added = self._added(conversation, prompt, said)
             if added is not None:
@@ -219,7 +211,7 @@ class AgentEndpoint(Endpoint):
         the template writes earlier turns otherwise once more follow (it may leave out their thinking).
         """
         known, messages = before.messages, said.messages or []
-        if known is None or before.ended is None or len(messages) <= len(known):
+        if known is None or before.last is None or len(messages) <= len(known):
             return None
         if any(not _same(ours, theirs) for ours, theirs in zip(known, messages, strict=False)):
             return None
@@ -230,8 +222,8 @@ class AgentEndpoint(Endpoint):
             return None
         if not whole.startswith(first):
             return None
-        closing, last = self._closing, before.ended.tokens[-1]
-        if before.ended.finish_reason == "eos":
+        closing, last = self._closing, before.last.tokens[-1]
+        if before.last.finish_reason == "eos":
             closing = closing.removeprefix(str(self.tokenizer.decode([last])))
         return token_ids(self.tokenizer, closing + whole[len(first) :])
 

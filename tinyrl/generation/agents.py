@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
@@ -45,38 +45,13 @@ class Other:
     completion: Completion
 
 
-class AgentEnvironment:
-    """What the rest of a run asks of an environment; an agent's answers come from its own tools."""
-
-    by_agents, built_in, stop, rewards, has_openings, schemas = True, None, (), False, False, None
-
-    def __init__(self, agents: Agents, config: Config) -> None:
-        self.agents, self.name, self.retried = agents, agents.name, dict[str, str]()
-        self.max_turns = config.environment.max_turns
-        self.needed_columns: list[str] = []
-
-    @property
-    def workers(self) -> list[Any]:
-        return self.agents.workers
-
-    def describe(self) -> str:
-        agents = self.agents
-        return f"agent {self.name}: {agents.at_once} at a time, at most {self.max_turns} calls and {agents.seconds:g} s"
-
-    def start(self) -> None:
-        self.agents.start()
-
-    def close(self) -> None:
-        self.agents.close()
-
-
 class AgentRunner:
     """Plays episodes by handing them to agents. State: the endpoint and its thread, from the first call on."""
 
     def __init__(self, config: Config, *, positions: int) -> None:
         self.config, self.positions = config, positions
         self.variables = config.task.chat_template
-        self.environment = AgentEnvironment(Agents(config.environment), config)
+        self.environment = Agents(config.environment)
         self.environment.start()
         self._endpoint: AgentEndpoint | None = None
         self._server: Server | None = None
@@ -114,7 +89,7 @@ class AgentRunner:
         jobs, each = [], [(p, r, i) for p, r in zip(prompts, requests, strict=True) for i in range(group_size)]
         for prompt, request, sample in each:
             key = f"episode-{secrets.token_urlsafe(24)}"
-            own = Request(prompt.tokens, request.prompt_row, request.first_sample + sample)
+            own = request.further(sample, [], settings.max_new_tokens)
             sessions[key] = Session(
                 own,
                 draw,
@@ -130,7 +105,7 @@ class AgentRunner:
         endpoint.sampler.renew()
         order = list(sessions.values())
         try:
-            played = self.environment.agents.play(jobs, ended=lambda place: order[place].end())
+            played = self.environment.play(jobs, ended=lambda place: order[place].end())
         finally:
             for session in order:
                 session.end()
@@ -199,7 +174,6 @@ class AgentRunner:
         return self._endpoint
 
     def close(self) -> None:
-        """End agents, endpoint and sampler."""
         self.environment.close()
         if self._server is not None and self._endpoint is not None:
             self._server.should_exit = True

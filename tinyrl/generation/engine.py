@@ -52,6 +52,16 @@ class Request:
     first_token: int = 0
     max_new_tokens: int | None = None
 
+    def further(self, sample: int, tokens: list[int], most: int) -> Request:
+        """Its sample of this number, of which `tokens` are there, continued by at most so many new ones."""
+        return Request(
+            prompt_tokens=self.prompt_tokens + tokens,
+            prompt_row=self.prompt_row,
+            first_sample=self.first_sample + sample,
+            first_token=self.first_token + len(tokens),
+            max_new_tokens=most,
+        )
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -66,6 +76,24 @@ class Completion:
     logprobs: list[float]
     finish_reason: FinishReason
     action_mask: list[bool] | None = None
+
+
+@dataclass
+class Response:
+    """A completion on its way, of several parts: tokens of the policy, and those it only read."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    action_mask: list[bool] = field(default_factory=list)
+
+    def add(self, tokens: list[int], logprobs: list[float] | None = None) -> None:
+        """logprobs: None where the policy only reads these tokens."""
+        self.tokens += tokens
+        self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
+        self.action_mask += [logprobs is not None] * len(tokens)
+
+    def ended(self, reason: FinishReason) -> Completion:
+        return Completion(self.tokens, self.logprobs, reason, self.action_mask)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The choice of a sampling engine for a model, with its reason, and what a call of it takes in memory.
+"""The choice of a sampling engine for a model, with its reason, by its shape and by a trial of its numbers.
 
 A server where one is named. Else the fused engine where its numbers agree with the model's own forward pass; else the
 library's modules with merged weights; else (a quantised or bfloat16 base, or no room for the copy) the library's
@@ -8,7 +8,6 @@ modules with LoRA branches.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -18,32 +17,29 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.config.sections import GenerationConfig
-from tinyrl.generation.cache import BLOCK, AnyCache, BlockCache, has_kernels
-from tinyrl.generation.decoder import Decoder, Held, can_share
-from tinyrl.generation.engine import LOOK_EVERY, Completion, SamplingEngine, SamplingSettings, sample_tokens
-from tinyrl.generation.fused import PREFILL_TOKENS, WIDTH_BUCKET, FusedEngine, blocks_that_fit, rows_that_fit
+from tinyrl.generation.cache import BLOCK, AnyCache
+from tinyrl.generation.decoder import Decoder
+from tinyrl.generation.engine import Completion, SamplingEngine, SamplingSettings, sample_tokens
+from tinyrl.generation.footprint import COPY_SHARE, copied_bytes, how_held, sampling_dtype
+from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.hf import HfEngine
 from tinyrl.generation.server import ServerEngine
 from tinyrl.generation.server_client import ServerClient
-from tinyrl.generation.slots import Slots
 from tinyrl.models.batches import backbone_of
-from tinyrl.models.device import HALVES, as_exact, free_bytes, in_float32, ordinary_ids, resolve_dtype
+from tinyrl.models.device import HALVES, as_exact, free_bytes, in_float32, ordinary_ids
 from tinyrl.models.fused_backbone import reads_like_llama
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.lora import POLICY_ADAPTER, adapted_parameter, is_plain_lora
-from tinyrl.models.meta import META, AsOn, LiveBytes, bytes_by_role, weight_bytes
+from tinyrl.models.meta import bytes_by_role, weight_bytes
 from tinyrl.models.roles import Roles
 from tinyrl.text import first_line, masked
 
 EngineName = Literal["auto", "fused", "hf-merged", "hf"]  # of this process
-COPY_SHARE = 0.5  # of the free memory that a copy of the weights may take
 TRIAL_TEXTS, TRIAL_TOKENS = 8, 7  # texts of the trial in half precision, and tokens of each that it decodes one by one
 NOT_PLAIN = "the adapter is more than W + B A (DoRA, or with a bias), so it stays unmerged"
 MOST_BY_KERNELS = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # of numbers up to 1
 TRIAL_LOGITS = 8193  # four chunks of the draw's kernel, and one entry
 RAISED_BY_TRIALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-UNPACKED_AT_A_TIME = 4  # matrices of a 4-bit base that stand dense: gate and up, and the one that joins them
-MATRICES_OF_LOGITS = 3  # alive at a time in the library's engine: logits, log-probabilities, probabilities
 
 
 def engine_of(
@@ -70,10 +66,6 @@ def engine_of(
         return engine, f"generation.url={masked(config.url)}"
     dtype = sampling_dtype(config, roles)
     return select_engine(roles, tokenizer, settings, wanted=config.engine, dtype=dtype, longest=longest)
-
-
-def sampling_dtype(config: GenerationConfig, roles: Roles) -> torch.dtype:
-    return roles.dtype if config.dtype == "auto" else resolve_dtype(config.dtype, on_cpu=False)
 
 
 def planned_engine(
@@ -150,32 +142,6 @@ def _choice(
     if wanted == "hf-merged":
         raise ValueError(f"generation.engine=hf-merged: {no_merging}; use auto")
     return "hf", no_fused if no_merging in no_fused else f"{no_fused}; {no_merging}"
-
-
-def how_held(roles: Roles, dtype: torch.dtype, *, quantized: bool, free: int) -> Held | None:
-    """How the fused engine holds its weights; None where it would need a copy that is too large."""
-    if copied_bytes(roles, dtype, quantized=quantized) <= free * COPY_SHARE:
-        return "apart" if quantized or dtype != torch.float32 else "merged"
-    if quantized:
-        return "packed"
-    return "apart" if can_share(_base_weights(roles), dtype) else None
-
-
-def copied_bytes(roles: Roles, dtype: torch.dtype, *, quantized: bool) -> int:
-    """Bytes of the weights that the fused engine samples from and that are not the base's own, if there is room."""
-    backbone: Any = roles.backbone("policy")
-    layers = {id(p) for p in backbone.layers.parameters()}
-    shares = dtype != torch.float32 and not quantized
-    copied = 0
-    for weight in _base_weights(roles):
-        own = shares or id(weight) not in layers
-        if not (own and can_share([weight], dtype)):
-            copied += getattr(weight, "quant_state", weight).shape.numel() * dtype.itemsize
-    return copied
-
-
-def _base_weights(roles: Roles) -> list[Tensor]:
-    return [weight for name, weight in roles.causal.named_parameters() if "lora_" not in name]
 
 
 def _why_not_merged(roles: Roles, *, quantized: bool, free: int) -> str | None:
@@ -356,91 +322,3 @@ class Unsampled(SamplingEngine):
 
     def sample(self, *_: Any, **__: Any) -> list[list[Completion]]:
         raise AssertionError("models without numbers do not sample")
-
-
-@dataclass(frozen=True)
-class SamplingBytes:
-    """rows: decoded at a time; fit: how many of such rows the cache may hold to their end; bytes by part; in_graphs: of
-    the states of one token, which CUDA graphs keep; blocks: of a cache in blocks, how many and of how many tokens.
-    """
-
-    rows: int
-    fit: int
-    parts: dict[str, int]
-    in_graphs: int = 0
-    blocks: tuple[int, int] | None = None
-
-
-def _library_bytes(roles: Roles, engine: str, rows: int, tokens: int) -> dict[str, int]:
-    """Of the library's modules, by formula: their cache grows by copies."""
-    layers = roles.adapted_layers(POLICY_ADAPTER) if engine == "hf-merged" else []
-    copy = weight_bytes(getattr(*adapted_parameter(layer)) for layer in layers)
-    text = roles.causal.config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    layer_cache = 2 * heads * size * roles.causal.dtype.itemsize * tokens  # of a row
-    cache = rows * layer_cache * (text.num_hidden_layers + 1)  # a layer's is there twice while it grows
-    logits = MATRICES_OF_LOGITS * rows * roles.head("policy").weight.shape[0] * 4
-    return {"sampling copy": copy, "cache": cache, "logits of sampling": logits}
-
-
-@torch.no_grad()
-def sampling_bytes(
-    roles: Roles,
-    config: GenerationConfig,
-    *,
-    engine: str,
-    rows: int,
-    prompts: int,
-    prompt_tokens: int,
-    new_tokens: int,
-    device: torch.device,
-    free: int,
-    quantized: bool = False,
-) -> SamplingBytes:
-    """Of one call of the engine on `device`, of which `free` bytes are free, before there are weights: the fused
-    engine's decoder runs on the meta device, a prefill and a token of every row at its last position. A server's memory
-    is its own.
-
-    rows: wanted at a time, of so many prompts; prompt_tokens: of the longest; new_tokens: of a row.
-    """
-    if engine == "server":
-        return SamplingBytes(rows, rows, {})
-    if engine != "fused":
-        return SamplingBytes(rows, rows, _library_bytes(roles, engine, rows, prompt_tokens + new_tokens))
-    columns = new_tokens + LOOK_EVERY[device.type] - 1
-    width = prompt_tokens + columns
-    width = -(-width // WIDTH_BUCKET) * WIDTH_BUCKET if device.type == "cuda" else width
-    settings = SamplingSettings(config.temperature, config.max_new_tokens, top_p=config.top_p, top_k=config.top_k)
-    dtype = sampling_dtype(config, roles)
-    held = how_held(roles, dtype, quantized=quantized, free=free)
-    assert held is not None, "else it is another engine"
-    # The base without numbers is a dense one, of the shapes that its 4 bits stand for.
-    dense = copied_bytes(roles, dtype, quantized=True) if quantized and held == "apart" else 0
-    unpacked = max(p.numel() for p in roles.backbone("policy").parameters()) * dtype.itemsize if held == "packed" else 0
-    with roles.acting("policy") as model:
-        decoder = Decoder(model, dtype=dtype, held="apart" if quantized else held)
-    with roles.acting("policy"), LiveBytes() as live, AsOn(device):
-        decoder.sync(roles.adapter_of("policy"))
-        copy = live.now + dense
-        left, blocks = max(0, free - copy), None
-        fit = rows_that_fit(decoder, width, free=left)
-        if has_kernels(device):
-            count = blocks_that_fit(decoder, rows, width, free=left, block=BLOCK)
-            rows, blocks = min(rows, count), (count, BLOCK)
-        else:
-            rows = min(rows, fit)
-        shape = {"capacity": rows, "width": width, "columns": columns, "blocks": blocks}
-        slots = Slots(decoder, settings, **shape, greedy=False, device=META)
-        cache = weight_bytes([slots.cache.entries])
-        prompts = min(rows, prompts, max(1, PREFILL_TOKENS[device.type] // prompt_tokens))
-        ids = torch.zeros(prompts, prompt_tokens, dtype=torch.long, device=META)
-        lengths = torch.full((prompts,), prompt_tokens, device=META)
-        if isinstance(slots.cache, BlockCache):
-            slots.cache.claim([range(1)], [prompt_tokens])
-        decoder.prefill(ids, lengths, cache=slots.cache, rows=[range(1)])  # writing a row takes no memory
-        with LiveBytes() as token:
-            slots.advance(rows, width)
-    states = live.most + dense - copy - cache + UNPACKED_AT_A_TIME * unpacked
-    parts = {"sampling copy": copy, "cache": cache, "states of sampling": states}
-    return SamplingBytes(rows, fit, parts, in_graphs=token.most, blocks=blocks)

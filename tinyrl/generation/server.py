@@ -14,13 +14,9 @@ that honours seeds draws from the same noise after a resume; its batching still 
 from __future__ import annotations
 
 import contextlib
-import secrets
 import shlex
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
@@ -44,112 +40,31 @@ from tinyrl.generation.engine import (
 )
 from tinyrl.generation.server_client import (
     IS_SLEEPING,
+    LOAD,
     SLEEP,
     WAKE,
     Completions,
-    Detokenized,
     Models,
+    ServedAdapters,
     ServerClient,
     ServerError,
+    check_tokenizer,
     read_as,
 )
 from tinyrl.generation.turns import Episodes, play_plainly
-from tinyrl.models.lora import POLICY_ADAPTER, save_adapter
+from tinyrl.models.lora import POLICY_ADAPTER
 from tinyrl.models.roles import Roles
-from tinyrl.text import shortened
 
-MODELS, COMPLETIONS, DETOKENIZE = "/v1/models", "/v1/completions", "/detokenize"
-LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+MODELS, COMPLETIONS = "/v1/models", "/v1/completions"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank allows
 DEFAULT_PORT = 8000
 LOST = 404  # an adapter the server does not have: it was started anew
 AT_A_TIME = 256  # requests under way where generation.max_rows says nothing else
 PROBED_PROMPTS, PROBED_TOKENS = 4, 64
-TOKENS_AT_ONCE = 4096  # whose text is compared in one request
 PERTURBED = 0.02  # deviation of the numbers added to LoRA's B, which is zero in a fresh adapter
 UNEXPLAINED = 0.1  # of the squares that the server's numbers may leave, where another model leaves 1 or more
 SMALLEST_GAP, TIMES = 1e-4, 5.0  # nats per token: a gap is too large above the first one, this many times
 SLEEPER_SHARE = 0.5  # of the GPU, for a server that sleeps while the run learns there
-
-
-def check_tokenizer(server: ServerClient, base: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError, with the first token, where a token of ours means another text there; all are looked at.
-
-    How text is split into tokens is ours alone: the server is sent tokens, and only reads them, for stop strings.
-    Raises ServerError where it does not answer.
-    """
-
-    def texts(tokens: list[int]) -> tuple[str, str]:
-        there = server.post(DETOKENIZE, {"model": base, "tokens": tokens})
-        read = read_as(Detokenized, there, server=server, path=DETOKENIZE)
-        return str(tokenizer.decode(tokens)), read.prompt
-
-    for start in range(0, len(tokenizer), TOKENS_AT_ONCE):
-        tokens = list(range(start, min(start + TOKENS_AT_ONCE, len(tokenizer))))
-        here, there = texts(tokens)
-        if here == there:
-            continue
-        while len(tokens) > 1:
-            first, second = tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]
-            here, there = texts(first)
-            tokens = second if here == there else first
-        here, there = texts(tokens)
-        raise ValueError(
-            f"{server.name} has another tokenizer: token {tokens[0]} is {shortened(repr(here))} here "
-            f"and {shortened(repr(there))} there"
-        )
-
-
-class ServedAdapters:
-    """Which weights of each adapter the server has, and under which name. Folders are in `folder`, under the system's
-    one for temporary files (TMPDIR), and deleted in the end.
-    """
-
-    def __init__(self, server: ServerClient, roles: Roles) -> None:
-        self.server, self.roles = server, roles
-        self.loads = 0
-        self._run = secrets.token_hex(4)  # other runs may use the same server
-        self._temporary = tempfile.TemporaryDirectory(prefix="tinyrl-adapters-")
-        self.folder = Path(self._temporary.name)
-        self.served: dict[str, tuple[str, dict[str, Tensor]]] = {}
-
-    def name_of(self, adapter: str) -> str | None:
-        """The name under which the server has an adapter's weights as they are now; None: it does not have them.
-
-        Numbers are compared, since not every optimizer says which tensors it has written to.
-        """
-        name, weights = self.served.get(adapter, (None, {}))
-        now = self.roles.adapter_parameters(adapter)
-        return name if name and all(torch.equal(now[n].detach().cpu(), kept) for n, kept in weights.items()) else None
-
-    def load(self, adapter: str) -> str:
-        """Give the server an adapter's weights as they are now, and take the version before from it; the new name.
-
-        Raises ServerError.
-        """
-        assert self.roles.peft is not None, "the configuration asks for LoRA"
-        self.loads += 1
-        name = f"tinyrl-{self._run}-{self.loads}"
-        save_adapter(self.roles.peft, adapter, self.folder / name)
-        self.server.post(LOAD, {"lora_name": name, "lora_path": str(self.folder / name)})
-        self._unload(adapter)
-        now = self.roles.adapter_parameters(adapter)
-        self.served[adapter] = (name, {n: p.detach().to("cpu", copy=True) for n, p in now.items()})
-        return name
-
-    def unload_all(self) -> None:
-        for adapter in list(self.served):
-            self._unload(adapter)
-
-    def close(self) -> None:
-        self.unload_all()
-        self._temporary.cleanup()
-
-    def _unload(self, adapter: str) -> None:
-        name, _ = self.served.pop(adapter, (None, {}))
-        if name is not None:
-            self.server.tell(UNLOAD, {"lora_name": name})  # started anew or away, it has no such adapter
-            shutil.rmtree(self.folder / name, ignore_errors=True)
 
 
 class ServerEngine(SamplingEngine):

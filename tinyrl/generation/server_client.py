@@ -1,19 +1,32 @@
-"""A serving engine over HTTP: requests, refusals in words, answers in their shape, and its sleep (vLLM's protocol)."""
+"""A serving engine over HTTP (vLLM's protocol): requests, refusals in words, answers in their shape, its sleep; whether
+its tokenizer is ours, and the adapters it is given.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import secrets
+import shutil
+import tempfile
 import urllib.parse
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from tinyrl.data.http_client import Answer, HttpClient, NoAnswer
+from tinyrl.models.lora import save_adapter
+from tinyrl.models.roles import Roles
 from tinyrl.text import masked, shortened, whole_address
 
 SLEEP, WAKE, IS_SLEEPING = "/sleep", "/wake_up", "/is_sleeping"
+LOAD, UNLOAD, DETOKENIZE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/detokenize"
+TOKENS_AT_ONCE = 4096  # whose text is compared in one request
 PORTS = {"http": 80, "https": 443}
 API_KEY = "VLLM_API_KEY"  # the variable from which vLLM's own server takes its key
 WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before the second try and those after it
@@ -180,3 +193,86 @@ def read_as(shape: type[Shape], answer: Any, *, server: ServerClient, path: str)
         place = ".".join(map(str, first["loc"])) or "the answer"
         given = "" if first["type"] == "missing" else f", not {shortened(repr(first['input']), 40)}"
         raise ServerError(f"{server.name} answered {path} with a wrong {place}: {first['msg']}{given}") from None
+
+
+# ---- what a server has of ours ----
+
+
+def check_tokenizer(server: ServerClient, base: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError, with the first token, where a token of ours means another text there; all are looked at.
+
+    How text is split into tokens is ours alone: the server is sent tokens, and only reads them, for stop strings.
+    Raises ServerError where it does not answer.
+    """
+
+    def texts(tokens: list[int]) -> tuple[str, str]:
+        there = server.post(DETOKENIZE, {"model": base, "tokens": tokens})
+        read = read_as(Detokenized, there, server=server, path=DETOKENIZE)
+        return str(tokenizer.decode(tokens)), read.prompt
+
+    for start in range(0, len(tokenizer), TOKENS_AT_ONCE):
+        tokens = list(range(start, min(start + TOKENS_AT_ONCE, len(tokenizer))))
+        here, there = texts(tokens)
+        if here == there:
+            continue
+        while len(tokens) > 1:
+            first, second = tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]
+            here, there = texts(first)
+            tokens = second if here == there else first
+        here, there = texts(tokens)
+        raise ValueError(
+            f"{server.name} has another tokenizer: token {tokens[0]} is {shortened(repr(here))} here "
+            f"and {shortened(repr(there))} there"
+        )
+
+
+class ServedAdapters:
+    """Which weights of each adapter the server has, and under which name. Folders are in `folder`, under the system's
+    one for temporary files (TMPDIR), and deleted in the end.
+    """
+
+    def __init__(self, server: ServerClient, roles: Roles) -> None:
+        self.server, self.roles = server, roles
+        self.loads = 0
+        self._run = secrets.token_hex(4)  # other runs may use the same server
+        self._temporary = tempfile.TemporaryDirectory(prefix="tinyrl-adapters-")
+        self.folder = Path(self._temporary.name)
+        self.served: dict[str, tuple[str, dict[str, Tensor]]] = {}
+
+    def name_of(self, adapter: str) -> str | None:
+        """The name under which the server has an adapter's weights as they are now; None: it does not have them.
+
+        Numbers are compared, since not every optimizer says which tensors it has written to.
+        """
+        name, weights = self.served.get(adapter, (None, {}))
+        now = self.roles.adapter_parameters(adapter)
+        return name if name and all(torch.equal(now[n].detach().cpu(), kept) for n, kept in weights.items()) else None
+
+    def load(self, adapter: str) -> str:
+        """Give the server an adapter's weights as they are now, and take the version before from it; the new name.
+
+        Raises ServerError.
+        """
+        assert self.roles.peft is not None, "the configuration asks for LoRA"
+        self.loads += 1
+        name = f"tinyrl-{self._run}-{self.loads}"
+        save_adapter(self.roles.peft, adapter, self.folder / name)
+        self.server.post(LOAD, {"lora_name": name, "lora_path": str(self.folder / name)})
+        self._unload(adapter)
+        now = self.roles.adapter_parameters(adapter)
+        self.served[adapter] = (name, {n: p.detach().to("cpu", copy=True) for n, p in now.items()})
+        return name
+
+    def unload_all(self) -> None:
+        for adapter in list(self.served):
+            self._unload(adapter)
+
+    def close(self) -> None:
+        self.unload_all()
+        self._temporary.cleanup()
+
+    def _unload(self, adapter: str) -> None:
+        name, _ = self.served.pop(adapter, (None, {}))
+        if name is not None:
+            self.server.tell(UNLOAD, {"lora_name": name})  # started anew or away, it has no such adapter
+            shutil.rmtree(self.folder / name, ignore_errors=True)

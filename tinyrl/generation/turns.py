@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, groupby, repeat
 from typing import Any, Unpack
 
@@ -26,7 +26,15 @@ from tinyrl.data.readers import Row
 from tinyrl.environments import Reply, Transcript
 from tinyrl.environments.environment import Environment, Episode, SourceEnvironments
 from tinyrl.environments.trial import NONSENSE, asking_turn
-from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine, eos_token_ids, row_keys
+from tinyrl.generation.engine import (
+    Completion,
+    Request,
+    Response,
+    SampleOptions,
+    SamplingEngine,
+    eos_token_ids,
+    row_keys,
+)
 from tinyrl.models.roles import Roles
 from tinyrl.runs.signals import check_stop
 from tinyrl.tasks import Task, environments
@@ -151,33 +159,11 @@ def play_plainly(
         while len(answered) < len(going):
             answered.update(episodes.answers(wait=True))
         going = [sample for sample in going if answered[sample] is not None]
-        following = []
-        for sample in going:
-            first, so_far = requests[sample // group_size], episodes.responses[sample].tokens
-            following.append(
-                Request(
-                    prompt_tokens=first.prompt_tokens + so_far,
-                    prompt_row=first.prompt_row,
-                    first_sample=first.first_sample + sample % group_size,
-                    first_token=first.first_token + len(so_far),
-                    max_new_tokens=episodes.limit(sample),
-                )
-            )
+        following = [
+            requests[i // group_size].further(i % group_size, episodes.responses[i].tokens, episodes.limit(i))
+            for i in going
+        ]
         turns = [group[0] for group in engine.sample(following, 1, **options)] if following else []
-
-
-@dataclass
-class Response:
-    """Tokens of an episode so far: those of the policy, and those it only read, without log-probabilities."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    action_mask: list[bool] = field(default_factory=list)
-
-    def add(self, tokens: list[int], logprobs: list[float] | None = None) -> None:
-        self.tokens += tokens
-        self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
-        self.action_mask += [logprobs is not None] * len(tokens)
 
 
 class Episodes:
@@ -277,10 +263,7 @@ class Episodes:
                 self.episodes[cut_off[failure.row]].failure = failure.reason
             for sample, reward in zip(cut_off, rows.values, strict=True):
                 self.episodes[sample].turn_rewards[-1] += reward or 0.0
-        return [
-            Completion(r.tokens, r.logprobs, e.finish_reason, r.action_mask)
-            for r, e in zip(self.responses, self.episodes, strict=True)
-        ]
+        return [r.ended(e.finish_reason) for r, e in zip(self.responses, self.episodes, strict=True)]
 
     def _ask(self, asked: list[int]) -> tuple[list[int], list[Reply | None]]:
         answers = self.runner.environment.respond(*self._given(asked))

@@ -102,30 +102,25 @@ MAX_BAD_BATCHES = 3
 PROMPT_CHARS = 80
 
 
-class FailureGuard:
-    """Counts batches in a row of which more than 20 % of the rows failed, or no row got a reward; the third trips."""
-
-    def __init__(self, bad_batches: int = 0) -> None:
-        self.bad_batches = bad_batches
-
-    def add(self, num_rows: int, num_failed: int, first_failure: str = "", *, num_rewarded: int) -> None:
-        """Count a batch; `first_failure` is describe_failure() of one of its failed rows. Raises GuardStop."""
-        assert 0 <= num_failed <= num_rows, (num_failed, num_rows)
-        assert 0 <= num_rewarded <= num_rows, (num_rewarded, num_rows)
-        failing = num_failed > MAX_FAILED_SHARE * num_rows
-        unrewarded = num_rows > 0 and num_rewarded == 0
-        self.bad_batches = self.bad_batches + 1 if failing or unrewarded else 0
-        if self.bad_batches < MAX_BAD_BATCHES:
-            return
-        if not failing:
-            raise GuardStop(
-                f"No completion got a reward, {self.bad_batches} batches in a row (last: {num_rows} rows): every score "
-                "was None, which says that the reward does not apply. There is nothing to learn from."
-            )
+def count_bad_batches(before: int, *, rows: int, failed: int, rewarded: int, first_failure: str = "") -> int:
+    """How many batches in a row were bad, with one of so many `rows`: more than 20 % failed, or none got a reward.
+    Raises GuardStop at the third; `first_failure` is describe_failure() of a failed row.
+    """
+    assert 0 <= failed <= rows, (failed, rows)
+    assert 0 <= rewarded <= rows, (rewarded, rows)
+    failing = failed > MAX_FAILED_SHARE * rows
+    bad = before + 1 if failing or (rows > 0 and rewarded == 0) else 0
+    if bad < MAX_BAD_BATCHES:
+        return bad
+    if failing:
         raise GuardStop(
-            f"Rewards failed for more than {MAX_FAILED_SHARE:.0%} of the rows, {self.bad_batches} batches in a row "
-            f"(last: {num_failed} of {num_rows}). {first_failure}"
+            f"Rewards failed for more than {MAX_FAILED_SHARE:.0%} of the rows, {bad} batches in a row "
+            f"(last: {failed} of {rows}). {first_failure}"
         )
+    raise GuardStop(
+        f"No completion got a reward, {bad} batches in a row (last: {rows} rows): every score was None, which says "
+        "that the reward does not apply. There is nothing to learn from."
+    )
 
 
 def describe_failure(prompt: str | list[dict[str, str]], reason: str) -> str:

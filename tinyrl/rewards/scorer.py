@@ -143,23 +143,19 @@ class Scorer:
         """
         transcripts = None if episodes is None else [episode.transcript for episode in episodes]
         calls = _on_main(world, lambda: self._calls(prompts, completions, transcripts))
-        columns, failures = [], []
-        for call in calls[: len(self.functions)]:
-            columns.append(call.scores)
-            failures += call.failures
-        if self.has_model:
-            columns.append(self._model_scores(prompts, completions, transcripts, world))
-            unusable = [row for row, score in enumerate(columns[-1]) if math.isnan(score)]
-            failures += [RowFailure(row, "the reward model gave no number to learn from") for row in unusable]
-        for call in calls[len(self.functions) :]:  # the verifier's
-            columns.append(call.scores)
-            failures += call.failures
+        said = [call.whys for call in calls if call.whys]
+        if self.has_model:  # it stands before the verifier
+            scores = self._model_scores(prompts, completions, transcripts, world)
+            unusable = [row for row, score in enumerate(scores) if math.isnan(score)]
+            failures = [RowFailure(row, "the reward model gave no number to learn from") for row in unusable]
+            calls.insert(len(self.functions), RewardCall(scores, failures))
+        columns = [call.scores for call in calls]
+        failures = [failure for call in calls for failure in call.failures]
         if self.environment_rewards:
             columns.append([0.0] * len(prompts) if episodes is None else [episode.reward for episode in episodes])
         for row, episode in enumerate(episodes or []):
             failures += [RowFailure(row, episode.failure)] if episode.failure is not None else []
         scores = torch.tensor(columns, dtype=torch.float32).reshape(len(columns), len(prompts)).T
-        said = [call.whys for call in calls if call.whys]
         whys = ["\n".join(filter(None, of_row)) for of_row in zip(*said, strict=True)] if said else None
         rewards = torch.where(scores.isnan(), 0.0, scores * self.weights).sum(-1)
         dropped = scores.isnan().all(-1)
@@ -183,22 +179,27 @@ class Scorer:
     ) -> list[RewardCall]:
         """The scores of each function, then of the verifier where that is the reward."""
         answers = self._handed_over(prompts, completions, transcripts)
-        calls = []
-        for function in self.functions:
-            call = function([p.prompt for p in prompts], answers, self._columns(prompts, completions))
-            calls.append(call)
-            if call.retried:
-                self.retried.setdefault(function.name, call.retried)
+        columns = {**columns_of(prompts), "completion_ids": completions}
+        calls = [self._asked(function, prompts, answers, columns) for function in self.functions]
         return [*calls, self._verify(prompts, answers)] if self.uses_verifier else calls
 
     def _verify(self, prompts: list[PreparedPrompt], answers: list[Any]) -> RewardCall:
         assert self.task.verify is not None
-        given = [p.prompt for p in prompts]
-        if self.grader is None:
-            return call_in_process(self.task.verify, self.task.name, given, answers, columns_of(prompts))
-        call = self.grader(given, answers, columns_of(prompts))
+        columns = columns_of(prompts)
+        if self.grader is not None:
+            return self._asked(self.grader, prompts, answers, columns)
+        return call_in_process(self.task.verify, self.task.name, [p.prompt for p in prompts], answers, columns)
+
+    def _asked(
+        self,
+        function: FunctionReward | JudgeReward,
+        prompts: list[PreparedPrompt],
+        answers: list[Any],
+        columns: dict[str, list[Any]],
+    ) -> RewardCall:
+        call = function([p.prompt for p in prompts], answers, columns)
         if call.retried:
-            self.retried.setdefault(self.grader.name, call.retried)
+            self.retried.setdefault(function.name, call.retried)
         return call
 
     def text(self, tokens: list[int]) -> str:
@@ -219,9 +220,6 @@ class Scorer:
         if self.plays:
             return [[{"role": "assistant", "content": p.opened + text}] for p, text in pairs]
         return [p.completion_for_reward(text) for p, text in pairs]
-
-    def _columns(self, prompts: list[PreparedPrompt], completions: list[list[int]]):
-        return {**columns_of(prompts), "completion_ids": completions}
 
     def _model_scores(
         self,

@@ -226,7 +226,7 @@ class Rollout:
         return {} if self.transcripts is None else {"episode": self.transcripts[row]}
 
     @property
-    def final_scores(self) -> Tensor:
+    def outcome_rewards(self) -> Tensor:
         """(B,) the rewards without what the environment gave for single turns."""
         return self.rewards if self.turn_rewards is None else self.rewards - self.turn_rewards.sum(1)
 

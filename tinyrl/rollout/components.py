@@ -242,10 +242,9 @@ class SamplingParts(Parts):
         return self.config.generation.max_new_tokens if self.runner is None else self.runner.max_episode_tokens
 
     @property
-    def thinking(self) -> tuple[int, int] | None:
-        """The most tokens of thinking, and of a response, where there is a budget."""
-        budget, most = self.config.generation.max_thinking_tokens, self.config.generation.max_new_tokens
-        return None if budget is None or self.runner is not None else (budget, most)
+    def thinking_budget(self) -> int | None:
+        """The most tokens of thinking, where that is limited: not in episodes."""
+        return self.config.generation.max_thinking_tokens if self.runner is None else None
 
     def _prompts(self, split: str) -> list[PreparedPrompt]:
         generation, runner = self.config.generation, self.runner

@@ -12,7 +12,7 @@ from typing import Unpack
 
 from transformers import PreTrainedTokenizerBase
 
-from tinyrl.generation.engine import Completion, Request, SampleOptions, SamplingEngine
+from tinyrl.generation.engine import Completion, Request, Response, SampleOptions, SamplingEngine
 from tinyrl.tasks.prompts import token_ids
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -36,28 +36,21 @@ def sample_within_budget(
     first = [replace(request, max_new_tokens=budget) for request in requests]
     begun = [completion for group in engine.sample(first, group_size, **options) for completion in group]
     closing = token_ids(tokenizer, CLOSING)
-    forced, going, following = list[list[int]](), list[int](), list[Request]()
+    going, following = dict[int, Response](), list[Request]()
     for row, completion in enumerate(begun):
         request, text = requests[row // group_size], _text(tokenizer, completion.tokens)
         added = closing if thinks(opened[row // group_size] + text) else []
-        forced.append(added)
         room = max_new_tokens - len(completion.tokens) - len(added)
         if completion.finish_reason != "length" or room < 1:
             continue
-        read = [*completion.tokens, *added]
-        going.append(row)
-        following.append(
-            Request(
-                prompt_tokens=request.prompt_tokens + read,
-                prompt_row=request.prompt_row,
-                first_sample=request.first_sample + row % group_size,
-                first_token=request.first_token + len(read),
-                max_new_tokens=room,
-            )
-        )
+        going[row] = response = Response()
+        response.add(completion.tokens, completion.logprobs)
+        response.add(added)
+        following.append(request.further(row % group_size, response.tokens, room))
     ended = [group[0] for group in engine.sample(following, 1, **options)] if following else []
-    for row, rest in zip(going, ended, strict=True):
-        begun[row] = _joined(begun[row], forced[row], rest)
+    for (row, response), rest in zip(going.items(), ended, strict=True):
+        response.add(rest.tokens, rest.logprobs)
+        begun[row] = response.ended(rest.finish_reason)
     return begun
 
 
@@ -74,16 +67,6 @@ def thinking_tokens(tokens: list[int], *, opened: str, tokenizer: PreTrainedToke
     if CLOSE not in text:
         return len(tokens)
     return bisect_left(range(len(tokens)), True, key=lambda n: CLOSE in opened + _text(tokenizer, tokens[:n]))
-
-
-def _joined(begun: Completion, added: list[int], rest: Completion) -> Completion:
-    mask = [True] * len(begun.tokens) + [False] * len(added) + [True] * len(rest.tokens)
-    return Completion(
-        tokens=[*begun.tokens, *added, *rest.tokens],
-        logprobs=[*begun.logprobs, *([0.0] * len(added)), *rest.logprobs],
-        finish_reason=rest.finish_reason,
-        action_mask=mask if added else None,
-    )
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:

@@ -24,7 +24,7 @@ from tinyrl.evaluation.statistics import mean, numbers
 from tinyrl.models.device import peak_memory_gb
 from tinyrl.rewards.trial import GoldCheck, check_gold
 from tinyrl.rollout.buffer import Rollout
-from tinyrl.rollout.collector import finalize_truncated, sample_and_score, sample_lines, written
+from tinyrl.rollout.collector import apply_length_rules, sample_and_score, sample_lines, written
 from tinyrl.rollout.components import Options, resolve_threads, trainer_of
 from tinyrl.runs.findings import Row
 from tinyrl.runs.records import number
@@ -163,7 +163,7 @@ def probe(config: Config, *, options: Options, num_prompts: int, samples: int | 
 def _sampled(trainer: Any, prompts: list[PreparedPrompt], samples: int, *, greedy: bool) -> Rollout:
     rollout = sample_and_score(prompts, trainer, group_size=samples, step=EVAL_STEP, greedy=greedy)
     most = trainer.config.generation.max_new_tokens
-    finalize_truncated(rollout, trainer.config.reward, max_new_tokens=most)
+    apply_length_rules(rollout, trainer.config.reward, max_new_tokens=most)
     return rollout
 
 

@@ -35,16 +35,14 @@ from tinyrl.training.update import Pass
 
 
 class Distill(OnPolicyTrainer):
-    """On-policy distillation."""
-
     def __init__(self, config: Config, *, options: Options) -> None:
         super().__init__(config, options=options)
         if isinstance(self.teacher, StoredTeacher):
             self.row_fingerprints = {**self.row_fingerprints, "teacher.path": self.teacher.stored.fingerprint}
 
     @property
-    def readings(self) -> int:
-        return 1 + int(self.config.distill.kl_coef > 0)
+    def forward_only_passes(self) -> int:
+        return super().forward_only_passes if self.config.distill.objective == "sampled" else self.teacher_passes
 
     def passes(self, rollout: Rollout, rows: list[int], sizes: RowSizes, settings: LossSettings) -> list[Pass]:
         if self.config.distill.objective == "sampled":
@@ -53,9 +51,7 @@ class Distill(OnPolicyTrainer):
 
     def train(self, session: Session) -> None:
         config = self.config.distill
-        sampled, kl = config.objective == "sampled", config.kl_coef > 0
         self.begin(session)
-        several_steps = config.num_epochs > 1 or (config.minibatch_size or config.batch_size) < config.batch_size
         for step in session.steps():
             rollout = session.rollout
             if rollout is None:
@@ -64,11 +60,11 @@ class Distill(OnPolicyTrainer):
                     rollout = self.responses(step)
                 # 2. What the teacher says of them.
                 taught = self.read_teacher(rollout)
-                if sampled:
+                if config.objective == "sampled":
                     with session.timed("reference"):
-                        self.compute_logprobs(rollout, reference=kl, several_steps=several_steps)
+                        self.compute_logprobs(rollout)
                 rewards = {} if rollout.rewards.isnan().all() else self.reward_metrics(rollout)  # given answers alone
-                session.start_update(rollout, **rewards, **self.metrics(rollout), **taught, **self.end_sampling(step))
+                session.start_update(rollout, **rewards, **self.metrics(rollout), **taught, **self.record_prompts(step))
             assert rollout.teacher_logprobs is not None
             before = rollout.sampling_logprobs if rollout.old_logprobs is None else rollout.old_logprobs
             rollout.advantages = token_advantages(before, rollout.teacher_logprobs, rollout.loss_mask)

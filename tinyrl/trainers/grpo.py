@@ -27,16 +27,9 @@ from tinyrl.training.session import Session
 
 
 class Grpo(OnPolicyTrainer):
-    """GRPO and its family."""
-
-    @property
-    def readings(self) -> int:
-        return int(self.config.grpo.kl_coef > 0)
-
     def train(self, session: Session) -> None:
         config = self.config.grpo
         self.begin(session)
-        several_steps = config.num_epochs > 1 or (config.minibatch_size or config.batch_size) < config.batch_size
         for step in session.steps():
             settings, rollout = self.loss_settings(kl_coef=config.kl_coef), session.rollout
             if rollout is None:
@@ -46,11 +39,9 @@ class Grpo(OnPolicyTrainer):
                     rollout = rollout.with_others()
                 # 2. Their log-probabilities under the reference, and before the update.
                 with session.timed("reference"):
-                    self.compute_logprobs(
-                        rollout, reference=config.kl_coef > 0, several_steps=several_steps, scored=kl_in_score(config)
-                    )
+                    self.compute_logprobs(rollout, scored=kl_in_score(config))
                 taught = self.read_teacher(rollout)
-                session.start_update(rollout, **rewards, **self.metrics(rollout), **taught, **self.end_sampling(step))
+                session.start_update(rollout, **rewards, **self.metrics(rollout), **taught, **self.record_prompts(step))
             # 3. How much better a response is than its group.
             rollout.advantages = episode_advantages(rollout, config, weights=self.scorer.weights)
             flat = not rollout.advantages.any()  # no response is better than another: nothing to learn
@@ -118,7 +109,7 @@ def advantages_of(rollout: Rollout, config: GrpoConfig, *, weights: Tensor | Non
             scores = group_advantages(scores, group_size=group_size, scale="none")
             rewards = token_rewards(torch.nan_to_num(scores), rollout.kl(), mask, kl_coef=kl_coef)
         else:
-            scores = torch.nan_to_num(rollout.final_scores)
+            scores = torch.nan_to_num(rollout.outcome_rewards)
             rewards = rollout.with_turn_rewards(token_rewards(scores, rollout.kl(), mask, kl_coef=kl_coef))
         return masked_whiten(discounted_returns(rewards, mask, gamma=config.gamma), mask)
     penalties = torch.zeros_like(scores)
@@ -129,13 +120,13 @@ def advantages_of(rollout: Rollout, config: GrpoConfig, *, weights: Tensor | Non
         return rloo_advantages(scores - penalties, group_size=group_size)
     if config.normalize_rewards == "each":
         assert weights is not None, "several rewards are weighed after each is normalised"
-        each = compared(rollout, config)
+        each = group_scores(rollout, config)
         return decoupled_advantages(each, weights=weights, group_size=group_size, scale=config.advantage_scale)
     advantages = group_advantages(scores, group_size=group_size, scale=config.advantage_scale)
     return advantages - group_advantages(penalties, group_size=group_size, scale="none")
 
 
-def compared(rollout: Rollout, config: GrpoConfig) -> Tensor:
+def group_scores(rollout: Rollout, config: GrpoConfig) -> Tensor:
     """(B, 1) or (B, R) what the responses of a group are compared by: the sum of their rewards, or each; NaN: none."""
     if config.normalize_rewards == "sum":
         return rollout.rewards.unsqueeze(1)
@@ -144,7 +135,7 @@ def compared(rollout: Rollout, config: GrpoConfig) -> Tensor:
 
 def zero_spread(rollout: Rollout, config: GrpoConfig) -> Tensor:
     """(P,) bool: groups whose valid scores are all the same, so that they teach nothing."""
-    scores = compared(rollout, config)
+    scores = group_scores(rollout, config)
     groups = scores.reshape(-1, config.group_size, scores.shape[1])
     highest = torch.where(groups.isnan(), -torch.inf, groups).amax(1)
     lowest = torch.where(groups.isnan(), torch.inf, groups).amin(1)

@@ -16,16 +16,23 @@ from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.micro_batches import RowSizes
-from tinyrl.rewards.functions import FailureGuard, describe_failure
+from tinyrl.rewards.functions import count_bad_batches, describe_failure
 from tinyrl.rollout.buffer import Rollout, blank_rollout
-from tinyrl.rollout.collector import finalize_truncated, sample_and_score, sample_lines, written
+from tinyrl.rollout.collector import (
+    allowed_bytes,
+    apply_length_rules,
+    sample_and_score,
+    sample_lines,
+    shown_rows,
+    token_lines,
+    written,
+)
 from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.rollout.thinking import thinking_tokens
 from tinyrl.runs.signals import stop_held
 from tinyrl.tasks.prompts import PreparedPrompt, source_rewards
 from tinyrl.trainers.choice import Tried, choice_of
 from tinyrl.trainers.policy_loss import LossSettings, PolicyLoss
-from tinyrl.trainers.step_records import allowed_bytes, shown_rows, token_lines
 from tinyrl.trainers.teaching import DistanceLoss, teacher_metrics, teacher_of
 from tinyrl.training.optim import rate_factor
 from tinyrl.training.session import Session
@@ -78,6 +85,27 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         """The passes of an optimizer step on a minibatch."""
         return [Pass("policy", self.policy_loss(rollout, rows, settings), rows, sizes)]
 
+    @property
+    def reads_reference(self) -> bool:
+        """Whether each rollout is read under the reference."""
+        return self.config.on_policy.kl_coef > 0
+
+    @property
+    def several_steps(self) -> bool:
+        """Whether several optimizer steps use a rollout."""
+        section = self.config.on_policy
+        return section.num_epochs > 1 or (section.minibatch_size or section.batch_size) < section.batch_size
+
+    @property
+    def teacher_passes(self) -> int:
+        return int(self.teacher is not None and self.teacher.role is not None)
+
+    @property
+    def forward_only_passes(self) -> int:
+        """Of the reference, the policy before its update (see compute_logprobs), and a teacher on this machine."""
+        rescored = (self.several_steps or self.reads_reference) and not self.samples_exactly
+        return self.reads_reference + rescored + self.teacher_passes
+
     # ---- rollouts ----
 
     def begin(self, session: Session) -> None:
@@ -103,7 +131,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         self.session.display.phase("sampling")
         rollout = sample_and_score(prompts, self, group_size=self.group_size, step=step)
         most = self.config.generation.max_new_tokens
-        finalize_truncated(rollout, self.config.reward, max_new_tokens=most)
+        apply_length_rules(rollout, self.config.reward, max_new_tokens=most)
         self.tried.look(prompts, rollout.rewards)
         self._watch(rollout, prompts, step)
         self.state.completions += len(rollout)
@@ -121,46 +149,46 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         return controllers.flat_steps
 
     def _watch(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:
-        guard = FailureGuard(self.state.controllers.failing_batches)
         retried = self.scorer.retried | (self.runner.environment.retried if self.runner else {})
         for name, why in retried.items():
             if name not in self._told:
                 self._told.add(name)
                 self.session.display.note(f"warning: `{name}` was tried row by row: on the whole batch it {why}")
-        sentence = ""
+        sentence, failed = "", len({failure.row for failure in rollout.failures})
         if rollout.failures:
             first = rollout.failures[0]
             sentence = describe_failure(prompts[first.row // self.group_size].prompt, first.reason)
-            count = len({f.row for f in rollout.failures})
             self.session.display.note(
-                f"warning: {count} of {len(rollout)} rewards failed and their rows are dropped "
+                f"warning: {failed} of {len(rollout)} rewards failed and their rows are dropped "
                 f"(they are in {self.session.run.failed_rewards}). {sentence}"
             )
             self._set_aside(rollout, prompts, step)
-        if not self.config.trains.rewarded:
-            return
-        rewarded = int((~rollout.rewards.isnan()).sum())
-        guard.add(len(rollout), len({f.row for f in rollout.failures}), sentence, num_rewarded=rewarded)
-        self.state.controllers.failing_batches = guard.bad_batches
+        if self.config.trains.rewarded:
+            self.state.controllers.failing_batches = count_bad_batches(
+                self.state.controllers.failing_batches,
+                rows=len(rollout),
+                failed=failed,
+                rewarded=int((~rollout.rewards.isnan()).sum()),
+                first_failure=sentence,
+            )
 
     def _set_aside(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:
-        lines = []
-        for failure in rollout.failures:
-            prompt = prompts[failure.row // self.group_size]
-            lines.append(
-                {
-                    "step": step + 1,
-                    "prompt_index": prompt.index,
-                    "sample": failure.row % self.group_size,
-                    "prompt": prompt.text,
-                    "completion": written(rollout, failure.row, self.scorer),
-                    **rollout.episode_of(failure.row),
-                    "reason": failure.reason,
-                }
-            )
+        failed = [(failure, prompts[failure.row // self.group_size]) for failure in rollout.failures]
+        lines = [
+            {
+                "step": step + 1,
+                "prompt_index": prompt.index,
+                "sample": failure.row % self.group_size,
+                "prompt": prompt.text,
+                "completion": written(rollout, failure.row, self.scorer),
+                **rollout.episode_of(failure.row),
+                "reason": failure.reason,
+            }
+            for failure, prompt in failed
+        ]
         self.session.run.append_failed_rewards(lines)
 
-    def compute_logprobs(self, rollout: Rollout, *, reference: bool, several_steps: bool, scored: bool = False) -> None:
+    def compute_logprobs(self, rollout: Rollout, *, scored: bool = False) -> None:
         """Fill in ref_logprobs where a KL needs them, old_logprobs where several optimizer steps use the rollout. With
         one step the training pass's own values, detached, are the old ones, so the ratio is exactly 1; a KL then takes
         the policy's from a pass like the reference's, as an engine that is not exact would add its own noise to it.
@@ -168,21 +196,21 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         `scored`: of every row with a reward, those that are left out of the loss among them.
         """
         read = replace(rollout, kept=~rollout.rewards.isnan()) if scored else rollout
-        if reference:
+        if self.reads_reference:
             rollout.ref_logprobs = self._logprobs(read, "reference")
-        if not several_steps:
-            if reference and not self.samples_exactly:
+        if not self.several_steps:
+            if self.reads_reference and not self.samples_exactly:
                 rollout.rescored_logprobs = self._logprobs(read, "policy")
             return
-        controllers = self.state.controllers
-        if controllers.exact_sampling is None:
-            rescored = self._logprobs(read, "policy")
+        controllers, rollout.old_logprobs = self.state.controllers, rollout.sampling_logprobs
+        if controllers.exact_sampling:
+            return
+        rescored = self._logprobs(read, "policy")
+        if controllers.exact_sampling is None:  # not measured yet
             gap = float(torch.where(rollout.loss_mask, rescored - rollout.sampling_logprobs, 0.0).abs().max())
-            exact = controllers.exact_sampling = self.engine.exact and gap < EXACT_TO
-            rollout.old_logprobs = rollout.sampling_logprobs if exact else rescored
-        else:
-            exact = controllers.exact_sampling
-            rollout.old_logprobs = rollout.sampling_logprobs if exact else self._logprobs(read, "policy")
+            controllers.exact_sampling = self.engine.exact and gap < EXACT_TO
+        if not controllers.exact_sampling:
+            rollout.old_logprobs = rescored
 
     @property
     def samples_exactly(self) -> bool:
@@ -221,7 +249,6 @@ class OnPolicyTrainer(SamplingParts, Trainer):
 
     @property
     def teacher_coef(self) -> float:
-        """The weight of the distance to a teacher in this step."""
         step, num_steps, teacher = self.state.step, self.config.run.num_steps, self.config.teacher
         return teacher.coef * rate_factor(teacher.coef_schedule, step, num_steps=num_steps, warmup_steps=0)
 
@@ -264,7 +291,6 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         return teacher_metrics(rollout)
 
     def policy_loss(self, rollout: Rollout, rows: list[int], settings: LossSettings) -> PolicyLoss:
-        """The loss of a minibatch of a rollout."""
         first = self.state.first_update
         distance = self.distance_loss(rollout, rows) if settings.teacher_coef > 0 else None
         return PolicyLoss(rollout, rows, roles=self.roles, settings=settings, first=first, distance=distance)
@@ -274,7 +300,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         temperature = self.config.generation.temperature
         return DistanceLoss(rollout, rows, roles=self.roles, teacher=self.teacher, temperature=temperature)
 
-    def end_sampling(self, step: int) -> dict[str, float]:
+    def record_prompts(self, step: int) -> dict[str, float]:
         """Put on record which prompts of a step were solved; its metrics."""
         metrics = self.choice.keep(step, self.tried)
         self.session.run.append_prompts(step + 1, self.tried.take())
@@ -348,7 +374,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         }
         if rollout.ref_logprobs is not None:
             out["objective/kl"] = rollout.kl_per_response()
-        return out | (self._thinking_metrics(rollout) if self.thinking is not None else {})
+        return out | (self._thinking_metrics(rollout) if self.thinking_budget is not None else {})
 
     def _thinking_metrics(self, rollout: Rollout) -> dict[str, float]:
         """Tokens until thinking ends, of the responses that think, and the share whose thinking was closed for them."""

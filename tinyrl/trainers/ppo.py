@@ -114,8 +114,18 @@ class Ppo(OnPolicyTrainer):
         return [*passes, ptx_pass(self, self.state)] if with_text else passes
 
     @property
-    def readings(self) -> int:
-        return 1 + self.roles.has_reference
+    def reads_reference(self) -> bool:
+        return self.roles.has_reference
+
+    @property
+    def several_steps(self) -> bool:
+        """Also with one epoch of one minibatch: the ratio is always to the policy before the update."""
+        return True
+
+    @property
+    def forward_only_passes(self) -> int:
+        values = 1 + self.config.ppo.bootstrap_truncated
+        return super().forward_only_passes + values
 
     def train(self, session: Session) -> None:
         config, critic = self.config.ppo, self.config.critic
@@ -131,12 +141,12 @@ class Ppo(OnPolicyTrainer):
                     rollout = rollout.with_others()
                 # 2. Their log-probabilities under the reference and before the update, and the critic's values.
                 with session.timed("reference"):
-                    self.compute_logprobs(rollout, reference=self.roles.has_reference, several_steps=True)
+                    self.compute_logprobs(rollout)
                 with session.timed("values"):
                     rollout.values = predict_values(rollout, self)
                     if config.bootstrap_truncated:
                         rollout.final_values = predict_final_values(rollout, self)
-                metrics = self.metrics(rollout) | self.read_teacher(rollout) | self.end_sampling(step)
+                metrics = self.metrics(rollout) | self.read_teacher(rollout) | self.record_prompts(step)
                 metrics["objective/kl_coef"] = kl_coef
                 session.start_update(rollout, **rewards_by_name, **metrics)
             # 3. One reward for each token.
@@ -164,7 +174,7 @@ class Ppo(OnPolicyTrainer):
 
 def shaped_rewards(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> Tensor:
     """(B, T): score on the last token, the environment's rewards on each turn's last, the KL penalty if it is one."""
-    scores = torch.nan_to_num(rollout.final_scores)
+    scores = torch.nan_to_num(rollout.outcome_rewards)
     if config.clip_rewards is not None:
         scores = scores.clamp(-config.clip_rewards, config.clip_rewards)
     kl = torch.zeros_like(rollout.sampling_logprobs)

@@ -23,8 +23,15 @@ from tinyrl.algorithms.masking import masked_mean
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import batch_indices
 from tinyrl.errors import Interrupted
-from tinyrl.generation.server import check_tokenizer
-from tinyrl.generation.server_client import ROUNDED, AnswerPart, Models, ServerClient, ServerError, read_as
+from tinyrl.generation.server_client import (
+    ROUNDED,
+    AnswerPart,
+    Models,
+    ServerClient,
+    ServerError,
+    check_tokenizer,
+    read_as,
+)
 from tinyrl.models.batches import SequenceBatch, response_states
 from tinyrl.models.device import to_device
 from tinyrl.models.distances import distances, top_k_of

@@ -26,9 +26,9 @@ from torch import nn
 
 from tinyrl.config.schema import Config
 from tinyrl.generation.engine import Request
-from tinyrl.generation.select import SamplingBytes, sampling_bytes
+from tinyrl.generation.footprint import SamplingBytes, sampling_bytes
 from tinyrl.models.batches import fuse_alike
-from tinyrl.models.device import KEPT_BYTES, memory_room, resolve_dtype, warm_bytes
+from tinyrl.models.device import memory_room, resolve_dtype, warm_bytes
 from tinyrl.models.loading import saved_dtype
 from tinyrl.models.logprobs import CHUNK_ELEMENTS, token_logprobs
 from tinyrl.models.meta import (
@@ -213,7 +213,7 @@ class Planner:
         tokens = tokens or self.trainer.micro_batches.tokens
         phases = {"updating": self._update(tokens), "an optimizer step": self._optimizer_step()}
         if self.sampling is not None:
-            kept = {"kept from sampling": self._kept(self.sampling)}
+            kept = {"kept from sampling": self.sampling.kept(self.device)}
             phases = {"sampling": self.sampling.parts, **{name: {**kept, **parts} for name, parts in phases.items()}}
         if (read := self._as_read()) > 0:
             phases["loading"] = {"weights as read": read}
@@ -226,15 +226,6 @@ class Planner:
             return 0
         saved = saved_dtype(model.path, revision=model.revision)
         return 0 if saved == dtype else self.standing["base"] // dtype.itemsize * saved.itemsize
-
-    def _kept(self, sampling: SamplingBytes) -> int:
-        """What is still there of sampling: on a CPU the C library keeps what is freed, in pieces that nothing else
-        fits; on a GPU graphs hold the fused engine's cache, its copy of the weights and the states of a token.
-        """
-        if self.device.type == "cpu":
-            return min(sum(sampling.parts.values()), KEPT_BYTES)
-        by_graphs = isinstance(self.trainer, SamplingParts) and self.trainer.engine.name == "fused"
-        return sampling.parts["cache"] + sampling.parts["sampling copy"] + sampling.in_graphs if by_graphs else 0
 
     def _update(self, tokens: int) -> dict[str, int]:
         """Gradients, activations and the logits of a chunk, at the most of any pass of an optimizer step."""
@@ -446,21 +437,18 @@ def _problem(plan: MemoryPlan, tokens: int | None, *, needed: int, free: int) ->
 
 def seconds_in_words(trainer: Trainer) -> str:
     """How long a step takes, by a short calibration with the run's own models. No weight is changed."""
-    seconds = seconds_a_step(trainer)
+    sampling = {"sampling": _sampling_seconds(trainer)} if isinstance(trainer, SamplingParts) else {}
+    seconds = sampling | seconds_of_passes(trainer)
     each = ", ".join(f"{name} {taken:.2g}" for name, taken in seconds.items())
     longest = " where every response is as long as it may be; rewards are not counted" if "sampling" in seconds else ""
     return _wrapped([f"a step takes about {sum(seconds.values()):.2g} s ({each}){longest}"])
 
 
-def seconds_a_step(trainer: Trainer) -> dict[str, float]:
-    """By phase: sampling a few tokens of every row, and each pass on one micro-batch, times how often it is done."""
-    sampling = {"sampling": _sampling_seconds(trainer)} if isinstance(trainer, SamplingParts) else {}
-    return sampling | seconds_of_passes(trainer)
-
-
 def seconds_of_passes(trainer: Trainer) -> dict[str, float]:
-    """`seconds_a_step` without sampling."""
+    """Of a step, by phase: each pass on one micro-batch, times how often it is done."""
     passes, budget = trainer.longest_step(), trainer.micro_batches.tokens
+    first = passes[0]
+    steps = -(-len(first.sizes) // len(first.rows))  # of the optimizer in an epoch
 
     def taken(one: Pass, *, learning: bool) -> float:
         """Of a whole pass over the step, by one micro-batch of it."""
@@ -469,12 +457,11 @@ def seconds_of_passes(trainer: Trainer) -> dict[str, float]:
         return _timed(work) * sum(map(sizes.cost, sizes.plan(range(len(sizes)), max_tokens=budget))) / sizes.cost(rows)
 
     seconds = {}
-    if trainer.readings:
-        seconds["reference and values"] = trainer.readings * taken(passes[0], learning=False)
-    with _with_gradients(trainer.roles, whole=False):
-        seconds["update"] = getattr(trainer.config.own, "num_epochs", 1) * sum(
-            taken(one, learning=True) for one in passes
-        )
+    if count := trainer.forward_only_passes:
+        seconds["passes without gradient"] = count * taken(first, learning=False)
+    with _with_gradients(trainer.roles, whole=False):  # text (ppo.ptx_coef) is read anew in each optimizer step
+        epoch = sum(taken(one, learning=True) * (1 if one.sizes is first.sizes else steps) for one in passes)
+    seconds["update"] = getattr(trainer.config.own, "num_epochs", 1) * epoch
     return seconds
 
 
@@ -491,13 +478,13 @@ def _sampling_seconds(parts: SamplingParts) -> float:
     return first if few == more else first + max(0.0, sample(more) - first) / (more - few) * (new - few)
 
 
-def _timed(work: Callable[[], object], *, repeats: int = 2) -> float:
-    """The median of some runs after a first one, in seconds."""
+def _timed(work: Callable[[], object]) -> float:
+    """The mean of two runs after a first one, in seconds."""
     taken = []
-    for _ in range(repeats + 1):
+    for _ in range(3):
         start = time.perf_counter()
         work()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
+    return statistics.fmean(taken[1:])

@@ -117,7 +117,7 @@ class Session:
             parts.micro_batches,
             max_grad_norm=self.config.optim.max_grad_norm,
             gradient_checkpointing=self.config.model.gradient_checkpointing,
-            keep_batch=self._keep_batch,
+            dump_bad_batch=self._dump_bad_batch,
             world=parts.world,
         )
 
@@ -327,7 +327,7 @@ class Session:
         self.display.note(f"{reason}: saving step {self.state.step} ({self.state.phase})")
         return self.save()
 
-    def _keep_batch(self, rows: list[int], why: str) -> None:
+    def _dump_bad_batch(self, rows: list[int], why: str) -> None:
         if not self.world.is_main:
             return
         folder = self.run.path / "nonfinite"

@@ -35,8 +35,10 @@ class Trainer(Parts):
         raise NotImplementedError
 
     @property
-    def readings(self) -> int:
-        """Passes without gradient in a step."""
+    def forward_only_passes(self) -> int:
+        """Passes without gradient over all rows of a step, for the plan of its seconds. Whatever a pass reads by, it is
+        counted as one of the policy.
+        """
         return 0
 
     def longest_step(self, share: float = 1.0) -> list[Pass]:

@@ -50,7 +50,7 @@ class Updater:
     micro_batches: MicroBatches
     max_grad_norm: float
     gradient_checkpointing: bool = False
-    keep_batch: Callable[[list[int], str], None] = lambda rows, why: None
+    dump_bad_batch: Callable[[list[int], str], None] = lambda rows, why: None
     skipped: int = 0
     skipped_in_a_row: int = 0
     world: World = ALONE  # each process of it has a share of the rows
@@ -99,15 +99,17 @@ class Updater:
 
     def _accumulate(self, passes: Sequence[Pass]) -> dict[str, float]:
         totals: dict[str, Tensor] = {}
-        before = dropout = torch_rng()
+        before = pass_rng = torch_rng()
 
         def restart() -> None:
-            restore_torch_rng(dropout)
+            restore_torch_rng(pass_rng)
             totals.clear()
             self._zero_grad()
 
+        recompute = self.roles.gradient_checkpointing if self.gradient_checkpointing else contextlib.nullcontext
+
         def run(one: Pass, micro: list[int]) -> None:
-            with self.roles.acting(one.role), self._recompute():
+            with self.roles.acting(one.role), recompute():
                 with self.accelerator.autocast():
                     loss, metrics = one.loss(micro)
                 if loss.requires_grad:
@@ -117,7 +119,7 @@ class Updater:
 
         work = [Work(one.sizes, partial(run, one), own_rows(one.sizes, one.rows, self.world)) for one in passes]
         try:
-            with self._own_random_numbers(before) as dropout:
+            with self._own_random_numbers(before) as pass_rng:
                 self.micro_batches.run(*work, restart=restart)
             parameters = [p for role in self.optimizers.values() for p in role.parameters.values()]
             return sum_step(self.world, as_floats(totals), parameters)
@@ -139,9 +141,6 @@ class Updater:
         finally:
             restore_torch_rng(shared)
 
-    def _recompute(self) -> contextlib.AbstractContextManager[None]:
-        return self.roles.gradient_checkpointing() if self.gradient_checkpointing else contextlib.nullcontext()
-
     def _zero_grad(self) -> None:
         for role in self.optimizers.values():
             role.optimizer.zero_grad(set_to_none=True)
@@ -159,7 +158,7 @@ class Updater:
     def _skip(self, rows: list[int], why: str) -> None:
         self.skipped += 1
         self.skipped_in_a_row += 1
-        self.keep_batch(rows, why)
+        self.dump_bad_batch(rows, why)
         if self.skipped_in_a_row >= MOST_SKIPS:
             self._zero_grad()
             raise GuardStop(

@@ -61,7 +61,8 @@ class Worker:
         self._killed = False
         self._output = bytearray()
         self._process = subprocess.Popen(
-            _command(memory_bytes),
+            # -P keeps our folder off sys.path, where loading.py would hide the user's
+            supervised([sys.executable, "-P", worker.__file__, str(os.getpid())], memory_bytes=memory_bytes),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -125,11 +126,7 @@ class Worker:
         if self._killed:  # its number may be another process's by now
             return
         self._killed = True
-        self._process.terminate()
-        try:
-            self._process.wait(timeout=END_S)
-        except subprocess.TimeoutExpired:  # a process stuck in the kernel must not hold us as well
-            self._process.kill()
+        end_supervised(self._process)
         for pipe in (self._requests, self._replies, self._prints):
             pipe.close()
 
@@ -215,11 +212,18 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in VARIABLES} | {"PYTHONHASHSEED": "0"}
 
 
-def _command(memory_bytes: int) -> list[str]:
-    """The supervisor, and what it starts: -P keeps our folder off sys.path, where loading.py would hide the user's."""
-    run = str(os.getpid())
-    work = [sys.executable, "-P", worker.__file__, run]
-    return [sys.executable, "-I", "-S", supervisor.__file__, run, str(memory_bytes), *work]
+def supervised(command: list[str], *, memory_bytes: int) -> list[str]:
+    """The command line of a supervisor (supervisor.py) that runs a command."""
+    return [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), str(memory_bytes), *command]
+
+
+def end_supervised(process: subprocess.Popen[bytes]) -> None:
+    """End a supervisor with all that its command has started."""
+    process.terminate()
+    try:
+        process.wait(timeout=END_S)
+    except subprocess.TimeoutExpired:  # a process stuck in the kernel must not hold us as well
+        process.kill()
 
 
 def _is_reply(reply: Any) -> bool:
