@@ -59,7 +59,7 @@ def loss_and_gradient(settings: dict[str, Any]) -> tuple[float, dict[str, Tensor
     batch = fixed_batch(parts.roles.causal.config.get_text_config().vocab_size, max_new_tokens=SPEED.max_new_tokens)
     rollout, rows = as_rollout(batch), list(range(len(batch.responses)))
     parts.begin(launch.session)
-    parts.compute_logprobs(rollout, reference=True, several_steps=False)
+    parts.compute_logprobs(rollout)
     rollout.old_logprobs, rollout.advantages = rollout.ref_logprobs, torch.tensor(batch.advantages)
     loss_settings = parts.loss_settings(kl_coef=config.grpo.kl_coef)
     loss_of = PolicyLoss(rollout, rows, roles=parts.roles, settings=loss_settings, first=True)

@@ -79,7 +79,7 @@ def shared_start(prompts: Iterable[Sequence[int]]) -> int:
 
 def common_length(texts: Sequence[Sequence[int]]) -> int:
     """How many tokens one or more texts begin with alike. The first and the last in order differ as early as any."""
-    first, last = min(texts), max(texts)
+    first, last = min(texts, key=tuple), max(texts, key=tuple)
     return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
 
 
