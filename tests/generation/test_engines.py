@@ -205,6 +205,25 @@ def test_prompts_are_read_within_a_token_budget(tiny: TinyModels, monkeypatch: p
     assert shapes == [(2, 3), (1, 12), (1, 5)]
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_all_prompts_begin_with_is_read_once(count: int, tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+    """And the samples are those of the library's modules, which read each whole."""
+    system = list(range(20, 32))
+    prompts = [[*system, *rest] for rest in ([5], [6, 7, 8], [9, 10])]
+    expected = sample(make_engine(tiny("llama"), "hf"), count, prompts=prompts)
+    engine, read = make_engine(tiny("llama"), "fused"), list[int]()
+    for name in ("prefill", "extend"):
+        method = getattr(Decoder, name)
+
+        def noted(self: Decoder, ids: Any, lengths: Any, *rest: Any, method: Any = method, **named: Any):
+            read.append(int(lengths.sum()))
+            return method(self, ids, lengths, *rest, **named)
+
+        monkeypatch.setattr(Decoder, name, noted)
+    assert_same(sample(engine, count, prompts=prompts), expected)
+    assert read == [len(system), 6]
+
+
 def test_a_stop_is_looked_for_between_tokens(tiny: TinyModels):
     class Stopped(Exception):
         pass

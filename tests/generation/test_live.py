@@ -8,12 +8,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from tests.generation.sampling import PROMPTS, make_engine
+from tests.generation.test_blocks import in_blocks, slots
 from tests.tiny_models import TinyModels
+from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import Completion, Request
 from tinyrl.generation.live import LIVE_STEP, Draw, LiveSampler, Scored, Wanted, settings_of
 
+__all__ = ["slots"]  # a fixture
 DRAWS = [Draw(), Draw(temperature=0.0), Draw(temperature=0.6, top_k=5), Draw(top_p=0.5)]
 
 
@@ -123,3 +127,107 @@ def test_too_many_are_turned_away_and_a_closed_one_tells_who_waits(tiny: TinyMod
     assert not live.ask([client.wanted for client in three])
     live.close()
     assert not live.ask([three[0].wanted])
+
+
+# ---- what an ended row has read ----
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[int]]]:
+    """The lengths of texts as they are read: whole, or behind what a row has in the cache."""
+    seen: list[tuple[str, list[int]]] = []
+    for name in ("prefill", "extend"):
+
+        def read(self: Decoder, ids: Any, lengths: Any, *rest: Any, name: str = name, **named: Any) -> Any:
+            seen.append((name, lengths.tolist()))
+            return methods[name](self, ids, lengths, *rest, **named)
+
+        methods[name] = getattr(Decoder, name)
+        monkeypatch.setattr(Decoder, name, read)
+    return seen
+
+
+methods: dict[str, Any] = {}
+
+
+def said(sampler: LiveSampler, prompt: list[int], row: int = 0, *, limit: int = 6) -> list[int]:
+    """What follows a prompt, looked at beside the engine's own."""
+    client = Client(prompt, Draw(), row=row, limit=limit)
+    assert sampler.ask([client.wanted])
+    answer = client.answer()
+    scored = queue.Queue[Any]()
+    assert sampler.score(prompt + answer.tokens, "policy", scored.put)
+    assert scored.get(timeout=60).logprobs[len(prompt) :] == pytest.approx(answer.logprobs, abs=1e-5)
+    return answer.tokens
+
+
+LONG = list(range(20, 50))
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_conversation_that_goes_on_is_read_from_where_it_was(
+    blocks: bool, tiny: TinyModels, slots: list[Any], reads: list[tuple[str, list[int]]]
+) -> None:
+    """An answer's last token is not in the cache. Other conversations and rounds in between do not matter."""
+    engine = make_engine(tiny("llama"), "fused", lora=True)
+    live = LiveSampler(in_blocks(engine) if blocks else engine, max_rows=4)
+    first, other = said(live, LONG), said(live, list(range(60, 90)), 1)
+    reads.clear()
+    second = said(live, [*LONG, *first, 51, 52])
+    said(live, [*LONG, *first, 51, 52, *second, 53])
+    said(live, [*range(60, 90), *other, 51], 1)
+    live.close()
+    assert reads == [("extend", [3]), ("extend", [2]), ("extend", [2])]
+
+
+def test_a_history_that_was_edited_is_read_from_the_edit(tiny: TinyModels, reads: list[tuple[str, list[int]]]) -> None:
+    """At half of what the row has read, or later; the same prompt again reads its last token."""
+    live = LiveSampler(make_engine(tiny("llama"), "fused", lora=True), max_rows=4)
+    said(live, LONG, limit=2)
+    reads.clear()
+    said(live, [*LONG[:20], 3, 4])
+    said(live, [*LONG[:20], 3, 4])
+    said(live, [*LONG[:8], 3, 4])
+    live.close()
+    assert reads == [("extend", [2]), ("extend", [1]), ("prefill", [10])]
+
+
+def test_a_group_in_blocks_does_not_write_where_others_read(
+    tiny: TinyModels, slots: list[Any], reads: list[tuple[str, list[int]]]
+) -> None:
+    """Rows of one prompt hold its full blocks together: one that parts before their end is read anew."""
+    live = LiveSampler(in_blocks(make_engine(tiny("llama"), "fused", lora=True)), max_rows=4)
+    several = [Client(LONG, Draw(), row=i, limit=4) for i in range(3)]
+    assert live.ask([client.wanted for client in several])
+    answers = [client.answer().tokens for client in several]
+    reads.clear()
+    said(live, [*LONG[:24], 3, 4], 5)
+    said(live, [*LONG, *answers[2], 51], 2)
+    live.close()
+    assert reads == [("prefill", [26]), ("extend", [2])]
+
+
+def test_new_weights_read_everything_anew(tiny: TinyModels, reads: list[tuple[str, list[int]]]) -> None:
+    live = LiveSampler(make_engine(tiny("llama"), "fused", lora=True), max_rows=4)
+    first = said(live, LONG)
+    reads.clear()
+    with torch.no_grad():
+        for parameter in live.engine.roles.parameters["policy"].values():
+            parameter.add_(0.05)
+    live.renew()
+    second = said(live, [*LONG, *first, 51])
+    live.release()
+    said(live, [*LONG, *first, 51, *second, 52])
+    live.close()
+    assert reads == [("prefill", [len(LONG) + len(first) + 1]), ("prefill", [len(LONG) + len(first) + len(second) + 2])]
+
+
+def test_rows_that_have_ended_give_way_the_oldest_first(tiny: TinyModels, reads: list[tuple[str, list[int]]]) -> None:
+    live = LiveSampler(make_engine(tiny("llama"), "fused", lora=True), max_rows=2)
+    texts = [[start, *LONG] for start in (60, 61, 62)]
+    answers = [said(live, text, i) for i, text in enumerate(texts)]
+    reads.clear()
+    for i in (1, 2, 0):
+        said(live, [*texts[i], *answers[i], 51], i)
+    live.close()
+    assert [name for name, _ in reads] == ["extend", "extend", "prefill"]

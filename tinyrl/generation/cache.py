@@ -116,11 +116,13 @@ class RowCache(Cache):
         """kv (N, kv heads, 2, d)."""
         self.entries[layer].view(-1, self.size).index_copy_(0, places, kv.reshape(-1, self.size))
 
-    def window(self, rows: range, width: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+    def window(self, rows: Sequence[int], width: int) -> Callable[[int], tuple[Tensor, Tensor]]:
         """What gives a layer's keys and values of these rows, (R, kv heads, width, d) each."""
+        follow = rows[-1] - rows[0] + 1 == len(rows)
+        where: Any = slice(rows[0], rows[-1] + 1) if follow else to_device(torch.tensor(rows), self.entries.device)
 
         def seen(layer: int) -> tuple[Tensor, Tensor]:
-            entries = self.entries[layer, rows.start : rows.stop, :, :, :width]
+            entries = self.entries[layer, :, :, :, :width][where]
             return entries[:, :, 0], entries[:, :, 1]
 
         return seen
@@ -137,7 +139,7 @@ class RowCache(Cache):
         return read
 
     def copy(self, source: int, to: int, tokens: int) -> None:
-        """Row `to` now holds what `source` does, which is no longer asked for."""
+        """Row `to` now holds what `source` does."""
         self.entries[:, to, ..., :tokens, :] = self.entries[:, source, ..., :tokens, :]
 
     def exchange(self, a: int, b: int, tokens: int) -> None:
@@ -216,7 +218,7 @@ class BlockCache(Cache):
             self.blocks[row], self.shared[row] = [], 0
 
     def copy(self, source: int, to: int, tokens: int) -> None:
-        """Row `to` now holds what `source` did."""
+        """Row `to` now holds what `source` did, which holds nothing any more."""
         del tokens
         self.free([to])
         self.exchange(source, to, 0)
@@ -277,8 +279,8 @@ class BlockCache(Cache):
     def write(self, layer: int, places: Tensor, kv: Tensor) -> None:
         self.entries[layer].index_copy_(0, places, kv)
 
-    def window(self, rows: range, width: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-        row = torch.arange(rows.start, rows.stop, device=self.table.device)
+    def window(self, rows: Sequence[int], width: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+        row = to_device(torch.tensor(rows), self.table.device)
         places = self.places(row.unsqueeze(1), torch.arange(width, device=self.table.device))
 
         def seen(layer: int) -> tuple[Tensor, Tensor]:

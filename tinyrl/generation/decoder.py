@@ -16,6 +16,7 @@ Here projections that share an input are one matrix. The base itself is never me
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from transformers import PreTrainedModel
 
 from tinyrl.generation.cache import BLOCK, AnyCache, BlockCache, RowCache
 from tinyrl.models.batches import backbone_of
+from tinyrl.models.device import to_device
 from tinyrl.models.fused_backbone import turned
 from tinyrl.models.logprobs import Head, head_of
 from tinyrl.models.lora import dense_weight, lora_matrices, lora_rank, merged_weight
@@ -335,7 +337,7 @@ class Decoder:
         return self._normed(x[last], self.norm)
 
     def extend(
-        self, ids: Tensor, lengths: Tensor, start: Tensor, *, cache: AnyCache, rows: range, width: int
+        self, ids: Tensor, lengths: Tensor, start: Tensor, *, cache: AnyCache, rows: Sequence[int], width: int
     ) -> Tensor:
         """Read on in `rows` of the cache: ids (R, L), padded on the right, token j of row r at position start[r] + j,
         below `width`. A token sees what its row held before `start` and the new ones up to itself; nothing is written
@@ -349,7 +351,8 @@ class Decoder:
         # Projections run on the real tokens alone, (N, H); only the attention pads them.
         real = (torch.arange(most, device=device) < lengths.unsqueeze(1)).flatten().nonzero().squeeze(-1)
         position = positions.flatten()[real]
-        places, seen = cache.places(real // most + rows.start, position), cache.window(rows, width)
+        row = to_device(torch.tensor(rows), device)[real // most]
+        places, seen = cache.places(row, position), cache.window(rows, width)
         rotation = cache.cos[position], cache.sin[position]
         x = self.embedding[ids.flatten()[real]]
         padded = x.new_zeros(count * most, self.num_heads, size)

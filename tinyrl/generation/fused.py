@@ -36,7 +36,7 @@ from tinyrl.generation.engine import (
     stop_said_at,
     uniforms,
 )
-from tinyrl.generation.slots import Slots
+from tinyrl.generation.slots import Slots, padded_parts
 from tinyrl.generation.turns import Episodes
 from tinyrl.models.device import free_bytes
 from tinyrl.models.roles import Roles
@@ -309,29 +309,25 @@ class Sampling:
         """Let waiting samples enter, as many as there are slots free, and blocks: each row, new ones and those that are
         live, keeps one to grow into.
         """
-        slots, limit = self.slots, PREFILL_TOKENS[self.slots.device.type]
-        while free and self.waiting:
-            texts: dict[tuple[int, int], list[int]] = {}  # a request's prompt, or what a sample put back has said too
-            samples: dict[tuple[int, int], list[int]] = {}
-            longest, spare = 0, slots.spare() - slots.live
-            while self.waiting and free:
-                sample = self.waiting[0]
-                key, text = self._text(sample)
-                longest = max(longest, len(text))
-                if samples and len({*samples, key}) * longest > limit:
-                    break
-                common, own = slots.blocks_for(len(text), alone=sample in self.begun)
-                spare -= own + 1 + (0 if key in samples else common)
-                if spare < 0 and (slots.used or samples):
-                    break
-                texts[key] = text
-                samples.setdefault(key, []).append(self.waiting.popleft())
-                free -= 1
-            if not samples:
-                return
+        slots = self.slots
+        texts: dict[tuple[int, int], list[int]] = {}  # a request's prompt, or what a sample put back has said too
+        samples: dict[tuple[int, int], list[int]] = {}
+        spare = slots.spare() - slots.live
+        while self.waiting and free:
+            sample = self.waiting[0]
+            key, text = self._text(sample)
+            common, own = slots.blocks_for(len(text), alone=sample in self.begun)
+            spare -= own + 1 + (0 if key in samples else common)
+            if spare < 0 and (slots.used or samples):
+                break
+            texts[key] = text
+            samples.setdefault(key, []).append(self.waiting.popleft())
+            free -= 1
+        each, prompts = list(samples.values()), list(texts.values())
+        for part in padded_parts(prompts, PREFILL_TOKENS[slots.device.type]):
             check_stop()
-            drawn = self._uniforms(list(chain.from_iterable(samples.values())))
-            slots.enter(list(samples.values()), list(texts.values()), uniforms=drawn, begun=self.begun)
+            drawn = self._uniforms(list(chain.from_iterable(each[part])))
+            slots.enter(each[part], prompts[part], uniforms=drawn, begun=self.begun)
 
     def _text(self, sample: int) -> tuple[tuple[int, int], list[int]]:
         """What is read before a sample goes on, and a key that samples with the same text share."""
@@ -420,20 +416,10 @@ class Sampling:
             room = episodes.max_episode_tokens - len(response)
             assert 1 <= episodes.limit(sample) <= min(self.settings.max_new_tokens, room)
             going[sample] = response[-len(answer) - 1 :]
-        for batch in self._batches(going):
+        each, answers = list(going), list(going.values())
+        for part in padded_parts(answers, EXTEND_TOKENS[slots.device.type]):
             check_stop()
-            after = [len(episodes.responses[sample].tokens) for sample in batch]
-            slots.resume(batch, [going[sample] for sample in batch], uniforms=self._uniforms(batch, after=after))
+            after = [len(episodes.responses[sample].tokens) for sample in each[part]]
+            slots.resume(each[part], answers[part], uniforms=self._uniforms(each[part], after=after))
         if going:
             self._retire()
-
-    def _batches(self, answers: dict[int, list[int]]) -> Iterator[list[int]]:
-        limit, batch, longest = EXTEND_TOKENS[self.slots.device.type], list[int](), 0
-        for sample, tokens in answers.items():
-            longest = max(longest, len(tokens))
-            if batch and (len(batch) + 1) * longest > limit:
-                yield batch
-                batch, longest = [], len(tokens)
-            batch.append(sample)
-        if batch:
-            yield batch

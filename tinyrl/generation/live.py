@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -32,15 +32,16 @@ from tinyrl.generation.engine import (
     stop_said_at,
     uniforms,
 )
-from tinyrl.generation.fused import PREFILL_TOKENS, FusedEngine
+from tinyrl.generation.fused import EXTEND_TOKENS, PREFILL_TOKENS, FusedEngine
 from tinyrl.generation.hf import Decoding, HfEngine
-from tinyrl.generation.slots import Slots
+from tinyrl.generation.slots import Slots, padded_parts
 from tinyrl.models.batches import backbone_of
 from tinyrl.models.device import HALVES, as_out_of_memory
 from tinyrl.models.logprobs import head_of
+from tinyrl.models.packing import LEAST_START, common_length
 
 LIVE_STEP = 1 << 40  # the step in the keys of these samples: no training step or evaluation reaches it
-WIDTHS = 256  # a round has room for a multiple of so many tokens, so that others fit into it
+WIDTHS = 256  # new tokens of a row are a multiple of this, so that others fit into its batch
 SCORED = 256  # positions whose logits are there at a time
 HALF = "\ufffd"  # how a decoder writes bytes of a character that is not whole
 
@@ -90,6 +91,49 @@ class Scored:
     best: list[tuple[int, float] | None]
 
 
+@dataclass
+class Batch:
+    """Rows that are drawn alike, round after round. `room`: tokens of one, its prompt's and its own, at most `limit`.
+
+    A row that ends stays as long as nobody needs its place, so that a conversation that goes on, or a prompt that
+    begins as it does, is read only from where they part.
+    """
+
+    draw: Draw
+    limit: int
+    slots: Slots
+    advance: Callable[..., None]
+    room: int
+    numbers: Iterator[int] = field(default_factory=count)  # of the samples
+    read: dict[int, list[int]] = field(default_factory=dict)  # of each that stays, what it has read; the oldest first
+
+    def fits(self, wanted: Wanted) -> bool:
+        return wanted.limit <= self.limit and wanted.room <= self.room
+
+    def keep(self, ended: dict[int, Wanted]) -> None:
+        """The rows at these slots have ended. Their last token is not in the cache."""
+        read = {slot: [*wanted.request.prompt_tokens, *wanted.tokens][:-1] for slot, wanted in ended.items()}
+        self.read |= {self.slots.sample[slot]: tokens for slot, tokens in read.items()}
+        self.slots.park({slot: len(tokens) for slot, tokens in read.items()})
+
+    def take(self, prompt: list[int]) -> tuple[int, int] | None:
+        """The row that has read most of this prompt, and how much. Not one that has read more of something else, which
+        may go on itself.
+        """
+        known = {number: common_length([tokens, prompt[:-1]]) for number, tokens in self.read.items()}
+        number = max(known, key=known.__getitem__, default=-1)
+        if number < 0 or known[number] < max(LEAST_START, len(self.read[number]) / 2, self.slots.bound(number)):
+            return None
+        del self.read[number]
+        self.slots.parked[number].cached = known[number]
+        return number, known[number]
+
+    def make_room(self, rows: int) -> None:
+        while self.read and self.slots.used + rows > self.slots.capacity:
+            self.slots.forget(oldest := next(iter(self.read)))
+            del self.read[oldest]
+
+
 class LiveSampler:
     """A queue before a sampling engine, and the thread that works it off. max_rows: sequences decoded together."""
 
@@ -102,6 +146,7 @@ class LiveSampler:
         self._closed = False
         self._decoders: dict[SampledRole, Decoder] = {}
         self._stale: set[SampledRole] = set()  # whose weights have changed
+        self._batch: Batch | None = None
         self._idle = threading.Lock()  # held while the thread is at work
         self._threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._work, name="sampler", daemon=True)
@@ -139,7 +184,7 @@ class LiveSampler:
     def release(self) -> None:
         """Wait for the round in hand, and free the copies of weights, which the next one makes again."""
         with self._idle:
-            self._stale = set(self._decoders)
+            self._stale, self._batch = set(self._decoders), None
             if isinstance(self.engine, FusedEngine) and not self.engine.by_graphs:
                 for decoder in self._decoders.values():
                     decoder.release()
@@ -183,6 +228,7 @@ class LiveSampler:
                 else:
                     self._decode_together(self.engine, first, going)
         except Exception as error:  # noqa: BLE001 whoever waits is told, and the next round begins
+            self._batch = None
             self.engine.release()
             with self._changed:
                 if not going and self._waiting and self._waiting[0] is first:
@@ -207,73 +253,89 @@ class LiveSampler:
     # ---- the fused engine ----
 
     def _decode_as_they_come(self, engine: FusedEngine, first: Wanted, going: dict[int, Wanted]) -> None:
-        with self._changed:
-            alike = [w for w in self._waiting if isinstance(w, Wanted) and w.draw == first.draw][: self.max_rows]
-        look = engine.look_every - 1  # a row may run past its end until the next look
-        limit = _up(max(w.limit for w in alike))
-        width = _up(max(w.room for w in alike) + look)
-        engine.settings = settings_of(first.draw, limit)
         with engine.roles.acting(first.draw.role) as model:
-            decoder = self._decoder(engine, first.draw.role, model)
-            slots, advance = engine.slots(
-                decoder, first.draw.temperature == 0, rows=self.max_rows, width=width, whole=True
-            )
-            slots.clear()
-            numbers = count()
-
-            def fits(wanted: Wanted) -> bool:
-                return wanted.limit <= limit and wanted.room + look <= slots.width
-
+            batch = self._batch_for(engine, first, self._decoder(engine, first.draw.role, model))
+            slots = batch.slots
             while True:
-                free = slots.capacity - slots.used
                 joining = []
-                while free > len(joining) and (wanted := self._next_like(first, fits)) is not None:
+                while slots.live + len(joining) < slots.capacity:
+                    if (wanted := self._next_like(first, batch.fits)) is None:
+                        break
                     joining.append(wanted)
                 if joining:
-                    going |= {next(numbers): wanted for wanted in joining}
-                    self._enter(slots, going, len(joining))
-                    self._look(engine, slots, going)
+                    self._enter(batch, going, joining)
+                    self._look(engine, batch, going)
                 if not slots.live:
                     return
                 reserved = slots.reserve(engine.look_every)
                 assert reserved, "every row has room to its end"
                 for _ in range(engine.look_every):
-                    engine.step(slots, advance)
-                self._look(engine, slots, going)
+                    engine.step(slots, batch.advance)
+                self._look(engine, batch, going)
+
+    def _batch_for(self, engine: FusedEngine, first: Wanted, decoder: Decoder) -> Batch:
+        """The batch of the last round, where it is drawn alike and has the room; else another."""
+        with self._changed:
+            alike = [w for w in self._waiting if isinstance(w, Wanted) and w.draw == first.draw][: self.max_rows]
+        look = engine.look_every - 1  # a row may run past its end until the next look
+        limit, room = max(w.limit for w in alike), max(w.room for w in alike) + look
+        batch = self._batch
+        if batch is None or batch.draw != first.draw or batch.limit < limit or batch.slots.width < room:
+            self._batch = batch = None  # its memory serves the next
+            limit, width = -(-limit // WIDTHS) * WIDTHS, max(WIDTHS, 1 << (room - 1).bit_length())
+            engine.settings = settings_of(first.draw, limit)
+            greedy = first.draw.temperature == 0
+            slots, advance = engine.slots(decoder, greedy, rows=self.max_rows, width=width, whole=True)
+            slots.clear()
+            self._batch = batch = Batch(first.draw, limit, slots, advance, room=slots.width - look)
+        return batch
 
     def _decoder(self, engine: FusedEngine, role: SampledRole, model: Any) -> Decoder:
         if role not in self._decoders or role in self._stale:
+            self._batch = None  # what it has read was read by other weights
             decoder = self._decoders.setdefault(role, engine.decoder(model))
             decoder.sync(engine.roles.adapter_of(role))
             self._stale.discard(role)
         return self._decoders[role]
 
-    def _enter(self, slots: Slots, going: dict[int, Wanted], new: int) -> None:
-        """Read the prompts of the last `new` ones; those that follow one another with one prompt read it once."""
-        most = PREFILL_TOKENS[slots.device.type]
+    def _enter(self, batch: Batch, going: dict[int, Wanted], joining: list[Wanted]) -> None:
+        """Read their prompts: behind what an ended row has read of them, or else whole, once for those that follow one
+        another with the same.
+        """
+        slots = batch.slots
+        most = PREFILL_TOKENS[slots.device.type], EXTEND_TOKENS[slots.device.type]
+        behind: dict[int, list[int]] = {}
         samples: list[list[int]] = []
         prompts: list[list[int]] = []
-        joining = list(going.items())[-new:]
-        for place, (number, wanted) in enumerate(joining):
+        for wanted in joining:
             tokens = wanted.request.prompt_tokens
-            if prompts and tokens == prompts[-1]:
-                samples[-1].append(number)
+            if (found := batch.take(tokens)) is not None:
+                number, known = found
+                behind[number] = tokens[known:]
             else:
-                samples.append([number])
-                prompts.append(tokens)
-            after = joining[place + 1][1].request.prompt_tokens if place + 1 < len(joining) else None
-            longest = max(map(len, [*prompts, after or []]))
-            if after is None or (after != tokens and (len(prompts) + 1) * longest > most):
-                slots.enter(samples, prompts, uniforms=self._uniforms(going, samples, slots.columns))
-                samples, prompts = [], []
+                number = next(batch.numbers)
+                if prompts and tokens == prompts[-1]:
+                    samples[-1].append(number)
+                else:
+                    samples.append([number])
+                    prompts.append(tokens)
+            going[number] = wanted
+        batch.make_room(sum(map(len, samples)))
+        each, texts = list(behind), list(behind.values())
+        for part in padded_parts(texts, most[1]):
+            slots.resume(each[part], texts[part], uniforms=self._uniforms(going, each[part], slots.columns))
+        for part in padded_parts(prompts, most[0]):
+            drawn = self._uniforms(going, [n for of in samples[part] for n in of], slots.columns)
+            slots.enter(samples[part], prompts[part], uniforms=drawn)
 
-    def _uniforms(self, going: dict[int, Wanted], samples: list[list[int]], columns: int) -> Tensor:
-        each = [going[n] for of in samples for n in of]
+    def _uniforms(self, going: dict[int, Wanted], samples: list[int], columns: int) -> Tensor:
+        each = [going[number] for number in samples]
         found = [row_keys([wanted.request], 1, seed=wanted.seed, step=wanted.step) for wanted in each]
         keys, first = (np.concatenate(parts) for parts in zip(*found, strict=True))
         return uniforms(keys, num_tokens=columns, first=first)
 
-    def _look(self, engine: FusedEngine, slots: Slots, going: dict[int, Wanted]) -> None:
+    def _look(self, engine: FusedEngine, batch: Batch, going: dict[int, Wanted]) -> None:
+        slots = batch.slots
         ended: dict[int, tuple[Wanted, FinishReason | None]] = {}  # by slot
         for slot, (drawn, recent) in enumerate(slots.look(engine.look_every)):
             wanted = going[slots.sample[slot]]
@@ -288,10 +350,8 @@ class LiveSampler:
             size = len(wanted.tokens)
             if reason is not None:
                 wanted.on_end(Completion(drawn[:size], scores[:size], reason))
-        gone = [slots.sample[slot] for slot in ended]
-        slots.leave(list(ended))
-        for number in gone:
-            del going[number]
+        gone = {slot: slots.sample[slot] for slot in ended}
+        batch.keep({slot: going.pop(number) for slot, number in gone.items()})
 
     def _told(self, wanted: Wanted, new: list[int]) -> FinishReason | None:
         """Add new tokens to what is there, up to the end, which is returned where it has come."""
@@ -362,10 +422,6 @@ class LiveSampler:
 
 def settings_of(draw: Draw, max_new_tokens: int, stop: list[str] | None = None) -> SamplingSettings:
     return SamplingSettings(draw.temperature or 1.0, max_new_tokens, stop or [], draw.top_p, draw.top_k)
-
-
-def _up(tokens: int) -> int:
-    return -(-tokens // WIDTHS) * WIDTHS
 
 
 class Spelling:

@@ -11,23 +11,36 @@ token or later, so whatever is written to its cache lies behind what it has read
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
-from tinyrl.generation.cache import BlockCache
+from tinyrl.generation.cache import BlockCache, RowCache
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import SamplingSettings, sample_tokens
 from tinyrl.models.device import to_device
+from tinyrl.models.packing import shared_start
 
 
 @dataclass
 class Parked:
     slot: int
     cached: int
+
+
+def padded_parts(rows: Sequence[Sequence[int]], most: int) -> Iterator[slice]:
+    """Parts of `rows`, in order, of at most `most` tokens once padded, or of one row."""
+    start, longest = 0, 0
+    for end, row in enumerate(rows):
+        longest = max(longest, len(row))
+        if end > start and (end + 1 - start) * longest > most:
+            yield slice(start, end)
+            start, longest = end, len(row)
+    if rows:
+        yield slice(start, len(rows))
 
 
 class Slots:
@@ -98,11 +111,10 @@ class Slots:
         self._make_room(sum(counts))
         starts = list(accumulate(counts, initial=self.live))
         lengths = to_device(torch.tensor([len(p) for p in prompts]), self.device)
-        ids = self._padded(prompts)
         rows = [range(start, start + count) for start, count in zip(starts, counts, strict=False)]
         if isinstance(self.cache, BlockCache):
             self.cache.claim(rows, [len(p) for p in prompts])
-        states = self.decoder.prefill(ids, lengths, cache=self.cache, rows=rows)
+        states = self._read(prompts, lengths, rows)
         self.sample += chain.from_iterable(samples)
         self.held += [len(p) for p, count in zip(prompts, counts, strict=True) for _ in range(count)]
         source = to_device(torch.tensor([p for p, count in enumerate(counts) for _ in range(count)]), self.device)
@@ -111,6 +123,23 @@ class Slots:
             {slot: begun[s] for slot, s in enumerate(self.sample) if slot >= starts[0] and s in begun} if begun else {}
         )
         self._begin(logits, slice(starts[0], starts[-1]), position=lengths[source], uniforms=uniforms, said=said)
+
+    def _read(self, prompts: list[list[int]], lengths: Tensor, rows: list[range]) -> Tensor:
+        """Put each prompt into its rows of the cache; the state of its last token. Where each row has a stretch of the
+        cache, what all of them begin with (a system prompt, tools) is read once.
+        """
+        start = shared_start(prompts) if isinstance(self.cache, RowCache) and len(prompts) > 1 else 0
+        if not start:
+            return self.decoder.prefill(self._padded(prompts), lengths, cache=self.cache, rows=rows)
+        everyone, behind = range(rows[0].start, rows[-1].stop), lengths.new_full((len(prompts),), start)
+        self.decoder.prefill(self._padded([prompts[0][:start]]), behind[:1], cache=self.cache, rows=[everyone])
+        rest, first = self._padded([p[start:] for p in prompts]), [span.start for span in rows]
+        longest = max(map(len, prompts))
+        states = self.decoder.extend(rest, lengths - start, behind, cache=self.cache, rows=first, width=longest)
+        for span, prompt in zip(rows, prompts, strict=True):
+            for row in span[1:]:
+                self.cache.copy(span.start, row, len(prompt))
+        return states
 
     def blocks_for(self, tokens: int, *, alone: bool) -> tuple[int, int]:
         """What a prompt takes of a cache in blocks, for all of its rows and for each (`alone`: it has one)."""
@@ -202,6 +231,11 @@ class Slots:
     def leave(self, slots: list[int]) -> None:
         behind = self._move_behind(slots, self.cache.copy)
         self._free(range(self.live, self.live + len(behind)))
+
+    def bound(self, sample: int) -> int:
+        """How many tokens of a parked sample others may hold too, so that it cannot go on before their end."""
+        cache = self.cache
+        return cache.shared[self.parked[sample].slot] * cache.block if isinstance(cache, BlockCache) else 0
 
     def forget(self, sample: int) -> None:
         """A parked sample does not go on."""
