@@ -224,21 +224,28 @@ def score_loss(
 
 def answer_scores(parts: Parts, examples: list[JudgedTokens]) -> tuple[Tensor, ...]:
     """Scores of the answers, one (n,) for each side; a packed batch reads what two sides begin with once."""
-    starts = [max(1, common_length(one.texts)) for one in examples]
-    sides = zip(*(one.texts for one in examples), strict=True)
-    cut = [(text[:n], text[n:]) for side in sides for n, text in zip(starts, side, strict=True)]
-    batch = parts.roles.batch([prompt for prompt, _ in cut], [answer for _, answer in cut], last_tokens=True)
+    begins = [begin_of(one) for one in examples]
+    answers = [
+        text[len(begin) :]
+        for side in zip(*(e.texts for e in examples), strict=True)
+        for begin, text in zip(begins, side, strict=True)
+    ]
+    batch = parts.roles.batch(begins * (len(answers) // len(begins)), answers, last_tokens=True)
     return parts.roles.scores(batch).split(len(examples))
 
 
 def sizes_of(parts: Parts, examples: list[JudgedTokens]) -> RowSizes:
-    """What a row costs a forward pass: its sides at the longest one's length, or packed, what they share once."""
-    lengths = []
-    for one in watched(examples):
-        each = [len(text) for text in one.texts]
-        shared = (len(each) - 1) * common_length(one.texts)
-        lengths.append(sum(each) - shared if parts.roles.packs else len(each) * max(each))
-    return RowSizes.alone(lengths, packed=parts.roles.packs)
+    """What a row costs a forward pass: packed, what its sides begin with once; else each as long as the longest."""
+    if not parts.roles.packs:
+        return RowSizes.alone([len(e.texts) * max(map(len, e.texts)) for e in examples], packed=False)
+    begins = [begin_of(one) for one in watched(examples)]
+    rest = [sum(len(text) - len(begin) for text in e.texts) for e, begin in zip(examples, begins, strict=True)]
+    return RowSizes.of(begins, rest, packed=True)
+
+
+def begin_of(example: JudgedTokens) -> list[int]:
+    """What its sides begin with; a token at least."""
+    return example.texts[0][: max(1, common_length(example.texts))]
 
 
 # ---- rows as tokens ----
