@@ -350,8 +350,7 @@ class LiveSampler:
             size = len(wanted.tokens)
             if reason is not None:
                 wanted.on_end(Completion(drawn[:size], scores[:size], reason))
-        gone = {slot: slots.sample[slot] for slot in ended}
-        batch.keep({slot: going.pop(number) for slot, number in gone.items()})
+        batch.keep({slot: going.pop(slots.sample[slot]) for slot in ended})
 
     def _told(self, wanted: Wanted, new: list[int]) -> FinishReason | None:
         """Add new tokens to what is there, up to the end, which is returned where it has come."""
