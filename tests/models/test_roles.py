@@ -1,6 +1,8 @@
 """Roles: which one acts, which parameters it trains, and that no others change."""
 
 import copy
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from tests.models.building import (
     values,
 )
 from tests.tiny_models import TinyModels, sharp_model
+from tinyrl.models.batches import make_batch
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import load_start_adapter, save_adapter, wrap_in_lora
 from tinyrl.models.roles import CriticKind, Roles
@@ -236,6 +239,33 @@ def test_a_score_head_trains_with_the_policy(tiny: TinyModels):
     assert scores.shape == (2,)
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in roles.parameters["policy"].values())
     assert {"score_head.weight", "score_head.bias"} < set(roles.parameters["policy"])
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma4"])  # Gemma-4 has an embedding for each layer, too
+def test_the_row_of_the_pad_token_learns_as_every_other(tiny: TinyModels, tmp_path: Path, kind: str):
+    """Where pad == eos the library would give the embedding of the end token no gradient."""
+    shutil.copytree(tiny(kind, pad_is_eos=True), without := tmp_path / "model")
+    config = json.loads((without / "config.json").read_text())
+    eos = config["pad_token_id"]
+    (without / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))
+
+    def gradients(folder: Path) -> dict[str, Tensor]:
+        roles = full_roles(folder, reference=False)
+        roles.add_critic("separate", model=load_causal_lm(str(folder), dtype=torch.float32))
+        stir(roles.parameters["critic"])
+        batch = make_batch([[2, 3, 4, eos, 6]], [[5, eos, 7]])
+        with roles.acting("policy"):
+            roles.logprobs("policy", batch, temperature=1.0)[0].sum().backward()
+        with roles.acting("critic"):
+            roles.values(batch).sum().backward()
+        grads = {n: p.grad for role in roles.parameters.values() for n, p in role.items()}
+        return {n: grad for n, grad in grads.items() if grad is not None}
+
+    ours, expected = gradients(tiny(kind, pad_is_eos=True)), gradients(without)
+    assert ours.keys() == expected.keys()
+    assert [n for n in ours if not torch.equal(ours[n], expected[n])] == []
+    embeddings = [n for n in ours if "embed_tokens" in n]
+    assert all(ours[n][eos].abs().max() > 1e-4 for n in embeddings), embeddings
 
 
 def test_adding_adapters_keeps_the_policys_configuration(tiny: TinyModels):

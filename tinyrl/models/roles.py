@@ -183,10 +183,15 @@ class Roles:
         self.score_head.bias.requires_grad_(False)
 
     def keep_trainable(self) -> None:
-        """Undo what PEFT's bookkeeping does to requires_grad: exactly the roles' own parameters are trainable."""
+        """Undo what libraries do to gradients: exactly the roles' own parameters are trainable, and all rows of them
+        (an embedding's padding_idx exempts the pad token, which may be the end of text; masks come from lengths).
+        """
         for model in (self.causal, self.critic_model):
             if model is not None:
                 model.requires_grad_(False)
+                for module in model.modules():
+                    if isinstance(module, nn.Embedding):
+                        module.padding_idx = None
         for parameters in self.parameters.values():
             for parameter in parameters.values():
                 parameter.requires_grad_(True)
