@@ -81,6 +81,8 @@ SAYS = {
     "a billion wide": r"hidden_size=1000000000 x vocab_size=258",
     "weights cut at the end": r"model\.safetensors is damaged: it has [\d,]+ bytes where its header announces",
     "config null": r"config\.json is damaged: it is not a JSON object",
+    "pad_token_id beyond the vocabulary": r"config\.json .*pad_token_id is 258.* null or 0 to 257$",
+    "pad_token_id a list": r"config\.json .*pad_token_id is \[0\].* null or 0 to 257$",
     "hidden_act unknown": r"config\.json: KeyError: 'no-such-function'",
     "tokenizer one word more": r"259 tokens and the embedding of .* 258 rows: there is none for 'zzzz' \(token 258\)",
     "eos beyond the embedding": r"there is none for '<never seen>' \(token 258\)",

@@ -92,9 +92,15 @@ def _damage_of(path: Path) -> str | None:
 
 
 def _check_object(path: Path, value: Any) -> None:
-    """Raise ValueError unless a JSON file holds an object; that of an index of shards, one whose shards are there."""
+    """Raise ValueError unless a JSON file holds an object; that of an index of shards, one whose shards are there; of a
+    config.json, one whose pad token has a row.
+    """
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
+    pad, rows = value.get("pad_token_id"), value.get("vocab_size")
+    if path.name == "config.json" and pad is not None and isinstance(rows, int):
+        if type(pad) is not int or not -rows <= pad < rows:  # models of 2023 have -1
+            raise ValueError(f"pad_token_id is {shortened(repr(pad))}; allowed are null or 0 to {rows - 1}")
     if path.name.endswith(".index.json"):
         shards = value.get("weight_map")
         if not isinstance(shards, dict):
