@@ -127,14 +127,15 @@ def _write_model(
     name, share = str(saved).removeprefix("torch."), f"{found.changed:.2%} of {found.positions} greedy tokens"
     if name == "float32" and not found.gap <= MOST_GAP:
         raise ValueError(
-            f"the saved model is not the policy: log-probabilities differ by up to {found.gap:.2g}, so it is not kept"
+            f"the saved model is not the policy: log-probabilities differ by up to {found.gap:.2g} on average over the "
+            f"vocabulary (allowed: {MOST_GAP:g}), so it is not kept"
         )
     if not found.changed <= MOST_CHANGED and not accept_changes:
         raise ValueError(
             f"in {name} {share} change, more than {MOST_CHANGED:.0%}, so it is not kept: --dtype float32 keeps them, "
             "--accept-changes keeps this all the same"
         )
-    notes = [f"{name}: log-probabilities differ by at most {found.gap:.2g}, {share} change"]
+    notes = [f"{name}: log-probabilities differ by at most {found.gap:.2g} on average over the vocabulary, {share} change"]
     if config.model.quantization:
         notes.append(
             f"trained on a {config.model.quantization} base and merged into the unquantised one: what it says differs "

@@ -29,7 +29,7 @@ from tinyrl.tasks.prompts import token_ids
 MOST_POSITIONS, MOST_LOGITS = 4096, 80_000_000  # compared, and the numbers that they may have together
 LONGEST = 256  # tokens of a sequence
 MADE_UP = 16  # sequences, where the run has no samples
-MOST_GAP = 5e-4  # nats, merged and not, both in float32
+MOST_GAP = 5e-4  # nats, mean over the vocabulary, merged and not, both in float32
 MOST_CHANGED = 0.01  # share of greedy tokens that may change when the merged weights are rounded
 
 
@@ -39,7 +39,7 @@ Sequence = tuple[list[int], int]  # tokens, and the place of the first that the 
 @dataclass(frozen=True)
 class Fidelity:
     """Mean difference of a position's log-probabilities, where it is largest (a single token that hardly ever comes may
-    be 0.001 off in a real model of 30 layers); share of positions with another likeliest token; number of positions.
+    be further off); share of positions with another likeliest token; number of positions.
     """
 
     gap: float
