@@ -268,6 +268,22 @@ def test_the_row_of_the_pad_token_learns_as_every_other(tiny: TinyModels, tmp_pa
     assert all(ours[n][eos].abs().max() > 1e-4 for n in embeddings), embeddings
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_critic_with_a_smaller_embedding_reads_ids_it_has_no_row_for_as_its_last(
+    tiny: TinyModels, tmp_path: Path, packed: bool
+):
+    """Models of one family have embeddings of several sizes, and a policy samples from the rows that no token has."""
+    roles = lora_roles(sharp_model(tmp_path, vocab_size=300))
+    roles.add_critic("separate", model=load_causal_lm(str(tiny("llama")), dtype=torch.float32))
+    stir(roles.parameters["critic"])
+    roles.packs = packed
+    found, expected = (roles.batch([[2, 3]], [[5, beyond, 6]], last_tokens=True) for beyond in (299, 257))
+    with torch.no_grad(), roles.acting("critic"):
+        assert torch.equal(roles.values(found), roles.values(expected))
+        assert torch.equal(roles.final_values(found), roles.final_values(expected))
+    assert found.input_ids.max() == 299  # the policy reads what it sampled
+
+
 def test_adding_adapters_keeps_the_policys_configuration(tiny: TinyModels):
     roles = lora_roles(tiny("llama"))
     assert roles.peft is not None

@@ -199,13 +199,19 @@ def embedding_rows(model: PreTrainedModel | PeftModel) -> int:
     return int(embedding.weight.shape[0])
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | PeftModel, *, path: str) -> None:
-    """Raise ValueError when EOS, or a token of ordinary text, has no row in the model's embedding."""
+def check_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | PeftModel, *, path: str, sampled: int = 0
+) -> None:
+    """Raise ValueError when EOS, a token of ordinary text, or an added token that another model can sample (it has
+    `sampled` rows) has no row in the model's embedding.
+    """
     rows, eos = embedding_rows(model), tokenizer.eos_token_id
     without = {str(tokenizer.eos_token): eos} if isinstance(eos, int) and eos >= rows else {}
     if len(tokenizer) > rows:
         added = tokenizer.added_tokens_decoder
-        without |= {token: i for token, i in tokenizer.get_vocab().items() if i >= rows and i not in added}
+        without |= {
+            token: i for token, i in tokenizer.get_vocab().items() if i >= rows and (i < sampled or i not in added)
+        }
     for token, number in without.items():
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens and the embedding of {path!r} {rows} rows: "

@@ -52,6 +52,7 @@ from tinyrl.models.batches import (
     packs_exactly,
     response_states,
 )
+from tinyrl.models.loading import embedding_rows
 from tinyrl.models.logprobs import Head, ValueHead, check_head, head_of, token_logprobs
 from tinyrl.models.lora import (
     ADAPTER_FILE,
@@ -297,8 +298,17 @@ class Roles:
     def values(self, batch: SequenceBatch, *, states: Tensor | None = None) -> Tensor:
         """Values (b, T) of states before each response token; the critic must be acting, unless `states` is given."""
         assert self.value_head is not None
-        states = response_states(self.backbone("critic"), batch) if states is None else states
+        states = response_states(self.backbone("critic"), self._read_by_critic(batch)) if states is None else states
         return batch.to_rows(self.value_head(states))
+
+    def _read_by_critic(self, batch: SequenceBatch) -> SequenceBatch:
+        """The batch with ids beyond the embedding of the critic as its last: a larger policy of the same family has
+        rows that belong to no token, and samples them now and then.
+        """
+        rows = embedding_rows(self._model_of("critic"))
+        if rows >= embedding_rows(self.causal):
+            return batch
+        return replace(batch, input_ids=batch.input_ids.clamp(max=rows - 1))
 
     @property
     def value_role(self) -> Role:
@@ -308,7 +318,7 @@ class Roles:
     def final_values(self, batch: SequenceBatch) -> Tensor:
         """Values (b,) of the states after each row's last token; `value_role` must be acting."""
         assert self.value_head is not None
-        return self.value_head(last_states(self.backbone(self.value_role), batch))
+        return self.value_head(last_states(self.backbone("critic"), self._read_by_critic(batch)))
 
     def scores(self, batch: SequenceBatch) -> Tensor:
         """Scores (b,) of a score head on the shared base, read at each row's last token; the reward role must be

@@ -24,7 +24,7 @@ from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.build import build_reward_model, build_roles, check_reference
 from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, threads_for, to_device
 from tinyrl.models.distributed import World, world
-from tinyrl.models.loading import check_ids, check_vocabulary, load_tokenizer
+from tinyrl.models.loading import check_ids, check_vocabulary, embedding_rows, load_tokenizer
 from tinyrl.models.meta import bytes_by_role, meta_roles
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.reward_model import positions_of
@@ -76,7 +76,8 @@ class Parts:
             self.roles = meta_roles(config, dtype=dtype, trust_remote_code=trust)
         check_vocabulary(self.tokenizer, self.roles.causal, path=model.path)
         if self.roles.critic_model is not None:  # it reads the policy's tokens
-            check_vocabulary(self.tokenizer, self.roles.critic_model, path=config.critic.path or model.path)
+            rows, critic = embedding_rows(self.roles.causal), config.critic.path or model.path
+            check_vocabulary(self.tokenizer, self.roles.critic_model, path=critic, sampled=rows)
         end_at_turn_end(self.roles.causal, self.tokenizer, config.task)
         self.micro_batches = MicroBatches(self.accelerator.device, config.run.micro_batch_tokens)
 

@@ -135,7 +135,9 @@ def _write_model(
             f"in {name} {share} change, more than {MOST_CHANGED:.0%}, so it is not kept: --dtype float32 keeps them, "
             "--accept-changes keeps this all the same"
         )
-    notes = [f"{name}: log-probabilities differ by at most {found.gap:.2g} on average over the vocabulary, {share} change"]
+    notes = [
+        f"{name}: log-probabilities differ by at most {found.gap:.2g} on average over the vocabulary, {share} change"
+    ]
     if config.model.quantization:
         notes.append(
             f"trained on a {config.model.quantization} base and merged into the unquantised one: what it says differs "
