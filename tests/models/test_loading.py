@@ -173,6 +173,8 @@ def saved_adapter(tiny: TinyModels, folder: Path, **changes: object) -> Path:
         ({"modules_to_save": ["embed_tokens"]}, r"has modules_to_save=\['embed_tokens'\]"),
         ({"trainable_token_indices": [1, 2]}, r"has trainable_token_indices"),
         ({"bias": "all"}, "has bias=all"),
+        ({"lora_bias": True}, "has lora_bias=True"),
+        ({"alora_invocation_tokens": [1, 2]}, "has alora_invocation_tokens"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa, which changes the base"),
     ],
 )
@@ -190,6 +192,16 @@ def test_an_adapter_of_another_base_is_refused(tiny: TinyModels, tmp_path: Path)
     narrow.intermediate_size = 48
     with pytest.raises(ValueError, match="does not fit this base model: size mismatch"):
         load_start_adapter(AutoModelForCausalLM.from_config(narrow), str(folder))
+
+
+@pytest.mark.parametrize("module", ["q_proj", "embed_tokens"])
+def test_an_adapter_that_lacks_weights_is_refused(tiny: TinyModels, tmp_path: Path, module: str):
+    wrapped = wrap_in_lora(load_causal_lm(str(tiny("llama")), dtype=torch.float32), lora(["o_proj", module]))
+    save_adapter(wrapped, "default", tmp_path)
+    tensors = load_file(file := tmp_path / "adapter_model.safetensors")
+    save_file({n: tensor for n, tensor in tensors.items() if module not in n}, file)
+    with pytest.raises(ValueError, match=f"lacks weights, such as .*{module}"):
+        load_start_adapter(load_causal_lm(str(tiny("llama")), dtype=torch.float32), str(tmp_path))
 
 
 def test_broken_adapter_configuration(tiny: TinyModels, tmp_path: Path):

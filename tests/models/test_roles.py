@@ -73,8 +73,9 @@ def test_full_fine_tuning_without_a_reference_does_not_take_the_policy_for_it(ti
         pass
 
 
-def test_frozen_reference_adapter_keeps_where_the_policy_started(tiny: TinyModels):
-    roles = lora_roles(tiny("llama"))
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "embed_tokens"]])
+def test_frozen_reference_adapter_keeps_where_the_policy_started(tiny: TinyModels, targets: str | list[str]):
+    roles = Roles(wrap_in_lora(load_causal_lm(str(tiny("llama")), dtype=torch.float32), lora(targets)), device=CPU)
     stir(roles.parameters["policy"])
     start, base = logprobs(roles, "policy"), logprobs(roles, "base")
     roles.freeze_reference_adapter()
@@ -138,9 +139,11 @@ def test_adapters_of_other_roles_are_off_in_layers_the_policy_has_none_in(tiny: 
         assert torch.equal(roles.logprobs("policy", a_batch(), temperature=1.0)[0], start)
 
 
-def test_lora_on_the_head_is_refused(tiny: TinyModels):
-    model = wrap_in_lora(load_causal_lm(str(tiny("llama")), dtype=torch.float32), lora(["q_proj", "lm_head"]))
-    with pytest.raises(ValueError, match=r"lora\.target_modules names the language-model head"):
+@pytest.mark.parametrize(("kind", "module"), [("llama", "lm_head"), ("qwen2", "embed_tokens")])
+def test_lora_on_the_head_is_refused(tiny: TinyModels, kind: str, module: str):
+    """Qwen-2's head is its embedding: merged into it, an adapter of the embedding would change the head, too."""
+    model = wrap_in_lora(load_causal_lm(str(tiny(kind)), dtype=torch.float32), lora(["q_proj", module]))
+    with pytest.raises(ValueError, match=r"lora\.target_modules names .*language-model head"):
         Roles(model, device=CPU)
 
 

@@ -89,6 +89,12 @@ def head_of(model: nn.Module) -> Head:
     output = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
     if hasattr(output, "base_layer"):
         raise ValueError("lora.target_modules names the language-model head, which has to stay as it is; leave it out")
+    embedding = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+    if hasattr(embedding, "base_layer") and embedding.base_layer.weight is output.weight:
+        raise ValueError(
+            "lora.target_modules names the embedding, which is the language-model head of this model as well (tied "
+            "weights), so the adapter could not be merged; leave it out"
+        )
     if not isinstance(output, nn.Linear):
         raise ValueError(f"{type(model).__name__} has no linear language-model head (found {type(output).__name__})")
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config  # pyright: ignore

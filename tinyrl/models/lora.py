@@ -29,7 +29,10 @@ from tinyrl.text import first_line
 ADAPTER_CONFIG, ADAPTER_FILE = ADAPTER_FILES
 POLICY_ADAPTER = "default"  # PEFT's own name for a first adapter: the policy's files then load with plain PEFT
 # Fields by which an adapter is more than LoRA matrices, and the value that is harmless.
-CHANGES_BASE = {"modules_to_save": None, "trainable_token_indices": None, "bias": "none", "layer_replication": None}
+CHANGES_BASE = {
+    "modules_to_save": None, "trainable_token_indices": None, "bias": "none", "layer_replication": None,
+    "lora_bias": False, "alora_invocation_tokens": None,
+}  # fmt: skip
 
 
 def lora_config(*, r: int, alpha: float, dropout: float, target_modules: str | list[str]) -> LoraConfig:
@@ -75,7 +78,7 @@ def load_adapter_weights(model: PeftModel, name: str, file: Path) -> None:
     tensors = read_finite(file)
     with reading(f"{file} does not fit this base model"):
         result = set_peft_model_state_dict(model, tensors, adapter_name=name)
-    missing = [key for key in result.missing_keys if f".{name}." in key and ".lora_" in key]
+    missing = [key for key in result.missing_keys if f".{name}." in f"{key}." and ".lora_" in key]
     for what, keys in (("has weights this model has no place for", result.unexpected_keys), ("lacks weights", missing)):
         if keys:
             raise ValueError(f"{file} {what}, such as {keys[0]}")
@@ -109,7 +112,8 @@ def read_lora_config(path: str, model: PreTrainedModel) -> LoraConfig:
 
 def check_folder_adapter(path: str) -> Path:
     """The folder of a LoRA adapter. Raises ValueError where files are missing, or where the adapter is more than LoRA
-    matrices: whole modules, token rows, biases and a changed base would stay when adapters are switched off.
+    matrices: whole modules, token rows, biases and a changed base would stay when adapters are switched off, or
+    could not be merged.
     """
     folder = Path(path).expanduser()
     for name in ADAPTER_FILES:
@@ -165,8 +169,8 @@ def adapted_parameter(layer: LoraLayer) -> tuple[nn.Module, str]:
 
 
 def is_plain_lora(layer: LoraLayer) -> bool:
-    """Whether W + (alpha / r) B A is all that the layer's adapters compute (DoRA scales columns, a bias adds)."""
-    return not layer.lora_variant and not any(layer.lora_bias.values())
+    """Whether W + (alpha / r) B A is all that the layer's adapters compute (DoRA scales columns)."""
+    return not layer.lora_variant
 
 
 def merged_weight(module: nn.Module, adapter: str | None) -> tuple[Tensor, Tensor | None]:

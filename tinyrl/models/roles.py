@@ -118,10 +118,10 @@ class Roles:
         """Make the reference a frozen copy of the policy's adapter as it is now (continuing from a LoRA)."""
         assert self.peft is not None
         self.add_adapter("reference", config=self.peft.peft_config[POLICY_ADAPTER])  # pyright: ignore[reportArgumentType]
-        source = self.adapter_parameters(POLICY_ADAPTER)
+        frozen, policy = (self.adapter_parameters(name).values() for name in ("reference", POLICY_ADAPTER))
         with torch.no_grad():
-            for name, parameter in self.adapter_parameters("reference").items():
-                parameter.copy_(source[name.replace(".reference.", f".{POLICY_ADAPTER}.")])
+            for copied, parameter in zip(frozen, policy, strict=True):
+                copied.copy_(parameter)
         self.reference_adapter = "reference"
 
     def add_adapter(self, name: str, *, config: LoraConfig) -> None:
