@@ -111,6 +111,19 @@ def test_an_adapter_to_start_from():
     check(model={"path": "model", "adapter": "adapter"})
 
 
+def test_settings_of_an_adapter_that_differ_from_its_own_are_refused():
+    Path("adapter").mkdir()
+    own = {"r": 32, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"]}
+    Path("adapter/adapter_config.json").write_text(json.dumps(own))
+    Path("adapter/adapter_model.safetensors").write_text("")
+    model = {"path": "model", "adapter": "adapter"}
+    check(model=model)
+    check(model=model, lora={"r": 32, "alpha": 8, "target_modules": ["q_proj", "v_proj"]})
+    check(model=model, lora={"target_modules": "all-linear"})  # which an adapter is saved without
+    for name, given in (("r", 8), ("r", 16), ("alpha", 32), ("target_modules", ["q_proj"])):
+        assert refused(model=model, lora={name: given}).startswith(f"lora.{name}=")
+
+
 def test_a_run_in_place_of_a_model():
     run = Path("runs/mine")
     (run / "checkpoints").mkdir(parents=True)

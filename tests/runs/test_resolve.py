@@ -119,6 +119,21 @@ def test_a_run_that_is_something_else_is_refused_with_its_place(key: str, path: 
     assert sentence in str(caught.value)
 
 
+def test_rank_alpha_and_targets_are_those_of_the_adapter_that_is_started_from():
+    run = a_run("sft", {"method": "sft", "task": {"data": "rows.jsonl"}})
+    own = {"r": 32, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"], "lora_dropout": 0.1}
+    (run / "checkpoints/step-000004/adapter_config.json").write_text(json.dumps(own))
+    Path("adapter").mkdir()
+    Path("adapter/adapter_config.json").write_text(json.dumps(own))
+    for path in ("adapter", "runs/sft/checkpoints/step-000004"):
+        lora = settled(model={"path": "base", "adapter": path})["lora"]
+        expected = {"r": 32, "alpha": 8.0, "target_modules": ["q_proj", "v_proj"]}
+        assert lora == {"enabled": True, "dropout": 0.0, **expected}
+    assert settled(model={"path": "base"})["lora"]["r"] == 16
+    Path("adapter/adapter_config.json").unlink()  # of a run that is evaluated after its start has gone
+    assert settled(model={"path": "base", "adapter": "adapter"}, lora={"r": 32})["lora"]["r"] == 32
+
+
 PPO = {"method": "ppo", "task": {"data": "rows.jsonl"}, "model": {"path": "starter"}}
 
 

@@ -8,13 +8,14 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from tinyrl.config.schema import Config
+from tinyrl.config.schema import Config, as_written
 from tinyrl.config.sections import EMBEDDED, RewardFunctionConfig, starter_path
 from tinyrl.data.readers import Row, hub_name, is_saved_set, placed_rows
 from tinyrl.data.rows import needed_data
 from tinyrl.data.shapes import judged, objective_of, preference, text_examples
 from tinyrl.evaluation.targets import Asked, check_asked, find
 from tinyrl.runs.launched import launched
+from tinyrl.runs.resolve import adapter_settings
 from tinyrl.runs.run_dir import meant_a_run, named_run, open_run, run_of
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.tasks import environment_functions, environments, load_split, load_task
@@ -54,14 +55,31 @@ def check_before_loading(config: Config) -> None:
         check_model_path("teacher.path", str(config.teacher.path))
     if config.critic.path is not None:
         check_model_path("critic.path", config.critic.path)
-    if config.model.adapter is not None and not _is_run("model.adapter", config.model.adapter):
-        for name in ADAPTER_FILES:
-            if not os.path.isfile(os.path.join(config.model.adapter, name)):
-                raise ValueError(f"model.adapter={shortened(config.model.adapter, 300)}: {name} is missing there")
+    if config.model.adapter is not None:
+        _check_adapter(config, config.model.adapter)
     _check_rewards(config)
     for setting, use in environment_functions(config):
         parse_use(use, setting=setting, classes=True)
     _check_rows(config)
+
+
+def _check_adapter(config: Config, path: str) -> None:
+    """The files of the adapter to start from, and that no setting of lora is given another value than it has."""
+    folder = Path(path).expanduser()
+    if _is_run("model.adapter", path):
+        folder = max((folder / "checkpoints").glob("step-*"), default=folder)  # a run's have all the same shape
+    else:
+        for name in ADAPTER_FILES:
+            if not (folder / name).is_file():
+                raise ValueError(f"model.adapter={shortened(path, 300)}: {name} is missing there")
+    for name, own in adapter_settings(folder).items():
+        given = getattr(config.lora, name)
+        same = given == own or given == "all-linear" or (isinstance(given, list) and sorted(given) == own)
+        if name in config.lora.model_fields_set and not same:
+            raise ValueError(
+                f"lora.{name}={as_written(given)}, and the adapter of model.adapter={shortened(path, 300)} has "
+                f"{as_written(own)}, which stays as it is; leave lora.{name} out"
+            )
 
 
 def ask_hub_once(config: Config) -> None:

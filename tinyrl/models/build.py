@@ -67,7 +67,7 @@ def build_roles(
     model = load_base(config, config.model.path, dtype=dtype, trust_remote_code=trust_remote_code, numbers=numbers)
     lora = config.lora
     if config.model.adapter is not None:
-        wrapped = load_start_adapter(model, config.model.adapter)
+        wrapped = load_start_adapter(model, config.model.adapter, dropout=lora.dropout)
     elif lora.enabled:
         wrapped = wrap_in_lora(model, fresh_adapter(config, dropout=lora.dropout))
     else:

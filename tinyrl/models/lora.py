@@ -60,9 +60,10 @@ def wrap_in_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         raise ValueError(f"lora.target_modules={wanted}: {first_line(error)}\n{there}") from error
 
 
-def load_start_adapter(model: PreTrainedModel, path: str) -> PeftModel:
+def load_start_adapter(model: PreTrainedModel, path: str, *, dropout: float = 0.0) -> PeftModel:
     """Continue from a LoRA adapter that exists (plain PEFT files). Raises ValueError when it does not fit the base."""
     config, file = read_lora_config(path, model), check_folder_adapter(path) / ADAPTER_FILE
+    config.lora_dropout = dropout
     config.base_model_name_or_path = None  # the library warns when the same base stands elsewhere
     with reading(f"model.adapter={path}: does not fit this base model", otherwise=ADAPTER_CONFIG):
         wrapped = get_peft_model(model, config, adapter_name=POLICY_ADAPTER)

@@ -21,8 +21,9 @@ DATA_FIELDS = (("task", "data"), ("task", "eval_data"), ("environment", "corpus"
 
 
 def resolve(config: Config) -> Config:
-    """The configuration with absolute paths, checkpoints for runs, and lengths within the model's positions where
-    nobody has set them: half of them for what is written, a quarter for what is read between turns. Idempotent.
+    """The configuration with absolute paths, checkpoints for runs, what model.adapter is (rank, alpha, targets), and
+    lengths within the model's positions where nobody has set them: half of them for what is written, a quarter for what
+    is read between turns. Idempotent.
     Raises ValueError for a run that cannot be what it is named as.
     """
     values = config.model_dump()
@@ -34,6 +35,8 @@ def resolve(config: Config) -> Config:
                 raise ValueError(f"{section}.{name}={path} {problem}")
             values[section][name] = str(checkpoint_of(Path(os.path.expanduser(path))))
     values = absolute_paths(values)
+    if config.model.adapter is not None:
+        values["lora"] |= adapter_settings(Path(values["model"]["adapter"]))
     values["critic"]["kind"] = _critic_kind(config, bases=(values["model"]["path"], values["critic"]["path"]))
     positions = _positions(values["model"]["path"]) if config.samples else None
     if positions is not None:
@@ -44,6 +47,19 @@ def resolve(config: Config) -> Config:
             most = max(1, positions // 4 // max(1, environment.max_turns - 1))
             values["environment"]["max_observation_tokens"] = min(environment.max_observation_tokens, most)
     return build_config(values)
+
+
+def adapter_settings(folder: Path) -> dict[str, Any]:
+    """Settings of lora that the adapter in `folder` has; none where its configuration cannot be read, which is said
+    when it is loaded. Targets that are a regular expression are no setting.
+    """
+    try:
+        facts = json.loads((folder.expanduser() / "adapter_config.json").read_text(encoding="utf-8"))
+        found = {"r": int(facts["r"]), "alpha": float(facts["lora_alpha"]), "target_modules": facts["target_modules"]}
+    except (OSError, ValueError, TypeError, LookupError):
+        return {}
+    targets = found.pop("target_modules")
+    return found | ({"target_modules": sorted(map(str, targets))} if isinstance(targets, list) else {})
 
 
 def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:

@@ -163,3 +163,14 @@ def test_the_next_lines_name_the_folder_the_base_and_a_rank_that_vllm_takes(fold
     assert lines["llama.cpp"].endswith(f"{tmp_path}/out --base {base} --outfile lora.gguf")
     assert lines["upload"] == f"hf upload OWNER/lora {tmp_path}/out"
     assert lines["upload"] in bundle.render()
+
+
+def test_the_rank_is_that_of_the_adapter_whatever_the_configuration_says(folder: Path, tmp_path: Path):
+    shutil.copytree(folder / "lora", run := tmp_path / "run")
+    config = (run / "config.yaml").read_text()
+    assert "r: 16" in config
+    (run / "config.yaml").write_text(config.replace("r: 16", "r: 8").replace("alpha: 32.0", "alpha: 4.0"))
+    bundle = exported(run, output=str(tmp_path / "out"))
+    assert "--max-lora-rank 16 " in bundle.render()
+    card = (bundle.folder / "README.md").read_text()
+    assert "- LoRA rank: 16\n- LoRA alpha: 32.0\n" in card

@@ -60,7 +60,7 @@ def export(
     tokens in another dtype (unless `accept_changes`).
     """
     run = open_run(run_of(Path(target)) or target)
-    config = run.read_config()
+    config, rank = run.read_config(), 0
     folder = _folder_of(run, config, target, merge=merge, dtype=dtype, output=output, overwrite=overwrite)
     checkpoint, whole = checkpoint_of(Path(target)), merge or not config.lora.enabled
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", run.path.resolve().name).strip("-.") or "policy"  # as a repository may be
@@ -70,6 +70,11 @@ def export(
     try:
         writing.mkdir()
         saved, notes = None, ()
+        if config.lora.enabled:
+            lora = json.loads((checkpoint / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
+            own = {"r": lora["r"], "alpha": lora["lora_alpha"]}
+            config = config.model_copy(update={"lora": config.lora.model_copy(update=own)})
+            rank = max([lora["r"], *(lora.get("rank_pattern") or {}).values()])
         if whole:
             saved, notes = _write_model(run, config, checkpoint, writing, dtype, accept_changes, trust_remote_code)
         else:
@@ -90,7 +95,7 @@ def export(
     finally:
         shutil.rmtree(writing, ignore_errors=True)
     base = None if whole else str(starter_path(config.model.path) or config.model.path)
-    return Bundle(folder, notes, next_lines(folder, name=name, base=base, rank=config.lora.r))
+    return Bundle(folder, notes, next_lines(folder, name=name, base=base, rank=rank))
 
 
 def _folder_of(
