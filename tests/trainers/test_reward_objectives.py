@@ -12,14 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import processors
+from transformers import PreTrainedModel
 
 from tests import running
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.tiny_models import TinyModels, tiny_model, tiny_tokenizer
 from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardConfig
 from tinyrl.evaluation.statistics import concordance
 from tinyrl.models import reward_model as reward_models
+from tinyrl.models.batches import backbone_of
 from tinyrl.models.roles import Roles
 from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.tasks.prompts import prepare_prompts, token_ids
@@ -138,6 +140,28 @@ def test_rows_in_the_order_of_their_labels_are_shuffled(eval_data: bool, model: 
     assert len(first.train_rows) == 60
     for part in (first.train_rows[:20], first.train_rows, first.held_out[:20]):
         assert 0.2 < sum(one.target for one in part) / len(part) < 0.8
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_checkpoint_of_every_weight_copies_none(
+    kind: str, tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The classification model that is written consists of the trained tensors; nothing is drawn for it."""
+    data = write(tmp_path / "rows.jsonl", rows_of("labels"))
+    parts = RewardModel(settings(tiny(kind), data, lora=False), options=Options(device="cpu"))
+    written: list[Any] = []
+    save = PreTrainedModel.save_pretrained
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", lambda *a, **k: (written.append(a[0]), save(*a, **k)))
+    before = torch.get_rng_state()
+    parts.save_models(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+    own = {p.data_ptr() for p in parts.roles.parameters["policy"].values()}
+    assert {p.data_ptr() for p in written[0].parameters()} <= own
+    assert all(p.requires_grad for p in parts.roles.parameters["policy"].values())
+    read = reward_models.load_classifier(str(tmp_path), dtype=torch.float32)
+    states = backbone_of(parts.roles.causal).state_dict()
+    assert all(torch.equal(tensor, states[name]) for name, tensor in backbone_of(read).state_dict().items())
+    parts.close()
 
 
 # ---- what is learnt is what PPO reads ----

@@ -163,15 +163,14 @@ class RewardModel(RowTrainer):
             tensors = {"weight": head.weight.detach().cpu(), "bias": (head.bias - center).detach().cpu()}
             save_file(tensors, folder / SCORE_HEAD, metadata=self.text_format.metadata())
         else:
-            config = self.roles.causal.config.__class__.from_dict(
-                {**self.roles.causal.config.to_dict(), "num_labels": 1}
-            )
+            config = self.roles.causal.config.__class__.from_dict(self.roles.causal.config.to_dict())
+            config.num_labels = 1
             setattr(config, SCORE_OFFSET, float(head.bias.detach() - center))
             setattr(config, TEXT_FORMAT, asdict(self.text_format))
-            classifier = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-            backbone_of(classifier).load_state_dict(backbone_of(self.roles.causal).state_dict())
-            with torch.no_grad():
-                classifier.score.weight.copy_(head.weight)
+            with torch.device("meta"):  # its weights are those that are trained
+                classifier = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+            backbone_of(classifier).load_state_dict(backbone_of(self.roles.causal).state_dict(), assign=True)
+            classifier.score.weight = head.weight
             classifier.save_pretrained(folder, max_shard_size="10000GB")
             self.tokenizer.save_pretrained(folder)
         save_file({"bias": head.bias.detach().cpu()}, folder / "score_bias.safetensors")
