@@ -14,6 +14,7 @@ from tinyrl.rollout.buffer import FINISH_REASONS, Rollout
 from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.trainers.grpo import advantages_of, zero_spread
 from tinyrl.trainers.ppo import adapted_kl_coef, predict_final_values
+from tinyrl.training.session import Session
 
 
 def rollout_of(rewards: list[float], kl: list[list[float]], *, kept: list[bool] | None = None) -> Rollout:
@@ -187,6 +188,32 @@ def test_rewards_are_logged_as_they_were_before_groups_were_replaced(tiny: TinyM
         assert refilled[name] == plain[name]
     assert refilled["reward/zero_spread_kept"] < plain["reward/zero_spread_groups"]
     assert "reward/zero_spread_kept" not in plain
+
+
+def test_exact_sampling_is_measured_anew_where_a_run_goes_on_in_another_precision(
+    tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """model.dtype=auto is float32 on a CPU and half precision on a GPU: there old log-probabilities are rescored."""
+    settings = running.config("grpo", tiny("llama"), grpo={"num_epochs": 2}, run={"num_steps": 4, "eval_every": 0})
+    settings = settings.model_copy(update={"run": settings.run.model_copy(update={"save_every": 1})})
+    code, run, looks = running.train(settings, tmp_path, name="whole")
+    _, run, _ = running.train(settings, tmp_path, stop_at=looks // 2)
+    for module in ("models.device", "rollout.components"):
+        monkeypatch.setattr(f"tinyrl.{module}.resolve_dtype", lambda dtype, on_cpu: torch.bfloat16)
+    seen: list[Rollout] = []
+    start_update = Session.start_update
+
+    def started(self: Session, rollout: Rollout | None = None, **metrics: float) -> None:
+        assert rollout is not None
+        seen.append(rollout)
+        start_update(self, rollout, **metrics)
+
+    monkeypatch.setattr(Session, "start_update", started)
+    assert code == running.go_on(run) == 0
+    assert seen
+    for rollout in seen:
+        assert rollout.old_logprobs is not None
+        assert not torch.equal(rollout.old_logprobs, rollout.sampling_logprobs)
 
 
 @pytest.mark.slow

@@ -129,6 +129,13 @@ class Rollout:
         """How many of the rows are episodes; the others, behind them, are further conversations of these."""
         return len(self) if self.parent is None else len(self.parent.unique())
 
+    def rows_of(self, episodes: list[int]) -> list[int]:
+        """The rows of some episodes: their first conversations, then the further ones."""
+        if self.parent is None:
+            return episodes
+        chosen, further = set(episodes), self.parent.tolist()[self.num_episodes :]
+        return episodes + [self.num_episodes + i for i, episode in enumerate(further) if episode in chosen]
+
     @property
     def truncated(self) -> Tensor:
         """(B,) bool: responses that ran into max_new_tokens."""

@@ -71,7 +71,7 @@ class Distill(OnPolicyTrainer):
             # 3. An optimizer step for each minibatch.
             settings, sizes = self.loss_settings(kl_coef=config.kl_coef), rollout.sizes(self.roles)
             with session.timed("update"):
-                for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
+                for rows in session.minibatches(rollout, num_epochs=config.num_epochs, size=config.minibatch_size):
                     passes = self.passes(rollout, rows, sizes, settings)
                     session.metrics.add(session.updater.step(passes, train=["policy"]))
             self.record(rollout, rollout.advantages, step)

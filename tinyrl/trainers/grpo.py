@@ -48,7 +48,7 @@ class Grpo(OnPolicyTrainer):
             # 4. An optimizer step for each minibatch.
             sizes = rollout.sizes(self.roles)
             with session.timed("update"):
-                for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
+                for rows in session.minibatches(rollout, num_epochs=config.num_epochs, size=config.minibatch_size):
                     metrics = session.updater.step(self.passes(rollout, rows, sizes, settings), train=["policy"])
                     self.watch_sampling(metrics)
                     session.metrics.add(metrics)

@@ -112,6 +112,10 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         """Collect rollouts for a session from now on."""
         self.session, self.state, self.group_size = session, session.state, self.config.on_policy.group_size
         self._told: set[str] = set()
+        controllers, device = self.state.controllers, self.accelerator.device.type
+        here = f"{self.engine.name} on {device}, mixed precision {self.accelerator.mixed_precision}"
+        if controllers.measured_on != here:
+            controllers.measured_on, controllers.exact_sampling = here, None
         self._texts = {prompt.index: prompt.text for prompt in self.train_prompts}
         self.tried = Tried(self.config.task.solved_reward)
         self.choice = choice_of(self.config, self.train_prompts, self.state.controllers)

@@ -162,7 +162,7 @@ class Ppo(OnPolicyTrainer):
             with session.timed("update"):
                 stopped = update(session, self, rollout, kl_coef=kl_coef, warming_up=warming_up)
             # 6. A KL above its target gets a larger weight from the next step on, one below it a smaller.
-            if config.kl_controller == "adaptive" and rollout.ref_logprobs is not None and not pretraining:
+            if config.kl_controller == "adaptive" and rollout.ref_logprobs is not None and not warming_up:
                 controllers.kl_coef = adapted_kl_coef(rollout, config, kl_coef=kl_coef)
             self.record(rollout, advantages, step, rewards=rewards)
             explained = explained_variance(rollout.values, returns, mask)
@@ -208,7 +208,7 @@ def update(session: Session, trainer: Ppo, rollout: Rollout, *, kl_coef: float, 
     config = trainer.config.ppo
     settings = trainer.loss_settings(kl_coef=kl_coef)
     trained, sizes = ["critic"] if warming_up else ["policy", "critic"], rollout.sizes(trainer.roles)
-    for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
+    for rows in session.minibatches(rollout, num_epochs=config.num_epochs, size=config.minibatch_size):
         passes = trainer.passes(rollout, rows, sizes, settings, warming_up=warming_up)
         metrics = session.updater.step(passes, train=trained)
         trainer.watch_sampling(metrics)
