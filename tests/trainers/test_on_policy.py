@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests import running
 from tests.tiny_models import TinyModels
 from tinyrl.config.method_sections import GrpoConfig, PpoConfig
 from tinyrl.rollout.buffer import FINISH_REASONS, Rollout
 from tinyrl.rollout.components import Options, SamplingParts
+from tinyrl.runs.run_dir import RunDir
 from tinyrl.trainers.grpo import advantages_of, zero_spread
 from tinyrl.trainers.ppo import adapted_kl_coef, predict_final_values
 from tinyrl.training.session import Session
@@ -170,6 +172,75 @@ def test_steps_without_any_spread_are_counted_and_told(
     assert (captured.out + captured.err).count("there is nothing to learn from") == 1
     _, varied, _ = running.train(running.config("grpo", tiny("llama")), tmp_path, name="varied")
     assert running.metrics(varied)[-1]["optim/flat_steps"] == 0
+
+
+def varied_at_first(folder: Path) -> dict[str, object]:
+    """A reward that tells completions apart in the check before the first step and in that step, and then no more."""
+    (folder / "rewards.py").write_text(
+        "calls = 0\n\ndef score(prompts, completions, **columns):\n    global calls\n    calls += 1\n"
+        "    return [float(len(set(c))) if calls <= 2 else 1.0 for c in completions]\n"
+    )
+    return {"functions": [{"use": f"{folder / 'rewards.py'}:score"}]}
+
+
+def adapters(run: RunDir, steps: range) -> list[dict[str, torch.Tensor]]:
+    return [load_file(run.checkpoints / f"step-{s:06d}" / "adapter_model.safetensors") for s in steps]
+
+
+def test_a_step_without_a_gradient_moves_nothing(tiny: TinyModels, tmp_path: Path) -> None:
+    """Rewards vary in the first step alone; neither Adam's momentum nor weight decay goes on without them."""
+    settings = running.config(
+        "grpo",
+        tiny("llama"),
+        reward=varied_at_first(tmp_path),
+        optim={"weight_decay": 0.1},
+        run={"save_every": 1, "keep_checkpoints": 9, "eval_prompts": 0},
+    )
+    code, run, _ = running.train(settings, tmp_path)
+    assert code == 0
+    assert [line["optim/flat_steps"] for line in running.metrics(run)[1:]] == [0, 1, 2]
+    start, first, second, third = adapters(run, range(4))
+    assert any(not torch.equal(start[name], first[name]) for name in start)
+    assert all(torch.equal(first[name], second[name]) and torch.equal(first[name], third[name]) for name in start)
+
+
+def test_a_kl_in_the_loss_is_something_to_learn_from(
+    tiny: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rewards that are equal once the policy has left the reference: the loss goes on to have a gradient."""
+    settings = running.config(
+        "grpo", tiny("llama"), grpo={"kl_coef": 0.1}, reward=varied_at_first(tmp_path), run={"eval_prompts": 0}
+    )
+    _, run, _ = running.train(settings, tmp_path)
+    captured = capsys.readouterr()
+    assert running.metrics(run)[-1]["optim/flat_steps"] == 0
+    assert "nothing to learn" not in captured.out + captured.err
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_where_no_completion_counts_nothing_is_measured(
+    method: str, tiny: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = running.config(
+        method,
+        tiny("llama"),
+        **({"grpo": {"preset": "grpo"}} if method == "grpo" else {"critic": {"warmup": 0}}),
+        generation={"max_new_tokens": 1},
+        reward={"truncated": "mask"},
+        run={"num_steps": 2, "save_every": 1, "eval_prompts": 0},
+    )
+    code, run, _ = running.train(settings, tmp_path)
+    assert code == 0
+    captured = capsys.readouterr()
+    assert (captured.out + captured.err).count("reward.truncated=mask") == 1
+    for line in running.metrics(run)[1:]:
+        assert line["completion/truncated"] == 1.0
+        measured = {name for name in line if name.startswith(("policy/", "value/"))}
+        assert measured <= {"policy/early_stop", "value/grad_norm"}
+        assert "objective/kl" not in line
+    assert running.metrics(run)[-1]["optim/flat_steps"] == 2
+    start, _, end = adapters(run, range(3))
+    assert all(torch.equal(start[name], end[name]) for name in start)
 
 
 def test_rewards_are_logged_as_they_were_before_groups_were_replaced(tiny: TinyModels, tmp_path: Path) -> None:

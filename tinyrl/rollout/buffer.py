@@ -151,6 +151,10 @@ class Rollout:
         """(B, T) bool: chosen tokens of rows that count."""
         return self.response_mask & self.kept.unsqueeze(1)
 
+    def counts(self, rows: Sequence[int]) -> bool:
+        """Whether any token of some rows counts."""
+        return bool(self.loss_mask[list(rows)].any())
+
     @property
     def scored_mask(self) -> Tensor:
         """(B, T) bool: chosen tokens of rows with a reward; one left out of the loss still counts in its group."""

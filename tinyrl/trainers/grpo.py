@@ -44,7 +44,6 @@ class Grpo(OnPolicyTrainer):
                 session.start_update(rollout, **rewards, **self.metrics(rollout), **taught, **self.record_prompts(step))
             # 3. How much better a response is than its group.
             rollout.advantages = episode_advantages(rollout, config, weights=self.scorer.weights)
-            flat = not rollout.advantages.any()  # no response is better than another: nothing to learn
             # 4. An optimizer step for each minibatch.
             sizes = rollout.sizes(self.roles)
             with session.timed("update"):
@@ -53,8 +52,7 @@ class Grpo(OnPolicyTrainer):
                     self.watch_sampling(metrics)
                     session.metrics.add(metrics)
             self.record(rollout, rollout.advantages, step)
-            flat_steps = self.count_flat(flat=flat)
-            session.end_step(**{"optim/flat_steps": flat_steps}, **self.steer_entropy())
+            session.end_step(**self.count_flat(rollout), **self.steer_entropy())
 
 
 def sample_groups(trainer: OnPolicyTrainer, config: GrpoConfig, step: int) -> tuple[Rollout, dict[str, float]]:

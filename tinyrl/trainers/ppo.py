@@ -105,7 +105,9 @@ class Ppo(OnPolicyTrainer):
         """
         policy = self.policy_loss(rollout, rows, settings)
         value = ValueLoss(rollout, self.roles, self.config.ppo, tokens=policy.counts.tokens)
-        if self.roles.critic_kind in ("shared", "shared-detached"):
+        if not rollout.counts(rows):
+            passes = []
+        elif self.roles.critic_kind in ("shared", "shared-detached"):
             passes = [Pass("policy", SharedBackboneLoss(policy, value, warming_up=warming_up), rows, sizes)]
         else:
             passes = [] if warming_up else [Pass("policy", policy, rows, sizes)]
@@ -165,11 +167,10 @@ class Ppo(OnPolicyTrainer):
             if config.kl_controller == "adaptive" and rollout.ref_logprobs is not None and not warming_up:
                 controllers.kl_coef = adapted_kl_coef(rollout, config, kl_coef=kl_coef)
             self.record(rollout, advantages, step, rewards=rewards)
-            explained = explained_variance(rollout.values, returns, mask)
-            session.end_step(
-                **{"value/explained_variance": explained, "policy/early_stop": float(stopped)},
-                **self.steer_entropy(),
-            )
+            ended = {"policy/early_stop": float(stopped)}
+            if mask.any():
+                ended["value/explained_variance"] = explained_variance(rollout.values, returns, mask)
+            session.end_step(**ended, **self.count_flat(rollout), **self.steer_entropy())
 
 
 def shaped_rewards(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> Tensor:

@@ -83,7 +83,7 @@ class Controllers(_Strict):
         default_factory=dict  # of rows by fingerprint: completions that were right, wrong, in which step
     )
     failing_batches: Count = 0  # in a row, whose rewards failed
-    flat_steps: Count = 0  # whose advantages were all 0
+    flat_steps: Count = 0  # without a gradient of the policy
 
 
 class RunState(_Strict):
