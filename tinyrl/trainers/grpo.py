@@ -36,7 +36,7 @@ class Grpo(OnPolicyTrainer):
                 # 1. A group of responses for each prompt, and their scores.
                 with session.timed("rollout"):
                     rollout, rewards = sample_groups(self, config, step)
-                    rollout = rollout.with_others()
+                    rollout = rollout.with_others(mask_truncated=self.config.reward.truncated == "mask")
                 # 2. Their log-probabilities under the reference, and before the update.
                 with session.timed("reference"):
                     self.compute_logprobs(rollout, scored=kl_in_score(config))

@@ -383,12 +383,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
 
     def metrics(self, rollout: Rollout) -> dict[str, float]:
         """Metrics of a rollout besides its rewards: lengths, truncation, turns, KL in nats per response."""
-        out = {
-            **rollout.environment_metrics(),
-            "completion/mean_length": float(rollout.num_actions.float().mean()),
-            "completion/truncated": float(rollout.truncated.float().mean()),
-            "completion/tokens": float(rollout.response_mask.sum()),
-        }
+        out = {**rollout.environment_metrics(), **rollout.completion_metrics()}
         if rollout.ref_logprobs is not None and rollout.kept.any():
             out["objective/kl"] = rollout.kl_per_response()
         return out | (self._thinking_metrics(rollout) if self.thinking_budget is not None else {})

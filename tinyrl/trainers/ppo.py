@@ -140,7 +140,7 @@ class Ppo(OnPolicyTrainer):
                 with session.timed("rollout"):
                     rollout = self.collect(self.prompts(step), step)
                     rewards_by_name = self.reward_metrics(rollout)
-                    rollout = rollout.with_others()
+                    rollout = rollout.with_others(mask_truncated=self.config.reward.truncated == "mask")
                 # 2. Their log-probabilities under the reference and before the update, and the critic's values.
                 with session.timed("reference"):
                     self.compute_logprobs(rollout)
@@ -221,7 +221,7 @@ def update(session: Session, trainer: Ppo, rollout: Rollout, *, kl_coef: float, 
 
 def adapted_kl_coef(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> float:
     """The weight of the KL after this rollout: Ziegler et al. (1909.08593), section 2.2."""
-    observed, num_samples = rollout.kl_per_response(), int(rollout.kept.sum())
+    observed, num_samples = rollout.kl_per_response(), rollout.num_kept
     if not math.isfinite(observed):  # such a rollout changed no weight either
         return kl_coef
     target, horizon = config.target_kl, config.kl_horizon
