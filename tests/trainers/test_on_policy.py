@@ -139,8 +139,13 @@ def test_each_reward_is_compared_on_its_own() -> None:
     rollout.scores = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
     weights = torch.tensor([3.0, 1.0])
     together, each = grpo(), grpo(preset="gdpo")
-    assert zero_spread(rollout, together).tolist() == [True, True, True]
-    assert zero_spread(rollout, each).tolist() == [False, True, True]  # the last has one valid row
+    assert zero_spread(rollout, together, weights).tolist() == [True, True, True]
+    assert zero_spread(rollout, each, weights).tolist() == [False, True, True]  # the last has one valid row
+    shown_only = torch.tensor([0.0, 1.0])
+    rollout.scores[:2] = torch.tensor([[1.0, 0.5], [0.0, 0.5]])
+    assert zero_spread(rollout, each, shown_only).tolist() == [True, True, True]
+    assert not advantages_of(rollout, each, weights=shown_only).any()
+    rollout.scores[:2] = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     assert not advantages_of(rollout, together).any()
     got = advantages_of(rollout, each, weights=weights).tolist()
     # 3 a - a and a - 3 a with a = 0.7070; five rows have a score: a variance of 2 (2 a)^2 / 4
@@ -351,3 +356,14 @@ def test_a_response_cut_off_goes_on_to_the_critics_value_of_its_end(ppo_parts: S
         values = roles.values(batch, states=None if own else roles.policy_states(batch))[:, 2]
     assert got.tolist() == pytest.approx([values[0].item(), 0.0, values[2].item()], abs=1e-5)
     assert got[0] != got[2]
+
+
+@pytest.mark.parametrize("name", ["mean", "std", "dropped", "zero_spread_groups", "known_prompts"])
+@pytest.mark.wide
+def test_a_reward_with_the_name_of_a_metric_is_refused(name: str, tiny: TinyModels, tmp_path: Path) -> None:
+    body = "    return [1.0] * len(prompts)\n"
+    (tmp_path / "rewards.py").write_text(f"def {name}(prompts, completions, **columns):\n{body}")
+    reward = {"functions": [{"use": f"{tmp_path / 'rewards.py'}:{name}"}]}
+    with pytest.raises(ValueError, match=f"reward.functions.*`{name}`"):
+        running.train(running.config("grpo", tiny("llama"), reward=reward), tmp_path)
+    assert not (tmp_path / "run").exists()

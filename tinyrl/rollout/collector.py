@@ -64,7 +64,8 @@ def sample_and_score(
         completions, episodes = _sampled(prompts, requests, group_size, parts, options)
         rollout = _as_tensors(prompts, completions, group_size, episodes)
     repeated = [p for p in prompts for _ in range(group_size)]
-    sheet = parts.scorer(repeated, [c.tokens for c in completions], episodes=episodes, world=parts.world)
+    tokens = [c.tokens for c in completions]
+    sheet = parts.scorer(repeated, tokens, episodes=episodes, group_size=group_size, world=parts.world)
     rollout.scores, rollout.rewards, rollout.failures = sheet.scores, sheet.rewards, sheet.failures
     rollout.whys = sheet.whys
     rollout.kept = ~rollout.rewards.isnan()

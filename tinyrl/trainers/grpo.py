@@ -63,7 +63,8 @@ def sample_groups(trainer: OnPolicyTrainer, config: GrpoConfig, step: int) -> tu
     prompts = trainer.prompts(step)
     rollout = trainer.collect(prompts, step)
     drawn = {p.index for p in prompts}
-    without_spread = zero_spread(rollout, config)
+    weights = trainer.scorer.weights
+    without_spread = zero_spread(rollout, config, weights)
     metrics = {**trainer.reward_metrics(rollout), "reward/zero_spread_groups": float(without_spread.float().mean())}
     for refill_round in range(config.refill_rounds):
         flat = without_spread.nonzero().squeeze(-1).tolist()
@@ -72,9 +73,9 @@ def sample_groups(trainer: OnPolicyTrainer, config: GrpoConfig, step: int) -> tu
             break
         drawn |= {p.index for p in fresh}
         topped_up = trainer.collect(fresh, step)
-        good = (~zero_spread(topped_up, config)).nonzero().squeeze(-1).tolist()
+        good = (~zero_spread(topped_up, config, weights)).nonzero().squeeze(-1).tolist()
         rollout = rollout.with_groups(topped_up, good, places=flat[: len(good)], group_size=config.group_size)
-        without_spread = zero_spread(rollout, config)
+        without_spread = zero_spread(rollout, config, weights)
     if config.refill_rounds:
         metrics["reward/zero_spread_kept"] = float(without_spread.float().mean())
     return rollout, metrics
@@ -131,9 +132,13 @@ def group_scores(rollout: Rollout, config: GrpoConfig) -> Tensor:
     return torch.where(rollout.rewards.isnan().unsqueeze(1), torch.nan, rollout.scores)
 
 
-def zero_spread(rollout: Rollout, config: GrpoConfig) -> Tensor:
-    """(P,) bool: groups whose valid scores are all the same, so that they teach nothing."""
+def zero_spread(rollout: Rollout, config: GrpoConfig, weights: Tensor) -> Tensor:
+    """(P,) bool: groups whose valid scores are all the same, so that they teach nothing. A reward of weight 0 among the
+    `weights` (R,) is compared in nothing.
+    """
     scores = group_scores(rollout, config)
+    if config.normalize_rewards == "each":
+        scores = scores[:, weights != 0]
     groups = scores.reshape(-1, config.group_size, scores.shape[1])
     highest = torch.where(groups.isnan(), -torch.inf, groups).amax(1)
     lowest = torch.where(groups.isnan(), torch.inf, groups).amin(1)
