@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tinyrl.evaluation.statistics import bootstrap_interval, interval, mean_interval, t_quantile, wilson_interval
+from tinyrl.evaluation.statistics import bootstrap_interval, interval, mean_interval, score_interval, t_quantile
 
 
 def test_the_bootstrap_covers_the_mean_about_as_often_as_it_says() -> None:
@@ -61,7 +61,7 @@ def test_wilson_against_published_values() -> None:
         (1, 29): (0.0061, 0.1718),
     }
     for (successes, trials), ends in published.items():
-        assert wilson_interval(successes, trials) == pytest.approx(ends, abs=5e-5)
+        assert score_interval(successes / trials, trials, 1.959964) == pytest.approx(ends, abs=5e-5)
 
 
 def test_all_right_is_not_certain() -> None:
@@ -71,15 +71,36 @@ def test_all_right_is_not_certain() -> None:
     assert mean_interval([0.0] * 64) == pytest.approx([0.0, 1 - low])
 
 
-def test_many_values_other_than_0_and_1_are_bootstrapped() -> None:
-    graded = [0.0, 1.0] * 30
-    assert mean_interval([*graded, 0.5]) == bootstrap_interval([*graded, 0.5])  # a mean of several samples, say
-    assert mean_interval(graded) != bootstrap_interval(graded)
-    assert interval([0.0] * 9) == interval([0.0] * 90) == [0.0, 0.0]  # a paired difference: no prompt differed
+@pytest.mark.parametrize("n", [5, 8, 16, 64])
+@pytest.mark.parametrize(("samples", "p"), [(4, 0.98), (4, 0.5), (8, 0.9)])
+def test_an_interval_of_means_of_samples_covers_the_truth_as_often_as_it_says(n: int, samples: int, p: float) -> None:
+    rng, hits, rounds = random.Random(n), 0, 1000
+    for _ in range(rounds):
+        low, high = mean_interval([sum(rng.random() < p for _ in range(samples)) / samples for _ in range(n)])
+        hits += low <= p <= high
+    assert hits / rounds >= 0.92  # the standard deviation is 0.7 %
+
+
+def test_many_values_are_bootstrapped_where_nothing_bounds_them() -> None:
+    values = [0.0, 1.0, 5.0] * 20
+    assert mean_interval(values) == bootstrap_interval(values)
+    shares = [0.0, 1.0] * 30 + [0.5]
+    assert mean_interval(shares) == pytest.approx(bootstrap_interval(shares), abs=0.02)
+
+
+def test_no_interval_has_a_width_of_0() -> None:
+    """Equal shares say at least as much as as many samples; of other equal numbers nothing is known."""
+    low, high = mean_interval([0.5] * 10)
+    assert low == pytest.approx(0.5 - 0.29, abs=0.01)  # 0.5 t / sqrt(10 + t^2) with t = 2.262
+    assert high == pytest.approx(1 - low)
+    for n in (9, 90):
+        for value in (0.0, 0.1, -3.0):
+            assert all(math.isnan(end) for end in interval([value] * n))
+    assert all(math.isnan(end) for end in interval([0.3 - 0.2, 0.4 - 0.3, 0.1]))  # equal but for rounding
 
 
 def test_an_interval_ignores_missing_prompts_and_needs_two() -> None:
     assert mean_interval([1.0, 0.0, math.nan]) == mean_interval([1.0, 0.0])
-    assert mean_interval([2.0, 2.0, math.nan]) == [2.0, 2.0]
+    assert mean_interval([2.0, 4.0, math.nan]) == mean_interval([2.0, 4.0])
     for few in ([], [1.0], [0.5, math.nan]):
         assert all(math.isnan(end) for end in mean_interval(few))

@@ -1,6 +1,7 @@
 """Two policies on the same prompts: differences and win rates by hand."""
 
 import math
+import random
 
 import pytest
 
@@ -10,12 +11,32 @@ from tinyrl.evaluation.statistics import paired_difference, win_rates
 def test_paired_difference() -> None:
     ours, other = [1.0, 2.0, 3.0, math.nan] * 10, [0.0, 1.0, 2.0, 9.0] * 10
     difference = paired_difference(ours, other)
-    assert difference == {"reward_mean": 1.0, "reward_ci": [1.0, 1.0], "distinguishable": True}
+    assert difference["reward_mean"] == 1.0
+    assert all(math.isnan(end) for end in difference["reward_ci"])  # every prompt says the same: no spread to go by
+    assert difference["distinguishable"] is True
     same = paired_difference(ours, ours)
     assert same["reward_mean"] == 0.0
     assert same["distinguishable"] is False
     one = paired_difference([1.0], [0.0])
     assert one["distinguishable"] is False  # one prompt has no interval
+
+
+def test_no_better_below_the_number_of_prompts_that_can_show_it() -> None:
+    """Under policies alike five prompts all go one way in 2 / 2^5 = 6 % of cases, six in 3 %."""
+    for n, verdict in ((2, False), (3, False), (5, False), (6, True)):
+        assert paired_difference([1.0] * n, [0.0] * n)["distinguishable"] is verdict
+        assert paired_difference([1.0] * n + [0.5] * 90, [0.0] * n + [0.5] * 90)["distinguishable"] is verdict
+    assert paired_difference([1.0] * 40, [1.0] * 40)["distinguishable"] is False
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 6, 10, 60])
+@pytest.mark.parametrize("p", [0.5, 0.95])
+def test_two_policies_alike_are_told_apart_in_no_more_than_5_percent(n: int, p: float) -> None:
+    rng, told, rounds = random.Random(n), 0, 1000
+    for _ in range(rounds):
+        ours, other = ([float(rng.random() < p) for _ in range(n)] for _ in range(2))
+        told += paired_difference(ours, other)["distinguishable"]
+    assert told / rounds <= 0.07  # the standard deviation is 0.7 %
 
 
 NAN = math.nan
@@ -38,7 +59,9 @@ def test_each_judge_of_both_sides_has_a_rate_with_an_interval() -> None:
     other = dict(reward=[[0.0]] * 30 + [[2.0]] * 10, verifier=[[0.5]] * 40)
     rates = win_rates(ours, other)
     assert rates.keys() == {"reward", "verifier"}
-    assert rates["verifier"] == {"mean": 0.5, "ci": [0.5, 0.5], "ties": 1.0}
+    assert rates["verifier"]["mean"] == 0.5
+    assert rates["verifier"]["ci"] == pytest.approx([0.348, 0.652], abs=1e-3)  # 0.5 t / sqrt(40 + t^2), t = 2.023
+    assert rates["verifier"]["ties"] == 1.0
     assert rates["reward"]["mean"] == 0.75
     assert rates["reward"]["ci"] == pytest.approx([0.598, 0.858], abs=1e-3)  # Wilson's of 30 in 40
     assert rates["reward"]["ties"] == 0.0

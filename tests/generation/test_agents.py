@@ -24,15 +24,16 @@ from tests.generation.sampling import make_engine
 from tests.tiny_models import TinyModels
 from tinyrl.config.method_sections import PpoConfig
 from tinyrl.config.schema import Config
-from tinyrl.config.sections import EnvironmentConfig
+from tinyrl.config.sections import EnvironmentConfig, RewardConfig
 from tinyrl.environments.agent import Agents, Job
 from tinyrl.generation.agent_endpoint import AgentEndpoint, Conversation, Session
 from tinyrl.generation.agents import Other
 from tinyrl.generation.endpoint import Server
 from tinyrl.generation.engine import Completion, Request
 from tinyrl.generation.live import Draw, LiveSampler, Scored
-from tinyrl.rollout.buffer import given_rollout
-from tinyrl.trainers.ppo import shaped_rewards
+from tinyrl.rollout.buffer import FINISH_REASONS, Rollout, given_rollout
+from tinyrl.rollout.collector import apply_length_rules
+from tinyrl.trainers.ppo import adapted_kl_coef, shaped_rewards
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
@@ -381,6 +382,53 @@ def test_further_conversations_are_rows_with_their_episodes_reward() -> None:
     assert whole.loss_mask[2].tolist() == [True, False, True]
     again = type(whole).from_tensors(whole.to_tensors())
     assert again.num_episodes == 2
+
+
+def two_episodes(**reward: Any) -> Rollout:
+    """An episode of a conversation that ended, and one of three: cut off, ended, ended; of 2, 1, 3 and 2 tokens, of
+    which 2, 1, 2 and 2 are the policy's.
+    """
+    rollout = given_rollout([[1], [2]], [[5, 6], [7]], rows=[3, 4], num_rewards=1)
+    rollout.rewards, rollout.scores = torch.tensor([1.0, 0.0]), torch.tensor([[1.0], [0.0]])
+    rollout.finish_reasons = torch.tensor([FINISH_REASONS.index(reason) for reason in ("eos", "length")])
+    rollout.turns, rollout.invalid_turns = torch.tensor([1, 4]), torch.tensor([0, 0])
+    rollout.others = [
+        Other(1, [9, 9], Completion([8, 8, 8], [-1.0, 0.0, -2.0], "eos", [True, False, True])),
+        Other(1, [9], Completion([4, 4], [-1.0, -1.0], "eos")),
+    ]
+    apply_length_rules(rollout, RewardConfig(**reward), max_new_tokens=6)
+    return rollout.with_others(mask_truncated=reward.get("truncated") == "mask")
+
+
+def test_length_rules_look_at_every_conversation_of_an_episode() -> None:
+    """What was cut off is left out, and nothing else; penalties are for the episode, whose tokens are one budget."""
+    assert two_episodes(truncated="mask").kept.tolist() == [True, False, True, True]
+    assert two_episodes().kept.tolist() == [True] * 4
+    assert two_episodes(truncated="penalize").rewards.tolist() == [1.0, -1.0, -1.0, -1.0]
+    assert two_episodes(overlong_tokens=2).rewards.tolist() == [1.0, -0.5, -0.5, -0.5]  # 5 tokens of 6, from 4 on
+    rollout = given_rollout([[1]], [[5]], rows=[0], num_rewards=1)
+    rollout.rewards = torch.zeros(1)
+    rollout.others = [Other(0, [9], Completion([4], [-1.0], "length"))]
+    apply_length_rules(rollout, RewardConfig(truncated="penalize"), max_new_tokens=6)
+    assert rollout.rewards.tolist() == [-1.0]
+    assert rollout.with_others(mask_truncated=True).kept.tolist() == [True, False]
+
+
+def test_an_episode_counts_once_in_every_metric() -> None:
+    rollout = two_episodes()
+    metrics = rollout.environment_metrics()
+    assert metrics["environment/turns"] == 2.5  # 1 and 4
+    assert metrics["environment/observation_tokens"] == 0.5
+    assert metrics["environment/out_of_turns"] == 0.0
+    assert rollout.completion_metrics() == {
+        "completion/mean_length": 3.5,  # 2 and 1 + 2 + 2
+        "completion/truncated": 0.5,
+        "completion/tokens": 7.0,
+    }
+    rollout.ref_logprobs = rollout.sampling_logprobs - torch.where(rollout.response_mask, 1.0, 0.0)
+    assert rollout.kl_per_response() == 3.5  # a nat a token
+    settings = {"kl_controller": "adaptive", "target_kl": 1.0, "kl_horizon": 10}
+    assert adapted_kl_coef(rollout, PpoConfig.model_validate(settings), kl_coef=1.0) == 1 + 0.2 * 2 / 10
 
 
 def test_ppo_gives_every_conversation_the_score_on_its_last_token() -> None:

@@ -141,12 +141,20 @@ def test_places_become_scores() -> None:
     assert math.isnan(rank_scores([0])[0])
 
 
+def test_neighbours_with_one_prompt_are_ranked_apart(serving: Any, tmp_path: Path) -> None:
+    """Two rows of the data may have the same prompt: each has its own group, whose answers alone are compared."""
+    judge = serving(by_length)
+    call = reward(judge, tmp_path, mode="rank")(["p"] * 4, ["a", "bbb", "cc", "dddd"], {}, group_size=2)
+    assert len(judge.asked) == 2
+    assert call.scores == [0.0, 1.0, 0.0, 1.0]
+
+
 @pytest.mark.parametrize("mode", ["score", "rank"])
 def test_each_answer_gets_what_the_judge_says_of_it(mode: str, serving: Any, tmp_path: Path) -> None:
     judge = serving(by_length)
     with_judge = reward(judge, tmp_path, mode=mode, rubric="The answer is {answer}. {other}")
     prompts, answers = ["p"] * 3 + ["q"] * 3, ["a", "bbb", "cc", "dddd", "e", "ff"]
-    call = with_judge(prompts, answers, {"answer": ["1"] * 3 + ["2"] * 3})
+    call = with_judge(prompts, answers, {"answer": ["1"] * 3 + ["2"] * 3}, group_size=3)
     expected = [0.1, 0.3, 0.2, 0.4, 0.1, 0.2] if mode == "score" else [0.0, 1.0, 0.5, 1.0, 0.0, 0.5]
     assert call.scores == pytest.approx(expected)
     assert not call.failures

@@ -1,13 +1,28 @@
 """The first update of every run, read from metrics.jsonl; and what each role's training moves."""
 
+import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests import running
+from tests.models.building import stir
 from tests.tiny_models import sharp_model, tiny_model
+from tinyrl.rollout.collector import sample_and_score
+from tinyrl.rollout.components import Options
+from tinyrl.trainers.distill import Distill
+from tinyrl.trainers.dpo import Dpo
+from tinyrl.trainers.grpo import Grpo
+from tinyrl.trainers.on_policy import OnPolicyTrainer
+from tinyrl.trainers.ppo import Ppo, predict_values
+from tinyrl.training.optim import role_optimizers
+from tinyrl.training.trainer import Trainer
+from tinyrl.training.update import Pass, Updater
 
 FAST = ("llama", "gpt2")
 KINDS = ("llama", "qwen2", "qwen3", "gpt2", "gemma2")
@@ -125,6 +140,73 @@ def test_micro_batches_do_not_change_training(method: str, models: dict[str, Pat
     for name, tensor in ends[0].items():
         if not name.startswith("optimizer"):
             torch.testing.assert_close(tensor, ends[1][name], rtol=1e-4, atol=1e-6)
+
+
+def dpo_passes(trainer: Dpo) -> list[Pass]:
+    loss, sizes, _ = trainer.batch([*range(8)], SimpleNamespace(timed=nullcontext))  # pyright: ignore[reportArgumentType]
+    return [Pass("policy", loss, range(len(sizes)), sizes)]
+
+
+def sampled_passes(trainer: OnPolicyTrainer) -> list[Pass]:
+    """Of a rollout with rewards of 0, 1, 2, ..., one of whose rows is left out."""
+    rollout = sample_and_score(trainer.train_prompts[:4], trainer, group_size=2, step=0)
+    rollout.advantages = torch.linspace(-1.0, 1.0, len(rollout))
+    rollout.ref_logprobs = rollout.sampling_logprobs - 0.2
+    rollout.kept[3] = False
+    if trainer.teacher is not None:
+        trainer.teacher.read(rollout)
+    if isinstance(trainer, Ppo):
+        rollout.old_logprobs, rollout.values = rollout.sampling_logprobs - 0.1, predict_values(rollout, trainer)
+        rollout.returns = rollout.values + 0.5
+    settings = trainer.loss_settings(kl_coef=0.1)
+    return trainer.passes(rollout, [*range(len(rollout))], rollout.sizes(trainer.roles), settings)
+
+
+SPLIT: dict[str, tuple[type[Trainer], str, dict[str, Any]]] = {
+    **{loss: (Dpo, "dpo", {"dpo": {"loss": loss}}) for loss in ("simpo", "ipo", "kto", "orpo")},
+    "distill": (Distill, "distill", {"distill": {"num_prompts": 4}}),
+    "dr_grpo": (Grpo, "grpo", {"grpo": {"preset": "dr_grpo", "num_prompts": 4, "group_size": 2}}),
+    "shared": (Ppo, "ppo", {"critic": {"kind": "shared"}}),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.wide
+def test_gradients_and_evaluations_are_those_of_one_micro_batch(
+    name: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    kind, method, sections = SPLIT[name]
+    if method == "dpo":
+        sides = [("p" * (i + 1), "yes" * (i % 4 + 1), "no" * (i % 3 + 1)) for i in range(12)]
+        lines = (json.dumps(dict(zip(("prompt", "chosen", "rejected"), row, strict=True))) + "\n" for row in sides)
+        (tmp_path / "pairs.jsonl").write_text("".join(lines))
+        data = str(tmp_path / "pairs.jsonl")
+        sections |= {"task": {"name": None, "data": data, "eval_data": data, "max_samples": None}}
+        sections |= {"reward": {"functions": []}, "generation": {"max_new_tokens": 256}}
+    if method == "distill":
+        sections |= {"teacher": {"path": str(models["llama"])}, "model": {"path": str(models["qwen3"])}}
+    found = []
+    for tokens in (100_000, 64):
+        trainer: Any = kind(
+            running.config(method, models["llama"], **sections, run={"micro_batch_tokens": tokens}),
+            options=Options(device="cpu"),
+        )
+        stir(trainer.roles.parameters["policy"])
+        optimizers = role_optimizers(trainer.config.optim, trainer.roles.parameters)
+        updater = Updater(trainer.accelerator, trainer.roles, optimizers, trainer.micro_batches, max_grad_norm=1.0)
+        metrics = updater._accumulate((dpo_passes if method == "dpo" else sampled_passes)(trainer))
+        parameters = {n: p for role in trainer.roles.parameters.values() for n, p in role.items()}
+        gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+        evaluation = {k: v for k, v in trainer.evaluate().metrics.items() if isinstance(v, float)}
+        found.append((metrics, gradients, evaluation))
+        trainer.close()
+    (metrics, gradients, evaluation), (split_metrics, split_gradients, split_evaluation) = found
+    assert split_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+    assert split_evaluation == pytest.approx(evaluation, rel=1e-4, abs=1e-6, nan_ok=True)
+    assert gradients.keys() == split_gradients.keys()
+    assert max(float(gradient.norm()) for gradient in gradients.values()) > 1e-4
+    for parameter, gradient in gradients.items():
+        torch.testing.assert_close(split_gradients[parameter], gradient, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests import running
 from tests.tiny_models import TinyModels
 from tinyrl.config.method_sections import GrpoConfig, PpoConfig
 from tinyrl.rollout.buffer import FINISH_REASONS, Rollout
 from tinyrl.rollout.components import Options, SamplingParts
+from tinyrl.runs.run_dir import RunDir
 from tinyrl.trainers.grpo import advantages_of, zero_spread
 from tinyrl.trainers.ppo import adapted_kl_coef, predict_final_values
+from tinyrl.training.session import Session
 
 
 def rollout_of(rewards: list[float], kl: list[list[float]], *, kept: list[bool] | None = None) -> Rollout:
@@ -136,8 +139,13 @@ def test_each_reward_is_compared_on_its_own() -> None:
     rollout.scores = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
     weights = torch.tensor([3.0, 1.0])
     together, each = grpo(), grpo(preset="gdpo")
-    assert zero_spread(rollout, together).tolist() == [True, True, True]
-    assert zero_spread(rollout, each).tolist() == [False, True, True]  # the last has one valid row
+    assert zero_spread(rollout, together, weights).tolist() == [True, True, True]
+    assert zero_spread(rollout, each, weights).tolist() == [False, True, True]  # the last has one valid row
+    shown_only = torch.tensor([0.0, 1.0])
+    rollout.scores[:2] = torch.tensor([[1.0, 0.5], [0.0, 0.5]])
+    assert zero_spread(rollout, each, shown_only).tolist() == [True, True, True]
+    assert not advantages_of(rollout, each, weights=shown_only).any()
+    rollout.scores[:2] = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     assert not advantages_of(rollout, together).any()
     got = advantages_of(rollout, each, weights=weights).tolist()
     # 3 a - a and a - 3 a with a = 0.7070; five rows have a score: a variance of 2 (2 a)^2 / 4
@@ -171,6 +179,75 @@ def test_steps_without_any_spread_are_counted_and_told(
     assert running.metrics(varied)[-1]["optim/flat_steps"] == 0
 
 
+def varied_at_first(folder: Path) -> dict[str, object]:
+    """A reward that tells completions apart in the check before the first step and in that step, and then no more."""
+    (folder / "rewards.py").write_text(
+        "calls = 0\n\ndef score(prompts, completions, **columns):\n    global calls\n    calls += 1\n"
+        "    return [float(len(set(c))) if calls <= 2 else 1.0 for c in completions]\n"
+    )
+    return {"functions": [{"use": f"{folder / 'rewards.py'}:score"}]}
+
+
+def adapters(run: RunDir, steps: range) -> list[dict[str, torch.Tensor]]:
+    return [load_file(run.checkpoints / f"step-{s:06d}" / "adapter_model.safetensors") for s in steps]
+
+
+def test_a_step_without_a_gradient_moves_nothing(tiny: TinyModels, tmp_path: Path) -> None:
+    """Rewards vary in the first step alone; neither Adam's momentum nor weight decay goes on without them."""
+    settings = running.config(
+        "grpo",
+        tiny("llama"),
+        reward=varied_at_first(tmp_path),
+        optim={"weight_decay": 0.1},
+        run={"save_every": 1, "keep_checkpoints": 9, "eval_prompts": 0},
+    )
+    code, run, _ = running.train(settings, tmp_path)
+    assert code == 0
+    assert [line["optim/flat_steps"] for line in running.metrics(run)[1:]] == [0, 1, 2]
+    start, first, second, third = adapters(run, range(4))
+    assert any(not torch.equal(start[name], first[name]) for name in start)
+    assert all(torch.equal(first[name], second[name]) and torch.equal(first[name], third[name]) for name in start)
+
+
+def test_a_kl_in_the_loss_is_something_to_learn_from(
+    tiny: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rewards that are equal once the policy has left the reference: the loss goes on to have a gradient."""
+    settings = running.config(
+        "grpo", tiny("llama"), grpo={"kl_coef": 0.1}, reward=varied_at_first(tmp_path), run={"eval_prompts": 0}
+    )
+    _, run, _ = running.train(settings, tmp_path)
+    captured = capsys.readouterr()
+    assert running.metrics(run)[-1]["optim/flat_steps"] == 0
+    assert "nothing to learn" not in captured.out + captured.err
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_where_no_completion_counts_nothing_is_measured(
+    method: str, tiny: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = running.config(
+        method,
+        tiny("llama"),
+        **({"grpo": {"preset": "grpo"}} if method == "grpo" else {"critic": {"warmup": 0}}),
+        generation={"max_new_tokens": 1},
+        reward={"truncated": "mask"},
+        run={"num_steps": 2, "save_every": 1, "eval_prompts": 0},
+    )
+    code, run, _ = running.train(settings, tmp_path)
+    assert code == 0
+    captured = capsys.readouterr()
+    assert (captured.out + captured.err).count("reward.truncated=mask") == 1
+    for line in running.metrics(run)[1:]:
+        assert line["completion/truncated"] == 1.0
+        measured = {name for name in line if name.startswith(("policy/", "value/"))}
+        assert measured <= {"policy/early_stop", "value/grad_norm"}
+        assert "objective/kl" not in line
+    assert running.metrics(run)[-1]["optim/flat_steps"] == 2
+    start, _, end = adapters(run, range(3))
+    assert all(torch.equal(start[name], end[name]) for name in start)
+
+
 def test_rewards_are_logged_as_they_were_before_groups_were_replaced(tiny: TinyModels, tmp_path: Path) -> None:
     """Prompts whose first letter is an early one have rewards that vary; the groups of the others are replaced."""
     varied = "float(len(set(c))) if p[9] < 'm' else 5.0"
@@ -187,6 +264,32 @@ def test_rewards_are_logged_as_they_were_before_groups_were_replaced(tiny: TinyM
         assert refilled[name] == plain[name]
     assert refilled["reward/zero_spread_kept"] < plain["reward/zero_spread_groups"]
     assert "reward/zero_spread_kept" not in plain
+
+
+def test_exact_sampling_is_measured_anew_where_a_run_goes_on_in_another_precision(
+    tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """model.dtype=auto is float32 on a CPU and half precision on a GPU: there old log-probabilities are rescored."""
+    settings = running.config("grpo", tiny("llama"), grpo={"num_epochs": 2}, run={"num_steps": 4, "eval_every": 0})
+    settings = settings.model_copy(update={"run": settings.run.model_copy(update={"save_every": 1})})
+    code, run, looks = running.train(settings, tmp_path, name="whole")
+    _, run, _ = running.train(settings, tmp_path, stop_at=looks // 2)
+    for module in ("models.device", "rollout.components"):
+        monkeypatch.setattr(f"tinyrl.{module}.resolve_dtype", lambda dtype, on_cpu: torch.bfloat16)
+    seen: list[Rollout] = []
+    start_update = Session.start_update
+
+    def started(self: Session, rollout: Rollout | None = None, **metrics: float) -> None:
+        assert rollout is not None
+        seen.append(rollout)
+        start_update(self, rollout, **metrics)
+
+    monkeypatch.setattr(Session, "start_update", started)
+    assert code == running.go_on(run) == 0
+    assert seen
+    for rollout in seen:
+        assert rollout.old_logprobs is not None
+        assert not torch.equal(rollout.old_logprobs, rollout.sampling_logprobs)
 
 
 @pytest.mark.slow
@@ -253,3 +356,14 @@ def test_a_response_cut_off_goes_on_to_the_critics_value_of_its_end(ppo_parts: S
         values = roles.values(batch, states=None if own else roles.policy_states(batch))[:, 2]
     assert got.tolist() == pytest.approx([values[0].item(), 0.0, values[2].item()], abs=1e-5)
     assert got[0] != got[2]
+
+
+@pytest.mark.parametrize("name", ["mean", "std", "dropped", "zero_spread_groups", "known_prompts"])
+@pytest.mark.wide
+def test_a_reward_with_the_name_of_a_metric_is_refused(name: str, tiny: TinyModels, tmp_path: Path) -> None:
+    body = "    return [1.0] * len(prompts)\n"
+    (tmp_path / "rewards.py").write_text(f"def {name}(prompts, completions, **columns):\n{body}")
+    reward = {"functions": [{"use": f"{tmp_path / 'rewards.py'}:{name}"}]}
+    with pytest.raises(ValueError, match=f"reward.functions.*`{name}`"):
+        running.train(running.config("grpo", tiny("llama"), reward=reward), tmp_path)
+    assert not (tmp_path / "run").exists()

@@ -157,6 +157,16 @@ def test_the_policy_waits_while_the_critic_pretrains(tiny: TinyModels, tmp_path:
     assert kl_coefs[3] != 0.05
 
 
+def test_the_weight_of_the_kl_waits_while_the_critic_warms_up(tiny: TinyModels, tmp_path: Path) -> None:
+    """The policy does not move, so its KL of 0 says nothing of the weight."""
+    adaptive = {"kl_controller": "adaptive", "kl_horizon": 100}
+    settings = running.config("ppo", tiny("llama"), critic={"warmup": 2}, ppo=adaptive, run={"num_steps": 4})
+    _, run, _ = running.train(settings, tmp_path)
+    kl_coefs = [line["objective/kl_coef"] for line in running.metrics(run)[1:]]
+    assert kl_coefs[:3] == [0.05] * 3
+    assert kl_coefs[3] != 0.05
+
+
 def test_the_returns_of_pretraining_are_those_of_lambda_1(
     tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

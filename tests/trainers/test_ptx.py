@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,12 @@ from torch import Tensor
 
 from tests import running
 from tests.tiny_models import POSITIONS, TinyModels
+from tinyrl.data.rows import batch_indices
+from tinyrl.generation.agents import Other
+from tinyrl.generation.engine import Completion
 from tinyrl.models.roles import Roles
+from tinyrl.rollout.buffer import Rollout
+from tinyrl.rollout.collector import sample_and_score
 from tinyrl.rollout.components import Options
 from tinyrl.trainers.ppo import Ppo, ptx_pass
 from tinyrl.trainers.sft import Example
@@ -58,6 +64,45 @@ def test_rows_are_a_stream_of_shuffled_epochs_keyed_by_where_the_update_stands(
     assert len(set(rows[20:])) == 4
     assert rows[:10] != rows[10:20]
     assert drawn(parts, monkeypatch, step=1, epoch=0, minibatch=1) == rows[15:18]  # again, and nothing else before
+
+
+def test_further_conversations_of_agents_add_no_minibatch_and_repeat_no_text(
+    tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five further conversations of eight episodes: still two minibatches an epoch, each with what its episodes said.
+    So the numbers of text batches stay apart, and no optimizer step is left with a row or two.
+    """
+    further = [Other(episode, [5, 6], Completion([7, 8], [-1.0, -2.0], "eos")) for episode in (0, 0, 3, 5, 5)]
+
+    def sampled(*args: Any, **options: Any) -> Rollout:
+        return replace(sample_and_score(*args, **options), others=further)
+
+    numbers: list[int] = []
+    steps: list[list[int]] = []
+
+    def batch(seed: int, number: int, **sizes: int) -> list[int]:
+        numbers.append(number)
+        return batch_indices(seed, number, **sizes)
+
+    step_once = Updater.step
+
+    def step(self: Updater, passes: Sequence[Pass], **options: Any) -> dict[str, float]:
+        steps.append([*passes[0].rows])
+        return step_once(self, passes, **options)
+
+    monkeypatch.setattr("tinyrl.trainers.on_policy.sample_and_score", sampled)
+    monkeypatch.setattr("tinyrl.trainers.ppo.batch_indices", batch)
+    monkeypatch.setattr(Updater, "step", step)
+    settings = running.config(
+        "ppo", tiny("llama"), **with_text(), critic={"warmup": 0}, run={"num_steps": 2, "eval_every": 0}
+    )
+    assert running.train(settings, tmp_path)[0] == 0
+    assert len(set(numbers)) == len(numbers) == len(steps) == 2 * 2 * 2
+    parents = [*range(8), 0, 0, 3, 5, 5]
+    for first, second in zip(steps[::2], steps[1::2], strict=True):
+        assert sorted(first + second) == [*range(13)]
+        for rows in (first, second):
+            assert len({parents[row] for row in rows}) == 4
 
 
 def test_what_is_learnt_of_a_row_is_what_sft_learns(parts: Ppo) -> None:

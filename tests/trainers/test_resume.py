@@ -84,6 +84,12 @@ def test_stopped_and_resumed_is_bit_equal(name: str, model: Path, tmp_path: Path
 INSIDE: dict[str, dict[str, Any]] = {
     "ppo": {"ppo": {"num_epochs": 3}},
     "text": {"ppo": {"num_epochs": 3, **TEXT}, "critic": {"warmup": 0}},
+    "text, by difficulty": {
+        "ppo": {"num_epochs": 3, **TEXT},
+        "critic": {"warmup": 0},
+        "task": {"sampler": "difficulty", "max_samples": 21},
+        "reward": {"functions": [{"use": f"{Path(running.__file__).parent / 'varied_reward.py'}:partly_solved"}]},
+    },
     "pretraining": {"ppo": {"num_epochs": 3}, "critic": {"pretrain_steps": 3}},
 }
 

@@ -112,7 +112,7 @@ def _metrics(
     rollout: Rollout, each: dict[str, list[float]], by_prompt: list[float], texts: list[str]
 ) -> dict[str, Any]:
     """Of the weighted sum of rewards, of each reward over the completions it applies to, of lengths and episodes."""
-    rewards = numbers(rollout.rewards.tolist())
+    rewards, rollout = numbers(rollout.rewards.tolist()), rollout.with_others()
     return {
         "reward_mean": mean(rewards),
         "reward_median": statistics.median(rewards) if rewards else math.nan,
@@ -120,8 +120,8 @@ def _metrics(
         "reward_ci": mean_interval(by_prompt),
         **{name: mean(column) for name, column in each.items() if numbers(column)},
         **rollout.environment_metrics(),
-        "mean_length": mean(rollout.num_actions.tolist()),
-        "truncated": mean(rollout.truncated.tolist()),
+        "mean_length": mean(rollout.by_episode(rollout.num_actions).tolist()),
+        "truncated": mean((rollout.by_episode(rollout.truncated.long()) > 0).tolist()),
         "distinct": len(set(texts)) / max(1, len(texts)),
         "num_prompts": len(by_prompt),
         "num_samples": len(texts) // max(1, len(by_prompt)),
@@ -138,6 +138,7 @@ def _divergence(
     if best_of > 1 or greedy:
         return {"best_of": best_of, "kl_bound": best_of_kl(best_of)} if best_of > 1 else {}
     roles, temperature = parts.roles, parts.config.generation.temperature
+    rollout = rollout.with_others()
     rollout = replace(rollout, kept=torch.ones_like(rollout.kept))  # whatever its reward, it was sampled
 
     def run(who: Role) -> tuple[torch.Tensor, ...]:
@@ -149,7 +150,7 @@ def _divergence(
     if not roles.has_reference:
         return mean_entropy
     ref_logprobs, _ = run("reference")
-    return {"kl": float((logprobs - ref_logprobs).sum(1).mean()), **mean_entropy}
+    return {"kl": float(rollout.by_episode((logprobs - ref_logprobs).sum(1)).mean()), **mean_entropy}
 
 
 def best_rows(rewards: list[float], best_of: int) -> list[int]:

@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -125,13 +124,14 @@ class JudgeReward:
         completions: Sequence[Any],
         columns: dict[str, list[Any]],
         *,
+        group_size: int | None = None,
         backwards: bool = False,
     ) -> RewardCall:
         """Scores from 0 to 1; rows whose reply cannot be read, or that got none, are among the failures.
 
         Raises JudgeGone where a question was not answered at all, or every one was refused.
         """
-        questions = self.questions(prompts, completions, columns, backwards=backwards)
+        questions = self.questions(prompts, completions, columns, group_size=group_size, backwards=backwards)
         replies = self.ask(questions)
         if self.cache.problem:
             self.printed.add(f"replies are not kept: {self.cache.path}: {self.cache.problem}\n".encode())
@@ -156,16 +156,15 @@ class JudgeReward:
         completions: Sequence[Any],
         columns: dict[str, list[Any]],
         *,
+        group_size: int | None = None,
         backwards: bool = False,
     ) -> list[Question]:
-        """One for each answer; in `rank` one for the answers of each prompt, which follow one another. backwards: in
-        the opposite order, to see whether that changes what the judge says.
+        """One for each answer; in `rank` one for each `group_size` answers, which are to one prompt (None: all are).
+        backwards: in the opposite order, to see whether that changes what the judge says.
         """
-        rows = range(len(prompts))
-        if self.config.mode == "score":
-            groups = [[row] for row in rows]
-        else:
-            groups = [[*group] for _, group in groupby(rows, key=lambda row: json.dumps(prompts[row]))]
+        rows = [*range(len(prompts))]
+        size = 1 if self.config.mode == "score" else group_size or max(1, len(rows))
+        groups = [rows[i : i + size] for i in range(0, len(rows), size)]
         return [self._question(group, prompts[group[0]], completions, columns, backwards) for group in groups]
 
     def _question(

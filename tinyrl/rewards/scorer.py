@@ -27,6 +27,9 @@ from tinyrl.tasks.prompts import PreparedPrompt, columns_of
 from tinyrl.workers.calls import Limits, RowFailure
 from tinyrl.workers.worker import MAX_SCORE
 
+# of a run under reward/, beside the mean of each reward by its name
+METRICS = ("mean", "std", "dropped", "zero_spread_groups", "zero_spread_kept", "known_prompts", "skipped_prompts")
+
 
 @dataclass
 class ScoreSheet:
@@ -95,6 +98,11 @@ class Scorer:
             name if [n for n, _ in named[:i]].count(name) == 0 else f"{name}_{i + 1}"
             for i, (name, _) in enumerate(named)
         ]
+        if taken := [name for name in self.names if name in METRICS]:
+            raise ValueError(
+                f"reward.functions: `{taken[0]}` would overwrite the metric reward/{taken[0]} of a run; give the "
+                "function another name"
+            )
         self.retried: dict[str, str] = {}  # functions whose batch had to be tried row by row, and why at first
         self.weights = torch.tensor([weight for _, weight in named])
 
@@ -136,13 +144,15 @@ class Scorer:
         completions: list[list[int]],
         *,
         episodes: list[Episode] | None = None,
+        group_size: int | None = None,
         world: World = ALONE,
     ) -> ScoreSheet:
-        """Score B completions (token lists) of B prompts, or the episodes that they are. Of the processes of `world`
-        rank 0 calls the functions, and each reads some of the rows with the reward model.
+        """Score B completions (token lists) of B prompts, or the episodes that they are; each `group_size` are of one
+        prompt (None: all are). Of the processes of `world` rank 0 calls the functions, and each reads some of the rows
+        with the reward model.
         """
         transcripts = None if episodes is None else [episode.transcript for episode in episodes]
-        calls = _on_main(world, lambda: self._calls(prompts, completions, transcripts))
+        calls = _on_main(world, lambda: self._calls(prompts, completions, transcripts, group_size))
         said = [call.whys for call in calls if call.whys]
         if self.has_model:  # it stands before the verifier
             scores = self._model_scores(prompts, completions, transcripts, world)
@@ -175,12 +185,16 @@ class Scorer:
         return _on_main(world, lambda: [self._verify(prompts, handed_over(prompts, completions, transcripts))])[0]
 
     def _calls(
-        self, prompts: list[PreparedPrompt], completions: list[list[int]], transcripts: list[Transcript] | None
+        self,
+        prompts: list[PreparedPrompt],
+        completions: list[list[int]],
+        transcripts: list[Transcript] | None,
+        group_size: int | None,
     ) -> list[RewardCall]:
         """The scores of each function, then of the verifier where that is the reward."""
         answers = self._handed_over(prompts, completions, transcripts)
         columns = {**columns_of(prompts), "completion_ids": completions}
-        calls = [self._asked(function, prompts, answers, columns) for function in self.functions]
+        calls = [self._asked(function, prompts, answers, columns, group_size) for function in self.functions]
         return [*calls, self._verify(prompts, answers)] if self.uses_verifier else calls
 
     def _verify(self, prompts: list[PreparedPrompt], answers: list[Any]) -> RewardCall:
@@ -196,8 +210,10 @@ class Scorer:
         prompts: list[PreparedPrompt],
         answers: list[Any],
         columns: dict[str, list[Any]],
+        group_size: int | None = None,
     ) -> RewardCall:
-        call = function([p.prompt for p in prompts], answers, columns)
+        groups = {"group_size": group_size} if isinstance(function, JudgeReward) else {}
+        call = function([p.prompt for p in prompts], answers, columns, **groups)
         if call.retried:
             self.retried.setdefault(function.name, call.retried)
         return call

@@ -236,11 +236,12 @@ def try_judge(judge: JudgeReward, task: Task, rows: list[Row]) -> JudgeTrial:
     texts = [text for row in answers for text in row]
     completions = [as_the_data_has_it(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
     columns = row_columns(each)
-    call = judge(prompts, completions, columns)
+    each_row = 1 + len(RIVALS)
+    call = judge(prompts, completions, columns, group_size=each_row)
     scores = _of_rows(call.scores)
     agreement = None
     if judge.config.mode == "rank":
-        back = _of_rows(judge(prompts, completions, columns, backwards=True).scores)
+        back = _of_rows(judge(prompts, completions, columns, group_size=each_row, backwards=True).scores)
         places = [(i, j) for i in range(1 + len(RIVALS)) for j in range(i)]
         pairs = [(a[i] - a[j]) * (b[i] - b[j]) for a, b in zip(scores, back, strict=True) for i, j in places]
         pairs = [pair for pair in pairs if not math.isnan(pair)]

@@ -129,6 +129,22 @@ class Rollout:
         """How many of the rows are episodes; the others, behind them, are further conversations of these."""
         return len(self) if self.parent is None else len(self.parent.unique())
 
+    def rows_of(self, episodes: list[int]) -> list[int]:
+        """The rows of some episodes: their first conversations, then the further ones."""
+        if self.parent is None:
+            return episodes
+        chosen, further = set(episodes), self.parent.tolist()[self.num_episodes :]
+        return episodes + [self.num_episodes + i for i, episode in enumerate(further) if episode in chosen]
+
+    def by_episode(self, x: Tensor) -> Tensor:
+        """(E,) sums over the conversations of each episode of a (B,) tensor."""
+        return x if self.parent is None else x.new_zeros(self.num_episodes).index_add(0, self.parent, x)
+
+    @property
+    def num_kept(self) -> int:
+        """How many episodes have a conversation that counts."""
+        return int((self.by_episode(self.kept.long()) > 0).sum())
+
     @property
     def truncated(self) -> Tensor:
         """(B,) bool: responses that ran into max_new_tokens."""
@@ -143,6 +159,10 @@ class Rollout:
     def loss_mask(self) -> Tensor:
         """(B, T) bool: chosen tokens of rows that count."""
         return self.response_mask & self.kept.unsqueeze(1)
+
+    def counts(self, rows: Sequence[int]) -> bool:
+        """Whether any token of some rows counts."""
+        return bool(self.loss_mask[list(rows)].any())
 
     @property
     def scored_mask(self) -> Tensor:
@@ -213,12 +233,21 @@ class Rollout:
         """
         if self.turns is None or self.invalid_turns is None:
             return {}
-        read = self.response_lengths - self.num_actions
+        count, read = self.num_episodes, self.by_episode(self.response_lengths - self.num_actions)
+        out_of_turns = self.finish_reasons[:count] == FINISH_REASONS.index("turns")
         return {
-            "environment/turns": float(self.turns.float().mean()),
-            "environment/invalid_calls": float(self.invalid_turns.float().mean()),
+            "environment/turns": float(self.turns[:count].float().mean()),
+            "environment/invalid_calls": float(self.invalid_turns[:count].float().mean()),
             "environment/observation_tokens": float(read.float().mean()),
-            "environment/out_of_turns": float((self.finish_reasons == FINISH_REASONS.index("turns")).float().mean()),
+            "environment/out_of_turns": float(out_of_turns.float().mean()),
+        }
+
+    def completion_metrics(self) -> dict[str, float]:
+        """Means over episodes: tokens that the policy chose, and the share with a response that was cut off."""
+        return {
+            "completion/mean_length": float(self.by_episode(self.num_actions).float().mean()),
+            "completion/truncated": float((self.by_episode(self.truncated.long()) > 0).float().mean()),
+            "completion/tokens": float(self.response_mask.sum()),
         }
 
     def episode_of(self, row: int) -> dict[str, Transcript]:
@@ -242,8 +271,8 @@ class Rollout:
         return torch.where(self.loss_mask if mask is None else mask, k1(policy, self.ref_logprobs), 0.0)
 
     def kl_per_response(self) -> float:
-        """Mean over the responses that count of their summed KL, in nats; 0 where none counts."""
-        counted = self.kl().sum(1)[self.kept]
+        """Mean over the episodes that count of their summed KL, in nats; 0 where none counts."""
+        counted = self.by_episode(self.kl().sum(1))[self.by_episode(self.kept.long()) > 0]
         return float(counted.mean()) if len(counted) else 0.0
 
     def with_groups(self, other: Rollout, groups: list[int], *, places: list[int], group_size: int) -> Rollout:
@@ -259,8 +288,10 @@ class Rollout:
             prompt_index=torch.arange(len(order)).repeat_interleave(group_size),
         )
 
-    def with_others(self) -> Rollout:
-        """With a row for each further conversation of an episode, which has the episode's reward."""
+    def with_others(self, *, mask_truncated: bool = False) -> Rollout:
+        """Add a row for each further conversation of an episode, which has the episode's reward. mask_truncated: one
+        that was cut off is left out of the loss.
+        """
         if not self.others:
             return self
         parents = torch.tensor([other.episode for other in self.others])
@@ -273,6 +304,7 @@ class Rollout:
             others=[],
             **sampled_fields([other.completion for other in self.others]),
         )
+        further.kept = ~further.rewards.isnan() & ~(further.truncated & mask_truncated)
         if further.turn_rewards is not None:
             further.turn_rewards = torch.zeros_like(further.sampling_logprobs)
         parent = torch.cat([torch.arange(len(self)), parents])
@@ -283,7 +315,8 @@ class Rollout:
         names = ("prompt_index", *_SAMPLED_PER_TOKEN, *_PER_SAMPLE)
         picked = {name: x[list(rows)] for name in names if (x := getattr(self, name)) is not None}
         texts = {name: [x[row] for row in rows] for name in _TEXTS if (x := getattr(self, name)) is not None}
-        return replace(self, failures=[], **picked, **texts)
+        others = [replace(other, episode=rows.index(other.episode)) for other in self.others if other.episode in rows]
+        return replace(self, failures=[], parent=None, others=others, **picked, **texts)
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Everything as tensors, for safetensors (`prompt_tokens` as one flat list and its lengths)."""

@@ -64,7 +64,8 @@ def sample_and_score(
         completions, episodes = _sampled(prompts, requests, group_size, parts, options)
         rollout = _as_tensors(prompts, completions, group_size, episodes)
     repeated = [p for p in prompts for _ in range(group_size)]
-    sheet = parts.scorer(repeated, [c.tokens for c in completions], episodes=episodes, world=parts.world)
+    tokens = [c.tokens for c in completions]
+    sheet = parts.scorer(repeated, tokens, episodes=episodes, group_size=group_size, world=parts.world)
     rollout.scores, rollout.rewards, rollout.failures = sheet.scores, sheet.rewards, sheet.failures
     rollout.whys = sheet.whys
     rollout.kept = ~rollout.rewards.isnan()
@@ -111,14 +112,20 @@ def _sampled(
 
 
 def apply_length_rules(rollout: Rollout, reward: RewardConfig, *, max_new_tokens: int) -> None:
-    """Penalise truncated responses, or leave them out of the loss; they still count in their group's mean and std.
+    """Penalise truncated responses, or leave them out of the loss; they still count in their group's mean and std. An
+    episode is penalised once, if any of its conversations was cut off, and by the tokens of all of them.
 
     Soft overlong punishment (DAPO, 2503.14476, Eq. 13): its reward is 0 up to max - buffer tokens, then falls to -1 at
     max.
     """
-    penalty = torch.where(rollout.truncated, reward.truncated_penalty if reward.truncated == "penalize" else 0.0, 0.0)
+    truncated, num_actions = rollout.truncated, rollout.num_actions
+    for other in rollout.others:
+        completion = other.completion
+        truncated[other.episode] |= completion.finish_reason == "length"
+        num_actions[other.episode] += sum(completion.action_mask or [True] * len(completion.tokens))
+    penalty = torch.where(truncated, reward.truncated_penalty if reward.truncated == "penalize" else 0.0, 0.0)
     if buffer := reward.overlong_tokens:
-        penalty = penalty + ((rollout.num_actions - (max_new_tokens - buffer)) / buffer).clamp(0.0, 1.0)
+        penalty = penalty + ((num_actions - (max_new_tokens - buffer)) / buffer).clamp(0.0, 1.0)
     rollout.rewards = rollout.rewards - penalty
     if reward.truncated == "mask":
         rollout.kept = rollout.kept & ~rollout.truncated

@@ -47,7 +47,7 @@ class Distill(OnPolicyTrainer):
     def passes(self, rollout: Rollout, rows: list[int], sizes: RowSizes, settings: LossSettings) -> list[Pass]:
         if self.config.distill.objective == "sampled":
             return super().passes(rollout, rows, sizes, settings)
-        return [Pass("policy", self.distance_loss(rollout, rows), rows, sizes)]
+        return [Pass("policy", self.distance_loss(rollout, rows), rows, sizes)] if rollout.counts(rows) else []
 
     def train(self, session: Session) -> None:
         config = self.config.distill
@@ -71,11 +71,11 @@ class Distill(OnPolicyTrainer):
             # 3. An optimizer step for each minibatch.
             settings, sizes = self.loss_settings(kl_coef=config.kl_coef), rollout.sizes(self.roles)
             with session.timed("update"):
-                for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
+                for rows in session.minibatches(rollout, num_epochs=config.num_epochs, size=config.minibatch_size):
                     passes = self.passes(rollout, rows, sizes, settings)
                     session.metrics.add(session.updater.step(passes, train=["policy"]))
             self.record(rollout, rollout.advantages, step)
-            session.end_step(**self.steer_entropy())
+            session.end_step(**self.count_flat(rollout), **self.steer_entropy())
 
     def responses(self, step: int) -> Rollout:
         """The step's rollout: sampled, and for the rest of distill.on_policy the answers of the rows themselves."""

@@ -36,7 +36,7 @@ class Grpo(OnPolicyTrainer):
                 # 1. A group of responses for each prompt, and their scores.
                 with session.timed("rollout"):
                     rollout, rewards = sample_groups(self, config, step)
-                    rollout = rollout.with_others()
+                    rollout = rollout.with_others(mask_truncated=self.config.reward.truncated == "mask")
                 # 2. Their log-probabilities under the reference, and before the update.
                 with session.timed("reference"):
                     self.compute_logprobs(rollout, scored=kl_in_score(config))
@@ -44,17 +44,15 @@ class Grpo(OnPolicyTrainer):
                 session.start_update(rollout, **rewards, **self.metrics(rollout), **taught, **self.record_prompts(step))
             # 3. How much better a response is than its group.
             rollout.advantages = episode_advantages(rollout, config, weights=self.scorer.weights)
-            flat = not rollout.advantages.any()  # no response is better than another: nothing to learn
             # 4. An optimizer step for each minibatch.
             sizes = rollout.sizes(self.roles)
             with session.timed("update"):
-                for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
+                for rows in session.minibatches(rollout, num_epochs=config.num_epochs, size=config.minibatch_size):
                     metrics = session.updater.step(self.passes(rollout, rows, sizes, settings), train=["policy"])
                     self.watch_sampling(metrics)
                     session.metrics.add(metrics)
             self.record(rollout, rollout.advantages, step)
-            flat_steps = self.count_flat(flat=flat)
-            session.end_step(**{"optim/flat_steps": flat_steps}, **self.steer_entropy())
+            session.end_step(**self.count_flat(rollout), **self.steer_entropy())
 
 
 def sample_groups(trainer: OnPolicyTrainer, config: GrpoConfig, step: int) -> tuple[Rollout, dict[str, float]]:
@@ -65,7 +63,8 @@ def sample_groups(trainer: OnPolicyTrainer, config: GrpoConfig, step: int) -> tu
     prompts = trainer.prompts(step)
     rollout = trainer.collect(prompts, step)
     drawn = {p.index for p in prompts}
-    without_spread = zero_spread(rollout, config)
+    weights = trainer.scorer.weights
+    without_spread = zero_spread(rollout, config, weights)
     metrics = {**trainer.reward_metrics(rollout), "reward/zero_spread_groups": float(without_spread.float().mean())}
     for refill_round in range(config.refill_rounds):
         flat = without_spread.nonzero().squeeze(-1).tolist()
@@ -74,9 +73,9 @@ def sample_groups(trainer: OnPolicyTrainer, config: GrpoConfig, step: int) -> tu
             break
         drawn |= {p.index for p in fresh}
         topped_up = trainer.collect(fresh, step)
-        good = (~zero_spread(topped_up, config)).nonzero().squeeze(-1).tolist()
+        good = (~zero_spread(topped_up, config, weights)).nonzero().squeeze(-1).tolist()
         rollout = rollout.with_groups(topped_up, good, places=flat[: len(good)], group_size=config.group_size)
-        without_spread = zero_spread(rollout, config)
+        without_spread = zero_spread(rollout, config, weights)
     if config.refill_rounds:
         metrics["reward/zero_spread_kept"] = float(without_spread.float().mean())
     return rollout, metrics
@@ -133,9 +132,13 @@ def group_scores(rollout: Rollout, config: GrpoConfig) -> Tensor:
     return torch.where(rollout.rewards.isnan().unsqueeze(1), torch.nan, rollout.scores)
 
 
-def zero_spread(rollout: Rollout, config: GrpoConfig) -> Tensor:
-    """(P,) bool: groups whose valid scores are all the same, so that they teach nothing."""
+def zero_spread(rollout: Rollout, config: GrpoConfig, weights: Tensor) -> Tensor:
+    """(P,) bool: groups whose valid scores are all the same, so that they teach nothing. A reward of weight 0 among the
+    `weights` (R,) is compared in nothing.
+    """
     scores = group_scores(rollout, config)
+    if config.normalize_rewards == "each":
+        scores = scores[:, weights != 0]
     groups = scores.reshape(-1, config.group_size, scores.shape[1])
     highest = torch.where(groups.isnan(), -torch.inf, groups).amax(1)
     lowest = torch.where(groups.isnan(), torch.inf, groups).amin(1)

@@ -82,8 +82,9 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         return self.passes(rollout, rows, rollout.sizes(self.roles), settings)
 
     def passes(self, rollout: Rollout, rows: list[int], sizes: RowSizes, settings: LossSettings) -> list[Pass]:
-        """The passes of an optimizer step on a minibatch."""
-        return [Pass("policy", self.policy_loss(rollout, rows, settings), rows, sizes)]
+        """The passes of an optimizer step on a minibatch; none where no token of it counts."""
+        policy = self.policy_loss(rollout, rows, settings)
+        return [Pass("policy", policy, rows, sizes)] if rollout.counts(rows) else []
 
     @property
     def reads_reference(self) -> bool:
@@ -112,6 +113,10 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         """Collect rollouts for a session from now on."""
         self.session, self.state, self.group_size = session, session.state, self.config.on_policy.group_size
         self._told: set[str] = set()
+        controllers, device = self.state.controllers, self.accelerator.device.type
+        here = f"{self.engine.name} on {device}, mixed precision {self.accelerator.mixed_precision}"
+        if controllers.measured_on != here:
+            controllers.measured_on, controllers.exact_sampling = here, None
         self._texts = {prompt.index: prompt.text for prompt in self.train_prompts}
         self.tried = Tried(self.config.task.solved_reward)
         self.choice = choice_of(self.config, self.train_prompts, self.state.controllers)
@@ -138,15 +143,27 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         self.state.tokens += int(rollout.response_mask.sum())
         return rollout
 
-    def count_flat(self, *, flat: bool) -> int:
+    def count_flat(self, rollout: Rollout) -> dict[str, float]:
+        """Count a step in which the policy had no gradient, and warn of the first. Metric: optim/flat_steps."""
         controllers = self.state.controllers
-        if flat and not controllers.flat_steps:
+        norms, _ = self.session.metrics.sums.get("optim/grad_norm", (None, 0))  # None: only the critic is trained
+        flat, why = norms == 0.0, "the loss has no gradient, as where all responses to a prompt have the same reward"
+        if not rollout.loss_mask.any():
+            lost = int(rollout.rewards.isnan().sum())
+            why = f"no response counts: {lost} of {len(rollout)} have no reward"
+            if self.config.reward.truncated == "mask":
+                cut = int((rollout.truncated & ~rollout.rewards.isnan()).sum())
+                why += f", {cut} were cut off at generation.max_new_tokens (reward.truncated=mask)"
+        elif not flat:
+            why = ""
+        if why and "flat" not in self._told:
+            self._told.add("flat")
             self.session.display.note(
-                "warning: in this step all responses to a prompt have the same reward, so there is nothing to learn "
-                "from, while Adam's momentum still moves the weights; optim/flat_steps counts such steps"
+                f"warning: in this step there is nothing to learn from: {why}. Weights stay as they are; "
+                "optim/flat_steps counts such steps"
             )
         controllers.flat_steps += flat
-        return controllers.flat_steps
+        return {"optim/flat_steps": controllers.flat_steps}
 
     def _watch(self, rollout: Rollout, prompts: list[PreparedPrompt], step: int) -> None:
         retried = self.scorer.retried | (self.runner.environment.retried if self.runner else {})
@@ -206,7 +223,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         if controllers.exact_sampling:
             return
         rescored = self._logprobs(read, "policy")
-        if controllers.exact_sampling is None:  # not measured yet
+        if controllers.exact_sampling is None and rollout.loss_mask.any():  # not measured yet
             gap = float(torch.where(rollout.loss_mask, rescored - rollout.sampling_logprobs, 0.0).abs().max())
             controllers.exact_sampling = self.engine.exact and gap < EXACT_TO
         if not controllers.exact_sampling:
@@ -341,11 +358,11 @@ class OnPolicyTrainer(SamplingParts, Trainer):
     def reward_metrics(self, rollout: Rollout) -> dict[str, float]:
         """Mean and spread of the rewards, the mean of each by name, rows without one."""
         valid = rollout.rewards[~rollout.rewards.isnan()]
-        out = {
-            "reward/mean": float(valid.mean()) if len(valid) else 0.0,
-            "reward/std": float(valid.std()) if len(valid) > 1 else 0.0,
-            "reward/dropped": float(rollout.rewards.isnan().sum()),
-        }
+        out: dict[str, float] = {}
+        if len(valid):
+            spread = float(valid.std()) if len(valid) > 1 else 0.0
+            out |= {"reward/mean": float(valid.mean()), "reward/std": spread}
+        out["reward/dropped"] = float(rollout.rewards.isnan().sum())
         for name, column in zip(self.scorer.names, rollout.scores.T, strict=True):
             applies = column[~column.isnan()]
             if len(applies):
@@ -366,13 +383,8 @@ class OnPolicyTrainer(SamplingParts, Trainer):
 
     def metrics(self, rollout: Rollout) -> dict[str, float]:
         """Metrics of a rollout besides its rewards: lengths, truncation, turns, KL in nats per response."""
-        out = {
-            **rollout.environment_metrics(),
-            "completion/mean_length": float(rollout.num_actions.float().mean()),
-            "completion/truncated": float(rollout.truncated.float().mean()),
-            "completion/tokens": float(rollout.response_mask.sum()),
-        }
-        if rollout.ref_logprobs is not None:
+        out = {**rollout.environment_metrics(), **rollout.completion_metrics()}
+        if rollout.ref_logprobs is not None and rollout.kept.any():
             out["objective/kl"] = rollout.kl_per_response()
         return out | (self._thinking_metrics(rollout) if self.thinking_budget is not None else {})
 

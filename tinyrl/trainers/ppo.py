@@ -105,7 +105,9 @@ class Ppo(OnPolicyTrainer):
         """
         policy = self.policy_loss(rollout, rows, settings)
         value = ValueLoss(rollout, self.roles, self.config.ppo, tokens=policy.counts.tokens)
-        if self.roles.critic_kind in ("shared", "shared-detached"):
+        if not rollout.counts(rows):
+            passes = []
+        elif self.roles.critic_kind in ("shared", "shared-detached"):
             passes = [Pass("policy", SharedBackboneLoss(policy, value, warming_up=warming_up), rows, sizes)]
         else:
             passes = [] if warming_up else [Pass("policy", policy, rows, sizes)]
@@ -138,7 +140,7 @@ class Ppo(OnPolicyTrainer):
                 with session.timed("rollout"):
                     rollout = self.collect(self.prompts(step), step)
                     rewards_by_name = self.reward_metrics(rollout)
-                    rollout = rollout.with_others()
+                    rollout = rollout.with_others(mask_truncated=self.config.reward.truncated == "mask")
                 # 2. Their log-probabilities under the reference and before the update, and the critic's values.
                 with session.timed("reference"):
                     self.compute_logprobs(rollout)
@@ -162,14 +164,13 @@ class Ppo(OnPolicyTrainer):
             with session.timed("update"):
                 stopped = update(session, self, rollout, kl_coef=kl_coef, warming_up=warming_up)
             # 6. A KL above its target gets a larger weight from the next step on, one below it a smaller.
-            if config.kl_controller == "adaptive" and rollout.ref_logprobs is not None and not pretraining:
+            if config.kl_controller == "adaptive" and rollout.ref_logprobs is not None and not warming_up:
                 controllers.kl_coef = adapted_kl_coef(rollout, config, kl_coef=kl_coef)
             self.record(rollout, advantages, step, rewards=rewards)
-            explained = explained_variance(rollout.values, returns, mask)
-            session.end_step(
-                **{"value/explained_variance": explained, "policy/early_stop": float(stopped)},
-                **self.steer_entropy(),
-            )
+            ended = {"policy/early_stop": float(stopped)}
+            if mask.any():
+                ended["value/explained_variance"] = explained_variance(rollout.values, returns, mask)
+            session.end_step(**ended, **self.count_flat(rollout), **self.steer_entropy())
 
 
 def shaped_rewards(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> Tensor:
@@ -208,7 +209,7 @@ def update(session: Session, trainer: Ppo, rollout: Rollout, *, kl_coef: float, 
     config = trainer.config.ppo
     settings = trainer.loss_settings(kl_coef=kl_coef)
     trained, sizes = ["critic"] if warming_up else ["policy", "critic"], rollout.sizes(trainer.roles)
-    for rows in session.minibatches(len(rollout), num_epochs=config.num_epochs, size=config.minibatch_size):
+    for rows in session.minibatches(rollout, num_epochs=config.num_epochs, size=config.minibatch_size):
         passes = trainer.passes(rollout, rows, sizes, settings, warming_up=warming_up)
         metrics = session.updater.step(passes, train=trained)
         trainer.watch_sampling(metrics)
@@ -220,7 +221,7 @@ def update(session: Session, trainer: Ppo, rollout: Rollout, *, kl_coef: float, 
 
 def adapted_kl_coef(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> float:
     """The weight of the KL after this rollout: Ziegler et al. (1909.08593), section 2.2."""
-    observed, num_samples = rollout.kl_per_response(), int(rollout.kept.sum())
+    observed, num_samples = rollout.kl_per_response(), rollout.num_kept
     if not math.isfinite(observed):  # such a rollout changed no weight either
         return kl_coef
     target, horizon = config.target_kl, config.kl_horizon

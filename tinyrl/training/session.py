@@ -146,17 +146,18 @@ class Session:
         self.state.epoch = self.state.minibatch = 0
         self.metrics.start_update(metrics)
 
-    def minibatches(self, num_rows: int, *, num_epochs: int, size: int | None) -> Iterator[list[int]]:
-        """Rows of each optimizer step from where the state stands: each epoch covers all, shuffled by (seed, step,
-        epoch).
+    def minibatches(self, rollout: Rollout, *, num_epochs: int, size: int | None) -> Iterator[list[int]]:
+        """Rows of each optimizer step from where the state stands: all conversations of `size` episodes. Each epoch
+        covers all of them, shuffled by (seed, step, epoch).
         """
-        state, size = self.state, size or num_rows
+        state, count = self.state, rollout.num_episodes
+        size = size or count
         while state.epoch < num_epochs:
             key = f"minibatch {self.config.run.seed} {state.step} {state.epoch}"
-            order = list(range(num_rows)) if size >= num_rows else keyed_order(key, num_rows)
-            parts = [order[i : i + size] for i in range(0, num_rows, size)]
+            order = list(range(count)) if size >= count else keyed_order(key, count)
+            parts = [order[i : i + size] for i in range(0, count, size)]
             while state.minibatch < len(parts):
-                yield parts[state.minibatch]
+                yield rollout.rows_of(parts[state.minibatch])
                 state.minibatch += 1
             state.epoch, state.minibatch = state.epoch + 1, 0
 

@@ -75,6 +75,7 @@ class Controllers(_Strict):
 
     kl_coef: Annotated[Finite, Field(ge=0)] | None = None  # PPO's weight of the KL, which may adapt
     exact_sampling: bool | None = None  # sampling log-probabilities are training's; None: not measured yet
+    measured_on: str = ""  # engine, device and precision that exact_sampling is of
     entropy_coef: Annotated[Finite, Field(ge=0)] | None = None  # weight of the entropy bonus, where it is steered
     entropy: Finite | None = None  # of a token in the step before; None: not measured yet
     solved: dict[str, Count] = Field(default_factory=dict)  # rows by fingerprint, and the epoch they were solved in
@@ -82,7 +83,7 @@ class Controllers(_Strict):
         default_factory=dict  # of rows by fingerprint: completions that were right, wrong, in which step
     )
     failing_batches: Count = 0  # in a row, whose rewards failed
-    flat_steps: Count = 0  # whose advantages were all 0
+    flat_steps: Count = 0  # without a gradient of the policy
 
 
 class RunState(_Strict):

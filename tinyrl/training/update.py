@@ -60,7 +60,7 @@ class Updater:
         self.scaler = torch.amp.GradScaler(self.accelerator.device.type, enabled=in_float16)
 
     def step(self, passes: Sequence[Pass], *, train: Iterable[str]) -> dict[str, float]:
-        """Accumulate the gradient of every pass and step the optimizers named in `train`.
+        """Accumulate the gradient of every pass and step the optimizers named in `train` whose gradient is not 0.
 
         Returns the step's metrics as floats: those of the losses added up, `optim/grad_norm` and `value/grad_norm`
         before clipping, and in float16 the `optim/loss_scale` they were computed with. Raises GuardStop after three
@@ -78,9 +78,10 @@ class Updater:
             self._skip(list(passes[0].rows), f"{', '.join(bad)} not finite")
         else:
             self.skipped_in_a_row = 0
-            for role in norms:
-                self.optimizers[role].optimizer.step()
-                self._check_weights(role)
+            for role, norm in norms.items():
+                if norm > 0.0:  # else momentum and weight decay alone would move the weights
+                    self.optimizers[role].optimizer.step()
+                    self._check_weights(role)
         self._zero_grad()
         names = {"policy": "optim/grad_norm", "critic": "value/grad_norm"}
         if self.scaler.is_enabled():
