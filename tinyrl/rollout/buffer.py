@@ -32,7 +32,9 @@ _SAMPLED_PER_TOKEN = ("response_tokens", "response_mask", "sampling_logprobs", "
 _SCORED_PER_TOKEN = ("old_logprobs", "rescored_logprobs", "ref_logprobs", "values")
 _PER_SAMPLE = ("response_lengths", "scores", "rewards", "finish_reasons", "kept", "turns", "invalid_turns")
 _TEXTS = ("transcripts", "whys")
-_OPTIONAL = ("parent", "teacher_logprobs", "teacher_states", "teacher_top_ids", "teacher_top_logprobs", "final_values")
+_OPTIONAL = (
+    "parent", "hinted", "teacher_logprobs", "teacher_states", "teacher_top_ids", "teacher_top_logprobs", "final_values"
+)  # fmt: skip
 _SAVED = (*_SAMPLED_PER_TOKEN, *_PER_SAMPLE, *_SCORED_PER_TOKEN, *_OPTIONAL)  # in a checkpoint inside an update
 
 
@@ -80,6 +82,7 @@ class Rollout:
     kept                (B,) True = the row counts in the loss: it has a reward and is not left out as truncated
     turn_rewards        (B, T) what the environment gave, on the last token of each turn, in `rewards` too; or None
     turns               (B,) the policy's turns, and invalid_turns those that asked for what does not exist; or None
+    hinted              (B,) True = the row has what teacher.hint shows the teacher; or None: all are taught
     teacher_logprobs    (B, T) under the teacher, or None
     teacher_states      (M, H) its hidden states at the M tokens that count, row by row; or None
     teacher_top_ids     (M, K) its likeliest tokens there, and their teacher_top_logprobs (M, K); or None
@@ -109,6 +112,7 @@ class Rollout:
     turn_rewards: Tensor | None = None
     turns: Tensor | None = None
     invalid_turns: Tensor | None = None
+    hinted: Tensor | None = None
     teacher_logprobs: Tensor | None = None
     teacher_states: Tensor | None = None
     teacher_top_ids: Tensor | None = None
@@ -143,6 +147,11 @@ class Rollout:
     def loss_mask(self) -> Tensor:
         """(B, T) bool: chosen tokens of rows that count."""
         return self.response_mask & self.kept.unsqueeze(1)
+
+    @property
+    def taught_mask(self) -> Tensor:
+        """(B, T) bool: of these the tokens that a teacher speaks of."""
+        return self.loss_mask if self.hinted is None else self.loss_mask & self.hinted.unsqueeze(1)
 
     @property
     def scored_mask(self) -> Tensor:

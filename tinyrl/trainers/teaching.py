@@ -20,9 +20,8 @@ from torch import Tensor
 
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_mean
-from tinyrl.data.readers import Row
 from tinyrl.data.rows import batch_indices
-from tinyrl.errors import Interrupted
+from tinyrl.errors import GuardStop, Interrupted
 from tinyrl.generation.server_client import (
     ROUNDED,
     AnswerPart,
@@ -40,7 +39,6 @@ from tinyrl.models.micro_batches import RowSizes, Work, own_rows
 from tinyrl.models.roles import Role, Roles
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.stored import StoredRows, vocabulary_digest
-from tinyrl.tasks import FULL_MARKS
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.text import did_you_mean, listed
 
@@ -77,7 +75,7 @@ class Teacher:
     def __init__(self, trainer: OnPolicyTrainer) -> None:
         self.trainer, self.config = trainer, trainer.config.teacher
         self.temperature = trainer.config.generation.temperature
-        self.hint = Hint(self.config.hint, trainer.train_prompts) if self.config.hint else None
+        self.hint = Hint(self.config.hint, trainer) if self.config.hint else None
 
     @property
     def head(self) -> Head | None:
@@ -99,12 +97,15 @@ class Teacher:
     def read(self, rollout: Rollout) -> None:
         """Fill in what the teacher says of the tokens that count, by the processes of the trainer's world.
 
-        With a hint that some rows have nothing for (no other response was right), these rows are left out of the loss.
+        Rows that the hint has nothing for (no other response was right) are left out of the distance, and so out of
+        distillation; a policy loss beside the distance keeps them.
         """
         prompts = [rollout.prompt_tokens[p] for p in rollout.prompt_index.tolist()]
         if self.hint is not None:
             hinted = self.hint.prompts(rollout, self.trainer)
-            rollout.kept = rollout.kept & torch.tensor([tokens is not None for tokens in hinted])
+            rollout.hinted = torch.tensor([tokens is not None for tokens in hinted])
+            if self.trainer.config.method == "distill":
+                rollout.kept = rollout.kept & rollout.hinted
             prompts = [tokens or plain for tokens, plain in zip(hinted, prompts, strict=True)]
         responses = [rollout.response(row) for row in range(len(rollout))]
         masks = [m[: len(r)] for m, r in zip(rollout.loss_mask.tolist(), responses, strict=True)]
@@ -273,12 +274,12 @@ def teacher_of(trainer: OnPolicyTrainer) -> Teacher:
 
 class Hint:
     """A text with {columns} of a row, behind its prompt, that only the teacher reads. {correct} is another response of
-    the group with full marks, {why} what rewards said beside their scores, or the environment's last words. Raises
-    ValueError for a column that no row has.
+    the group that is right, {why} what rewards said beside their scores, or the environment's last words. Raises
+    ValueError for a column that no row has, and where nothing can ever fill in {correct} or {why}.
     """
 
-    def __init__(self, text: str, prompts: Sequence[PreparedPrompt]) -> None:
-        self.text = text
+    def __init__(self, text: str, trainer: OnPolicyTrainer) -> None:
+        self.text, prompts, config, scorer = text, trainer.train_prompts, trainer.config, trainer.scorer
         self.names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
         for name in self.names:
             if name not in (CORRECT, WHY) and not any(name in p.row for p in prompts):
@@ -287,30 +288,59 @@ class Hint:
                     f"teacher.hint has {{{name}}}, and no row has such a column.{did_you_mean(name, there)} "
                     f"Columns: {listed([*there, CORRECT, WHY])}"
                 )
+        sampled = config.method != "distill" or config.distill.on_policy > 0
+        if CORRECT in self.names and not (sampled and scorer.names and config.on_policy.group_size > 1):
+            raise ValueError(
+                "teacher.hint has {correct}, another right response to the same prompt: it needs several sampled "
+                f"responses a prompt (group_size; {config.method} samples {config.on_policy.group_size}) and a reward"
+            )
+        if WHY in self.names and not (sampled and (scorer.functions or trainer.runner)):
+            raise ValueError(
+                "teacher.hint has {why}: it needs sampled responses, and a reward function or judge that gives a text "
+                "beside its score, or an environment"
+            )
 
     def prompts(self, rollout: Rollout, trainer: OnPolicyTrainer) -> list[list[int] | None]:
         """Of each row the prompt that the teacher reads; None where the hint has nothing to say."""
-        by_index = {prompt.index: prompt.row for prompt in trainer.train_prompts}
-        rows = [by_index[int(rollout.prompt_rows[p])] for p in rollout.prompt_index.tolist()]
-        said = [self._said(rollout, place, row, trainer) for place, row in enumerate(rows)]
-        hinted = [place for place, text in enumerate(said) if text is not None]
-        prepared = trainer.prepared([rows[place] for place in hinted], openings=[said[place] for place in hinted])
+        by_index = {prompt.index: prompt for prompt in trainer.train_prompts}
+        asked = [by_index[int(rollout.prompt_rows[p])] for p in rollout.prompt_index.tolist()]
+        rows = [prompt.row for prompt in asked]
+        found: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in self.names}
+        if CORRECT in found:
+            found[CORRECT] = _correct(rollout, asked, trainer)
+        if WHY in found:
+            found[WHY] = [_why(rollout, row) for row in range(len(rollout))]
+            if trainer.state.step == 0 and not any(found[WHY]):
+                raise GuardStop(
+                    "teacher.hint has {why}, and no reward gave a text beside a score, as in (0.0, 'line 3: "
+                    "NameError'), so there is nothing to learn from"
+                )
+        values = [{name: column[place] for name, column in found.items()} for place in range(len(rollout))]
+        hinted = [place for place, of_row in enumerate(values) if all(value is not None for value in of_row.values())]
+        openings: list[str | None] = ["\n\n" + self.text.format(**values[place]) for place in hinted]
+        prepared = trainer.prepared([rows[place] for place in hinted], openings=openings)
         room = trainer.positions - trainer.longest_response  # a prompt that a long hint leaves no room is not read
         by_place = {hinted[prompt.index]: prompt.tokens for prompt in prepared if len(prompt.tokens) <= room}
         return [by_place.get(place) for place in range(len(rollout))]
 
-    def _said(self, rollout: Rollout, place: int, row: Row, trainer: OnPolicyTrainer) -> str | None:
-        values: dict[str, Any] = {name: row.get(name) for name in self.names}
-        if CORRECT in self.names:
-            others = (rollout.prompt_index == rollout.prompt_index[place]) & (rollout.rewards >= FULL_MARKS)
-            right = next((i for i in others.nonzero().flatten().tolist() if i != place), None)
-            if right is not None:
-                values[CORRECT] = trainer.tokenizer.decode(rollout.response(right), skip_special_tokens=True)
-        if WHY in self.names:
-            values[WHY] = _why(rollout, place)
-        if any(value is None for value in values.values()):
-            return None
-        return "\n\n" + self.text.format(**values)
+
+def _correct(rollout: Rollout, prompts: list[PreparedPrompt], trainer: OnPolicyTrainer) -> list[str | None]:
+    """Of each row another response to its prompt that is right, task.solved_reward to the task's verifier; where it has
+    none, to the sum of rewards without length penalties.
+    """
+    scorer, responses = trainer.scorer, [rollout.response(row) for row in range(len(rollout))]
+    if scorer.uses_verifier:  # it stands last, or before the environment's
+        scores = rollout.scores[:, -1 - scorer.environment_rewards]
+    elif trainer.task.verify is not None:
+        call = scorer.verify(prompts, responses, transcripts=rollout.transcripts, world=trainer.world)
+        scores = torch.tensor(call.scores)
+    else:
+        scores = torch.where(rollout.scores.isnan(), 0.0, rollout.scores * scorer.weights).sum(-1)
+    least = trainer.config.task.solved_reward - 1e-6  # sums of float32 miss it by rounding
+    right = (scores >= least) & ~rollout.rewards.isnan()
+    others = [((rollout.prompt_index == group) & right).nonzero().flatten() for group in rollout.prompt_index]
+    first = [next((i for i in of_row.tolist() if i != row), None) for row, of_row in enumerate(others)]
+    return [None if i is None else trainer.scorer.text(responses[i]) for i in first]
 
 
 def _why(rollout: Rollout, row: int) -> str | None:
@@ -327,13 +357,15 @@ class DistanceLoss:
         self, rollout: Rollout, minibatch: Sequence[int], *, roles: Roles, teacher: Teacher, temperature: float
     ) -> None:
         self.rollout, self.roles, self.teacher, self.temperature = rollout, roles, teacher, temperature
-        self.tokens = max(1, int(rollout.loss_mask[list(minibatch)].sum()))
+        masks = rollout.loss_mask, rollout.taught_mask
+        self.tokens, self.taught_tokens = (max(1, int(mask[list(minibatch)].sum())) for mask in masks)
 
     def __call__(self, rows: list[int]) -> tuple[Tensor, Metrics]:
         batch = self.rollout.batch(rows, self.roles)
         return self.from_states(rows, batch, self.roles.policy_states(batch))
 
     def from_states(self, rows: list[int], batch: SequenceBatch, states: Tensor) -> tuple[Tensor, Metrics]:
+        counts = self.rollout.take(self.rollout.taught_mask, rows, batch=batch)[batch.row, batch.column]
         taught = self.rollout.taught(rows, self.teacher.head, device=states.device)
         found = distances(
             states,
@@ -343,7 +375,7 @@ class DistanceLoss:
             temperature=self.temperature,
             beta=self.teacher.config.divergence,
         )
-        loss = found.divergence.sum() / self.tokens
+        loss = torch.where(counts, found.divergence, 0.0).sum() / self.taught_tokens
         metrics = {
             "teacher/loss": loss,
             "policy/entropy": found.entropy.sum() / self.tokens,
@@ -356,7 +388,7 @@ def teacher_metrics(rollout: Rollout) -> dict[str, float]:
     policy's own is: the reverse KL per token, in nats, as the samples show it (k1), also by quarters of a response.
     Given answers, which the policy did not choose, have no KL.
     """
-    mask, said = rollout.loss_mask, rollout.teacher_logprobs
+    mask, said = rollout.taught_mask, rollout.teacher_logprobs
     assert said is not None
     out = {"teacher/logprob": float(masked_mean(said, mask))}
     mask = mask & ~rollout.rewards.isnan().unsqueeze(1)
