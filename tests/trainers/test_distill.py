@@ -129,7 +129,7 @@ def stored(model: Path, teacher: Path, folder: Path) -> Path:
     said: list[str] = []
     settings = config(model, teacher, teacher={"top_k": 4}, task={"max_samples": 20})
     manifest = distill(settings).store(folder, told=said.append)
-    assert f"{manifest.tokens:,} tokens, 40 bytes each" in said[0]
+    assert f"{manifest.tokens:,} tokens, 44 bytes each" in said[0]
     return folder
 
 
@@ -222,7 +222,7 @@ def test_observed_tokens_are_not_learnt(tmp_path: Path) -> None:
     trainer.close()
 
 
-def hinted(trainer: Distill | Grpo, right: list[bool], **fields: list[float]) -> Rollout:
+def hinted(trainer: Any, right: list[bool], **fields: list[float]) -> Rollout:
     """One group that the teacher has read: responses to the first prompt, the task's own answer where right."""
     prompt = trainer.train_prompts[0]
     answer = trainer.tokenizer.encode(str(trainer.task.gold(prompt.row)))
@@ -311,6 +311,90 @@ def test_a_hint_that_nothing_can_fill_in_is_refused(
     settings = running.config(method, model, **sections, teacher=teacher)
     with pytest.raises(ValueError, match=r"teacher\.hint"):
         trainer_of(method)(settings, options=Options(device="cpu"))
+
+
+def test_the_policy_as_its_own_teacher_stays_as_it_was(model: Path) -> None:
+    """With every weight trained: no gradient goes through the teacher, and no optimizer step moves it."""
+    trainer = distill(config(model, "self", teacher={"hint": "It is {answer}"}, lora={"enabled": False}))
+    rollout, rows = given(trainer), [0, 1, 2, 3, 4]
+    head = trainer.roles.head("policy").weight
+    assert rollout.teacher_states is not None
+    expected = (rollout.teacher_states @ head.detach().T).log_softmax(-1)
+    with torch.no_grad():
+        head.mul_(1.5)
+    for one in (rollout, Rollout.from_tensors(rollout.to_tensors())):
+        loss, _ = trainer.distance_loss(one, rows)(rows)
+        (gradient,) = torch.autograd.grad(loss, head)
+        batch = rollout.batch(rows, trainer.roles)
+        states = trainer.roles.policy_states(batch)
+        plain = jensen_shannon((states @ head.T).log_softmax(-1), expected, beta=1.0).mean()
+        torch.testing.assert_close(loss, plain, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(gradient, torch.autograd.grad(plain, head)[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo", "distill"])
+def test_rows_of_which_nothing_counts(method: str, model: Path, other: Path) -> None:
+    """A micro-batch of them, with every weight trained, adds nothing."""
+    teacher = {"path": str(other)} | ({} if method == "distill" else {"coef": 0.5})
+    settings = running.config(method, model, lora={"enabled": False}, teacher=teacher)
+    trainer = trainer_of(method)(settings, options=Options(device="cpu"))
+    rollout = hinted(trainer, [True, False])
+    rollout.kept = torch.tensor([True, False])
+    trainer.teacher.read(rollout)
+    loss, metrics = trainer.distance_loss(rollout, [0, 1])([1])
+    loss.backward()
+    assert float(metrics["teacher/loss"]) == 0.0
+
+
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_rows_of_padding_that_only_the_policy_has_are_left_out(
+    top_k: int | None, model: Path, other: Path, tmp_path: Path
+) -> None:
+    """Both have all tokens of the text; the policy may sample an id behind them all the same."""
+    wide = load_causal_lm(str(model), dtype=torch.float32)
+    rows = wide.get_input_embeddings().weight.shape[0]  # pyright: ignore
+    wide.resize_token_embeddings(rows + 5, mean_resizing=False)
+    wide.save_pretrained(tmp_path)
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    trainer = distill(config(tmp_path, other, teacher={"top_k": top_k}))
+    assert trainer.teacher is not None
+    assert len(trainer.teacher.start()) == 1
+    rollout = trainer.given(trainer.train_prompts[:2])
+    rollout.response_tokens[0, 1] = rows + 4
+    trainer.teacher.read(rollout)
+    loss, _ = trainer.distance_loss(rollout, [0, 1])([0, 1])
+    assert torch.isfinite(loss)
+    if top_k is None:
+        kept, narrow = [1], trainer.distance_loss(rollout, [1])
+        mine, theirs = (plain_logprobs(path, one_row(rollout, 1)) for path in (tmp_path, other))
+        expected = jensen_shannon(mine[:, :rows].log_softmax(-1), theirs, beta=1.0).mean()
+        torch.testing.assert_close(narrow(kept)[0].detach(), expected, atol=1e-5, rtol=1e-5)
+
+
+def one_row(rollout: Rollout, row: int) -> Rollout:
+    prompt = rollout.prompt_tokens[int(rollout.prompt_index[row])]
+    return given_rollout([prompt], [rollout.response(row)], rows=[0], num_rewards=1)
+
+
+def test_a_teacher_without_a_row_for_a_token_of_text_is_refused(model: Path, tmp_path: Path) -> None:
+    narrow = load_causal_lm(str(model), dtype=torch.float32)
+    narrow.resize_token_embeddings(200)
+    narrow.save_pretrained(tmp_path)
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    with pytest.raises(ValueError, match="200 rows"):
+        distill(config(model, tmp_path))
+
+
+def test_a_teacher_with_fewer_positions_than_rows_may_have_is_refused(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
+    facts = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**facts, "max_position_embeddings": 20}))
+    trainer = distill(config(model, tmp_path))
+    assert trainer.teacher is not None
+    with pytest.raises(ValueError, match=r"teacher\.path=.* has 20 positions"):
+        trainer.teacher.start()
 
 
 def test_what_a_reward_says_is_a_hint(model: Path, tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ _SCORED_PER_TOKEN = ("old_logprobs", "rescored_logprobs", "ref_logprobs", "value
 _PER_SAMPLE = ("response_lengths", "scores", "rewards", "finish_reasons", "kept", "turns", "invalid_turns")
 _TEXTS = ("transcripts", "whys")
 _OPTIONAL = (
-    "parent", "hinted", "teacher_logprobs", "teacher_states", "teacher_top_ids", "teacher_top_logprobs", "final_values"
+    "parent", "hinted", "teacher_logprobs", "teacher_states", "teacher_head", "teacher_head_bias", "teacher_top_ids",
+    "teacher_top_logprobs", "final_values",
 )  # fmt: skip
 _SAVED = (*_SAMPLED_PER_TOKEN, *_PER_SAMPLE, *_SCORED_PER_TOKEN, *_OPTIONAL)  # in a checkpoint inside an update
 
@@ -85,7 +86,9 @@ class Rollout:
     hinted              (B,) True = the row has what teacher.hint shows the teacher; or None: all are taught
     teacher_logprobs    (B, T) under the teacher, or None
     teacher_states      (M, H) its hidden states at the M tokens that count, row by row; or None
-    teacher_top_ids     (M, K) its likeliest tokens there, and their teacher_top_logprobs (M, K); or None
+    teacher_head        (V, H) what its head was, and teacher_head_bias (V,), where the update trains it; or None
+    teacher_top_ids     (M, K) its likeliest tokens there, and teacher_top_logprobs (M, K + 1) of them and of all
+                        others together; or None
     transcripts         B lists of messages, policy and environment by turns; or None: one turn, without an environment
     parent              (B,) the episode of each row, which is its first row, where episodes may have several; or None
     others              what with_others() adds: further conversations of the episodes; in no checkpoint
@@ -115,6 +118,8 @@ class Rollout:
     hinted: Tensor | None = None
     teacher_logprobs: Tensor | None = None
     teacher_states: Tensor | None = None
+    teacher_head: Tensor | None = None
+    teacher_head_bias: Tensor | None = None
     teacher_top_ids: Tensor | None = None
     teacher_top_logprobs: Tensor | None = None
     transcripts: list[Transcript] | None = None
@@ -187,6 +192,9 @@ class Rollout:
         where = self.places(rows)
         if self.teacher_states is not None:
             assert head is not None
+            if self.teacher_head is not None:
+                bias = None if self.teacher_head_bias is None else to_device(self.teacher_head_bias, device)
+                head = replace(head, weight=to_device(self.teacher_head, device), bias=bias)
             return TeacherStates(to_device(self.teacher_states[where], device), head)
         assert self.teacher_top_ids is not None
         assert self.teacher_top_logprobs is not None

@@ -18,6 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from tinyrl.algorithms.distillation import with_tail
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_mean
 from tinyrl.data.rows import batch_indices
@@ -33,9 +34,11 @@ from tinyrl.generation.server_client import (
 )
 from tinyrl.models.batches import SequenceBatch, response_states
 from tinyrl.models.device import to_device
-from tinyrl.models.distances import distances, top_k_of
+from tinyrl.models.distances import TeacherStates, distances, top_k_of
+from tinyrl.models.loading import check_ids, embedding_rows
 from tinyrl.models.logprobs import Head, token_logprobs
 from tinyrl.models.micro_batches import RowSizes, Work, own_rows
+from tinyrl.models.reward_model import positions_of
 from tinyrl.models.roles import Role, Roles
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.stored import StoredRows, vocabulary_digest
@@ -74,7 +77,7 @@ class Teacher:
 
     def __init__(self, trainer: OnPolicyTrainer) -> None:
         self.trainer, self.config = trainer, trainer.config.teacher
-        self.temperature = trainer.config.generation.temperature
+        self.temperature, self.positions = trainer.config.generation.temperature, trainer.positions
         self.hint = Hint(self.config.hint, trainer) if self.config.hint else None
 
     @property
@@ -87,12 +90,21 @@ class Teacher:
         count, top_k = int(rollout.loss_mask.sum()), self.config.top_k or SERVER_TOP_K
         if self.role is not None and self.config.top_k is None:
             rollout.teacher_states = torch.zeros(1, self.trainer.roles.hidden_size(self.role)).expand(count, -1)
+            self.keep_head(rollout)
         else:
             rollout.teacher_top_ids = torch.zeros(1, top_k, dtype=torch.int32).expand(count, -1)
-            rollout.teacher_top_logprobs = torch.zeros(1, top_k).expand(count, -1)
+            rollout.teacher_top_logprobs = torch.zeros(1, top_k + 1).expand(count, -1)
 
-    def start(self) -> None:
-        """Check what can only be checked now, before step 1. Raises ValueError."""
+    def keep_head(self, rollout: Rollout) -> None:
+        """Copy the head of a teacher that is the policy itself, where the update changes it."""
+        head = self.head
+        if head is not None and head.weight.requires_grad:
+            rollout.teacher_head = head.weight.detach().clone()
+            rollout.teacher_head_bias = None if head.bias is None else head.bias.detach().clone()
+
+    def start(self) -> list[str]:
+        """Check what can only be checked now, before step 1; returns lines worth showing. Raises ValueError."""
+        return []
 
     def read(self, rollout: Rollout) -> None:
         """Fill in what the teacher says of the tokens that count, by the processes of the trainer's world.
@@ -125,26 +137,49 @@ class LocalTeacher(Teacher):
     def __init__(self, trainer: OnPolicyTrainer) -> None:
         super().__init__(trainer)
         self.role = LOCAL[self.config.kind]
+        self.own = trainer.roles.teacher_model if self.config.kind == "model" else None
+        if self.own is not None:
+            self.positions = min(self.positions, positions_of(self.own.config.get_text_config()))
         words, top_k = len(self.head.weight), self.config.top_k
         if top_k is not None and top_k > words:
             raise ValueError(f"teacher.top_k={top_k} is more than the vocabulary of {words:,} tokens")
 
     @property
     def head(self) -> Head:
+        """The head of the tokens that the policy has too: beyond them is padding, of no text."""
         assert self.role is not None
-        return shared_head(self.trainer.roles, self.role)
+        return first_tokens(self.trainer.roles.head(self.role), len(self.trainer.roles.head("policy").weight))
+
+    def start(self) -> list[str]:
+        if self.own is None:
+            return []
+        trainer, ours, theirs = self.trainer, len(self.trainer.roles.head("policy").weight), len(self.head.weight)
+        check_ids((prompt.tokens for prompt in trainer.train_prompts), trainer.tokenizer, self.own)
+        longest = max(len(prompt.tokens) for prompt in trainer.train_prompts) + trainer.longest_response
+        if longest > self.positions:
+            raise ValueError(
+                f"teacher.path={self.config.path} has {self.positions} positions, and prompt and response may have "
+                f"{longest} tokens"
+            )
+        if theirs == ours:
+            return []
+        return [f"the teacher has {theirs:,} tokens and the policy {ours:,}: they are compared over what both have"]
 
     def say(
         self, rollout: Rollout, prompts: list[list[int]], responses: list[list[int]], masks: list[list[bool]]
     ) -> Tensor:
         trainer, roles, role, top_k = self.trainer, self.trainer.roles, self.role, self.config.top_k
         assert role is not None
+        if self.own is not None:  # a token without a row there, of no text, is read as the last one
+            last = min(embedding_rows(self.own), len(self.head.weight)) - 1
+            prompts, responses = ([[min(i, last) for i in row] for row in rows] for rows in (prompts, responses))
         count, device = int(rollout.loss_mask.sum()), roles.device
         of_tokens = torch.zeros(count, device=device)
         if top_k is None:
             said = [torch.zeros(count, roles.hidden_size(role), dtype=roles.dtype, device=device)]
         else:
-            said = [torch.zeros(count, top_k, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32)]
+            shapes = (top_k, torch.int32), (top_k + 1, torch.float32)
+            said = [torch.zeros(count, width, dtype=dtype, device=device) for width, dtype in shapes]
 
         def run(rows: list[int]) -> None:
             batch = roles.batch([prompts[i] for i in rows], [responses[i] for i in rows], [masks[i] for i in rows])
@@ -162,27 +197,23 @@ class LocalTeacher(Teacher):
         trainer.world.sum(of_tokens, *said)
         if top_k is None:
             rollout.teacher_states = said[0].cpu()
+            self.keep_head(rollout)
         else:
             rollout.teacher_top_ids, rollout.teacher_top_logprobs = said[0].cpu(), said[1].cpu()
         return of_tokens.cpu()
 
 
-def shared_head(roles: Roles, role: Role) -> Head:
-    """A role's head, of as many tokens as the policy's: what a larger vocabulary has beyond is padding of no text.
-    Raises ValueError for a smaller one.
-    """
-    ours, theirs = len(roles.head("policy").weight), roles.head(role)
-    if len(theirs.weight) < ours:
-        raise ValueError(f"the teacher's head has {len(theirs.weight):,} tokens, and the policy's {ours:,}")
-    if len(theirs.weight) == ours:
-        return theirs
-    return replace(theirs, weight=theirs.weight[:ours], bias=None if theirs.bias is None else theirs.bias[:ours])
+def first_tokens(head: Head, count: int) -> Head:
+    """A head of at most so many tokens."""
+    if len(head.weight) <= count:
+        return head
+    return replace(head, weight=head.weight[:count], bias=None if head.bias is None else head.bias[:count])
 
 
 class ServerTeacher(Teacher):
     """vLLM at an address: it says the likeliest tokens (`prompt_logprobs`), at temperature 1."""
 
-    def start(self) -> None:
+    def start(self) -> list[str]:
         self.vocabulary = len(self.trainer.roles.head("policy").weight)
         self.client = ServerClient(str(self.config.path), timeout_s=self.config.timeout_s)
         try:
@@ -191,6 +222,7 @@ class ServerTeacher(Teacher):
             check_tokenizer(self.client, self.model, self.trainer.tokenizer)
         except ServerError as error:
             raise ValueError(f"teacher.path: {error}") from None
+        return []
 
     def say(
         self, rollout: Rollout, prompts: list[list[int]], responses: list[list[int]], masks: list[list[bool]]
@@ -206,7 +238,8 @@ class ServerTeacher(Teacher):
             raise Interrupted(f"teacher.path: {error}") from error
         merged = world.merge(read)
         rollout.teacher_top_ids = torch.tensor([ids for row in merged for ids, _, _ in row], dtype=torch.int32)
-        rollout.teacher_top_logprobs = torch.tensor([logprobs for row in merged for _, logprobs, _ in row])
+        likeliest = torch.tensor([logprobs for row in merged for _, logprobs, _ in row]).reshape(-1, top_k)
+        rollout.teacher_top_logprobs = with_tail(likeliest)
         return torch.tensor([of_token for row in merged for _, _, of_token in row])
 
     def _read(
@@ -319,7 +352,10 @@ class Hint:
         hinted = [place for place, of_row in enumerate(values) if all(value is not None for value in of_row.values())]
         openings: list[str | None] = ["\n\n" + self.text.format(**values[place]) for place in hinted]
         prepared = trainer.prepared([rows[place] for place in hinted], openings=openings)
-        room = trainer.positions - trainer.longest_response  # a prompt that a long hint leaves no room is not read
+        assert trainer.teacher is not None
+        room = (
+            trainer.teacher.positions - trainer.longest_response
+        )  # a prompt that a long hint leaves no room is not read
         by_place = {hinted[prompt.index]: prompt.tokens for prompt in prepared if len(prompt.tokens) <= room}
         return [by_place.get(place) for place in range(len(rollout))]
 
@@ -366,15 +402,11 @@ class DistanceLoss:
 
     def from_states(self, rows: list[int], batch: SequenceBatch, states: Tensor) -> tuple[Tensor, Metrics]:
         counts = self.rollout.take(self.rollout.taught_mask, rows, batch=batch)[batch.row, batch.column]
-        taught = self.rollout.taught(rows, self.teacher.head, device=states.device)
-        found = distances(
-            states,
-            self.roles.head("policy"),
-            taught,
-            targets=batch.targets,
-            temperature=self.temperature,
-            beta=self.teacher.config.divergence,
-        )
+        ours, theirs = self.roles.head("policy"), self.teacher.head
+        taught = self.rollout.taught(rows, theirs, device=states.device)
+        if isinstance(taught, TeacherStates):
+            ours = first_tokens(ours, len(taught.head.weight))
+        found = distances(states, ours, taught, temperature=self.temperature, beta=self.teacher.config.divergence)
         loss = torch.where(counts, found.divergence, 0.0).sum() / self.taught_tokens
         metrics = {
             "teacher/loss": loss,
