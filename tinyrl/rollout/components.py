@@ -197,8 +197,15 @@ class SamplingParts(Parts):
         stop = [*config.generation.stop, *(self.runner.environment.stop if self.runner else ())]
         self.engine: SamplingEngine
         if options.weights:
+            prompts = [len(p.tokens) for p in (*self.train_prompts, *self.eval_prompts)]
+            by_agents = isinstance(self.runner, AgentRunner)  # which write their own prompts
             self.engine, self.engine_reason = engine_of(
-                config.generation, self.roles, self.tokenizer, stop=stop, longest_response=self.longest_response
+                config.generation,
+                self.roles,
+                self.tokenizer,
+                stop=stop,
+                longest_response=self.longest_response,
+                longest_prompt=config.generation.max_prompt_tokens if by_agents else max(prompts, default=0),
             )
         else:
             name = planned_engine(
