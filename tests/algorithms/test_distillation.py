@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinyrl.algorithms.distillation import jensen_shannon, kl_divergence, token_advantages, with_tail
+from tinyrl.algorithms.distillation import jensen_shannon, kl_divergence, token_advantages, top_bins, with_tail
 
 
 def random_logprobs(rows: int, vocabulary: int, seed: int) -> Tensor:
@@ -65,6 +65,26 @@ def test_beta_tends_to_its_ends_up_to_their_factor():
 def test_an_outcome_the_first_never_has_adds_nothing():
     p = torch.tensor([[0.0, 1.0]]).log()
     assert kl_divergence(p, torch.tensor([[0.5, 0.5]]).log()).item() == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_outcomes_that_neither_has_give_no_gradient(beta: float):
+    logits = torch.tensor([[0.3, -torch.inf, 1.0]], requires_grad=True)
+    few = torch.tensor([[0.3, 1.0]], requires_grad=True)
+    teacher = torch.tensor([[0.25, 0.0, 0.75]]).log()
+    distance = jensen_shannon(logits.log_softmax(-1), teacher, beta=beta)
+    expected = jensen_shannon(few.log_softmax(-1), teacher[:, [0, 2]], beta=beta)
+    torch.testing.assert_close(distance, expected)
+    (distance + expected).sum().backward()
+    assert logits.grad is not None
+    assert few.grad is not None
+    torch.testing.assert_close(logits.grad, torch.tensor([[few.grad[0, 0], 0.0, few.grad[0, 1]]]))
+
+
+def test_bins_of_a_distribution_by_hand():
+    log_p = torch.tensor([[0.5, 0.0, 0.3, 0.2]]).log()
+    torch.testing.assert_close(top_bins(log_p, torch.tensor([[2, 0]])).exp(), torch.tensor([[0.3, 0.5, 0.2]]))
+    assert top_bins(log_p, torch.tensor([[0, 1, 2, 3]]))[0, 4].exp() == 0.0
 
 
 def test_tail_bin_by_hand():

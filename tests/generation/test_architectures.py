@@ -81,7 +81,7 @@ def test_a_trial_that_raises_means_another_engine_and_says_so(
     with pytest.raises(ValueError, match=r"generation\.engine=fused: its trial with Gemma3ForCausalLM ended in"):
         select_engine(made.roles, made.tokenizer, engine.settings, wanted="fused", dtype=torch.float32, longest=64)
 
-    def full(_: Any) -> Any:
+    def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(select, "trial_logprobs", full)

@@ -253,9 +253,9 @@ def test_bfloat16_sampling_says_that_it_is_not_exact(tiny: TinyModels):
     assert any(a != b for a, b in first)
 
 
-def choose(engine: Any, wanted: str = "auto", *, dtype: torch.dtype = torch.float32, longest: int = 64):
-    settings = SamplingSettings(temperature=1.0, max_new_tokens=8)
-    return select_engine(engine.roles, engine.tokenizer, settings, wanted=wanted, dtype=dtype, longest=longest)  # pyright: ignore
+def choose(engine: Any, wanted: str = "auto", *, dtype: torch.dtype = torch.float32, longest: int = 64, tried: int = 0):
+    settings, options = SamplingSettings(temperature=1.0, max_new_tokens=8), {"longest": longest, "tried": tried}
+    return select_engine(engine.roles, engine.tokenizer, settings, wanted=wanted, dtype=dtype, **options)  # pyright: ignore
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -297,6 +297,27 @@ def test_a_window_shorter_than_the_longest_sequence_rules_the_fused_engine_out(t
     engine, why = choose(made, longest=41)
     assert engine.name == "hf-merged"
     assert "does not look at all earlier tokens" in why
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_that_go_wrong_late_rule_the_fused_engine_out(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+):
+    """Keys that the decoder forgets, further back than a short text goes: 40 tokens."""
+    made, step = make_engine(tiny("llama")), Decoder.step
+
+    def forgetful(self: Decoder, token: torch.Tensor, position: torch.Tensor, *, cache: Any, width: int):
+        cache.entries[..., : max(0, int(position.max()) - 40), :] = 0.0
+        return step(self, token, position, cache=cache, width=width)
+
+    assert choose(made, dtype=dtype, tried=100)[0].name == "fused"
+    monkeypatch.setattr(Decoder, "step", forgetful)
+    assert choose(made, dtype=dtype, tried=30)[0].name == "fused"
+    if dtype == torch.float32:
+        assert choose(made, dtype=dtype, tried=100)[0].name == "hf-merged"
+    else:  # no other engine samples in another dtype
+        with pytest.raises(ValueError, match="numbers are not those of"):
+            choose(made, dtype=dtype, tried=100)
 
 
 def test_rotary_positions_that_depend_on_the_batch_rule_the_fused_engine_out(tiny: TinyModels):

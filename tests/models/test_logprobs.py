@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from tests.tiny_models import KINDS, TinyModels
 from tinyrl.models import logprobs as module
 from tinyrl.models.batches import backbone_of
-from tinyrl.models.loading import load_causal_lm
+from tinyrl.models.loading import few_tokens, load_causal_lm
 from tinyrl.models.logprobs import Head, check_head, head_of, token_logprobs
 
 NUM_TOKENS, VOCABULARY, HIDDEN = 17, 11, 5
@@ -69,6 +69,24 @@ def test_a_head_that_is_not_linear_is_refused(tiny: TinyModels):
     model.set_output_embeddings(nn.Sequential(nn.Linear(32, 8)))
     with pytest.raises(ValueError, match="no linear language-model head"):
         head_of(model)
+
+
+def test_a_head_that_rules_a_token_out_is_no_damage(tiny: TinyModels):
+    """By a bias of -inf; a weight that is not finite is refused as before."""
+    model: Any = load_causal_lm(str(tiny("llama")), dtype=torch.float32)
+    head = nn.Linear(32, model.lm_head.weight.shape[0])
+    with torch.no_grad():
+        head.weight.copy_(model.lm_head.weight)
+        head.bias.zero_()[7] = -torch.inf
+    model.set_output_embeddings(head)
+    assert few_tokens(model, path="tiny")[:, 7].isneginf().all()
+    check_head(model, head_of(model), backbone_of(model))
+    with pytest.raises(ValueError, match="changes its logits"):
+        check_head(model, Head(head.weight, None), backbone_of(model))
+    with torch.no_grad():
+        head.weight[3, 5] = torch.inf
+    with pytest.raises(ValueError, match="not finite"):
+        few_tokens(model, path="tiny")
 
 
 def random_case(*, bias: bool, softcap: float | None, trainable: bool) -> tuple[Tensor, Head, Tensor]:
@@ -131,6 +149,26 @@ def test_chunked_is_dense(
         assert leaf.grad is not None
         assert leaf64.grad is not None
         torch.testing.assert_close(leaf.grad, leaf64.grad.float(), atol=5e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+def test_a_token_that_never_comes_changes_nothing(trainable: bool):
+    """A head that rules a token out by a bias of -inf, against a head without that token."""
+    states, head, targets = random_case(bias=True, softcap=None, trainable=trainable)
+    targets, results = torch.where(targets == VOCABULARY - 1, 0, targets), []
+    assert head.bias is not None
+    for last in (VOCABULARY, VOCABULARY - 1):
+        weight, bias = head.weight.detach()[:last].clone(), head.bias.detach()[:last].clone()
+        if last == VOCABULARY:
+            bias[-1] = -torch.inf
+        own = Head(weight.requires_grad_(trainable), bias, head.scale)
+        x = states.detach().clone().requires_grad_()
+        logprobs, entropy = token_logprobs(x, own, targets=targets, temperature=0.7, entropy_grad=True)
+        (logprobs + 0.5 * entropy).sum().backward()
+        of_weight = [] if weight.grad is None else [weight.grad[: VOCABULARY - 1]]
+        results.append([logprobs, entropy, x.grad, *of_weight])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])

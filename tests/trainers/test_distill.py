@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from tinyrl.config.schema import Config
 from tinyrl.data import http_client
 from tinyrl.generation import server_client
 from tinyrl.models.loading import load_causal_lm
-from tinyrl.rollout.buffer import Rollout
+from tinyrl.rollout.buffer import Rollout, given_rollout
 from tinyrl.rollout.collector import sample_and_score
-from tinyrl.rollout.components import Options
+from tinyrl.rollout.components import Options, trainer_of
 from tinyrl.rollout.stored import MANIFEST, StoredRows
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.trainers.distill import Distill
+from tinyrl.trainers.grpo import Grpo
 
 SMALL = {"distill": {"num_prompts": 4, "group_size": 2}}
 
@@ -127,7 +129,7 @@ def stored(model: Path, teacher: Path, folder: Path) -> Path:
     said: list[str] = []
     settings = config(model, teacher, teacher={"top_k": 4}, task={"max_samples": 20})
     manifest = distill(settings).store(folder, told=said.append)
-    assert f"{manifest.tokens:,} tokens, 40 bytes each" in said[0]
+    assert f"{manifest.tokens:,} tokens, 44 bytes each" in said[0]
     return folder
 
 
@@ -220,21 +222,179 @@ def test_observed_tokens_are_not_learnt(tmp_path: Path) -> None:
     trainer.close()
 
 
-def test_correct_answers_of_the_group_are_a_hint(model: Path, tmp_path: Path) -> None:
-    """Rows of groups without another right answer have nothing to learn from, and do not count."""
-    settings = config(
-        model, "self", teacher={"hint": "One said {correct}"}, distill={"num_prompts": 2, "group_size": 3}
-    )
-    trainer = distill(settings)
-    rollout = trainer.given(trainer.train_prompts[:6])
-    rollout.prompt_index, rollout.rewards = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([1.0, 0, 0, 0, 1, 1])
+def hinted(trainer: Any, right: list[bool], **fields: list[float]) -> Rollout:
+    """One group that the teacher has read: responses to the first prompt, the task's own answer where right."""
+    prompt = trainer.train_prompts[0]
+    answer = trainer.tokenizer.encode(str(trainer.task.gold(prompt.row)))
+    responses = [answer if one else answer[::-1] for one in right]
+    rollout = given_rollout([prompt.tokens] * len(right), responses, rows=[prompt.index] * len(right), num_rewards=1)
+    rollout.prompt_index = torch.zeros(len(right), dtype=torch.long)
+    rollout.rewards = torch.tensor(fields.get("rewards", [float(one) for one in right]))
+    rollout.scores = torch.tensor(fields.get("scores", rollout.rewards.tolist())).unsqueeze(1)
     assert trainer.teacher is not None
     trainer.teacher.read(rollout)
-    assert rollout.kept.tolist() == [False, True, True, True, True, True]
+    return rollout
+
+
+ONE_RIGHT: dict[str, Any] = {"path": "self", "hint": "One said {correct}"}
+
+
+def test_correct_answers_of_the_group_are_a_hint(model: Path) -> None:
+    """Rows of groups without another right answer have nothing to learn from, and do not count."""
+    trainer = distill(config(model, "self", teacher=ONE_RIGHT))
+    rollout = hinted(trainer, [True, False, False])
+    assert rollout.kept.tolist() == [False, True, True]
+    assert hinted(trainer, [True, True, False]).kept.tolist() == [True, True, True]
+    assert hinted(trainer, [False, False]).kept.tolist() == [False, False]
+    assert trainer.teacher is not None
     assert trainer.teacher.hint is not None
     read = trainer.teacher.hint.prompts(rollout, trainer)
     right = trainer.tokenizer.decode(rollout.response(0), skip_special_tokens=True)
     assert str(trainer.tokenizer.decode(read[1] or [])).endswith(f"One said {right}")
+
+
+def test_rows_without_a_hint_stay_in_the_policy_loss(model: Path) -> None:
+    """With a teacher of next to no weight the gradient is that of GRPO alone; the distance is a mean over the rows that
+    the teacher was shown something for.
+    """
+    own, gradients = running.config("grpo", model, teacher={**ONE_RIGHT, "coef": 1e-9}), []
+    for coef in (1e-9, 0.0):
+        trainer = Grpo(own, options=Options(device="cpu"))
+        rollout = hinted(trainer, [True, False, False, False])
+        assert rollout.kept.tolist() == [True] * 4
+        rollout.advantages = torch.tensor([1.5, -0.5, -0.5, -0.5])
+        settings, rows = replace(trainer.loss_settings(kl_coef=0.0), teacher_coef=coef), [0, 1, 2, 3]
+        loss, metrics = trainer.policy_loss(rollout, rows, settings)(rows)
+        loss.backward()
+        gradients.append({n: p.grad for n, p in trainer.roles.parameters["policy"].items() if p.grad is not None})
+        if coef:
+            few = trainer.distance_loss(rollout, [1, 2, 3])([1, 2, 3])[1]["teacher/loss"]
+            assert float(few) > 0.01
+            assert float(metrics["teacher/loss"]) == pytest.approx(float(few), rel=1e-4)
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], atol=1e-6, rtol=1e-4)
+
+
+def test_right_is_what_the_verifier_says(model: Path) -> None:
+    """Not a wrong answer with other rewards, and a right one whatever its penalties."""
+    trainer = distill(config(model, "self", teacher=ONE_RIGHT))  # its reward is a function beside the verifier
+    assert hinted(trainer, [True, False], rewards=[0.2, 1.5]).kept.tolist() == [False, True]
+    own = {"reward": {"functions": [], "truncated": "penalize"}}
+    trainer = distill(config(model, "self", teacher=ONE_RIGHT, **own))
+    assert trainer.scorer.uses_verifier
+    assert hinted(trainer, [True, False], rewards=[0.5, 0.0], scores=[1.0, 0.0]).kept.tolist() == [False, True]
+    eased = distill(config(model, "self", teacher=ONE_RIGHT, task={"solved_reward": 0.3}, **own))
+    assert hinted(eased, [False, False], scores=[0.4, 0.1]).kept.tolist() == [False, True]
+
+
+def test_a_function_that_never_says_why_stops_the_run(model: Path, tmp_path: Path) -> None:
+    code, run, _ = running.train(config(model, "self", teacher={"hint": "It has {why}"}), tmp_path)
+    assert code == 3
+    assert len(running.metrics(run)) < 2
+
+
+@pytest.mark.parametrize(
+    ("method", "hint", "sections"),
+    [
+        ("ppo", "{correct}", {}),
+        ("distill", "{correct}", {"distill": {"group_size": 1}}),
+        ("distill", "{correct}", {"distill": {"group_size": 1, "on_policy": 0.0}}),
+        ("grpo", "{why}", {"reward": {"functions": []}}),
+        ("distill", "{why}", {"distill": {"on_policy": 0.0, "group_size": 1}}),
+    ],
+)
+def test_a_hint_that_nothing_can_fill_in_is_refused(
+    method: str, hint: str, sections: dict[str, Any], model: Path
+) -> None:
+    teacher = {"path": "self", "hint": hint} | ({} if method == "distill" else {"coef": 0.5})
+    settings = running.config(method, model, **sections, teacher=teacher)
+    with pytest.raises(ValueError, match=r"teacher\.hint"):
+        trainer_of(method)(settings, options=Options(device="cpu"))
+
+
+def test_the_policy_as_its_own_teacher_stays_as_it_was(model: Path) -> None:
+    """With every weight trained: no gradient goes through the teacher, and no optimizer step moves it."""
+    trainer = distill(config(model, "self", teacher={"hint": "It is {answer}"}, lora={"enabled": False}))
+    rollout, rows = given(trainer), [0, 1, 2, 3, 4]
+    head = trainer.roles.head("policy").weight
+    assert rollout.teacher_states is not None
+    expected = (rollout.teacher_states @ head.detach().T).log_softmax(-1)
+    with torch.no_grad():
+        head.mul_(1.5)
+    for one in (rollout, Rollout.from_tensors(rollout.to_tensors())):
+        loss, _ = trainer.distance_loss(one, rows)(rows)
+        (gradient,) = torch.autograd.grad(loss, head)
+        batch = rollout.batch(rows, trainer.roles)
+        states = trainer.roles.policy_states(batch)
+        plain = jensen_shannon((states @ head.T).log_softmax(-1), expected, beta=1.0).mean()
+        torch.testing.assert_close(loss, plain, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(gradient, torch.autograd.grad(plain, head)[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo", "distill"])
+def test_rows_of_which_nothing_counts(method: str, model: Path, other: Path) -> None:
+    """A micro-batch of them, with every weight trained, adds nothing."""
+    teacher = {"path": str(other)} | ({} if method == "distill" else {"coef": 0.5})
+    settings = running.config(method, model, lora={"enabled": False}, teacher=teacher)
+    trainer = trainer_of(method)(settings, options=Options(device="cpu"))
+    rollout = hinted(trainer, [True, False])
+    rollout.kept = torch.tensor([True, False])
+    trainer.teacher.read(rollout)
+    loss, metrics = trainer.distance_loss(rollout, [0, 1])([1])
+    loss.backward()
+    assert float(metrics["teacher/loss"]) == 0.0
+
+
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_rows_of_padding_that_only_the_policy_has_are_left_out(
+    top_k: int | None, model: Path, other: Path, tmp_path: Path
+) -> None:
+    """Both have all tokens of the text; the policy may sample an id behind them all the same."""
+    wide = load_causal_lm(str(model), dtype=torch.float32)
+    rows = wide.get_input_embeddings().weight.shape[0]  # pyright: ignore
+    wide.resize_token_embeddings(rows + 5, mean_resizing=False)
+    wide.save_pretrained(tmp_path)
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    trainer = distill(config(tmp_path, other, teacher={"top_k": top_k}))
+    assert trainer.teacher is not None
+    assert len(trainer.teacher.start()) == 1
+    rollout = trainer.given(trainer.train_prompts[:2])
+    rollout.response_tokens[0, 1] = rows + 4
+    trainer.teacher.read(rollout)
+    loss, _ = trainer.distance_loss(rollout, [0, 1])([0, 1])
+    assert torch.isfinite(loss)
+    if top_k is None:
+        kept, narrow = [1], trainer.distance_loss(rollout, [1])
+        mine, theirs = (plain_logprobs(path, one_row(rollout, 1)) for path in (tmp_path, other))
+        expected = jensen_shannon(mine[:, :rows].log_softmax(-1), theirs, beta=1.0).mean()
+        torch.testing.assert_close(narrow(kept)[0].detach(), expected, atol=1e-5, rtol=1e-5)
+
+
+def one_row(rollout: Rollout, row: int) -> Rollout:
+    prompt = rollout.prompt_tokens[int(rollout.prompt_index[row])]
+    return given_rollout([prompt], [rollout.response(row)], rows=[0], num_rewards=1)
+
+
+def test_a_teacher_without_a_row_for_a_token_of_text_is_refused(model: Path, tmp_path: Path) -> None:
+    narrow = load_causal_lm(str(model), dtype=torch.float32)
+    narrow.resize_token_embeddings(200)
+    narrow.save_pretrained(tmp_path)
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    with pytest.raises(ValueError, match="200 rows"):
+        distill(config(model, tmp_path))
+
+
+def test_a_teacher_with_fewer_positions_than_rows_may_have_is_refused(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
+    facts = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**facts, "max_position_embeddings": 20}))
+    trainer = distill(config(model, tmp_path))
+    assert trainer.teacher is not None
+    with pytest.raises(ValueError, match=r"teacher\.path=.* has 20 positions"):
+        trainer.teacher.start()
 
 
 def test_what_a_reward_says_is_a_hint(model: Path, tmp_path: Path) -> None:

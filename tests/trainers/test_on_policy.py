@@ -1,8 +1,11 @@
 """What a rollout's metrics describe, and what a step without anything to learn from says."""
 
 import dataclasses
+import json
 import math
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +14,9 @@ from safetensors.torch import load_file
 from tests import running
 from tests.tiny_models import TinyModels
 from tinyrl.config.method_sections import GrpoConfig, PpoConfig
+from tinyrl.models.batches import make_batch
 from tinyrl.rollout.buffer import FINISH_REASONS, Rollout
-from tinyrl.rollout.components import Options, SamplingParts
+from tinyrl.rollout.components import Options, SamplingParts, trainer_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.trainers.grpo import advantages_of, zero_spread
 from tinyrl.trainers.ppo import adapted_kl_coef, predict_final_values
@@ -367,3 +371,39 @@ def test_a_reward_with_the_name_of_a_metric_is_refused(name: str, tiny: TinyMode
     with pytest.raises(ValueError, match=f"reward.functions.*`{name}`"):
         running.train(running.config("grpo", tiny("llama"), reward=reward), tmp_path)
     assert not (tmp_path / "run").exists()
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "short_factor": [1.0] * 4,
+    "long_factor": [4.0, 4.0, 8.0, 8.0],
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
+def test_rows_beyond_what_rotates_alike_are_refused(rope: dict[str, Any], tiny: TinyModels, tmp_path: Path) -> None:
+    """A row of more tokens would change the probabilities of the rows beside it."""
+    shutil.copytree(tiny("llama"), tmp_path, dirs_exist_ok=True)
+    facts = json.loads((tmp_path / "config.json").read_text())
+    facts |= {"rope_parameters": rope, "max_position_embeddings": 512 if rope is LONGROPE else 64}
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    options = Options(device="cpu")
+    with pytest.raises(ValueError, match=r"generation\.max_new_tokens=64.* 64 positions"):
+        trainer_of("grpo")(running.config("grpo", tmp_path, generation={"max_new_tokens": 64}), options=options)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in [*range(10, 30), 80]))
+    with pytest.raises(ValueError, match="64 positions"):
+        trainer_of("sft")(running.config("sft", tmp_path, task={"name": None, "data": str(rows)}), options=options)
+
+    parts = SamplingParts(running.config("grpo", tmp_path), options=options)
+    short, long = [5, 9, 30, 31], list(range(20, 84))  # 64 tokens in all
+    alone = logprobs_of(parts, [short])
+    torch.testing.assert_close(logprobs_of(parts, [short, long])[0], alone[0], atol=1e-6, rtol=1e-6)
+    parts.close()
+
+
+def logprobs_of(parts: SamplingParts, rows: list[list[int]]) -> list[torch.Tensor]:
+    batch = make_batch([row[:2] for row in rows], [row[2:] for row in rows])
+    with torch.no_grad(), parts.roles.acting("policy"):
+        found = parts.roles.logprobs("policy", batch, temperature=1.0)[0]
+    return [found[i, : len(row) - 2] for i, row in enumerate(rows)]

@@ -14,6 +14,7 @@ from torch import Tensor
 from tinyrl.algorithms.masking import assert_shapes
 
 SMALLEST_TAIL = 1e-7  # mass of the bin of all other tokens: float32 knows no smaller difference from 1
+LOWEST = -1e30  # stands for log 0 where -inf would be multiplied by 0, or subtracted from itself
 
 
 def jensen_shannon(log_p: Tensor, log_q: Tensor, *, beta: float) -> Tensor:
@@ -31,14 +32,16 @@ def jensen_shannon(log_p: Tensor, log_q: Tensor, *, beta: float) -> Tensor:
         return kl_divergence(log_q, log_p)
     if beta == 1.0:
         return kl_divergence(log_p, log_q)
-    log_m = mixture(log_p, log_q, beta=beta)
+    log_m = mixture(log_p.clamp(min=LOWEST), log_q, beta=beta)
     return beta * kl_divergence(log_q, log_m) + (1 - beta) * kl_divergence(log_p, log_m)
 
 
 def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p || q) = sum_v p_v (log p_v - log q_v), in nats: (N, V), (N, V) -> (N,). Bins of no mass under p add 0."""
+    """KL(p || q) = sum_v p_v (log p_v - log q_v), in nats: (N, V), (N, V) -> (N,). Bins of no mass under p add 0, to
+    the gradient too; it is infinite where q has none and p has.
+    """
     p = log_p.exp()
-    return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
+    return (p * torch.where(p == 0, 0.0, log_p - log_q)).sum(-1)
 
 
 def mixture(log_p: Tensor, log_q: Tensor, *, beta: float) -> Tensor:
@@ -46,8 +49,16 @@ def mixture(log_p: Tensor, log_q: Tensor, *, beta: float) -> Tensor:
     return torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
 
 
+def top_bins(log_p: Tensor, ids: Tensor) -> Tensor:
+    """Log-probabilities of K tokens and of all others together (SDPO, 2601.20802, Sec. 3): (N, V), ids (N, K) -> (N, K
+    + 1). The last bin is the logsumexp of the others: of a confident model 1 - sum_k p_k is mostly rounding.
+    """
+    others = log_p.scatter(-1, ids, LOWEST).logsumexp(-1, keepdim=True)
+    return torch.cat([log_p.gather(-1, ids), others], -1)
+
+
 def with_tail(logprobs: Tensor) -> Tensor:
-    """Log-probabilities of K tokens and of all others together: (N, K) -> (N, K + 1) (SDPO, 2601.20802, Sec. 3).
+    """The same bins where nothing is known but the log-probabilities of the K (a server's): (N, K) -> (N, K + 1).
 
     The last bin is log(1 - sum_k p_k), at least log 1e-7: the probabilities of the K add up to 1 only up to rounding.
     """

@@ -185,7 +185,8 @@ WITHOUT_EFFECT = [
         "it is of the adapters, and every weight is trained here",
     ),
     *_idle(
-        "task.solved_reward", "task.skip_solved", lambda c: c.task.skip_solved == 0 and c.task.sampler == "uniform",
+        "task.solved_reward", "task.skip_solved",
+        lambda c: c.task.skip_solved == 0 and c.task.sampler == "uniform" and "{correct" not in (c.teacher.hint or ""),
         "no prompt is chosen by what was right",
     ),
     *_idle(

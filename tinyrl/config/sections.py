@@ -161,7 +161,7 @@ class TaskConfig(Section):
         default=200.0, description="of sampler=difficulty: steps after which what was seen counts half"
     )
     solved_reward: Weight = Field(
-        default=1.0, description="least reward that is a right answer to sampler, skip_solved"
+        default=1.0, description="least reward that is a right answer to sampler, skip_solved, teacher.hint"
     )
     grading: Literal["task", "math"] = Field(default="task", description="the verifier; math: formulas, by math-verify")
     sources: list[SourceConfig] = Field(default_factory=list, description="several of rows, mixed by weight")

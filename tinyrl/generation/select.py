@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.config.sections import GenerationConfig
-from tinyrl.generation.cache import BLOCK, AnyCache
+from tinyrl.generation.cache import BLOCK
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import Completion, SamplingEngine, SamplingSettings, sample_tokens
 from tinyrl.generation.footprint import COPY_SHARE, copied_bytes, how_held, sampling_dtype
@@ -31,6 +31,7 @@ from tinyrl.models.fused_backbone import reads_like_llama
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.lora import POLICY_ADAPTER, adapted_parameter, is_plain_lora
 from tinyrl.models.meta import bytes_by_role, weight_bytes
+from tinyrl.models.reward_model import positions_of
 from tinyrl.models.roles import Roles
 from tinyrl.text import first_line, masked
 
@@ -49,10 +50,12 @@ def engine_of(
     *,
     stop: list[str],
     longest_response: int,
+    longest_prompt: int = 0,
 ) -> tuple[SamplingEngine, str]:
     """The sampling engine of `generation.engine` over the policy's model, and why it is that one.
 
-    stop: texts that end a completion, or a turn of it; longest_response: in tokens, what is read between turns too.
+    stop: texts that end a completion, or a turn of it; longest_response: in tokens, what is read between turns too;
+    longest_prompt: of those there are, which the trial of the engine goes by.
     """
     settings = SamplingSettings(
         config.temperature, config.max_new_tokens, stop, config.top_p, config.top_k, config.max_rows
@@ -65,7 +68,8 @@ def engine_of(
         engine = ServerEngine(roles, tokenizer, settings, server=server, longest=longest, sleeps=sleeps)
         return engine, f"generation.url={masked(config.url)}"
     dtype = sampling_dtype(config, roles)
-    return select_engine(roles, tokenizer, settings, wanted=config.engine, dtype=dtype, longest=longest)
+    tried = min(longest_prompt + longest_response, positions_of(roles.causal.config.get_text_config()))
+    return select_engine(roles, tokenizer, settings, wanted=config.engine, dtype=dtype, longest=longest, tried=tried)
 
 
 def planned_engine(
@@ -87,8 +91,10 @@ def select_engine(
     wanted: EngineName,
     dtype: torch.dtype,
     longest: int,
+    tried: int = 0,
 ) -> tuple[SamplingEngine, str]:
-    """The engine, and why it is that one. `longest`: tokens of the longest sequence there can be.
+    """The engine, and why it is that one. `longest`: tokens of the longest sequence there can be; `tried`: of the
+    longest that a trial of the numbers is worth.
 
     Raises ValueError when the engine asked for by name cannot sample from this model correctly.
     """
@@ -99,7 +105,7 @@ def select_engine(
         held = how_held(roles, dtype, quantized=quantized, free=free)
         assert held is not None, "else it would not have been chosen"
         engine = FusedEngine(roles, tokenizer, settings, dtype=dtype, held=held)
-        fits, said = _tried(engine)
+        fits, said = _tried(engine, tried)
         if fits:
             return engine, said
         if wanted == "fused" and not engine.exact and engine.decoders:
@@ -188,7 +194,7 @@ def _why_not_fused(roles: Roles, longest: int) -> str | None:
     return None
 
 
-def _tried(engine: FusedEngine) -> tuple[bool, str]:
+def _tried(engine: FusedEngine, longest: int) -> tuple[bool, str]:
     """Whether the engine's numbers are those of the model, and how far they are off: in float32 from the model's own
     forward pass, in half precision both from a float32 pass of the same weights. A trial that raises is a reason too,
     as what a strange model's parts do is not known. Kernels whose numbers are off are not used.
@@ -197,16 +203,16 @@ def _tried(engine: FusedEngine) -> tuple[bool, str]:
     wrong = _wrong_with_kernels(engine)
     if wrong is not None:
         engine.in_blocks = False
-        fits, said = _tried(engine)
+        fits, said = _tried(engine, longest)
         return fits, f"{said}; without its kernels: {wrong}"
     try:
-        ours, library, exact = trial_logprobs(engine)
+        ours, library, exact = trial_logprobs(engine, longest=longest)
     except torch.OutOfMemoryError:
         raise
     except RAISED_BY_TRIALS as error:
         return False, f"its trial with {kind} ended in {type(error).__name__}: {first_line(error)}"
-    gap = (ours - exact).abs()
-    error, library_error = float(gap.mean()), float((library - exact).abs().mean())
+    gap, of_library = (torch.where(x == exact, 0.0, x - exact).abs() for x in (ours, library))  # both may be -inf
+    error, library_error = float(gap.mean()), float(of_library.mean())
     fits, worst = as_exact(error, library_error), float(gap.max())
     if not engine.exact:
         said = f"{error:.2g} nats from float32 on average, the library's modules {library_error:.2g}"
@@ -270,20 +276,24 @@ def kernel_errors(decoder: Decoder, *, block: int = BLOCK) -> tuple[float, float
 
 
 @torch.no_grad()
-def trial_logprobs(engine: FusedEngine) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities (rows, tokens, V) on texts of different lengths: by the engine's decoder, by the model's own
-    forward pass as it trains, and by one in float32. The engine keeps the decoder. A text's rounding is much the same
-    at all of its tokens, so half precision is judged by more texts.
+def trial_logprobs(engine: FusedEngine, *, longest: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities (rows, tokens, V) at the end of texts of different lengths, one of them of `longest` tokens (a
+    scale of positions, a window or a mask may go wrong late): by the engine's decoder, by the model's own forward pass
+    as it trains, and by one in float32. The engine keeps the decoder. A text's rounding is much the same at all of its
+    tokens, so half precision is judged by more texts.
     """
     roles, vocabulary = engine.roles, head_of(engine.roles.causal).weight.shape[0]
     count = 2 if engine.exact else TRIAL_TEXTS
-    sequences = [ordinary_ids(vocabulary, 12 + 8 * (i % 2), start=100 * i) for i in range(count)]
-    lengths = torch.tensor([len(s) - TRIAL_TOKENS for s in sequences], device=roles.device)
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(s) for s in sequences], batch_first=True).to(roles.device)
+    short = [ordinary_ids(vocabulary, 12 + 8 * (i % 2), start=100 * i) for i in range(count)]
+    long = [ordinary_ids(vocabulary, longest)] if longest > max(map(len, short)) else []
 
     def read(model: PreTrainedModel) -> Tensor:
-        alone = [model(input_ids=ids[i : i + 1, : len(s)]).logits[0] for i, s in enumerate(sequences)]
-        return torch.stack([logits[-TRIAL_TOKENS - 1 :].float() for logits in alone]).log_softmax(-1)
+        texts = [torch.tensor([text], device=roles.device) for text in (*short, *long)]
+        found = [model(input_ids=ids).logits[0, -TRIAL_TOKENS - 1 :] for ids in texts[:count]]
+        for ids in texts[count:]:  # logits of all its tokens would be as large as those of a step
+            states = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state[0, -TRIAL_TOKENS - 1 :]
+            found.append(head_of(model).logits(states))
+        return torch.stack([logits.float() for logits in found]).log_softmax(-1)
 
     with roles.acting("policy") as model:
         with torch.autocast(roles.device.type, dtype=engine.dtype, enabled=engine.dtype in HALVES):
@@ -292,26 +302,30 @@ def trial_logprobs(engine: FusedEngine) -> tuple[Tensor, Tensor, Tensor]:
             exact = library if engine.exact else read(model)
         decoder = engine.decoder(model)
         decoder.sync(roles.adapter_of("policy"))
-    rows = [range(i, i + 1) for i in range(count)]
-    cache = _trial_cache(engine, decoder, [len(s) - TRIAL_TOKENS for s in sequences], ids.shape[1])
-    states = [decoder.prefill(ids[:, : int(lengths.max())], lengths, cache=cache, rows=rows)]
-    for t in range(TRIAL_TOKENS):
-        token = ids.gather(1, (lengths + t).unsqueeze(1)).squeeze(1)
-        states.append(decoder.step(token, lengths + t, cache=cache, width=ids.shape[1]))
-    ours = torch.stack([decoder.head.logits(s) for s in states], 1).log_softmax(-1)
+    ours = torch.cat([_decoded(engine, decoder, texts) for texts in (short, long) if texts])
     engine.keep(decoder)
     return ours, library, exact
 
 
-def _trial_cache(engine: FusedEngine, decoder: Decoder, prompts: list[int], width: int) -> AnyCache:
-    rows = len(prompts)
-    if not engine.in_blocks:
-        return decoder.new_cache(rows, width)
-    cache = decoder.new_blocks(rows, width, blocks=rows * -(-width // BLOCK))
-    cache.claim([range(i, i + 1) for i in range(rows)], prompts)
-    cache.grow(range(rows), [width] * rows)
-    cache.publish(rows)
-    return cache
+def _decoded(engine: FusedEngine, decoder: Decoder, texts: list[list[int]]) -> Tensor:
+    """(rows, tokens, V) log-probabilities of what follows each text's last tokens, which are read one by one."""
+    device, lengths = engine.roles.device, [len(text) - TRIAL_TOKENS for text in texts]
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts], batch_first=True).to(device)
+    count, width = ids.shape
+    rows = [range(i, i + 1) for i in range(count)]
+    if engine.in_blocks:
+        cache = decoder.new_blocks(count, width, blocks=count * -(-width // BLOCK))
+        cache.claim(rows, lengths)
+        cache.grow(range(count), [width] * count)
+        cache.publish(count)
+    else:
+        cache = decoder.new_cache(count, width)
+    position = torch.tensor(lengths, device=device)
+    states = [decoder.prefill(ids[:, : max(lengths)], position, cache=cache, rows=rows)]
+    for t in range(TRIAL_TOKENS):
+        token = ids.gather(1, (position + t).unsqueeze(1)).squeeze(1)
+        states.append(decoder.step(token, position + t, cache=cache, width=width))
+    return torch.stack([decoder.head.logits(s) for s in states], 1).log_softmax(-1)
 
 
 class Unsampled(SamplingEngine):

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.models.batches import make_batch
-from tinyrl.models.loading import NoHead, few_tokens, load_causal_lm, load_tokenizer
+from tinyrl.models.loading import NoHead, check_vocabulary, few_tokens, load_causal_lm, load_tokenizer
 from tinyrl.models.lora import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -113,6 +113,7 @@ def add_teacher(roles: Roles, config: Config, *, dtype: torch.dtype, trust_remot
         ours = load_tokenizer(config.model.path, revision=config.model.revision, trust_remote_code=trust_remote_code)
         theirs = load_tokenizer(path, trust_remote_code=trust_remote_code)
         check_same_tokens(ours.get_vocab(), theirs.get_vocab(), path=path)
+        check_vocabulary(theirs, model, path=path)
         roles.add_teacher(model)
 
 

@@ -8,7 +8,7 @@ a chunk is at hand; with a trainable one (full fine-tuning) backward recomputes 
 With z the student's logits over the temperature, p = softmax(z), and G_v = dD / dp_v:
     dD / dz_v = p_v (G_v - sum_u p_u G_u)
     forward KL: G = -q / p        reverse KL: G = log p - log q        between: G = (1 - beta) (log p - log m)
-where a tail bin's G is that of every token in it.
+where a tail bin's G is that of every token in it. No gradient reaches the teacher.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from tinyrl.algorithms.distillation import jensen_shannon, mixture, with_tail
-from tinyrl.models.logprobs import Head, chunks_of
+from tinyrl.algorithms.distillation import LOWEST, jensen_shannon, mixture, top_bins
+from tinyrl.models.logprobs import Head, chunks_of, finite
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class TeacherStates:
 
 @dataclass(frozen=True)
 class TeacherTopK:
-    """What a teacher says of N tokens: its K most likely next tokens, int ids and log-probabilities (N, K), at the
-    temperature of the distance.
+    """What a teacher says of N tokens: its K most likely next tokens, int ids (N, K), and log-probabilities (N, K + 1)
+    of these and of all others together, at the temperature of the distance.
     """
 
     ids: Tensor
@@ -53,41 +53,37 @@ Teaching = TeacherStates | TeacherTopK
 
 
 class Distance(NamedTuple):
-    """Of N tokens, each (N,) float32: the divergence (the only one with a gradient), the student's log-probability of
-    the token that came, and its entropy.
-    """
+    """Of N tokens, each (N,) float32: the divergence, and the student's entropy, which has no gradient."""
 
     divergence: Tensor
-    logprobs: Tensor
     entropy: Tensor
 
 
-def distances(
-    states: Tensor, head: Head, teacher: Teaching, *, targets: Tensor, temperature: float, beta: float
-) -> Distance:
+def distances(states: Tensor, head: Head, teacher: Teaching, *, temperature: float, beta: float) -> Distance:
     """Divergences of the student's distributions, softmax(logits / temperature), to the teacher's, in nats.
 
-    states (N, H) of the student, targets (N,) the tokens that came. `beta`: algorithms/distillation.py.
+    states (N, H) of the student; both heads are of the same tokens. `beta`: algorithms/distillation.py.
     """
     if head.weight.requires_grad and torch.is_grad_enabled():
         parts = [
             checkpoint(
-                dense_distances, states[chunk], head, teacher[chunk], targets[chunk], temperature, beta,
+                dense_distances, states[chunk], head, teacher[chunk], temperature, beta,
                 use_reentrant=False, preserve_rng_state=False,
             )
             for chunk in chunks_of(len(states), head.weight.shape[0], device=states.device)
         ]  # fmt: skip
         return Distance(*(torch.cat(columns) for columns in zip(*parts, strict=True)))  # pyright: ignore
-    return Distance(*_FrozenHead.apply(states, head, teacher, targets, temperature, beta))  # pyright: ignore
+    return Distance(*_FrozenHead.apply(states, head, teacher, temperature, beta))  # pyright: ignore
 
 
 def top_k_of(states: Tensor, head: Head, *, top_k: int, temperature: float) -> TeacherTopK:
     """The K most likely tokens of the distributions at states (N, H)."""
     ids = torch.empty(len(states), top_k, dtype=torch.int32, device=states.device)
-    logprobs = torch.empty(len(states), top_k, device=states.device)
+    logprobs = torch.empty(len(states), top_k + 1, device=states.device)
     for chunk in chunks_of(len(states), head.weight.shape[0], device=states.device):
-        logprobs[chunk], likeliest = log_softmax(states[chunk], head, temperature).topk(top_k)
-        ids[chunk] = likeliest.int()
+        log_p = log_softmax(states[chunk], head, temperature)
+        likeliest = log_p.topk(top_k).indices
+        ids[chunk], logprobs[chunk] = likeliest.int(), top_bins(log_p, likeliest)
     return TeacherTopK(ids, logprobs)
 
 
@@ -96,44 +92,41 @@ def log_softmax(states: Tensor, head: Head, temperature: float) -> Tensor:
     return (z if temperature == 1.0 else z / temperature).log_softmax(-1)
 
 
-def dense_distances(
-    states: Tensor, head: Head, teacher: Teaching, targets: Tensor, temperature: float, beta: float
-) -> Distance:
+def dense_distances(states: Tensor, head: Head, teacher: Teaching, temperature: float, beta: float) -> Distance:
     """The plain formula on one chunk."""
-    log_p, index = log_softmax(states, head, temperature), targets.unsqueeze(-1)
+    log_p = log_softmax(states, head, temperature)
     if isinstance(teacher, TeacherTopK):
-        named = log_p.gather(-1, teacher.ids.long())
-        divergence = jensen_shannon(with_tail(named), with_tail(teacher.logprobs), beta=beta)
+        divergence = jensen_shannon(top_bins(log_p, teacher.ids.long()), teacher.logprobs, beta=beta)
     else:
-        divergence = jensen_shannon(log_p, log_softmax(teacher.states, teacher.head, temperature), beta=beta)
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    return Distance(divergence, log_p.gather(-1, index).squeeze(-1).detach(), entropy.detach())
+        with torch.no_grad():  # its head may be the one that is trained
+            log_q = log_softmax(teacher.states, teacher.head, temperature)
+        divergence = jensen_shannon(log_p, log_q, beta=beta)
+    return Distance(divergence, -(log_p.exp() * finite(log_p, head)).sum(-1).detach())
 
 
 class _FrozenHead(torch.autograd.Function):
     """Forward keeps d divergence / d state, formed chunk by chunk; backward is one product by row."""
 
     @staticmethod
-    def forward(ctx, states: Tensor, head: Head, teacher: Teaching, targets: Tensor, temperature: float, beta: float):  # pyright: ignore
+    def forward(ctx, states: Tensor, head: Head, teacher: Teaching, temperature: float, beta: float):  # pyright: ignore
         n, vocabulary = len(states), head.weight.shape[0]
         want = states.requires_grad
         out = Distance(*(states.new_empty(n, dtype=torch.float32) for _ in Distance._fields))
         d_states = torch.empty_like(states) if want else None
         for chunk in chunks_of(n, vocabulary, device=states.device):
-            log_p, index = log_softmax(states[chunk], head, temperature), targets[chunk].unsqueeze(-1)
-            bent = None
+            log_p, bent = log_softmax(states[chunk], head, temperature), None
             if head.softcap is not None and want:
                 z = head.logits(states[chunk])
                 bent = 1 - (z / head.softcap) ** 2
-            out.logprobs[chunk] = log_p.gather(-1, index).squeeze(-1)
             p = log_p.exp()
-            out.entropy[chunk] = -torch.linalg.vecdot(p, log_p)
+            out.entropy[chunk] = -torch.linalg.vecdot(p, finite(log_p, head))
             part = teacher[chunk]
             if isinstance(part, TeacherTopK):
-                out.divergence[chunk], slope = _over_bins(p, log_p, part, beta=beta, want=want)
+                out.divergence[chunk], slope = _over_bins(p, log_p, part, beta=beta)
             else:
-                log_q = log_softmax(part.states, part.head, temperature)
-                out.divergence[chunk], slope = _over_vocabulary(p, log_p, log_q, beta=beta)
+                log_q, masks = log_softmax(part.states, part.head, temperature), head.bias is not None
+                masks = masks or part.head.bias is not None  # which alone can be -inf
+                out.divergence[chunk], slope = _over_vocabulary(p, log_p, log_q, beta=beta, masks=masks)
             if d_states is not None:
                 slope = slope.mul_(head.scale / temperature)
                 slope = slope if bent is None else slope.mul_(bent)
@@ -146,34 +139,42 @@ class _FrozenHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor, *_: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         (d_states,) = ctx.saved_tensors
-        return grad.unsqueeze(-1).to(d_states.dtype) * d_states, None, None, None, None, None
+        return grad.unsqueeze(-1).to(d_states.dtype) * d_states, None, None, None, None
 
 
-def _over_vocabulary(p: Tensor, log_p: Tensor, log_q: Tensor, *, beta: float) -> tuple[Tensor, Tensor]:
-    """(divergences (n,), their derivatives with respect to the logits (n, V)); the arguments are used up."""
+def _over_vocabulary(p: Tensor, log_p: Tensor, log_q: Tensor, *, beta: float, masks: bool) -> tuple[Tensor, Tensor]:
+    """(divergences (n,), their derivatives with respect to the logits (n, V)); the arguments are used up. masks: tokens
+    may have no mass, which add nothing.
+    """
+
+    def gap(mass: Tensor, of: Tensor, other: Tensor) -> Tensor:
+        found = of.sub_(other)
+        return found.masked_fill_(mass == 0, 0.0) if masks else found
+
     if beta == 0.0:
         q = log_q.exp()
-        divergence = torch.linalg.vecdot(q, log_q.sub_(log_p))
-        return divergence, p.sub_(q)
+        return torch.linalg.vecdot(q, gap(q, log_q, log_p)), p.sub_(q)
     if beta == 1.0:
-        gap = log_p.sub_(log_q)
-        divergence = torch.linalg.vecdot(p, gap)
-        return divergence, gap.sub_(divergence.unsqueeze(-1)).mul_(p)
-    log_m = mixture(log_p, log_q, beta=beta)
-    of_teacher = torch.linalg.vecdot(log_q.exp(), log_q.sub_(log_m))
-    gap = log_p.sub_(log_m)
-    of_student = torch.linalg.vecdot(p, gap)
-    slope = gap.sub_(of_student.unsqueeze(-1)).mul_(p).mul_(1 - beta)
+        apart = gap(p, log_p, log_q)
+        divergence = torch.linalg.vecdot(p, apart)
+        return divergence, apart.sub_(divergence.unsqueeze(-1)).mul_(p)
+    log_m, q = mixture(log_p, log_q, beta=beta), log_q.exp()
+    of_teacher = torch.linalg.vecdot(q, gap(q, log_q, log_m))
+    apart = gap(p, log_p, log_m)
+    of_student = torch.linalg.vecdot(p, apart)
+    slope = apart.sub_(of_student.unsqueeze(-1)).mul_(p).mul_(1 - beta)
     return beta * of_teacher + (1 - beta) * of_student, slope
 
 
-def _over_bins(p: Tensor, log_p: Tensor, teacher: TeacherTopK, *, beta: float, want: bool) -> tuple[Tensor, Tensor]:
-    """The same over K tokens and a tail: with c_k = dD / d log p_k, on which alone D depends, dD / dz = c - p sum c."""
+def _over_bins(p: Tensor, log_p: Tensor, teacher: TeacherTopK, *, beta: float) -> tuple[Tensor, Tensor]:
+    """The same over K tokens and a tail of mass t: with c = dD / d log of a bin, dD / dz_v = c_v - p_v sum c for one of
+    the K, and (p_v / t) c_tail - p_v sum c for the others.
+    """
+    ids = teacher.ids.long()
     with torch.enable_grad():
-        picked = log_p.gather(-1, teacher.ids.long()).requires_grad_(want)
-        divergence = jensen_shannon(with_tail(picked), with_tail(teacher.logprobs), beta=beta)
-        if not want:
-            return divergence, p
-        (c,) = torch.autograd.grad(divergence.sum(), picked)
-    slope = p.mul_(-c.sum(-1, keepdim=True)).scatter_add_(-1, teacher.ids.long(), c)
-    return divergence.detach(), slope
+        bins = top_bins(log_p, ids).requires_grad_()
+        divergence = jensen_shannon(bins, teacher.logprobs, beta=beta)
+        (c,) = torch.autograd.grad(divergence.sum(), bins)
+    of_tail = log_p.scatter_(-1, ids, LOWEST).sub_(bins.detach()[:, -1:]).exp_().mul_(c[:, -1:])
+    slope = p.mul_(-c.sum(-1, keepdim=True)).add_(of_tail)
+    return divergence.detach(), slope.scatter_add_(-1, ids, c[:, :-1])

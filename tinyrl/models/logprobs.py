@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from tinyrl.algorithms.distillation import LOWEST
 from tinyrl.models.device import autocast_dtype
 from tinyrl.models.loading import few_ids, few_tokens
 
@@ -111,8 +112,9 @@ def check_head(model: PreTrainedModel, head: Head, backbone: nn.Module) -> None:
     with torch.no_grad():
         ours = head.logits(backbone(input_ids=few_ids(model)).last_hidden_state[0])
     tolerance = 1e-4 if head.weight.dtype == torch.float32 else 0.02  # a bfloat16 logit is rounded by up to 0.004
-    gap = (own - ours).abs().max().item() / max(1.0, own.abs().max().item())
-    if not gap < tolerance:
+    there = own.isfinite()  # a bias of -inf says that a token never comes
+    gap = (own - ours)[there].abs().max().item() / max(1.0, own[there].abs().max().item())
+    if not (gap < tolerance and torch.equal(there, ours.isfinite())):
         raise ValueError(
             f"{type(model).__name__} changes its logits in a way tinyrl does not know (relative difference {gap:.2g})"
         )
@@ -130,16 +132,23 @@ def token_logprobs(
     return _FrozenHead.apply(states, head, targets, temperature, entropy_grad)  # pyright: ignore[reportReturnType]
 
 
+def finite(log_p: Tensor, head: Head) -> Tensor:
+    """A number in place of -inf, which only a bias can bring, to be multiplied by a probability of 0."""
+    return log_p if head.bias is None else log_p.clamp(min=LOWEST)
+
+
 def chunks_of(num_tokens: int, vocabulary: int, *, device: torch.device) -> list[slice]:
+    """Of no tokens one chunk that is empty."""
     size = max(1, CHUNK_ELEMENTS[device.type] // vocabulary)
-    chunks = [slice(i, min(i + size, num_tokens)) for i in range(0, num_tokens, size)]
+    chunks = [slice(i, min(i + size, num_tokens)) for i in range(0, max(1, num_tokens), size)]
     return chunks[:2] if device.type == "meta" else chunks  # of a plan: the others take the same memory again
 
 
 def dense_logprobs(states: Tensor, head: Head, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """The plain formula on one chunk: (log-probabilities (n,), entropies (n,))."""
     log_p = (head.logits(states) / temperature).log_softmax(-1)
-    return log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+    entropy = -(log_p.exp() * finite(log_p, head)).sum(-1)
+    return log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
 
 
 def _recomputed(
@@ -150,8 +159,6 @@ def _recomputed(
         of_chunk = states[chunk], head, targets[chunk], temperature
         logprobs, entropy = checkpoint(dense_logprobs, *of_chunk, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore
         parts.append((logprobs, entropy if entropy_grad else entropy.detach()))
-    if not parts:
-        return states.new_zeros(0, dtype=torch.float32), states.new_zeros(0, dtype=torch.float32)
     if (left_out := len(states) - chunks[-1].stop) > 0:
         parts.append((states.new_zeros(left_out, dtype=torch.float32),) * 2)
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
@@ -172,7 +179,7 @@ class _FrozenHead(torch.autograd.Function):
         d_logprobs = states.new_empty(n, h) if want else None
         d_entropy = states.new_empty(n, h) if want and entropy_grad else None
         chunks = chunks_of(n, head.weight.shape[0], device=states.device)
-        room = states.new_empty(len(chunks) and chunks[0].stop, head.weight.shape[0], dtype=torch.float32)
+        room = states.new_empty(chunks[0].stop, head.weight.shape[0], dtype=torch.float32)
         for chunk in chunks:
             z = head.logits(states[chunk])
             z = z.div_(temperature) if temperature != 1.0 else z
@@ -185,6 +192,7 @@ class _FrozenHead(torch.autograd.Function):
             total = e.sum(-1, keepdim=True)
             index, log_total = targets[chunk].unsqueeze(-1), highest + total.log()
             logprobs[chunk] = (z.gather(-1, index) - log_total).squeeze(-1)
+            z = finite(z, head)
             weighted = (z if d_entropy is None else z.clone()).mul_(e)
             entropy[chunk] = (log_total - weighted.sum(-1, keepdim=True) / total).squeeze(-1)
             if d_entropy is not None:

@@ -98,8 +98,15 @@ class SequenceRewardModel:
 
 
 def positions_of(config: Any) -> int:
-    """How many tokens a model has positions for; a number no text reaches where its config does not say."""
-    return int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
+    """How many tokens a row may have: as many as the model has positions for, a number no text reaches where its config
+    does not say. Beyond the original ones of longrope a row changes how all rows of its batch are rotated, and those
+    that are kept in a cache are not, so a token's probability would depend on what stands beside it.
+    """
+    most = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # of all layers, or by their types
+    originals = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    return min(most, *originals) if originals else most
 
 
 def classifier_room(config: Any, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -32,7 +32,10 @@ _SAMPLED_PER_TOKEN = ("response_tokens", "response_mask", "sampling_logprobs", "
 _SCORED_PER_TOKEN = ("old_logprobs", "rescored_logprobs", "ref_logprobs", "values")
 _PER_SAMPLE = ("response_lengths", "scores", "rewards", "finish_reasons", "kept", "turns", "invalid_turns")
 _TEXTS = ("transcripts", "whys")
-_OPTIONAL = ("parent", "teacher_logprobs", "teacher_states", "teacher_top_ids", "teacher_top_logprobs", "final_values")
+_OPTIONAL = (
+    "parent", "hinted", "teacher_logprobs", "teacher_states", "teacher_head", "teacher_head_bias", "teacher_top_ids",
+    "teacher_top_logprobs", "final_values",
+)  # fmt: skip
 _SAVED = (*_SAMPLED_PER_TOKEN, *_PER_SAMPLE, *_SCORED_PER_TOKEN, *_OPTIONAL)  # in a checkpoint inside an update
 
 
@@ -80,9 +83,12 @@ class Rollout:
     kept                (B,) True = the row counts in the loss: it has a reward and is not left out as truncated
     turn_rewards        (B, T) what the environment gave, on the last token of each turn, in `rewards` too; or None
     turns               (B,) the policy's turns, and invalid_turns those that asked for what does not exist; or None
+    hinted              (B,) True = the row has what teacher.hint shows the teacher; or None: all are taught
     teacher_logprobs    (B, T) under the teacher, or None
     teacher_states      (M, H) its hidden states at the M tokens that count, row by row; or None
-    teacher_top_ids     (M, K) its likeliest tokens there, and their teacher_top_logprobs (M, K); or None
+    teacher_head        (V, H) what its head was, and teacher_head_bias (V,), where the update trains it; or None
+    teacher_top_ids     (M, K) its likeliest tokens there, and teacher_top_logprobs (M, K + 1) of them and of all
+                        others together; or None
     transcripts         B lists of messages, policy and environment by turns; or None: one turn, without an environment
     parent              (B,) the episode of each row, which is its first row, where episodes may have several; or None
     others              what with_others() adds: further conversations of the episodes; in no checkpoint
@@ -109,8 +115,11 @@ class Rollout:
     turn_rewards: Tensor | None = None
     turns: Tensor | None = None
     invalid_turns: Tensor | None = None
+    hinted: Tensor | None = None
     teacher_logprobs: Tensor | None = None
     teacher_states: Tensor | None = None
+    teacher_head: Tensor | None = None
+    teacher_head_bias: Tensor | None = None
     teacher_top_ids: Tensor | None = None
     teacher_top_logprobs: Tensor | None = None
     transcripts: list[Transcript] | None = None
@@ -165,6 +174,11 @@ class Rollout:
         return bool(self.loss_mask[list(rows)].any())
 
     @property
+    def taught_mask(self) -> Tensor:
+        """(B, T) bool: of these the tokens that a teacher speaks of."""
+        return self.loss_mask if self.hinted is None else self.loss_mask & self.hinted.unsqueeze(1)
+
+    @property
     def scored_mask(self) -> Tensor:
         """(B, T) bool: chosen tokens of rows with a reward; one left out of the loss still counts in its group."""
         return self.response_mask & ~self.rewards.isnan().unsqueeze(1)
@@ -198,6 +212,9 @@ class Rollout:
         where = self.places(rows)
         if self.teacher_states is not None:
             assert head is not None
+            if self.teacher_head is not None:
+                bias = None if self.teacher_head_bias is None else to_device(self.teacher_head_bias, device)
+                head = replace(head, weight=to_device(self.teacher_head, device), bias=bias)
             return TeacherStates(to_device(self.teacher_states[where], device), head)
         assert self.teacher_top_ids is not None
         assert self.teacher_top_logprobs is not None

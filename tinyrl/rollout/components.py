@@ -198,8 +198,15 @@ class SamplingParts(Parts):
         stop = [*config.generation.stop, *(self.runner.environment.stop if self.runner else ())]
         self.engine: SamplingEngine
         if options.weights:
+            prompts = [len(p.tokens) for p in (*self.train_prompts, *self.eval_prompts)]
+            by_agents = isinstance(self.runner, AgentRunner)  # which write their own prompts
             self.engine, self.engine_reason = engine_of(
-                config.generation, self.roles, self.tokenizer, stop=stop, longest_response=self.longest_response
+                config.generation,
+                self.roles,
+                self.tokenizer,
+                stop=stop,
+                longest_response=self.longest_response,
+                longest_prompt=config.generation.max_prompt_tokens if by_agents else max(prompts, default=0),
             )
         else:
             name = planned_engine(
@@ -250,17 +257,15 @@ class SamplingParts(Parts):
     def _prompts(self, split: str) -> list[PreparedPrompt]:
         generation, runner = self.config.generation, self.runner
         rows, longest, limit = load_split(self.config, split), self.longest_response, generation.max_prompt_tokens
-        positions = getattr(self.roles.causal.config, "max_position_embeddings", None)
-        if positions is not None and longest >= positions:
+        positions = self.positions
+        if longest >= positions:
             between = longest - generation.max_new_tokens
             read = "" if runner is None else f" and up to {between} that are read between turns"
             raise ValueError(
                 f"generation.max_new_tokens={generation.max_new_tokens}{read}, but the model has {positions} "
-                "positions for prompt and response"
+                "positions for prompt and response (of longrope those of original_max_position_embeddings)"
             )
-        if positions is not None:
-            limit = min(limit, positions - longest)
-        return self.prepared(rows, limit=limit)
+        return self.prepared(rows, limit=min(limit, positions - longest))
 
     def prepared(
         self, rows: list[Row], *, limit: int | None = None, openings: list[str | None] | None = None

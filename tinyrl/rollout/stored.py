@@ -1,8 +1,9 @@
 """What a teacher said of given responses, in files: its likeliest tokens, so that training needs the teacher no more.
 
 A folder holds `teacher.json` and numbered parts in safetensors. Of a response token: its id, the teacher's
-log-probability of it, the K likeliest tokens and their log-probabilities: 8 K + 8 bytes. Numbers are float32; halves
-would change a loss in its third digit. The manifest is written last, so a folder without one is not whole.
+log-probability of it, the K likeliest tokens, and the log-probabilities of these and of all others together: 8 K + 12
+bytes. Numbers are float32; halves would change a loss in its third digit. The manifest is written last, so a folder
+without one is not whole.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def vocabulary_digest(vocabulary: dict[str, int]) -> str:
 
 
 def bytes_a_token(top_k: int) -> int:
-    return 8 * top_k + 8
+    return 8 * top_k + 12
 
 
 def write_stored(folder: Path, rollouts: Iterable[Rollout], *, about: dict[str, object]) -> Manifest:

@@ -150,7 +150,7 @@ def probe(config: Config, *, options: Options, num_prompts: int, samples: int | 
             greedy += _lines(trainer, prompts, _sampled(trainer, prompts, 1, greedy=True), 1)
         seconds = last * len(lines) / max(1, len(prompts) * samples)
         longest = max(len(prompt.tokens) for prompt in there)
-        positions = getattr(trainer.roles.causal.config, "max_position_embeddings", None) or math.inf
+        positions = trainer.positions
         found = Probe(
             config, lines, greedy, samples, len(there), gold, -mean(logprobs), seconds, {}, positions, longest, plan
         )

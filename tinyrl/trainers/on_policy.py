@@ -55,14 +55,12 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         self.state = RunState()
 
     def check(self) -> list[str]:
-        if self.teacher is not None:
-            self.teacher.start()
-        return super().check()
+        notes = [] if self.teacher is None else self.teacher.start()
+        return [*super().check(), *notes]
 
     def preview(self) -> str:
-        if self.teacher is not None:
-            self.teacher.start()
-        return super().preview()
+        notes = [] if self.teacher is None else self.teacher.start()
+        return "\n".join([super().preview(), *notes])
 
     def evaluate(self) -> Evaluation:
         return evaluate(self, num_prompts=self.config.run.eval_prompts)

@@ -18,11 +18,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from tinyrl.algorithms.distillation import with_tail
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_mean
-from tinyrl.data.readers import Row
 from tinyrl.data.rows import batch_indices
-from tinyrl.errors import Interrupted
+from tinyrl.errors import GuardStop, Interrupted
 from tinyrl.generation.server_client import (
     ROUNDED,
     AnswerPart,
@@ -34,13 +34,14 @@ from tinyrl.generation.server_client import (
 )
 from tinyrl.models.batches import SequenceBatch, response_states
 from tinyrl.models.device import to_device
-from tinyrl.models.distances import distances, top_k_of
+from tinyrl.models.distances import TeacherStates, distances, top_k_of
+from tinyrl.models.loading import check_ids, embedding_rows
 from tinyrl.models.logprobs import Head, token_logprobs
 from tinyrl.models.micro_batches import RowSizes, Work, own_rows
+from tinyrl.models.reward_model import positions_of
 from tinyrl.models.roles import Role, Roles
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.stored import StoredRows, vocabulary_digest
-from tinyrl.tasks import FULL_MARKS
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.text import did_you_mean, listed
 
@@ -76,8 +77,8 @@ class Teacher:
 
     def __init__(self, trainer: OnPolicyTrainer) -> None:
         self.trainer, self.config = trainer, trainer.config.teacher
-        self.temperature = trainer.config.generation.temperature
-        self.hint = Hint(self.config.hint, trainer.train_prompts) if self.config.hint else None
+        self.temperature, self.positions = trainer.config.generation.temperature, trainer.positions
+        self.hint = Hint(self.config.hint, trainer) if self.config.hint else None
 
     @property
     def head(self) -> Head | None:
@@ -89,22 +90,34 @@ class Teacher:
         count, top_k = int(rollout.loss_mask.sum()), self.config.top_k or SERVER_TOP_K
         if self.role is not None and self.config.top_k is None:
             rollout.teacher_states = torch.zeros(1, self.trainer.roles.hidden_size(self.role)).expand(count, -1)
+            self.keep_head(rollout)
         else:
             rollout.teacher_top_ids = torch.zeros(1, top_k, dtype=torch.int32).expand(count, -1)
-            rollout.teacher_top_logprobs = torch.zeros(1, top_k).expand(count, -1)
+            rollout.teacher_top_logprobs = torch.zeros(1, top_k + 1).expand(count, -1)
 
-    def start(self) -> None:
-        """Check what can only be checked now, before step 1. Raises ValueError."""
+    def keep_head(self, rollout: Rollout) -> None:
+        """Copy the head of a teacher that is the policy itself, where the update changes it."""
+        head = self.head
+        if head is not None and head.weight.requires_grad:
+            rollout.teacher_head = head.weight.detach().clone()
+            rollout.teacher_head_bias = None if head.bias is None else head.bias.detach().clone()
+
+    def start(self) -> list[str]:
+        """Check what can only be checked now, before step 1; returns lines worth showing. Raises ValueError."""
+        return []
 
     def read(self, rollout: Rollout) -> None:
         """Fill in what the teacher says of the tokens that count, by the processes of the trainer's world.
 
-        With a hint that some rows have nothing for (no other response was right), these rows are left out of the loss.
+        Rows that the hint has nothing for (no other response was right) are left out of the distance, and so out of
+        distillation; a policy loss beside the distance keeps them.
         """
         prompts = [rollout.prompt_tokens[p] for p in rollout.prompt_index.tolist()]
         if self.hint is not None:
             hinted = self.hint.prompts(rollout, self.trainer)
-            rollout.kept = rollout.kept & torch.tensor([tokens is not None for tokens in hinted])
+            rollout.hinted = torch.tensor([tokens is not None for tokens in hinted])
+            if self.trainer.config.method == "distill":
+                rollout.kept = rollout.kept & rollout.hinted
             prompts = [tokens or plain for tokens, plain in zip(hinted, prompts, strict=True)]
         responses = [rollout.response(row) for row in range(len(rollout))]
         masks = [m[: len(r)] for m, r in zip(rollout.loss_mask.tolist(), responses, strict=True)]
@@ -124,26 +137,49 @@ class LocalTeacher(Teacher):
     def __init__(self, trainer: OnPolicyTrainer) -> None:
         super().__init__(trainer)
         self.role = LOCAL[self.config.kind]
+        self.own = trainer.roles.teacher_model if self.config.kind == "model" else None
+        if self.own is not None:
+            self.positions = min(self.positions, positions_of(self.own.config.get_text_config()))
         words, top_k = len(self.head.weight), self.config.top_k
         if top_k is not None and top_k > words:
             raise ValueError(f"teacher.top_k={top_k} is more than the vocabulary of {words:,} tokens")
 
     @property
     def head(self) -> Head:
+        """The head of the tokens that the policy has too: beyond them is padding, of no text."""
         assert self.role is not None
-        return shared_head(self.trainer.roles, self.role)
+        return first_tokens(self.trainer.roles.head(self.role), len(self.trainer.roles.head("policy").weight))
+
+    def start(self) -> list[str]:
+        if self.own is None:
+            return []
+        trainer, ours, theirs = self.trainer, len(self.trainer.roles.head("policy").weight), len(self.head.weight)
+        check_ids((prompt.tokens for prompt in trainer.train_prompts), trainer.tokenizer, self.own)
+        longest = max(len(prompt.tokens) for prompt in trainer.train_prompts) + trainer.longest_response
+        if longest > self.positions:
+            raise ValueError(
+                f"teacher.path={self.config.path} has {self.positions} positions, and prompt and response may have "
+                f"{longest} tokens"
+            )
+        if theirs == ours:
+            return []
+        return [f"the teacher has {theirs:,} tokens and the policy {ours:,}: they are compared over what both have"]
 
     def say(
         self, rollout: Rollout, prompts: list[list[int]], responses: list[list[int]], masks: list[list[bool]]
     ) -> Tensor:
         trainer, roles, role, top_k = self.trainer, self.trainer.roles, self.role, self.config.top_k
         assert role is not None
+        if self.own is not None:  # a token without a row there, of no text, is read as the last one
+            last = min(embedding_rows(self.own), len(self.head.weight)) - 1
+            prompts, responses = ([[min(i, last) for i in row] for row in rows] for rows in (prompts, responses))
         count, device = int(rollout.loss_mask.sum()), roles.device
         of_tokens = torch.zeros(count, device=device)
         if top_k is None:
             said = [torch.zeros(count, roles.hidden_size(role), dtype=roles.dtype, device=device)]
         else:
-            said = [torch.zeros(count, top_k, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32)]
+            shapes = (top_k, torch.int32), (top_k + 1, torch.float32)
+            said = [torch.zeros(count, width, dtype=dtype, device=device) for width, dtype in shapes]
 
         def run(rows: list[int]) -> None:
             batch = roles.batch([prompts[i] for i in rows], [responses[i] for i in rows], [masks[i] for i in rows])
@@ -161,27 +197,23 @@ class LocalTeacher(Teacher):
         trainer.world.sum(of_tokens, *said)
         if top_k is None:
             rollout.teacher_states = said[0].cpu()
+            self.keep_head(rollout)
         else:
             rollout.teacher_top_ids, rollout.teacher_top_logprobs = said[0].cpu(), said[1].cpu()
         return of_tokens.cpu()
 
 
-def shared_head(roles: Roles, role: Role) -> Head:
-    """A role's head, of as many tokens as the policy's: what a larger vocabulary has beyond is padding of no text.
-    Raises ValueError for a smaller one.
-    """
-    ours, theirs = len(roles.head("policy").weight), roles.head(role)
-    if len(theirs.weight) < ours:
-        raise ValueError(f"the teacher's head has {len(theirs.weight):,} tokens, and the policy's {ours:,}")
-    if len(theirs.weight) == ours:
-        return theirs
-    return replace(theirs, weight=theirs.weight[:ours], bias=None if theirs.bias is None else theirs.bias[:ours])
+def first_tokens(head: Head, count: int) -> Head:
+    """A head of at most so many tokens."""
+    if len(head.weight) <= count:
+        return head
+    return replace(head, weight=head.weight[:count], bias=None if head.bias is None else head.bias[:count])
 
 
 class ServerTeacher(Teacher):
     """vLLM at an address: it says the likeliest tokens (`prompt_logprobs`), at temperature 1."""
 
-    def start(self) -> None:
+    def start(self) -> list[str]:
         self.vocabulary = len(self.trainer.roles.head("policy").weight)
         self.client = ServerClient(str(self.config.path), timeout_s=self.config.timeout_s)
         try:
@@ -190,6 +222,7 @@ class ServerTeacher(Teacher):
             check_tokenizer(self.client, self.model, self.trainer.tokenizer)
         except ServerError as error:
             raise ValueError(f"teacher.path: {error}") from None
+        return []
 
     def say(
         self, rollout: Rollout, prompts: list[list[int]], responses: list[list[int]], masks: list[list[bool]]
@@ -205,7 +238,8 @@ class ServerTeacher(Teacher):
             raise Interrupted(f"teacher.path: {error}") from error
         merged = world.merge(read)
         rollout.teacher_top_ids = torch.tensor([ids for row in merged for ids, _, _ in row], dtype=torch.int32)
-        rollout.teacher_top_logprobs = torch.tensor([logprobs for row in merged for _, logprobs, _ in row])
+        likeliest = torch.tensor([logprobs for row in merged for _, logprobs, _ in row]).reshape(-1, top_k)
+        rollout.teacher_top_logprobs = with_tail(likeliest)
         return torch.tensor([of_token for row in merged for _, _, of_token in row])
 
     def _read(
@@ -273,12 +307,12 @@ def teacher_of(trainer: OnPolicyTrainer) -> Teacher:
 
 class Hint:
     """A text with {columns} of a row, behind its prompt, that only the teacher reads. {correct} is another response of
-    the group with full marks, {why} what rewards said beside their scores, or the environment's last words. Raises
-    ValueError for a column that no row has.
+    the group that is right, {why} what rewards said beside their scores, or the environment's last words. Raises
+    ValueError for a column that no row has, and where nothing can ever fill in {correct} or {why}.
     """
 
-    def __init__(self, text: str, prompts: Sequence[PreparedPrompt]) -> None:
-        self.text = text
+    def __init__(self, text: str, trainer: OnPolicyTrainer) -> None:
+        self.text, prompts, config, scorer = text, trainer.train_prompts, trainer.config, trainer.scorer
         self.names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
         for name in self.names:
             if name not in (CORRECT, WHY) and not any(name in p.row for p in prompts):
@@ -287,30 +321,62 @@ class Hint:
                     f"teacher.hint has {{{name}}}, and no row has such a column.{did_you_mean(name, there)} "
                     f"Columns: {listed([*there, CORRECT, WHY])}"
                 )
+        sampled = config.method != "distill" or config.distill.on_policy > 0
+        if CORRECT in self.names and not (sampled and scorer.names and config.on_policy.group_size > 1):
+            raise ValueError(
+                "teacher.hint has {correct}, another right response to the same prompt: it needs several sampled "
+                f"responses a prompt (group_size; {config.method} samples {config.on_policy.group_size}) and a reward"
+            )
+        if WHY in self.names and not (sampled and (scorer.functions or trainer.runner)):
+            raise ValueError(
+                "teacher.hint has {why}: it needs sampled responses, and a reward function or judge that gives a text "
+                "beside its score, or an environment"
+            )
 
     def prompts(self, rollout: Rollout, trainer: OnPolicyTrainer) -> list[list[int] | None]:
         """Of each row the prompt that the teacher reads; None where the hint has nothing to say."""
-        by_index = {prompt.index: prompt.row for prompt in trainer.train_prompts}
-        rows = [by_index[int(rollout.prompt_rows[p])] for p in rollout.prompt_index.tolist()]
-        said = [self._said(rollout, place, row, trainer) for place, row in enumerate(rows)]
-        hinted = [place for place, text in enumerate(said) if text is not None]
-        prepared = trainer.prepared([rows[place] for place in hinted], openings=[said[place] for place in hinted])
-        room = trainer.positions - trainer.longest_response  # a prompt that a long hint leaves no room is not read
+        by_index = {prompt.index: prompt for prompt in trainer.train_prompts}
+        asked = [by_index[int(rollout.prompt_rows[p])] for p in rollout.prompt_index.tolist()]
+        rows = [prompt.row for prompt in asked]
+        found: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in self.names}
+        if CORRECT in found:
+            found[CORRECT] = _correct(rollout, asked, trainer)
+        if WHY in found:
+            found[WHY] = [_why(rollout, row) for row in range(len(rollout))]
+            if trainer.state.step == 0 and not any(found[WHY]):
+                raise GuardStop(
+                    "teacher.hint has {why}, and no reward gave a text beside a score, as in (0.0, 'line 3: "
+                    "NameError'), so there is nothing to learn from"
+                )
+        values = [{name: column[place] for name, column in found.items()} for place in range(len(rollout))]
+        hinted = [place for place, of_row in enumerate(values) if all(value is not None for value in of_row.values())]
+        openings: list[str | None] = ["\n\n" + self.text.format(**values[place]) for place in hinted]
+        prepared = trainer.prepared([rows[place] for place in hinted], openings=openings)
+        assert trainer.teacher is not None
+        room = (
+            trainer.teacher.positions - trainer.longest_response
+        )  # a prompt that a long hint leaves no room is not read
         by_place = {hinted[prompt.index]: prompt.tokens for prompt in prepared if len(prompt.tokens) <= room}
         return [by_place.get(place) for place in range(len(rollout))]
 
-    def _said(self, rollout: Rollout, place: int, row: Row, trainer: OnPolicyTrainer) -> str | None:
-        values: dict[str, Any] = {name: row.get(name) for name in self.names}
-        if CORRECT in self.names:
-            others = (rollout.prompt_index == rollout.prompt_index[place]) & (rollout.rewards >= FULL_MARKS)
-            right = next((i for i in others.nonzero().flatten().tolist() if i != place), None)
-            if right is not None:
-                values[CORRECT] = trainer.tokenizer.decode(rollout.response(right), skip_special_tokens=True)
-        if WHY in self.names:
-            values[WHY] = _why(rollout, place)
-        if any(value is None for value in values.values()):
-            return None
-        return "\n\n" + self.text.format(**values)
+
+def _correct(rollout: Rollout, prompts: list[PreparedPrompt], trainer: OnPolicyTrainer) -> list[str | None]:
+    """Of each row another response to its prompt that is right, task.solved_reward to the task's verifier; where it has
+    none, to the sum of rewards without length penalties.
+    """
+    scorer, responses = trainer.scorer, [rollout.response(row) for row in range(len(rollout))]
+    if scorer.uses_verifier:  # it stands last, or before the environment's
+        scores = rollout.scores[:, -1 - scorer.environment_rewards]
+    elif trainer.task.verify is not None:
+        call = scorer.verify(prompts, responses, transcripts=rollout.transcripts, world=trainer.world)
+        scores = torch.tensor(call.scores)
+    else:
+        scores = torch.where(rollout.scores.isnan(), 0.0, rollout.scores * scorer.weights).sum(-1)
+    least = trainer.config.task.solved_reward - 1e-6  # sums of float32 miss it by rounding
+    right = (scores >= least) & ~rollout.rewards.isnan()
+    others = [((rollout.prompt_index == group) & right).nonzero().flatten() for group in rollout.prompt_index]
+    first = [next((i for i in of_row.tolist() if i != row), None) for row, of_row in enumerate(others)]
+    return [None if i is None else trainer.scorer.text(responses[i]) for i in first]
 
 
 def _why(rollout: Rollout, row: int) -> str | None:
@@ -327,23 +393,21 @@ class DistanceLoss:
         self, rollout: Rollout, minibatch: Sequence[int], *, roles: Roles, teacher: Teacher, temperature: float
     ) -> None:
         self.rollout, self.roles, self.teacher, self.temperature = rollout, roles, teacher, temperature
-        self.tokens = max(1, int(rollout.loss_mask[list(minibatch)].sum()))
+        masks = rollout.loss_mask, rollout.taught_mask
+        self.tokens, self.taught_tokens = (max(1, int(mask[list(minibatch)].sum())) for mask in masks)
 
     def __call__(self, rows: list[int]) -> tuple[Tensor, Metrics]:
         batch = self.rollout.batch(rows, self.roles)
         return self.from_states(rows, batch, self.roles.policy_states(batch))
 
     def from_states(self, rows: list[int], batch: SequenceBatch, states: Tensor) -> tuple[Tensor, Metrics]:
-        taught = self.rollout.taught(rows, self.teacher.head, device=states.device)
-        found = distances(
-            states,
-            self.roles.head("policy"),
-            taught,
-            targets=batch.targets,
-            temperature=self.temperature,
-            beta=self.teacher.config.divergence,
-        )
-        loss = found.divergence.sum() / self.tokens
+        counts = self.rollout.take(self.rollout.taught_mask, rows, batch=batch)[batch.row, batch.column]
+        ours, theirs = self.roles.head("policy"), self.teacher.head
+        taught = self.rollout.taught(rows, theirs, device=states.device)
+        if isinstance(taught, TeacherStates):
+            ours = first_tokens(ours, len(taught.head.weight))
+        found = distances(states, ours, taught, temperature=self.temperature, beta=self.teacher.config.divergence)
+        loss = torch.where(counts, found.divergence, 0.0).sum() / self.taught_tokens
         metrics = {
             "teacher/loss": loss,
             "policy/entropy": found.entropy.sum() / self.tokens,
@@ -356,7 +420,7 @@ def teacher_metrics(rollout: Rollout) -> dict[str, float]:
     policy's own is: the reverse KL per token, in nats, as the samples show it (k1), also by quarters of a response.
     Given answers, which the policy did not choose, have no KL.
     """
-    mask, said = rollout.loss_mask, rollout.teacher_logprobs
+    mask, said = rollout.taught_mask, rollout.teacher_logprobs
     assert said is not None
     out = {"teacher/logprob": float(masked_mean(said, mask))}
     mask = mask & ~rollout.rewards.isnan().unsqueeze(1)

@@ -150,7 +150,9 @@ class Updater:
         """A finite gradient can still make weights that are not (a decay or a rate too large); none such is saved."""
         weights = list(self.optimizers[role].parameters.values())
         norm = float(nn.utils.get_total_norm(weights))  # one pass; large numbers overflow it too, so look at each then
-        if not math.isfinite(norm) and not all(bool(w.isfinite().all()) for w in weights):
+        # A head may rule tokens out by a bias of -inf.
+        sound = (w.isfinite() | (w == -torch.inf) if w.dim() == 1 else w.isfinite() for w in weights)
+        if not math.isfinite(norm) and not all(bool(each.all()) for each in sound):
             raise GuardStop(
                 f"an optimizer step made weights of the {role} that are not finite, so they are not saved. The last "
                 "checkpoint is sound. Try a lower optim.learning_rate or optim.weight_decay."
