@@ -124,7 +124,7 @@ def test_a_conversation_that_goes_on_is_one_row_of_what_was_sampled(
     read = [token for token, kept in zip(row.tokens, row.action_mask, strict=True) if not kept]
     assert "<user>and?" in sampler.tokenizer.decode(read)
     said: queue.Queue[Any] = queue.Queue()
-    assert sampler.score([*row.prompt, *row.tokens], "policy", said.put)
+    assert sampler.score([*row.prompt, *row.tokens], Draw(), said.put)
     scored = said.get(timeout=60)
     assert isinstance(scored, Scored)
     whole = scored.logprobs[len(row.prompt) :]

@@ -214,8 +214,9 @@ class AgentEndpoint(Endpoint):
         return prompt[len(known) :] if prompt[: len(known)] == known else None
 
     def _added_messages(self, before: Conversation, said: Said) -> list[int] | None:
-        """Of messages that go on behind an answer: what the template writes after it. None where they do not, where tools
-        or variables of the template are others, or where the template writes earlier turns otherwise once more follow (it may leave out their thinking).
+        """Of messages that go on behind an answer: what the template writes after it. None where they do not, where
+        tools or variables of the template are others, or where the template writes earlier turns otherwise once more
+        follow (it may leave out their thinking).
         """
         known, messages = before.messages, said.messages or []
         if known is None or before.last is None or len(messages) <= len(known) or before.variables != said.variables:
