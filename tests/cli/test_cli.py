@@ -180,7 +180,7 @@ def test_recipes_and_tasks_are_listed():
         (["reward.model=no/such/place"], "reward.model=no/such/place: there is no such folder, and a hub name is"),
         (["reward.functions=[{use: none.py:f}]"], "reward.functions: use 'none.py:f': there is no file"),
         (["reward.functoins=[]"], "override 'reward.functoins=[]': unknown key `reward.functoins`. Did you mean"),
-        (["optim.learning_rate=1"], "override 'optim.learning_rate=1': evaluation takes settings of reward, gen"),
+        (["optim.learning_rate=1"], "override 'optim.learning_rate=1': settings of reward, gen"),
         (["--data", "none.jsonl"], "none.jsonl: no such file"),
         (["--data", "r.yaml", "--split", "train"], "--data FILE says which rows; --split train chooses among those"),
         (["--save-samples", "no/s.jsonl"], "--save-samples no/s.jsonl: there is no folder no"),

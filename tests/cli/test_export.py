@@ -50,4 +50,4 @@ def test_chat_answers_the_lines_that_it_reads(run: Path):
 def test_a_mistyped_run_is_named(run: Path):
     said = tinyrl("chat", str(run.parent / "runn"), code=2).stderr
     assert f"Did you mean `{run}`?" in said
-    assert "chat takes settings of task, generation" in tinyrl("chat", str(run), "optim.learning_rate=1", code=2).stderr
+    assert "settings of task, generation" in tinyrl("chat", str(run), "optim.learning_rate=1", code=2).stderr

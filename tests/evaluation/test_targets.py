@@ -110,7 +110,7 @@ def test_a_file_takes_the_place_of_the_held_out_rows() -> None:
             "runs/none is not a run. Did you mean `runs/grpo`? To evaluate a model, say what on: --task NAME",
         ),
         ("runs/grpo", Asked(task="srot"), "task.name: there is no task 'srot'. Did you mean `sort`?"),
-        ("runs/grpo", Asked(settings=("model.path=x",)), "override 'model.path=x': evaluation takes settings of"),
+        ("runs/grpo", Asked(settings=("model.path=x",)), "override 'model.path=x': settings of"),
         ("runs/grpo", Asked(settings=("task.data=x",)), "override 'task.data=x': say it as --data FILE"),
         ("runs/grpo", Asked(settings=("task.name=sort",)), "override 'task.name=sort': say it as --task NAME"),
         ("runs/grpo", Asked(settings=("reward.modle=x",)), "override 'reward.modle=x': unknown key `reward.modle`"),

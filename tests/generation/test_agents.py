@@ -9,9 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import openai
 import psutil
@@ -30,7 +32,7 @@ from tinyrl.generation.agent_endpoint import AgentEndpoint, Conversation, Sessio
 from tinyrl.generation.agents import Other
 from tinyrl.generation.endpoint import Server
 from tinyrl.generation.engine import Completion, Request
-from tinyrl.generation.live import Draw, LiveSampler, Scored
+from tinyrl.generation.live import Draw, LiveSampler, Scored, Wanted
 from tinyrl.rollout.buffer import FINISH_REASONS, Rollout, given_rollout
 from tinyrl.rollout.collector import apply_length_rules
 from tinyrl.trainers.ppo import adapted_kl_coef, shaped_rewards
@@ -97,6 +99,10 @@ def episode(running_endpoint: Running) -> Session:
     return running_endpoint.open()
 
 
+def tool(name: str) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+
+
 # ---- what is recorded ----
 
 
@@ -119,7 +125,7 @@ def test_a_conversation_that_goes_on_is_one_row_of_what_was_sampled(
     read = [token for token, kept in zip(row.tokens, row.action_mask, strict=True) if not kept]
     assert "<user>and?" in sampler.tokenizer.decode(read)
     said: queue.Queue[Any] = queue.Queue()
-    assert sampler.score([*row.prompt, *row.tokens], "policy", said.put)
+    assert sampler.score([*row.prompt, *row.tokens], Draw(), said.put)
     scored = said.get(timeout=60)
     assert isinstance(scored, Scored)
     whole = scored.logprobs[len(row.prompt) :]
@@ -177,6 +183,77 @@ def test_how_tokens_are_drawn_is_the_runs(running_endpoint: Running) -> None:
 # ---- limits ----
 
 
+def test_calls_side_by_side_have_what_the_episode_has_left(running_endpoint: Running) -> None:
+    """Also without `max_tokens`, and whichever comes first; what they sampled is counted when they end."""
+    session = running_endpoint.open("side", left=16)
+    limits = []
+    with (
+        ThreadPoolExecutor(2) as pool,
+        mock.patch.object(running_endpoint.endpoint.sampler, "ask", side_effect=later(limits)),
+    ):
+        asked = [pool.submit(running_endpoint.say, USER, key="side", max_tokens=None) for _ in range(2)]
+        answers = [each.result(timeout=60) for each in asked]
+    assert limits == [16, 16]
+    assert len(answers) == len(session.rows()) == 2
+    assert session.left == 16 - 2 * 3
+
+
+def later(limits: list[int]) -> Callable[[list[Wanted]], bool]:
+    """A sampler's `ask` that answers two calls together."""
+    waiting: list[Wanted] = []
+
+    def ask(wanted: list[Wanted]) -> bool:
+        waiting.extend(wanted)
+        limits.extend(one.limit for one in wanted)
+        if len(waiting) == 2:
+            for one in waiting:
+                one.on_end(Completion([40, 41, 42], [-1.0] * 3, "stop"))
+        return True
+
+    return ask
+
+
+def test_a_call_that_is_given_up_leaves_its_tokens_and_its_conversation(running_endpoint: Running) -> None:
+    """A client's retry goes on where the first try did."""
+    session = running_endpoint.open("retry", left=40)
+    first = running_endpoint.say(USER, key="retry", max_tokens=4)
+    left = session.left
+    more: Any = [USER, first, {"role": "user", "content": "and?"}]
+    with mock.patch.object(running_endpoint.endpoint.sampler, "ask", return_value=True):
+        hurried = running_endpoint.client("retry").with_options(timeout=0.3)
+        with pytest.raises(openai.APITimeoutError):
+            hurried.chat.completions.create(model="policy", messages=more)
+    until = time.monotonic() + 30
+    while not session.wanted[-1].given_up and time.monotonic() < until:
+        time.sleep(0.05)
+    assert session.left == left
+    running_endpoint.say(*more, key="retry", max_tokens=None)
+    [row] = session.rows()
+    assert calls_of(row) == 2
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"tools": [tool("alpha")]}, {"tools": [tool("bravo")]}),
+        ({}, {"tools": [tool("bravo")]}),
+        ({"extra_body": {"chat_template_kwargs": {"mood": "x"}}}, {}),
+    ],
+)
+def test_other_tools_or_variables_are_a_row_of_its_own(
+    first: Any, then: Any, running_endpoint: Running, episode: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the policy read before its first answer would not be what the second call shows it."""
+    tokenizer = running_endpoint.endpoint.tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ tools | tojson if tools }}{{ mood }}" + TEMPLATE)
+    said = running_endpoint.say(USER, **first)
+    again = running_endpoint.say(USER, said, USER, **first)
+    running_endpoint.say(USER, said, USER, again, USER, **then)
+    read = [str(tokenizer.decode(row.prompt)) for row in episode.rows()]
+    assert [calls_of(row) for row in episode.rows()] == [2, 1]
+    assert ["bravo" in text for text in read] == [False, "tools" in then]
+
+
 def test_an_episode_has_so_many_tokens_and_calls(running_endpoint: Running) -> None:
     session = running_endpoint.open("t", left=8, calls=3)
     for _ in range(2):
@@ -214,9 +291,8 @@ def test_several_completions_of_a_call_are_refused(running_endpoint: Running, ep
 
 def test_tools_that_the_template_does_not_show_are_refused(running_endpoint: Running, episode: Session) -> None:
     """An agent would be trained to do without them."""
-    tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
     with pytest.raises(openai.BadRequestError, match="shows it no tools"):
-        running_endpoint.say(USER, tools=tools)
+        running_endpoint.say(USER, tools=[tool("weather")])
     assert not episode.conversations
 
 
@@ -504,5 +580,5 @@ def test_what_does_not_go_with_an_agent_is_refused(sections: dict[str, Any], nam
 
 def test_conversations_without_an_answer_are_no_rows() -> None:
     session = Session(Request([1], 0), Draw(), 0, 0, left=1, calls_left=1)
-    session.conversations.append(Conversation(prompt=[1], number=0, busy=True))
+    session.conversations.append(Conversation(prompt=[1], number=0))
     assert not session.rows()

@@ -165,6 +165,24 @@ def test_the_base_answers_without_the_adapter(running: Running, sampler: LiveSam
         ({"stop": ["a"] * 17}, 400, "stop"),
         ({"seed": -1}, 400, "seed"),
         ({"chat_template_kwargs": {"thinking": True}}, 400, "thinking"),
+        ({"min_p": 0.1}, 400, "min_p"),
+        ({"min_tokens": 3}, 400, "min_tokens"),
+        ({"ignore_eos": True}, 400, "ignore_eos"),
+        ({"stop_token_ids": [1]}, 400, "stop_token_ids"),
+        ({"guided_json": {"type": "object"}}, 400, "guided_json"),
+        ({"guided_regex": "a*"}, 400, "guided_regex"),
+        ({"structured_outputs": {"regex": "a*"}}, 400, "structured_outputs"),
+        ({"bad_words": ["a"]}, 400, "bad_words"),
+        ({"allowed_token_ids": [1]}, 400, "allowed_token_ids"),
+        ({"functions": [{"name": "f"}]}, 400, "functions"),
+        ({"reasoning_effort": "high"}, 400, "reasoning_effort"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"max_tokens": None, "max_completion_tokens": 0}, 400, "max_completion_tokens"),
+        ({"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs"),
+        ({"messages": [{"role": "user", "content": "a\ud800b"}]}, 400, "surrogate"),
+        ({"messages": [{"role": "us\udfffer", "content": "a"}]}, 400, "surrogate"),
+        ({"stop": ["\ud83d"]}, 400, "surrogate"),
+        ({"\udc00": 1}, 400, "surrogate"),
     ],
 )
 def test_what_cannot_be_done_is_refused_and_named(
@@ -174,6 +192,62 @@ def test_what_cannot_be_done_is_refused_and_named(
     code, answer = post(f"{running.url}/chat/completions", json.dumps(body).encode())
     assert code == status
     assert said in answer["error"]["message"]
+
+
+LIKE_CLIENTS = {
+    **dict.fromkeys(["temperature", "top_p", "n", "stop", "seed", "tools", "tool_choice", "stream_options", "user"]),
+    **dict.fromkeys(["logprobs", "top_logprobs", "response_format", "logit_bias", "functions", "min_p", "max_tokens"]),
+    **{"presence_penalty": 0.0, "frequency_penalty": 0, "repetition_penalty": 1.0, "min_tokens": 0, "store": False},
+    **{"ignore_eos": False, "stop_token_ids": [], "metadata": {"a": "b"}, "service_tier": "auto"},
+    **{"parallel_tool_calls": True, "skip_special_tokens": True, "cache_prompt": True, "x-unknown": {"y": [1]}},
+}
+
+
+def test_what_clients_send_that_changes_nothing_is_taken(running: Running) -> None:
+    calls = [{"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}]
+    messages = [
+        {"role": "user", "content": "hello", "name": None},
+        {"role": "assistant", "content": None, "tool_calls": calls, "refusal": None},
+        {"role": "tool", "content": "sunny", "tool_call_id": "c"},
+        {"role": "user", "content": "\U0001f600 and?"},
+    ]
+    body = {"model": "policy", "messages": messages, "max_completion_tokens": 2, **LIKE_CLIENTS}
+    code, answer = post(f"{running.url}/chat/completions", json.dumps(body).encode())
+    assert code == 200, answer
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_likeliest_tokens_at_each_place(temperature: float, running: Running, sampler: LiveSampler) -> None:
+    """Beside a reading of its own: softmax(logits / temperature), at temperature 0 the plain one."""
+    client, told = running.client(), {"return_token_ids": True}
+    same: Any = {"model": "policy", "temperature": temperature, "seed": 3, "max_tokens": 6, "extra_body": told}
+    chat = client.chat.completions.create(messages=HELLO, logprobs=True, top_logprobs=5, **same).choices[0]
+    ids: Any = chat.model_extra
+    with torch.no_grad(), sampler.engine.roles.acting("policy") as model:
+        logits: Any = model(torch.tensor([ids["prompt_token_ids"] + ids["token_ids"]])).logits[0]
+    scores = (logits / (temperature or 1.0)).log_softmax(-1)[len(ids["prompt_token_ids"]) - 1 : -1]
+    assert chat.logprobs is not None
+    content = chat.logprobs.content or []
+    assert len(content) == len(ids["token_ids"]) > 0
+    for token, row, its in zip(content, scores, ids["token_ids"], strict=True):
+        best = row.topk(5)
+        assert [one.logprob for one in token.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert [one.token for one in token.top_logprobs] == [sampler.tokenizer.decode([i]) for i in best.indices]
+        assert token.logprob == pytest.approx(row[its].item(), abs=1e-4)
+    streamed = client.chat.completions.create(messages=HELLO, logprobs=True, top_logprobs=5, stream=True, **same)
+    last = [chunk.choices[0].logprobs for chunk in streamed][-1]
+    assert last is not None
+    assert [len(token.top_logprobs) for token in last.content or []] == [5] * len(content)
+    prompt = ids["prompt_token_ids"]
+    text = client.completions.create(prompt=prompt, logprobs=20, echo=True, **same).choices[0].logprobs
+    assert text is not None
+    tops: Any = text.top_logprobs
+    assert tops[0] is None
+    for place, row in enumerate(scores, len(prompt)):
+        assert max(tops[place].values()) == pytest.approx(row.max().item(), abs=1e-4)
+        assert text.tokens[place] in tops[place]  # pyright: ignore[reportOptionalSubscript]
+        assert 5 < len(tops[place]) <= 21
+    assert all(len(top) > 5 for top in tops[1 : len(prompt)])
 
 
 @pytest.mark.parametrize(

@@ -72,12 +72,15 @@ def test_recorded_logprobs_are_those_of_a_full_pass(sampler: LiveSampler) -> Non
     client, scored = Client(PROMPTS[2], Draw(), row=1, limit=12), queue.Queue[Any]()
     assert sampler.ask([client.wanted])
     answer = client.answer()
-    assert sampler.score(PROMPTS[2] + answer.tokens, "policy", scored.put)
+    assert sampler.score(PROMPTS[2] + answer.tokens, Draw(), scored.put)
     read = scored.get(timeout=60)
     assert isinstance(read, Scored)
     assert read.logprobs[len(PROMPTS[2]) :] == pytest.approx(answer.logprobs, abs=1e-5)
     assert read.logprobs[0] is None
-    assert all(best[1] >= logprob for best, logprob in zip(read.best[1:], read.logprobs[1:], strict=True))  # pyright: ignore
+    assert all(
+        likeliest[0][1] >= logprob  # pyright: ignore[reportOptionalOperand]
+        for likeliest, logprob in zip(read.likeliest[1:], read.logprobs[1:], strict=True)
+    )
 
 
 def test_a_stop_string_ends_one_request_and_not_its_neighbours(sampler: LiveSampler) -> None:
@@ -121,6 +124,41 @@ def test_a_round_that_fails_is_told_and_the_next_one_goes_on(tiny: TinyModels, m
     live.close()
 
 
+@pytest.mark.parametrize("engine", ["fused", "hf"])
+@pytest.mark.parametrize("bad", [0, 2, 3])
+def test_a_request_that_fails_fails_alone(engine: str, bad: int, tiny: TinyModels) -> None:
+    """A token that the model has not, first, in the middle and behind others; who is heard hears each token once."""
+    live = LiveSampler(make_engine(tiny("llama"), engine), max_rows=3)
+    clients = [Client(PROMPTS[i], Draw(), row=i, limit=8) for i in range(4)]
+    clients[bad] = Client([20, 10**6], Draw(), row=bad, limit=8)
+    assert live.ask([client.wanted for client in clients])
+    answers = [client.said.get(timeout=60) for client in clients]
+    live.close()
+    assert isinstance(answers.pop(bad), IndexError)
+    del clients[bad]
+    assert [answer.tokens for answer in answers] == [alone(live, client).tokens for client in clients]
+    assert [client.pieces for client in clients] == [answer.tokens for answer in answers]
+
+
+@pytest.mark.parametrize("end", ["close", "release"])
+def test_nothing_is_read_once_it_has_ended(end: str, tiny: TinyModels) -> None:
+    """When a server closes, and when the rollout of agents ends: behind it the weights change."""
+    live = LiveSampler(make_engine(tiny("llama"), "fused"), max_rows=1)
+    going, read = Client(PROMPTS[0], Draw(), row=0, limit=4000), queue.Queue[Any]()
+    started = threading.Event()
+    going.wanted.on_tokens = lambda tokens: started.set()
+    assert live.ask([going.wanted])
+    assert started.wait(60)
+    assert live.score(PROMPTS[2], Draw(), read.put)
+    ending = threading.Thread(target=getattr(live, end))
+    ending.start()
+    going.wanted.given_up = True
+    ending.join(60)
+    said = read.get_nowait()
+    assert isinstance(said, RuntimeError if end == "close" else RuntimeError | Scored)
+    live.close()
+
+
 def test_too_many_are_turned_away_and_a_closed_one_tells_who_waits(tiny: TinyModels) -> None:
     live = LiveSampler(make_engine(tiny("llama"), "fused"), max_rows=1, most_waiting=2)
     three = [Client(PROMPTS[0], Draw(), row=i, limit=3) for i in range(3)]
@@ -156,7 +194,7 @@ def said(sampler: LiveSampler, prompt: list[int], row: int = 0, *, limit: int = 
     assert sampler.ask([client.wanted])
     answer = client.answer()
     scored = queue.Queue[Any]()
-    assert sampler.score(prompt + answer.tokens, "policy", scored.put)
+    assert sampler.score(prompt + answer.tokens, Draw(), scored.put)
     assert scored.get(timeout=60).logprobs[len(prompt) :] == pytest.approx(answer.logprobs, abs=1e-5)
     return answer.tokens
 

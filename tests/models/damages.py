@@ -289,7 +289,7 @@ TEMPLATES: dict[str, Damage] = {
     "template that loops in a macro": template("{% macro m() %}" + LOOP + "{% endmacro %}{{ m() }}"),
     "template of a long range": template("{% for a in range(10**9) %}{% endfor %}"),
     "template of endless text": template("{% for a in range(99999) %}{{ 'x' * 9999 }}{% endfor %}"),
-    "template of one huge text": template("{{ 'x' * 10**11 }}"),
+    "template of one huge text": template("{{ 'x' * 10**15 }}"),
     "template of a huge number": template("{{ 9 ** (9 ** 9) }}"),
     "template that reaches out": template("{{ ''.__class__.__mro__[1].__subclasses__() }}"),
     "template that includes a file": template("{% include '/etc/passwd' %}"),

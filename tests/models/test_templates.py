@@ -2,7 +2,9 @@
 
 import resource
 import signal
-import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -21,13 +23,15 @@ def render(template: str, **variables: object) -> str:
     return template_text(tokenizer, MESSAGES, variables=variables)
 
 
-@pytest.mark.parametrize("template", [PLAIN, LOOP, "{{ 'x' * 10**11 }}", "{{ 9 ** (9 ** 9) }}", "{{ 1 / 0 }}"])
+HOSTILE = [LOOP, "{{ 'x' * 10**15 }}", "{{ 9 ** (9 ** 9) }}", "{{ 1 / 0 }}"]
+
+
+@pytest.mark.parametrize("template", [PLAIN, *HOSTILE])
 def test_limits_are_taken_away_again(template: str, monkeypatch: pytest.MonkeyPatch):
     """Also after constants that the engine works out while it swallows every Exception."""
     monkeypatch.setattr(templates, "SECONDS", 0.3)
     before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
     try:
-        memory = resource.getrlimit(resource.RLIMIT_AS)
         if template == PLAIN:
             assert render(template, mood="!") == "[hello]!"
         else:
@@ -35,17 +39,32 @@ def test_limits_are_taken_away_again(template: str, monkeypatch: pytest.MonkeyPa
                 render(template)
         assert signal.getsignal(signal.SIGALRM) == signal.SIG_IGN
         assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-        assert resource.getrlimit(resource.RLIMIT_AS) == memory
     finally:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_in_another_thread_a_template_renders_without_an_alarm():
-    rendered: list[str] = []
-    thread = threading.Thread(target=lambda: rendered.append(render(PLAIN)))
-    thread.start()
-    thread.join()
-    assert rendered == ["[hello]"]
+def test_in_other_threads_a_template_has_the_same_seconds(monkeypatch: pytest.MonkeyPatch):
+    """Those that end are rendered meanwhile, and no thread is interrupted after its rendering."""
+    monkeypatch.setattr(templates, "SECONDS", 0.3)
+    with ThreadPoolExecutor(4) as pool:
+        looping = [
+            pool.submit(render, template) for template in (LOOP, "{% macro m() %}" + LOOP + "{% endmacro %}{{ m() }}")
+        ]
+        plain = [pool.submit(render, PLAIN, mood=str(i)) for i in range(50)]
+        assert [each.result() for each in plain] == [f"[hello]{i}" for i in range(50)]
+        for each in looping:
+            with pytest.raises(ValueError, match="chat template"):
+                each.result(timeout=30)
+        assert [each.result() for each in [pool.submit(time.sleep, 0.1) for _ in range(4)]] == [None] * 4
+
+
+def test_rendering_leaves_the_process_its_memory():
+    """Also while it lasts: other threads allocate, and start children, which inherit a limit."""
+
+    tokenizer: Any = tiny_tokenizer()
+    tokenizer.apply_chat_template = lambda *_, **__: str(resource.getrlimit(resource.RLIMIT_AS))
+    inside = template_text(tokenizer, MESSAGES, variables={})
+    assert inside == str(resource.getrlimit(resource.RLIMIT_AS))
 
 
 def test_text_and_templates_have_a_greatest_size(monkeypatch: pytest.MonkeyPatch):

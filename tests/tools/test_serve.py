@@ -45,6 +45,7 @@ def test_a_run_answers_with_its_policy_and_its_base(tiny: TinyModels, tmp_path: 
     assert code == 0
     with served(policy_at(str(run.path), []), options=Options(device="cpu"), max_rows=2) as endpoint:
         assert endpoint.models == {"run/step-000001": "policy", "base": "base"}
+        assert str(tmp_path) not in endpoint.tokenizer.name_or_path, "errors of its template name it to clients"
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,7 @@ def test_what_cannot_be_served_is_said(words: list[str], said: str, monkeypatch:
     done = CliRunner().invoke(app, ["serve", *words])
     assert done.exit_code == 2
     assert said in done.stderr
+    assert "a chat" not in done.stderr
 
 
 def test_a_taken_port_is_said_before_anything_is_loaded() -> None:

@@ -27,7 +27,7 @@ from tinyrl.tasks import load_split, load_task
 from tinyrl.text import shortened
 
 SECTIONS = ("reward", "generation", "task")  # whose settings the command line may give
-OF_A_CHAT = ("task", "generation", "environment", "reward")
+OF_A_POLICY = ("task", "generation", "environment", "reward")
 OPTIONS = {"task.name": "--task NAME", "task.data": "--data FILE", "task.eval_data": "--data FILE"}
 JUDGES = ("reward", "reward.functions", "reward.model")  # settings that replace the run's own reward
 A_JUDGE = "a task (--task NAME) or a reward (reward.model=PATH, 'reward.functions=[{use: FILE.py:FUNCTION}]')"
@@ -118,7 +118,7 @@ def policy_at(path: str, settings: list[str]) -> Target:
     """The policy or the model at `path`, as grpo's, whatever has trained it, and with its checkpoint. Raises ValueError
     for a reward model, a run without a checkpoint, other settings.
     """
-    check_sections(settings, OF_A_CHAT, "a chat")
+    check_sections(settings, OF_A_POLICY)
     run = run_of(Path(path))
     if run is None:
         meant = nearest_run(path)
@@ -197,10 +197,10 @@ def _key(setting: str) -> str:
     return setting.partition("=")[0]
 
 
-def check_sections(settings: Iterable[str], sections: tuple[str, ...], who: str) -> None:
+def check_sections(settings: Iterable[str], sections: tuple[str, ...]) -> None:
     for setting in settings:
         if setting.partition(".")[0] not in sections:
-            known = f"{who} takes settings of {and_list([*sections])}; the others are the run's own"
+            known = f"settings of {and_list([*sections])} are taken here; the others are the run's own"
             raise ValueError(f"override '{shortened(setting)}': {known}")
 
 
@@ -209,7 +209,7 @@ def _check_settings(asked: Asked) -> None:
         raise ValueError(f"--split {asked.split!r}: allowed are eval and train")
     if asked.task is not None:
         load_task(asked.task)
-    check_sections(asked.settings, SECTIONS, "evaluation")
+    check_sections(asked.settings, SECTIONS)
     for setting in asked.settings:
         if _key(setting) in OPTIONS:
             raise ValueError(f"override '{shortened(setting)}': say it as {OPTIONS[_key(setting)]}")

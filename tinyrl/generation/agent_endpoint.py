@@ -33,8 +33,13 @@ class Conversation(Response):
     number: int  # of its first call in the episode
     last: Completion | None = None
     messages: list[Message] | None = None  # up to the last answer, as the agent has it
+    variables: dict[str, Any] = field(default_factory=dict)  # with which these were rendered, tools among them
     text: str | None = None
-    busy: bool = False
+    wanted: Wanted | None = None  # the call under way
+
+    @property
+    def busy(self) -> bool:
+        return self.wanted is not None and not self.wanted.given_up
 
     def as_completion(self) -> Completion:
         assert self.last is not None
@@ -43,7 +48,9 @@ class Conversation(Response):
 
 @dataclass
 class Session:
-    """An episode under way. left: tokens that it may still sample; over: its agent has ended."""
+    """An episode under way. left: tokens that a call may still sample (calls under way are not counted, so that none
+    depends on which ends first); over: its agent has ended.
+    """
 
     request: Request
     draw: Draw
@@ -134,34 +141,38 @@ class AgentEndpoint(Endpoint):
 
         def message(content: dict[str, Any]) -> None:
             conversation.messages = [*(said.messages or []), {"role": "assistant", **content}]
+            conversation.variables = said.variables
 
         def end(result: Completion | Exception) -> None:
             with session.lock:
-                conversation.busy = False
-                sampled = len(result.tokens) if isinstance(result, Completion) else 0
-                session.left += (request.max_new_tokens or 0) - sampled
-                if isinstance(result, Completion) and not session.over:
-                    conversation.add(call.read)
-                    conversation.add(result.tokens, result.logprobs)
-                    conversation.last = result
-                    if said.text is not None:
-                        written = self.tokenizer.decode(result.tokens, skip_special_tokens=True)
-                        conversation.text = f"{said.text}{written}"
+                if conversation.wanted is wanted and not wanted.given_up:  # else another call may go on from there
+                    conversation.wanted = None
+                    if isinstance(result, Completion) and not session.over:
+                        conversation.add(call.read)
+                        conversation.add(result.tokens, result.logprobs)
+                        conversation.last = result
+                        session.left -= len(result.tokens)
+                        conversation.messages = conversation.text = None  # until the answer is sent
+                        if said.text is not None:
+                            written = self.tokenizer.decode(result.tokens, skip_special_tokens=True)
+                            conversation.text = f"{said.text}{written}"
             asked.tell(choice, result)
 
         choice.on_message = message
         heard = partial(asked.tell, choice)
         wanted = Wanted(request, session.draw, body.stops, end, heard, seed=session.seed, step=session.step)
-        choice.wanted = wanted
+        choice.wanted = conversation.wanted = wanted
         session.wanted.append(wanted)
         asked.choices.append(choice)
         if not self.sampler.ask([wanted]):
-            end(RuntimeError("too many wait"))
+            wanted.given_up = True
             raise Refused(429, "too many requests wait; try again later")
+        session.calls += 1
+        session.calls_left -= 1
         return asked
 
     def _placed(self, session: Session, prompt: list[int], said: Said, *, limit: int | None) -> Call:
-        """Where a call stands in its episode, which has a call and its tokens less from now on."""
+        """Where a call stands in its episode. Raises Refused where that has no calls or tokens left."""
         with session.lock:
             if session.over:
                 raise Refused(401, "the episode is over")
@@ -176,10 +187,6 @@ class AgentEndpoint(Endpoint):
             conversation = going_on or Conversation(prompt=context, number=session.calls)
             if going_on is None:
                 session.conversations.append(conversation)
-            conversation.busy = True
-            session.calls += 1
-            session.calls_left -= 1
-            session.left -= most
             own, first = session.request, session.first_token(context)
             request = Request(context, own.prompt_row, own.first_sample, first_token=first, max_new_tokens=most)
             return Call(conversation, read, request)
@@ -207,11 +214,12 @@ class AgentEndpoint(Endpoint):
         return prompt[len(known) :] if prompt[: len(known)] == known else None
 
     def _added_messages(self, before: Conversation, said: Said) -> list[int] | None:
-        """Of messages that go on behind an answer: what the template writes after it. None where they do not, or where
-        the template writes earlier turns otherwise once more follow (it may leave out their thinking).
+        """Of messages that go on behind an answer: what the template writes after it. None where they do not, where
+        tools or variables of the template are others, or where the template writes earlier turns otherwise once more
+        follow (it may leave out their thinking).
         """
         known, messages = before.messages, said.messages or []
-        if known is None or before.last is None or len(messages) <= len(known):
+        if known is None or before.last is None or len(messages) <= len(known) or before.variables != said.variables:
             return None
         if any(not _same(ours, theirs) for ours, theirs in zip(known, messages, strict=False)):
             return None

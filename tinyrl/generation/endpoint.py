@@ -116,6 +116,9 @@ class Endpoint:
                 raise Refused(413, f"a request has at most {MAX_BODY >> 20} MB")
         try:
             values = json.loads(bytes(body))
+            json.dumps(values, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise Refused(400, "the request has invalid Unicode (a lone surrogate)") from None
         except (ValueError, RecursionError):
             raise Refused(400, "the request is no JSON") from None
         try:
@@ -203,7 +206,7 @@ class Endpoint:
             rendered = await run_in_threadpool(render_prompt, self.tokenizer, messages, chat=True, variables=variables)
         except ValueError as error:
             raise Refused(400, str(error), param="messages") from None
-        limit = body.max_completion_tokens or body.max_tokens or None
+        limit = body.max_completion_tokens or body.max_tokens
         marker, said = OPEN if tools else None, Said(messages, variables)
         asked = self._start(
             body, [rendered.tokens], who=who, said=said, limit=limit, opened=rendered.opened, marker=marker
@@ -212,6 +215,7 @@ class Endpoint:
         if body.stream:
             return self._streamed(asked, self._chat_chunk)
         await asked.finished(request)
+        await self._read_likeliest(asked)
         choices = [self._chat_choice(choice, body) for choice in asked.choices]
         return JSONResponse(self._whole(asked, "chat.completion", choices))
 
@@ -246,10 +250,17 @@ class Endpoint:
     def _chat_logprobs(self, choice: Choice, body: ChatRequest) -> dict[str, Any] | None:
         if not body.logprobs or choice.completion is None:
             return None
-        content = []
-        for token, logprob in zip(choice.completion.tokens, choice.completion.logprobs, strict=True):
-            text = str(self.tokenizer.decode([token]))
-            content.append({"token": text, "logprob": logprob, "bytes": [*text.encode()], "top_logprobs": []})
+
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            text = self._spelt(token)
+            return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
+
+        tokens, logprobs = choice.completion.tokens, choice.completion.logprobs
+        tops = choice.likeliest or [[] for _ in tokens]
+        content = [
+            {**entry(token, logprob), "top_logprobs": [entry(*one) for one in top]}
+            for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
+        ]
         return {"content": content, "refusal": None}
 
     def _chat_chunk(self, asked: Asked, choice: Choice, piece: str) -> list[dict[str, Any]]:
@@ -293,6 +304,7 @@ class Endpoint:
                 raise Refused(400, "echo is not streamed", param="echo")
             return self._streamed(asked, self._text_chunk)
         await asked.finished(request)
+        await self._read_likeliest(asked)
         each = body.n or 1 if limit else 1
         choices = [
             self._text_choice(choice, body, scored[choice.index // each] if scored else None)
@@ -311,17 +323,31 @@ class Endpoint:
     async def _scored(self, tokens: list[int], body: TextRequest) -> Scored | None:
         if body.logprobs is None:
             return None
+        return await self._score(tokens, Draw(self.models[body.model]), likeliest=max(1, body.logprobs))
+
+    async def _score(self, tokens: list[int], draw: Draw, *, likeliest: int) -> Scored:
         loop, found = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
         def told(result: Scored | Exception) -> None:
             loop.call_soon_threadsafe(lambda: found.cancelled() or found.set_result(result))
 
-        if not self.sampler.score(tokens, self.models[body.model], told):
+        if not self.sampler.score(tokens, draw, told, likeliest=likeliest):
             raise Refused(429, "too many requests wait; try again later")
         result = await found
         if isinstance(result, Exception):
-            raise Refused(500, f"reading the prompt failed: {type(result).__name__}: {result}")
+            raise Refused(500, f"scoring failed: {type(result).__name__}: {result}")
         return result
+
+    async def _read_likeliest(self, asked: Asked) -> None:
+        """Score the answers that have ended, where their likeliest tokens were asked for."""
+        body = asked.body
+        count = body.top_logprobs if isinstance(body, ChatRequest) and body.logprobs else 0
+        count = body.logprobs if isinstance(body, TextRequest) else count
+        for choice in asked.choices:
+            if count and choice.completion is not None and choice.wanted is not None and not choice.likeliest:
+                whole, draw = [*choice.prompt, *choice.completion.tokens], choice.wanted.draw
+                scored = await self._score(whole, draw, likeliest=count)
+                choice.likeliest = scored.likeliest[len(choice.prompt) :]
 
     def _text_choice(self, choice: Choice, body: TextRequest, scored: Scored | None = None) -> dict[str, Any]:
         text = (str(self.tokenizer.decode(choice.prompt)) if body.echo else "") + choice.text
@@ -331,19 +357,21 @@ class Endpoint:
     def _text_logprobs(self, choice: Choice, body: TextRequest, scored: Scored | None) -> dict[str, Any] | None:
         if body.logprobs is None or choice.completion is None:
             return None
-        tokens, logprobs, tops = [*choice.completion.tokens], list[float | None](choice.completion.logprobs), []
+        tokens, logprobs = [*choice.completion.tokens], list[float | None](choice.completion.logprobs)
+        tops = choice.likeliest or [[one] for one in zip(tokens, choice.completion.logprobs, strict=True)]
         if scored is not None:
-            tops = [None if best is None else {self._spelt(best[0]): best[1]} for best in scored.best]
             tokens, logprobs = [*choice.prompt, *tokens], [*scored.logprobs, *logprobs]
+            tops = [*scored.likeliest, *tops]
         spelt = [self._spelt(token) for token in tokens]
-        ours = zip(spelt[len(tops) :], logprobs[len(tops) :], strict=True)
+        shown: list[dict[str, float | None] | None] = [
+            {self._spelt(one): its for one, its in reversed(top)} if top else None for top in tops
+        ]  # of two tokens with one spelling the likelier stays
+        if choice.likeliest:  # with the one that was drawn, as the protocol has it
+            first = len(tokens) - len(choice.likeliest)
+            for place in range(first, len(tokens)):
+                shown[place] = {spelt[place]: logprobs[place], **(shown[place] or {})}
         offsets = [0, *itertools.accumulate(map(len, spelt))][: len(spelt)]
-        return {
-            "tokens": spelt,
-            "token_logprobs": logprobs,
-            "top_logprobs": [*tops, *({token: logprob} for token, logprob in ours)],
-            "text_offset": offsets,
-        }
+        return {"tokens": spelt, "token_logprobs": logprobs, "top_logprobs": shown, "text_offset": offsets}
 
     def _spelt(self, token: int) -> str:
         return str(self.tokenizer.decode([token]))
@@ -370,6 +398,7 @@ class Endpoint:
                     choice.shown = len(choice.text)
             try:
                 async for choice, piece in asked.pieces():
+                    await self._read_likeliest(asked)
                     for chunk in chunks(asked, choice, piece):
                         yield _event(chunk)
             except Refused as refused:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -43,6 +43,7 @@ from tinyrl.models.packing import LEAST_START, common_length
 LIVE_STEP = 1 << 40  # the step in the keys of these samples: no training step or evaluation reaches it
 WIDTHS = 256  # new tokens of a row are a multiple of this, so that others fit into its batch
 SCORED = 256  # positions whose logits are there at a time
+LEAST = -9999.0  # in place of minus infinity, which JSON has not
 HALF = "\ufffd"  # how a decoder writes bytes of a character that is not whole
 
 
@@ -71,7 +72,9 @@ class Wanted:
     seed: int = 0
     step: int = LIVE_STEP
     given_up: bool = False
+    alone: bool = False  # a batch with it has failed
     tokens: list[int] = field(default_factory=list)
+    told: int = 0  # how many of them `on_tokens` has had
 
     @property
     def limit(self) -> int:
@@ -85,10 +88,22 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Scored:
-    """Log-probability of each token of a text given those before it (None: the first), and the likeliest there."""
+    """Log-probability of each token of a text given those before it (None: the first), and the likeliest there, the
+    first of them first (none at the first place).
+    """
 
     logprobs: list[float | None]
-    best: list[tuple[int, float] | None]
+    likeliest: list[list[tuple[int, float]]]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Tokens to score; on_end is called in the sampler's thread."""
+
+    tokens: list[int]
+    draw: Draw
+    likeliest: int
+    on_end: Callable[[Scored | Exception], None]
 
 
 @dataclass
@@ -141,7 +156,7 @@ class LiveSampler:
         self.engine, self.max_rows, self.most_waiting = engine, max_rows, most_waiting
         self.tokenizer: PreTrainedTokenizerBase = engine.tokenizer
         self.eos = eos_token_ids(engine.roles, engine.tokenizer)
-        self._waiting: deque[Wanted | Callable[[], None]] = deque()
+        self._waiting: deque[Wanted | Reading] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._decoders: dict[SampledRole, Decoder] = {}
@@ -154,6 +169,9 @@ class LiveSampler:
 
     def ask(self, wanted: list[Wanted]) -> bool:
         """Queue them, all or none; False: too many wait already."""
+        return self._queue(wanted)
+
+    def _queue(self, wanted: Sequence[Wanted | Reading]) -> bool:
         with self._changed:
             if self._closed or len(self._waiting) + len(wanted) > self.most_waiting:
                 return False
@@ -161,29 +179,22 @@ class LiveSampler:
             self._changed.notify()
         return True
 
-    def score(self, tokens: list[int], role: SampledRole, on_end: Callable[[Scored | Exception], None]) -> bool:
-        """Queue a reading of `tokens`; False: too many wait already."""
-
-        def read() -> None:
-            try:
-                on_end(self._scored(tokens, role))
-            except Exception as error:  # noqa: BLE001 whoever waits is told
-                on_end(error)
-
-        with self._changed:
-            if self._closed or len(self._waiting) >= self.most_waiting:
-                return False
-            self._waiting.append(read)
-            self._changed.notify()
-        return True
+    def score(
+        self, tokens: list[int], draw: Draw, on_end: Callable[[Scored | Exception], None], *, likeliest: int = 1
+    ) -> bool:
+        """Queue a reading of `tokens` under softmax(logits / temperature); False: too many wait already."""
+        return self._queue([Reading(tokens, draw, likeliest, on_end)])
 
     def renew(self) -> None:
         """Sample from the weights as they are now, from the next round on."""
         self._stale = set(self._decoders)
 
     def release(self) -> None:
-        """Wait for the round in hand, and free the copies of weights, which the next one makes again."""
+        """Wait for the round in hand, and free the copies of weights, which the next one makes again. Who still waits
+        is told.
+        """
         with self._idle:
+            self._turn_away(RuntimeError("the episode is over"))
             self._stale, self._batch = set(self._decoders), None
             if isinstance(self.engine, FusedEngine) and not self.engine.by_graphs:
                 for decoder in self._decoders.values():
@@ -195,10 +206,14 @@ class LiveSampler:
             self._closed = True
             self._changed.notify()
         self._thread.join()
-        for wanted in self._waiting:
-            if isinstance(wanted, Wanted):
-                wanted.on_end(RuntimeError("the server is closing"))
-        self._waiting.clear()
+        self._turn_away(RuntimeError("the server is closing"))
+
+    def _turn_away(self, why: Exception) -> None:
+        with self._changed:
+            waiting = [*self._waiting]
+            self._waiting.clear()
+        for wanted in waiting:
+            wanted.on_end(why)
 
     # ---- the thread ----
 
@@ -210,14 +225,15 @@ class LiveSampler:
                     self._changed.wait()
                 if self._closed:
                     return
-                first = self._waiting[0]
-                if not isinstance(first, Wanted):
-                    self._waiting.popleft()
             with self._idle:
+                with self._changed:
+                    first = self._waiting[0] if self._waiting else None
+                    if isinstance(first, Reading):
+                        self._waiting.popleft()
                 if isinstance(first, Wanted):
                     self._round(first)
-                else:
-                    first()
+                elif first is not None:
+                    self._read(first)
 
     def _round(self, first: Wanted) -> None:
         going: dict[int, Wanted] = {}
@@ -234,6 +250,12 @@ class LiveSampler:
                 if not going and self._waiting and self._waiting[0] is first:
                     self._waiting.popleft()
                     going[0] = first
+                if not first.alone:  # one of them has failed: each is begun again for itself
+                    for wanted in going.values():
+                        wanted.alone = True
+                        wanted.tokens.clear()
+                    self._waiting.extendleft(reversed(going.values()))
+                    return
             for wanted in going.values():
                 wanted.on_end(error)
 
@@ -244,7 +266,8 @@ class LiveSampler:
                 wanted = self._waiting[0] if self._waiting and not self._closed else None
                 if not isinstance(wanted, Wanted):
                     return None
-                if not wanted.given_up and (wanted.draw != first.draw or not fits(wanted)):
+                apart = wanted is not first and (wanted.alone or first.alone)
+                if not wanted.given_up and (apart or wanted.draw != first.draw or not fits(wanted)):
                     return None
                 self._waiting.popleft()
             if not wanted.given_up:
@@ -277,6 +300,7 @@ class LiveSampler:
         """The batch of the last round, where it is drawn alike and has the room; else another."""
         with self._changed:
             alike = [w for w in self._waiting if isinstance(w, Wanted) and w.draw == first.draw][: self.max_rows]
+            alike = [first] if first.alone else alike
         look = engine.look_every - 1  # a row may run past its end until the next look
         limit, room = max(w.limit for w in alike), max(w.room for w in alike) + look
         batch = self._batch
@@ -355,7 +379,6 @@ class LiveSampler:
     def _told(self, wanted: Wanted, new: list[int]) -> FinishReason | None:
         """Add new tokens to what is there, up to the end, which is returned where it has come."""
         reason: FinishReason | None = None
-        before = len(wanted.tokens)
         for token in new:
             wanted.tokens.append(token)
             if token in self.eos:
@@ -366,8 +389,9 @@ class LiveSampler:
                 reason = "length"
             if reason is not None:
                 break
-        if new and not wanted.given_up:
-            wanted.on_tokens(wanted.tokens[before:])
+        if len(wanted.tokens) > wanted.told and not wanted.given_up:
+            wanted.on_tokens(wanted.tokens[wanted.told :])
+            wanted.told = len(wanted.tokens)
         return reason
 
     # ---- the library's modules ----
@@ -401,22 +425,30 @@ class LiveSampler:
 
     # ---- reading ----
 
+    def _read(self, reading: Reading) -> None:
+        try:
+            result = self._scored(reading.tokens, reading.draw, reading.likeliest)
+        except Exception as error:  # noqa: BLE001 whoever waits is told
+            result = error
+        reading.on_end(result)
+
     @torch.inference_mode()
-    def _scored(self, tokens: list[int], role: SampledRole) -> Scored:
+    def _scored(self, tokens: list[int], draw: Draw, count: int) -> Scored:
         roles, engine = self.engine.roles, self.engine
         dtype = engine.dtype if isinstance(engine, FusedEngine) else roles.causal.dtype
-        logprobs, best = list[float | None]([None]), list[tuple[int, float] | None]([None])
+        logprobs, likeliest = list[float | None]([None]), list[list[tuple[int, float]]]([[]])
         ids = torch.tensor([tokens], device=roles.device)
-        with roles.acting(role) as model, torch.autocast(roles.device.type, dtype=dtype, enabled=dtype in HALVES):
+        with roles.acting(draw.role) as model, torch.autocast(roles.device.type, dtype=dtype, enabled=dtype in HALVES):
             states = backbone_of(model)(input_ids=ids).last_hidden_state[0]
             for start in range(0, len(tokens) - 1, SCORED):
                 part = states[start : min(start + SCORED, len(tokens) - 1)]
-                log_p = head_of(model).logits(part).float().log_softmax(-1)
+                log_p = (head_of(model).logits(part).float() / (draw.temperature or 1.0)).log_softmax(-1)
+                log_p = log_p.clamp_min(LEAST)
                 following = ids[0, start + 1 : start + 1 + len(part)]
                 logprobs += log_p.gather(1, following.unsqueeze(1)).squeeze(1).tolist()
-                most, which = log_p.max(-1)
-                best += zip(which.tolist(), most.tolist(), strict=True)
-        return Scored(logprobs, best)
+                most, which = log_p.topk(min(count, log_p.shape[-1]))
+                likeliest += [[*zip(*row, strict=True)] for row in zip(which.tolist(), most.tolist(), strict=True)]
+        return Scored(logprobs, likeliest)
 
 
 def settings_of(draw: Draw, max_new_tokens: int, stop: list[str] | None = None) -> SamplingSettings:

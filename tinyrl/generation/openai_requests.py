@@ -1,7 +1,8 @@
 """OpenAI's requests: what they may ask for, and their completions on the way to the client.
 
 Of the protocol's settings those are kept that say how a completion is drawn; one that would have to change the
-distribution otherwise (penalties, logit_bias, a response format) is refused and not ignored. Besides, as vLLM has them:
+distribution otherwise (penalties, logit_bias, a response format, and what vLLM has of the kind) is refused and not
+ignored, unless it is null or asks for what is done anyway. Besides, as vLLM has them:
 `top_k`, `chat_template_kwargs`, `return_token_ids`, `include_stop_str_in_output`.
 """
 
@@ -21,6 +22,9 @@ from tinyrl.data.messages import Message
 from tinyrl.generation.engine import Completion
 from tinyrl.generation.live import Spelling, Wanted
 
+MOST_LIKELIEST = 20  # tokens for which a client may ask at each place
+Likeliest = Annotated[int, Field(ge=0, le=MOST_LIKELIEST)]
+Nothing = Annotated[list[Any], Field(max_length=0)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
@@ -57,6 +61,20 @@ class Sampled(BaseModel):
     frequency_penalty: Literal[0] | None = None
     repetition_penalty: Literal[1] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    min_p: Literal[0] | None = None
+    typical_p: Literal[1] | None = None
+    min_tokens: Literal[0] | None = None
+    ignore_eos: Literal[False] | None = None
+    use_beam_search: Literal[False] | None = None
+    stop_token_ids: Nothing | None = None
+    bad_words: Nothing | None = None
+    allowed_token_ids: None = None
+    truncate_prompt_tokens: None = None
+    guided_json: None = None
+    guided_regex: None = None
+    guided_choice: None = None
+    guided_grammar: None = None
+    structured_outputs: None = None
 
     @property
     def stops(self) -> list[str]:
@@ -69,21 +87,26 @@ class ResponseFormat(BaseModel):
 
 class ChatRequest(Sampled):
     messages: list[Any]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    top_logprobs: Likeliest | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
+    functions: Nothing | None = None
+    function_call: Literal["auto", "none"] | None = None
+    reasoning_effort: None = None
+    chat_template: None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class TextRequest(Sampled):
     prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    logprobs: Likeliest | None = None
     echo: bool | None = None
     best_of: Literal[1] | None = None
-    suffix: None = None
+    suffix: Literal[""] | None = None
 
 
 @dataclass
@@ -101,6 +124,7 @@ class Choice:
     shown: int = 0
     cut: bool = False
     completion: Completion | None = None
+    likeliest: list[list[tuple[int, float]]] = field(default_factory=list)  # of each token, where that was asked for
 
     def add(self, tokens: list[int], *, ended: bool = False) -> str:
         """The text that these tokens make certain: none that may turn out to be a stop string, or follow one."""

@@ -1,19 +1,19 @@
-"""Chat templates, which come with a model and are programs: rendered within limits of time, memory and size.
+"""Chat templates, which come with a model and are programs: rendered within limits of time and size.
 
 The library's environment for them is a sandbox (they reach no file and no attribute of Python's own), but one that
-lets them loop and multiply texts for ever.
+lets them loop and multiply texts for ever. Memory is not limited: a limit holds for the whole process, its other
+threads and the children that these start.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import re
-import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyrl.models.reading import reading
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 SECONDS = 5.0  # for one rendering; an ordinary one takes 0.1 ms
 MOST_CHARACTERS = 1_000_000  # of a template (the longest in use have 20,000), and of what it adds to the messages
-MOST_BYTES = 1 << 30  # of memory that one rendering may add
-STATM = Path("/proc/self/statm")
 
 
 def template_text(
@@ -61,26 +59,23 @@ def _check_variables(template: str, names: tuple[str, ...]) -> None:
 
 
 class _OutOfTime(BaseException):
-    """The alarm; not an Exception, since the template engine swallows those while it works out constants."""
+    """Raised after SECONDS; not an Exception, since the template engine swallows those while it folds constants."""
 
 
 def _limited(render: Callable[[], object]) -> object:
-    """What `render` gives. Raises ValueError when it uses up the time or the memory for one rendering."""
-    try:  # around the limits: the alarm may ring while an error of `render` leaves them
-        with _memory_limit(), _time_limit():
+    """Return `render()`. Raises ValueError when it takes longer than SECONDS, or more memory than there is."""
+    try:  # around the limit: the time may be up while an error of `render` leaves it
+        with _alarm() if threading.current_thread() is threading.main_thread() else _timer():
             return render()
     except _OutOfTime:
         raise ValueError(f"it does not end within {SECONDS:.0f} s") from None
     except MemoryError:
-        raise ValueError(f"it takes more than {MOST_BYTES / 1e9:.0f} GB of memory") from None
+        raise ValueError("it takes more memory than there is") from None
 
 
 @contextlib.contextmanager
-def _time_limit() -> Iterator[None]:
-    """An alarm clock. Signals reach only the main thread; in another one there is no limit of time."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def _alarm() -> Iterator[None]:
+    """Raise _OutOfTime by a signal, which ends a long computation of the interpreter's own too (main thread only)."""
 
     def ring(*_: object) -> None:
         raise _OutOfTime
@@ -95,16 +90,21 @@ def _time_limit() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _memory_limit() -> Iterator[None]:
-    """A ceiling over the address space as it is, so that one huge text is refused before it is written."""
-    if not STATM.exists():
-        yield
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(STATM.read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    ceiling = min([used + MOST_BYTES, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)])
-    resource.setrlimit(resource.RLIMIT_AS, (ceiling, hard))
+def _timer() -> Iterator[None]:
+    """Raise _OutOfTime in the calling thread, between two of its steps."""
+    caller, ended, lock = threading.get_ident(), threading.Event(), threading.Lock()
+
+    def ring() -> None:
+        with lock:
+            if not ended.is_set():
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(caller), ctypes.py_object(_OutOfTime))
+
+    timer = threading.Timer(SECONDS, ring)
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        with lock:
+            ended.set()
+        timer.cancel()

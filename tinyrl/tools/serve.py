@@ -85,6 +85,7 @@ def served(
     names: dict[str, SampledRole] = {name: "base" if target.checkpoint is None else "policy"}
     if target.checkpoint is not None and config.lora.enabled:
         names[BASE] = "base"
+    parts.tokenizer.name_or_path = name  # errors of its template go to clients, whom the folder does not concern
     sampler = LiveSampler(engine, max_rows=max_rows)
     try:
         yield Endpoint(
