@@ -289,6 +289,39 @@ def test_calls_of_tools_are_read(text: str, content: str | None, calls: int, *, 
         server.close()
 
 
+def test_messages_are_read_as_rows_are() -> None:
+    """Parts, null content beside calls, keys that are null: the same prompt, to the token."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    end = {"role": "tool", "tool_call_id": "call_1", "content": "rain"}
+    plain = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}, end]
+    no_arguments = {**call, "function": {"name": "weather", "arguments": "null"}}
+    forms = [
+        [{"role": "user", "content": [{"type": "text", "text": "hello"}], "name": None},
+         {"role": "assistant", "content": None, "tool_calls": [no_arguments]}, {**end, "tool_calls": []}],
+        [*HELLO, {"role": "assistant", "content": [], "tool_calls": [no_arguments]},
+         {**end, "content": [{"type": "text", "text": "rain"}]}],
+    ]  # fmt: skip
+    filled = {**tool, "strict": None, "function": {**tool["function"], "description": None}}  # pyright: ignore
+
+    scripted = Scripted("")
+    scripted.tokenizer.chat_template = TEMPLATE.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}")
+    server = Running(endpoint(scripted, positions=4096))
+
+    def prompt(messages: list[Any], tool: Any) -> list[int]:
+        ask: dict[str, Any] = {"model": "policy", "max_tokens": 1, "extra_body": {"return_token_ids": True}}
+        answer = server.client().chat.completions.create(messages=messages, tools=[tool], **ask)
+        return (answer.choices[0].model_extra or {})["prompt_token_ids"]
+
+    try:
+        wanted = prompt(plain, tool)
+        assert [prompt(form, filled) for form in forms] == [wanted] * 2
+        with pytest.raises(openai.BadRequestError, match="image_url"):
+            prompt([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}], tool)
+    finally:
+        server.close()
+
+
 def test_tools_that_the_template_does_not_show_are_left_and_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     """A chat page sends some with every message."""
     scripted = Scripted(f"hello {CALL}")

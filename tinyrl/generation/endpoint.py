@@ -31,7 +31,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tinyrl.data.messages import messages_of
+from tinyrl.data.messages import messages_of, tools_of
 from tinyrl.environments.calls import OPEN, calls_of
 from tinyrl.generation.engine import Completion, Request, SampledRole
 from tinyrl.generation.live import Draw, LiveSampler, Scored, Spelling, Wanted
@@ -193,12 +193,12 @@ class Endpoint:
         body = await self._body(request, ChatRequest)
         if not self.tokenizer.chat_template:
             raise Refused(400, "this model has no chat template; it continues text: /v1/completions")
-        tools = body.tools if body.tool_choice != "none" else None
-        if tools and "tools" not in str(self.tokenizer.chat_template):
-            self._unseen_tools()
-            tools = None
-        variables = {**self.variables, **(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
         try:
+            tools = tools_of(body.tools) if body.tool_choice != "none" else None
+            if tools and "tools" not in str(self.tokenizer.chat_template):
+                self._unseen_tools()
+                tools = None
+            variables = {**self.variables, **(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
             messages = messages_of(body.messages, "messages")
             rendered = await run_in_threadpool(render_prompt, self.tokenizer, messages, chat=True, variables=variables)
         except ValueError as error:
