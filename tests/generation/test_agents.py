@@ -161,7 +161,9 @@ def test_another_history_is_a_row_of_its_own(
 def test_calls_of_tools_that_come_back_go_on() -> None:
     scripted = Scripted('<tool_call>{"name": "weather", "arguments": {"city": "Oslo", "unit": null}}</tool_call>')
     scripted.tokenizer.chat_template = TEMPLATE.replace(
-        "{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}{% if loop.first %}{{ tools }}{% endif %}"
+        "{{ m.content }}",
+        "{{ m.content }}{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+        "{% if loop.first %}{{ tools }}{% endif %}",
     )
     server = Running(scripted)
     try:

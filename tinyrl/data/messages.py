@@ -1,7 +1,8 @@
 """Chat messages as people have them: OpenAI's and TRL's `role` and `content`, ShareGPT's `from` and `value`.
 
-What a message may hold besides (name, reasoning_content) goes through to the chat template as it is. Of tool_calls,
-arguments that are JSON text, as OpenAI writes them, become the object that templates expect and would quote once more.
+One rule for rows, prompts and requests to serve. Content is text: parts of text are joined, null and [] are empty. Of
+tool_calls, arguments that are JSON text, as OpenAI writes them, become the object that templates expect and would quote
+once more. Other keys (name, reasoning_content) go to the chat template as they are, those that are null do not.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def _tool_call(call: Any) -> Any:
 
 
 def _without_nulls(value: Any, column: str) -> Any:
-    """A value without the keys that are null, at any depth: tables (parquet, Arrow) have them in place of absent ones."""
+    """Drop keys that are null, at any depth: tables (parquet, Arrow) have them in place of absent ones."""
 
     def kept(value: Any) -> Any:
         if isinstance(value, dict):

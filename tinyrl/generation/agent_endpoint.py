@@ -108,8 +108,8 @@ class AgentEndpoint(Endpoint):
             raise Refused(401, "no episode under way has this key")
         return session
 
-    def _unseen_tools(self) -> None:
-        raise Refused(400, "this model's chat template shows it no tools", param="tools")
+    def _unseen_tools(self, why: str) -> None:
+        raise Refused(400, why, param="tools")
 
     def _start(
         self,
