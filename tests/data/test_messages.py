@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tinyrl.data.messages import as_messages, conversation, messages_of, roles_of
+from tinyrl.data.messages import as_messages, conversation, messages_of, prompt_of, roles_of, tools_of
 
 USER = {"role": "user", "content": "hi"}
 
@@ -49,19 +49,81 @@ def test_text_in_parts_is_put_together():
     assert messages_of([{"role": "user", "content": parts}], "messages") == [{"role": "user", "content": "a b"}]
 
 
-def test_arguments_in_json_become_an_object():
-    """As OpenAI writes them; templates that write an object as JSON would quote the text once more."""
-    calls = [
-        {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}},
-        {"name": "say", "arguments": "hello"},
-        {"name": "add", "arguments": "[2]"},
-    ]
-    (message,) = messages_of([{"role": "assistant", "content": None, "tool_calls": calls}], "messages")
+def called(call: dict[str, Any], **more: Any) -> Any:
+    """What becomes of a call inside a message."""
+    (message,) = messages_of([{"role": "assistant", "content": None, "tool_calls": [call], **more}], "messages")
     assert message["content"] == ""
-    assert message["tool_calls"] == [
-        {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}, *calls[1:]
-    ]  # fmt: skip
-    assert calls[0]["function"] == {"name": "add", "arguments": '{"a": 2}'}  # the row is not changed
+    (found,) = message["tool_calls"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        ({"arguments": '{"a": 2}'}, {"a": 2}),  # as OpenAI writes them; templates would quote the text once more
+        ({"arguments": {"a": 2}}, {"a": 2}),
+        ({"arguments": "null"}, {}),
+        ({"arguments": ""}, {}),
+        ({"arguments": " "}, {}),
+        ({"arguments": None}, {}),
+        ({"arguments": {}}, {}),
+        ({}, {}),
+        ({"arguments": {"a": 2, "b": None, "c": {"d": None}, "e": [{"f": None, "g": 1}, None]}},
+         {"a": 2, "c": {}, "e": [{"g": 1}, None]}),
+        ({"arguments": '{"a": 2, "b": null}'}, {"a": 2}),
+        ({"arguments": "hello"}, "hello"),
+        ({"arguments": "[2]"}, "[2]"),
+    ],
+)  # fmt: skip
+def test_arguments_of_a_call_are_an_object(given: dict[str, Any], arguments: Any):
+    assert called({"name": "add", **given}) == {"name": "add", "arguments": arguments}
+    function = {"name": "add", **given}
+    assert called({"type": "function", "id": None, "function": function}) == {
+        "type": "function",
+        "function": {"name": "add", "arguments": arguments},
+    }
+    assert function == {"name": "add", **given}  # the row is not changed
+
+
+@pytest.mark.parametrize("none", [None, [], "[]", "null", ""])
+def test_no_calls_are_no_call(none: Any):
+    answer = {"role": "assistant", "content": "4"}
+    assert messages_of([{**answer, "tool_calls": none}], "messages") == [answer]
+
+
+@pytest.mark.parametrize("content", [None, [], "", [{"type": "text", "text": None}], [{"type": "text", "text": ""}]])
+def test_null_and_no_parts_are_empty(content: Any):
+    for role in ("user", "assistant", "tool"):
+        assert messages_of([{"role": role, "content": content}], "messages") == [{"role": role, "content": ""}]
+
+
+def test_keys_of_tools_that_are_null_are_absent():
+    schema = {"type": "object", "properties": {"a": {"type": "string", "enum": None}, "b": None}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "add", "description": None, "parameters": schema}, "id": None}
+    wanted = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    assert tools_of([tool]) == [{"type": "function", "function": {"name": "add", "parameters": wanted}}]
+    assert tools_of(json.dumps([tool])) == tools_of([tool])
+    assert [tools_of(none) for none in (None, [], "", "[]")] == [None] * 4
+    with pytest.raises(ValueError, match="tools"):
+        tools_of({"name": "add"})
+
+
+def test_prompts_are_read_as_all_messages_are():
+    """One rule for training on completions, preference pairs and prompts alike."""
+    parts = [{"type": "text", "text": "h", "image_url": None}, {"type": "text", "text": "i"}]
+    calls = [{"type": "function", "function": {"name": "add", "arguments": "null"}}]
+    talk = [{"role": "user", "content": parts}, {"role": "assistant", "content": None, "tool_calls": calls}]
+    read = [USER, {"role": "assistant", "content": "", "tool_calls": [
+        {"type": "function", "function": {"name": "add", "arguments": {}}}]}]  # fmt: skip
+    assert prompt_of(talk) == read
+    assert prompt_of(read) == read
+    assert prompt_of([{"from": "human", "value": "hi"}]) == [USER]
+    assert prompt_of("hi") == "hi"
+    with pytest.raises(ValueError, match="image_url"):
+        prompt_of([{"role": "user", "content": [*parts, {"type": "image_url", "image_url": {"url": "a.png"}}]}])
+    for empty in ("", [{"role": "user", "content": []}], [{"role": "system", "content": ""}]):
+        with pytest.raises(ValueError, match="empty"):
+            prompt_of(empty)
 
 
 @pytest.mark.parametrize(
@@ -73,12 +135,21 @@ def test_arguments_in_json_become_an_object():
         (["hi"], "'messages' holds 'hi' where a message (role, content) belongs"),
         ([{"content": "hi"}], "'messages' has a message without a `role`: {'content': 'hi'}"),
         ([{"role": "user"}], "'messages' has a message without `content`: {'role': 'user'}"),
-        ([{"role": "assistant", "content": None}], "'messages' has a message without `content`"),
+        ([{"role": "assistant", "tool_calls": None}], "'messages' has a message without `content`"),
+        (
+            [{"role": "assistant", "tool_calls": {"name": "a"}}],
+            "'messages' has a message whose `tool_calls` are",
+        ),
         ([{"role": "user", "content": 3}], "'messages' has a message whose `content` is not text: 3"),
         (
             [{"role": "user", "content": [{"type": "image"}]}],
             "'messages' has a message with a part that is not text: 'image'",
         ),
+        (
+            [{"role": "user", "content": [{"type": "image", "text": None}]}],
+            "'messages' has a message with a part that is not text: 'image'",
+        ),
+        ([{"role": "user", "content": ["hi"]}], "'messages' has a message with a part that is not text: 'hi'"),
         ([{"from": "judge", "value": "hi"}], "'messages' has a message from 'judge'; known are system, human"),
         ([{"from": ["gpt"], "value": "hi"}], "'messages' has a message from ['gpt']; known"),
         ([{"from": "function_call", "value": "[1]"}], "'messages' has a function_call without a `name`: '[1]'"),

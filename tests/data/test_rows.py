@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from tests.running import LookedAt
-from tinyrl.data.messages import check_prompt
+from tinyrl.data.messages import prompt_of
 from tinyrl.data.readers import placed_rows
 from tinyrl.data.rows import (
     batch_indices,
@@ -132,9 +132,9 @@ def test_a_single_prompt_is_held_out_from_nothing():
 )
 def test_what_is_no_prompt_is_refused(prompt):
     with pytest.raises(ValueError, match="prompt"):
-        check_prompt(prompt)
+        prompt_of(prompt)
 
 
 def test_what_is_a_prompt_is_not_refused():
-    check_prompt("hi")
-    check_prompt([{"role": "system", "content": ""}, {"role": "user", "content": "hi"}])
+    prompt_of("hi")
+    prompt_of([{"role": "system", "content": ""}, {"role": "user", "content": "hi"}])

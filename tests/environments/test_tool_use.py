@@ -76,6 +76,10 @@ class TestCalls:
         text = r'<tool_call>{"name": "show", "arguments": "{\"text\": \"hi\"}"}</tool_call>'
         assert calls_of(turn(text)) == [Call("show", {"text": "hi"})]
 
+    @pytest.mark.parametrize("arguments", ["", ', "arguments": null', ', "arguments": ""', ', "arguments": "null"'])
+    def test_no_arguments_are_none(self, arguments: str) -> None:
+        assert calls_of(turn(f'<tool_call>{{"name": "now"{arguments}}}</tool_call>')) == [Call("now", {})]
+
     def test_no_call_in_a_turn_without_the_tag(self) -> None:
         assert calls_of(turn('{"name": "add", "arguments": {"a": 1}} <tool_call >')) == []
 
@@ -94,7 +98,6 @@ class TestCalls:
             ('<tool_call>"add"</tool_call>', "a call is an object with 'name' and 'arguments'"),
             ('<tool_call>{"arguments": {}}</tool_call>', "the call has no 'name'"),
             ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "the call has no 'name'"),
-            ('<tool_call>{"name": "add"}</tool_call>', "add: 'arguments' must be an object"),
             ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "add: 'arguments' must be an object"),
             ('<tool_call>{"name": "add", "arguments": "[1]"}</tool_call>', "add: 'arguments' must be an object"),
             ('<tool_call>{"name": "add", "arguments": "1 2"}</tool_call>', "add: 'arguments' are not JSON: Extra data"),
@@ -108,7 +111,8 @@ class TestCalls:
         assert found.problem.startswith(problem)
 
     def test_calls_that_were_read_already(self) -> None:
-        given = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}, {"name": "x"}, 7]
+        function = {"name": "add", "arguments": {"a": 1}}
+        given = [{"type": "function", "function": function}, {"name": "x", "arguments": 1}, 7]
         found = calls_of(turn(call("show", text="not this one"), tool_calls=given))
         assert found[0] == Call("add", {"a": 1})
         assert [each.problem for each in found[1:]] == [

@@ -23,6 +23,7 @@ import uvicorn
 
 from tests import running
 from tests.generation.sampling import make_engine
+from tests.generation.test_endpoint import Scripted
 from tests.tiny_models import TinyModels
 from tinyrl.config.method_sections import PpoConfig
 from tinyrl.config.schema import Config
@@ -47,7 +48,7 @@ USER: Any = {"role": "user", "content": "hello"}
 class Running:
     """An endpoint with one episode under way, and a client that has its key."""
 
-    def __init__(self, sampler: LiveSampler) -> None:
+    def __init__(self, sampler: Any) -> None:
         self.endpoint = AgentEndpoint(sampler, positions=512, max_new_tokens=64, variables={})
         self.bound = socket.socket()
         self.bound.bind(("127.0.0.1", 0))
@@ -162,6 +163,30 @@ def test_another_history_is_a_row_of_its_own(
     first = running_endpoint.say(USER)
     running_endpoint.say(*messages(first))
     assert [calls_of(row) for row in episode.rows()] == [1, 1]
+
+
+def test_calls_of_tools_that_come_back_go_on() -> None:
+    scripted = Scripted('<tool_call>{"name": "weather", "arguments": {"city": "Oslo", "unit": null}}</tool_call>')
+    scripted.tokenizer.chat_template = TEMPLATE.replace(
+        "{{ m.content }}",
+        "{{ m.content }}{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+        "{% if loop.first %}{{ tools }}{% endif %}",
+    )
+    server = Running(scripted)
+    try:
+        session = server.open(left=300)
+        asked: Any = {"model": "policy", "tools": [{"type": "function", "function": {"name": "weather"}}]}
+        messages: list[Any] = [USER]
+        for _ in range(2):
+            answer = (
+                server.client().chat.completions.create(messages=messages, max_tokens=100, **asked).choices[0].message
+            )
+            (call,) = answer.tool_calls or []
+            assert json.loads(call.function.arguments) == {"city": "Oslo", "unit": None}  # pyright: ignore
+            messages += [answer.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+        assert [calls_of(row) for row in session.rows()] == [2]
+    finally:
+        server.close()
 
 
 def test_the_same_call_twice_draws_twice_and_the_same_episode_again_the_same(running_endpoint: Running) -> None:

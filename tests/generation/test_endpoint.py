@@ -15,6 +15,7 @@ import openai
 import pytest
 import torch
 import uvicorn
+from transformers import AddedToken
 
 from tests.generation.sampling import make_engine
 from tests.tiny_models import TinyModels, tiny_tokenizer
@@ -359,6 +360,65 @@ def test_calls_of_tools_are_read(text: str, content: str | None, calls: int, *, 
         assert said.strip() == (content or "")
         assert [call.index for call in called] == [*range(calls)]
         assert reason == ("tool_calls" if calls else "stop")
+    finally:
+        server.close()
+
+
+def test_messages_are_read_as_rows_are() -> None:
+    """Parts, null content beside calls, keys that are null: the same prompt, to the token."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    end = {"role": "tool", "tool_call_id": "call_1", "content": "rain"}
+    plain = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}, end]
+    no_arguments = {**call, "function": {"name": "weather", "arguments": "null"}}
+    forms = [
+        [{"role": "user", "content": [{"type": "text", "text": "hello"}], "name": None},
+         {"role": "assistant", "content": None, "tool_calls": [no_arguments]}, {**end, "tool_calls": []}],
+        [*HELLO, {"role": "assistant", "content": [], "tool_calls": [no_arguments]},
+         {**end, "content": [{"type": "text", "text": "rain"}]}],
+    ]  # fmt: skip
+    filled = {**tool, "strict": None, "function": {**tool["function"], "description": None}}  # pyright: ignore
+
+    scripted = Scripted("")
+    scripted.tokenizer.chat_template = TEMPLATE.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}")
+    server = Running(endpoint(scripted, positions=4096))
+
+    def prompt(messages: list[Any], tool: Any) -> list[int]:
+        ask: dict[str, Any] = {"model": "policy", "max_tokens": 1, "extra_body": {"return_token_ids": True}}
+        answer = server.client().chat.completions.create(messages=messages, tools=[tool], **ask)
+        return (answer.choices[0].model_extra or {})["prompt_token_ids"]
+
+    try:
+        wanted = prompt(plain, tool)
+        assert [prompt(form, filled) for form in forms] == [wanted] * 2
+        with pytest.raises(openai.BadRequestError, match="image_url"):
+            prompt([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}], tool)
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_are_read_in_the_form_of_the_template(*, stream: bool) -> None:
+    """Mistral's, whose marker is a special token that the text of an answer is without."""
+    scripted = Scripted("")
+    scripted.tokenizer.add_tokens(AddedToken("[TOOL_CALLS]", special=True), special_tokens=True)
+    written = 'Let me [look]. [TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}]'
+    scripted.tokens = [int(i) for i in scripted.tokenizer(written, add_special_tokens=False)["input_ids"]]  # pyright: ignore
+    calls = "{% if m.tool_calls %}[TOOL_CALLS]{{ m.tool_calls | map(attribute='function') | list | tojson }}{% endif %}"
+    scripted.tokenizer.chat_template = TEMPLATE.replace("{{ m.content }}", "{{ m.content }}" + calls)
+    server = Running(endpoint(scripted, positions=4096))
+    try:
+        asked: dict[str, Any] = {"model": "policy", "messages": HELLO, "tools": TOOLS}
+        if stream:
+            deltas = [c.choices[0].delta for c in server.client().chat.completions.create(**asked, stream=True)]
+            content = "".join(delta.content or "" for delta in deltas)
+            [call] = [call for delta in deltas for call in delta.tool_calls or []]
+            assert content == "Let me [look]."
+        else:
+            message = server.client().chat.completions.create(**asked).choices[0].message
+            [call] = message.tool_calls or []
+            assert message.content == "Let me [look]."
+        assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Oslo"}')  # pyright: ignore
     finally:
         server.close()
 

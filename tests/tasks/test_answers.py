@@ -1,5 +1,7 @@
 """render_answer: the turn that is learnt as the difference of two renderings, for small templates and a real one."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from transformers import AutoTokenizer
 from tests.conftest import shared_data
 from tests.tasks.test_prompts import small_tokenizer
 from tests.tiny_models import tiny_tokenizer
+from tinyrl.data.readers import placed_rows
 from tinyrl.data.shapes import text_examples
 from tinyrl.tasks.answers import render_answer
 from tinyrl.tasks.prompts import render_prompt
@@ -135,6 +138,50 @@ def test_tool_turns_are_context_and_definitions_are_shown():
         (start, called),
         (f"{start}{called}\n[tool]4<eos>\n[assistant]", "four<eos>"),
     ]
+
+
+def test_tables_are_learnt_as_the_rows_that_they_were_made_of(tmp_path: Path):
+    """Arrow gives every struct the keys of all: what a row does not have is null there."""
+    datasets = pytest.importorskip("datasets")
+
+    def row(name: str, parameters: dict[str, Any], arguments: Any) -> dict[str, Any]:
+        tool = {"type": "function", "function": {"name": name, "parameters": parameters}}
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        messages = [
+            USER,
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "4"},
+        ]
+        return {"messages": [*messages, ANSWER], "tools": [tool]}
+
+    city = {"type": "object", "properties": {"city": {"type": "string"}}}
+    unit = {"type": "object", "properties": {"unit": {"type": "string", "enum": ["k"]}}, "required": ["unit"]}
+    rows = [row("weather", city, {"city": "Rome"}), row("heat", unit, {"unit": "k"}), row("now", {}, {})]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(str(tmp_path / "rows.parquet"))
+    table.save_to_disk(str(tmp_path / "saved"))
+    assert table[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome", "unit": None}
+    tokenizer = tokenizer_with(TOOLS.replace("{{ t.function.name }}", "{{ t | tojson }}"))
+    of_each = [
+        [turns_of(tokenizer, row) for _, row in placed_rows(str(tmp_path / name))]
+        for name in ("rows.jsonl", "rows.parquet", "saved")
+    ]
+    shown = '[{"type": "function", "function": {"name": "weather", "parameters": ' + json.dumps(city) + "}}]"
+    assert of_each[0][0][0] == (
+        f"({shown[1:-1]})[user]2+2?<eos>\n[assistant]", '<call>weather({"city": "Rome"})<eos>'
+    )  # fmt: skip
+    assert [turns[0][1] for turns in of_each[0][1:]] == ['<call>heat({"unit": "k"})<eos>', "<call>now({})<eos>"]
+    assert of_each[1:] == of_each[:1] * 2
+
+
+@pytest.mark.parametrize("arguments", ["null", "", None, {}, "{}"])
+def test_a_call_without_arguments_is_learnt_with_none(arguments: Any):
+    call = {"type": "function", "function": {"name": "now", "arguments": arguments}}
+    row = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    assert turns_of(tokenizer_with(TOOLS), row)[0][1] == "<call>now({})<eos>"
+    del call["function"]["arguments"]  # pyright: ignore
+    assert turns_of(tokenizer_with(TOOLS), row)[0][1] == "<call>now({})<eos>"
 
 
 def test_where_the_template_writes_no_end_of_turn_there_is_an_eos():

@@ -44,6 +44,24 @@ def jsonl(path, rows):
     return str(path)
 
 
+def test_prompts_of_rows_are_messages_in_any_form_that_rows_to_learn_from_have(tmp_path):
+    user = {"role": "user", "content": "2+2?"}
+    call = {"name": "add", "arguments": {"a": 2}}
+    forms = [
+        [user],
+        [{"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]}],
+        [{"from": "human", "value": "2+2?"}],
+        [user, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "4"}],
+    ]
+    data = jsonl(tmp_path / "rows.jsonl", [{"prompt": form, "answer": "4"} for form in forms])
+    task = load_task("rows")
+    called = [user, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "4"}]
+    assert [task.prompt(row) for row in load_rows(task, "eval", data=data, eval_data=data)] == [[user]] * 3 + [called]
+    image = jsonl(tmp_path / "image.jsonl", [{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}])
+    with pytest.raises(ValueError, match=r"image\.jsonl:1: .*'image'"):
+        load_rows(task, "eval", data=image, eval_data=image)
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_is_what_it_is_called(name):
     task = load_task(name)

@@ -1,5 +1,7 @@
 """render_prompt: with a real chat template, and with small tokenizers that add a BOS or an EOS."""
 
+from dataclasses import replace
+
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -65,6 +67,18 @@ def test_text_becomes_one_user_message_of_the_template():
     assert rendered.opened == ""
 
 
+def test_messages_in_parts_are_the_same_prompt():
+    tokenizer = small_tokenizer(template=TEMPLATE)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hello "}, {"type": "text", "text": "world"}]}]
+    whole = [{"role": "user", "content": "hello world"}]
+    assert render_prompt(tokenizer, parts).tokens == render_prompt(tokenizer, whole).tokens
+    task = replace(load_task("rows"), prompt=lambda row: row["asked"])  # of a person's own task
+    how = {"tokenizer": tokenizer, "chat": "auto", "system_prompt": None, "variables": {}, "max_prompt_tokens": 20}
+    (prepared,) = prepare_prompts(task, [{"asked": parts}], **how, long_prompts="error", openings=[" hello"])
+    assert prepared.prompt == whole
+    assert prepared.text == "<s> user : hello world hello </s> <s> assistant : "
+
+
 def test_the_template_is_left_out_when_chat_is_off():
     rendered = render_prompt(small_tokenizer(template=TEMPLATE), "hello", chat=False)
     assert (rendered.text, rendered.tokens) == ("hello", [3])
@@ -110,7 +124,7 @@ def test_a_think_tag_in_the_persons_own_text_opens_nothing():
         (None, "hello", True, "task.chat=true"),
         (TEMPLATE, [{"role": "tool", "content": "hello"}], "auto", "refuses messages with the roles tool: no tools"),
         (None, " ", "auto", "empty"),
-        (TEMPLATE, [{"role": "user", "content": 3}], "auto", "one message is"),
+        (TEMPLATE, [{"role": "user", "content": 3}], "auto", "`content` is not text"),
     ],
 )
 def test_what_cannot_be_rendered_is_refused(template, prompt, chat, wanted):

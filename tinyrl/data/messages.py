@@ -1,7 +1,8 @@
 """Chat messages as people have them: OpenAI's and TRL's `role` and `content`, ShareGPT's `from` and `value`.
 
-What a message may hold besides (name, reasoning_content) goes through to the chat template as it is. Of tool_calls,
-arguments that are JSON text, as OpenAI writes them, become the object that templates expect and would quote once more.
+One rule for rows, prompts and requests to serve. Content is text: parts of text are joined, null and [] are empty. Of
+tool_calls, arguments that are JSON text, as OpenAI writes them, become the object that templates expect and would quote
+once more. Other keys (name, reasoning_content) go to the chat template as they are, those that are null do not.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ Message = dict[str, Any]  # role, content (text), and what else a chat template 
 Prompt = str | list[Message]  # text, or chat messages, as the data has them
 
 CONVERSATIONS = ("messages", "conversations")
+TEXT_PARTS = ("text", "input_text", "output_text")
 SHAREGPT_ROLES = {
     "system": "system",
     **dict.fromkeys(("human", "user"), "user"),
@@ -24,18 +26,16 @@ SHAREGPT_ROLES = {
 }
 
 
-def check_prompt(prompt: Any) -> None:
-    """ValueError with a sentence unless `prompt` is text or a list of {"role": ..., "content": text} messages."""
-    if isinstance(prompt, str):
-        if not prompt.strip():
-            raise ValueError("the prompt is empty")
-        return
-    wanted = 'text, or a list of messages {"role": "user", "content": "..."}'
-    if not isinstance(prompt, list) or not prompt:
-        raise ValueError(f"the prompt must be {wanted}, not {repr(prompt)[:60]}")
-    for message in prompt:
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise ValueError(f"the prompt must be {wanted}; one message is {repr(message)[:60]}")
+def prompt_of(value: Any) -> Prompt:
+    """A prompt as every method reads it: text, or messages as `messages_of` has them. ValueError where it is neither,
+    or empty.
+    """
+    if not isinstance(value, str | list) or value == []:
+        raise ValueError(f"the prompt must be text, or a list of messages, not {value!r:.60}")
+    prompt = value if isinstance(value, str) else messages_of(value, "prompt")
+    if not any(message["content"].strip() or message.get("tool_calls") for message in as_messages(prompt)):
+        raise ValueError("the prompt is empty")
+    return prompt
 
 
 def conversation(row: Row, column: str) -> list[Message]:
@@ -54,6 +54,14 @@ def messages_of(value: Any, column: str) -> list[Message]:
     return [_message(message, column) for message in value]
 
 
+def tools_of(value: Any) -> list[Any] | None:
+    """The tool definitions of a row or a request, without keys that are null; None where there are none."""
+    tools = _without_nulls(parsed(value, "tools"), "tools")
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"'tools' must be a list of tool definitions, not {tools!r:.60}")
+    return tools or None
+
+
 def _message(value: Any, column: str) -> Message:
     if not isinstance(value, dict):
         raise ValueError(f"'{column}' holds {value!r:.60} where a message (role, content) belongs")
@@ -63,34 +71,55 @@ def _message(value: Any, column: str) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ValueError(f"'{column}' has a message without a `role`: {value!r:.60}")
-    content = message.get("content")
+    calls = _without_nulls(parsed(message.pop("tool_calls", None), "tool_calls"), column) or []
+    if not isinstance(calls, list):
+        raise ValueError(f"'{column}' has a message whose `tool_calls` are no list: {calls!r:.60}")
+    if calls:
+        message["tool_calls"] = [_tool_call(call) for call in calls]
+    content = message.get("content", "")
     if isinstance(content, list):
-        content = _joined(content, column)
-    elif content is not None and not isinstance(content, str):
+        content = "".join(_part(part, column) for part in content)
+    elif not isinstance(content, str):
         raise ValueError(f"'{column}' has a message whose `content` is not text: {content!r:.60}")
-    if content is None and not (role == "assistant" and {"tool_calls", "reasoning_content"} & {*message}):
+    if not {"content", "value"} & {*value} and not {"tool_calls", "reasoning_content"} & {*message}:  # null is empty
         raise ValueError(f"'{column}' has a message without `content`: {value!r:.60}")
-    if isinstance(message.get("tool_calls"), list):
-        message["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
-    return {**message, "role": role, "content": content or ""}
+    return {**message, "role": role, "content": content}
 
 
 def _tool_call(call: Any) -> Any:
-    """A call whose arguments are an object where they were its JSON text."""
+    """A call {"name", "arguments"} whose arguments are an object: also where they were its JSON text, null, empty or
+    absent. Text that is not JSON of an object stays.
+    """
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         return {**call, "function": _tool_call(call["function"])}
-    arguments = call.get("arguments") if isinstance(call, dict) else None
-    if not isinstance(arguments, str):
+    if not isinstance(call, dict) or "name" not in call:
         return call
+    arguments = call.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            read = _without_nulls(json.loads(arguments.strip() or "null"), "arguments")
+        except (ValueError, RecursionError):
+            return call
+        arguments = {} if read is None else read if isinstance(read, dict) else arguments
+    return {**call, "arguments": arguments}
+
+
+def _without_nulls(value: Any, column: str) -> Any:
+    """Drop keys that are null, at any depth: tables (parquet, Arrow) have them in place of absent ones."""
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: kept(inner) for key, inner in value.items() if inner is not None}
+        return [kept(inner) for inner in value] if isinstance(value, list) else value
+
     try:
-        read = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "arguments": read} if isinstance(read, dict) else call
+        return kept(value)
+    except RecursionError:
+        raise ValueError(f"'{column}' has too many brackets inside each other") from None
 
 
 def _of_sharegpt(message: Message, column: str) -> Message:
-    sender, said = message.pop("from"), message.pop("value", None)
+    sender, said = message.pop("from"), message.pop("value", "")
     role = SHAREGPT_ROLES.get(sender) if isinstance(sender, str) else None
     if role is None:
         known = ", ".join(SHAREGPT_ROLES)
@@ -104,12 +133,13 @@ def _of_sharegpt(message: Message, column: str) -> Message:
     return {**message, "role": role, "tool_calls": [{"type": "function", "function": one} for one in calls]}
 
 
-def _joined(parts: list[Any], column: str) -> str:
-    for part in parts:
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            kind = part.get("type", part) if isinstance(part, dict) else part
-            raise ValueError(f"'{column}' has a message with a part that is not text: {kind!r:.60}")
-    return "".join(part["text"] for part in parts)
+def _part(part: Any, column: str) -> str:
+    """The text of a part of a content. ValueError, naming its type, for a part that is not text (an image)."""
+    kind = part.get("type", "text") if isinstance(part, dict) else part
+    text = (part.get("text") or "") if isinstance(part, dict) and "text" in part else None
+    if kind not in TEXT_PARTS or not isinstance(text, str):
+        raise ValueError(f"'{column}' has a message with a part that is not text: {kind!r:.60}")
+    return text
 
 
 def as_messages(prompt: Prompt | None) -> list[Message]:

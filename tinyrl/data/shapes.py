@@ -21,11 +21,11 @@ from tinyrl.data.messages import (
     Message,
     Prompt,
     as_messages,
-    check_prompt,
     conversation,
     messages_of,
-    parsed,
+    prompt_of,
     roles_of,
+    tools_of,
 )
 from tinyrl.data.readers import Row
 from tinyrl.text import did_you_mean, listed, number, one_line, shortened
@@ -82,13 +82,11 @@ def text_examples(row: Row) -> list[TextExample]:
         return [TextExample(prompt, answer)]
     before = as_messages(prompt)
     messages, behind = [*before, *answer], max(1, len(before))
-    tools = parsed(row.get("tools"), "tools")
-    if tools is not None and not isinstance(tools, list):
-        raise ValueError(f"'tools' must be a list of tool definitions, not {tools!r:.60}")
+    tools = tools_of(row.get("tools"))
     turns = [i for i, message in enumerate(messages) if i >= behind and message["role"] == "assistant"]
     if not turns:
         raise ValueError(f"there is no turn of the assistant with a message before it, only {roles_of(messages)}")
-    return [TextExample(messages[:i], [messages[i]], tools or None) for i in turns]
+    return [TextExample(messages[:i], [messages[i]], tools) for i in turns]
 
 
 def preference(row: Row) -> Scored:
@@ -106,8 +104,7 @@ def preference(row: Row) -> Scored:
         if given is not None:
             return Scored(given, (chosen, rejected), margin)
         at = _shared_text(chosen, rejected)
-        check_prompt(chosen[:at])
-        return Scored(chosen[:at], (chosen[at:], rejected[at:]), margin)
+        return Scored(prompt_of(chosen[:at]), (chosen[at:], rejected[at:]), margin)
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise ValueError("`chosen` and `rejected` must both be text or both be chat messages")
     return Scored(*_message_pair(given, chosen, rejected), margin)
@@ -232,12 +229,7 @@ def _side(row: Row, column: str) -> Side:
 
 
 def _prompt(row: Row) -> Prompt | None:
-    prompt = row.get("prompt")
-    if prompt is None:
-        return None
-    prompt = messages_of(prompt, "prompt") if isinstance(prompt, list) and prompt else prompt
-    check_prompt(prompt)
-    return prompt
+    return None if row.get("prompt") is None else prompt_of(row["prompt"])
 
 
 def _number(value: Any, column: str) -> float:

@@ -1,8 +1,9 @@
 """Calls of tools in a policy's turn: found, checked, carried out, and what each is answered with, as text.
 
 A turn holds any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen), or its message has
-been read already and brings a list `tool_calls`. As serving engines do, a call ends at the first closing tag, and
-what stands before `</think>` calls nothing. Whatever is not such a call is answered with CALL_FAILED and why.
+been read already (tasks/call_forms.py) and brings a list `tool_calls`, with text for a call that could not be read. As
+serving engines do, a call ends at the first closing tag, and what stands before `</think>` calls nothing. Whatever is
+not such a call is answered with CALL_FAILED and why.
 """
 
 import contextlib
@@ -51,7 +52,8 @@ class InvalidCall(ValueError):
 def calls_of(message: Message) -> list[Call]:
     """The calls of a policy's turn, in order. Time is linear in the length of the text."""
     if message.get("tool_calls") is not None:
-        return [_call(copy.deepcopy(entry)) for entry in message["tool_calls"]]
+        given = copy.deepcopy(message["tool_calls"])
+        return [Call(problem=entry) if isinstance(entry, str) else call_in(entry) for entry in given]
     text, calls = message["content"], []
     at = max(0, text.find(END_OF_THINKING))
     while (opened := text.find(OPEN, at)) >= 0:
@@ -60,7 +62,7 @@ def calls_of(message: Message) -> list[Call]:
         if end < 0:
             return [*calls, Call(problem=f"{OPEN} without {CLOSE}")]
         try:
-            calls.append(_call(_parsed(text[start:end])))
+            calls.append(call_in(_parsed(text[start:end])))
         except ValueError as error:
             calls.append(Call(problem=f"not JSON: {error}"))
         at = end + len(CLOSE)
@@ -70,31 +72,33 @@ def calls_of(message: Message) -> list[Call]:
 def _parsed(text: str) -> Any:
     """A value of JSON. ValueError where it is none: also for NaN and Infinity, which Python's reader takes."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=refuse_constant)
     except RecursionError:
         raise ValueError("too many brackets inside each other") from None
 
 
-def _refuse(constant: str) -> Any:
+def refuse_constant(constant: str) -> Any:
     raise ValueError(f"{constant} is not a value of JSON")
 
 
-def _call(entry: Any) -> Call:
-    """A call from {"name", "arguments"}, or from {"function": {"name", "arguments"}} as messages have it."""
+def call_in(entry: Any) -> Call:
+    """A call from {"name", "arguments"} (or "parameters"), or from {"function": ...} with these, as messages have it.
+    Arguments that are absent, null or empty are none.
+    """
     function = entry.get("function", entry) if isinstance(entry, dict) else None
     if not isinstance(function, dict):
         return Call(problem="a call is an object with 'name' and 'arguments'")
-    name, arguments = function.get("name"), function.get("arguments")
+    name, arguments = function.get("name"), function.get("arguments", function.get("parameters"))
     if not isinstance(name, str) or not name:
         return Call(problem="the call has no 'name'")
     if isinstance(arguments, str):
         try:
-            arguments = _parsed(arguments)
+            arguments = _parsed(arguments.strip() or "null")
         except ValueError as error:
             return Call(name, problem=f"{name}: 'arguments' are not JSON: {error}")
-    if not isinstance(arguments, dict):
+    if not isinstance(arguments, dict | None):
         return Call(name, problem=f"{name}: 'arguments' must be an object")
-    return Call(name, arguments)
+    return Call(name, arguments or {})
 
 
 def carry_out(episodes: Sequence[tuple[Tools, Sequence[Call]]]) -> list[list[Result]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tinyrl.data.messages import Message
+from tinyrl.data.messages import Message, messages_of
 from tinyrl.generation.agents import MODEL
 from tinyrl.generation.endpoint import LOCAL, Endpoint
 from tinyrl.generation.engine import Completion, Request, Response
@@ -115,8 +115,8 @@ class AgentEndpoint(Endpoint):
             raise Refused(401, "no episode under way has this key")
         return session
 
-    def _unseen_tools(self) -> None:
-        raise Refused(400, "this model's chat template shows it no tools", param="tools")
+    def _unseen_tools(self, why: str) -> None:
+        raise Refused(400, why, param="tools")
 
     def _start(
         self,
@@ -140,7 +140,8 @@ class AgentEndpoint(Endpoint):
         choice = Choice(0, request.prompt_tokens, Spelling(self.tokenizer), hidden, marker, text=opened)
 
         def message(content: dict[str, Any]) -> None:
-            conversation.messages = [*(said.messages or []), {"role": "assistant", **content}]
+            answer = messages_of([{"role": "assistant", **content}], "messages")  # as it will come back
+            conversation.messages = [*(said.messages or []), *answer]
             conversation.variables = said.variables
 
         def end(result: Completion | Exception) -> None:
@@ -241,19 +242,10 @@ def _same(ours: Message, theirs: Message) -> bool:
 
     def shown(message: Message) -> tuple[Any, ...]:
         calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-        named = [(call.get("name"), _arguments(call.get("arguments"))) for call in calls]
+        named = [(call.get("name"), call.get("arguments")) for call in calls]
         return message["role"], (message.get("content") or "").strip(), named
 
     return shown(ours) == shown(theirs)
-
-
-def _arguments(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
 
 
 def _closing(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> str:

@@ -31,11 +31,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tinyrl.data.messages import messages_of
-from tinyrl.environments.calls import OPEN, calls_of
+from tinyrl.data.messages import messages_of, tools_of
 from tinyrl.generation.engine import Completion, Request, SampledRole
 from tinyrl.generation.live import Draw, LiveSampler, Scored, Spelling, Wanted
 from tinyrl.generation.openai_requests import Asked, ChatRequest, Choice, Refused, Said, Sampled, TextRequest
+from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import render_prompt
 
 MAX_BODY = 1 << 25
@@ -68,6 +68,7 @@ class Endpoint:
         self.variables = variables
         self.started = int(time.time())
         self._numbers, self._said_unseen = itertools.count(1), False
+        self.form, self._no_form = self._call_form()
         routes = [
             Route("/health", self._health),
             Route("/v1/models", self._guarded(self._list)),
@@ -196,18 +197,18 @@ class Endpoint:
         body = await self._body(request, ChatRequest)
         if not self.tokenizer.chat_template:
             raise Refused(400, "this model has no chat template; it continues text: /v1/completions")
-        tools = body.tools if body.tool_choice != "none" else None
-        if tools and "tools" not in str(self.tokenizer.chat_template):
-            self._unseen_tools()
-            tools = None
-        variables = {**self.variables, **(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
         try:
+            tools = tools_of(body.tools) if body.tool_choice != "none" else None
+            if tools and self.form is None:
+                self._unseen_tools(self._no_form)
+                tools = None
+            variables = {**self.variables, **(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
             messages = messages_of(body.messages, "messages")
             rendered = await run_in_threadpool(render_prompt, self.tokenizer, messages, chat=True, variables=variables)
         except ValueError as error:
             raise Refused(400, str(error), param="messages") from None
         limit = body.max_completion_tokens or body.max_tokens
-        marker, said = OPEN if tools else None, Said(messages, variables)
+        marker, said = self.form.begins if tools and self.form else None, Said(messages, variables)
         asked = self._start(
             body, [rendered.tokens], who=who, said=said, limit=limit, opened=rendered.opened, marker=marker
         )
@@ -219,22 +220,34 @@ class Endpoint:
         choices = [self._chat_choice(choice, body) for choice in asked.choices]
         return JSONResponse(self._whole(asked, "chat.completion", choices))
 
-    def _unseen_tools(self) -> None:
-        """Tools were sent that the chat template cannot show: the model answers without calling any, as it may. Chat
-        pages send some with every message.
+    def _call_form(self) -> tuple[CallForm | None, str]:
+        """How the model writes calls of tools, and why it writes none that can be read."""
+        if "tools" not in str(self.tokenizer.chat_template):
+            return None, "the model's chat template shows it no tools"
+        try:
+            return call_form(self.tokenizer, self.variables), ""
+        except ValueError as error:
+            return None, str(error)
+
+    def _unseen_tools(self, why: str) -> None:
+        """Tools were sent that the model is not shown, or whose calls cannot be read: it answers without calling any,
+        as it may. Chat pages send some with every message.
         """
         if not self._said_unseen:
             self._said_unseen = True
-            print("a client sent tools, which this model's chat template does not show: it answers without", flush=True)
+            print(f"a client sent tools, and the model answers without them: {why}", flush=True)
 
     def _chat_choice(self, choice: Choice, body: ChatRequest) -> dict[str, Any]:
-        message, reason = self._message(choice)
+        message, reason = self._message(choice, body)
         said = {"index": choice.index, "message": {"role": "assistant", **message}, "finish_reason": reason}
         return {**said, "logprobs": self._chat_logprobs(choice, body), **_token_ids(choice, body)}
 
-    def _message(self, choice: Choice) -> tuple[dict[str, Any], str]:
+    def _message(self, choice: Choice, body: ChatRequest) -> tuple[dict[str, Any], str]:
         """Content and calls of an answer, and why it ended. A call that cannot be read stays text."""
-        calls = calls_of({"role": "assistant", "content": choice.text}) if choice.marker else []
+        content, calls = choice.text, []
+        if choice.marker is not None and self.form is not None and choice.completion is not None:
+            tokens = choice.completion.tokens
+            content, calls = self.form.read(choice.text, tokens, before=choice.prompt, tools=body.tools)
         if not calls or any(call.problem for call in calls):
             choice.on_message({"content": choice.text})
             return {"content": choice.text}, choice.finish_reason
@@ -243,9 +256,9 @@ class Endpoint:
              "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}}
             for call in calls
         ]  # fmt: skip
-        content = choice.text[: choice.text.find(OPEN)].rstrip()
-        choice.on_message({"content": content or None, "tool_calls": made})
-        return {"content": content or None, "tool_calls": made}, "tool_calls"
+        message = {"content": content.rstrip() or None, "tool_calls": made}
+        choice.on_message(message)
+        return message, "tool_calls"
 
     def _chat_logprobs(self, choice: Choice, body: ChatRequest) -> dict[str, Any] | None:
         if not body.logprobs or choice.completion is None:
@@ -268,11 +281,11 @@ class Endpoint:
         deltas: list[dict[str, Any]] = [{"content": piece}] if piece else []
         if choice.completion is None:
             return [_delta(asked, choice, delta) for delta in deltas]
-        message, reason = self._message(choice)
+        message, reason = self._message(choice, asked.body)
+        if held_back := (message["content"] or "")[choice.shown :]:
+            deltas.append({"content": held_back})
         if calls := message.get("tool_calls"):
             deltas.append({"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]})
-        elif choice.shown < len(choice.text):
-            deltas.append({"content": choice.text[choice.shown :]})
         chunks = [_delta(asked, choice, delta) for delta in deltas]
         last = _delta(asked, choice, {}, finish_reason=reason)
         last["choices"][0] |= {"logprobs": self._chat_logprobs(choice, asked.body), **_token_ids(choice, asked.body)}

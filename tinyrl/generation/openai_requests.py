@@ -117,7 +117,7 @@ class Choice:
     prompt: list[int]
     spelling: Spelling
     stop: list[str]
-    marker: str | None  # what begins a part that is held back until the end
+    marker: str | None  # what begins a part that is held back until the end; "": anything may
     on_message: Callable[[dict[str, Any]], None] = lambda message: None  # told of the whole answer before it is sent
     wanted: Wanted | None = None
     text: str = ""
@@ -133,7 +133,7 @@ class Choice:
         ends = [at for stop in self.stop if (at := self.text.find(stop)) >= 0]
         if ends:
             self.text, self.cut = self.text[: min(ends)], True
-        marked = self.text.find(self.marker) if self.marker else -1
+        marked = self.text.find(self.marker) if self.marker is not None else -1
         certain = len(self.text)
         if marked >= 0:
             certain = marked

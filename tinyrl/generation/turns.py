@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.data.readers import Row
-from tinyrl.environments import Reply, Transcript
+from tinyrl.environments import Message, Reply, Transcript
 from tinyrl.environments.environment import Environment, Episode, SourceEnvironments
 from tinyrl.environments.trial import NONSENSE, asking_turn
 from tinyrl.generation.engine import (
@@ -38,6 +38,7 @@ from tinyrl.generation.engine import (
 from tinyrl.models.roles import Roles
 from tinyrl.runs.signals import check_stop
 from tinyrl.tasks import Task, environments
+from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.observations import ObservationTokens
 from tinyrl.tasks.prompts import PreparedPrompt, columns_of, in_chat, token_ids
 from tinyrl.text import visible
@@ -49,13 +50,16 @@ SHOWN_TOKENS = 64  # of each side, each time
 
 @dataclass(frozen=True)
 class EpisodeRunner:
-    """max_new_tokens: of the policy's own, over all turns; variables: what the chat template is asked with."""
+    """max_new_tokens: of the policy's own, over all turns; variables: what the chat template is asked with; form: in
+    which the policy writes calls of tools (None: the chat template shows none).
+    """
 
     environment: Environment | SourceEnvironments
     observations: ObservationTokens
     tokenizer: PreTrainedTokenizerBase
     max_new_tokens: int
     variables: dict[str, Any]
+    form: CallForm | None = None
 
     @property
     def max_episode_tokens(self) -> int:
@@ -96,7 +100,8 @@ def load_episode_runner(config: Config, *, tokenizer: PreTrainedTokenizerBase, r
         eos=eos_token_ids(roles, tokenizer),
         max_tokens=environment.max_observation_tokens,
     )
-    return EpisodeRunner(environment, observations, tokenizer, config.generation.max_new_tokens, variables)
+    form = call_form(tokenizer, config.task.chat_template) if schemas else None
+    return EpisodeRunner(environment, observations, tokenizer, config.generation.max_new_tokens, variables, form)
 
 
 def plays(config: Config) -> bool:
@@ -217,8 +222,12 @@ class Episodes:
         opened = self.prompts[sample].opened
         if episode.transcript:  # after a turn's own end the template opened another; after a stop string this goes on
             opened = self.runner.observations.opened if episode.ended_at is not None else ""
-        said = str(self.runner.tokenizer.decode(tokens, skip_special_tokens=True))
-        episode.transcript.append({"role": "assistant", "content": opened + said})
+        said = opened + str(self.runner.tokenizer.decode(tokens, skip_special_tokens=True))
+        message: Message = {"role": "assistant", "content": said}
+        if (form := self.runner.form) is not None:
+            before = [*self.prompts[sample].tokens, *self.responses[sample].tokens]
+            message = form.message(said, tokens, before=before, tools=self.runner.variables["tools"])
+        episode.transcript.append(message)
         self.responses[sample].add(tokens, turn.logprobs)
         episode.num_tokens += len(tokens)
         episode.num_actions += len(tokens)
@@ -302,6 +311,8 @@ class Episodes:
 
 def episode_notes(runner: EpisodeRunner) -> list[str]:
     notes, observations = [f"environment {runner.environment.describe()}"], runner.observations
+    if runner.form is not None and not runner.form.in_text:
+        notes.append(f"calls of tools are read as {runner.form.name}")
     if observations.chat and observations.role != "tool":
         role = observations.role
         notes.append(f"the chat template has no role tool: what the environment answers is a message of role {role}")

@@ -16,7 +16,7 @@ from typing import Literal
 
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import EnvironmentConfig
-from tinyrl.data.messages import CONVERSATIONS, Prompt, check_prompt
+from tinyrl.data.messages import CONVERSATIONS, Prompt, prompt_of
 from tinyrl.data.readers import Row, placed_rows
 from tinyrl.data.rows import hold_out, row_key
 from tinyrl.data.shapes import shared_prompt
@@ -35,8 +35,7 @@ FULL_MARKS = 1.0 - 1e-9  # weighted sums of floats miss 1.0 by a rounding error
 
 
 def own_prompt(row: Row) -> Prompt:
-    check_prompt(row["prompt"])
-    return row["prompt"]
+    return prompt_of(row["prompt"])
 
 
 def no_rows(split: str) -> list[Row]:

@@ -11,7 +11,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from tinyrl.data.messages import Message, Prompt, as_messages, check_prompt
+from tinyrl.data.messages import Message, Prompt, as_messages, prompt_of
 from tinyrl.data.readers import Row
 from tinyrl.models.templates import template_text
 from tinyrl.runs.signals import watched
@@ -71,8 +71,7 @@ def prepare_prompts(
     most_chars = max_prompt_tokens * (per_token := most_chars_a_token(tokenizer))
     uncounted = False
     for index, row in enumerate(watched(rows)):
-        own = task.prompt(row)
-        check_prompt(own)
+        own = prompt_of(task.prompt(row))
         prompt = _opened_by(own, openings[index] if openings else None)
         text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
         if len(text) > most_chars:
@@ -137,7 +136,7 @@ def render_prompt(
     Without it the text stays as it is, after the system prompt and an empty line; a BOS that the tokenizer adds stays,
     an EOS it appends does not, since nothing follows an EOS. Raises ValueError where that cannot be done.
     """
-    check_prompt(prompt)
+    prompt = prompt_of(prompt)
     has_template = bool(tokenizer.chat_template)
     if chat is True and not has_template:
         raise ValueError("task.chat=true, but this model's tokenizer has no chat template; use task.chat=auto or false")

@@ -1,0 +1,207 @@
+"""Forms of tool calls: recognised from what a chat template renders, and read from what a policy sampled."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from transformers import AddedToken
+
+from tests.tiny_models import EOS, tiny_tokenizer
+from tinyrl.config.sections import EnvironmentConfig
+from tinyrl.environments.calls import Call, calls_of
+from tinyrl.environments.environment import Environment
+from tinyrl.environments.host import respond_with
+from tinyrl.generation.engine import Completion, Request
+from tinyrl.generation.turns import EpisodeRunner, Episodes, episode_notes
+from tinyrl.tasks.call_forms import CallForm, call_form
+from tinyrl.tasks.observations import ObservationTokens
+from tinyrl.tasks.prompts import PreparedPrompt, token_ids
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}CALLS<eos>{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
+).replace("{% if tools %}{{ tools | tojson }}{% endif %}", "", 1)
+SHOWN = "{% if tools %}{{ tools | tojson }}{% endif %}"
+# As Qwen 2.5 and 3, Llama 3.1, Mistral 7B v0.3, Qwen3-Coder, Granite 3 write them.
+HERMES = "{% for c in m.tool_calls %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
+LLAMA = (
+    "{% for c in m.tool_calls %}"
+    '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}{% endfor %}'
+)
+MISTRAL = (
+    "{% if m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{% if c.id | length != 9 %}"
+    "{{ raise_exception('ids have nine characters') }}{% endif %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
+    "{% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}"
+)
+CODER = (
+    "{% for c in m.tool_calls %}<tool_call>\n<function={{ c.function.name }}>\n"
+    "{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>{% endfor %}"
+)
+GRANITE = "{% if m.tool_calls %}<|tool_call|>{{ m.tool_calls | map(attribute='function') | list | tojson }}{% endif %}"
+SPECIAL = {MISTRAL: "[TOOL_CALLS]", LLAMA: "<|python_tag|>"}
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "integer", "nullable": True}},
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "show", "parameters": {"properties": {"text": {"type": "string"}}}}},
+]
+ADDED, SHOW = Call("add", {"a": 1, "b": 2}), Call("show", {"text": "12"})
+
+
+def tokenizer_of(calls: str | None, *, special: str | None = None, shown: str = SHOWN) -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = shown + TEMPLATE.replace("CALLS", calls or "")
+    if marker := special or SPECIAL.get(calls or ""):
+        tokenizer.add_tokens(AddedToken(marker, special=True), special_tokens=True)
+    return tokenizer
+
+
+def read(form: CallForm, written: str) -> tuple[str, list[Call]]:
+    tokens = token_ids(form.tokenizer, written + EOS)
+    text = str(form.tokenizer.decode(tokens, skip_special_tokens=True))
+    return form.read(text, tokens, before=token_ids(form.tokenizer, "<user>?<assistant>"), tools=TOOLS)
+
+
+ONE, OTHER = '{"name": "add", "KEY": {"a": 1, "b": 2}}', '{"name": "show", "KEY": {"text": "12"}}'
+IN_XML = "<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>"
+OTHER_IN_XML = "<function=show>\n<parameter=text>\n12\n</parameter>\n</function>"
+
+
+def written(form: str, key: str = "arguments") -> str:
+    return form.replace("ONE", ONE).replace("OTHER", OTHER).replace("KEY", key)
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "content", "calls"),
+    [
+        (HERMES, written("So: <tool_call>\nONE\n</tool_call>\n<tool_call>OTHER</tool_call>"), "So: ", [ADDED, SHOW]),
+        (HERMES, written("<tool_call>?</think>\n<tool_call>ONE</tool_call>"), "<tool_call>?</think>\n", [ADDED]),
+        (LLAMA, written("ONE", "parameters"), "", [ADDED]),
+        (LLAMA, written("<|python_tag|>ONE; OTHER", "parameters"), "", [ADDED, SHOW]),
+        (LLAMA, written("\n\nONE\nOTHER"), "", [ADDED, SHOW]),
+        (LLAMA, '{"answer": 3}', None, []),
+        (LLAMA, "[1, 2]", None, []),
+        (LLAMA, written("It is ONE."), None, []),
+        (MISTRAL, written("[TOOL_CALLS] [ONE, OTHER]"), "", [ADDED, SHOW]),
+        (MISTRAL, written("see [1] [TOOL_CALLS][ONE]"), "see [1] ", [ADDED]),
+        (MISTRAL, written("[ONE]"), None, []),
+        (GRANITE, written("<|tool_call|>[ONE,OTHER]"), "", [ADDED, SHOW]),
+        (CODER, f"Well.\n<tool_call>\n{IN_XML}\n</tool_call>\n<tool_call>\n{OTHER_IN_XML}\n</tool_call>", "Well.\n",
+         [ADDED, SHOW]),
+        (CODER, IN_XML, "", [ADDED]),  # as it often forgets to open
+        (CODER, "<function=add>\n<parameter=a>\n1\n</parameter><parameter=b>None</parameter></function>", "",
+         [Call("add", {"a": 1, "b": None})]),
+        (CODER, "<tool_call>\n<function=show>\n</function>\n</tool_call>", "", [Call("show")]),
+        (None, written("<tool_call>ONE</tool_call>"), "", [ADDED]),
+    ],
+)  # fmt: skip
+def test_calls_are_read_in_the_form_of_the_template(
+    template: str | None, text: str, content: str | None, calls: list[Call]
+) -> None:
+    form = call_form(tokenizer_of(template), {})
+    said = read(form, text)
+    assert said[1] == calls
+    if content is not None:
+        assert said[0] == content
+    assert form.in_text == (template in (HERMES, None))
+    begins = {LLAMA: "{", MISTRAL: "[", GRANITE: "<|tool_call|>"}
+    assert form.begins == begins.get(template or "", "<tool_call>")
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (LLAMA, '{"name": "add", "parameters": {'),
+        (MISTRAL, '[TOOL_CALLS][{"name": "add"'),
+        (MISTRAL, "[TOOL_CALLS]add"),
+        (MISTRAL, "[TOOL_CALLS]" + "[" * 100_000),
+        (MISTRAL, '[TOOL_CALLS][{"arguments": {}}]'),
+        (MISTRAL, '[TOOL_CALLS]["add"]'),
+        (CODER, "<tool_call>\n<function=add>\n<parameter=a>"),
+        (CODER, "<tool_call>\n<function=>\n</function>"),
+    ],
+)
+def test_what_is_no_call_is_one_that_fails(template: str, text: str) -> None:
+    form = call_form(tokenizer_of(template), {})
+    (call,) = read(form, text)[1]
+    assert call.problem
+    message = form.message("", token_ids(form.tokenizer, text), before=[], tools=TOOLS)
+    assert json.loads(json.dumps(message)) == message
+    assert [each.problem for each in calls_of(message)] == [call.problem]
+
+
+def test_a_marker_of_hermes_may_be_a_special_token() -> None:
+    form = call_form(tokenizer_of(HERMES, special="<tool_call>"), {})
+    assert not form.in_text
+    assert read(form, written("<tool_call>ONE</tool_call>"))[1] == [ADDED]
+
+
+def test_a_form_that_is_not_known_is_refused() -> None:
+    for calls in ("{% for c in m.tool_calls %}{{ c.function.name }}({{ c.function.arguments }}){% endfor %}",
+                  "{% if m.tool_calls %}{{ raise_exception('no calls') }}{% endif %}"):  # fmt: skip
+        with pytest.raises(ValueError, match="chat template"):
+            call_form(tokenizer_of(calls), {})
+
+
+def test_a_response_template_comes_first() -> None:
+    tokenizer = tokenizer_of(HERMES)
+    call = {"open": "<<", "close": ">>", "repeats": True, "content": "json",
+            "transform": {"type": "function", "function": "{content}"}}  # fmt: skip
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<assistant>",
+        "fields": {"tool_calls": call, "content": {"close": EOS, "content": "text"}},
+    }
+    form = call_form(tokenizer, {})
+    if form.parse is None:
+        pytest.skip("this version of transformers reads no response templates")
+    assert read(form, written("Well.<<ONE>><<OTHER>>")) == ("Well.", [ADDED, SHOW])
+    assert read(form, written("<tool_call>ONE</tool_call>"))[1] == []
+    assert [call.problem != "" for call in read(form, '<<{"name": >>')[1]] == [True]
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (LLAMA, written("ONE", "parameters")),
+        (MISTRAL, written("[TOOL_CALLS][ONE]")),
+        (CODER, f"<tool_call>\n{IN_XML}\n</tool_call>"),
+        (HERMES, written("<tool_call>ONE</tool_call>")),
+    ],
+)
+def test_an_episode_is_answered_by_the_tool(template: str, text: str) -> None:
+    def add(a: int, b: int) -> int:
+        return a + b
+
+    tokenizer = tokenizer_of(template)
+    settings = EnvironmentConfig(max_observation_tokens=8)
+    environment = Environment(settings, task="x", respond=respond_with([add]), use=None, stop=(), length=len)
+    eos = {tokenizer.eos_token_id}
+    observed = ObservationTokens(tokenizer, chat=True, variables={}, eos=eos, max_tokens=8)
+    form = call_form(tokenizer, {})
+    runner = EpisodeRunner(environment, observed, tokenizer, 4000, {"tools": TOOLS}, form)
+    prompt = PreparedPrompt(0, {}, "?", "?", [3], "")
+    tokens = token_ids(tokenizer, text + EOS)
+    with Episodes([prompt], [Request([3], prompt_row=0)], 1, runner=runner, seed=0, step=0) as episodes:
+        episodes.ended(0, Completion(tokens, [0.0] * len(tokens), "eos"))
+        [(_, answer)] = episodes.answers(wait=True)
+        assert answer is not None
+        said, told = episodes.episodes[0].transcript
+    assert told == {"role": "tool", "content": "3"}
+    assert said["content"] == str(tokenizer.decode(tokens, skip_special_tokens=True))
+    called = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}]
+    assert said.get("tool_calls") == (None if form.in_text else called)
+    assert episodes.episodes[0].invalid == 0
+    assert any(form.name in note for note in episode_notes(runner)) == (not form.in_text)
