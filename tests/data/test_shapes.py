@@ -199,7 +199,7 @@ def test_a_row_that_is_no_pair_is_refused(row: dict[str, Any], sentence: str):
 def test_rows_of_one_prompt_stay_on_one_side(shape):
     """20 prompts, three rows each: two prompts are held out, one row of each, and 54 rows are left."""
     rows = [shape(f"question {prompt}", n) for n in range(3) for prompt in range(20)]
-    train, held_out = hold_out(rows, "rows.jsonl", prompt=shared_prompt, seed=0)
+    train, held_out = hold_out(rows, prompt=shared_prompt, seed=0)
     assert (len(train), len(held_out)) == (54, 2)
     kept = [shared_prompt(row) for row in train]
     assert not [row for row in held_out if shared_prompt(row) in kept]
