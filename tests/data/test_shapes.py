@@ -129,6 +129,10 @@ def test_a_row_that_is_no_text_is_refused(row: dict[str, Any], sentence: str):
             {"prompt": [user("a")], "chosen": [user("a"), said("x")], "rejected": [user("a"), said("y")]},
             Scored([user("a")], ([said("x")], [said("y")])),
         ),
+        # nothing to learn from, whatever the prompt is
+        ({"chosen": "a b", "rejected": "a b"}, Scored(None, ("a b", "a b"))),
+        ({"prompt": "p", "chosen": None, "rejected": "a"}, Scored("p", ("", "a"))),
+        ({"chosen": [user("a"), said("x")], "rejected": []}, Scored(None, ([user("a"), said("x")], ""))),
         # how much better
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 2}, Scored("a", ("b", "c"), 2.0)),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "0.5"}, Scored("a", ("b", "c"), 0.5)),
@@ -154,7 +158,6 @@ def test_a_pair_behind_its_prompt(row: dict[str, Any], wanted: Scored):
             {"chosen": "b", "rejected": "c"},
             "`chosen` and `rejected` have no first word in common, and there is no `prom",
         ),
-        ({"chosen": "a b", "rejected": "a b"}, "`chosen` and `rejected` are the same text, and there is no `prompt`"),
         (
             {"chosen": [user("a"), said("b")], "rejected": [user("c"), said("b")]},
             "`chosen` and `rejected` have no first",

@@ -297,6 +297,20 @@ def test_one_row_is_trained_on_and_evaluated(method: str, tmp_path: Path) -> Non
     assert example_rows(config) == ([row] * 9, [row])
 
 
+@pytest.mark.parametrize(("loss_on", "kept"), [("completion", 2), ("all", 3)])
+def test_answers_that_are_empty_are_left_out(loss_on: str, kept: int, model: Path, tmp_path: Path) -> None:
+    """One with a prompt teaches the prompt where all counts."""
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": " "}, {"text": ""}, {"text": "d"}]
+    data = str(tmp_path / "rows.jsonl")
+    Path(data).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"data": data, "eval_data": data}
+    values = {"method": "sft", "model": {"path": str(model)}, "task": task, "sft": {"loss_on": loss_on}}
+    parts = Sft(Config.model_validate(values), options=Options(device="cpu"))
+    assert len(parts.train_rows) == len(parts.held_out) == kept
+    assert len([note for note in parts.notes if f"{4 - kept} of 4 rows" in note]) == 2
+    parts.close()
+
+
 @pytest.mark.parametrize("prompt", [{"prompt": ""}, {"prompt": "a game:"}])
 def test_rows_of_one_prompt_are_split_by_row(prompt: dict[str, str], tmp_path: Path) -> None:
     rows = [{**prompt, "completion": f"move {n}"} for n in range(30)]

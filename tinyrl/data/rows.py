@@ -13,7 +13,7 @@ from typing import Any
 
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row, placed_rows
-from tinyrl.data.shapes import objective_of, shared_prompt
+from tinyrl.data.shapes import leave_out, objective_of, shared_prompt, unusable
 from tinyrl.runs.signals import watched
 
 HELD_OUT_SHARE = 10  # one prompt in this many is held out where no evaluation data is given; of fewer none
@@ -101,27 +101,34 @@ def needed_data(config: Config) -> str:
     return config.task.data
 
 
-def example_rows(config: Config) -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows) of a method that learns from rows, by task.data and task.eval_data.
+def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[Row], list[Row]]:
+    """(training rows, held-out rows) of a method that learns from rows, by task.data and task.eval_data, without those
+    that teach nothing, which `notes` count.
 
     Labels and ratings keep all answers of a held-out prompt, and are shuffled first (by task.split_seed): such files
     often stand in the order of their labels. Where there are too few prompts to hold some out, rows are.
     """
-    where, data = config.task, needed_data(config)
+    where, data, kind = config.task, needed_data(config), config.trains.rows
+    assert kind != "prompts"
+    rows, what = read_rows(data, columns=where.columns, revision=where.revision), kind
+    if what == "judged":
+        what = objective_of(rows[0], config.reward_model.objective)
+    graded = what in ("labels", "ratings")
+    prompts_count = kind == "text" and config.sft.loss_on == "all"
 
-    def graded(row: Row) -> bool:
-        return config.trains.rows == "judged" and objective_of(row, config.reward_model.objective) != "pairs"
+    def usable(rows: list[Row]) -> list[Row]:
+        reasons = [unusable(row, what, prompts_count=prompts_count) for row in watched(rows)]
+        leave_out(rows, reasons, [] if notes is None else notes)
+        rows = [row for row, reason in zip(rows, reasons, strict=True) if reason is None]
+        return [rows[i] for i in keyed_order(f"graded {where.split_seed}", len(rows))] if graded else rows
 
-    def read(source: str) -> list[Row]:
-        rows = read_rows(source, columns=where.columns, revision=where.revision)
-        return [rows[i] for i in keyed_order(f"graded {where.split_seed}", len(rows))] if graded(rows[0]) else rows
-
-    rows = read(data)
+    rows = usable(rows)
     if where.eval_data is not None:
-        return rows[: where.max_samples], read(where.eval_data)[: where.max_samples]
+        held_out = usable(read_rows(where.eval_data, columns=where.columns, revision=where.revision))
+        return rows[: where.max_samples], held_out[: where.max_samples]
     few = len({prompt_key(shared_prompt(row)) for row in rows}) < HELD_OUT_SHARE
     by = row_key if few else shared_prompt
-    train_rows, held_out = hold_out(rows, prompt=by, seed=where.split_seed, repeat=graded)
+    train_rows, held_out = hold_out(rows, prompt=by, seed=where.split_seed, repeat=lambda row: graded)
     return train_rows[: where.max_samples], held_out[: where.max_samples]
 
 

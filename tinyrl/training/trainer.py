@@ -67,8 +67,8 @@ class RowTrainer(Trainer):
 
     def __init__(self, config: Config, *, options: Options) -> None:
         super().__init__(config, options=options)
-        rows, held_out = example_rows(config)
         self.notes: list[str] = []
+        rows, held_out = example_rows(config, self.notes)
         self.row_fingerprints = fingerprints(rows, held_out)
         self.evaluates_trained = {*map(id, held_out)} <= {*map(id, rows)}
         self.train_rows, self.held_out = self.read(rows, held_out)
