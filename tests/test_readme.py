@@ -1,10 +1,16 @@
 """The README: its tree is the package's, what survives is tested, and its translation says the same."""
 
 import re
+import shlex
+import subprocess
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from tests.tiny_models import tiny_model
+from tinyrl.cli.commands import app
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -20,6 +26,29 @@ def test_a_fault_is_tested_where_the_table_says(file: str) -> None:
 def test_every_file_of_faults_is_in_the_table() -> None:
     files = {f"faults/{path.name}" for path in (ROOT / "tests" / "faults").glob("test_*.py")}
     assert files <= set(re.findall(r"`([\w/]+\.py)`", SURVIVES))
+
+
+@pytest.mark.slow
+def test_the_lines_for_your_data_run_as_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = README.partition("## Your data and your reward")[2].partition("\n## ")[0]
+    code = re.findall(r"^```python\n# (\S+)\n(.*?)^```", part, re.MULTILINE | re.DOTALL)
+    model = tiny_model(tmp_path / "model", "llama")
+    monkeypatch.chdir(tmp_path)
+    for name, source in code:
+        Path(name).write_text(source, encoding="utf-8")
+    lines = [
+        line.strip().replace("model.path=DIR", f"model.path={model}") for line in re.findall(r"^    \S.*", part, re.M)
+    ]
+    lines = [line for line in lines if line.startswith(("echo ", "tinyrl "))]
+    assert len(lines) >= 4
+    few = ["run.num_steps=1", "generation.max_new_tokens=8", "grpo.num_prompts=1", "grpo.group_size=4"]
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        if words[0] == "echo":
+            subprocess.run(line, shell=True, check=True)
+            continue
+        done = CliRunner().invoke(app, [*words[1:], *(few if words[1] == "train" else [])])
+        assert done.exit_code == 0, (line, done.output)
 
 
 def test_no_placeholder_was_left() -> None:

@@ -1,5 +1,6 @@
 """tinyrl in a script or a notebook: the command's run bit for bit, interrupts that save, one run at a time."""
 
+import functools
 import json
 import os
 import signal
@@ -258,3 +259,34 @@ def test_paths_and_numbers_of_numpy_and_torch_are_settings(tmp_path: Path):
     assert '"weight": 0.5' in words[0]
     assert f"task.data={tmp_path / 'a.jsonl'}" in words
     assert Path(words[-1].partition("=")[2]).read_text() == '{"prompt": "a", "n": 2}\n'
+
+
+def test_missing_cells_are_null_and_dates_are_text(tmp_path: Path):
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(
+        {
+            "prompt": ["a", "b"],
+            "n": [1.5, None],
+            "when": pandas.to_datetime(["2024-02-29", None]),
+            "k": pandas.array([1, None], dtype="Int64"),
+            "in": [{"x": [float("nan"), 2]}, np.array(["2024-01-01"], dtype="datetime64[ns]")],
+        }
+    )
+    rows = [
+        {"prompt": "a", "n": 1.5, "when": "2024-02-29T00:00:00", "k": 1, "in": {"x": [None, 2]}},
+        {"prompt": "b", "n": None, "when": None, "k": None, "in": ["2024-01-01T00:00:00"]},
+    ]
+    words = given([], None, frame, None, tmp_path)
+    assert [json.loads(line) for line in Path(words[-1].partition("=")[2]).read_text().splitlines()] == rows
+
+
+@pytest.mark.parametrize("value", [float("inf"), object(), [{1, 2}]])
+def test_a_cell_that_is_no_json_names_its_column(tmp_path: Path, value: object):
+    with pytest.raises(ValueError, match=r"row 2, column 'odd'"):
+        given([], None, [{"prompt": "a"}, {"prompt": "b", "odd": value}], None, tmp_path)
+
+
+def test_a_reward_may_be_a_partial_or_an_object(tmp_path: Path):
+    words = given([], [functools.partial(variety, scale=2), "r.py:f"], None, None, tmp_path)
+    assert "partial(_variety_0, scale=2)" in next(tmp_path.glob("variety-*.py")).read_text()
+    assert "r.py:f" in words[0]

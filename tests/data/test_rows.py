@@ -9,6 +9,7 @@ from tinyrl.data.messages import prompt_of
 from tinyrl.data.readers import placed_rows
 from tinyrl.data.rows import (
     batch_indices,
+    few_held_out,
     fingerprint,
     hold_out,
     keyed_order,
@@ -28,6 +29,17 @@ def test_columns_are_renamed_and_swapped(tmp_path):
     assert placed_rows(str(path), columns={"answer": "final", "final": "answer"}) == [
         (f"{path}:1", {"problem": "p", "answer": "7", "final": "long"})
     ]
+
+
+def test_a_key_inside_a_column_is_named_with_dots(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"r": {"truth": {"x": "7"}, "style": "rule"}, "a.b": 1}\n')
+    whole = {"truth": {"x": "7"}, "style": "rule"}
+    columns = {"answer": "r.truth.x", "n": "a.b"}
+    assert read_rows(str(path), columns=columns) == [{"r": whole, "answer": "7", "n": 1}]
+    for wrong in ("r.trut", "r.truth.x.y", "r.", "s.truth"):
+        with pytest.raises(ValueError, match=r"a\.jsonl:1: no column"):
+            read_rows(str(path), columns={"answer": wrong})
 
 
 def test_a_missing_column_is_answered_with_the_ones_there_are(tmp_path):
@@ -98,32 +110,40 @@ def test_a_huge_batch_is_left_when_a_stop_comes(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_tenth_of_the_prompts_is_held_out_with_all_their_rows():
     rows = [{"q": i % 40, "n": i} for i in range(80)]
-    train, held = hold_out(rows, "rows.jsonl", prompt=lambda row: row["q"], seed=0)
+    train, held = hold_out(rows, prompt=lambda row: row["q"], seed=0)
     assert len(train) == 72
     assert len({row["q"] for row in held}) == len(held) == 4
     assert not {row["q"] for row in held} & {row["q"] for row in train}
     assert train == sorted(train, key=lambda row: row["n"])
-    assert hold_out(rows, "rows.jsonl", prompt=lambda row: row["q"], seed=0) == (train, held)
-    assert hold_out(rows, "rows.jsonl", prompt=lambda row: row["q"], seed=1)[1] != held
+    assert hold_out(rows, prompt=lambda row: row["q"], seed=0) == (train, held)
+    assert hold_out(rows, prompt=lambda row: row["q"], seed=1)[1] != held
 
 
 def test_held_out_rows_do_not_change_side_when_the_file_is_sorted_another_way():
     rows = [{"q": i} for i in range(50)]
-    held = hold_out(rows, "rows.jsonl", prompt=lambda row: row["q"], seed=0)[1]
-    assert hold_out(rows[::-1], "rows.jsonl", prompt=lambda row: row["q"], seed=0)[1] == held[::-1]
+    held = hold_out(rows, prompt=lambda row: row["q"], seed=0)[1]
+    assert hold_out(rows[::-1], prompt=lambda row: row["q"], seed=0)[1] == held[::-1]
 
 
-@pytest.mark.parametrize(("count", "held"), [(2, 1), (19, 1), (20, 2), (6000, 512)])
+@pytest.mark.parametrize(("count", "held"), [(10, 1), (19, 1), (20, 2), (6000, 512)])
 def test_at_least_one_and_at_most_512_rows_are_held_out(count, held):
-    train, out = hold_out([{"q": i} for i in range(count)], "rows.jsonl", prompt=lambda row: row["q"], seed=0)
+    train, out = hold_out([{"q": i} for i in range(count)], prompt=lambda row: row["q"], seed=0)
     assert (len(train), len(out)) == (count - held, held)
 
 
-def test_a_single_prompt_is_held_out_from_nothing():
-    rows = [{"q": 1}, {"q": 1}]
-    with pytest.raises(ValueError, match=r"^rows\.jsonl: .*eval_data"):
-        hold_out(rows, "rows.jsonl", prompt=lambda row: row["q"], seed=0)
-    assert hold_out(rows, "rows.jsonl", prompt=lambda row: row["q"], seed=0, evaluated=False) == (rows, [])
+@pytest.mark.parametrize("prompts", [1, 2, 9])
+def test_fewer_than_ten_prompts_are_trained_on_and_evaluated(prompts):
+    rows = [{"q": i % prompts, "n": i} for i in range(2 * prompts)]
+    train, held = hold_out(rows, prompt=lambda row: row["q"], seed=0)
+    assert train == rows
+    assert [row["q"] for row in held] == list(range(prompts))
+    assert hold_out(rows, prompt=lambda row: row["q"], seed=0, repeat=lambda row: True) == (rows, rows)
+
+
+def test_little_to_evaluate_on_is_said_in_one_line():
+    assert len(few_held_out(3, trained_on=True)) == len(few_held_out(3, trained_on=False)) == 1
+    assert few_held_out(3, trained_on=True) != few_held_out(3, trained_on=False)
+    assert few_held_out(30, trained_on=True) == few_held_out(30, trained_on=False) == []
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,10 @@ def test_a_row_that_is_no_text_is_refused(row: dict[str, Any], sentence: str):
             {"prompt": [user("a")], "chosen": [user("a"), said("x")], "rejected": [user("a"), said("y")]},
             Scored([user("a")], ([said("x")], [said("y")])),
         ),
+        # nothing to learn from, whatever the prompt is
+        ({"chosen": "a b", "rejected": "a b"}, Scored(None, ("a b", "a b"))),
+        ({"prompt": "p", "chosen": None, "rejected": "a"}, Scored("p", ("", "a"))),
+        ({"chosen": [user("a"), said("x")], "rejected": []}, Scored(None, ([user("a"), said("x")], ""))),
         # how much better
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 2}, Scored("a", ("b", "c"), 2.0)),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "0.5"}, Scored("a", ("b", "c"), 0.5)),
@@ -154,7 +158,6 @@ def test_a_pair_behind_its_prompt(row: dict[str, Any], wanted: Scored):
             {"chosen": "b", "rejected": "c"},
             "`chosen` and `rejected` have no first word in common, and there is no `prom",
         ),
-        ({"chosen": "a b", "rejected": "a b"}, "`chosen` and `rejected` are the same text, and there is no `prompt`"),
         (
             {"chosen": [user("a"), said("b")], "rejected": [user("c"), said("b")]},
             "`chosen` and `rejected` have no first",
@@ -199,7 +202,7 @@ def test_a_row_that_is_no_pair_is_refused(row: dict[str, Any], sentence: str):
 def test_rows_of_one_prompt_stay_on_one_side(shape):
     """20 prompts, three rows each: two prompts are held out, one row of each, and 54 rows are left."""
     rows = [shape(f"question {prompt}", n) for n in range(3) for prompt in range(20)]
-    train, held_out = hold_out(rows, "rows.jsonl", prompt=shared_prompt, seed=0)
+    train, held_out = hold_out(rows, prompt=shared_prompt, seed=0)
     assert (len(train), len(held_out)) == (54, 2)
     kept = [shared_prompt(row) for row in train]
     assert not [row for row in held_out if shared_prompt(row) in kept]

@@ -23,6 +23,12 @@ REWARDS = """
     def in_message(prompts, completions, answer, **columns):
         return [float(a in c[0]["content"]) for c, a in zip(completions, answer)]
 
+    def length(prompts, completions, **columns):
+        return [{"nan": float("nan"), "none": None}.get(c, len(c)) for c in completions]
+
+    def constant(prompts, completions, **columns):
+        return [None if c == "nothing" else 1.0 for c in completions]
+
     def raises(prompts, completions, answer, **columns):
         return [1 / 0 for c in completions]
 
@@ -34,17 +40,21 @@ REWARDS = """
 """
 
 
-def checked(folder: Path, function: str, *, answer: str | None, others: int = 0) -> GoldCheck:
+def scorer_of(folder: Path, weights: dict[str, float]) -> Scorer:
     (folder / "rewards.py").write_text(textwrap.dedent(REWARDS))
-    config = RewardConfig.model_validate({"functions": [{"use": f"{folder / 'rewards.py'}:{function}"}]})
-    scorer = Scorer(
-        config,
+    functions = [{"use": f"{folder / 'rewards.py'}:{name}", "weight": weight} for name, weight in weights.items()]
+    return Scorer(
+        RewardConfig.model_validate({"functions": functions}),
         load_task("rows"),
         tokenizer=tiny_tokenizer(),
         roles=cast(Any, None),
         policy_format=TextFormat(),
         micro_batches=MicroBatches(torch.device("cpu")),
     )
+
+
+def checked(folder: Path, function: str, *, answer: str | None, others: int = 0) -> GoldCheck:
+    scorer = scorer_of(folder, {function: 1.0})
     prompt = [{"role": "user", "content": "say a"}]
     rows = [{"prompt": prompt, "answer": answer}, *({"prompt": prompt, "answer": "b"} for _ in range(others))]
     try:
@@ -82,3 +92,20 @@ def test_one_that_always_raises_is_refused(others: int, answer: str | None, tmp_
 
 def test_a_prompt_whose_row_is_at_fault_refuses_nothing(tmp_path: Path) -> None:
     assert "raised ZeroDivisionError" in str(checked(tmp_path, "raises_on_one_prompt", answer="a", others=1).warning)
+
+
+@pytest.mark.parametrize("metric", [0.0, 0.5])
+def test_a_function_that_weighs_nothing_drops_no_row_and_saves_none(tmp_path: Path, metric: float) -> None:
+    scorer = scorer_of(tmp_path, {"constant": 1.0, "length": metric})
+    texts = ["nan", "none", "nothing", "ab"]
+    prompts = [PreparedPrompt(i, {"prompt": "p"}, "p", "p", [1], "") for i in range(len(texts))]
+    scorer.text = lambda tokens: texts[tokens[0]]
+    try:
+        sheet = scorer(prompts, [[i] for i in range(len(texts))])
+    finally:
+        scorer.close()
+    nan = float("nan")
+    wanted = {0.0: [1.0, 1.0, nan, 1.0], 0.5: [nan, 1.0, 3.5, 2.0]}[metric]
+    assert [failure.row for failure in sheet.failures] == [0]
+    torch.testing.assert_close(sheet.rewards, torch.tensor(wanted), equal_nan=True)
+    torch.testing.assert_close(sheet.scores[:, 1], torch.tensor([nan, nan, 7.0, 2.0]), equal_nan=True)

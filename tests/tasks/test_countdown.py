@@ -16,6 +16,7 @@ def score(completion, numbers=(3, 7, 25), target=46):
         "<answer>3 * 7 + 25</answer>",
         "First 25 + 7.\n<think>no</think><answer>\n(7*3)+25\n</answer> done",
         "<answer>25 + 7 * 3 = 46</answer>",
+        "<answer>２５ ＋ ７ ＊ ３ ＝ 46</answer>",
         "Let me see: 25 + 3 = 28\n25 + 3 × 7",
         "`25 + 21/7*7*0`\n3*7 - -25",
         [{"role": "assistant", "content": "<answer>25+3*7</answer>"}],

@@ -67,6 +67,17 @@ def test_the_text_of_a_completion(completion, text):
         ("-1 / 2", Fraction(-1, 2)),
         ("\\frac{3}{4}", Fraction(3, 4)),
         ("-\\dfrac{3}{4}", Fraction(-3, 4)),
+        ("１２", 12),
+        ("－１，２３４．５％", Fraction(-12345, 10)),
+        ("𝟏𝟐", 12),
+        ("３／４", Fraction(3, 4)),
+        ("1⁄2", Fraction(1, 2)),
+        ("½", Fraction(1, 2)),
+        ("-1½", Fraction(-3, 2)),
+        ("10²", None),
+        ("x₁", None),
+        ("3，500", None),
+        ("١٢", None),
         (7, 7),
         (0.1, Fraction(1, 10)),
         (Fraction(1, 3), Fraction(1, 3)),
@@ -83,7 +94,6 @@ def test_the_text_of_a_completion(completion, text):
         ("1 2", None),
         ("--1", None),
         ("٣", None),
-        ("１２", None),
         ("²", None),
         ("1e301", None),
         ("1e999999999", None),
@@ -287,3 +297,20 @@ def test_a_megabyte_of_anything_is_answered(text):
     after_last(text, "####")
     with pytest.raises(ValueError, match="expression"):
         safe_arithmetic(text)
+
+
+def test_numbers_in_other_forms_are_found_where_they_stand():
+    assert last_number("答えは１２です") == "12"
+    assert last_number("共有3，500") == "500"  # a comma of the language, not of the number
+    assert last_number("合計１，２３４円") == "1,234"
+    assert last_number("5²") == "5"
+
+
+def test_texts_that_are_the_same_but_for_their_form_are_equal():
+    assert normalised_text("Ｐａｒｉｓ") == normalised_text("paris") == normalised_text("𝐏aris")
+    assert normalised_text("ＡＢＣ　１") == "abc 1"
+    assert normalised_text("cafe\u0301") == normalised_text("caf\u00e9")
+    assert normalised_text("x²") != normalised_text("x2")
+    assert safe_arithmetic("（３＋４）＊５") == 35
+    with pytest.raises(ValueError, match="unexpected"):
+        safe_arithmetic("3²")

@@ -119,6 +119,13 @@ def test_the_held_out_rows_are_those_of_split_seed_whatever_the_run_seed(tmp_pat
     assert held(0, split_seed=1) == held(31, split_seed=1) != held(0)
 
 
+@pytest.mark.parametrize("count", [1, 9])
+def test_few_prompts_are_trained_on_and_evaluated(tmp_path, count):
+    rows = [{"q": f"{n}"} for n in range(count)]
+    source = jsonl(tmp_path / "a.jsonl", rows)
+    assert load_rows(TOY, "train", data=source) == load_rows(TOY, "eval", data=source) == rows
+
+
 def test_rows_get_the_same_columns(tmp_path):
     source = jsonl(tmp_path / "a.jsonl", [{"q": "a", "x": 1}, {"q": "b", "y": 2}])
     assert load_rows(TOY, "train", data=source, eval_data=source) == [
@@ -143,7 +150,6 @@ def test_rows_get_the_same_columns(tmp_path):
             "a.jsonl:1: no column may be called 'completions'.*task.columns.NEW=completions",
         ),
         ([{"q": "a"}], {"columns": {"q": "p"}}, "a.jsonl:1: no column 'p'"),
-        ([{"q": "a"}, {"q": "a"}], {}, "only one row or prompt.*task.eval_data"),
         ([{"q": "a"}], {"max_samples": 0}, "task.max_samples.*at least 1, not 0"),
     ],
 )

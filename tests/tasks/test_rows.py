@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinyrl.config.schema import Config
-from tinyrl.tasks import load_rows, load_split
+from tinyrl.tasks import layout_notes, load_rows, load_split
 from tinyrl.tasks.rows import TASK
 
 
@@ -23,6 +23,9 @@ def score(completion, answer):
         ("so\n#### New  York", "new york"),
         ("so \\boxed{x+1}", "x+1"),
         ("The answer is 1,000.", "1000"),
+        ("答えは１２です。", "12"),
+        ("12", "１２"),
+        ("so \\boxed{½}", "1/2"),
         ("The answer is 12 of 13: <answer>$12.00</answer>", 12),
         ("0.5", 0.5),
         ("3/4", "3/4"),
@@ -112,6 +115,28 @@ def test_an_answer_that_only_the_own_reward_reads_may_be_anything(tmp_path):
     assert [row["answer"] for row in rows] == ["", ["a", "b"]]
     with pytest.raises(ValueError, match=r"a\.jsonl:1: 'answer' is empty"):
         load_split(Config.model_validate({"method": "grpo", "task": task}), "train")
+
+
+def test_the_rows_of_verl_are_taken_as_they_are(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    prompt = [{"role": "user", "content": "1 + 1"}]
+    row = {
+        "data_source": "gsm8k",
+        "prompt": prompt,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {"index": 0, "split": "train"},
+    }
+    file = str(tmp_path / "train.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist([row]), file)
+    read = load_rows(TASK, "train", data=file, eval_data=file)
+    assert read == [{**row, "answer": "2"}]
+    assert TASK.prompt(read[0]) == prompt
+    assert TASK.gold(read[0]) == "2"
+    assert len(layout_notes(read[0])) == 1
+    by_name = load_rows(TASK, "train", data=file, eval_data=file, columns={"answer": "extra_info.index"})
+    assert by_name[0]["answer"] == 0
+    assert layout_notes(by_name[0]) == layout_notes({"prompt": "p", "answer": "2"}) == []
 
 
 def test_there_are_no_rows_without_data():

@@ -336,12 +336,12 @@ BAD: dict[str, tuple[list[Row], Row, str]] = {
     "equal sides": (
         [{"prompt": f"p{i}", "chosen": "a", "rejected": "a"} for i in range(20)],
         {},
-        r"18 of 18 rows \(18 with two equal answers\) teach nothing: none is left to learn from",
+        r"20 of 20 rows \(20 with two equal answers\) teach nothing: none is left to learn from",
     ),
     "empty sides": (
         [{"prompt": f"p{i}", "chosen": "a", "rejected": " "} for i in range(20)],
         {},
-        r"18 of 18 rows \(18 with an empty answer\) teach nothing",
+        r"20 of 20 rows \(20 with an empty answer\) teach nothing",
     ),
     "rows that say nothing": (
         [{"prompt": f"p{i}", "completion": "a"} for i in range(20)],
@@ -410,6 +410,18 @@ def test_rows_that_teach_nothing_and_long_ones_are_said(
     assert f"{left_out}, the first is {{'prompt': 'same'" in said
     assert "warning: 2 of 82 texts have more than the 512 tokens that the model reads; their beginnings" in said
     assert running.metrics(run)[-1]["eval/num_pairs"] == 20
+
+
+def test_pairs_that_are_equal_once_they_are_cut_are_left_out(model: Path, tmp_path: Path) -> None:
+    equal = {"prompt": "p", "chosen": "a" + "x" * 600, "rejected": "b" + "x" * 600}
+    data = write(tmp_path / "rows.jsonl", pairs(equal))
+    parts = RewardModel(settings(model, data, task={"eval_data": str(data)}), options=Options(device="cpu"))
+    assert (len(parts.train_rows), len(parts.held_out)) == (20, 20)
+    assert all(one.texts[0] != one.texts[1] for one in parts.train_rows)
+    assert len([note for note in parts.notes if "1 of 21 rows" in note]) == 2
+    only = write(tmp_path / "only.jsonl", [equal])
+    with pytest.raises(ValueError, match="1 of 1 rows"):
+        RewardModel(settings(model, only, task={"eval_data": str(data)}), options=Options(device="cpu"))
 
 
 @pytest.mark.parametrize(

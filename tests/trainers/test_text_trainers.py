@@ -290,14 +290,25 @@ def test_loss_on_all_keeps_separators_inside_a_text(model: Path, rows: Path) -> 
 
 
 @pytest.mark.parametrize("method", ["sft", "reward", "dpo"])
-def test_one_row_leaves_nothing_to_train_on(method: str, tmp_path: Path) -> None:
+def test_one_row_is_trained_on_and_evaluated(method: str, tmp_path: Path) -> None:
     row = {"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c"}
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 9)
     config = Config.model_validate({"method": method, "task": {"data": str(tmp_path / "rows.jsonl")}})
-    with pytest.raises(ValueError, match=r"rows\.jsonl: only one row or prompt, so none"):
-        example_rows(config)
-    config.run.eval_prompts = 0  # overfitting one example
-    assert [len(rows) for rows in example_rows(config)] == [9, 0]
+    assert example_rows(config) == ([row] * 9, [row])
+
+
+@pytest.mark.parametrize(("loss_on", "kept"), [("completion", 2), ("all", 3)])
+def test_answers_that_are_empty_are_left_out(loss_on: str, kept: int, model: Path, tmp_path: Path) -> None:
+    """One with a prompt teaches the prompt where all counts."""
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": " "}, {"text": ""}, {"text": "d"}]
+    data = str(tmp_path / "rows.jsonl")
+    Path(data).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"data": data, "eval_data": data}
+    values = {"method": "sft", "model": {"path": str(model)}, "task": task, "sft": {"loss_on": loss_on}}
+    parts = Sft(Config.model_validate(values), options=Options(device="cpu"))
+    assert len(parts.train_rows) == len(parts.held_out) == kept
+    assert len([note for note in parts.notes if f"{4 - kept} of 4 rows" in note]) == 2
+    parts.close()
 
 
 @pytest.mark.parametrize("prompt", [{"prompt": ""}, {"prompt": "a game:"}])

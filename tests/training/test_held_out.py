@@ -17,9 +17,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """40 rows with 5 different prompts, as text, as pairs, and for sampling: a tenth of the prompts is one."""
+    """40 rows with 10 different prompts, as text, as pairs, and for sampling: a tenth of the prompts is one."""
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    lines = [{"prompt": f"{i % 5}:", "completion": "aa", "chosen": "aa", "rejected": "b", "n": i} for i in range(40)]
+    lines = [{"prompt": f"{i % 10}:", "completion": "aa", "chosen": "aa", "rejected": "b", "n": i} for i in range(40)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 

@@ -1,6 +1,8 @@
 """Valid scores: the checks that a user's function and a task's verifier share."""
 
+import itertools
 import math
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -29,6 +31,10 @@ NAN, INF = float("nan"), float("inf")
         (numpy.bool_(True), 1.0),
         (numpy.array(3), 3.0),
         (torch.tensor(0.25), 0.25),
+        (Decimal("0.5"), 0.5),
+        ([1.0], 1.0),
+        (numpy.array([1.0]), 1.0),
+        (torch.tensor([0.25]), 0.25),
     ],
 )
 def test_numbers_of_any_library_are_scores(value: Any, score: float | None):
@@ -43,8 +49,10 @@ def test_numbers_of_any_library_are_scores(value: Any, score: float | None):
         (numpy.float64("nan"), "returned NaN"),
         (torch.tensor(INF), "returned inf"),
         ("1.0", "returned a str ('1.0'), not a number"),
-        ([1.0], "returned a list ([1.0]), not a number"),
-        (numpy.array([1.0]), "returned a list ([1.0]), not a number"),
+        ([1.0, 2.0], "returned a list ([1.0, 2.0]), not a number"),
+        (numpy.array([[1.0]]), "returned a list ([1.0]), not a number"),
+        (Decimal("NaN"), "returned NaN"),
+        (["1.0"], "returned a str ('1.0'), not a number"),
         ({"score": 1}, "returned a dict ({'score': 1}), not a number"),
         (1j, "returned complex, not a number"),
         (object(), "returned object, not a number"),
@@ -56,8 +64,18 @@ def test_a_bad_value_costs_its_own_row_only(value: Any, reason: str):
     assert check_values([0.5, value, 1.5], 3) == ([0.5, None, 1.5], [(1, reason)])
 
 
-@pytest.mark.parametrize("returned", [(1, 0), numpy.array([1.0, 0.0]), torch.tensor([1, 0])])
-def test_a_tuple_an_array_and_a_tensor_are_lists(returned: Any):
+@pytest.mark.parametrize(
+    "returned",
+    [
+        (1, 0),
+        numpy.array([1.0, 0.0]),
+        torch.tensor([1, 0]),
+        torch.tensor([[1.0], [0.0]]),
+        (score for score in (1.0, 0.0)),
+        map(float, "10"),
+    ],
+)
+def test_what_gives_a_score_for_each_row_is_a_list(returned: Any):
     assert check_values(returned, 2) == ([1.0, 0.0], [])
 
 
@@ -72,7 +90,8 @@ def test_a_tuple_an_array_and_a_tensor_are_lists(returned: Any):
         (torch.tensor(1.0), "returned float, not a list with one score for each completion"),
         ("ab", "returned a str ('ab'), not a list with one score for each completion"),
         ({0: 1.0, 1: 1.0}, "returned a dict ({0: 1.0, 1: 1.0}), not a list with one score for each completion"),
-        ((score for score in (1.0, 1.0)), "returned generator, not a list with one score for each completion"),
+        ((score for score in (1.0,)), "returned a list of 1 for a batch of 2"),
+        (itertools.repeat(1.0), "returned a list of 3 for a batch of 2"),
     ],
 )
 def test_scores_that_fit_no_rows_cost_all_rows(returned: Any, reason: str):

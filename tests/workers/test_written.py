@@ -1,5 +1,6 @@
 """Functions of a notebook as files: what they use comes along, what cannot be written is said."""
 
+import functools
 import linecache
 from pathlib import Path
 from typing import Any
@@ -85,12 +86,53 @@ def test_a_function_of_a_module_is_named_by_its_own_file(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_partial_and_an_object_come_along_with_what_they_hold(tmp_path: Path):
+    source = """
+import functools
+
+def length(text, by):
+    return len(text) / by
+
+def score(completions, measure, by=1.0, **columns):
+    return [measure(c, by) for c in completions]
+
+class Judge:
+    def __init__(self, by):
+        self.by, self.measure, self.seen = by, length, ["a"]
+
+    def __call__(self, completions, **columns):
+        return score(completions, self.measure, self.by)
+
+halved = functools.partial(score, measure=length, by=2)
+judge = Judge(4.0)
+"""
+    names = cell(source)
+    first, second = written(names["halved"], tmp_path), written(names["judge"], tmp_path)
+    assert [use.rpartition(":")[2] for use in (first, second)] == ["score", "judge"]
+    assert loaded(first)(completions=["ab", ""]) == [1.0, 0.0]
+    assert (loaded(second)(completions=["ab", ""]), loaded(second).seen) == ([0.5, 0.0], ["a"])
+
+
+def test_a_partial_and_an_object_of_a_module_import_it(tmp_path: Path):
+    import statistics
+
+    use = written(functools.partial(statistics.quantiles, n=2), tmp_path)
+    assert loaded(use)([1, 2, 3]) == [2.0]
+    normal = written(functools.partial(written, "x", folder=Path), tmp_path)
+    assert loaded(normal).func is written
+
+
 @pytest.mark.parametrize(
     ("source", "name", "sentence"),
     [
         ("score = lambda completions, **columns: []\n", "score", "not a function that is defined by name"),
         ("def around():\n    def score(completions): ...\n    return score\nscore = around()\n", "score", "top level"),
         ("model = object()\ndef score(completions):\n    return model\n", "score", "score uses model, <object"),
+        (
+            "class Judge:\n    def __call__(self, completions): ...\nscore = Judge()\nscore.model = object()\n",
+            "score",
+            "judge uses .*object",
+        ),
         ("class Judge:\n    def score(self, completions): ...\nscore = Judge().score\n", "score", "not a function"),
     ],
 )

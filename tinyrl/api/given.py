@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from tinyrl.text import listed, shortened
 from tinyrl.workers.written import written
 
 Settings = Mapping[str, Any]  # {"run.num_steps": 20} or {"run": {"num_steps": 20}}
-Reward = str | Callable[..., Any]  # 'file.py:function', or a function
+Reward = str | Callable[..., Any]  # 'file.py:function', a function, a functools.partial, or an object with __call__
 INPUTS = "inputs"  # the folder beside runs for them
 
 
@@ -30,8 +32,8 @@ def given(settings: list[str], reward: Any, rows: Any, eval_rows: Any, inputs: P
     found = [*settings]
     if reward is not None:
         several = reward if isinstance(reward, list | tuple) else [reward]
-        weights = reward if isinstance(reward, Mapping) else dict.fromkeys(several, 1.0)
-        functions = [_function(each, weight, inputs) for each, weight in weights.items()]
+        weighted = reward.items() if isinstance(reward, Mapping) else [(each, 1.0) for each in several]
+        functions = [_function(each, weight, inputs) for each, weight in weighted]
         found.append(as_override("reward.functions", functions))
     if rows is not None:
         named = {setting.partition("=")[0] for setting in settings}
@@ -82,10 +84,12 @@ def _written_rows(rows: Any, inputs: Path) -> Path:
     for at, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
             raise ValueError(f"row {at} is {shortened(repr(row))}, and a row is a dictionary of columns")
+        cells = {name: _cell(value) for name, value in row.items()}
         try:
-            lines.append(json.dumps(_plain(row), ensure_ascii=True, allow_nan=False) + "\n")
+            lines.append(json.dumps(cells, ensure_ascii=True, allow_nan=False) + "\n")
         except (TypeError, ValueError) as error:
-            raise ValueError(f"row {at} cannot be written as JSON: {error}") from None
+            column = next(name for name, value in cells.items() if not _is_json({name: value}))
+            raise ValueError(f"row {at}, column {column!r}: cannot be written as JSON: {error}") from None
     text = "".join(lines)
     file = inputs.absolute() / f"rows-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     if not file.is_file():
@@ -94,6 +98,30 @@ def _written_rows(rows: Any, inputs: Path) -> Path:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(file)
     return file
+
+
+def _cell(value: Any) -> Any:
+    """A cell as JSON has it: a missing one (NaN, pandas' NA and NaT) is null, a date its ISO text."""
+    if getattr(getattr(value, "dtype", None), "kind", "") == "M":  # dates of numpy
+        value = value.astype("datetime64[us]").tolist()
+    if type(value).__name__ in ("NAType", "NaTType"):
+        return None
+    if isinstance(value, date | time):
+        return value.isoformat()
+    value = _plain(value)
+    if isinstance(value, dict):
+        return {key: _cell(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_cell(inner) for inner in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def overrides_of(settings: Settings | None) -> list[str]:

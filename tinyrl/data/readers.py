@@ -31,7 +31,8 @@ def placed_rows(source: str, *, columns: dict[str, str] | None = None, revision:
     """The rows of a file, of a folder that `datasets` has saved, or of a hub data set "owner/name:config@split", at
     `revision` (of several splits train, where none is named), each with its place.
 
-    `columns` {new: old} renames, replacing a column `new` that was there. Raises ValueError naming the place.
+    `columns` {new: old} renames, replacing a column `new` that was there; `old` may be a key inside a column, with dots
+    (reward_model.ground_truth). Raises ValueError naming the place.
     """
     path = Path(source)
     read = FILE_READERS.get(path.suffix.lower())
@@ -56,13 +57,19 @@ def placed_rows(source: str, *, columns: dict[str, str] | None = None, revision:
 
 
 def _renamed(row: Row, columns: dict[str, str], place: str) -> Row:
+    found = {}
     for new, old in columns.items():
-        if old not in row:
-            meant = did_you_mean(old, list(row))
-            asked = f"which task.columns.{shortened(new)} asks for.{meant} Columns: {listed(row)}"
-            raise ValueError(f"{place}: no column '{shortened(old)}', {asked}")
+        value: Any = row
+        for part in [old] if old in row else old.split("."):
+            if not isinstance(value, dict) or part not in value:
+                names = listed(value) if isinstance(value, dict) else _kind(value)
+                meant = did_you_mean(part, list(value)) if isinstance(value, dict) else ""
+                asked = f"which task.columns.{shortened(new)} asks for.{meant} Columns: {names}"
+                raise ValueError(f"{place}: no column '{shortened(old)}', {asked}")
+            value = value[part]
+        found[new] = value
     kept = {name: value for name, value in row.items() if name not in columns and name not in columns.values()}
-    return {**kept, **{new: row[old] for new, old in columns.items()}}
+    return {**kept, **found}
 
 
 def is_saved_set(source: str) -> bool:

@@ -13,10 +13,10 @@ from typing import Any
 
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row, placed_rows
-from tinyrl.data.shapes import objective_of, shared_prompt
+from tinyrl.data.shapes import leave_out, objective_of, shared_prompt, unusable
 from tinyrl.runs.signals import watched
 
-HELD_OUT_SHARE = 10  # one prompt in this many is held out for evaluation where no evaluation data is given
+HELD_OUT_SHARE = 10  # one prompt in this many is held out where no evaluation data is given; of fewer none
 HELD_OUT_MOST = 512
 SOURCE = "source"  # column of rows of several sources: the name that metrics have
 PASS_RATE = "pass_rate"  # column of rows that were probed
@@ -55,13 +55,14 @@ def prompt_key(prompt: Any) -> str:
     return fingerprint([{"prompt": prompt}])
 
 
-def few_held_out(prompts: list[Any]) -> list[str]:
-    """A warning where there are few different held-out prompts."""
-    count = len({prompt_key(prompt) for prompt in prompts})
+def few_held_out(count: int, *, trained_on: bool) -> list[str]:
+    """A warning where evaluation has few different prompts, or only those that are `trained_on`."""
     if count >= FEW:
         return []
-    held_out = f"only {count} different prompt{'s are' if count > 1 else ' is'} held out"
-    return [f"warning: {held_out}, so held-out scores say little; give more rows, or task.eval_data"]
+    only = f"only {count} different prompt{'s are' if count > 1 else ' is'} held out"
+    if trained_on:
+        only = f"evaluation is on {'prompts that are' if count > 1 else 'the prompt that is'} trained on ({count})"
+    return [f"warning: {only}, so held-out scores say little; give more rows, or task.eval_data"]
 
 
 def fingerprints(train: list[Row], held_out: list[Row]) -> dict[str, str]:
@@ -74,30 +75,22 @@ def keyed_order(key: str, count: int) -> list[int]:
 
 
 def hold_out(
-    rows: list[Row],
-    source: str,
-    *,
-    prompt: Callable[[Row], Any],
-    seed: int,
-    repeat: Callable[[Row], bool] = lambda row: False,
-    evaluated: bool = True,
+    rows: list[Row], *, prompt: Callable[[Row], Any], seed: int, repeat: Callable[[Row], bool] = lambda row: False
 ) -> tuple[list[Row], list[Row]]:
-    """(train, held-out) rows: a tenth of the different prompts (1 to 512) is held out, chosen by `seed`.
+    """(train, held-out) rows: a tenth of the different prompts (1 to 512) is held out, chosen by `seed`. Fewer than ten
+    prompts are all trained on, and held-out rows are of the same.
 
     Rows with the same prompt fall on the same side; a held-out prompt is kept once, but for rows that may `repeat` it.
-    Both keep the order of `rows`. A single prompt is trained on where nothing is `evaluated`, and else a ValueError.
+    Both keep the order of `rows`.
     """
     keys = [prompt_key(prompt(row)) for row in rows]
     distinct = sorted(set(keys))
-    count = min(max(len(distinct) // HELD_OUT_SHARE, 1), HELD_OUT_MOST)
+    count = min(len(distinct) // HELD_OUT_SHARE, HELD_OUT_MOST)
     held = {distinct[i] for i in keyed_order(f"hold out {seed}", len(distinct))[:count]}
     train = [row for key, row in zip(keys, rows, strict=True) if key not in held]
     placed = enumerate(zip(keys, rows, strict=True))
-    held_out = {(key, at if repeat(row) else None): row for at, (key, row) in placed if key in held}
-    if not train and evaluated:
-        hint = "give task.eval_data too, or run.eval_prompts=0"
-        raise ValueError(f"{source}: only one row or prompt, so none can be held out; {hint}")
-    return (train, list(held_out.values())) if train else (rows, [])
+    held_out = {(key, at if repeat(row) else None): row for at, (key, row) in placed if key in held or not held}
+    return train, list(held_out.values())
 
 
 def needed_data(config: Config) -> str:
@@ -108,29 +101,34 @@ def needed_data(config: Config) -> str:
     return config.task.data
 
 
-def example_rows(config: Config) -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows) of a method that learns from rows, by task.data and task.eval_data.
+def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[Row], list[Row]]:
+    """(training rows, held-out rows) of a method that learns from rows, by task.data and task.eval_data, without those
+    that teach nothing, which `notes` count.
 
     Labels and ratings keep all answers of a held-out prompt, and are shuffled first (by task.split_seed): such files
-    often stand in the order of their labels. Where all rows have one prompt, rows are held out, not prompts. Raises
-    ValueError where there are no rows, or only one that run.eval_prompts would hold out.
+    often stand in the order of their labels. Where there are too few prompts to hold some out, rows are.
     """
-    where, data = config.task, needed_data(config)
+    where, data, kind = config.task, needed_data(config), config.trains.rows
+    assert kind != "prompts"
+    rows, what = read_rows(data, columns=where.columns, revision=where.revision), kind
+    if what == "judged":
+        what = objective_of(rows[0], config.reward_model.objective)
+    graded = what in ("labels", "ratings")
+    prompts_count = kind == "text" and config.sft.loss_on == "all"
 
-    def graded(row: Row) -> bool:
-        return config.trains.rows == "judged" and objective_of(row, config.reward_model.objective) != "pairs"
+    def usable(rows: list[Row]) -> list[Row]:
+        reasons = [unusable(row, what, prompts_count=prompts_count) for row in watched(rows)]
+        leave_out(rows, reasons, [] if notes is None else notes)
+        rows = [row for row, reason in zip(rows, reasons, strict=True) if reason is None]
+        return [rows[i] for i in keyed_order(f"graded {where.split_seed}", len(rows))] if graded else rows
 
-    def read(source: str) -> list[Row]:
-        rows = read_rows(source, columns=where.columns, revision=where.revision)
-        return [rows[i] for i in keyed_order(f"graded {where.split_seed}", len(rows))] if graded(rows[0]) else rows
-
-    rows = read(data)
+    rows = usable(rows)
     if where.eval_data is not None:
-        return rows[: where.max_samples], read(where.eval_data)[: where.max_samples]
-    one_prompt = len({prompt_key(shared_prompt(row)) for row in rows}) == 1
-    by = row_key if one_prompt else shared_prompt
-    evaluated = config.run.eval_prompts > 0
-    train_rows, held_out = hold_out(rows, data, prompt=by, seed=where.split_seed, repeat=graded, evaluated=evaluated)
+        held_out = usable(read_rows(where.eval_data, columns=where.columns, revision=where.revision))
+        return rows[: where.max_samples], held_out[: where.max_samples]
+    few = len({prompt_key(shared_prompt(row)) for row in rows}) < HELD_OUT_SHARE
+    by = row_key if few else shared_prompt
+    train_rows, held_out = hold_out(rows, prompt=by, seed=where.split_seed, repeat=lambda row: graded)
     return train_rows[: where.max_samples], held_out[: where.max_samples]
 
 

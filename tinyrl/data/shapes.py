@@ -36,6 +36,7 @@ Objective = Literal["pairs", "labels", "ratings"]
 TEXT_COLUMNS = ("completion", "messages", "conversations", "text")  # the first that a row has is the one it is read by
 OBJECTIVE_OF: dict[str, Objective] = {"chosen": "pairs", "rejected": "pairs", "label": "labels", "score": "ratings"}
 ASSISTANT_OF_HH, HUMAN_OF_HH = "\n\nAssistant:", "\n\nHuman:"  # turns of transcripts written as one text
+EQUAL = "two equal answers"
 SHOWN = 240  # characters of an example's prompt, and of its answer
 MOST_SHOWN = 5  # labels in an error
 
@@ -64,11 +65,40 @@ class Scored:
     @property
     def unusable(self) -> str | None:
         """Why nothing can be learnt from it; None where something can."""
-        for answer in self.answers:
-            last = {"content": answer} if isinstance(answer, str) else answer[-1]
-            if {*last} <= {"role", "content"} and not last["content"].strip():  # a message may hold more than text
-                return "an empty answer"
-        return "two equal answers" if len(self.answers) > 1 and self.answers[0] == self.answers[1] else None
+        if any(map(is_empty, self.answers)):
+            return "an empty answer"
+        return EQUAL if len(self.answers) > 1 and self.answers[0] == self.answers[1] else None
+
+
+def is_empty(answer: Side) -> bool:
+    """Whether an answer, by its last message, says nothing; a message may hold more than text."""
+    last = {"content": answer} if isinstance(answer, str) else answer[-1]
+    return {*last} <= {"role", "content"} and not last["content"].strip()
+
+
+def unusable(row: Row, what: Literal["text"] | Objective, *, prompts_count: bool = False) -> str | None:
+    """Why nothing can be learnt from a row, whatever learns from it; None where something can. `prompts_count`: of
+    texts the prompts are learnt too. Raises ValueError, quoting the row, for one that cannot be read.
+    """
+    with quoting(row):
+        if what != "text":
+            return judged(row, what).unusable
+        examples = text_examples(row)
+    read = [example for example in examples if not is_empty(example.answer) or (prompts_count and example.prompt)]
+    return None if read else "an empty answer"
+
+
+def leave_out(rows: list[Row], reasons: list[str | None], notes: list[str]) -> None:
+    """Count the rows with a reason to be left out, in a note that quotes the first. Raises ValueError where none is
+    left.
+    """
+    why = Counter(filter(None, reasons))
+    what = f"{why.total():,} of {len(rows):,} rows ({', '.join(f'{n:,} with {reason}' for reason, n in why.items())})"
+    if why and why.total() == len(rows):
+        raise ValueError(f"{what} teach nothing: none is left to learn from")
+    if why:
+        first = next(row for row, reason in zip(rows, reasons, strict=True) if reason)
+        notes.append(f"warning: {what} teach nothing and are left out, the first is {beginning(first)}")
 
 
 def text_examples(row: Row) -> list[TextExample]:
@@ -93,15 +123,19 @@ def preference(row: Row) -> Scored:
     """A row's `chosen` and `rejected` behind their prompt: the column `prompt`, or what both begin with.
 
     Messages share whole messages, and each side keeps one. Of texts the shared beginning ends after the last
-    "Assistant:" of a transcript, or else before the word in which they differ. Raises ValueError, naming the columns.
+    "Assistant:" of a transcript, or else before the word in which they differ. Sides that are empty (null, []) or equal
+    need not hold a prompt. Raises ValueError, naming the columns.
     """
     for column in ("chosen", "rejected"):
-        column_of(row, (column,))
-    chosen, rejected = _side(row, "chosen"), _side(row, "rejected")
+        if column not in row:
+            column_of(row, (column,))
+    chosen, rejected = (_side(row, c) if row[c] not in (None, []) else "" for c in ("chosen", "rejected"))
     margin = 0.0 if row.get("margin") is None else _number(row["margin"], "margin")
     given = _prompt(row)
+    if any(isinstance(side, str) and not side.strip() for side in (chosen, rejected)):
+        return Scored(given, (chosen, rejected), margin)
     if isinstance(chosen, str) and isinstance(rejected, str):
-        if given is not None:
+        if given is not None or chosen == rejected:
             return Scored(given, (chosen, rejected), margin)
         at = _shared_text(chosen, rejected)
         return Scored(prompt_of(chosen[:at]), (chosen[at:], rejected[at:]), margin)
@@ -136,9 +170,10 @@ def objective_of(row: Row, asked: Literal["auto"] | Objective) -> Objective:
     """
     if asked != "auto":
         return asked
-    for column, objective in OBJECTIVE_OF.items():
-        if row.get(column) is not None:
-            return objective
+    for there in ({name for name, value in row.items() if value is not None}, row):
+        for column, objective in OBJECTIVE_OF.items():
+            if column in there:
+                return objective
     raise ValueError(
         "a reward model learns from pairs (`chosen`, `rejected`), from labels (`label`) or from ratings (`score`); "
         f"this row has {listed(row)}. Rename columns with task.columns.NEW=OLD"
@@ -282,9 +317,10 @@ def _shared_text(chosen: str, rejected: str) -> int:
     if assistant >= 0 and HUMAN_OF_HH not in shared[assistant:]:
         return assistant + len(ASSISTANT_OF_HH)
     words = [match.start() for match in re.finditer(r"(?<=\S)\s+", shared)]
-    if chosen == rejected or not words:
-        same = "are the same text" if chosen == rejected else "have no first word in common"
-        raise ValueError(f"`chosen` and `rejected` {same}, and there is no `prompt`: {shortened(chosen, 60)!r}")
+    if not words:
+        raise ValueError(
+            f"`chosen` and `rejected` have no first word in common, and there is no `prompt`: {shortened(chosen, 60)!r}"
+        )
     return words[-1]
 
 

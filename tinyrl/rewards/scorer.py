@@ -34,7 +34,7 @@ METRICS = ("mean", "std", "dropped", "zero_spread_groups", "zero_spread_kept", "
 @dataclass
 class ScoreSheet:
     """scores (B, R): NaN where a reward does not apply or failed; rewards (B,): the weighted sum of those that apply,
-    NaN where none does and where one failed; whys: B texts that came with scores, or None.
+    NaN where none does and where one failed, those of weight 0 aside; whys: B texts that came with scores, or None.
     """
 
     scores: Tensor
@@ -161,15 +161,20 @@ class Scorer:
             calls.insert(len(self.functions), RewardCall(scores, failures))
         columns = [call.scores for call in calls]
         failures = [failure for call in calls for failure in call.failures]
+        counted = self.weights != 0 if self.weights.any() else torch.ones_like(self.weights, dtype=torch.bool)
+        weighing = [call for call, counts in zip(calls, counted, strict=False) if counts]  # an environment is no call
+        fatal = {failure.row for call in weighing for failure in call.failures}
         if self.environment_rewards:
             columns.append([0.0] * len(prompts) if episodes is None else [episode.reward for episode in episodes])
         for row, episode in enumerate(episodes or []):
-            failures += [RowFailure(row, episode.failure)] if episode.failure is not None else []
+            if episode.failure is not None:
+                failures.append(RowFailure(row, episode.failure))
+                fatal.add(row)
         scores = torch.tensor(columns, dtype=torch.float32).reshape(len(columns), len(prompts)).T
         whys = ["\n".join(filter(None, of_row)) for of_row in zip(*said, strict=True)] if said else None
         rewards = torch.where(scores.isnan(), 0.0, scores * self.weights).sum(-1)
-        dropped = scores.isnan().all(-1)
-        dropped[list({failure.row for failure in failures})] = True
+        dropped = scores[:, counted].isnan().all(-1)
+        dropped[[*fatal]] = True
         return ScoreSheet(scores, torch.where(dropped, torch.nan, rewards), failures, whys)
 
     def verify(

@@ -15,7 +15,7 @@ from torch import Tensor
 from tinyrl.config.methods import METHODS
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import few_held_out, fingerprints
+from tinyrl.data.rows import FEW, few_held_out, fingerprints, prompt_key
 from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.engine import SamplingEngine, end_at_turn_end, eos_token_ids
 from tinyrl.generation.select import Unsampled, engine_of, planned_engine
@@ -36,7 +36,7 @@ from tinyrl.rewards.trial import check_gold, check_judges
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.runs.launched import Options
 from tinyrl.runs.rng_state import seed_generators
-from tinyrl.tasks import Task, load_split, load_task
+from tinyrl.tasks import Task, layout_notes, load_split, load_task
 from tinyrl.tasks.answers import template_fault
 from tinyrl.tasks.prompts import PreparedPrompt, prepare_prompts
 from tinyrl.text import visible
@@ -302,7 +302,7 @@ class SamplingParts(Parts):
             raise ValueError(str(gone)) from None
         warnings = [f"warning: {warning} (prompt {first.text[:60]!r})"] if warning else []
         warnings += self.template_warnings() + self._few_held_out()
-        notes = [*self._engine_notes(), *self._episode_notes()]
+        notes = [*layout_notes(first.row), *self._engine_notes(), *self._episode_notes()]
         notes += judged
         return [f"sampling engine {self.engine.name} ({self.engine_reason})", *notes, self.describe_memory(), *warnings]
 
@@ -320,6 +320,7 @@ class SamplingParts(Parts):
             f"reward ({' + '.join(self.scorer.names) or 'none'}):",
             *(trial.lines() if trial else []),
             *self._scripted_episode(prompt),
+            *layout_notes(prompt.row),
             *self._engine_notes(),
             *self.template_warnings(),
             f"prompts: {len(self.train_prompts)} to train on, {len(self.eval_prompts)} held out",
@@ -343,7 +344,13 @@ class SamplingParts(Parts):
         return self.engine.start([p.tokens for p in self.train_prompts])
 
     def _few_held_out(self) -> list[str]:
-        return few_held_out([p.prompt for p in self.eval_prompts]) if self.config.run.eval_prompts else []
+        if not self.config.run.eval_prompts:
+            return []
+        held_out = {prompt_key(p.prompt) for p in self.eval_prompts}
+        few = len(held_out) < FEW
+        return few_held_out(
+            len(held_out), trained_on=few and held_out <= {prompt_key(p.prompt) for p in self.train_prompts}
+        )
 
     def _check_reference(self) -> None:
         prompts, temperature = [p.tokens for p in self.train_prompts[:4]], self.config.generation.temperature

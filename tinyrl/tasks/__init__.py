@@ -130,7 +130,6 @@ def load_split(config: Config, split: str) -> list[Row]:
         seed=where.split_seed,
         verified=config.reward.is_verifier,
         revision=where.revision,
-        evaluated=config.run.eval_prompts > 0,
     )
 
 
@@ -145,14 +144,12 @@ def load_rows(
     seed: int = 0,
     revision: str | None = None,
     verified: bool = True,
-    evaluated: bool = True,
 ) -> list[Row]:
     """The rows of "train" or "eval": the task's own, or those of `data` and `eval_data`, at most `max_samples` a split.
 
-    With `data` and no `eval_data` a tenth (1 to 512 rows) is held out for "eval", chosen by `seed`; rows with the same
-    prompt never end up on both sides. `columns` {new: old} renames the columns of `data` and `eval_data`. `verified`:
-    the task's verifier is the reward, so every row must be one that it can judge; `revision` is that of a hub data set.
-    A single prompt is trained on and not held out where nothing is `evaluated`.
+    With `data` and no `eval_data` some are held out for "eval", chosen by `seed` (`hold_out`). `columns` {new: old}
+    renames the columns of `data` and `eval_data`. `verified`: the task's verifier is the reward, so every row must be
+    one that it can judge; `revision` is that of a hub data set.
     """
     assert split in ("train", "eval"), split
     if max_samples is not None and max_samples < 1:
@@ -170,7 +167,7 @@ def load_rows(
     else:
         rows = task.rows(split)
     if data is not None and eval_data is None:
-        train, held_out = hold_out(rows, data, prompt=task.prompt, seed=seed, evaluated=evaluated)
+        train, held_out = hold_out(rows, prompt=task.prompt, seed=seed)
         rows = train if split == "train" else held_out
     return rows[:max_samples]
 
@@ -205,11 +202,27 @@ def _read(
     task: Task, source: str, *, columns: dict[str, str] | None, verified: bool, revision: str | None
 ) -> list[Row]:
     placed = placed_rows(source, columns=columns, revision=revision)
-    rows = [_with_prompt(row, place) if "prompt" in task.columns else row for place, row in placed]
+    rows = [_with_prompt(_with_answer(row), place) if "prompt" in task.columns else row for place, row in placed]
     check_rows(task, rows, places=[place for place, _ in placed], verified=verified)
     # rewards get every column as a list, so all rows get the same columns
     names = list(dict.fromkeys(name for row in rows for name in row))
     return [{name: row.get(name) for name in names} for row in rows]
+
+
+def _with_answer(row: Row) -> Row:
+    """A row of verl's layout with its `reward_model.ground_truth` as the `answer`, where it has none of its own."""
+    inner = row.get("reward_model")
+    if row.get("answer") is not None or not isinstance(inner, dict) or inner.get("ground_truth") is None:
+        return row
+    return {**row, "answer": inner["ground_truth"]}
+
+
+def layout_notes(row: Row) -> list[str]:
+    """A line where `_with_answer` has found a row's answer."""
+    inner = row.get("reward_model")
+    if not isinstance(inner, dict) or row.get("answer") is not inner.get("ground_truth", inner):
+        return []
+    return ["rows in verl's layout: `answer` is reward_model.ground_truth"]
 
 
 def _with_prompt(row: Row, place: str) -> Row:

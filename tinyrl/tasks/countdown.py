@@ -18,7 +18,7 @@ from typing import Any
 
 from tinyrl.data.readers import Row
 from tinyrl.tasks import Task
-from tinyrl.tasks.grading import by_row, safe_arithmetic, tagged
+from tinyrl.tasks.grading import by_row, folded, safe_arithmetic, tagged
 
 SIZES = {"train": 8192, "eval": 512}
 LARGEST_NUMBER = 50
@@ -104,6 +104,7 @@ def answer(text: str) -> str | None:
 
 
 def _expression(text: str) -> str:
+    text = folded(text)
     inside = tagged(text, "answer")
     written = inside if inside is not None else text.strip().rpartition("\n")[2]
     return written.strip().strip("`").partition("=")[0].strip()  # "(3 + 4) * 5 = 35" says the left side
@@ -123,7 +124,7 @@ def score(text: str, row: Row) -> float:
 
 
 def _used(expression: str) -> Counter[int]:
-    return Counter(map(int, re.findall("[0-9]+", expression)))
+    return Counter(map(int, re.findall("[0-9]+", folded(expression))))
 
 
 def check_expression(expression: str, episode: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """Grading in plain Python that several tasks share: numbers, arithmetic, and where in a text the answer is.
 
 Texts come from a model, so nothing here trusts them: no eval, no regular expression that backtracks, limits on what is
-turned into a number, and every function answers a megabyte of nonsense at once. Only ASCII digits are digits.
+turned into a number, and every function answers a megabyte of nonsense at once. Only ASCII digits, and forms of them
+that Unicode calls compatible (full-width, mathematical), are digits.
 """
 
 from __future__ import annotations
@@ -27,8 +28,26 @@ _EXPONENT = r"[-+]?[0-9]{1,9}"
 _NUMBER = re.compile(rf"[-+]?\$?[-+]?(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]{_EXPONENT})?%?")
 _DECIMAL = re.compile(rf"(?P<sign>[-+]?)\$?(?P<digits>{_DIGITS}?(?:\.[0-9]*)?)(?:[eE](?P<exponent>{_EXPONENT}))?%?")
 _FRACTION = re.compile(r"(?P<sign>[-+]?)\\[dt]?frac\{(?P<above>[0-9]{1,50})\}\{(?P<below>[0-9]{1,50})\}")
-_LATEX = str.maketrans({"−": "-", "﹣": "-", "－": "-", "\u00a0": " ", "\u202f": " "})
+_VULGAR = re.compile(r"(?P<sign>[-+]?)(?P<whole>[0-9]{0,50})(?P<part>[¼-¾⅐-⅞])")
 _LATEX_SPELLINGS = (("\\$", "$"), ("\\%", "%"), ("{,}", ","), ("\\,", ""), ("\\!", ""))
+
+
+class _Folds(dict[int, str]):
+    """For str.translate: a character's compatibility form (NFKC); superscripts, subscripts and fractions stay."""
+
+    def __missing__(self, code: int) -> str:
+        char = chr(code)
+        kept = unicodedata.decomposition(char).startswith(("<super>", "<sub>", "<fraction>"))
+        self[code] = char if kept else unicodedata.normalize("NFKC", char)
+        return self[code]
+
+
+_FOLDS = _Folds({ord("−"): "-", ord("⁄"): "/", ord("∕"): "/"})
+
+
+def folded(text: str) -> str:
+    """A text with its compatibility characters (１２, 𝟏𝟐, ％) as the plain ones; 10² is not 102, and stays."""
+    return text if text.isascii() else text.translate(_FOLDS)
 
 
 def completion_text(completion: Any) -> str:
@@ -57,7 +76,7 @@ def by_row(score: Callable[[str, dict[str, Any]], float | None]) -> Callable[...
 
 
 def parse_number(value: Any) -> Fraction | None:
-    """The exact number that a text (or number) is, or None: "1,000", "$1000.00", "50%", "-3.", "1e3", "1/2"."""
+    """The exact number that a text (or number) is, or None: "1,000", "$1000.00", "50%", "-3.", "1e3", "1/2", "1½"."""
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, int | Fraction):
@@ -69,6 +88,10 @@ def parse_number(value: Any) -> Fraction | None:
     text = _plain(value).strip().strip("$").strip()
     if fraction := _FRACTION.fullmatch(text):
         text = f"{fraction['sign']}{fraction['above']}/{fraction['below']}"
+    if mixed := _VULGAR.fullmatch(text):
+        above, _, below = unicodedata.normalize("NFKC", mixed["part"]).partition("⁄")
+        value = int(mixed["whole"] or 0) + Fraction(int(above), int(below))
+        return -value if mixed["sign"] == "-" else value
     above, slash, below = text.partition("/")
     if not slash:
         return _decimal(text.removesuffix("."))
@@ -137,9 +160,10 @@ def think_answer_format(text: str) -> bool:
 
 def normalised_text(text: str) -> str:
     """A text without what should not decide an answer: case, spacing, compatibility forms, a trailing full stop."""
+    text = folded(text)
     if len(text) > MAX_UNICODE_CHARS:
         return " ".join(text.casefold().split())
-    plain = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    plain = " ".join(unicodedata.normalize("NFC", text).casefold().split())
     return plain.removesuffix(".").rstrip() or plain
 
 
@@ -151,7 +175,7 @@ def safe_arithmetic(text: str) -> Fraction:
     """
     if len(text) > MAX_EXPRESSION_CHARS:
         raise ValueError(f"an expression may have {MAX_EXPRESSION_CHARS} characters, not {len(text)}")
-    text = text.translate({ord("×"): "*", ord("·"): "*", ord("÷"): "/", ord("−"): "-"})
+    text = folded(text).translate({ord("×"): "*", ord("·"): "*", ord("÷"): "/"})
     if other := re.search(r"[^-+*/()0-9\s]", text):
         raise ValueError(f"unexpected '{other[0]}' in an expression")
     text = re.sub(r"\b0+(?=[0-9])", "", " ".join(text.split()))
@@ -177,7 +201,7 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def _plain(text: str) -> str:
-    text = text.translate(_LATEX)
+    text = folded(re.sub("(?<![０-９])，", ", ", text))  # between other digits it separates two numbers
     for latex, plain in _LATEX_SPELLINGS:
         text = text.replace(latex, plain)
     return text

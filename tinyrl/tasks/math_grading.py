@@ -18,7 +18,7 @@ from typing import Any
 from math_verify import parse, verify  # pyright: ignore[reportMissingImports]  an extra
 
 from tinyrl.data.readers import Row
-from tinyrl.tasks.grading import by_row, marked_answer, normalised_text, numbers_equal
+from tinyrl.tasks.grading import by_row, folded, marked_answer, normalised_text, numbers_equal
 
 PATIENCE_S = 2  # whole seconds, for each parse and each comparison
 MAX_ANSWER_CHARS = 300  # of what is read as a formula
@@ -46,13 +46,13 @@ def _is_right(text: str, reference: str) -> bool:
         return False
     answers = _formula(said) if len(said) <= MAX_ANSWER_CHARS else []
     if marked is None:
-        answers = [*answers, *parse(text[-SEARCHED_CHARS:], parsing_timeout=PATIENCE_S)]  # found in prose
+        answers = [*answers, *parse(folded(text[-SEARCHED_CHARS:]), parsing_timeout=PATIENCE_S)]  # found in prose
     return bool(answers) and verify(_formula(wanted), answers, timeout_seconds=PATIENCE_S)
 
 
 def _plain(text: str) -> str:
     """An answer without dollar signs around it, and \\text{Paris} as Paris."""
-    return _IN_TEXT.sub(r"\1", text.strip().removesuffix(".").strip("$")).strip()
+    return _IN_TEXT.sub(r"\1", folded(text).strip().removesuffix(".").strip("$")).strip()
 
 
 def _is_words(answer: str) -> bool:

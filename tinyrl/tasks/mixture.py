@@ -24,8 +24,8 @@ def rows(split: str) -> list[Row]:
 
 
 def mixed_rows(sources: list[SourceConfig], split: str, *, seed: int, verified: bool) -> list[Row]:
-    """The rows of every source, one of each in turn, so that the first held-out ones are of all. A prompt that any of
-    them holds out is not trained on.
+    """The rows of every source, one of each in turn, so that the first held-out ones are of all. A prompt that
+    another of them holds out is not trained on.
 
     Raises ValueError, naming the source, for rows that its task cannot use.
     """
@@ -33,8 +33,10 @@ def mixed_rows(sources: list[SourceConfig], split: str, *, seed: int, verified: 
     mixed = [row for turn in zip_longest(*of_each) for row in turn if row is not None]
     if split == "eval":
         return mixed
-    held_out = {str(prompt(row)) for row in mixed_rows(sources, "eval", seed=seed, verified=verified)}
-    return [row for row in mixed if str(prompt(row)) not in held_out]
+    held_out: dict[str, set[str]] = {}  # by prompt the sources that hold it out
+    for row in mixed_rows(sources, "eval", seed=seed, verified=verified):
+        held_out.setdefault(str(prompt(row)), set()).add(row[SOURCE])
+    return [row for row in mixed if held_out.get(str(prompt(row)), {row[SOURCE]}) == {row[SOURCE]}]
 
 
 def _rows_of(source: SourceConfig, split: str, *, seed: int, verified: bool) -> list[Row]:

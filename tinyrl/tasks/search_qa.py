@@ -13,7 +13,7 @@ from typing import Any
 
 from tinyrl.data.readers import Row
 from tinyrl.tasks import Task
-from tinyrl.tasks.grading import by_row, tagged
+from tinyrl.tasks.grading import by_row, folded, tagged
 
 INSTRUCTION = (
     "Answer the question below. First think, between <think> and </think>, and think again whenever you have read "
@@ -34,7 +34,7 @@ def prompt(row: Row) -> str:
 
 def normalised_answer(text: str) -> str:
     """A text as SQuAD compares it; one of which nothing would be left only loses case and spacing."""
-    lowered = text.lower()
+    lowered = folded(text).lower()
     plain = " ".join(_ARTICLES.sub(" ", lowered.translate(_PUNCTUATION)).split())
     return plain or " ".join(lowered.split())
 

@@ -205,9 +205,8 @@ def rows_with_rates(config: Config, found: Probe) -> list[Row]:
     if where.sources or load_task(where.name or "rows").generate is not None:
         raise ValueError("--write: rows that are made, or come from several sources, have no file to put rates into")
     rates = {group[0]["row"]: rate for group, rate in zip(found.groups, found.pass_rates, strict=True)}
-    whole = config.model_copy(update={"task": where.model_copy(update={"max_samples": None})})
-    splits = ["train", "eval"] if where.data is not None and where.eval_data is None else ["train"]
-    rows = [row for split in splits for row in load_split(whole, split)]
+    everything = {"max_samples": None, "eval_data": where.eval_data or where.data}
+    rows = load_split(config.model_copy(update={"task": where.model_copy(update=everything)}), "train")
     return [{**row, PASS_RATE: finite(number(rates.get(row_key(row), row.get(PASS_RATE))))} for row in rows]
 
 

@@ -25,15 +25,18 @@ from torch import Tensor
 
 from tinyrl.algorithms.preference import dpo_loss, ipo_loss, kto_loss, mismatched_kl, orpo_loss, simpo_loss
 from tinyrl.config.method_sections import DpoConfig
+from tinyrl.data.messages import Prompt, as_messages
 from tinyrl.data.readers import Row
-from tinyrl.data.shapes import described, preference, quoting
+from tinyrl.data.shapes import EQUAL, Side, described, leave_out, preference, quoting
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.build import check_reference, reference_of
 from tinyrl.models.micro_batches import RowSizes
+from tinyrl.models.packing import common_length
 from tinyrl.rollout.components import Parts
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import render_answer
 from tinyrl.text import number, shortened, visible
+from tinyrl.trainers.sft import Example, joined
 from tinyrl.training.session import Session
 from tinyrl.training.trainer import Batch, RowTrainer
 
@@ -42,11 +45,20 @@ Split = Literal["training", "held-out"]
 
 
 class Pair(NamedTuple):
-    """Tokens of a prompt and of two answers to it, each through the end of its turn."""
+    """Tokens of a prompt and of two answers to it, each through the end of its turn. masks: of answers of several
+    messages, which tokens of chosen and of rejected are the assistant's (None: all).
+    """
 
     prompt: list[int]
     chosen: list[int]
     rejected: list[int]
+    masks: tuple[list[bool] | None, list[bool] | None] = (None, None)
+
+    @property
+    def counted(self) -> list[int]:
+        """Learnt tokens of chosen and rejected."""
+        sides = zip((self.chosen, self.rejected), self.masks, strict=True)
+        return [len(tokens) if mask is None else sum(mask) for tokens, mask in sides]
 
     @property
     def longest(self) -> int:
@@ -125,19 +137,18 @@ class Dpo(RowTrainer):
         }
 
     def tokenised(self, rows: list[Row]) -> list[Pair]:
-        """Every row as tokens, but those that teach nothing. Raises ValueError, quoting the row, where one is no pair
-        or cannot be rendered.
+        """Every row as tokens, but those whose sides are the same tokens and, under long_prompts=drop, those that are
+        too long. Raises ValueError, quoting the row, where one cannot be rendered.
         """
-        where = self.config.task
-        how = {"chat": where.chat, "system_prompt": where.system_prompt, "variables": where.chat_template}
         pairs = []
         for row in watched(rows):
             with quoting(row):
                 pair = preference(row)
-                sides = [render_answer(self.tokenizer, pair.prompt, answer, **how) for answer in pair.answers]
-            (prompt, chosen), (_, rejected) = sides
-            pairs.append(Pair(prompt, chosen, rejected))
-        return usable(pairs, self)
+                pairs.append(pair_of(*(answered(self, pair.prompt, answer) for answer in pair.answers)))
+        most, limit = token_limit(pairs, self)
+        reasons = [EQUAL if pair.chosen == pair.rejected else limit if pair.longest > most else None for pair in pairs]
+        leave_out(rows, reasons, self.notes)
+        return [pair for pair, reason in zip(pairs, reasons, strict=True) if reason is None]
 
     def texts(self, row: Pair) -> list[list[int]]:
         return [row.prompt + row.chosen, row.prompt + row.rejected]
@@ -160,7 +171,7 @@ class Dpo(RowTrainer):
     def shown(self, row: Pair) -> list[str]:
         return [
             f"{name} ({len(tokens)} tokens): {visible(shortened(str(self.tokenizer.decode(tokens)), 400))}"
-            for name, tokens in row._asdict().items()
+            for name, tokens in zip(("prompt", "chosen", "rejected"), row[:3], strict=True)
         ]
 
     def save_models(self, folder: Path) -> None:
@@ -229,7 +240,9 @@ def reference_point(parts: Dpo, pairs: list[Pair]) -> float:
 def pair_logprobs(parts: Parts, role: Literal["policy", "reference"], pairs: list[Pair]) -> Tensor:
     """(B, 2): log-probabilities of chosen and rejected, summed over their tokens; the role must be acting."""
     answers = [*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)]
-    batch = parts.roles.batch([pair.prompt for pair in pairs] * 2, answers)
+    masks = [*(pair.masks[0] for pair in pairs), *(pair.masks[1] for pair in pairs)]
+    listed = [mask or [True] * len(answer) for mask, answer in zip(masks, answers, strict=True)] if any(masks) else None
+    batch = parts.roles.batch([pair.prompt for pair in pairs] * 2, answers, listed)
     logprobs, _ = parts.roles.logprobs(role, batch, temperature=1.0)  # 0 behind the end of an answer
     return logprobs.sum(1).view(2, len(pairs)).T
 
@@ -252,14 +265,14 @@ def sizes_of(parts: Parts, pairs: list[Pair]) -> RowSizes:
 
 
 def lengths_of(pairs: list[Pair]) -> Tensor:
-    """(B, 2): tokens of chosen and rejected."""
-    return torch.tensor([[len(pair.chosen), len(pair.rejected)] for pair in pairs])
+    """(B, 2): learnt tokens of chosen and rejected."""
+    return torch.tensor([pair.counted for pair in pairs])
 
 
 def mismatched(pairs: list[Pair], *, most: int) -> list[Pair]:
     """Each prompt with both answers of the next pair, where that is of another prompt; at most `most` tokens."""
     nexts = zip(pairs, pairs[1:] + pairs[:1], strict=True)
-    others = (Pair(a.prompt, b.chosen, b.rejected) for a, b in nexts if a.prompt != b.prompt)
+    others = (b._replace(prompt=a.prompt) for a, b in nexts if a.prompt != b.prompt)
     return [pair for pair in others if pair.longest <= most]
 
 
@@ -270,24 +283,47 @@ def most_tokens(parts: Parts) -> int:
     return min(parts.config.dpo.max_tokens or parts.positions, parts.positions)
 
 
-def usable(pairs: list[Pair], parts: Dpo) -> list[Pair]:
-    """Pairs without those of one answer twice or, under long_prompts=drop, too long; its notes say how many."""
+def answered(parts: Dpo, prompt: Prompt | None, answer: Side) -> Example:
+    """A side of a pair behind its prompt. Of several messages each turn of the assistant is learnt. Raises ValueError
+    where it cannot be rendered.
+    """
+    where = parts.config.task
+    how = {"chat": where.chat, "system_prompt": where.system_prompt, "variables": where.chat_template}
+    if isinstance(answer, str) or len(answer) == 1:
+        return Example(*render_answer(parts.tokenizer, prompt, answer, **how))
+    before = as_messages(prompt)
+    turns = [at for at, message in enumerate(answer) if message["role"] == "assistant"]
+    rendered = [render_answer(parts.tokenizer, [*before, *answer[:at]], [answer[at]], **how) for at in turns]
+    first, *more = joined([Example(*turn) for turn in rendered])
+    if more:
+        raise ValueError(
+            "the chat template writes a turn of the answer differently once other messages follow it, so the answer "
+            "is no single text; give its last turn alone, behind the messages before it"
+        )
+    return first
+
+
+def pair_of(chosen: Example, rejected: Example) -> Pair:
+    """Both sides behind what their prompts have in common: all, unless a side begins with other messages."""
+    at = common_length([chosen.prompt, rejected.prompt])
+    answers = [(one.prompt + one.target)[at:] for one in (chosen, rejected)]
+    masks = [[False] * (len(one.prompt) - at) + (one.counts or [True] * len(one.target)) for one in (chosen, rejected)]
+    first, second = (None if all(mask) else mask for mask in masks)
+    return Pair(chosen.prompt[:at], *answers, (first, second))
+
+
+def token_limit(pairs: list[Pair], parts: Dpo) -> tuple[int, str]:
+    """How many tokens a pair may have, and why it is left out with more. Raises ValueError for such pairs unless
+    long_prompts=drop.
+    """
     most = most_tokens(parts)
+    limit = f"dpo.max_tokens={most}" if most == parts.config.dpo.max_tokens else f"the model's {most} positions"
     long = [pair for pair in pairs if pair.longest > most]
     if long and parts.config.task.long_prompts == "error":
-        limit = f"dpo.max_tokens={most}" if most == parts.config.dpo.max_tokens else f"the model's {most} positions"
         start = visible(str(parts.tokenizer.decode(long[0].prompt))[:60])
         raise ValueError(
             f"{len(long)} of {len(pairs)} pairs have more tokens, prompt and answer, than {limit} (the longest "
             f"{max(pair.longest for pair in long)}; the first begins {start!r}). Leave them out with "
             "task.long_prompts=drop"
         )
-    same = sum(pair.chosen == pair.rejected for pair in pairs)
-    kept = [pair for pair in pairs if pair.chosen != pair.rejected and pair.longest <= most]
-    why = {"with the same answer twice": same, "that are too long": len(long)}
-    reasons = ", ".join(f"{count} {reason}" for reason, count in why.items() if count)
-    if not kept:
-        raise ValueError(f"of {len(pairs)} pairs none can be learnt from: {reasons}")
-    if len(kept) < len(pairs):
-        parts.notes.append(f"warning: {len(pairs) - len(kept)} of {len(pairs)} pairs are left out: {reasons}")
-    return kept
+    return most, f"more tokens than {limit}"

@@ -169,12 +169,13 @@ class OnPolicyTrainer(SamplingParts, Trainer):
             if name not in self._told:
                 self._told.add(name)
                 self.session.display.note(f"warning: `{name}` was tried row by row: on the whole batch it {why}")
-        sentence, failed = "", len({failure.row for failure in rollout.failures})
+        sentence, rows = "", {failure.row for failure in rollout.failures}
+        failed = sum(bool(rollout.rewards[row].isnan()) for row in rows)
         if rollout.failures:
             first = rollout.failures[0]
             sentence = describe_failure(prompts[first.row // self.group_size].prompt, first.reason)
             self.session.display.note(
-                f"warning: {failed} of {len(rollout)} rewards failed and their rows are dropped "
+                f"warning: {len(rows)} of {len(rollout)} rewards failed and {failed} rows are dropped "
                 f"(they are in {self.session.run.failed_rewards}). {sentence}"
             )
             self._set_aside(rollout, prompts, step)

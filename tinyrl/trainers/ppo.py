@@ -311,6 +311,8 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 def text_of(row: Row, parts: Parts, *, place: str) -> list[Example]:
     try:
         found = joined(turns_of(row, parts, system_prompt=None))
+        if not found:
+            raise ValueError("an empty answer teaches nothing")
     except ValueError as error:
         raise ValueError(f"{TEXT}, {place}: {error}") from error
     longest = max(one.length for one in found)

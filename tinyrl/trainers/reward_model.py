@@ -14,7 +14,6 @@ template. Scores are centred when they are saved: the mean over training rows is
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,11 +27,12 @@ from transformers import AutoModelForSequenceClassification
 from tinyrl.algorithms.preference import bradley_terry_loss, label_loss, rating_loss
 from tinyrl.data.readers import Row
 from tinyrl.data.shapes import (
+    EQUAL,
     Objective,
     Scored,
-    beginning,
     described,
     judged,
+    leave_out,
     mean_and_deviation,
     objective_of,
     quoting,
@@ -65,6 +65,9 @@ class JudgedTokens:
     target: float
 
 
+Tokenised = tuple[Row, Scored, tuple[list[int], ...]]
+
+
 class RewardModel(RowTrainer):
     """Reward model training. A row is one or two answers and what is asked of their scores."""
 
@@ -86,17 +89,17 @@ class RewardModel(RowTrainer):
         if objective == "pairs":
             self.roles.fix_score_bias()
         self.notes += described(rows, objective)
-        splits = [_usable(part, objective, self.notes) for part in (rows, held_out)]
+        splits = [[(row, judged(row, objective)) for row in watched(part)] for part in (rows, held_out)]
         # A rating is mean + deviation * target.
         values = [[one.value for _, one in split] for split in splits]
         self.mean, self.deviation, target_of, said = _targets(objective, *values)
         cut: list[bool] = []  # for each text
-        train, held = (
-            [JudgedTokens(self._texts(row, one, cut=cut), target_of(one.value)) for row, one in watched(split)]
-            for split in splits
-        )
+        texts = [[(row, one, self._texts(row, one, cut=cut)) for row, one in watched(split)] for split in splits]
+        if objective == "pairs":
+            texts = [self._distinct(split) for split in texts]
+        train, held = ([JudgedTokens(tokens, target_of(one.value)) for _, one, tokens in split] for split in texts)
         self.has_prompts = all(row.get("prompt") is not None for row in rows)
-        self._prompts = [one.prompt or one.answers for _, one in splits[1]]
+        self._prompts = [one.prompt or one.answers for _, one, _ in texts[1]]
         self.notes += said
         if any(cut):
             self.notes.append(
@@ -104,6 +107,12 @@ class RewardModel(RowTrainer):
                 "reads; their beginnings are cut off, as they will be in scoring"
             )
         return train, held
+
+    def _distinct(self, split: list[Tokenised]) -> list[Tokenised]:
+        """Pairs without those whose sides are equal as tokens, once their beginnings are cut off."""
+        same = [f"{EQUAL} once they are cut" if tokens[0] == tokens[1] else None for _, _, tokens in split]
+        leave_out([row for row, _, _ in split], same, self.notes)
+        return [each for each, reason in zip(split, same, strict=True) if reason is None]
 
     def _texts(self, row: Row, one: Scored, *, cut: list[bool]) -> tuple[list[int], ...]:
         """Tokens of each answer behind its prompt, by the functions that score completions later; `cut` notes whether
@@ -248,22 +257,6 @@ def begin_of(example: JudgedTokens) -> list[int]:
 
 
 # ---- rows as tokens ----
-
-
-def _usable(rows: list[Row], objective: Objective, notes: list[str]) -> list[tuple[Row, Scored]]:
-    """Rows, as they are and as read, without those that teach nothing (ValueError: all of them); `notes` tell."""
-    found: list[tuple[Row, Scored]] = []
-    for row in watched(rows):
-        with quoting(row):
-            found.append((row, judged(row, objective)))
-    why = Counter(one.unusable for _, one in found if one.unusable)
-    what = f"{why.total():,} of {len(rows):,} rows ({', '.join(f'{n:,} with {reason}' for reason, n in why.items())})"
-    if why.total() == len(rows):
-        raise ValueError(f"{what} teach nothing: none is left to learn from")
-    if why:
-        first = next(row for row, one in found if one.unusable)
-        notes.append(f"warning: {what} teach nothing and are left out, the first is {beginning(first)}")
-    return [(row, one) for row, one in found if one.unusable is None]
 
 
 def _targets(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tinyrl.algorithms.masking import masked_sum
 from tinyrl.data.readers import Row
-from tinyrl.data.shapes import beginning, described, quoting, text_examples
+from tinyrl.data.shapes import beginning, described, is_empty, quoting, text_examples
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.micro_batches import RowSizes, Work, own_rows
 from tinyrl.rollout.components import Parts
@@ -136,14 +136,15 @@ def sizes_of(parts: Parts, examples: list[Example]) -> RowSizes:
 
 
 def turns_of(row: Row, parts: Parts, *, system_prompt: str | None) -> list[Example]:
-    """An example for each answer of a row. Under sft.loss_on=all everything counts, and so once: of a conversation as
-    far as its last answer. Raises ValueError, quoting the row, where it cannot be read or rendered.
+    """An example for each answer of a row that is not empty. Under sft.loss_on=all everything counts, and so once: of a
+    conversation as far as its last answer. Raises ValueError, quoting the row, where it cannot be read or rendered.
     """
     where, tokenizer = parts.config.task, parts.tokenizer
     how = {"chat": where.chat, "system_prompt": system_prompt, "variables": where.chat_template}
     with quoting(row):
         wanted = text_examples(row)
         if parts.config.sft.loss_on == "completion":
+            wanted = [w for w in wanted if not is_empty(w.answer)]
             return [Example(*render_answer(tokenizer, w.prompt, w.answer, tools=w.tools, **how)) for w in wanted]
         tokens, target = render_answer(tokenizer, wanted[-1].prompt, wanted[-1].answer, tools=wanted[-1].tools, **how)
     if wanted[-1].prompt is None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import batch_indices, example_rows, few_held_out, fingerprints
+from tinyrl.data.rows import batch_indices, example_rows, few_held_out, fingerprints, prompt_key
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.loading import check_ids
 from tinyrl.models.micro_batches import RowSizes
@@ -67,9 +67,10 @@ class RowTrainer(Trainer):
 
     def __init__(self, config: Config, *, options: Options) -> None:
         super().__init__(config, options=options)
-        rows, held_out = example_rows(config)
         self.notes: list[str] = []
+        rows, held_out = example_rows(config, self.notes)
         self.row_fingerprints = fingerprints(rows, held_out)
+        self.evaluates_trained = {*map(id, held_out)} <= {*map(id, rows)}
         self.train_rows, self.held_out = self.read(rows, held_out)
         texts = (text for row in self.train_rows + self.held_out for text in self.texts(row))
         check_ids(texts, self.tokenizer, self.roles.causal)
@@ -120,7 +121,8 @@ class RowTrainer(Trainer):
         return self.held_out
 
     def check(self) -> list[str]:
-        few = few_held_out(self.prompts()) if self.config.run.eval_prompts else []
+        count = len({prompt_key(prompt) for prompt in self.prompts()})
+        few = few_held_out(count, trained_on=self.evaluates_trained) if self.config.run.eval_prompts else []
         return [*self.notes, *(self.template_warnings() if self.config.trains.policy else []), *few]
 
     def shown(self, row: Any) -> list[str]:

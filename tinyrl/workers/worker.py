@@ -23,14 +23,14 @@ import faulthandler
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
 import math
-import numbers
 import os
 import reprlib
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -141,9 +141,11 @@ def check_values(returned: Any, num_rows: int) -> tuple[list[Any], list[tuple[in
     that came with a text, (score, why), is [score, why].
 
     None means "does not apply" and is not a failure. True and False are 1 and 0; NumPy and torch values are taken as
-    the numbers they hold. A list of the wrong length fails every row, as scores cannot be matched to rows.
+    the numbers they hold, and a generator as the list it gives. A list of the wrong length fails every row, as scores
+    cannot be matched to rows.
     """
     values = returned.tolist() if hasattr(returned, "tolist") else returned
+    values = [*itertools.islice(values, num_rows + 1)] if isinstance(values, Iterator) else values  # it may not end
     is_list = isinstance(values, list | tuple)
     values = [*values] if is_list else values  # a subclass may say that it is longer than it is
     if not is_list:
@@ -166,9 +168,11 @@ def _score(value: Any) -> tuple[Any, str]:
 def _number(value: Any) -> tuple[float | None, str]:
     if hasattr(value, "tolist"):
         value = value.tolist()
+    if isinstance(value, list) and len(value) == 1:  # a row of a (B, 1) tensor, or a tensor of one number
+        value = value[0]
     if value is None:
         return None, ""
-    if not isinstance(value, numbers.Real):
+    if not hasattr(type(value), "__float__"):  # text has none
         return None, f"returned {_describe(value)}, not a number"
     try:
         number = float(value)

@@ -17,6 +17,7 @@ import textwrap
 import types
 from ast import ClassDef, literal_eval, parse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from symtable import symtable
 from typing import Any
@@ -27,29 +28,34 @@ HEADER = '"""Written by tinyrl from a notebook: {name}, with what it uses."""\n\
 
 
 def written(function: Callable[..., Any], folder: Path) -> str:
-    """'file.py:function' of a function: its own file, or one in `folder` named after its content.
+    """'file.py:function' of a function: its own file, or one in `folder` named after its content. A functools.partial
+    has the name of its function, an object that can be called that of its class.
 
-    Raises ValueError, naming it, for what a file cannot hold: a lambda, a method, a closure, an object made here.
+    Raises ValueError, naming it, for what a file cannot hold: a lambda, a method, a closure, an object that holds more
+    than constants and what is defined by name.
     """
-    name = getattr(function, "__name__", "")
-    if not isinstance(function, types.FunctionType) or not name.isidentifier():
+    made = not isinstance(function, types.FunctionType | types.MethodType | types.BuiltinFunctionType | type)
+    of = function.func if isinstance(function, partial) else type(function) if made else function
+    name = getattr(of, "__name__", "")
+    if not isinstance(of, types.FunctionType | type) or not (made or function is of) or not name.isidentifier():
         raise ValueError(f"{shortened(repr(function))} is not a function that is defined by name (def ...)")
-    if function.__qualname__ != name:
-        raise ValueError(f"{function.__qualname__} is defined inside something else; define it at the top level")
-    own = _file_of(function)
+    if of.__qualname__ != name:
+        raise ValueError(f"{of.__qualname__} is defined inside something else; define it at the top level")
+    own = _file_of(function) if isinstance(function, types.FunctionType) else None
     if own is not None:
         return f"{own}:{name}"
-    text = source_of(function)
+    name = name.lower() if made and isinstance(of, type) else name
+    text = source_of(name, function)
     file = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.py"
     _write(file, text)
     return f"{file}:{name}"
 
 
-def source_of(function: types.FunctionType) -> str:
+def source_of(name: str, function: Callable[..., Any]) -> str:
     """The source of a function as a file of its own: imports and constants first, then what it calls, then itself."""
     parts: dict[str, str] = {}
-    _collect(function.__name__, function, parts, user=function.__name__)
-    return "\n\n".join([HEADER.format(name=function.__name__), *parts.values()]) + "\n"
+    _collect(name, function, parts, user=name)
+    return "\n\n".join([HEADER.format(name=name), *parts.values()]) + "\n"
 
 
 def _collect(name: str, value: Any, parts: dict[str, str], *, user: str) -> None:
@@ -72,15 +78,33 @@ def _collect(name: str, value: Any, parts: dict[str, str], *, user: str) -> None
     elif _is_importable(value):
         known = value.__name__
         parts[name] = f"from {value.__module__} import {known}" + ("" if known == name else f" as {name}")
+    elif isinstance(value, partial):
+        given = [*value.args, *value.keywords.values()]
+        function, *names = _collected(name, [value.func, *given], parts, user=user)
+        named = [*names[: len(value.args)], *map("{}={}".format, value.keywords, names[len(value.args) :])]
+        parts[name] = f"import functools\n\n{name} = functools.partial({', '.join([function, *named])})"
     elif isinstance(value, re.Pattern):
         parts[name] = f"import re\n\n{name} = re.compile({value.pattern!r}, {int(value.flags)})"
     elif _is_constant(value):
         parts[name] = f"{name} = {value!r}"
+    elif callable(value) and hasattr(value, "__dict__"):
+        kind, *names = _collected(name, [type(value), *vars(value).values()], parts, user=user)
+        held = "".join(f"\n{name}.{attribute} = {used}" for attribute, used in zip(vars(value), names, strict=True))
+        parts[name] = f"{name} = object.__new__({kind}){held}"
     else:
         raise ValueError(
             f"{user} uses {name}, {shortened(repr(value))}, which cannot be written to a file for the process that "
             f"rewards run in; make it inside of {user}, or put both into a .py file and import them"
         )
+
+
+def _collected(name: str, values: list[Any], parts: dict[str, str], *, user: str) -> list[str]:
+    """Collect the parts of `name`; how each is written: a constant as it is, else by a name of its own."""
+    written = [repr(value) if _is_constant(value) else f"_{name}_{at}" for at, value in enumerate(values)]
+    for text, value in zip(written, values, strict=True):
+        if not _is_constant(value):
+            _collect(text, value, parts, user=user)
+    return written
 
 
 def _file_of(function: types.FunctionType) -> Path | None:
