@@ -30,6 +30,7 @@ from tinyrl.data.shapes import described, preference, quoting
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.build import reference_of
 from tinyrl.models.micro_batches import RowSizes
+from tinyrl.models.tokens import readable
 from tinyrl.rollout.components import Parts
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import render_answer
@@ -151,7 +152,7 @@ class Dpo(RowTrainer):
 
     def shown(self, row: Pair) -> list[str]:
         return [
-            f"{name} ({len(tokens)} tokens): {visible(shortened(str(self.tokenizer.decode(tokens)), 400))}"
+            f"{name} ({len(tokens)} tokens): {visible(shortened(readable(self.tokenizer, tokens), 400))}"
             for name, tokens in row._asdict().items()
         ]
 

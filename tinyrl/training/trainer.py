@@ -16,6 +16,7 @@ from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.loading import check_ids
 from tinyrl.models.micro_batches import RowSizes
 from tinyrl.rollout.components import Options, Parts
+from tinyrl.tasks.prompts import marker_notes
 from tinyrl.training.session import Session
 from tinyrl.training.update import LossFn, Pass
 
@@ -71,6 +72,7 @@ class RowTrainer(Trainer):
         self.notes: list[str] = []
         self.row_fingerprints = fingerprints(rows, held_out)
         self.train_rows, self.held_out = self.read(rows, held_out)
+        self.notes += marker_notes(self.tokenizer, rows + held_out, chat=config.task.chat)
         texts = (text for row in self.train_rows + self.held_out for text in self.texts(row))
         check_ids(texts, self.tokenizer, self.roles.causal)
 
