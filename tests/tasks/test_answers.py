@@ -11,8 +11,9 @@ from tests.conftest import shared_data
 from tests.tasks.test_prompts import small_tokenizer
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.data.readers import placed_rows
-from tinyrl.data.shapes import text_examples
-from tinyrl.tasks.answers import render_answer
+from tinyrl.data.shapes import preference, text_examples
+from tinyrl.rewards.model_text import TextFormat, adapter_tokens
+from tinyrl.tasks.answers import answer_tokens, render_answer
 from tinyrl.tasks.prompts import render_prompt
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
@@ -67,6 +68,71 @@ def test_text_behind_a_prompt_is_tokenised_as_it_stands_and_ends_in_eos():
     assert render_answer(tokenizer, "hello", "", **how) == ([1, 3], [2])
     tokenizer.bos_token = None
     assert render_answer(tokenizer, None, "world", **how) == ([2], [4, 2])
+
+
+def test_a_text_brings_its_own_start_and_end_once():
+    tokenizer = small_tokenizer()
+    how: Any = {"chat": "auto", "system_prompt": None, "variables": {}}
+    for text in ("hello", "<s> hello", "hello </s>", "<s> hello </s>"):
+        assert render_answer(tokenizer, None, text, **how) == ([1], [3, 2])
+    assert render_answer(tokenizer, "hello", "<s> world </s>", **how) == ([3], [4, 2])
+    assert render_answer(tokenizer, "<s> hello", "<s> world", **how) == ([1, 3], [4, 2])
+    tokenizer.bos_token = None
+    assert render_answer(tokenizer, None, "</s> hello", **how) == ([2], [3, 2])
+    assert parts_of(tokenizer_with(None), None, "a<eos>\n") == ("<eos>", "a<eos>")
+
+
+def test_a_text_that_begins_as_its_prompt_ends_does_not_repeat_it():
+    prompt = "[user]2+2?<eos>\n[assistant]"
+    for answer in ("4", "4<eos>\n", "<eos>\n[assistant]4<eos>", f"{prompt}4<eos>\n"):
+        assert parts_of(tokenizer_with(PLAIN), [USER], answer) == (prompt, "4<eos>")
+
+
+@pytest.mark.parametrize(
+    ("opens", "answer", "learnt"),
+    [
+        ("<think>\n", "<think>\nI\n</think>4", "I\n</think>4<eos>"),
+        ("<think>\n", "<think>I</think>4", "I</think>4<eos>"),
+        ("<think>\n", "\n<think>\n  I</think>4", "  I</think>4<eos>"),
+        ("<think>", "<think>\nI</think>4", "\nI</think>4<eos>"),
+        ("<think>\n", "I</think>4", "I</think>4<eos>"),
+        ("<think>\n\n</think>\n\n", "<think>I</think>4", "<think>I</think>4<eos>"),
+        ("", "<think>I</think>4", "<think>I</think>4<eos>"),
+    ],
+)
+def test_a_think_that_the_template_opens_is_not_learnt_twice(opens: str, answer: str, learnt: str):
+    tokenizer = tokenizer_with(PLAIN.replace("[assistant]", "[assistant]" + opens.replace("\n", "{{ '\\n' }}")))
+    prompt = f"[user]2+2?<eos>\n[assistant]{opens}"
+    assert parts_of(tokenizer, [USER], answer) == (prompt, learnt)
+    rendered = render_prompt(tokenizer, [USER])
+    whole = adapter_tokens(tokenizer, [USER], answer, text_format=TextFormat(), max_tokens=999)
+    assert tokenizer.decode(whole) == prompt + learnt
+    assert answer_tokens(tokenizer, rendered, answer, chat="auto", variables={}) == whole[len(rendered.tokens) :]
+
+
+RENDERED = "[system]add<eos>\n[user]2+2?<eos>\n[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("template", "chosen", "rejected", "prompt"),
+    [
+        (PLAIN, f"{RENDERED}It is 4<eos>\n", f"{RENDERED}It is 5<eos>\n", RENDERED),
+        (PLAIN, f"{RENDERED}4", f"{RENDERED}5<eos>\n", RENDERED),
+        (PLAIN, f"{RENDERED}<think>\nI see a</think>4", f"{RENDERED}<think>\nI see b</think>4", RENDERED),
+        (OPENS, f"{RENDERED}<think>\nI see a</think>4", f"{RENDERED}<think>\nI see b</think>4", RENDERED),
+        (None, "2+2?\n<think>I see a</think>4", "2+2?\n<think>I see b</think>4", "2+2?"),
+        (None, "2+2? <think>a b</think> It is 4", "2+2? <think>a b</think> It is 5", "2+2? <think>a b</think> It is"),
+    ],
+)
+def test_pairs_that_hold_their_prompt_are_read_as_they_are(
+    template: str | None, chosen: str, rejected: str, prompt: str
+):
+    """What both begin with is no message to be rendered once more, and does not end within a thought."""
+    tokenizer, pair = tokenizer_with(template), preference({"chosen": chosen, "rejected": rejected})
+    for side, text in zip(pair.answers, (chosen, rejected), strict=True):
+        read, learnt = parts_of(tokenizer, pair.prompt, side)
+        assert read == prompt
+        assert read + learnt == f"{text.removesuffix(chr(10)).removesuffix('<eos>')}<eos>"
 
 
 def test_text_behind_a_prompt_of_the_template():
@@ -209,10 +275,10 @@ def test_a_turn_without_a_token_is_refused():
 
 def test_a_token_across_the_border_leaves_the_prompt_as_it_is_sampled_from():
     """Words at spaces: the turn would grow the prompt's last word, which the policy never sees."""
-    turn = "{% if m.role == 'assistant' %}{{ m.content }}{% endif %}"
+    turn = "{% if m.role == 'assistant' %}{{ m.content }} </s>{% endif %}"
     tokenizer = small_tokenizer(template=f"hello{{% for m in messages %}}{turn}{{% endfor %}}")
     how: Any = {"chat": "auto", "system_prompt": None, "variables": {}}
-    answer = [{"role": "assistant", "content": "world </s>"}]
+    answer = [{"role": "assistant", "content": "world"}]
     assert render_answer(tokenizer, [USER], answer, **how) == ([3], [4, 2])  # not [UNK] for "helloworld"
 
 

@@ -207,16 +207,18 @@ def test_a_variable_the_template_has_not_is_refused():
 @pytest.mark.skipif(shared_data() is None, reason="needs ../shared/data")
 def test_a_real_chat_tokenizer():
     tokenizer = AutoTokenizer.from_pretrained(f"{shared_data()}/chat-tokenizer")
-    rendered = render_prompt(tokenizer, "Say <think> hi", system_prompt="Be kind")
-    assert rendered.text == (
-        "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nSay <think> hi<|im_end|>\n"
-        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    )
-    assert rendered.opened == ""
-    messages = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Say <think> hi"}]
-    its_own = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    assert rendered.tokens == its_own["input_ids"]
-    assert tokenizer.decode(rendered.tokens) == rendered.text
+    for said, thoughts in (("Say hi", 1), ("Say <think> hi", 1)):  # a marker in what a person says is text
+        rendered = render_prompt(tokenizer, said, system_prompt="Be kind")
+        assert rendered.text == (
+            f"<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\n{said}<|im_end|>\n"
+            "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        )
+        assert rendered.opened == ""
+        messages = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": said}]
+        its_own = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        assert (rendered.tokens == its_own["input_ids"]) == (said == "Say hi")
+        assert rendered.tokens.count(tokenizer.convert_tokens_to_ids("<think>")) == thoughts
+        assert tokenizer.decode(rendered.tokens) == rendered.text
 
     tokenizer.chat_template = "{%- set open_thinking = true %}" + tokenizer.chat_template
     assert render_prompt(tokenizer, "hi").opened == "<think>\n"

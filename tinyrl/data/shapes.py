@@ -321,6 +321,10 @@ def _shared_text(chosen: str, rejected: str) -> int:
         raise ValueError(
             f"`chosen` and `rejected` have no first word in common, and there is no `prompt`: {shortened(chosen, 60)!r}"
         )
+    prompt = shared[: words[-1]]
+    thought = prompt.rfind("<think>")
+    if thought > prompt.rfind("</think>"):  # a prompt does not end in the middle of thinking
+        words = [word for word in words if word <= thought] or [thought]
     return words[-1]
 
 

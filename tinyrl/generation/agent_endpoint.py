@@ -19,7 +19,7 @@ from tinyrl.generation.engine import Completion, Request, Response
 from tinyrl.generation.live import Draw, LiveSampler, Spelling, Wanted
 from tinyrl.generation.openai_requests import Asked, Choice, Refused, Said, Sampled
 from tinyrl.models.templates import template_text
-from tinyrl.tasks.prompts import token_ids
+from tinyrl.models.tokens import tokens_behind
 
 SAID = "policysaid"
 FIRST_BITS = 40  # of a call's offset among the random numbers of its episode
@@ -210,7 +210,7 @@ class AgentEndpoint(Endpoint):
         if said.text is not None:
             text = before.text
             starts = text is not None and said.text.startswith(text)
-            return token_ids(self.tokenizer, said.text[len(text) :]) if starts and text is not None else None
+            return tokens_behind(self.tokenizer, text, said.text[len(text) :]) if starts and text is not None else None
         known = [*before.prompt, *before.tokens]
         return prompt[len(known) :] if prompt[: len(known)] == known else None
 
@@ -234,7 +234,7 @@ class AgentEndpoint(Endpoint):
         closing, last = self._closing, before.last.tokens[-1]
         if before.last.finish_reason == "eos":
             closing = closing.removeprefix(str(self.tokenizer.decode([last])))
-        return token_ids(self.tokenizer, closing + whole[len(first) :])
+        return tokens_behind(self.tokenizer, str(self.tokenizer.decode([last])), closing + whole[len(first) :])
 
 
 def _same(ours: Message, theirs: Message) -> bool:

@@ -36,11 +36,12 @@ from tinyrl.generation.engine import (
     row_keys,
 )
 from tinyrl.models.roles import Roles
+from tinyrl.models.tokens import readable, token_ids, tokens_behind
 from tinyrl.runs.signals import check_stop
 from tinyrl.tasks import Task, environments
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.observations import ObservationTokens
-from tinyrl.tasks.prompts import PreparedPrompt, columns_of, in_chat, token_ids
+from tinyrl.tasks.prompts import PreparedPrompt, columns_of, in_chat
 from tinyrl.text import visible
 
 POLL_S = 0.1
@@ -327,7 +328,7 @@ def show_episode(runner: EpisodeRunner, prompt: PreparedPrompt, task: Task, *, s
     request, begun = Request(prompt_tokens=prompt.tokens, prompt_row=prompt.index), time.perf_counter()
     with Episodes([prompt], [request], 1, runner=runner, seed=0, step=0) as episodes:
         for text in chain(turns, repeat(turns[-1])):
-            episodes.ended(0, _turn(text, runner.observations, stop, most=episodes.limit(0)))
+            episodes.ended(0, _turn(text, prompt.text, runner.observations, stop, most=episodes.limit(0)))
             [(_, read)] = episodes.answers(wait=True)
             if read is None:
                 break
@@ -339,7 +340,7 @@ def show_episode(runner: EpisodeRunner, prompt: PreparedPrompt, task: Task, *, s
     at = 0
     for chosen, run in groupby(completion.action_mask):
         tokens = completion.tokens[at : (at := at + len(list(run)))]
-        shown = " ".join(f"{visible(str(tokenizer.decode([t])))!r}:{t}" for t in tokens[:SHOWN_TOKENS])
+        shown = " ".join(f"{visible(readable(tokenizer, [t]))!r}:{t}" for t in tokens[:SHOWN_TOKENS])
         shown += " ..." if len(tokens) > SHOWN_TOKENS else ""
         lines.append(f"  policy       {shown}" if chosen else f"  environment  [{shown}]")
     each = f", {seconds * 1e3 / asked:.1f} ms a call" if asked else ""
@@ -369,9 +370,9 @@ def scripted_turns(runner: EpisodeRunner, prompt: PreparedPrompt, task: Task) ->
     return [asks or NONSENSE.split()[0], task.gold(prompt.row) or NONSENSE]
 
 
-def _turn(text: str, observations: ObservationTokens, stop: list[str], *, most: int) -> Completion:
+def _turn(text: str, before: str, observations: ObservationTokens, stop: list[str], *, most: int) -> Completion:
     """A turn as sampling would have ended it: at a stop string, with EOS, or after `most` tokens."""
-    tokens, ends, reason = token_ids(observations.tokenizer, text), sorted(observations.eos), "stop"
+    tokens, ends, reason = tokens_behind(observations.tokenizer, before, text), sorted(observations.eos), "stop"
     if ends and not text.endswith(tuple(stop)):
         tokens.append(observations.end if observations.end in ends else ends[0])
         reason = "eos"

@@ -17,6 +17,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from tinyrl.models.reading import reading
+from tinyrl.models.tokens import disguised
 from tinyrl.text import did_you_mean, shortened
 
 if TYPE_CHECKING:
@@ -29,8 +30,9 @@ MOST_CHARACTERS = 1_000_000  # of a template (the longest in use have 20,000), a
 def template_text(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], *, variables: dict[str, Any], **options: Any
 ) -> str:
-    """`messages` through the tokenizer's chat template. Raises ValueError where the template refuses them, does not
-    end, renders nothing or more than there is room for, or has not one of the `variables`.
+    """`messages` through the tokenizer's chat template, with stand-ins for the markers that their contents hold
+    (tokens.py). Raises ValueError where the template refuses them, does not end, renders nothing or more than there is
+    room for, or has not one of the `variables`.
     """
     if variables:
         _check_variables(tokenizer.get_chat_template(), tuple(variables))
@@ -40,6 +42,7 @@ def template_text(
     with reading(f"the chat template of {owner} refuses messages with the roles {roles}"):
         if isinstance(template, str) and len(template) > MOST_CHARACTERS:
             raise ValueError(f"it has {len(template):,} characters; at most {MOST_CHARACTERS:,} are read")
+        messages, variables = disguised(tokenizer, messages), disguised(tokenizer, variables)
         text = _limited(partial(tokenizer.apply_chat_template, messages, tokenize=False, **options, **variables))
         if not isinstance(text, str) or not text.strip():
             raise ValueError("it renders nothing")

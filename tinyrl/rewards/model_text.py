@@ -23,8 +23,9 @@ from tinyrl.data.shapes import Side
 from tinyrl.models.reading import reading
 from tinyrl.models.reward_model import SCORE_HEAD
 from tinyrl.models.templates import template_text
-from tinyrl.tasks.answers import answer_end, as_ended, ended
-from tinyrl.tasks.prompts import Rendered, asked_messages, in_chat, render_prompt, token_ids
+from tinyrl.models.tokens import added_around, disguised, token_ids
+from tinyrl.tasks.answers import answer_end, answer_tokens, as_ended
+from tinyrl.tasks.prompts import Rendered, asked_messages, in_chat, render_prompt
 
 TEXT_FORMAT = "tinyrl_text_format"  # in a classification model's config, and in the metadata of an adapter's score head
 
@@ -97,7 +98,8 @@ def classifier_tokens(
         text = template_text(tokenizer, messages, variables=text_format.chat_template)
         tokens = end_of(tokenizer, token_ids(tokenizer, text), max_tokens)
     else:
-        tokens = _plain_tokens(tokenizer, _plain_text(prompt, text_format) + completion, max_tokens)
+        text = _plain_text(prompt, text_format) + disguised(tokenizer, completion)
+        tokens = _plain_tokens(tokenizer, text, max_tokens)
     return tokens or [int(tokenizer.eos_token_id or 0)]  # pyright: ignore[reportArgumentType]
 
 
@@ -111,11 +113,9 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, text_format: TextFormat) -
 def adapter_tokens(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: str, *, text_format: TextFormat, max_tokens: int
 ) -> list[int]:
-    """A prompt and a completion written by others as the policy would have sampled it: the end of an answer at its
-    end, and without a <think> that the prompt has opened already. The last `max_tokens` tokens.
-    """
-    rendered = text_format.render(tokenizer, prompt)
-    answer = ended(token_ids(tokenizer, completion.removeprefix(rendered.opened)), text_format.end(tokenizer))
+    """A prompt and a completion written by others as the policy would have sampled it. The last `max_tokens` tokens."""
+    rendered, variables = text_format.render(tokenizer, prompt), text_format.chat_template
+    answer = answer_tokens(tokenizer, rendered, completion, chat=text_format.chat, variables=variables)
     return end_of(tokenizer, [*rendered.tokens, *answer], max_tokens)
 
 
@@ -195,16 +195,8 @@ def _plain_text(prompt: Prompt, text_format: TextFormat) -> str:
 
 def _plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int) -> list[int]:
     """Text with the special tokens that the tokenizer adds around it ([CLS] and [SEP], BOS); cut between those."""
-    bos = tokenizer.bos_token_id
-    full = [int(i) for i in tokenizer(text, verbose=False)["input_ids"]]  # pyright: ignore
-    if bos is not None and full[:2] == [bos, bos]:  # the text brings its own
-        full = full[1:]
-    if len(full) <= max_tokens:
-        return full
-    bare = token_ids(tokenizer, text)
-    bare = bare[1:] if bare[:1] == [bos] else bare
-    start = next((at for at in range(len(full) - len(bare) + 1) if full[at : at + len(bare)] == bare), None)
-    if start is None:
-        return end_of(tokenizer, full, max_tokens)
-    before, after = full[:start], full[start + len(bare) :]
-    return before + bare[len(bare) - max(1, max_tokens - len(before) - len(after)) :] + after
+    bare, (before, after), bos = token_ids(tokenizer, text), added_around(tokenizer), [tokenizer.bos_token_id]
+    if bare[:1] == bos:  # the text brings its own
+        bare, before = bare[1:], before if before[-1:] == bos else before + bare[:1]
+    room = max(1, max_tokens - len(before) - len(after))
+    return before + bare[max(0, len(bare) - room) :] + after

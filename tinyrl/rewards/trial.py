@@ -18,8 +18,8 @@ from tinyrl.rewards.functions import FunctionReward
 from tinyrl.rewards.judge import JudgeReward, Spent
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.tasks import Task
-from tinyrl.tasks.answers import ended
-from tinyrl.tasks.prompts import PreparedPrompt, row_columns, token_ids
+from tinyrl.tasks.answers import answer_tokens
+from tinyrl.tasks.prompts import PreparedPrompt, row_columns
 from tinyrl.text import visible
 from tinyrl.workers.calls import RowFailure
 
@@ -178,10 +178,8 @@ def _checked(scorer: Scorer, prompt: PreparedPrompt) -> tuple[GoldCheck, bool]:
     """The scores of a prompt's three answers, and whether all of them failed."""
     gold = scorer.task.gold(prompt.row)
     texts = [gold or "", "", NONSENSE]
-    if prompt.opened and gold is not None:
-        texts[0] = gold.removeprefix(prompt.opened.rstrip()) if gold.startswith(prompt.opened.rstrip()) else gold
-    end = scorer.policy_format.end(scorer.tokenizer)
-    tokens = [ended(token_ids(scorer.tokenizer, text), end) for text in texts]
+    how = {"chat": scorer.policy_format.chat, "variables": scorer.policy_format.chat_template}
+    tokens = [answer_tokens(scorer.tokenizer, prompt, text, **how) for text in texts]
     sheet = scorer([prompt] * len(tokens), tokens)
     rewards, failures = sheet.rewards.tolist(), sorted(sheet.failures, key=lambda failure: failure.row)
     hint = next((function.chat_hint for function in scorer.functions if function.chat_hint), None)

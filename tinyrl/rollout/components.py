@@ -29,6 +29,7 @@ from tinyrl.models.meta import bytes_by_role, meta_roles
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.roles import Role, load_roles, save_roles
+from tinyrl.models.tokens import readable
 from tinyrl.rewards.judge import JudgeGone
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
@@ -38,7 +39,7 @@ from tinyrl.runs.launched import Options
 from tinyrl.runs.rng_state import seed_generators
 from tinyrl.tasks import Task, layout_notes, load_split, load_task
 from tinyrl.tasks.answers import template_fault
-from tinyrl.tasks.prompts import PreparedPrompt, prepare_prompts
+from tinyrl.tasks.prompts import PreparedPrompt, marker_notes, prepare_prompts
 from tinyrl.text import visible
 
 SHOWN_TOKENS = 64
@@ -288,6 +289,10 @@ class SamplingParts(Parts):
         check_ids((p.tokens for p in prepared), self.tokenizer, self.roles.causal)
         return prepared
 
+    def template_warnings(self) -> list[str]:
+        rows = [{"prompt": prompt.prompt} for prompt in self.train_prompts + self.eval_prompts]
+        return super().template_warnings() + marker_notes(self.tokenizer, rows, chat=self.config.task.chat)
+
     def check(self) -> list[str]:
         """The reference at step 0, and the reward on a gold answer."""
         self._check_reference()
@@ -312,7 +317,7 @@ class SamplingParts(Parts):
         self.scorer.start()
         prompt, most = self.train_prompts[0], self.config.generation.max_prompt_tokens
         trial = check_gold(self.scorer, self.train_prompts) if self.scorer.names else None
-        tokens = [f"{visible(str(self.tokenizer.decode([t])))!r}:{t}" for t in prompt.tokens[:SHOWN_TOKENS]]
+        tokens = [f"{visible(readable(self.tokenizer, [t]))!r}:{t}" for t in prompt.tokens[:SHOWN_TOKENS]]
         lines = [
             f"prompt ({len(prompt.tokens)} tokens of at most {most}):",
             visible(prompt.text),

@@ -13,7 +13,7 @@ from typing import Unpack
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.generation.engine import Completion, Request, Response, SampleOptions, SamplingEngine
-from tinyrl.tasks.prompts import token_ids
+from tinyrl.models.tokens import tokens_behind
 
 OPEN, CLOSE = "<think>", "</think>"
 CLOSING = f"\n{CLOSE}\n\n"
@@ -35,7 +35,7 @@ def sample_within_budget(
     """
     first = [replace(request, max_new_tokens=budget) for request in requests]
     begun = [completion for group in engine.sample(first, group_size, **options) for completion in group]
-    closing = token_ids(tokenizer, CLOSING)
+    closing = tokens_behind(tokenizer, OPEN, CLOSING)
     going, following = dict[int, Response](), list[Request]()
     for row, completion in enumerate(begun):
         request, text = requests[row // group_size], _text(tokenizer, completion.tokens)

@@ -13,14 +13,23 @@ from typing import TYPE_CHECKING, Any, Literal
 from tinyrl.data.messages import Prompt
 from tinyrl.data.shapes import Side
 from tinyrl.models.templates import template_text
-from tinyrl.tasks.prompts import asked_messages, in_chat, render_prompt, token_ids
+from tinyrl.models.tokens import disguised, markers_of, token_ids, tokens_behind
+from tinyrl.tasks.prompts import (
+    ANSWER,
+    PreparedPrompt,
+    Rendered,
+    asked_messages,
+    in_chat,
+    render_prompt,
+    rendered_turn,
+    shared_length,
+)
 from tinyrl.text import first_line, listed, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ANSWER = "policysaid"  # what is said in a turn that is rendered to see how one ends
-
+OPEN = "<think>"
 
 # ---- the end of an answer ----
 
@@ -101,6 +110,38 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> int |
 # ---- answers to learn from ----
 
 
+def answer_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Rendered | PreparedPrompt,
+    answer: str,
+    *,
+    chat: Literal["auto"] | bool,
+    variables: dict[str, Any],
+) -> list[int]:
+    """An answer in text as the policy would have sampled it behind a prompt, through `answer_end`. What it repeats of
+    the prompt is left out (a BOS, the opening of the turn, a <think> that is open), and behind prompts of the chat
+    template its markers are text, but those that a policy writes.
+    """
+    end, before = answer_end(tokenizer, chat=chat, variables=variables), prompt.text.removesuffix(prompt.opened)
+    bos, markers, templated = str(tokenizer.bos_token or ""), markers_of(tokenizer), in_chat(tokenizer, chat)
+    if bos not in before[1:]:
+        answer = answer.removeprefix(bos)
+    if templated:
+        opening = before[max((found.start() for found in markers.own.finditer(before)), default=0) :]
+        for repeated in (before, opening):
+            if repeated.strip() and answer.startswith(repeated.strip()):
+                answer = answer.removeprefix(repeated.strip()).removeprefix(repeated[len(repeated.rstrip()) :])
+        finished = answer.rstrip()
+        if finished.endswith(markers.texts.get(end, "\0")):
+            answer = finished.removesuffix(markers.texts[end])
+    if prompt.opened and answer.lstrip().startswith(OPEN):
+        thoughts, opened = answer.lstrip().removeprefix(OPEN), prompt.opened.removeprefix(OPEN)
+        answer = thoughts.removeprefix(opened) if thoughts.startswith(opened) else thoughts.lstrip()
+    if templated:
+        answer = disguised(tokenizer, answer, own=True)
+    return ended(tokens_behind(tokenizer, prompt.text, answer), end)
+
+
 def render_answer(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Prompt | None,
@@ -113,8 +154,9 @@ def render_answer(
 ) -> tuple[list[int], list[int]]:
     """(prompt tokens, target tokens): what the model reads before its turn, and the turn that is learnt.
 
-    An answer in text is tokenised as it stands behind the rendered prompt (None: behind a BOS, or EOS where there is no
-    BOS), and `answer_end` ends it (EOS where there is no prompt). An answer of one message of the assistant is what the
+    An answer in text is `answer_tokens` behind the rendered prompt, and what the text goes on with where that was
+    rendered already. Without a prompt it stands behind a BOS (EOS where there is none), its own or ours, through EOS.
+    An answer of one message of the assistant is what the
     chat template adds to its own rendering of the prompt with the generation prompt, as far as the token that ends the
     turn; EOS where the template writes none. The two renderings are of these messages alone, so a template that strips
     the thinking of earlier turns does so in both. Raises ValueError, quoting the template, where the prompt's rendering
@@ -123,12 +165,21 @@ def render_answer(
     end = tokenizer.eos_token_id
     assert isinstance(end, int)
     if isinstance(answer, str):
-        target = token_ids(tokenizer, answer)
         if prompt is None:
-            bos = tokenizer.bos_token_id
-            return [bos if isinstance(bos, int) else end], ended(target, end)
-        rendered = render_prompt(tokenizer, prompt, chat=chat, system_prompt=system_prompt, variables=variables)
-        return rendered.tokens, ended(target, answer_end(tokenizer, chat=chat, variables=variables))
+            start = tokenizer.bos_token_id if isinstance(tokenizer.bos_token_id, int) else end
+            target = token_ids(tokenizer, answer)
+            target = target[1:] if target[:1] == [start] else target
+            last = _end_of_turn(tokenizer, target)
+            return [start], ended(target if last is None or target[last] != end else target[: last + 1], end)
+        turn = None
+        if isinstance(prompt, str) and in_chat(tokenizer, chat):
+            turn = rendered_turn(tokenizer, prompt, variables, more=answer)
+        asked = prompt if turn is None else f"{prompt}{answer}"[: turn.start]
+        rendered = render_prompt(tokenizer, asked, chat=chat, system_prompt=system_prompt, variables=variables)
+        if turn is None:
+            return rendered.tokens, answer_tokens(tokenizer, rendered, answer, chat=chat, variables=variables)
+        end = answer_end(tokenizer, chat=chat, variables=variables)
+        return rendered.tokens, _split_tokens(tokenizer, rendered.text, f"{prompt}{answer}", end=end)[1]
     if not in_chat(tokenizer, chat):
         why = "task.chat=false" if tokenizer.chat_template else "this model's tokenizer has no chat template"
         raise ValueError(f"the rows are chat messages, but {why}; give prompts and answers as text")
@@ -147,8 +198,7 @@ def render_answer(
 
 def _no_beginning(asked: str, whole: str) -> ValueError:
     """A sentence with the place where the template's two renderings part."""
-    both = zip(asked, whole, strict=False)
-    at = next((i for i, (a, b) in enumerate(both) if a != b), min(len(asked), len(whole)))
+    at = shared_length(asked, whole)
     start = max(0, at - 30)
     return ValueError(
         "the chat template does not continue its own prompt, so it cannot be told what the turn is: before the turn "
@@ -165,7 +215,7 @@ def _split_tokens(
     """
     prompt, both = token_ids(tokenizer, asked), token_ids(tokenizer, whole)
     together = both[: len(prompt)] == prompt  # else a token lies across the border
-    target = both[len(prompt) :] if together else token_ids(tokenizer, whole[len(asked) :])
+    target = both[len(prompt) :] if together else tokens_behind(tokenizer, asked, whole[len(asked) :])
     if not target:
         raise ValueError(f"the chat template writes nothing for the assistant's turn: {whole[-60:]!r}")
     last = _end_of_turn(tokenizer, target)

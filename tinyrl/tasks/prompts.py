@@ -5,15 +5,18 @@ Everything here is done once, before training. Torch is never imported: the call
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import statistics
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tinyrl.data.messages import Message, Prompt, as_messages, prompt_of
 from tinyrl.data.readers import Row
 from tinyrl.models.templates import template_text
+from tinyrl.models.tokens import added_around, disguised, markers_of, token_ids, undisguised
 from tinyrl.runs.signals import watched
 from tinyrl.tasks import Task
 
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHORTEST_BOUND = 32
+ASKED_COLUMNS = ("prompt", "messages", "conversations", "tools")
+SAID_COLUMNS = ("completion", "chosen", "rejected")
+ASKED, ANSWER = "usersaid", "policysaid"  # contents that are rendered to see what the template writes around them
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,8 @@ def render_prompt(
 
     With the tokenizer's chat template (`chat` True, or "auto" where it has one) text becomes one user message, the
     system prompt replaces a system message of the data, and messages that end with the assistant are continued;
-    `variables` are what the template may ask for besides (enable_thinking).
+    `variables` are what the template may ask for besides (enable_thinking). A text that it has rendered already is not
+    rendered once more.
     Without it the text stays as it is, after the system prompt and an empty line; a BOS that the tokenizer adds stays,
     an EOS it appends does not, since nothing follows an EOS. Raises ValueError where that cannot be done.
     """
@@ -149,8 +156,82 @@ def render_prompt(
         text = f"{system_prompt}\n\n{prompt}" if system_prompt else prompt
         opened = re.search(r"<think>\s*\Z", text[-200:])
         return Rendered(text, _plain_tokens(tokenizer, text), opened.group() if opened else "")
+    turn = rendered_turn(tokenizer, prompt, variables or {}) if isinstance(prompt, str) else None
+    if isinstance(prompt, str) and turn is not None:
+        if system_prompt is not None:
+            raise ValueError(f"task.system_prompt has no place in a prompt that is rendered already: {prompt[:60]!r}")
+        return Rendered(prompt, _plain_tokens(tokenizer, prompt, bos=turn.bos), open_thinking(prompt[turn.start :]))
     text, added = _templated(tokenizer, asked_messages(prompt, system_prompt), variables or {})
-    return Rendered(text, token_ids(tokenizer, text), open_thinking(added))
+    opened = undisguised(tokenizer, open_thinking(added))
+    return Rendered(undisguised(tokenizer, text), token_ids(tokenizer, text), opened)
+
+
+class RenderedTurn(NamedTuple):
+    """Where the turn of the assistant begins that a rendered text ends in; bos: whether the template writes a BOS."""
+
+    start: int
+    bos: bool
+
+
+def rendered_turn(
+    tokenizer: PreTrainedTokenizerBase, text: str, variables: dict[str, Any], *, more: str = ""
+) -> RenderedTurn | None:
+    """The turn that a text ends in, where the chat template has rendered it already: it begins as the template begins,
+    and no marker follows the last opening of a turn, which may end in the `more` behind it. None for other texts.
+    """
+    template = (json.dumps(tokenizer.chat_template), json.dumps(variables), len(tokenizer))
+    start, opening = _template_begins(tokenizer, *template)
+    words, whole = opening.strip(), text + more
+    at = whole.rfind(words, 0, len(text) + len(words) - 1 if more else None)
+    end, bos = at + len(words), str(tokenizer.bos_token or "")
+    inner = bos not in opening  # a BOS that begins a text, not each turn
+
+    def begins(rendering: str) -> str:
+        return rendering.lstrip().removeprefix(bos).lstrip() if inner else rendering.lstrip()
+
+    head = begins(start)
+    marker = markers_of(tokenizer).everywhere.match(head)
+    head = marker.group() if marker else head.rstrip()
+    if not head or not words or at < 0 or not begins(text).startswith(head):
+        return None
+    if markers_of(tokenizer).own.search(text, end):
+        return None
+    space = opening[len(opening.rstrip()) :]
+    end += len(space) * whole.startswith(space, end)
+    return RenderedTurn(end, bool(bos) and start.startswith(bos))
+
+
+@lru_cache(maxsize=16)
+def _template_begins(tokenizer: PreTrainedTokenizerBase, template: str, variables: str, size: int) -> tuple[str, str]:
+    """What a chat template begins with, whoever speaks first, and what it writes between a user and the assistant."""
+    user, answer = {"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWER}
+
+    def rendered(*messages: Message, **options: Any) -> str:
+        try:
+            return template_text(tokenizer, list(messages), variables=json.loads(variables), **options)
+        except ValueError:
+            return ""
+
+    asked, answered = rendered(user, add_generation_prompt=True), rendered(user, answer)
+    behind, start = asked.partition(ASKED)[2], asked.partition(ASKED)[0]
+    opening = behind[: shared_length(behind, answered.partition(ASKED)[2].partition(ANSWER)[0])]
+    with_system = rendered({**user, "role": "system"}, user).partition(ASKED)[0]
+    begins = start[: shared_length(start, with_system)] if with_system else start
+    return begins, opening.partition("<think>")[0]
+
+
+def marker_notes(tokenizer: PreTrainedTokenizerBase, rows: list[Row], *, chat: Literal["auto"] | bool) -> list[str]:
+    """A line on how many rows hold markers in what the chat template renders."""
+    if not in_chat(tokenizer, chat):
+        return []
+
+    def marked(row: Row) -> bool:
+        asked, said = ([row.get(name) for name in names] for names in (ASKED_COLUMNS, SAID_COLUMNS))
+        return disguised(tokenizer, asked) != asked or disguised(tokenizer, said, own=True) != said
+
+    found = [number for number, row in enumerate(rows, start=1) if marked(row)]
+    what = "hold a marker of the model, which is read as text; a text that is rendered already is read as it is"
+    return [f"{len(found):,} of {len(rows):,} rows (first: row {found[0]}) {what}"] if found else []
 
 
 def open_thinking(text: str) -> str:
@@ -172,11 +253,6 @@ def asked_messages(prompt: Prompt, system_prompt: str | None) -> list[Message]:
     return [{"role": "system", "content": system_prompt}, *(m for m in messages if m["role"] != "system")]
 
 
-def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens of `text` as it stands, without the special tokens a tokenizer adds around it."""
-    return [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]  # pyright: ignore
-
-
 def _templated(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], variables: dict[str, Any]
 ) -> tuple[str, str]:
@@ -186,20 +262,21 @@ def _templated(
     turn = {"add_generation_prompt": not going_on, "continue_final_message": going_on}
     text = template_text(tokenizer, messages, variables=variables, **turn)
     asked = template_text(tokenizer, before, variables=variables) if before else ""
-    shared = next((i for i, (a, b) in enumerate(zip(text, asked, strict=False)) if a != b), min(len(text), len(asked)))
-    return text, text[shared:]
+    return text, text[shared_length(text, asked) :]
 
 
-def _plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def shared_length(one: str, other: str) -> int:
+    """The characters that two texts begin with alike."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str, *, bos: bool = True) -> list[int]:
     bare = token_ids(tokenizer, text)
     if not bare:
         raise ValueError(f"the prompt {text[:60]!r} has no tokens")
-    if bare[0] == tokenizer.bos_token_id:  # the text brings its own BOS; a second one would be added
+    if not bos or bare[0] == tokenizer.bos_token_id:  # the text brings its own BOS; a second one would be added
         return bare
-    full = list(tokenizer(text, verbose=False)["input_ids"])
-    starts = (at for at in range(len(full) - len(bare) + 1) if full[at : at + len(bare)] == bare)
-    start = next(starts, None)
-    return bare if start is None else full[: start + len(bare)]
+    return added_around(tokenizer)[0] + bare
 
 
 # ---- several sources ----

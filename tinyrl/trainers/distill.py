@@ -25,8 +25,8 @@ from tinyrl.rollout.buffer import Rollout, given_rollout, joined
 from tinyrl.rollout.components import Options
 from tinyrl.rollout.stored import Manifest, bytes_a_token, vocabulary_digest, write_stored
 from tinyrl.runs.signals import watched
-from tinyrl.tasks.answers import answer_end, ended
-from tinyrl.tasks.prompts import PreparedPrompt, token_ids
+from tinyrl.tasks.answers import answer_tokens
+from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.trainers.on_policy import OnPolicyTrainer
 from tinyrl.trainers.policy_loss import LossSettings
 from tinyrl.trainers.teaching import StoredTeacher
@@ -123,11 +123,11 @@ class Distill(OnPolicyTrainer):
         that has none.
         """
         where, answers = self.config.task, []
-        end = answer_end(self.tokenizer, chat=where.chat, variables=where.chat_template)
+        how = {"chat": where.chat, "variables": where.chat_template}
         for prompt in prompts:
             text = prompt.row.get("completion", self.task.gold(prompt.row))
             if not isinstance(text, str) or not text:
                 raise ValueError(f"row {prompt.index + 1} has no answer to learn from: it needs a `completion` of text")
-            answers.append(ended(token_ids(self.tokenizer, text), end))
+            answers.append(answer_tokens(self.tokenizer, prompt, text, **how))
         tokens, rows = [prompt.tokens for prompt in prompts], [prompt.index for prompt in prompts]
         return given_rollout(tokens, answers, rows=rows, num_rewards=len(self.scorer.names))

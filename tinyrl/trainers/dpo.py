@@ -32,6 +32,7 @@ from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.build import check_reference, reference_of
 from tinyrl.models.micro_batches import RowSizes
 from tinyrl.models.packing import common_length
+from tinyrl.models.tokens import readable
 from tinyrl.rollout.components import Parts
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import render_answer
@@ -170,7 +171,7 @@ class Dpo(RowTrainer):
 
     def shown(self, row: Pair) -> list[str]:
         return [
-            f"{name} ({len(tokens)} tokens): {visible(shortened(str(self.tokenizer.decode(tokens)), 400))}"
+            f"{name} ({len(tokens)} tokens): {visible(shortened(readable(self.tokenizer, tokens), 400))}"
             for name, tokens in zip(("prompt", "chosen", "rejected"), row[:3], strict=True)
         ]
 

@@ -22,6 +22,7 @@ from tinyrl.data.readers import Row
 from tinyrl.data.shapes import beginning, described, is_empty, quoting, text_examples
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.micro_batches import RowSizes, Work, own_rows
+from tinyrl.models.tokens import readable
 from tinyrl.rollout.components import Parts
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import render_answer
@@ -113,7 +114,7 @@ class Sft(RowTrainer):
     def shown(self, row: list[Example]) -> list[str]:
         lines = []
         for counts, tokens in spans(row[0]):
-            cut = excerpt(str(self.tokenizer.decode(tokens)), SHOWN)
+            cut = excerpt(readable(self.tokenizer, tokens), SHOWN)
             text = f"{cut.head} [{cut.omitted:,} characters] {cut.tail}" if cut.omitted else cut.head
             lines.append(f"{'learnt' if counts else 'read'} ({len(tokens)} tokens): {visible(text)}")
         return lines

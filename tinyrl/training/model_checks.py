@@ -19,10 +19,11 @@ from tinyrl.generation.select import engine_of
 from tinyrl.models.batches import SequenceBatch, make_batch
 from tinyrl.models.device import MOST_IN_FLOAT32, as_exact, in_float32, ordinary_ids
 from tinyrl.models.loading import embedding_rows
+from tinyrl.models.tokens import token_ids
 from tinyrl.rollout.components import Options, Parts
 from tinyrl.runs.resolve import resolve
 from tinyrl.tasks.answers import answer_end
-from tinyrl.tasks.prompts import render_prompt, token_ids
+from tinyrl.tasks.prompts import render_prompt
 from tinyrl.text import shortened, visible
 
 LENGTHS = ((5, 23), (12, 37), (2, 41), (12, 34))  # tokens of prompt and response, where there are positions for them

@@ -16,6 +16,7 @@ from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.loading import check_ids
 from tinyrl.models.micro_batches import RowSizes
 from tinyrl.rollout.components import Options, Parts
+from tinyrl.tasks.prompts import marker_notes
 from tinyrl.training.session import Session
 from tinyrl.training.update import LossFn, Pass
 
@@ -72,6 +73,7 @@ class RowTrainer(Trainer):
         self.row_fingerprints = fingerprints(rows, held_out)
         self.evaluates_trained = {*map(id, held_out)} <= {*map(id, rows)}
         self.train_rows, self.held_out = self.read(rows, held_out)
+        self.notes += marker_notes(self.tokenizer, rows + held_out, chat=config.task.chat)
         texts = (text for row in self.train_rows + self.held_out for text in self.texts(row))
         check_ids(texts, self.tokenizer, self.roles.causal)
 

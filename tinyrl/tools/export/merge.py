@@ -21,10 +21,10 @@ from tinyrl.models.build import load_base
 from tinyrl.models.loading import load_causal_lm, load_model_config
 from tinyrl.models.lora import load_start_adapter
 from tinyrl.models.meta import weight_bytes
+from tinyrl.models.tokens import token_ids
 from tinyrl.runs.checkpoint import check_room
 from tinyrl.runs.records import samples_of
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.tasks.prompts import token_ids
 
 MOST_POSITIONS, MOST_LOGITS = 4096, 80_000_000  # compared, and the numbers that they may have together
 LONGEST = 256  # tokens of a sequence

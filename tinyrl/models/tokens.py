@@ -1,0 +1,156 @@
+"""Text to token ids: markers are tokens only where a chat template wrote them (huggingface/transformers#29279).
+
+A marker is an added token such as <|im_end|> or <tool_call>. `disguised` puts stand-ins for those in contents before
+they are rendered, and `token_ids` reads a rendering in one piece: a stand-in is ordinary text where it stands, the
+template's own markers are their ids. A text without a stand-in is read as the tokenizer reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+THOUGHTS = ("<think>", "</think>")
+STAND_IN, NAME = f"xx{secrets.token_hex(8)}", f"yy{secrets.token_hex(8)}"  # nobody can write them into a content
+_STAND_IN = re.compile(rf"{STAND_IN}(\d+)z")
+CONTEXT = 64  # characters before a text that may change its tokens
+
+
+class Markers(NamedTuple):
+    """everywhere, own: find those that are text in any content, and in one that the policy wrote."""
+
+    ids: dict[str, int]
+    texts: dict[int, str]
+    everywhere: re.Pattern[str]
+    own: re.Pattern[str]
+
+
+def markers_of(tokenizer: PreTrainedTokenizerBase) -> Markers:
+    """Special tokens, and of the other added ones those in brackets that the chat template writes or that stand beside
+    the vocabulary; the rest are pieces of text: runs of spaces, <table>. A policy itself writes those that are not
+    special, and those around thoughts.
+    """
+    return _markers(tokenizer, len(tokenizer), str(tokenizer.chat_template))
+
+
+@lru_cache(maxsize=8)
+def _markers(tokenizer: PreTrainedTokenizerBase, size: int, template: str) -> Markers:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    own = backend.get_vocab(with_added_tokens=False) if backend else {}
+
+    def marks(text: str) -> bool:
+        bracketed = re.fullmatch(r"[<\[{|]\S*[>\]}|]", text)
+        return bool(bracketed) and (text not in own or text in template or text.startswith("<|"))
+
+    added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+    ids = {token.content: i for i, token in added.items() if token.special or marks(token.content)}
+    special = [text for text, i in ids.items() if added[i].special and text not in THOUGHTS]
+    return Markers(ids, {i: text for text, i in ids.items()}, _any_of(ids), _any_of(special))
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+
+
+def disguised(tokenizer: PreTrainedTokenizerBase, value: Any, *, own: bool = False) -> Any:
+    """`value` (a text, messages, tools, ...) with stand-ins for the markers in its texts. In what the policy wrote
+    (`own`, and messages of the assistant) those that it writes itself stay.
+    """
+    if isinstance(value, str):
+        markers = markers_of(tokenizer)
+        return (markers.own if own else markers.everywhere).sub(lambda m: f"{STAND_IN}{markers.ids[m[0]]}z", value)
+    if isinstance(value, list):
+        return [disguised(tokenizer, inner, own=own) for inner in value]
+    if isinstance(value, dict):
+        own = own or value.get("role") == "assistant"
+        return {disguised(tokenizer, key): disguised(tokenizer, inner, own=own) for key, inner in value.items()}
+    return value
+
+
+def undisguised(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The text with the markers that stand-ins are for."""
+    return _STAND_IN.sub(lambda m: markers_of(tokenizer).texts[int(m[1])], text) if STAND_IN in text else text
+
+
+def readable(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+    """Tokens for people: decoded, and as pieces where decoding would hide a space."""
+    if reads_parts_alike(tokenizer):
+        return str(tokenizer.decode(tokens))
+    return " ".join(map(str, tokenizer.convert_ids_to_tokens(tokens)))
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of `text` as it stands, without the special tokens a tokenizer adds around it."""
+    if STAND_IN not in text:
+        return [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]  # pyright: ignore
+    markers = markers_of(tokenizer)
+    if getattr(tokenizer, "backend_tokenizer", None) is not None:
+        named = markers.everywhere.sub(lambda m: f"{NAME}{markers.ids[m[0]]}z", text)
+        renamed = _renamed(tokenizer, tuple(markers.ids.items()))
+        return renamed.encode(undisguised(tokenizer, named), add_special_tokens=False).ids
+    # A tokenizer in Python: a marker that is read in two parts is none.
+    parted = _STAND_IN.sub(lambda m: f"{markers.texts[int(m[1])][0]}{STAND_IN}{markers.texts[int(m[1])][1:]}", text)
+    return [token for part in parted.split(STAND_IN) for token in token_ids(tokenizer, part)]
+
+
+@lru_cache(maxsize=8)
+def added_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The special tokens that a tokenizer adds before and behind a text."""
+    full, bare = [int(i) for i in tokenizer("a")["input_ids"]], token_ids(tokenizer, "a")  # pyright: ignore
+    starts = (at for at in range(len(full) - len(bare) + 1) if full[at : at + len(bare)] == bare)
+    start = next(starts, None)
+    return ([], []) if start is None else (full[:start], full[start + len(bare) :])
+
+
+@lru_cache(maxsize=2)
+def _renamed(tokenizer: Any, markers: tuple[tuple[str, int], ...]) -> Tokenizer:
+    """The tokenizer with names in place of its markers, with the same ids, so that the markers themselves are text."""
+    from tokenizers import Tokenizer
+
+    names = {text: f"{NAME}{i}z" for text, i in markers}
+    kept = json.loads(tokenizer.backend_tokenizer.to_str())
+    kept |= {"post_processor": None, "truncation": None, "padding": None}
+    for token in kept["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model, vocab = kept["model"], kept["model"]["vocab"]
+    if isinstance(vocab, list):  # Unigram: the place is the id
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
+    else:
+        model["vocab"] = {names.get(piece, piece): i for piece, i in vocab.items()}
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    if model.get("merges"):
+        pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
+        model["merges"] = [[a, b] for a, b in pairs if names.keys().isdisjoint((a, b, a + b))]
+    return Tokenizer.from_str(json.dumps(kept))
+
+
+def tokens_behind(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
+    """The tokens of `text` where it stands behind `before`: what follows the tokens of `before` in those of both. Read
+    alone it would begin with a space under some tokenizers (SentencePiece's).
+    """
+    if before and not reads_parts_alike(tokenizer):
+        for context in (before[-CONTEXT:], "\n"):  # a token may lie across the border
+            left, both = token_ids(tokenizer, context), token_ids(tokenizer, context + text)
+            if both[: len(left)] == left:
+                return both[len(left) :]
+    return token_ids(tokenizer, text)
+
+
+def reads_parts_alike(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a text has the same tokens alone as behind another, as under byte-level tokenizers."""
+    return _reads_parts_alike(tokenizer, len(tokenizer))
+
+
+@lru_cache(maxsize=8)
+def _reads_parts_alike(tokenizer: PreTrainedTokenizerBase, size: int) -> bool:
+    alone = token_ids(tokenizer, "a")
+    pairs = [(token_ids(tokenizer, left), token_ids(tokenizer, left + "a")) for left in ("\n", "1", "(")]
+    return any(left and both == [*left, *alone] for left, both in pairs)
