@@ -128,6 +128,7 @@ def start(
     config = resolve(config)
     with undone_on_failure() as undo:
         trainer, meta = load(config, options=options, undo=undo)
+        config = trainer.config  # with the date of the run
         with out_of_memory_stops("before the first step"):
             notes = [resolve_threads(trainer), *trainer.check()]
             if trainer.accelerator.device.type == "cpu":  # numbers depend on what run.threads=auto came to
