@@ -39,7 +39,7 @@ from tinyrl.config.sections import (
     TaskConfig,
     TeacherConfig,
 )
-from tinyrl.text import hidden, is_address, masked, redact, shortened
+from tinyrl.text import is_address, masked, redact, shortened
 
 
 class Config(Section):
@@ -138,8 +138,8 @@ class Config(Section):
 
 
 def without_secrets(values: dict[str, Any]) -> dict[str, Any]:
-    """Sections of settings without secrets: those of environment variables, and those in a URL."""
-    shown = hidden(values)
+    """Sections of settings, with userinfo and queries of URLs masked."""
+    shown = values
     for section, name in URL_SETTINGS:
         part = shown.get(section)
         if isinstance(part, dict) and isinstance(part.get(name), str):
