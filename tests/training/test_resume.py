@@ -35,6 +35,7 @@ from tinyrl.tools.export.bundle import export
 from tinyrl.training import launch
 from tinyrl.training import state as sources
 from tinyrl.training.planning import MemoryPlan
+from tinyrl.training.resume import started_with
 from tinyrl.training.state import STATE
 from tinyrl.training.update import Updater
 
@@ -497,3 +498,27 @@ def test_a_run_keeps_the_date_of_its_first_day(tmp_path: Path, monkeypatch: pyte
     with load_speaker(policy_at(str(run.path), []), options=Options(device="cpu")) as speaker:
         assert speaker.say("b a", lambda who, text: None).prompt.text[-12:] == "31 Jan 2026:"
     assert any("2026-01-31" in note for note in export(str(run.path)).notes)
+
+
+def test_a_resume_uses_the_options_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert started_with(run, Options()) == (Options(), [])  # nothing is known
+    run.write_environment({"options": {"device": "cpu", "trust_remote_code": False}})
+    assert started_with(run, Options()) == (Options(device="cpu"), [])
+    for given in (Options(device="cuda"), Options(trust_remote_code=True)):  # others are used, and said
+        used, [_] = started_with(run, given)
+        assert used == Options(given.device.replace("auto", "cpu"), given.trust_remote_code)
+    run.write_environment({"options": {"device": "cuda", "trust_remote_code": True}})
+    assert started_with(run, Options(trust_remote_code=True)) == (Options("cuda", trust_remote_code=True), [])
+    with pytest.raises(ValueError, match="--trust-remote-code"):
+        started_with(run, Options())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    used, [_] = started_with(run, Options(trust_remote_code=True))
+    assert used.device == "cpu"
+
+
+def test_the_options_of_a_run_are_recorded(model: Path, tmp_path: Path) -> None:
+    _, run, _ = running.train(running.config("grpo", model, run={"num_steps": 1, "eval_prompts": 2}), tmp_path)
+    options = json.loads((run.path / "env.json").read_text())["options"]
+    assert options == {"device": "cpu", "trust_remote_code": False}

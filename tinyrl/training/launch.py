@@ -140,7 +140,7 @@ def start(
         run = _folder(trainer.world, output_dir, name=name, config=config, overwrite=overwrite)
         undo.callback(run.lock.release)
         run.write_config(config)
-        write_environment(run, trainer, command=command)
+        write_environment(run, trainer, options=options, command=command)
         reading = partial(read_sources, config, rows=trainer.row_fingerprints, known={})
         sources = Sources
         if run.writes:  # beside the training: large weights take seconds
@@ -173,10 +173,12 @@ def trained_on(trainer: Trainer) -> str:
     return name if processes == 1 else f"{processes} processes, each {name}"
 
 
-def write_environment(run: RunDir, trainer: Trainer, *, command: list[str]) -> None:
+def write_environment(run: RunDir, trainer: Trainer, *, options: Options, command: list[str]) -> None:
     """env.json of a run that `trainer` trains."""
+    device = trainer.accelerator.device.type
     facts = environment(
         command,
+        options={"device": device, "trust_remote_code": options.trust_remote_code},
         device=trained_on(trainer),
         threads=torch.get_num_threads(),
         seed=trainer.config.run.seed,
