@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -14,11 +15,11 @@ from tinyrl.data.readers import Row, hub_name, is_saved_set, placed_rows
 from tinyrl.data.rows import needed_data
 from tinyrl.data.shapes import judged, objective_of, preference, text_examples
 from tinyrl.evaluation.targets import Asked, check_asked, find
-from tinyrl.runs.launched import launched
+from tinyrl.runs.launched import VOICE, launched
 from tinyrl.runs.run_dir import meant_a_run, named_run, open_run, run_of
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.tasks import environment_functions, environments, load_split, load_task
-from tinyrl.text import did_you_mean, shortened
+from tinyrl.text import did_you_mean, first_line, masked, shortened
 from tinyrl.workers.loading import parse_use
 
 TEXT_FILES = (".jsonl", ".json", ".csv")
@@ -79,8 +80,12 @@ def ask_hub_once(config: Config) -> None:
         urllib.request.urlopen(asked, timeout=HUB_PATIENCE_S).close()  # noqa: S310
     except urllib.error.HTTPError:
         return  # it answers
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
         os.environ["HF_HUB_OFFLINE"] = "1"
+        why = f"{masked(hub)} does not answer within {HUB_PATIENCE_S:g} s ({first_line(error)})"
+        said = f"warning: {why}: only what is kept here is used. HF_HUB_OFFLINE=0 waits for it"
+        if VOICE.speaks(said):
+            print(said, file=sys.stderr)
 
 
 def _check_rewards(config: Config) -> None:
