@@ -482,3 +482,13 @@ def test_trials_of_peoples_code_import_no_library_of_models(tmp_path: Path):
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [(["sweep", "grpo", "run.seed=1,2"], "tinyrl report"), (["sweep", "--resume", "runs/sweep-1"], "tinyrl report")],
+)
+def test_a_command_that_went_is_answered_with_what_does_its_work(words: list[str], instead: str):
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert instead in done.output
