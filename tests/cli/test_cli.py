@@ -486,7 +486,7 @@ def test_trials_of_peoples_code_import_no_library_of_models(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("words", "instead"),
-    [(["sweep", "grpo", "run.seed=1,2"], "tinyrl report"), (["sweep", "--resume", "runs/sweep-1"], "tinyrl report")],
+    [(["sweep", "grpo", "run.seed=1,2"], "tinyrl report"), (["verify", "runs/a", "--all"], "tinyrl fork")],
 )
 def test_a_command_that_went_is_answered_with_what_does_its_work(words: list[str], instead: str):
     done = CliRunner().invoke(app, words)

@@ -28,6 +28,7 @@ GONE = {  # commands that went, and the line that does their work
         "for seed in 1 2 3; do tinyrl train RECIPE run.seed=$seed --name seed-$seed; done; "
         "tinyrl report runs/seed-1 runs/seed-2 runs/seed-3"
     ),
+    "verify": "tinyrl fork RUN@STEP (without settings it repeats the steps, to the bit)",
 }
 
 
@@ -110,7 +111,7 @@ def tasks() -> None:
         print(f"{name:20} {load_task(name).summary}")
 
 
-TRAINING = (train.train, train.plan, train.probe, train.fork, train.verify)
+TRAINING = (train.train, train.plan, train.probe, train.fork)
 OTHERS = (eval.evaluate, eval.compare, doctor.doctor, policy.export, policy.chat, policy.serve)
 LOOKING = (runs.report, runs.checkpoints, runs.samples, runs.prompts, settings)
 for function in (*TRAINING, *OTHERS, *LOOKING):

@@ -1,6 +1,6 @@
 """`tinyrl train` (a new run, a dry run, a resumed one), and what comes before it: `plan`, `probe` and `distill store`.
 
-`fork` and `verify` repeat a run's steps from a checkpoint on, under other settings or under the same.
+`fork` repeats a run's steps from a checkpoint on, under other settings or under the same.
 
 Torch is imported once the settings are known to be right.
 """
@@ -20,7 +20,7 @@ import typer
 
 from tinyrl.cli.options import Json, setting_words
 from tinyrl.config.methods import METHODS, or_list
-from tinyrl.errors import GuardStop, OutOfRoom
+from tinyrl.errors import OutOfRoom
 from tinyrl.runs.launched import Options, forget_launcher, launched
 
 if TYPE_CHECKING:
@@ -163,34 +163,6 @@ def fork(
     command = ["tinyrl", *sys.argv[1:]]
     launch = forked(origin, settings or [], options=options, output_dir=output_dir, name=name, command=command)
     return partial(launch.go, report=write_report)
-
-
-def verify(
-    run: Annotated[str, typer.Argument(metavar="RUN")],
-    num: Annotated[int, typer.Option(min=1, help="stretches between checkpoints to repeat, drawn at random")] = 1,
-    everything: Annotated[bool, typer.Option("--all", help="repeat all of them")] = False,
-    *,
-    options: Options,
-) -> int:
-    """Repeat steps of a run: are samples, metrics and weights those it wrote? Exits with 3 where they are not."""
-    from tinyrl.runs.run_dir import open_run
-
-    opened = open_run(run)
-    from tinyrl.training.verify import verify as verified
-
-    found = []
-    for one in verified(opened, options=options, num=None if everything else num):
-        print(one, flush=True)
-        found.append(one)
-    repeated = [one for one in found if one.skipped is None]
-    different = [one for one in repeated if one.different]
-    if not repeated:
-        print("nothing could be repeated: keep more checkpoints (run.save_every, run.keep_checkpoints)")
-    elif not different:
-        print(f"verified: {len(repeated)} of {len(found)} stretches were repeated, and are the same to the bit")
-    else:
-        print(f"NOT verified: {len(different)} of {len(repeated)} differ")
-    return GuardStop.exit_code if different or not repeated else 0
 
 
 def _dry_run(method: str | None, settings: list[str], *, options: Options) -> None:

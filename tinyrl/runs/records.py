@@ -21,7 +21,6 @@ Item = TypeVar("Item")
 
 LARGEST = 1e100
 LOST = "lost_bytes"
-VOLATILE = ("time/", "memory/", "tokens_per_second", "judge/")  # metrics of the clock, the machine, a cache
 MOST_OF_A_MARK = 1 << 20  # bytes
 MOST_BYTES = 2_000_000  # of config.yaml and env.json
 

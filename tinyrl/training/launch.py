@@ -232,7 +232,6 @@ def open_session(
     *,
     sources: Callable[[], Sources],
     meta: MetaModels | None = None,
-    silent: bool = False,
 ) -> Launch:
     """A launch whose session stands at the beginning of the run."""
     trainer.keep_output(run.append_reward_output if run.writes else lambda text: None)
@@ -240,7 +239,7 @@ def open_session(
         trainer,
         run,
         evaluate=trainer.evaluate,
-        display=Display(num_steps=trainer.config.run.num_steps, silent=silent or not trainer.world.is_main),
+        display=Display(num_steps=trainer.config.run.num_steps, silent=not trainer.world.is_main),
         sources=sources,
     )
     return Launch(run, trainer, session, tried_plan(trainer, meta))

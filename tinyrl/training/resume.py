@@ -45,13 +45,12 @@ def resume(
     options: Options,
     config: Config | None = None,
     allow_config_change: bool = False,
-    silent: bool = False,
 ) -> Launch | None:
     """Go on from the newest checkpoint that verifies, or from the beginning. None: the run is finished.
 
     `config` (default: the run's config.yaml), and the files that the run reads, may differ from the checkpoint's only
     with `allow_config_change`. Raises ValueError otherwise. Nothing of the run is changed before all of it is loaded,
-    and config.yaml only when a checkpoint has been written under another configuration. `silent`: shows no progress.
+    and config.yaml only when a checkpoint has been written under another configuration.
     """
     with undone_on_failure() as undo:
         undo.enter_context(run.lock)
@@ -78,7 +77,7 @@ def resume(
                 allowed=allow_config_change,
             )
             notes += trainer.check()
-            launch = open_session(run, trainer, sources=lambda: sources, meta=meta, silent=silent)
+            launch = open_session(run, trainer, sources=lambda: sources, meta=meta)
             if folder is None or kept is None:
                 notes.append(resolve_threads(trainer))
                 run.cut({})
