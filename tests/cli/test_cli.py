@@ -486,7 +486,12 @@ def test_trials_of_peoples_code_import_no_library_of_models(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("words", "instead"),
-    [(["sweep", "grpo", "run.seed=1,2"], "tinyrl report"), (["verify", "runs/a", "--all"], "tinyrl fork")],
+    [
+        (["sweep", "grpo", "run.seed=1,2"], "tinyrl report"),
+        (["verify", "runs/a", "--all"], "tinyrl fork"),
+        (["eval", "starter", "--benchmark", "gsm8k"], "lm_eval"),
+        (["eval", "starter", "--benchmark=gsm8k"], "lm_eval"),
+    ],
 )
 def test_a_command_that_went_is_answered_with_what_does_its_work(words: list[str], instead: str):
     done = CliRunner().invoke(app, words)

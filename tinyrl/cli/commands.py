@@ -28,6 +28,10 @@ GONE = {  # commands that went, and the line that does their work
         "for seed in 1 2 3; do tinyrl train RECIPE run.seed=$seed --name seed-$seed; done; "
         "tinyrl report runs/seed-1 runs/seed-2 runs/seed-3"
     ),
+    "eval --benchmark": (
+        "tinyrl serve RUN, and beside it lm_eval --model local-completions --model_args "
+        "model=RUN,base_url=http://127.0.0.1:8000/v1/completions,tokenizer=MODEL --tasks ..."
+    ),
     "verify": "tinyrl fork RUN@STEP (without settings it repeats the steps, to the bit)",
 }
 
