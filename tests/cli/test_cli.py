@@ -488,6 +488,7 @@ def test_trials_of_peoples_code_import_no_library_of_models(tmp_path: Path):
     ("words", "instead"),
     [
         (["sweep", "grpo", "run.seed=1,2"], "tinyrl report"),
+        (["distill", "store", "recipe", "--output", "x"], "tinyrl train distill"),
         (["verify", "runs/a", "--all"], "tinyrl fork"),
         (["eval", "starter", "--benchmark", "gsm8k"], "lm_eval"),
         (["eval", "starter", "--benchmark=gsm8k"], "lm_eval"),

@@ -32,6 +32,7 @@ GONE = {  # commands that went, and the line that does their work
         "tinyrl serve RUN, and beside it lm_eval --model local-completions --model_args "
         "model=RUN,base_url=http://127.0.0.1:8000/v1/completions,tokenizer=MODEL --tasks ..."
     ),
+    "distill store": "tinyrl train distill RECIPE teacher.path=TEACHER (it answers as training goes on)",
     "verify": "tinyrl fork RUN@STEP (without settings it repeats the steps, to the bit)",
 }
 
@@ -123,11 +124,10 @@ for function in (*TRAINING, *OTHERS, *LOOKING):
 for function in (recipes, tasks):
     app.command()(function)
 for group, about, functions in (
-    ("distill", "Keep what a teacher says in files.", {"store": train.store}),
     ("reward", "Try a reward before training on it.", {"test": doctor.reward_test, "attack": doctor.reward_attack}),
     ("env", "Try an environment before training.", {"test": doctor.environment_test}),
 ):
     inner = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=about)
     app.add_typer(inner, name=group)
     for name, function in functions.items():
-        inner.command(name)(framed(function, stops=group == "distill"))
+        inner.command(name)(framed(function))

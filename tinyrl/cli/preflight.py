@@ -32,7 +32,6 @@ MADE_BY = {  # folders that recipes name, and what a user types to make them
         "python -m tinyrl.tasks.sums data && tinyrl train sft smollm2-sums-sft run.num_steps=8 --name form && "
         "tinyrl export runs/form --merge --dtype float32 --output smollm2-sums"
     ),
-    "gsm8k-by-7b": "tinyrl distill store gsm8k-distill-0.5b-24gb --output gsm8k-by-7b",
 }
 
 
@@ -48,9 +47,7 @@ def check_before_loading(config: Config) -> None:
     check_model_path("model.path", config.model.path)
     _check_revisions(config)
     if config.learns_from_teacher and config.teacher.path is None:
-        raise ValueError(
-            "teacher.path is missing: a run, an adapter, a model, a server's address, stored answers, self or start"
-        )
+        raise ValueError("teacher.path is missing: a run, an adapter, a model, a server's address, self or start")
     if config.learns_from_teacher and config.teacher.kind in ("model", "adapter"):
         check_model_path("teacher.path", str(config.teacher.path))
     if config.critic.path is not None:

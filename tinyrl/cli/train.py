@@ -1,4 +1,4 @@
-"""`tinyrl train` (a new run, a dry run, a resumed one), and what comes before it: `plan`, `probe` and `distill store`.
+"""`tinyrl train` (a new run, a dry run, a resumed one), and what comes before it: `plan` and `probe`.
 
 `fork` repeats a run's steps from a checkpoint on, under other settings or under the same.
 
@@ -26,8 +26,6 @@ from tinyrl.runs.launched import Options, forget_launcher, launched
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config
     from tinyrl.training.planning import Planned
-
-STORED_TOP_K = 64  # of the teacher's tokens that are kept where teacher.top_k does not say
 
 
 def complete_method(incomplete: str) -> list[str]:
@@ -126,26 +124,6 @@ def probe(
         write_rows(Path(write), rows)
         if not json_output:
             print(f"\n{write}: {len(rows):,} rows, {len(seen.groups):,} of them with a pass_rate")
-
-
-def store(
-    words: Annotated[list[str], setting_words("what `tinyrl train distill` would be given", before="[RECIPE] ")],
-    output: Annotated[str, typer.Option(metavar="FOLDER", help="where to; then teacher.path=FOLDER needs no teacher")],
-    *,
-    options: Options,
-) -> None:
-    """Let a teacher read the answers in the rows and keep its likeliest tokens, so that training does without it."""
-    asked = [] if any(word.startswith("teacher.top_k=") for word in words) else [f"teacher.top_k={STORED_TOP_K}"]
-    config = _resolved(["distill", *words, *asked])
-    if config.teacher.kind == "stored":
-        raise ValueError(f"teacher.path={config.teacher.path} is stored already")
-    if Path(output).exists() and any(Path(output).iterdir()):
-        raise ValueError(f"{output} is there already; choose another --output")
-    from tinyrl.rollout.components import trainer_of
-
-    trainer_of("distill")(config, options=options).store(Path(output), told=lambda line: print(line, flush=True))
-    others = [word for word in words if not word.startswith("teacher.")]
-    print(f"next: {shlex.join(['tinyrl', 'train', 'distill', *others, f'teacher.path={output}'])}")
 
 
 def fork(
