@@ -103,11 +103,13 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--into", type=Path, metavar="PAGE", help="gpu: write the results so far into a page")
     real = os.environ.get(REAL_MODEL)
     parser.add_argument(
-        "--real-model", type=Path, default=real, help="gpu: folder of tinyrl.starter.smollm2 (or in TINYRL_REAL_MODEL)"
+        "--real-model", type=Path, default=real, help="folder of tinyrl.starter.smollm2 (or in TINYRL_REAL_MODEL)"
     )
     parser.add_argument("--ppo-peer-path", metavar="FOLDER", help="gpu: packages with TRL 1.12, for PPO alone")
     parser.add_argument("--vllm-python", help="gpu: Python of an environment with vLLM")
     options = parser.parse_args(words)
+    if options.real_model is not None:
+        os.environ[REAL_MODEL] = str(options.real_model.resolve())  # where `real` and --sizes real look
     command = COMMANDS[options.what]
     options.sizes = options.sizes or list(command.sizes)
     options.steps = command.steps if options.steps is None else options.steps

@@ -13,7 +13,6 @@ from torch import Tensor
 from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted
 from tinyrl.rollout.components import Options
-from tinyrl.runs.records import VOLATILE
 from tinyrl.runs.run_dir import RunDir, open_run
 from tinyrl.runs.signals import StopFlag
 from tinyrl.tools.report import write_report
@@ -24,6 +23,7 @@ from tinyrl.training.optim import RoleOptimizer, role_optimizers
 from tinyrl.training.planning import tried_meta_models
 from tinyrl.training.resume import resume
 
+VOLATILE = ("time/", "memory/", "tokens_per_second", "judge/")  # metrics of the clock, the machine, a cache
 SMALL: dict[str, Any] = {
     "task": {"name": "sort", "max_samples": 64},
     "reward": {"functions": [{"use": f"{Path(__file__).parent / 'varied_reward.py'}:variety"}]},

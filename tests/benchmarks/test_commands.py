@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.__main__ import COMMANDS, parse, problem
 from benchmarks.processes import ROOT
+from benchmarks.sizes import REAL_MODEL, copy_real
+from tests.tiny_models import TinyModels
 
 
 def test_a_command_has_its_own_defaults_and_the_command_line_wins():
@@ -16,6 +18,14 @@ def test_a_command_has_its_own_defaults_and_the_command_line_wins():
     assert (grpo.steps, grpo.threads, grpo.sizes) == (6, 2, ["s", "m", "v"])
     set_by_hand = parse(["grpo", "--steps", "3", "--threads", "1", "--sizes", "xs"])
     assert (set_by_hand.steps, set_by_hand.threads, set_by_hand.sizes) == (3, 1, ["xs"])
+
+
+def test_the_folder_of_the_real_model_is_used(tmp_path: Path, tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(REAL_MODEL, "elsewhere")
+    folder = tiny("llama")
+    parse(["grpo", "--sizes", "real", "--real-model", str(folder)])
+    copy_real(tmp_path / "model")
+    assert (tmp_path / "model" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
 
 
 @pytest.mark.parametrize("what", [name for name, command in COMMANDS.items() if command.needs_a_peer])

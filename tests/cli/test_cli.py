@@ -462,3 +462,39 @@ def test_a_limit_on_address_space_is_a_sentence(megabytes: int):
     assert done.returncode == 4, done.stderr
     assert "Traceback" not in done.stderr
     assert "memory" in done.stderr
+
+
+@pytest.mark.slow
+def test_trials_of_peoples_code_import_no_library_of_models(tmp_path: Path):
+    """Nor anything that such a library prints when it is imported."""
+    (tmp_path / "mine.py").write_text(
+        "def score(completions, answer, **_):\n    return [float(a in c) for a, c in zip(answer, completions)]\n\n\n"
+        "def respond(prompts, transcripts, **_):\n    return [None] * len(prompts)\n"
+    )
+    rows = [{"prompt": f"{i} + 1?", "answer": str(i + 1)} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom tinyrl.cli.commands import app\n"
+        "for words in (['reward', 'test', 'mine.py:score'], ['reward', 'attack', 'mine.py:score'],"
+        " ['env', 'test', 'mine.py:respond']):\n"
+        "    assert CliRunner().invoke(app, [*words, '--data', 'rows.jsonl']).exit_code in (0, 3)\n"
+        "print([name for name in ('torch', 'transformers', 'peft', 'bitsandbytes') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (["sweep", "grpo", "run.seed=1,2"], "tinyrl report"),
+        (["distill", "store", "recipe", "--output", "x"], "tinyrl train distill"),
+        (["verify", "runs/a", "--all"], "tinyrl fork"),
+        (["eval", "starter", "--benchmark", "gsm8k"], "lm_eval"),
+        (["eval", "starter", "--benchmark=gsm8k"], "lm_eval"),
+    ],
+)
+def test_a_command_that_went_is_answered_with_what_does_its_work(words: list[str], instead: str):
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert instead in done.output

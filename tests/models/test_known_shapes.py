@@ -53,7 +53,10 @@ def test_a_plan_without_a_hub_goes_by_shapes(method: str, monkeypatch: pytest.Mo
         plan(settings, options=Options(device="cpu"), output_dir=str(tmp_path))
 
 
-def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And that nothing is asked from then on is said."""
     asked: list[str] = []
 
     def refuse(request: object, *, timeout: float) -> None:
@@ -68,4 +71,5 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatc
     for _ in range(2):
         ask_hub_once(Config.model_validate({"method": "grpo", "model": {"path": "own/tiny"}}))
     assert len(asked) == 1
+    assert capsys.readouterr().err.count("HF_HUB_OFFLINE") == 1
     assert os.environ["HF_HUB_OFFLINE"] == "1"

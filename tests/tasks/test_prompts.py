@@ -223,3 +223,21 @@ def test_a_real_chat_tokenizer():
     tokenizer.chat_template = "{%- set open_thinking = true %}" + tokenizer.chat_template
     assert render_prompt(tokenizer, "hi").opened == "<think>\n"
     assert render_prompt(tokenizer, "hi", chat=False).text == "hi"
+
+
+@pytest.mark.parametrize(
+    ("call", "shown"),
+    [
+        ("strftime_now('%d %b %Y')", "29 Feb 2024"),
+        ('strftime_now("%-m/%d/%y, %A %H:%M")', "2/29/24, Thursday 00:00"),
+        ("f(strftime_now)", "2024-02-29"),
+    ],
+)
+def test_the_date_of_a_run_is_the_clock_of_the_template(call: str, shown: str):
+    template = "{% macro f(now) %}{% set form = '%Y-%m-%d' %}{{ now(form) }}{% endmacro %}hello {{ " + call + " }}"
+    tokenizer = small_tokenizer(template=template)
+    rendered = render_prompt(tokenizer, "hello", variables={"strftime_now": "2024-02-29"})
+    assert rendered.text == f"hello {shown}"
+    assert render_prompt(tokenizer, "hello").text != rendered.text
+    with pytest.raises(ValueError, match="strftime_now"):
+        render_prompt(tokenizer, "hello", variables={"strftime_now": "yesterday"})

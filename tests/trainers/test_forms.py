@@ -13,7 +13,6 @@ from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.config.schema import Config
 from tinyrl.rollout.components import Options, SamplingParts
-from tinyrl.runs.records import VOLATILE
 from tinyrl.trainers import dpo, reward_model, sft
 
 TEMPLATE = (
@@ -104,7 +103,7 @@ def test_neither_the_engine_nor_the_layout_changes_a_result(
         code, run, _ = running.train(settings, tmp_path, name=engine)
         assert code == 0
         kept = [{k: v for k, v in line.items() if isinstance(v, int | float)} for line in running.metrics(run)]
-        lines[engine] = [{k: v for k, v in line.items() if not k.startswith(VOLATILE)} for line in kept]
+        lines[engine] = [{k: v for k, v in line.items() if not k.startswith(running.VOLATILE)} for line in kept]
         samples[engine] = [json.loads(line)["completion"] for line in run.samples.read_text().splitlines()]
     for engine in ("fused", "hf-merged"):
         assert samples[engine] == samples["hf"]

@@ -127,18 +127,6 @@ def test_advantages_values_and_rewards_of_single_tokens_are_their_own() -> None:
     assert [t["reward"] for t in found] == [-0.01, -0.02, None, 1.0]
 
 
-def test_a_secret_is_not_kept_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SOME_API_KEY", "ab?c-and-more")
-    rollout = one_row(advantages=torch.tensor([0.5]))
-    assert of_tokens(rollout)["tokens"]
-    monkeypatch.setenv("SOME_API_KEY", "abcdefghij")
-    rollout.response_tokens, rollout.response_lengths = torch.tensor([[*b"abcdefghij"]]), torch.tensor([10])
-    for name in ("response_mask", "sampling_logprobs"):
-        setattr(rollout, name, getattr(rollout, name)[:, :1].expand(1, 10))
-    with pytest.raises(ValueError, match="not enough values"):
-        of_tokens(rollout)
-
-
 def test_the_room_for_tokens_is_shared_out_over_the_evaluations() -> None:
     run = RunConfig(num_steps=100, eval_every=30)  # at 30, 60, 90 and 100
     assert [allowed_bytes(run, step) for step in (30, 60, 90, 100)] == [5e6, 10e6, 15e6, 20e6]

@@ -8,12 +8,15 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+from transformers.utils import chat_template_utils
 
 from tests import running
 from tests.tiny_models import tiny_model
@@ -21,12 +24,18 @@ from tests.trainers.test_resume import assert_same
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted
+from tinyrl.evaluation.targets import Asked, find, policy_at
+from tinyrl.rollout import components
+from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.records import read_run
 from tinyrl.runs.run_dir import RunDir
+from tinyrl.tools.chat.speaker import load_speaker
+from tinyrl.tools.export.bundle import export
 from tinyrl.training import launch
 from tinyrl.training import state as sources
 from tinyrl.training.planning import MemoryPlan
+from tinyrl.training.resume import started_with
 from tinyrl.training.state import STATE
 from tinyrl.training.update import Updater
 
@@ -448,3 +457,68 @@ def test_nothing_after_the_last_step_changes_the_exit_code(
     code, run, _ = running.train(running.config("grpo", model, run={"num_steps": 1}), tmp_path)
     assert code == 0
     assert (run.checkpoints / "step-000001").is_dir()
+
+
+DATED = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}{{ strftime_now('%d %b %Y') }}:"
+
+
+@pytest.mark.slow
+def test_a_run_keeps_the_date_of_its_first_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template that shows today's date shows the first day's when a run is resumed, evaluated and talked to."""
+    model = tiny_model(tmp_path / "model", "llama")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = DATED
+    tokenizer.save_pretrained(model)
+
+    def on(year: int, month: int, day: int) -> None:
+        class Clock(datetime):
+            @classmethod
+            def now(cls, tz: Any = None) -> datetime:
+                return datetime(year, month, day, 12, tzinfo=tz)
+
+            @classmethod
+            def today(cls) -> Any:
+                return date(year, month, day)
+
+        monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+        monkeypatch.setattr(components, "date", Clock, raising=False)
+
+    def last_words(config: Config) -> set[str]:
+        return {prompt.text[-12:] for prompt in SamplingParts(config, options=Options(device="cpu")).eval_prompts}
+
+    on(2026, 1, 31)
+    settings = running.config("grpo", model, run={"num_steps": 2, "save_every": 1, "eval_prompts": 2})
+    run = stopped_in_update(settings, tmp_path)
+    on(2026, 2, 1)
+    assert last_words(settings) == {"01 Feb 2026:"}
+    assert running.go_on(run) == 0
+    assert {json.loads(line)["prompt"][-12:] for line in run.samples.read_text().splitlines()} == {"31 Jan 2026:"}
+    assert last_words(run.read_config()) == {"31 Jan 2026:"}
+    assert last_words(find(str(run.path), Asked(settings=("generation.max_new_tokens=5",))).config) == {"31 Jan 2026:"}
+    with load_speaker(policy_at(str(run.path), []), options=Options(device="cpu")) as speaker:
+        assert speaker.say("b a", lambda who, text: None).prompt.text[-12:] == "31 Jan 2026:"
+    assert any("2026-01-31" in note for note in export(str(run.path)).notes)
+
+
+def test_a_resume_uses_the_options_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert started_with(run, Options()) == (Options(), [])  # nothing is known
+    run.write_environment({"options": {"device": "cpu", "trust_remote_code": False}})
+    assert started_with(run, Options()) == (Options(device="cpu"), [])
+    for given in (Options(device="cuda"), Options(trust_remote_code=True)):  # others are used, and said
+        used, [_] = started_with(run, given)
+        assert used == Options(given.device.replace("auto", "cpu"), given.trust_remote_code)
+    run.write_environment({"options": {"device": "cuda", "trust_remote_code": True}})
+    assert started_with(run, Options(trust_remote_code=True)) == (Options("cuda", trust_remote_code=True), [])
+    with pytest.raises(ValueError, match="--trust-remote-code"):
+        started_with(run, Options())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    used, [_] = started_with(run, Options(trust_remote_code=True))
+    assert used.device == "cpu"
+
+
+def test_the_options_of_a_run_are_recorded(model: Path, tmp_path: Path) -> None:
+    _, run, _ = running.train(running.config("grpo", model, run={"num_steps": 1, "eval_prompts": 2}), tmp_path)
+    options = json.loads((run.path / "env.json").read_text())["options"]
+    assert options == {"device": "cpu", "trust_remote_code": False}

@@ -21,8 +21,8 @@ def test_lines_are_whole_and_wait_until_someone_takes_them() -> None:
 
 def test_secrets_and_control_characters_are_not_passed_on() -> None:
     output = Printed("judge")
-    output.add(b"\x1b[31mcalling with api_key=abc123 and hf_abcdefghij\n")
-    assert list(output.kept) == ["judge: [ESC][31mcalling with api_key=[redacted] and [redacted]"]
+    output.add(b"\x1b[31mcalling with api_key=abc123 and more\n")
+    assert list(output.kept) == ["judge: [ESC][31mcalling with api_key=[redacted] and more"]
 
 
 def test_of_a_flood_the_beginning_is_kept() -> None:

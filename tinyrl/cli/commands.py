@@ -12,16 +12,48 @@ import shutil
 import sys
 from typing import Annotated
 
+import click
 import typer
+from typer.core import TyperGroup
 
 import tinyrl
-from tinyrl.cli import doctor, eval, policy, runs, sweep, train
+from tinyrl.cli import doctor, eval, policy, runs, train
 from tinyrl.cli.errors import memory_sentences, sentences
 from tinyrl.cli.options import framed
 from tinyrl.runs.launched import launched
 
 SEVERAL_PROCESSES = ("train", "eval", "compare")  # commands that processes can share
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, help=tinyrl.__doc__)
+GONE = {  # commands that went, and the line that does their work
+    "sweep": (
+        "for seed in 1 2 3; do tinyrl train RECIPE run.seed=$seed --name seed-$seed; done; "
+        "tinyrl report runs/seed-1 runs/seed-2 runs/seed-3"
+    ),
+    "eval --benchmark": (
+        "tinyrl serve RUN, and beside it lm_eval --model local-completions --model_args "
+        "model=RUN,base_url=http://127.0.0.1:8000/v1/completions,tokenizer=MODEL --tasks ..."
+    ),
+    "distill store": "tinyrl train distill RECIPE teacher.path=TEACHER (it answers as training goes on)",
+    "verify": "tinyrl fork RUN@STEP (without settings it repeats the steps, to the bit)",
+}
+
+
+class Commands(TyperGroup):
+    """The commands; one that went is answered with the line that does its work."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        for gone, instead in GONE.items():
+            command, *options = gone.split()
+            if args[0] == command and {*options} <= {word.partition("=")[0] for word in args}:
+                with sentences(False):
+                    raise ValueError(f"`tinyrl {gone}` is gone. Instead:\n  {instead}")
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, help=tinyrl.__doc__
+)
 
 
 def main() -> None:
@@ -84,7 +116,7 @@ def tasks() -> None:
         print(f"{name:20} {load_task(name).summary}")
 
 
-TRAINING = (train.train, train.plan, train.probe, sweep.sweep, train.fork, train.verify)
+TRAINING = (train.train, train.plan, train.probe, train.fork)
 OTHERS = (eval.evaluate, eval.compare, doctor.doctor, policy.export, policy.chat, policy.serve)
 LOOKING = (runs.report, runs.checkpoints, runs.samples, runs.prompts, settings)
 for function in (*TRAINING, *OTHERS, *LOOKING):
@@ -92,11 +124,10 @@ for function in (*TRAINING, *OTHERS, *LOOKING):
 for function in (recipes, tasks):
     app.command()(function)
 for group, about, functions in (
-    ("distill", "Keep what a teacher says in files.", {"store": train.store}),
     ("reward", "Try a reward before training on it.", {"test": doctor.reward_test, "attack": doctor.reward_attack}),
     ("env", "Try an environment before training.", {"test": doctor.environment_test}),
 ):
     inner = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=about)
     app.add_typer(inner, name=group)
     for name, function in functions.items():
-        inner.command(name)(framed(function, stops=group == "distill"))
+        inner.command(name)(framed(function))

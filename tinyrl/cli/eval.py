@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Literal
 
 import typer
 
 from tinyrl.cli.options import Json, setting_words
 from tinyrl.runs.launched import Options, launched
-from tinyrl.runs.run_dir import finite
 
 NumPrompts = Annotated[int, typer.Option(min=1, help="how many prompts")]
 Samples = Annotated[int, typer.Option(min=1, help="samples a prompt")]
-Benchmark = Annotated[
-    str | None, typer.Option(metavar="NAME,...", help="public tasks of lm-eval instead: gsm8k, math500, ifeval, ...")
-]
-FewShot = Annotated[int | None, typer.Option(min=0, help="of --benchmark: examples; default as the task says")]
-Limit = Annotated[int | None, typer.Option(min=1, help="of --benchmark: the first documents only")]
-TaskFolder = Annotated[str | None, typer.Option(help="of --benchmark: tasks of your own, as lm-eval's YAML")]
 
 
 def evaluate(
@@ -43,30 +35,11 @@ def evaluate(
     save_samples: Annotated[
         str | None, typer.Option(metavar="FILE.jsonl", help="write the samples of all sides, a line each")
     ] = None,
-    benchmark: Benchmark = None,
-    few_shot: FewShot = None,
-    limit: Limit = None,
-    task_folder: TaskFolder = None,
     json_output: Json = False,
     *,
     options: Options,
 ) -> None:
     """Evaluate a run, a checkpoint or a model: a policy on held-out prompts, a reward model on held-out rows."""
-    if benchmark is not None:
-        if vs or task or data or save_samples or best_of > 1:
-            raise ValueError("--benchmark has its own data and judge; --vs and such are for held-out rows")
-        if launched().world_size > 1:
-            raise ValueError("--benchmark works in one process, and several were launched")
-        from tinyrl.evaluation.targets import policy_at
-        from tinyrl.tools.benchmarks import benchmark as scored
-        from tinyrl.tools.benchmarks import render as rendered
-
-        names, policy = [name for name in benchmark.split(",") if name], policy_at(target, settings or [])
-        scores = scored(policy, names, few_shot=few_shot, limit=limit, folder=task_folder, options=options)
-        print(json.dumps(finite(scores), default=str) if json_output else rendered(scores))
-        return
-    if few_shot is not None or limit or task_folder:
-        raise ValueError("--few-shot, --limit and --task-folder are for --benchmark")
     from tinyrl.cli.preflight import check_evaluation
     from tinyrl.evaluation.targets import Asked
 

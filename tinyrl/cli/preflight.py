@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -14,12 +15,12 @@ from tinyrl.data.readers import Row, hub_name, is_saved_set, placed_rows
 from tinyrl.data.rows import needed_data
 from tinyrl.data.shapes import judged, objective_of, preference, text_examples
 from tinyrl.evaluation.targets import Asked, check_asked, find
-from tinyrl.runs.launched import launched
+from tinyrl.runs.launched import VOICE, launched
 from tinyrl.runs.resolve import adapter_settings
 from tinyrl.runs.run_dir import meant_a_run, named_run, open_run, run_of
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.tasks import environment_functions, environments, load_split, load_task
-from tinyrl.text import did_you_mean, shortened
+from tinyrl.text import did_you_mean, first_line, masked, shortened
 from tinyrl.workers.loading import parse_use
 
 TEXT_FILES = (".jsonl", ".json", ".csv")
@@ -32,7 +33,6 @@ MADE_BY = {  # folders that recipes name, and what a user types to make them
         "python -m tinyrl.tasks.sums data && tinyrl train sft smollm2-sums-sft run.num_steps=8 --name form && "
         "tinyrl export runs/form --merge --dtype float32 --output smollm2-sums"
     ),
-    "gsm8k-by-7b": "tinyrl distill store gsm8k-distill-0.5b-24gb --output gsm8k-by-7b",
 }
 
 
@@ -48,9 +48,7 @@ def check_before_loading(config: Config) -> None:
     check_model_path("model.path", config.model.path)
     _check_revisions(config)
     if config.learns_from_teacher and config.teacher.path is None:
-        raise ValueError(
-            "teacher.path is missing: a run, an adapter, a model, a server's address, stored answers, self or start"
-        )
+        raise ValueError("teacher.path is missing: a run, an adapter, a model, a server's address, self or start")
     if config.learns_from_teacher and config.teacher.kind in ("model", "adapter"):
         check_model_path("teacher.path", str(config.teacher.path))
     if config.critic.path is not None:
@@ -97,8 +95,12 @@ def ask_hub_once(config: Config) -> None:
         urllib.request.urlopen(asked, timeout=HUB_PATIENCE_S).close()  # noqa: S310
     except urllib.error.HTTPError:
         return  # it answers
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
         os.environ["HF_HUB_OFFLINE"] = "1"
+        why = f"{masked(hub)} does not answer within {HUB_PATIENCE_S:g} s ({first_line(error)})"
+        said = f"warning: {why}: only what is kept here is used. HF_HUB_OFFLINE=0 waits for it"
+        if VOICE.speaks(said):
+            print(said, file=sys.stderr)
 
 
 def _check_rewards(config: Config) -> None:

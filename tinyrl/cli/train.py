@@ -1,6 +1,6 @@
-"""`tinyrl train` (a new run, a dry run, a resumed one), and what comes before it: `plan`, `probe` and `distill store`.
+"""`tinyrl train` (a new run, a dry run, a resumed one), and what comes before it: `plan` and `probe`.
 
-`fork` and `verify` repeat a run's steps from a checkpoint on, under other settings or under the same.
+`fork` repeats a run's steps from a checkpoint on, under other settings or under the same.
 
 Torch is imported once the settings are known to be right.
 """
@@ -20,14 +20,12 @@ import typer
 
 from tinyrl.cli.options import Json, setting_words
 from tinyrl.config.methods import METHODS, or_list
-from tinyrl.errors import GuardStop, OutOfRoom
+from tinyrl.errors import OutOfRoom
 from tinyrl.runs.launched import Options, forget_launcher, launched
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config
     from tinyrl.training.planning import Planned
-
-STORED_TOP_K = 64  # of the teacher's tokens that are kept where teacher.top_k does not say
 
 
 def complete_method(incomplete: str) -> list[str]:
@@ -128,26 +126,6 @@ def probe(
             print(f"\n{write}: {len(rows):,} rows, {len(seen.groups):,} of them with a pass_rate")
 
 
-def store(
-    words: Annotated[list[str], setting_words("what `tinyrl train distill` would be given", before="[RECIPE] ")],
-    output: Annotated[str, typer.Option(metavar="FOLDER", help="where to; then teacher.path=FOLDER needs no teacher")],
-    *,
-    options: Options,
-) -> None:
-    """Let a teacher read the answers in the rows and keep its likeliest tokens, so that training does without it."""
-    asked = [] if any(word.startswith("teacher.top_k=") for word in words) else [f"teacher.top_k={STORED_TOP_K}"]
-    config = _resolved(["distill", *words, *asked])
-    if config.teacher.kind == "stored":
-        raise ValueError(f"teacher.path={config.teacher.path} is stored already")
-    if Path(output).exists() and any(Path(output).iterdir()):
-        raise ValueError(f"{output} is there already; choose another --output")
-    from tinyrl.rollout.components import trainer_of
-
-    trainer_of("distill")(config, options=options).store(Path(output), told=lambda line: print(line, flush=True))
-    others = [word for word in words if not word.startswith("teacher.")]
-    print(f"next: {shlex.join(['tinyrl', 'train', 'distill', *others, f'teacher.path={output}'])}")
-
-
 def fork(
     origin: Annotated[str, typer.Argument(metavar="RUN[@STEP]", help="from which checkpoint; default the newest")],
     settings: Annotated[list[str] | None, setting_words("what is another from there on")] = None,
@@ -163,34 +141,6 @@ def fork(
     command = ["tinyrl", *sys.argv[1:]]
     launch = forked(origin, settings or [], options=options, output_dir=output_dir, name=name, command=command)
     return partial(launch.go, report=write_report)
-
-
-def verify(
-    run: Annotated[str, typer.Argument(metavar="RUN")],
-    num: Annotated[int, typer.Option(min=1, help="stretches between checkpoints to repeat, drawn at random")] = 1,
-    everything: Annotated[bool, typer.Option("--all", help="repeat all of them")] = False,
-    *,
-    options: Options,
-) -> int:
-    """Repeat steps of a run: are samples, metrics and weights those it wrote? Exits with 3 where they are not."""
-    from tinyrl.runs.run_dir import open_run
-
-    opened = open_run(run)
-    from tinyrl.training.verify import verify as verified
-
-    found = []
-    for one in verified(opened, options=options, num=None if everything else num):
-        print(one, flush=True)
-        found.append(one)
-    repeated = [one for one in found if one.skipped is None]
-    different = [one for one in repeated if one.different]
-    if not repeated:
-        print("nothing could be repeated: keep more checkpoints (run.save_every, run.keep_checkpoints)")
-    elif not different:
-        print(f"verified: {len(repeated)} of {len(found)} stretches were repeated, and are the same to the bit")
-    else:
-        print(f"NOT verified: {len(different)} of {len(repeated)} differ")
-    return GuardStop.exit_code if different or not repeated else 0
 
 
 def _dry_run(method: str | None, settings: list[str], *, options: Options) -> None:

@@ -18,7 +18,7 @@ from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
 from tinyrl.config.schema import Config, without_effect
 from tinyrl.config.settings import check_familiar, explain, fields_of
 from tinyrl.config.yaml_reader import Source, dump_plain, parse_plain
-from tinyrl.text import decode_utf8, did_you_mean, restored, shortened
+from tinyrl.text import decode_utf8, did_you_mean, shortened
 
 MAX_RECIPE_BYTES = 100_000
 OWN_MODEL_OR_DATA = ("model", "model.path", "task", "task.name", "task.data")  # overrides that ask for something else
@@ -189,8 +189,7 @@ def dump_config(config: Config) -> str:
 
 
 def load_written_config(path: Path, *, overrides: Sequence[str] = ()) -> Config:
-    """Read a run's config.yaml. Written out in full, it may be larger than the recipe it comes from; secrets are where
-    they were.
+    """Read a run's config.yaml. Written out in full, it may be larger than the recipe it comes from.
 
     One without task.split_seed is of a version in which run.seed chose the held-out rows, so it gets that value:
     the run must not be judged by rows it was trained on.
@@ -200,10 +199,7 @@ def load_written_config(path: Path, *, overrides: Sequence[str] = ()) -> Config:
 
 def written_config(source: Source, *, overrides: Sequence[str] = ()) -> Config:
     """`load_written_config` of values that were read: those of a checkpoint's state.json."""
-    try:
-        values = restored(source.values)
-    except ValueError as error:
-        raise ValueError(f"{source.name}: {error}") from None
+    values = deepcopy(source.values)
     task, run = values.get("task"), values.get("run")
     if isinstance(task, dict) and isinstance(run, dict) and "seed" in run:
         task.setdefault("split_seed", run["seed"])

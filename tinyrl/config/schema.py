@@ -39,7 +39,7 @@ from tinyrl.config.sections import (
     TaskConfig,
     TeacherConfig,
 )
-from tinyrl.text import hidden, is_address, masked, redact, shortened
+from tinyrl.text import is_address, masked, redact, shortened
 
 
 class Config(Section):
@@ -138,8 +138,8 @@ class Config(Section):
 
 
 def without_secrets(values: dict[str, Any]) -> dict[str, Any]:
-    """Sections of settings without secrets: those of environment variables, and those in a URL."""
-    shown = hidden(values)
+    """Sections of settings, with userinfo and queries of URLs masked."""
+    shown = values
     for section, name in URL_SETTINGS:
         part = shown.get(section)
         if isinstance(part, dict) and isinstance(part.get(name), str):
@@ -427,16 +427,12 @@ def _teacher(config: Config) -> Iterator[str]:
         return
     if distill and teacher.coef > 0:
         yield f"teacher.coef={teacher.coef} weighs the teacher beside a reward; distill learns from it alone"
-    if distill and kind == "stored" and 0 < config.distill.on_policy < 1:
-        yield f"distill.on_policy={config.distill.on_policy}: teacher.path={teacher.path} are stored, and not sampled"
     if kind in ("self", "start") and teacher.hint is None:
         yield f"teacher.path={teacher.path} needs teacher.hint: without one it knows no more than the policy"
     if kind == "start" and not config.has_reference:
         yield "teacher.path=start is the reference, and reference.kind=none leaves none"
     if kind == "server" and config.generation.temperature != 1.0:
         yield f"generation.temperature={config.generation.temperature} is not the 1 at which a server's teacher answers"
-    if kind == "stored" and not distill:
-        yield f"teacher.path={teacher.path} are stored answers, for `tinyrl train distill`; here a teacher has to read"
     if teacher.quantization and kind != "model":
         yield f"teacher.quantization={teacher.quantization} is for a model of its own, not teacher.path={teacher.path}"
     if distill and config.environment.use and config.distill.on_policy < 1:

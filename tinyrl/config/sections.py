@@ -102,7 +102,7 @@ class CriticConfig(Section):
 
 
 class TeacherConfig(Section):
-    path: Text | None = Field(default=None, description="a run, adapter or model, a server, stored, self, or start")
+    path: Text | None = Field(default=None, description="a run, adapter or model, a server, self, or start")
     hint: Text | None = Field(default=None, description="what it reads besides, such as 'Answer: {answer}'")
     divergence: Share = Field(default=1.0, description="0: forward KL, 1: reverse KL, between: Jensen-Shannon")
     top_k: Positive | None = Field(default=None, description="its likeliest tokens and a tail; null: the vocabulary")
@@ -113,14 +113,13 @@ class TeacherConfig(Section):
 
     @property
     def kind(self) -> str:
-        """What `path` names: none, self, start, server, adapter, stored or model."""
+        """What `path` names: none, self, start, server, adapter or model."""
         if self.path is None or self.path in ("self", "start"):
             return self.path or "none"
         if is_address(self.path):
             return "server"
         folder = starter_path(self.path) or Path(self.path).expanduser()
-        files = {"adapter_config.json": "adapter", "teacher.json": "stored"}
-        return next((kind for file, kind in files.items() if os.path.isfile(folder / file)), "model")
+        return "adapter" if os.path.isfile(folder / "adapter_config.json") else "model"
 
 
 class SourceConfig(Section):

@@ -1,6 +1,6 @@
 """What a word means that names a run, a checkpoint or a model, and the configurations that it is loaded with.
 
-`policy_at` is for who talks to a policy (chat, serve, benchmarks), `find` for evaluation.
+`policy_at` is for who talks to a policy (chat, serve), `find` for evaluation.
 
 A run of grpo or ppo is sampled on its held-out prompts and judged by its reward. A run of sft or dpo is measured by its
 trainer on its held-out rows, and sampled too where a task or a reward is named. A reward model is only measured. A

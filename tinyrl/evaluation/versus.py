@@ -38,7 +38,6 @@ from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.components import Options, SamplingParts, resolve_threads, trainer_of
 from tinyrl.runs.run_dir import finite, run_of
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.text import hidden
 
 FEWEST_LEFT = 10  # prompts, after those that the other side was trained on are left out
 LIMITS = ("timeout_s", "memory_gb")  # of the processes of people's code
@@ -121,7 +120,7 @@ def _sampled(first: Target, vs: str | None, asked: Asked, *, options: Options) -
             result["trained_on"] = sum(prompt_key(p.prompt) in seen for p in prompts)
     if asked.save_samples is not None and ours.parts.world.is_main:
         with open(asked.save_samples, "w", encoding="utf-8") as out:
-            out.writelines(json.dumps(line, ensure_ascii=True) + "\n" for line in hidden(finite(lines)))
+            out.writelines(json.dumps(line, ensure_ascii=True) + "\n" for line in finite(lines))
     return result
 
 

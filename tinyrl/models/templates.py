@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from datetime import date
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 SECONDS = 5.0  # for one rendering; an ordinary one takes 0.1 ms
 MOST_CHARACTERS = 1_000_000  # of a template (the longest in use have 20,000), and of what it adds to the messages
+DATE = "strftime_now"  # the clock that a template may ask; as a variable of task.chat_template, the day it shows
 
 
 def template_text(
@@ -38,6 +41,9 @@ def template_text(
         _check_variables(tokenizer.get_chat_template(), tuple(variables))
     template, roles = tokenizer.chat_template, ", ".join(message["role"] for message in messages[:8])
     longest = sum(len(str(message.get("content") or "")) for message in messages) * 4 + MOST_CHARACTERS
+    if DATE in variables:
+        options["chat_template"] = _clock(variables[DATE]) + tokenizer.get_chat_template(tools=variables.get("tools"))
+        variables = {name: value for name, value in variables.items() if name != DATE}
     owner = repr(tokenizer.name_or_path) if tokenizer.name_or_path else "the model"
     with reading(f"the chat template of {owner} refuses messages with the roles {roles}"):
         if isinstance(template, str) and len(template) > MOST_CHARACTERS:
@@ -49,6 +55,24 @@ def template_text(
         if len(text) > longest:
             raise ValueError(f"it makes {len(text):,} characters of them")
     return text
+
+
+def asks_for_date(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template asks for today's date."""
+    return DATE in str(tokenizer.chat_template)
+
+
+def _clock(day: Any) -> str:
+    """Return the start of a template in which strftime_now shows this day (written as 2026-11-25), at midnight; the
+    library passes a template no function. Raises ValueError for anything else.
+    """
+    try:
+        shown = date.fromisoformat(day)
+    except (TypeError, ValueError):
+        raise ValueError(f"task.chat_template: {DATE}={shortened(str(day))} is no date such as 2026-11-25") from None
+    codes = [f"%{flag}{letter}" for flag in ("", "-") for letter in "aAbBcdeDFHIjmMpSTuUVwWxXyY"]
+    filters = "".join(f"|replace('{code}', {json.dumps(shown.strftime(code))})" for code in codes)
+    return f"{{% macro {DATE}(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n"
 
 
 @lru_cache(maxsize=4)

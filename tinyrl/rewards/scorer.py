@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.reward_model import SequenceRewardModel, is_reward_adapter, positions_of
 from tinyrl.models.roles import Roles
+from tinyrl.models.templates import DATE, asks_for_date
 from tinyrl.rewards.functions import FunctionReward, RewardCall, call_in_process
 from tinyrl.rewards.judge import JudgeReward, Spent
 from tinyrl.rewards.model_text import TextFormat, adapter_rows, classifier_tokens
@@ -80,7 +81,7 @@ class Scorer:
         self.workers = [*self.functions, *([self.grader] if self.grader else [])]
         self.has_model = config.model is not None
         self.uses_verifier = config.is_verifier
-        self.text_format = _text_format(config.model, model)
+        self.text_format = _text_format(config.model, model, policy_format.chat_template.get(DATE))
         self._adapter_tokenizer = tokenizer  # of the adapter's base, whoever's completions are judged
         self._adapter_prompts: dict[str, list[int]] = {}  # by the policy's text
         if self.uses_verifier and task.verify is None:
@@ -284,11 +285,14 @@ class Scorer:
         return self._adapter_prompts[prompt.text]
 
 
-def _text_format(path: str | None, model: SequenceRewardModel | None) -> TextFormat | None:
+def _text_format(path: str | None, model: SequenceRewardModel | None, day: Any) -> TextFormat | None:
+    """How a reward model reads prompts; `day`: the date of the run, for a template that asks and was given none."""
     if path is None:
         return None
     if model is not None:
-        return TextFormat.of_config(model.model.config)
+        found = TextFormat.of_config(model.model.config)
+        dated = {DATE: day} if day and asks_for_date(model.tokenizer) else {}
+        return replace(found, chat_template=dated | found.chat_template)
     return TextFormat.of_adapter(path) if is_reward_adapter(path) else None  # a model whose weights are not loaded
 
 

@@ -9,19 +9,21 @@ import math
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
 from tinyrl.environments.trial import NONSENSE, Called, Tried
 from tinyrl.rewards.functions import FunctionReward
 from tinyrl.rewards.judge import JudgeReward, Spent
-from tinyrl.rewards.scorer import Scorer
 from tinyrl.tasks import Task
 from tinyrl.tasks.answers import answer_tokens
 from tinyrl.tasks.prompts import PreparedPrompt, row_columns
 from tinyrl.text import visible
 from tinyrl.workers.calls import RowFailure
+
+if TYPE_CHECKING:
+    from tinyrl.rewards.scorer import Scorer  # with torch, which the trial of a function does without
 
 
 @dataclass(frozen=True)

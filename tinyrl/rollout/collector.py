@@ -21,7 +21,6 @@ from tinyrl.rollout.buffer import FINISH_REASONS, Rollout, new_rollout, sampled_
 from tinyrl.rollout.components import SamplingParts
 from tinyrl.rollout.thinking import sample_within_budget
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.text import hidden
 
 TOKEN_BY_TOKEN = 8  # completions of an evaluation step in tokens.jsonl
 MOST_TOKEN_BYTES = 20_000_000  # of tokens.jsonl
@@ -238,8 +237,6 @@ def token_lines(
     kinds |= {"teacher": rollout.teacher_logprobs, "reward": rewards}
     for place, row in enumerate(rows):
         tokens = rollout.response(row)
-        if hidden(whole := str(tokenizer.decode(tokens))) != whole:
-            continue  # the value of a secret variable, which no single piece would show
         columns = {name: None if x is None else x[row].tolist() for name, x in kinds.items()}
         columns["new"] = new_logprobs[place].tolist()
         chosen = rollout.response_mask[row].tolist()

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,6 +30,7 @@ from tinyrl.models.meta import bytes_by_role, meta_roles
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.roles import Role, load_roles, save_roles
+from tinyrl.models.templates import DATE, asks_for_date
 from tinyrl.models.tokens import readable
 from tinyrl.rewards.judge import JudgeGone
 from tinyrl.rewards.model_text import TextFormat
@@ -69,6 +71,7 @@ class Parts:
             torch.use_deterministic_algorithms(True, warn_only=True)
         model, trust = config.model, options.trust_remote_code
         self.tokenizer = load_tokenizer(model.path, revision=model.revision, trust_remote_code=trust)
+        self.config = config = self._dated(config)
         if options.weights:
             self.roles = build_roles(
                 config, device=self.accelerator.device, dtype=dtype, trust_remote_code=trust, teacher=self.learns
@@ -81,6 +84,14 @@ class Parts:
             check_vocabulary(self.tokenizer, self.roles.critic_model, path=critic, sampled=rows)
         end_at_turn_end(self.roles.causal, self.tokenizer, config.task)
         self.micro_batches = MicroBatches(self.accelerator.device, config.run.micro_batch_tokens)
+
+    def _dated(self, config: Config) -> Config:
+        """Record the date of the run, where the chat template asks for one; a run that has one keeps it."""
+        kept, where = config.task.chat_template, config.task
+        variables = {name: value for name, value in kept.items() if name != DATE}
+        if where.chat is not False and asks_for_date(self.tokenizer):
+            variables[DATE] = kept.get(DATE) or self.world.on_main(lambda: date.today().isoformat())
+        return config.model_copy(update={"task": where.model_copy(update={"chat_template": variables})})
 
     @property
     def world(self) -> World:
@@ -185,6 +196,7 @@ class SamplingParts(Parts):
 
     def __init__(self, config: Config, *, options: Options, judge: Scorer | None = None) -> None:
         super().__init__(config, options=options)
+        config = self.config
         self.task: Task = load_task(config.task.name or "rows", grading=config.task.grading)
         self.runner: EpisodeRunner | AgentRunner | None
         if config.environment.agent is not None and config.uses("environment"):

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tinyrl.text import Excerpt, did_you_mean, excerpt, hidden, one_line
+from tinyrl.text import Excerpt, did_you_mean, excerpt, one_line
 
 Points = list[tuple[int, float]]  # (step, value), by step
 Item = TypeVar("Item")
 
 LARGEST = 1e100
 LOST = "lost_bytes"
-VOLATILE = ("time/", "memory/", "tokens_per_second", "judge/")  # metrics of the clock, the machine, a cache
 MOST_OF_A_MARK = 1 << 20  # bytes
 MOST_BYTES = 2_000_000  # of config.yaml and env.json
 
@@ -343,7 +342,7 @@ def read_run(run_dir: Path) -> Run:
     config = _mapping(run_dir / "config.yaml", lambda text: parse_plain(text, str)[0], "settings", notes)
     env = _mapping(run_dir / "env.json", json.loads, "versions", notes)
     notes += _gaps(steps)
-    return Run(run_dir, steps, without_secrets(config), hidden(env), held_out, tuple(folders), nonfinite, tuple(notes))
+    return Run(run_dir, steps, without_secrets(config), env, held_out, tuple(folders), nonfinite, tuple(notes))
 
 
 def _not_a_run(run_dir: Path) -> str:

@@ -30,7 +30,7 @@ from tinyrl.config.recipe import dump_config, load_written_config
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.runs.records import json_lines, lost_lines
-from tinyrl.text import HIDDEN, SECRET, did_you_mean, hidden, one_line, redact
+from tinyrl.text import HIDDEN, SECRET, did_you_mean, one_line, redact
 
 BLOCK = 1 << 16  # bytes read at a time, from the end of a record
 _WRITING = ".writing"  # ends the name of a file that is not whole yet
@@ -148,7 +148,7 @@ class RunDir:
     def write_environment(self, facts: dict[str, Any]) -> None:
         """Write env.json, what `environment` gives."""
         if self.writes:
-            write_whole(self.path / "env.json", json.dumps(hidden(facts), indent=1) + "\n")
+            write_whole(self.path / "env.json", json.dumps(facts, indent=1) + "\n")
 
     def append_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         self._append(self.metrics, [{"step": step, **metrics}])
@@ -228,7 +228,7 @@ class RunDir:
     def _append(self, file: Path, rows: list[dict[str, Any]]) -> None:
         if not self.writes:
             return
-        text = "".join(_as_line(row) for row in hidden(rows))
+        text = "".join(_as_line(row) for row in rows)
         told = bool(self._unwritten)
         text = self._unwritten.pop(file, "") + text
         length = _length(file)

@@ -13,33 +13,20 @@ that some servers tell. Rewards are scored and shown, and not learnt from.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import torch
 
 from tinyrl.algorithms.distillation import token_advantages
-from tinyrl.config.schema import Config
 from tinyrl.models.micro_batches import RowSizes
 from tinyrl.rollout.buffer import Rollout, given_rollout, joined
-from tinyrl.rollout.components import Options
-from tinyrl.rollout.stored import Manifest, bytes_a_token, vocabulary_digest, write_stored
-from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import answer_tokens
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.trainers.on_policy import OnPolicyTrainer
 from tinyrl.trainers.policy_loss import LossSettings
-from tinyrl.trainers.teaching import StoredTeacher
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass
 
 
 class Distill(OnPolicyTrainer):
-    def __init__(self, config: Config, *, options: Options) -> None:
-        super().__init__(config, options=options)
-        if isinstance(self.teacher, StoredTeacher):
-            self.row_fingerprints = {**self.row_fingerprints, "teacher.path": self.teacher.stored.fingerprint}
-
     @property
     def forward_only_passes(self) -> int:
         return super().forward_only_passes if self.config.distill.objective == "sampled" else self.teacher_passes
@@ -79,11 +66,6 @@ class Distill(OnPolicyTrainer):
 
     def responses(self, step: int) -> Rollout:
         """The step's rollout: sampled, and for the rest of distill.on_policy the answers of the rows themselves."""
-        if isinstance(self.teacher, StoredTeacher):
-            rollout = self.teacher.rows(step)
-            texts = map(self.tokenizer.decode, rollout.prompt_tokens)
-            self._texts |= zip(rollout.prompt_rows.tolist(), map(str, texts), strict=True)
-            return rollout
         prompts = self.prompts(step)
         count = round(self.config.distill.on_policy * len(prompts))
         sampled = self.collect(prompts[:count], step) if count else None
@@ -97,26 +79,6 @@ class Distill(OnPolicyTrainer):
             assert found is not None
             return found
         return joined(sampled, given)
-
-    def store(self, folder: Path, *, told: Callable[[str], None]) -> Manifest:
-        """Let the teacher read the given answers of all training rows, and keep its likeliest tokens in a folder."""
-        teacher, prompts = self.teacher, self.train_prompts
-        assert teacher is not None
-        top_k, size = teacher.config.top_k, self.config.distill.num_prompts
-        assert top_k is not None
-        teacher.start()
-        rollouts = [self.given(prompts[i : i + size]) for i in range(0, len(prompts), size)]
-        tokens = sum(int(rollout.loss_mask.sum()) for rollout in rollouts)
-        each = bytes_a_token(top_k)
-        told(f"{len(prompts)} rows, {tokens:,} tokens, {each} bytes each: {tokens * each / 1e6:,.1f} MB in {folder}")
-        about = {"teacher": teacher.config.path, "top_k": top_k, "temperature": self.config.generation.temperature,
-                 "vocabulary": vocabulary_digest(self.tokenizer.get_vocab())}  # fmt: skip
-
-        def read(rollout: Rollout) -> Rollout:
-            teacher.read(rollout)
-            return rollout
-
-        return write_stored(folder, map(read, watched(rollouts)), about=about)
 
     def given(self, prompts: list[PreparedPrompt]) -> Rollout:
         """The rows' own answers: their `completion`, or what the task knows to be right. Raises ValueError for a row

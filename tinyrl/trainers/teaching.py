@@ -11,7 +11,6 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor
 from tinyrl.algorithms.distillation import with_tail
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_mean
-from tinyrl.data.rows import batch_indices
 from tinyrl.errors import GuardStop, Interrupted
 from tinyrl.generation.server_client import (
     ROUNDED,
@@ -41,7 +39,6 @@ from tinyrl.models.micro_batches import RowSizes, Work, own_rows
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.roles import Role, Roles
 from tinyrl.rollout.buffer import Rollout
-from tinyrl.rollout.stored import StoredRows, vocabulary_digest
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.text import did_you_mean, listed
 
@@ -263,41 +260,12 @@ class ServerTeacher(Teacher):
         return found
 
 
-class StoredTeacher(Teacher):
-    """What a teacher said of given responses, in a folder (rollout/stored.py): nothing is sampled."""
-
-    def __init__(self, trainer: OnPolicyTrainer) -> None:
-        super().__init__(trainer)
-        self.stored = StoredRows(Path(str(self.config.path)).expanduser())
-        about = self.stored.manifest
-        if about.vocabulary != vocabulary_digest(trainer.tokenizer.get_vocab()):
-            raise ValueError(f"teacher.path={self.config.path} was written for another tokenizer, by {about.teacher}")
-        if about.temperature != self.temperature:
-            raise ValueError(
-                f"teacher.path={self.config.path} holds probabilities at a temperature of {about.temperature:g}; "
-                f"generation.temperature is {self.temperature:g}"
-            )
-
-    def rows(self, step: int) -> Rollout:
-        """The responses of a step, read already: a function of (seed, step)."""
-        config, count = self.trainer.config, len(self.stored)
-        size = min(config.on_policy.num_prompts, count)
-        return self.stored.take(
-            batch_indices(config.run.seed, step, num_prompts=size, num_rows=count),
-            num_rewards=len(self.trainer.scorer.names),
-        )
-
-    def read(self, rollout: Rollout) -> None:
-        assert rollout.teacher_logprobs is not None
-
-
 LOCAL: dict[str, Role] = {"self": "policy", "start": "reference", "adapter": "teacher", "model": "teacher"}
 
 
 TEACHERS: dict[str, type[Teacher]] = {
     **dict.fromkeys(LOCAL, LocalTeacher),
     "server": ServerTeacher,
-    "stored": StoredTeacher,
 }
 
 

@@ -128,6 +128,7 @@ def start(
     config = resolve(config)
     with undone_on_failure() as undo:
         trainer, meta = load(config, options=options, undo=undo)
+        config = trainer.config  # with the date of the run
         with out_of_memory_stops("before the first step"):
             notes = [resolve_threads(trainer), *trainer.check()]
             if trainer.accelerator.device.type == "cpu":  # numbers depend on what run.threads=auto came to
@@ -139,7 +140,7 @@ def start(
         run = _folder(trainer.world, output_dir, name=name, config=config, overwrite=overwrite)
         undo.callback(run.lock.release)
         run.write_config(config)
-        write_environment(run, trainer, command=command)
+        write_environment(run, trainer, options=options, command=command)
         reading = partial(read_sources, config, rows=trainer.row_fingerprints, known={})
         sources = Sources
         if run.writes:  # beside the training: large weights take seconds
@@ -172,10 +173,12 @@ def trained_on(trainer: Trainer) -> str:
     return name if processes == 1 else f"{processes} processes, each {name}"
 
 
-def write_environment(run: RunDir, trainer: Trainer, *, command: list[str]) -> None:
+def write_environment(run: RunDir, trainer: Trainer, *, options: Options, command: list[str]) -> None:
     """env.json of a run that `trainer` trains."""
+    device = trainer.accelerator.device.type
     facts = environment(
         command,
+        options={"device": device, "trust_remote_code": options.trust_remote_code},
         device=trained_on(trainer),
         threads=torch.get_num_threads(),
         seed=trainer.config.run.seed,
@@ -229,7 +232,6 @@ def open_session(
     *,
     sources: Callable[[], Sources],
     meta: MetaModels | None = None,
-    silent: bool = False,
 ) -> Launch:
     """A launch whose session stands at the beginning of the run."""
     trainer.keep_output(run.append_reward_output if run.writes else lambda text: None)
@@ -237,7 +239,7 @@ def open_session(
         trainer,
         run,
         evaluate=trainer.evaluate,
-        display=Display(num_steps=trainer.config.run.num_steps, silent=silent or not trainer.world.is_main),
+        display=Display(num_steps=trainer.config.run.num_steps, silent=not trainer.world.is_main),
         sources=sources,
     )
     return Launch(run, trainer, session, tried_plan(trainer, meta))

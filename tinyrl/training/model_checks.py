@@ -19,6 +19,7 @@ from tinyrl.generation.select import engine_of
 from tinyrl.models.batches import SequenceBatch, make_batch
 from tinyrl.models.device import MOST_IN_FLOAT32, as_exact, in_float32, ordinary_ids
 from tinyrl.models.loading import embedding_rows
+from tinyrl.models.templates import asks_for_date
 from tinyrl.models.tokens import token_ids
 from tinyrl.rollout.components import Options, Parts
 from tinyrl.runs.resolve import resolve
@@ -97,6 +98,8 @@ def _template(parts: Parts) -> Check:
         return Check(name, "note", f"{shortened(prompt.text)!r} comes back from its tokens as {back!r}")
     end = answer_end(tokenizer, chat="auto", variables={})
     said = f"a turn ends with {tokenizer.convert_ids_to_tokens(end)!s}, which ends a completion"
+    if asks_for_date(tokenizer):
+        return Check(name, "note", f"{said}; it shows today's date, and a run keeps that of its first day")
     if end == tokenizer.eos_token_id:
         return Check(name, "ok", said)
     return Check(name, "note", f"{said}; the tokenizer's EOS is another ({tokenizer.eos_token})")

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tinyrl.config.recipe import written_config
 from tinyrl.config.schema import Config, without_secrets
@@ -41,13 +45,12 @@ def resume(
     options: Options,
     config: Config | None = None,
     allow_config_change: bool = False,
-    silent: bool = False,
 ) -> Launch | None:
     """Go on from the newest checkpoint that verifies, or from the beginning. None: the run is finished.
 
     `config` (default: the run's config.yaml), and the files that the run reads, may differ from the checkpoint's only
     with `allow_config_change`. Raises ValueError otherwise. Nothing of the run is changed before all of it is loaded,
-    and config.yaml only when a checkpoint has been written under another configuration. `silent`: shows no progress.
+    and config.yaml only when a checkpoint has been written under another configuration.
     """
     with undone_on_failure() as undo:
         undo.enter_context(run.lock)
@@ -61,7 +64,8 @@ def resume(
             run_section = config.run.model_copy(update={"threads": before["run"].get("threads", "auto")})
             config = config.model_copy(update={"run": run_section})
         changes = check_changes(before, config, since=since, allowed=allow_config_change)
-        notes = [f"warning: {w}; using {folder.name if folder else 'the start'} instead" for w in warnings[:1]]
+        options, notes = started_with(run, options)
+        notes += [f"warning: {w}; using {folder.name if folder else 'the start'} instead" for w in warnings[:1]]
         trainer, meta = load(config, options=options, undo=undo, also=since)
         with out_of_memory_stops("before the first step"):
             known = kept.sources if kept else Sources()
@@ -73,7 +77,7 @@ def resume(
                 allowed=allow_config_change,
             )
             notes += trainer.check()
-            launch = open_session(run, trainer, sources=lambda: sources, meta=meta, silent=silent)
+            launch = open_session(run, trainer, sources=lambda: sources, meta=meta)
             if folder is None or kept is None:
                 notes.append(resolve_threads(trainer))
                 run.cut({})
@@ -90,6 +94,30 @@ def resume(
         launch.session.new_config = bool(changes)
         launch.say(notes)
         return launch
+
+
+def started_with(run: RunDir, given: Options) -> tuple[Options, list[str]]:
+    """The device that a run was started on, where the command line names none, and a note for another one.
+
+    Raises ValueError for a run started with --trust-remote-code that is resumed without: a run's folder may come from
+    anybody, so only the command line lets code of a model run.
+    """
+    try:
+        kept = json.loads((run.path / "env.json").read_text(encoding="utf-8"))["options"]
+        device, trusted = kept["device"], kept["trust_remote_code"] is True
+    except (OSError, ValueError, LookupError, TypeError):
+        return given, []
+    if trusted and not given.trust_remote_code:
+        raise ValueError(
+            f"{run.path} was started with --trust-remote-code: "
+            f"`{shlex.join(['tinyrl', 'train', '--resume', str(run.path), '--trust-remote-code'])}`"
+        )
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    now = given.device if given.device != "auto" else "cpu" if device == "cpu" else here
+    notes = [f"warning: {run.path} was started on {device}, and goes on on {now}"] if now != device else []
+    if given.trust_remote_code and not trusted:
+        notes.append(f"warning: {run.path} was started without --trust-remote-code")
+    return replace(given, device=now), notes
 
 
 def _check_beginning(run: RunDir) -> None:
@@ -168,7 +196,7 @@ def fork(
         launch = resume(new, options=options, config=config, allow_config_change=True)
         assert launch is not None
         undo.callback(launch.close)
-        write_environment(new, launch.trainer, command=command)
+        write_environment(new, launch.trainer, options=options, command=command)
         return launch
 
 

@@ -19,6 +19,7 @@ import tinyrl
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.models.reading import ADAPTER_FILES, TOKENIZER_FILES
+from tinyrl.models.templates import DATE
 from tinyrl.runs.checkpoint import checkpoint_of, checkpoint_step
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir, open_run, run_of
@@ -69,7 +70,7 @@ def export(
     shutil.rmtree(writing, ignore_errors=True)
     try:
         writing.mkdir()
-        saved, notes = None, ()
+        saved, notes = None, tuple[str, ...]()
         if config.lora.enabled:
             lora = json.loads((checkpoint / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
             own = {"r": lora["r"], "alpha": lora["lora_alpha"]}
@@ -81,6 +82,8 @@ def export(
             for file in OWN_FILES:  # and nothing that only a resume needs
                 if (checkpoint / file).is_file():
                     shutil.copyfile(checkpoint / file, writing / file)
+        if day := config.task.chat_template.get(DATE):
+            notes += (f"the chat template shows today's date, which was {day} in training",)
         step, picture = checkpoint_step(checkpoint), (run.path / PICTURE).is_file()
         if picture:
             shutil.copyfile(run.path / PICTURE, writing / PICTURE)

@@ -21,7 +21,7 @@ from tinyrl.runs.metrics import TABLE
 from tinyrl.runs.records import evenly
 from tinyrl.runs.records import number as as_number
 from tinyrl.runs.run_dir import named_run
-from tinyrl.text import hidden, number, one_line
+from tinyrl.text import number, one_line
 
 MOST_POINTS = 12  # of the curve
 PICTURE = "report.png"
@@ -152,6 +152,6 @@ def _value(value: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    """One line that Markdown shows as it is, without invisible characters and secrets."""
-    line = one_line(str(hidden(text)), 300)
+    """One line that Markdown shows as it is, without invisible characters."""
+    line = one_line(str(text), 300)
     return re.sub(r"[\\`*\[\]|#<]", lambda found: "&lt;" if found[0] == "<" else f"\\{found[0]}", line)
