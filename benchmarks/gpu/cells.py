@@ -20,7 +20,6 @@ TESTS = {  # `pytest -m gpu` in slices, first what is true of a GPU alone
     "learning": (["tests/gpu/test_learning.py"], 200),
     "methods and environments": (["tests/gpu/test_runs.py", "-k", "form or text or environment"], 240),
     "stops and resumes": (["tests/gpu/test_runs.py", "-k", "resumes"], 200),
-    "planned memory": (["tests/gpu/test_runs.py", "-k", "planned"], 200),
 }
 FOUR_BIT = ("7b",)
 PEER_MICRO_BATCH = 16

@@ -94,9 +94,8 @@ def test_nothing_is_found_where_the_default_run_learns():
     assert findings(seen) == []
     assert 0.2 < mean(seen.pass_rates) < 0.8
     assert sum(histogram(seen).values()) == len(seen.groups) == 24
-    assert seen.step.keys() == {"rollout", "update"}
+    assert seen.rollout_seconds > 0
     assert seen.peak_gb > 0
-    assert seen.plan is not None
     said = render(seen)
     assert "nothing found" in said
     assert "pass rate" in said
@@ -287,7 +286,6 @@ def test_ppo_and_episodes_are_probed():
     config = load_config("ppo", "starter-ppo", overrides=STARTER)
     seen = probe(config, options=CPU, num_prompts=8, samples=None, minutes=5)
     assert seen.samples == 8
-    assert "passes without gradient" in seen.step
 
 
 def test_a_probe_ends_when_its_time_is_over():

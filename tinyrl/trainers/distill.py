@@ -40,10 +40,6 @@ class Distill(OnPolicyTrainer):
         if isinstance(self.teacher, StoredTeacher):
             self.row_fingerprints = {**self.row_fingerprints, "teacher.path": self.teacher.stored.fingerprint}
 
-    @property
-    def forward_only_passes(self) -> int:
-        return super().forward_only_passes if self.config.distill.objective == "sampled" else self.teacher_passes
-
     def passes(self, rollout: Rollout, rows: list[int], sizes: RowSizes, settings: LossSettings) -> list[Pass]:
         if self.config.distill.objective == "sampled":
             return super().passes(rollout, rows, sizes, settings)
