@@ -170,9 +170,3 @@ def test_a_signal_ends_the_command_soon_and_it_resumes(device: torch.device, mom
     longer = [*command, "--resume", str(tmp_path / "run"), f"run.num_steps={done + 1}", "--allow-config-change"]
     again = subprocess.run([*longer, "--device", device.type], capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr[-2000:]
-
-
-@pytest.fixture(scope="module")
-def sized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models of some sizes and prompts for them."""
-    return prepared(tmp_path_factory.mktemp("peaks"))

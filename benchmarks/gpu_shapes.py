@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +51,6 @@ def parameters(shape: Shape) -> int:
     """Weights in matrices: the layers', the embedding, and a head of its own where there is one."""
     layers = shape.layers * sum(inputs * outputs for inputs, outputs in shape.matrices)
     return layers + shape.vocabulary * shape.hidden * (2 if shape.name in UNTIED else 1)
-
-
-def of_vocabulary(shape: Shape, words: int) -> Shape:
-    """The same with another vocabulary."""
-    return replace(shape, name=f"{shape.name}-{words}", vocabulary=words)
 
 
 def prompt_rows(shape: Shape, tokens: int) -> list[dict[str, str]]:
@@ -117,3 +112,14 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     (folder / "done").touch()
     return {"parameters": parameters(shape)}
+
+
+def main() -> None:
+    from benchmarks import measuring
+
+    settings = measuring.job()
+    measuring.answer(settings, **measure(settings))
+
+
+if __name__ == "__main__":
+    main()

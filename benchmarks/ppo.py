@@ -6,8 +6,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from benchmarks import our_recipe, processes, same_work
-from benchmarks.compare_grpo import COLUMNS, row
 from benchmarks.fixed_work import prepare
+from benchmarks.grpo import COLUMNS, row
 from benchmarks.results import Result, alternate, pooled, time_ratios
 from benchmarks.sizes import SIZES
 from benchmarks.tables import machine, markdown, spread, versions

@@ -11,7 +11,7 @@ import statistics
 from argparse import Namespace
 from pathlib import Path
 
-from benchmarks import compare_grpo, processes
+from benchmarks import grpo, processes
 from benchmarks.fixed_work import LEARNING, write_rows
 from benchmarks.results import Result, alternate, interval
 from benchmarks.tables import machine, markdown, versions
@@ -79,10 +79,8 @@ def main(options: Namespace) -> None:
     files = prepare_sorting(options)
     results = alternate(
         {
-            "tinyrl": lambda seed: compare_grpo.ours_once(files, pair=seed, options=options, work=LEARNING),
-            "TRL": lambda seed: compare_grpo.peer_once(
-                files, PEER_MICRO_BATCH, pair=seed, options=options, work=LEARNING
-            ),
+            "tinyrl": lambda seed: grpo.ours_once(files, pair=seed, options=options, work=LEARNING),
+            "TRL": lambda seed: grpo.peer_once(files, PEER_MICRO_BATCH, pair=seed, options=options, work=LEARNING),
         },
         options.pairs,
     )
