@@ -273,7 +273,7 @@ def test_the_command(tmp_path: Path):
 def test_a_method_without_samples_is_refused(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{i}", "completion": "a"}) + "\n" for i in range(20)))
-    told = CliRunner().invoke(app, ["probe", "sft", "starter-sft", f"task.data={path}"])
+    told = CliRunner().invoke(app, ["probe", "sft", f"task.data={path}"])
     assert told.exit_code == 2
     assert "learns from rows" in told.output
 

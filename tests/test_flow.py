@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
+from examples import flow
 from tinyrl.algorithms.advantages import group_advantages
-from tinyrl.algorithms.flow import flow_sde_step, flow_step_kl
 from tinyrl.algorithms.losses import clipped_policy_loss, kl_loss
+
+flow_sde_step, flow_step_kl = flow.flow_sde_step, flow.flow_step_kl
 
 
 def test_a_step_by_hand() -> None:

@@ -1,8 +1,8 @@
-"""The build of the embedded models: `python -m tinyrl.starter.build OUT` (about nine minutes on one core).
+"""The build of the embedded models: `python examples/embedded_models/build.py OUT` (about nine minutes on one core).
 
 Writes the generated text, tokenizers and untrained models' configs into OUT/work, trains with the package's own
-`tinyrl train sft` and `tinyrl train reward` (recipes starter-sft, starter-reward and lookup-sft), and leaves a folder a
-model in OUT with CHECKSUMS.json beside them. `... OUT lookup_model` builds that one alone, `... OUT
+`tinyrl train sft` and `tinyrl train reward` (by the recipes beside this file), and leaves a folder a model in OUT with
+CHECKSUMS.json beside them. `... OUT lookup_model` builds that one alone, `... OUT
 teacher` the adapter that `tinyrl train distill` learns from.
 """
 
@@ -24,6 +24,7 @@ from tinyrl.starter import write_rows
 from tinyrl.starter.sentiment import reward_pairs
 from tinyrl.starter.text import episode_rows, language_rows, vocabulary
 
+HERE = Path(__file__).parent
 VOCABULARY_SIZE = 768
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 MAX_LENGTH = 256
@@ -42,8 +43,8 @@ class Plan(NamedTuple):
 
 
 PLANS = {
-    "model": Plan("sft", "starter-sft", "language"),
-    "reward_model": Plan("reward", "starter-reward", "pairs"),
+    "model": Plan("sft", "sft", "language"),
+    "reward_model": Plan("reward", "reward", "pairs"),
     "lookup_model": Plan("sft", "lookup-sft", "episodes"),  # shipped rounded to bfloat16, at half the size
 }
 
@@ -139,7 +140,7 @@ def build(out: Path, names: Iterable[str] = PLANS) -> None:
         for end, rows in zip(("", "_eval"), rows_of(data), strict=True):
             write_rows(work / f"{data}{end}.jsonl", rows)
         where = [f"task.data={work / data}.jsonl", f"task.eval_data={work / data}_eval.jsonl"]
-        checkpoint = train(model, work, method, recipe, f"model.path={work / model}", *where)
+        checkpoint = train(model, work, method, str(HERE / f"{recipe}.yaml"), f"model.path={work / model}", *where)
         (out / model).mkdir(exist_ok=True)
         for name in KEPT:
             if (checkpoint / name).is_file():
@@ -164,7 +165,7 @@ def build_teacher(out: Path) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or not set(sys.argv[2:]) <= {*PLANS, "teacher"}:
-        sys.exit(f"usage: python -m tinyrl.starter.build OUT [{'|'.join(PLANS)}|teacher ...]")
+        sys.exit(f"usage: python examples/embedded_models/build.py OUT [{'|'.join(PLANS)}|teacher ...]")
     if sys.argv[2:] == ["teacher"]:
         build_teacher(Path(sys.argv[1]))
     else:
