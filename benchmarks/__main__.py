@@ -2,23 +2,16 @@
 
     python -m benchmarks grpo     --peer-python TRL_VENV/bin/python [--sizes s m v] [--pairs 5] [--steps 6]
     python -m benchmarks ppo      --peer-python TRL_1_12_VENV/bin/python [--sizes s]
-    python -m benchmarks distill  --peer-python TRL_VENV/bin/python [--sizes s]
-    python -m benchmarks rollout  [--peer-python TRL_VENV/bin/python] [--sizes s m]
-    python -m benchmarks turns    [--peer-python TRL_VENV/bin/python] [--sizes s m] [--pairs 5] [--steps 4]
     python -m benchmarks text     --peer-python TRL_VENV/bin/python [--sizes s] [--micro-batches 16]
-    python -m benchmarks memory   --peer-python TRL_VENV/bin/python [--ppo-peer-python TRL_1_12_VENV/bin/python]
-    python -m benchmarks scaling  [--axes group length vocabulary size]
     python -m benchmarks learning --peer-python TRL_VENV/bin/python [--pairs 5] [--steps 60]
     python -m benchmarks real     --peer-python TRL_VENV/bin/python --ppo-peer-python TRL_1_12_VENV/bin/python
-    python -m benchmarks gpu      [--minutes 10] [--shapes 0.5b 1.5b 3b 7b] [--list] [--only WORDS] [--again]
+    python -m benchmarks gpu      [--minutes 10] [--shapes 0.5b 1.5b 3b 7b] [--list] [--only WORDS]
 
 TRL_VENV: `pip install torch==2.13.0 trl==1.16.0 peft` in an environment of its own; TRL_1_12_VENV has trl==1.12.0, the
 last release with PPO. Both sides run in processes of their own, in alternation, with the same number of threads; the
 first step of each process is warm-up. `--sizes xs --pairs 1 --steps 2` tries a command out in about a minute.
 `gpu` (docs/gpu.md) measures what it can within --minutes, cell by cell, into cells.jsonl and table.md; run again, it
 goes on where it was. `gpu --shapes tiny` runs all of it on a CPU in minutes, at sizes that say nothing.
-Of tinyrl alone, each with --help: benchmarks.start_up, .checkpoint_cost, .stopping, .starter_claims,
-.forgetting
 """
 
 from __future__ import annotations
@@ -31,19 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import (
-    compare_distill,
-    compare_grpo,
-    compare_learning,
-    compare_memory,
-    compare_ppo,
-    compare_real,
-    compare_rollout,
-    compare_text,
-    compare_turns,
-    our_scaling,
-)
-from benchmarks.gpu import command as gpu
+from benchmarks import gpu, grpo, learning, ppo, real, text
 from benchmarks.sizes import REAL_MODEL, SIZES
 
 
@@ -59,16 +40,11 @@ class Command:
 
 
 COMMANDS = {
-    "grpo": Command(compare_grpo.main, ("s", "m", "v")),
-    "ppo": Command(compare_ppo.main, ("s",)),
-    "distill": Command(compare_distill.main, ("s",)),
-    "rollout": Command(compare_rollout.main, ("s", "m"), needs_a_peer=False),
-    "turns": Command(compare_turns.main, ("s", "m"), needs_a_peer=False, steps=4),
-    "text": Command(compare_text.main, ("s",)),
-    "memory": Command(compare_memory.main, ("s", "m", "v")),
-    "scaling": Command(our_scaling.main, ("s", "m"), needs_a_peer=False),
-    "learning": Command(compare_learning.main, steps=60, threads=1),
-    "real": Command(compare_real.main, threads=1),
+    "grpo": Command(grpo.main, ("s", "m", "v")),
+    "ppo": Command(ppo.main, ("s",)),
+    "text": Command(text.main, ("s",)),
+    "learning": Command(learning.main, steps=60, threads=1),
+    "real": Command(real.main, threads=1),
     "gpu": Command(gpu.main, needs_a_peer=False),
 }
 
@@ -79,34 +55,27 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("what", choices=COMMANDS)
     parser.add_argument("--peer-python", help="Python of a virtual environment with TRL")
-    parser.add_argument("--ppo-peer-python", help="memory, gpu: Python of one with TRL 1.12, the last release with PPO")
+    parser.add_argument("--ppo-peer-python", help="real, gpu: Python of one with TRL 1.12, the last release with PPO")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES))
     parser.add_argument("--pairs", type=int, default=5, help="processes of each side; learning: seeds, at most 10")
-    parser.add_argument("--steps", type=int, help="steps (or rollouts) of a process (6; turns 4; learning 60)")
-    parser.add_argument("--threads", type=int, help="of each side (2; learning 1)")
+    parser.add_argument("--steps", type=int, help="steps (or rollouts) of a process (6; learning 60)")
+    parser.add_argument("--threads", type=int, help="of each side (2; learning and real 1)")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16], help="grpo, text: the peer's")
     work = ("PROMPTS", "GROUP", "TOKENS")
     parser.add_argument("--work", type=int, nargs=3, metavar=work, help="grpo: of a step (8 8 128)")
-    parser.add_argument("--critics", nargs="+", default=["separate", "adapter", "shared"], help="ppo, memory: ours")
-    parser.add_argument("--methods", nargs="+", default=compare_real.METHODS, choices=compare_real.METHODS, help="real")
-    parser.add_argument("--axes", nargs="+", default=list(our_scaling.AXES), choices=list(our_scaling.AXES))
+    parser.add_argument("--critics", nargs="+", default=["separate", "adapter", "shared"], help="ppo: ours")
+    parser.add_argument("--methods", nargs="+", default=real.METHODS, choices=real.METHODS, help="real")
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="overrides for tinyrl")
     parser.add_argument("--force", action="store_true", help="show ratios though the sides did not do the same work")
     parser.add_argument("--out", type=Path, help="folder to keep models and results in (default: a temporary one)")
-    parser.add_argument("--minutes", type=float, default=10.0, help="gpu: of this slice")
+    parser.add_argument("--minutes", type=float, default=10.0, help="gpu: of this call")
     parser.add_argument("--shapes", nargs="+", default=gpu.NAMES, choices=[*gpu.NAMES, "tiny"], help="gpu: models")
-    parser.add_argument("--again", action="store_true", help="gpu: try again what a whole slice was too short for")
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="WORD", help="gpu: cells with one of these in the name"
-    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="gpu: cells with these in their name")
     parser.add_argument("--list", action="store_true", help="gpu: the cells that are left, in their order")
-    parser.add_argument("--into", type=Path, metavar="PAGE", help="gpu: write the results so far into a page")
-    real = os.environ.get(REAL_MODEL)
+    model = os.environ.get(REAL_MODEL)
     parser.add_argument(
-        "--real-model", type=Path, default=real, help="folder of tinyrl.starter.smollm2 (or in TINYRL_REAL_MODEL)"
+        "--real-model", type=Path, default=model, help=f"real, gpu: folder of the real model (or in {REAL_MODEL})"
     )
-    parser.add_argument("--ppo-peer-path", metavar="FOLDER", help="gpu: packages with TRL 1.12, for PPO alone")
-    parser.add_argument("--vllm-python", help="gpu: Python of an environment with vLLM")
     options = parser.parse_args(words)
     if options.real_model is not None:
         os.environ[REAL_MODEL] = str(options.real_model.resolve())  # where `real` and --sizes real look
@@ -121,6 +90,8 @@ def problem(options: argparse.Namespace) -> str | None:
     """A sentence where these options cannot work."""
     if COMMANDS[options.what].needs_a_peer and not options.peer_python:
         return f"{options.what} needs --peer-python: the Python of a virtual environment with TRL"
+    if options.what == "real" and options.real_model is None:
+        return f"real needs --real-model: a folder made by `python -m tinyrl.starter.smollm2` (or {REAL_MODEL})"
     if options.steps < 2:
         return "--steps must be at least 2: the first is warm-up"
     if "tiny" in options.shapes and len(options.shapes) > 1:

@@ -52,7 +52,7 @@ class Steps:
     """Seconds between the ends of successive steps, and of the phases within each; the first step is warm-up.
 
     `phases` is a list a step of seconds by phase, `tokens` what was sampled in it, `cpu` seconds of all threads, which
-    a machine that does other things too hardly changes; planned_gb: the peak of memory that was planned.
+    a machine that does other things too hardly changes.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,6 @@ class Steps:
         self.cpu: list[float] = []
         self.phases: list[dict[str, float]] = []
         self.tokens: list[int] = []
-        self.planned_gb: float | None = None
         self._now: dict[str, float] = {}
         self._sampled = 0
         self._end: float | None = None

@@ -50,17 +50,6 @@ def grpo(files: Path, *, steps: int, options: Namespace, seed: int = 0, work: Gr
     }
 
 
-def distill(files: Path, *, steps: int, options: Namespace, seed: int, work: Grpo) -> dict[str, Any]:
-    """One completion a prompt, one update by the reverse KL to a teacher that is a model of its own."""
-    return {
-        "method": "distill",
-        **common(files, work, steps=steps, options=options, seed=seed),
-        "reward": {"functions": [{"use": f"{REWARDS}:{work.reward}"}]},
-        "teacher": {"path": str(files / "model")},
-        "distill": {"num_prompts": work.num_prompts},
-    }
-
-
 def ppo(files: Path, *, critic: str, steps: int, options: Namespace, seed: int) -> dict[str, Any]:
     """64 prompts with one completion each, four epochs of one optimizer step, a reward model of the policy's shape."""
     start = {"path": str(files / "reward_model")} if critic == "separate" else {}

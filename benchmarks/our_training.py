@@ -33,7 +33,6 @@ def watched_steps() -> Iterator[measuring.Steps]:
         end_step(self, **metrics)
 
     def silent(self: Launch, *, report: Callable[[Path], object], until: int | None = None) -> int:
-        steps.planned_gb = self.plan.peak / 1e9 if self.plan is not None else None
         return go(self, report=lambda _: None, until=until)
 
     Session.end_step, Launch.go = end, silent
@@ -71,7 +70,6 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         "adapter": str(max((run / "checkpoints").iterdir())),
         "imports_mb": imports,
         "peak_mb": measuring.peak_mb(),
-        "planned_gb": steps.planned_gb,
         "lines": lines,
     }
 

@@ -1,4 +1,4 @@
-"""Checks that both sides do the same work: tokens sampled a step, and loss and gradient on one fixed batch.
+"""Checks that both sides do the same work: tokens sampled a step.
 
 Ratios of times mean nothing without it, so they are not shown when it fails (--force shows them).
 """
@@ -9,11 +9,7 @@ import math
 import statistics
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-
-from benchmarks import our_recipe, processes
-from benchmarks.fixed_work import SPEED
+from dataclasses import dataclass
 
 TOKENS_APART, LOSS_APART = 0.05, 1e-4
 
@@ -43,21 +39,6 @@ def same_tokens(ours: Sequence[float], theirs: Sequence[float]) -> Check:
     if error > TOKENS_APART / 2 * means[1] and abs(means[0] - means[1]) <= 2 * error:
         return Check(True, f"{sentence}; within the noise of {len(ours)} and {len(theirs)} steps, too few to tell 5 %")
     return Check(False, sentence)
-
-
-def same_loss(files: Path, *, options: Namespace) -> Check:
-    """Loss and gradient of the GRPO loss, with the same LoRA weights (B not zero), clip and KL at work."""
-    gradients = options.out / "jobs" / f"gradients-{files.name}.safetensors"
-    question = {"files": str(files), "work": asdict(SPEED), "gradients": str(gradients)}
-    theirs = processes.run("peer_loss", question, options=options, python=options.peer_python)
-    recipe = our_recipe.grpo(files, steps=1, options=options)
-    ours = processes.run("our_loss", {**question, "recipe": recipe, "overrides": options.set}, options=options)
-    loss_gap = abs(ours["loss"] / theirs["loss"] - 1)
-    sentence = (
-        f"fixed batch: loss {ours['loss']:.6f} and {theirs['loss']:.6f} ({loss_gap:.1e} apart), gradients "
-        f"{ours['gradient_gap']:.1e} of their norm apart (allowed {LOSS_APART:.0e})"
-    )
-    return Check(max(loss_gap, ours["gradient_gap"]) <= LOSS_APART, sentence)
 
 
 def report(checks: Sequence[Check], *, options: Namespace) -> bool:

@@ -17,13 +17,13 @@ from collections import namedtuple
 from itertools import pairwise
 
 import torch
+from flow import flow_sde_step, flow_step_kl
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from sklearn.svm import SVC
 from torch import Tensor, nn
 
 from tinyrl.algorithms.advantages import group_advantages
-from tinyrl.algorithms.flow import flow_sde_step, flow_step_kl
 from tinyrl.algorithms.losses import clipped_policy_loss, kl_loss
 
 NUM_PROMPTS, GROUP_SIZE, NUM_STEPS = 20, 16, 10  # digits asked for in an update, drawings of each, denoising steps

@@ -1,7 +1,6 @@
 """Fixtures for test modules of several folders: tiny models made once, and the folder of optional real data.
 
-Runs inside the test process have no plan and draw no report (both take longer than they do) unless a test is marked
-`@pytest.mark.whole`.
+Runs inside the test process draw no report (it takes longer than they do) unless a test is marked `@pytest.mark.whole`.
 """
 
 from collections.abc import Iterator

@@ -16,11 +16,8 @@ from tinyrl.rollout.components import Options
 from tinyrl.runs.run_dir import RunDir, open_run
 from tinyrl.runs.signals import StopFlag
 from tinyrl.tools.report import write_report
-from tinyrl.training import launch
-from tinyrl.training import resume as resuming
 from tinyrl.training.launch import start
 from tinyrl.training.optim import RoleOptimizer, role_optimizers
-from tinyrl.training.planning import tried_meta_models
 from tinyrl.training.resume import resume
 
 VOLATILE = ("time/", "memory/", "tokens_per_second", "judge/")  # metrics of the clock, the machine, a cache
@@ -47,18 +44,16 @@ def config(method: str, path: Path, **sections: Any) -> Config:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """In place of a report and of a plan."""
+    """In place of a report."""
 
 
 report: Callable[[Path], object] = write_report
 
 
 def whole_runs(wanted: bool) -> None:
-    """Whether runs in this process are planned before they begin, and draw their report at the end."""
+    """Whether runs in this process draw their report at the end."""
     global report
     report = write_report if wanted else _nothing
-    for module in (launch, resuming):
-        setattr(module, "tried_meta_models", tried_meta_models if wanted else _nothing)  # noqa: B010
 
 
 class LookedAt(StopFlag):

@@ -21,8 +21,7 @@ from tinyrl.tools.chat.terminal import HELP
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
-    path.name: path.read_text(encoding="utf-8")
-    for path in [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "README.zh-CN.md"]
+    path.name: path.read_text(encoding="utf-8") for path in [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
 }
 every_page = pytest.mark.parametrize("page", PAGES)
 COMMANDS = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]

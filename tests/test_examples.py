@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -21,7 +22,11 @@ def load(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(EXAMPLES))  # as where it is run as a script
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(EXAMPLES))
     return module
 
 

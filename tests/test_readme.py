@@ -1,9 +1,8 @@
-"""The README: its tree is the package's, what survives is tested, and its translation says the same."""
+"""The README: its tree is the package's, and what survives is tested."""
 
 import re
 import shlex
 import subprocess
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from tinyrl.cli.commands import app
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-CHINESE = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
 SURVIVES = (ROOT / "docs" / "survives.md").read_text(encoding="utf-8")
 
 
@@ -60,50 +58,3 @@ def test_the_tree_has_a_line_for_each_room() -> None:
     named = {name.rstrip("/") for name in re.findall(r"^      ([\w/.]+(?: [\w.]+\.py)?) ", tree, re.MULTILINE)}
     rooms = {path.name for path in (ROOT / "tinyrl").iterdir() if not path.name.startswith("__")}
     assert {word for name in named for word in name.split()} == rooms
-
-
-# ---- the translation ----
-
-
-def code_of(page: str) -> list[str]:
-    """Fenced and indented lines, without what is said beside them in words."""
-    lines: list[str] = []
-    fenced = in_tree = False
-    for line in page.splitlines():
-        in_tree = (in_tree or line.startswith("    recipes/ ")) and not line.startswith("## ")
-        if line.startswith("```"):
-            fenced = not fenced
-            lines.append(line)
-        elif fenced or line.startswith("    "):
-            said = r" {2,}\S" if in_tree and line.strip() != "tinyrl/" else r" +# "
-            lines.append(re.split(said, line.strip() if in_tree else line, maxsplit=1)[0].rstrip())
-    return lines
-
-
-def numbers_of(page: str) -> Counter[str]:
-    """The numbers of a page, how often each stands there."""
-    return Counter(re.findall(r"\d+(?:[.,]\d+)*", page))
-
-
-def test_the_translation_has_the_same_commands_and_code() -> None:
-    assert code_of(CHINESE) == code_of(README)
-    assert len(code_of(README)) > 40
-
-
-def test_the_translation_has_the_same_numbers() -> None:
-    assert numbers_of(CHINESE) - numbers_of(README) == Counter()
-    assert numbers_of(README) - numbers_of(CHINESE) == Counter()
-    assert len(numbers_of(README)) > 60
-
-
-def test_the_translation_has_the_same_parts_links_and_names() -> None:
-    for pattern in (r"^#+ ", r"^\|(?:.*\|)+$", r"^- "):
-        found = [len(re.findall(pattern, page, re.MULTILINE)) for page in (README, CHINESE)]
-        assert found[0] == found[1] > 0, pattern
-    links = [re.findall(r"\]\(([^)]+)\)", page)[1:] for page in (README, CHINESE)]
-    assert Counter(links[0]) == Counter(links[1])
-    quoted = [
-        Counter(re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", page, flags=re.M | re.S)))
-        for page in (README, CHINESE)
-    ]
-    assert quoted[0] - quoted[1] == quoted[1] - quoted[0] == Counter()

@@ -1,6 +1,5 @@
 """Packaged recipes: each loads with its method, its header says what running it takes, and each one runs."""
 
-import contextlib
 import importlib.util
 import json
 import re
@@ -11,7 +10,6 @@ import pytest
 
 from tests import running
 from tests.conftest import shared_data
-from tests.generation.stand_in import StandIn
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tinyrl.config.familiar import FAMILIAR
 from tinyrl.config.methods import METHODS
@@ -20,9 +18,6 @@ from tinyrl.config.schema import Config
 from tinyrl.data.rows import read_rows
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.starter import write_rows
-from tinyrl.starter.build import PLANS, write_blank_models
-from tinyrl.starter.sentiment import reward_pairs
-from tinyrl.starter.text import episode_rows, language_rows
 from tinyrl.tasks import gsm8k, load_task, sums
 from tinyrl.tasks.prompts import render_prompt
 
@@ -145,7 +140,7 @@ def before(name: str) -> None:
 
 
 def as_shipped(name: str) -> list[str]:
-    """What a person has beside a recipe that needs files: rows and a reward, or what builds the embedded models."""
+    """What a person has beside a recipe that needs files: rows and a reward."""
     if name == "my-own-rows":
         rows: list[dict[str, Any]] = [{"prompt": f"sort: {'cab'[n % 3 :]}", "answer": "abc"} for n in range(40)]
         write_rows(Path("rows.jsonl"), rows)
@@ -153,13 +148,6 @@ def as_shipped(name: str) -> list[str]:
             "def score(prompts, completions, answer, **columns):\n    return [float(len(c) % 7) for c in completions]\n"
         )
         Path("rewards.py").write_text(code)
-    model = next((model for model, plan in PLANS.items() if plan.recipe == name), None)
-    if model is not None:
-        write_blank_models(Path())
-        write_rows(Path("language.jsonl"), language_rows(200, 0))
-        write_rows(Path("pairs.jsonl"), reward_pairs("train", num_rows=200, seed=0))
-        write_rows(Path("episodes.jsonl"), episode_rows(200, 0))
-        return [f"model.path={model}", f"task.data={PLANS[model].data}.jsonl"]
     return []
 
 
@@ -171,8 +159,6 @@ def with_a_small_model(config: Config) -> list[str]:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     overrides = [f"model.path={folder}"]
-    if config.method == "distill":
-        overrides += small_teacher(config, family)
     if METHODS[config.method].samples:
         overrides += ["generation.max_new_tokens=8", "environment.max_observation_tokens=16"]
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -204,19 +190,6 @@ def with_a_small_model(config: Config) -> list[str]:
     return overrides
 
 
-def small_teacher(config: Config, family: str) -> list[str]:
-    """A teacher of the same words in the place of one from the hub, or what it said of given answers."""
-    if config.teacher.path == "start":
-        return []
-    teacher = tiny_model(Path("teacher"), family, vocabulary=WORDS)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (teacher / file).write_bytes((Path("model") / file).read_bytes())
-    overrides = [f"teacher.path={teacher}"]
-    if importlib.util.find_spec("bitsandbytes") is None:
-        overrides.append("teacher.quantization=null")
-    return overrides
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "method"), METHODS_OF, ids=lambda word: word)
 def test_runs_two_steps(name: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -226,11 +199,7 @@ def test_runs_two_steps(name: str, method: str, tmp_path: Path, monkeypatch: pyt
     elsewhere = "/" in config.model.path or config.model.path.startswith("smollm2")  # on the hub, or made by a script
     before(name)
     overrides = with_a_small_model(config) if elsewhere else as_shipped(name)
-    with contextlib.ExitStack() as serving:
-        if config.generation.engine == "server":
-            server = serving.enter_context(StandIn(Path("model"), max_model_len=4096))
-            overrides.append(f"generation.url={server.url}")
-        code, run, _ = running.train(settings_of(name, method, *overrides, *FEW), Path("runs"))
+    code, run, _ = running.train(settings_of(name, method, *overrides, *FEW), Path("runs"))
     assert code == 0
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]

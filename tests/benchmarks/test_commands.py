@@ -1,5 +1,6 @@
 """The benchmarks' commands: defaults, what they refuse, and that those without a peer run from the repository alone."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -31,31 +32,27 @@ def test_the_folder_of_the_real_model_is_used(tmp_path: Path, tiny: TinyModels, 
 @pytest.mark.parametrize("what", [name for name, command in COMMANDS.items() if command.needs_a_peer])
 def test_a_comparison_asks_for_the_peer(what: str):
     assert "--peer-python" in (problem(parse([what])) or "")
-    assert problem(parse([what, "--peer-python", "python"])) is None
+    assert problem(parse([what, "--peer-python", "python", "--real-model", "smollm2"])) is None
 
 
 def test_what_cannot_be_measured_is_refused():
-    assert "warm-up" in (problem(parse(["rollout", "--steps", "1"])) or "")
+    assert "warm-up" in (problem(parse(["gpu", "--steps", "1"])) or "")
     assert "at most 10" in (problem(parse(["learning", "--peer-python", "python", "--pairs", "11"])) or "")
 
 
-@pytest.mark.release
-@pytest.mark.parametrize(
-    ("words", "columns", "row"),
-    [
-        (["rollout"], "seconds | tokens a second", "| tinyrl, fused |"),
-        (["turns"], "seconds a rollout | ms a chosen token", "| tinyrl, fast turns (fused) |"),
-        (
-            ["scaling", "--axes", "size"],
-            "| size; tinyrl",
-            "| 18432 |",
-        ),  # 2 layers: 2 x 32 x 32, 2 x 32 x 16, 3 x 32 x 64
-    ],
-)
-def test_a_command_runs_without_a_peer(tmp_path: Path, words: list[str], columns: str, row: str):
-    small = ["--sizes", "xs", "--pairs", "1", "--steps", "2", "--threads", "1", "--out", str(tmp_path)]
-    command = [sys.executable, "-m", "benchmarks", *words, *small]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert columns in done.stdout
-    assert row in done.stdout
+@pytest.mark.slow
+def test_cells_of_a_gpu_are_measured_once_and_what_failed_is_tried_again(tmp_path: Path):
+    """All cells at a tiny shape on a CPU; a second call has nothing left."""
+    command = [sys.executable, "-m", "benchmarks", "gpu", "--shapes", "tiny", "--threads", "1", "--out", str(tmp_path)]
+    words = [*command, "--only", "sampling"]
+    broken = {"cell": "sampling tiny fused", "status": "failed", "why": "no reason"}
+    (tmp_path / "cells.jsonl").write_text(json.dumps(broken) + "\n")
+    for expected in (3, 0):
+        before = len((tmp_path / "cells.jsonl").read_text().splitlines())
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        after = (tmp_path / "cells.jsonl").read_text().splitlines()
+        assert len(after) - before == expected
+    last = {record["cell"]: record for record in map(json.loads, after)}
+    assert {record["status"] for record in last.values()} == {"done"}
+    assert "tokens a second" in (tmp_path / "table.md").read_text()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.compare_learning import prepare_sorting
 from benchmarks.judge import answer_probabilities, held_out
+from benchmarks.learning import prepare_sorting
 from tests.tiny_models import TinyModels
 
 EOS, OTHERS = 1, (0, 2, 3, 4)  # the toy's five tokens

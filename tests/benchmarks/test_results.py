@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compare_learning import curve_table
+from benchmarks.learning import curve_table
 from benchmarks.results import above_imports, alternate, interval, pooled, time_ratios
 from benchmarks.same_work import within
 from benchmarks.tables import exponent, markdown, median_phases, spread, versions

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -270,13 +270,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
         calls.append(Started(config, dry_run=True))
         return "a prompt"
 
-    def plan(config: Config, *, options: Any, output_dir: str = "runs") -> Any:
-        return SimpleNamespace(
-            text="a plan", offline=False, problem="too large" if config.grpo.num_prompts == 1000 else None
-        )
-
     stand_in.Options, stand_in.start, stand_in.dry_run, stand_in.go = dict, start, dry_run, lambda **_: 3
-    stand_in.plan, stand_in.time_steps = plan, lambda config, *, options: "2 s a step"
     monkeypatch.setitem(sys.modules, "tinyrl.training.launch", stand_in)
     return calls
 
@@ -296,27 +290,9 @@ def test_options_may_stand_anywhere(arguments: list[str], started: list[Started]
     (call,) = started
     assert call.dry_run
     assert call.config.run.seed == 7
-    assert result.stdout.startswith(f"{dump_config(call.config)}\na plan\na prompt\n")
+    assert result.stdout.startswith(f"{dump_config(call.config)}\na prompt\n")
     assert result.stdout.endswith(": tinyrl probe grpo r.yaml run.seed=7\n")
     assert not Path("runs").exists()
-
-
-@pytest.mark.parametrize("words", [["grpo", "r.yaml"], ["r.yaml"]])
-def test_a_plan_takes_its_method_from_the_recipe_and_loads_weights_only_to_time(
-    words: list[str], started: list[Started]
-):
-    assert run("plan", *words).stdout == "a plan\n2 s a step\n"
-    assert run("plan", *words, "--no-time").stdout == "a plan\n"
-    assert not started
-
-
-@pytest.mark.parametrize("words", [["plan"], ["train", "--dry-run"]])
-def test_what_does_not_fit_exits_with_4_before_weights_are_loaded(words: list[str], started: list[Started]):
-    command, *options = words
-    result = run(command, "grpo", "r.yaml", "grpo.num_prompts=1000", *options)
-    assert result.exit_code == 4
-    assert "too large" in result.stderr
-    assert not started
 
 
 def test_a_run_is_started_with_what_was_said_and_its_exit_code_is_ours(started: list[Started]):

@@ -28,10 +28,10 @@ def test_sections_and_recipes_are_there(name: str) -> None:
 
 
 @named
-def test_a_trainer_trains_evaluates_and_can_be_planned(name: str) -> None:
+def test_a_trainer_trains_and_evaluates(name: str) -> None:
     trainer = trainer_of(name)
     assert issubclass(trainer, Trainer)
-    for what in ("train", "evaluate", "longest_step"):
+    for what in ("train", "evaluate"):
         assert getattr(trainer, what) is not getattr(Trainer, what)
 
 

@@ -1,7 +1,7 @@
 """The path a GPU takes, as far as a CPU can follow it.
 
 Steps in buckets of rows are replayed from a recording whose warm-up is undone, and finished rows are looked for only
-now and then. The cache is blocks, and may be too small for all rows.
+now and then.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ def test_a_graph_is_captured_once_for_a_shape_and_its_warm_up_is_undone():
 
 @pytest.fixture
 def shapes(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """From here on engines decode by graphs, in blocks of 4 tokens; the rows that graphs were asked for."""
+    """From here on engines decode by graphs; the rows that graphs were asked for."""
     seen: set[int] = set()
     call = StepGraphs.__call__
 
@@ -51,20 +51,19 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
     def with_graphs(self: FusedEngine, *arguments: Any, **named: Any) -> None:
         begin(self, *arguments, **named)
-        self.by_graphs = self.in_blocks = True
+        self.by_graphs = True
 
     record_steps(monkeypatch)
     monkeypatch.setattr(FusedEngine, "__init__", with_graphs)
     monkeypatch.setattr(StepGraphs, "__call__", noted)
     monkeypatch.setattr(fused, "WIDTH_BUCKET", 8)
-    monkeypatch.setattr(fused, "BLOCK", 4)
     return seen
 
 
 @pytest.mark.parametrize("max_rows", [3, 6, None])
 @pytest.mark.wide
 def test_samples_from_graphs_are_the_same_samples(tiny: TinyModels, shapes: set[int], max_rows: int | None):
-    """Rows are rounded up, so empty slots are computed as well. Prompts of several rows are in their blocks once."""
+    """Rows are rounded up, so empty slots are computed as well."""
     slow, engine = (make_engine(tiny("qwen3"), name, max_new_tokens=40) for name in ("hf", "fused"))
     slow.eos, engine.eos = torch.arange(1, 16), set(range(1, 16))
     engine.max_rows, engine.look_every = max_rows, 5

@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from tests.generation.sampling import PROMPTS, make_engine
-from tests.generation.test_blocks import in_blocks, slots
 from tests.tiny_models import TinyModels
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import Completion, Request
 from tinyrl.generation.live import LIVE_STEP, Draw, LiveSampler, Scored, Wanted, settings_of
 
-__all__ = ["slots"]  # a fixture
 DRAWS = [Draw(), Draw(temperature=0.0), Draw(temperature=0.6, top_k=5), Draw(top_p=0.5)]
 
 
@@ -202,13 +200,11 @@ def said(sampler: LiveSampler, prompt: list[int], row: int = 0, *, limit: int = 
 LONG = list(range(20, 50))
 
 
-@pytest.mark.parametrize("blocks", [False, True])
 def test_a_conversation_that_goes_on_is_read_from_where_it_was(
-    blocks: bool, tiny: TinyModels, slots: list[Any], reads: list[tuple[str, list[int]]]
+    tiny: TinyModels, reads: list[tuple[str, list[int]]]
 ) -> None:
     """An answer's last token is not in the cache. Other conversations and rounds in between do not matter."""
-    engine = make_engine(tiny("llama"), "fused", lora=True)
-    live = LiveSampler(in_blocks(engine) if blocks else engine, max_rows=4)
+    live = LiveSampler(make_engine(tiny("llama"), "fused", lora=True), max_rows=4)
     first, other = said(live, LONG), said(live, list(range(60, 90)), 1)
     reads.clear()
     second = said(live, [*LONG, *first, 51, 52])
@@ -228,21 +224,6 @@ def test_a_history_that_was_edited_is_read_from_the_edit(tiny: TinyModels, reads
     said(live, [*LONG[:8], 3, 4])
     live.close()
     assert reads == [("extend", [2]), ("extend", [1]), ("prefill", [10])]
-
-
-def test_a_group_in_blocks_does_not_write_where_others_read(
-    tiny: TinyModels, slots: list[Any], reads: list[tuple[str, list[int]]]
-) -> None:
-    """Rows of one prompt hold its full blocks together: one that parts before their end is read anew."""
-    live = LiveSampler(in_blocks(make_engine(tiny("llama"), "fused", lora=True)), max_rows=4)
-    several = [Client(LONG, Draw(), row=i, limit=4) for i in range(3)]
-    assert live.ask([client.wanted for client in several])
-    answers = [client.answer().tokens for client in several]
-    reads.clear()
-    said(live, [*LONG[:24], 3, 4], 5)
-    said(live, [*LONG, *answers[2], 51], 2)
-    live.close()
-    assert reads == [("prefill", [26]), ("extend", [2])]
 
 
 def test_new_weights_read_everything_anew(tiny: TinyModels, reads: list[tuple[str, list[int]]]) -> None:

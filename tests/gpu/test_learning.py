@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.attention import KINDS, tensors
 from tests import running
 from tests.gpu.waits import counting_waits
 from tests.models.building import full_roles, lora_roles
@@ -89,27 +88,6 @@ def test_packed_rows_have_the_gradient_of_padded_ones(tiny: TinyModels, device: 
     for name, gradient in packed.items():
         torch.testing.assert_close(gradient, padded[name], atol=1e-4, rtol=1e-4, msg=name)
     assert any(float(gradient.abs().max()) > 1e-2 for gradient in packed.values())
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["packed", "flex"])
-@pytest.mark.wide
-def test_attention_of_a_long_group_is_that_of_padded_rows(device: torch.device, kind: str, dtype: str):
-    """Grouped queries, responses of different lengths; on a GPU forward and backward at lengths that are trained on."""
-    gpu = device.type == "cuda"
-    prompt, responses, size = (256, [2048, 1500, 1024, 1900], 64) if gpu else (9, [20, 3, 14, 11], 16)
-    torch.manual_seed(0)
-    number = getattr(torch, dtype)
-    inputs = tensors(4, 2, size, prompt + sum(responses), device=device, dtype=number)
-    results = []
-    for name in (kind, "padded"):
-        leaves = [x.clone().requires_grad_(gpu or kind == "packed") for x in inputs]
-        out = KINDS[name](prompt, responses, device=device)(*leaves)
-        gradients = torch.autograd.grad(out.float().square().sum(), leaves) if leaves[0].requires_grad else ()
-        results.append([out.detach(), *gradients])
-    allowed = 1e-3 if dtype == "float32" else 2e-2
-    for ours, padded in zip(*results, strict=True):
-        assert float((ours - padded).float().norm() / padded.float().norm()) < allowed
 
 
 def test_before_the_first_step_the_kl_to_the_reference_is_exactly_zero(tiny: TinyModels, device: torch.device):

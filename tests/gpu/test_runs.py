@@ -1,4 +1,4 @@
-"""Runs on a device: every method and environment a few steps, a stop, an exact resume, and the memory planned."""
+"""Runs on a device: every method and environment a few steps, a stop, and an exact resume."""
 
 import json
 import signal
@@ -19,7 +19,6 @@ from tests.faults.test_search_runs import searching
 from tests.gpu.devices import ON_A_GPU
 from tests.tiny_models import TinyModels
 from tests.trainers.test_resume import assert_same
-from tests.training.test_planned_peaks import CASES, TO, peaks, prepared
 from tinyrl.config.schema import Config
 from tinyrl.workers.sandbox import why_not_isolated
 
@@ -171,16 +170,3 @@ def test_a_signal_ends_the_command_soon_and_it_resumes(device: torch.device, mom
     longer = [*command, "--resume", str(tmp_path / "run"), f"run.num_steps={done + 1}", "--allow-config-change"]
     again = subprocess.run([*longer, "--device", device.type], capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr[-2000:]
-
-
-@pytest.fixture(scope="module")
-def sized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models of some sizes and prompts for them."""
-    return prepared(tmp_path_factory.mktemp("peaks"))
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, marks=ON_A_GPU) for case in CASES])
-def test_the_planned_peak_is_the_measured_one_on_a_gpu(case: str, sized: Path):
-    """On a CPU: tests/training/test_planned_peaks.py, with the same cases."""
-    planned, measured = peaks(case, sized, device="cuda")
-    assert planned == pytest.approx(measured, rel=TO)

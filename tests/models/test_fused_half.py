@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.models.building import full_roles, lora_roles, stir
+from tests.models.live_bytes import LiveBytes
 from tests.models.test_fused_trunk import qwen3
 from tests.tiny_models import TinyModels, sharp_model
 from tinyrl.models import batches, fused_backbone
@@ -17,7 +18,6 @@ from tinyrl.models.batches import all_states, fuses, library_states
 from tinyrl.models.device import TIMES_THE_LIBRARY, in_float32
 from tinyrl.models.fused_backbone import product
 from tinyrl.models.lora import lora_config, wrap_in_lora
-from tinyrl.models.meta import LiveBytes
 from tinyrl.models.roles import Roles
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -131,17 +131,17 @@ def test_recomputed_layers_have_the_same_gradient(
 def test_recomputed_layers_keep_only_what_goes_into_them():
     most = {}
     for recompute in (False, True):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                qwen3(hidden_size=64, intermediate_size=256, num_hidden_layers=8), dtype=torch.bfloat16
-            )
+        model = AutoModelForCausalLM.from_config(
+            qwen3(hidden_size=64, intermediate_size=256, num_hidden_layers=8), dtype=torch.bfloat16
+        )
         lora = lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear")
-        roles = Roles(wrap_in_lora(model, lora), device=torch.device("meta"), reference=False)
+        roles = Roles(wrap_in_lora(model, lora), device=torch.device("cpu"), reference=False)
         batch = roles.batch([[1] * 8] * 4, [[2] * 16] * 4)
         inside = roles.gradient_checkpointing() if recompute else torch.enable_grad()
-        with LiveBytes() as live, roles.acting("policy"), inside, torch.autocast("cpu", torch.bfloat16):
-            assert fuses(roles.backbone("policy"))
-            all_states(roles.backbone("policy"), batch).sum()
+        with roles.acting("policy"), inside, torch.autocast("cpu", torch.bfloat16):
+            assert fuses(roles.backbone("policy"))  # compares with the library the first time
+            with LiveBytes() as live:
+                all_states(roles.backbone("policy"), batch).sum()
             most[recompute] = live.most
     assert most[True] < 0.4 * most[False]
 
@@ -150,16 +150,17 @@ def test_recomputed_layers_keep_only_what_goes_into_them():
 def test_half_precision_keeps_less_than_the_librarys_and_than_float32(dtype: torch.dtype):
     most = []
     for of, states in ((dtype, all_states), (torch.float32, all_states)):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(qwen3(hidden_size=64, intermediate_size=256), dtype=of)
+        model = AutoModelForCausalLM.from_config(qwen3(hidden_size=64, intermediate_size=256), dtype=of)
         lora = lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear")
-        roles = Roles(wrap_in_lora(model, lora), device=torch.device("meta"), reference=False)
+        roles = Roles(wrap_in_lora(model, lora), device=torch.device("cpu"), reference=False)
         batch = roles.batch([[1] * 8] * 4, [[2] * 16] * 4)
         low = torch.autocast("cpu", of if of != torch.float32 else torch.bfloat16, enabled=of != torch.float32)
-        with LiveBytes() as live, roles.acting("policy"), low:
-            states(roles.backbone("policy"), batch).sum()
-            most.append(live.most)
-    assert most[0] < 0.7 * most[1]
+        with roles.acting("policy"), low:
+            assert fuses(roles.backbone("policy"))  # compares with the library the first time
+            with LiveBytes() as live:
+                states(roles.backbone("policy"), batch).sum()
+        most.append(live.most)
+    assert most[0] < 0.8 * most[1]
 
 
 def test_half_precision_weights_outside_autocast_are_left_to_the_library(tiny: TinyModels):

@@ -100,3 +100,16 @@ def test_out_of_memory_starts_over_with_smaller_micro_batches():
 
     with pytest.raises(OutOfRoom, match="one sequence of 10 tokens"):
         micro_batches.run(Work(sizes, never))
+
+
+def test_the_first_micro_batch_on_a_gpu_sets_the_budget() -> None:
+    """1,000 tokens took 2 MB, and 0.8 of 40 MB are for a micro-batch: 16,000 tokens."""
+    gpu = MicroBatches(torch.device("cuda"))
+    assert gpu.unmeasured
+    gpu.fit(cost=1000, taken=2_000_000, free=40_000_000)
+    assert gpu.tokens == 16_000
+    assert not gpu.unmeasured
+    gpu.fit(cost=1000, taken=2_000_000, free=1_000_000)
+    assert gpu.tokens == 1000  # it fitted; where it no longer does, memory running out halves it
+    assert not MicroBatches(torch.device("cuda"), 4096).unmeasured
+    assert not MicroBatches(torch.device("cpu")).unmeasured

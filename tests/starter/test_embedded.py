@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 import tinyrl.starter
+from examples.embedded_models.build import HERE, PLANS, build, write_blank_models
 from tests import running
 from tinyrl.config.recipe import load_config
 from tinyrl.models.reward_model import SCORE_OFFSET
 from tinyrl.rewards.model_text import TEXT_FORMAT
-from tinyrl.starter.build import build
+from tinyrl.starter import write_rows
+from tinyrl.starter.sentiment import reward_pairs
+from tinyrl.starter.text import episode_rows, language_rows
 
 FOLDER = Path(tinyrl.starter.__file__).parent
 MODELS = ("model", "reward_model")
@@ -63,3 +66,18 @@ def test_ppo_default_reaches_what_the_readme_says(tmp_path: Path) -> None:
     assert last["eval/mean_length"] >= 0.7 * first["eval/mean_length"]
     assert last["eval/verifier_mean"] > first["eval/verifier_mean"] + 0.2  # the grammar agrees
     assert last["value/explained_variance"] > 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", PLANS)
+def test_a_build_trains_by_the_recipe_beside_it(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_blank_models(Path(), [model])
+    write_rows(Path("language.jsonl"), language_rows(200, 0))
+    write_rows(Path("pairs.jsonl"), reward_pairs("train", num_rows=200, seed=0))
+    write_rows(Path("episodes.jsonl"), episode_rows(200, 0))
+    plan, few = PLANS[model], ["run.num_steps=2", "run.eval_prompts=8", "run.threads=1", "run.eval_every=0"]
+    words = [f"model.path={model}", f"task.data={plan.data}.jsonl", "task.eval_data=null", "run.save_every=0", *few]
+    code, run, _ = running.train(load_config(plan.method, str(HERE / f"{plan.recipe}.yaml"), overrides=words), tmp_path)
+    assert code == 0
+    assert running.metrics(run)[-1]["step"] == 2

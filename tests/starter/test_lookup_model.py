@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 import tinyrl.starter
+from examples.embedded_models.build import build, build_lookup_tokenizer
 from tinyrl.config.recipe import load_config
 from tinyrl.generation.engine import Request
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.starter import SPLITS, split_of
-from tinyrl.starter.build import build, build_lookup_tokenizer
 from tinyrl.starter.text import (
     ATTRIBUTES,
     FAMILIES,

@@ -5,7 +5,7 @@ import string
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tinyrl.starter.build import VOCABULARY_SIZE, build_tokenizer
+from examples.embedded_models.build import VOCABULARY_SIZE, build_tokenizer
 from tinyrl.starter.text import language_rows
 
 

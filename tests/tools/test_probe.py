@@ -94,9 +94,8 @@ def test_nothing_is_found_where_the_default_run_learns():
     assert findings(seen) == []
     assert 0.2 < mean(seen.pass_rates) < 0.8
     assert sum(histogram(seen).values()) == len(seen.groups) == 24
-    assert seen.step.keys() == {"rollout", "update"}
+    assert seen.rollout_seconds > 0
     assert seen.peak_gb > 0
-    assert seen.plan is not None
     said = render(seen)
     assert "nothing found" in said
     assert "pass rate" in said
@@ -274,7 +273,7 @@ def test_the_command(tmp_path: Path):
 def test_a_method_without_samples_is_refused(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{i}", "completion": "a"}) + "\n" for i in range(20)))
-    told = CliRunner().invoke(app, ["probe", "sft", "starter-sft", f"task.data={path}"])
+    told = CliRunner().invoke(app, ["probe", "sft", f"task.data={path}"])
     assert told.exit_code == 2
     assert "learns from rows" in told.output
 
@@ -287,7 +286,6 @@ def test_ppo_and_episodes_are_probed():
     config = load_config("ppo", "starter-ppo", overrides=STARTER)
     seen = probe(config, options=CPU, num_prompts=8, samples=None, minutes=5)
     assert seen.samples == 8
-    assert "passes without gradient" in seen.step
 
 
 def test_a_probe_ends_when_its_time_is_over():

@@ -25,7 +25,6 @@ from tinyrl.runs.launched import Options, forget_launcher, launched
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config
-    from tinyrl.training.planning import Planned
 
 
 def complete_method(incomplete: str) -> list[str]:
@@ -86,18 +85,19 @@ def train(
 def plan(
     words: Annotated[list[str], WORDS],
     output_dir: OutputDir = "runs",
-    timed: Annotated[bool, typer.Option("--time/--no-time", help="load the weights too, and time a step")] = True,
     *,
     options: Options,
 ) -> None:
-    """Say what a run will take: memory by part, disk, what fits, seconds a step. Exits with 4 where it does not fit."""
+    """Estimate a run's memory by part, and its disk, from the model's shapes. Exits with 4 where it does not fit."""
     config = _resolved(words)
-    from tinyrl.training.launch import plan, time_steps
+    from tinyrl.models.device import make_accelerator, memory_room
+    from tinyrl.tools.plan import plan_run
 
-    planned = plan(config, options=options, output_dir=output_dir)
-    _show_plan(planned)
-    if timed and not planned.offline:
-        print(time_steps(config, options=options))
+    device = make_accelerator(options.device, dtype=config.model.dtype).device
+    planned = plan_run(config, device=device.type, room=memory_room(device), output_dir=output_dir)
+    print("\n".join(planned.lines()), flush=True)
+    if planned.problem is not None:
+        raise OutOfRoom(planned.problem)
 
 
 def probe(
@@ -153,23 +153,16 @@ def _dry_run(method: str | None, settings: list[str], *, options: Options) -> No
     from tinyrl.runs.resolve import resolve
 
     config = resolve(config_of(method, settings))
-    from tinyrl.training.launch import dry_run, plan
+    from tinyrl.training.launch import dry_run
     from tinyrl.training.replicas import divided
 
     print(dump_config(config))
-    _show_plan(plan(config, options=options))
     if processes.world_size > 1:
         print(divided(config, processes.world_size))
     print(dry_run(config, options=options))
     if config.samples:
         said = shlex.join(["tinyrl", "probe", config.method, *settings])
         print(f"what the policy makes of its prompts, and whether it can learn from them: {said}")
-
-
-def _show_plan(planned: Planned) -> None:
-    print(planned.text, flush=True)
-    if planned.problem is not None:
-        raise OutOfRoom(planned.problem)
 
 
 def _resume(

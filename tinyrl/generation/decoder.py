@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from tinyrl.generation.cache import BLOCK, AnyCache, BlockCache, RowCache
+from tinyrl.generation.cache import RowCache
 from tinyrl.models.batches import backbone_of
 from tinyrl.models.device import to_device
 from tinyrl.models.fused_backbone import turned
 from tinyrl.models.logprobs import Head, head_of
 from tinyrl.models.lora import dense_weight, lora_matrices, lora_rank, merged_weight
-from tinyrl.models.meta import weight_bytes
+from tinyrl.models.memory import weight_bytes
 
 RANK_MULTIPLE = 8  # rows of a bfloat16 matrix then start at 16 bytes, as fast kernels want
 Held = Literal["merged", "apart", "packed"]
@@ -297,13 +297,6 @@ class Decoder:
         cos, sin = self._rotation(width)
         return RowCache(entries.view(shape), cos, sin, heads=self.num_kv_heads, scaling=self.scaling)
 
-    def new_blocks(self, rows: int, width: int, *, blocks: int, block: int = BLOCK) -> BlockCache:
-        """So many blocks for rows of at most `width` tokens each."""
-        shape = (self.num_layers, (1 + blocks) * block, self.num_kv_heads, 2, self.head_dim)
-        entries = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        cos, sin = self._rotation(width)
-        return BlockCache(entries, cos, sin, heads=self.num_kv_heads, scaling=self.scaling, rows=rows, block=block)
-
     @property
     def device(self) -> torch.device:
         return self.backbone.embed_tokens.weight.device
@@ -317,7 +310,7 @@ class Decoder:
         all_cos[:, :, :-1], all_sin[:, :, :-1] = cos[0, :, None, None], sin[0, :, None, None]
         return all_cos, all_sin
 
-    def prefill(self, ids: Tensor, lengths: Tensor, *, cache: AnyCache, rows: list[range]) -> Tensor:
+    def prefill(self, ids: Tensor, lengths: Tensor, *, cache: RowCache, rows: list[range]) -> Tensor:
         """Read prompts ids (P, L), padded on the right, and put the keys and values of prompt p into each of rows[p] of
         the cache. Returns the hidden state of each prompt's last token, (P, H).
         """
@@ -337,7 +330,7 @@ class Decoder:
         return self._normed(x[last], self.norm)
 
     def extend(
-        self, ids: Tensor, lengths: Tensor, start: Tensor, *, cache: AnyCache, rows: Sequence[int], width: int
+        self, ids: Tensor, lengths: Tensor, start: Tensor, *, cache: RowCache, rows: Sequence[int], width: int
     ) -> Tensor:
         """Read on in `rows` of the cache: ids (R, L), padded on the right, token j of row r at position start[r] + j,
         below `width`. A token sees what its row held before `start` and the new ones up to itself; nothing is written
@@ -368,7 +361,7 @@ class Decoder:
             x = self._rest(layer, x, attended[real])
         return self._normed(x[lengths.cumsum(0) - 1], self.norm)
 
-    def step(self, token: Tensor, position: Tensor, *, cache: AnyCache, width: int) -> Tensor:
+    def step(self, token: Tensor, position: Tensor, *, cache: RowCache, width: int) -> Tensor:
         """Hidden states (R, H) after one more token in each of the first R rows of the cache, at `position` (R,), which
         is also where its key and value go. It is below `width` in every row whose state counts.
         """

@@ -284,17 +284,12 @@ def block_width(vocabulary: int) -> int:
 
 
 def sample_tokens(
-    logits: Tensor, u: Tensor, *, temperature: float, top_k: int, top_p: float, greedy: bool, by_kernel: bool = False
+    logits: Tensor, u: Tensor, *, temperature: float, top_k: int, top_p: float, greedy: bool
 ) -> tuple[Tensor, Tensor]:
     """One token a row and its log-probability under softmax(logits / temperature).
 
-    logits (R, V) float32, overwritten; u (R,) uniforms. by_kernel: in one pass over the logits, where there is no top-k
-    and top-p. Returns (R,) int64 and (R,) float32.
+    logits (R, V) float32, overwritten; u (R,) uniforms. Returns (R,) int64 and (R,) float32.
     """
-    if by_kernel and not top_k and top_p == 1:
-        from tinyrl.generation.kernels import sampled
-
-        return sampled(logits, u, temperature=temperature, greedy=greedy)
     z = logits.div_(temperature) if temperature != 1.0 else logits
     token = z.argmax(-1) if greedy else None
     weights = z.sub_(z.amax(-1, keepdim=True)).exp_()

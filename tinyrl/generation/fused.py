@@ -1,8 +1,7 @@
 """The fused sampling engine: its own decoder over a static cache, with continuous batching (Orca, OSDI 2022).
 
 On CUDA a step is replayed from a graph for its bucket of rows, and finished rows are looked for only every few tokens,
-so that nothing waits for the host. There the cache is blocks, which rows take as they grow: where they run out, a row
-is put back, and goes on once its tokens so far are read again. Episodes of several turns are played in the same cache.
+so that nothing waits for the host. Episodes of several turns are played in the same cache.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tinyrl.generation.cache import BLOCK, BlockCache, has_kernels
 from tinyrl.generation.decoder import Decoder, Held
 from tinyrl.generation.engine import (
     LOOK_EVERY,
@@ -99,7 +97,6 @@ class FusedEngine(LocalEngine):
 
     by_graphs: whether steps are replayed from graphs, as on CUDA; deterministic algorithms may copy from the host,
     which no graph can.
-    in_blocks: whether the cache is blocks, which our kernels read; else each row has a stretch of one width.
     overlaps: whether rows go on while others wait for their environment. Which rows are decoded together then depends
     on the clock, and with it the rounding, so not where the same run is to give the same bits.
     """
@@ -121,8 +118,8 @@ class FusedEngine(LocalEngine):
         self.exact = dtype == torch.float32 and roles.causal.dtype == torch.float32
         self.eos = eos_token_ids(roles, tokenizer)
         self.look_every = LOOK_EVERY[roles.device.type]
-        on_cuda, self.in_blocks = roles.device.type == "cuda", has_kernels(roles.device)
-        self.by_graphs = self.overlaps = on_cuda and not torch.are_deterministic_algorithms_enabled()
+        graphs = roles.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
+        self.by_graphs = self.overlaps = graphs
         self.decoders: dict[int, Decoder] = {}  # of each model that has sampled: the policy's, a frozen reference
         self._kept: Kept | None = None
 
@@ -149,15 +146,14 @@ class FusedEngine(LocalEngine):
                 episodes.restart()
                 columns = episodes.max_episode_tokens + self.look_every - 1
             width = max(len(r.prompt_tokens) for r in requests) + columns
-            whole = episodes is not None
-            with self._decoding(options, rows=rows, width=width, whole=whole) as (slots, advance):
+            with self._decoding(options, rows=rows, width=width) as (slots, advance):
                 return Sampling(self, slots, advance, requests, group, options, episodes).run()
 
         return self.in_fewer_rows(len(requests) * group, attempt) if requests else []
 
     @contextmanager
     def _decoding(
-        self, options: SampleOptions, *, rows: int, width: int, whole: bool = False
+        self, options: SampleOptions, *, rows: int, width: int
     ) -> Iterator[tuple[Slots, Callable[..., None]]]:
         """The slots of one attempt with at most so many rows at a time, and what advances them; one that fails holds no
         memory.
@@ -166,7 +162,7 @@ class FusedEngine(LocalEngine):
         with self.roles.acting(role) as model:
             decoder = self.decoders.setdefault(id(model), self.decoder(model))
             decoder.sync(self.roles.adapter_of(role))
-            yield self.slots(decoder, options.get("greedy", False), rows=rows, width=width, whole=whole)
+            yield self.slots(decoder, options.get("greedy", False), rows=rows, width=width)
         self.keep(decoder)
 
     def decoder(self, model: PreTrainedModel) -> Decoder:
@@ -194,24 +190,18 @@ class FusedEngine(LocalEngine):
         """New tokens of one turn a row has room for: it may run past its end until the next look."""
         return self.settings.max_new_tokens + self.look_every - 1
 
-    def slots(
-        self, decoder: Decoder, greedy: bool, *, rows: int, width: int, whole: bool
-    ) -> tuple[Slots, Callable[..., None]]:
-        """Slots for at most `rows` sequences of `width` tokens, and what advances them. whole: for no more than have
-        room to their end, as rows of episodes, which nobody puts back.
-        """
+    def slots(self, decoder: Decoder, greedy: bool, *, rows: int, width: int) -> tuple[Slots, Callable[..., None]]:
+        """Slots for at most `rows` sequences of `width` tokens, and what advances them."""
         kept, device = self._kept, self.roles.device
         like = kept is not None and (kept.slots.decoder, kept.slots.settings) == (decoder, self.settings)
         if kept is None or not like or kept.rows < rows or kept.slots.width < width:
             kept = self._kept = None  # its memory serves the next
             width = -(-width // WIDTH_BUCKET) * WIDTH_BUCKET if self.by_graphs else width
-            fit, blocks = self._fitting(decoder, rows, width)
-            shape = {"capacity": fit, "width": width, "columns": self.columns, "blocks": blocks}
+            fit = min(rows, rows_that_fit(decoder, width, free=free_bytes(device)))
+            shape = {"capacity": fit, "width": width, "columns": self.columns}
             kept = Kept(rows, Slots(decoder, self.settings, **shape, greedy=greedy, device=device))
         slots = kept.slots
-        slots.greedy, slots.capacity = greedy, len(slots.token)
-        if whole and isinstance(slots.cache, BlockCache):
-            slots.capacity = min(slots.capacity, slots.cache.total // slots.cache.blocks_of(slots.width))
+        slots.greedy = greedy
         self.capacity = slots.capacity
         if not self.by_graphs:
             return slots, slots.advance
@@ -221,35 +211,17 @@ class FusedEngine(LocalEngine):
         return slots, kept.graphs[greedy]
 
     def step(self, slots: Slots, advance: Callable[..., None]) -> None:
-        """One token in every live row, for which there is room."""
+        """Advance every live row by one token."""
         slots.grow()
         if self.by_graphs:
             advance(bucket(slots))
         else:
             advance(slots.live, slots.longest)
 
-    def _fitting(self, decoder: Decoder, rows: int, width: int) -> tuple[int, tuple[int, int] | None]:
-        """How many rows of this width to have slots for, and the blocks of their cache: how many, tokens of one."""
-        free = free_bytes(self.roles.device)
-        if not self.in_blocks:
-            self.capacity = min(rows, rows_that_fit(decoder, width, free=free))
-            return self.capacity, None
-        blocks = blocks_that_fit(decoder, rows, width, free=free, block=BLOCK)
-        self.capacity = min(rows, blocks)
-        return self.capacity, (blocks, BLOCK)
-
 
 def rows_that_fit(decoder: Decoder, width: int, *, free: int) -> int:
     """How many sequences of `width` tokens the cache may hold with `free` bytes of memory."""
     return max(1, int(free * CACHE_SHARE / (decoder.cache_bytes_per_token * width)))
-
-
-def blocks_that_fit(decoder: Decoder, rows: int, width: int, *, free: int, block: int) -> int:
-    """Blocks of a cache for `rows` sequences of at most `width` tokens, with `free` bytes of memory: no more than all
-    of them may need, no fewer than one does.
-    """
-    each = -(-width // block)
-    return min(rows * each, max(each, int(free * CACHE_SHARE / (decoder.cache_bytes_per_token * block)) - 1))
 
 
 def bucket(slots: Slots) -> int:
@@ -278,8 +250,6 @@ class Sampling:
         self.keys, self.first_tokens = row_keys(requests, group, seed=options["seed"], step=options["step"])
         self.waiting = deque(range(len(requests) * group))
         self.done: dict[int, Completion] = {}
-        self.begun: dict[int, tuple[list[int], list[float]]] = {}  # of samples that were put back
-        self.full = False  # since then no row has ended, so that there is no more room
 
     def run(self) -> list[list[Completion]]:
         """The completions of each request; none of `episodes`, which have them."""
@@ -291,8 +261,6 @@ class Sampling:
             if self._may_admit():
                 self._admit(slots.capacity - slots.used)
                 self._retire()
-            while not slots.reserve(self.engine.look_every):
-                self._put_back()
             for _ in range(self.engine.look_every if slots.live else 0):
                 check_stop()
                 self.engine.step(slots, self.advance)
@@ -302,50 +270,21 @@ class Sampling:
     def _may_admit(self) -> bool:
         """Whether enough slots are free; any will do where nothing else can be decoded."""
         slots = self.slots
-        enough = slots.used <= ADMIT_BELOW * slots.capacity and not self.full
+        enough = slots.used <= ADMIT_BELOW * slots.capacity
         return bool(self.waiting) and (enough or (not slots.live and slots.used < slots.capacity))
 
     def _admit(self, free: int) -> None:
-        """Let waiting samples enter, as many as there are slots free, and blocks: each row, new ones and those that are
-        live, keeps one to grow into.
-        """
+        """Let as many waiting samples enter as there are slots free."""
         slots = self.slots
-        texts: dict[tuple[int, int], list[int]] = {}  # a request's prompt, or what a sample put back has said too
-        samples: dict[tuple[int, int], list[int]] = {}
-        spare = slots.spare() - slots.live
-        while self.waiting and free:
-            sample = self.waiting[0]
-            key, text = self._text(sample)
-            common, own = slots.blocks_for(len(text), alone=sample in self.begun)
-            spare -= own + 1 + (0 if key in samples else common)
-            if spare < 0 and (slots.used or samples):
-                break
-            texts[key] = text
-            samples.setdefault(key, []).append(self.waiting.popleft())
-            free -= 1
-        each, prompts = list(samples.values()), list(texts.values())
+        samples: dict[int, list[int]] = {}  # by request
+        for _ in range(min(free, len(self.waiting))):
+            sample = self.waiting.popleft()
+            samples.setdefault(sample // self.group, []).append(sample)
+        each, prompts = list(samples.values()), [self.requests[r].prompt_tokens for r in samples]
         for part in padded_parts(prompts, PREFILL_TOKENS[slots.device.type]):
             check_stop()
             drawn = self._uniforms(list(chain.from_iterable(each[part])))
-            slots.enter(each[part], prompts[part], uniforms=drawn, begun=self.begun)
-
-    def _text(self, sample: int) -> tuple[tuple[int, int], list[int]]:
-        """What is read before a sample goes on, and a key that samples with the same text share."""
-        request, begun = sample // self.group, self.begun.get(sample)
-        prompt = self.requests[request].prompt_tokens
-        return ((request, -1), prompt) if begun is None else ((request, sample), prompt + begun[0])
-
-    def _put_back(self) -> None:
-        """Take the live row that is read again soonest out of the cache, whose blocks the others need."""
-        slots, self.full = self.slots, True
-        assert slots.live > 1, "a row has room to its end"
-        slot = min(reversed(range(slots.live)), key=slots.held.__getitem__)
-        sample = slots.sample[slot]
-        said = slots.held[slot] - len(self.requests[sample // self.group].prompt_tokens) + 1
-        (tokens,), (logprobs,) = slots.drawn([slot], said)
-        self.begun[sample] = tokens, logprobs
-        self.waiting.appendleft(sample)
-        slots.leave([slot])
+            slots.enter(each[part], prompts[part], uniforms=drawn)
 
     def _uniforms(self, samples: list[int], after: list[int] | int = 0) -> Tensor:
         """The random numbers of these samples' next tokens, of which there are so many `after` the first."""
@@ -391,7 +330,6 @@ class Sampling:
         if self.episodes is None:
             self.done |= {samples[slot]: completion for slot, completion in ended.items()}
             self.slots.leave(list(ended))
-            self.full = False
             return
         cached: dict[int, int] = {}
         for slot, turn in ended.items():

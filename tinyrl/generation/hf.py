@@ -35,7 +35,7 @@ from tinyrl.models.batches import backbone_of
 from tinyrl.models.device import to_device
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.lora import POLICY_ADAPTER, adapted_parameter
-from tinyrl.models.meta import weight_bytes
+from tinyrl.models.memory import weight_bytes
 from tinyrl.models.roles import Roles
 from tinyrl.runs.signals import check_stop
 

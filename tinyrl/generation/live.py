@@ -137,7 +137,7 @@ class Batch:
         """
         known = {number: common_length([tokens, prompt[:-1]]) for number, tokens in self.read.items()}
         number = max(known, key=known.__getitem__, default=-1)
-        if number < 0 or known[number] < max(LEAST_START, len(self.read[number]) / 2, self.slots.bound(number)):
+        if number < 0 or known[number] < max(LEAST_START, len(self.read[number]) / 2):
             return None
         del self.read[number]
         self.slots.parked[number].cached = known[number]
@@ -290,8 +290,6 @@ class LiveSampler:
                     self._look(engine, batch, going)
                 if not slots.live:
                     return
-                reserved = slots.reserve(engine.look_every)
-                assert reserved, "every row has room to its end"
                 for _ in range(engine.look_every):
                     engine.step(slots, batch.advance)
                 self._look(engine, batch, going)
@@ -309,7 +307,7 @@ class LiveSampler:
             limit, width = -(-limit // WIDTHS) * WIDTHS, max(WIDTHS, 1 << (room - 1).bit_length())
             engine.settings = settings_of(first.draw, limit)
             greedy = first.draw.temperature == 0
-            slots, advance = engine.slots(decoder, greedy, rows=self.max_rows, width=width, whole=True)
+            slots, advance = engine.slots(decoder, greedy, rows=self.max_rows, width=width)
             slots.clear()
             self._batch = batch = Batch(first.draw, limit, slots, advance, room=slots.width - look)
         return batch

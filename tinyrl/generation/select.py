@@ -7,7 +7,6 @@ modules with LoRA branches.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any, Literal
 
@@ -17,29 +16,26 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.config.sections import GenerationConfig
-from tinyrl.generation.cache import BLOCK
-from tinyrl.generation.decoder import Decoder
-from tinyrl.generation.engine import Completion, SamplingEngine, SamplingSettings, sample_tokens
-from tinyrl.generation.footprint import COPY_SHARE, copied_bytes, how_held, sampling_dtype
+from tinyrl.generation.decoder import Decoder, Held, can_share
+from tinyrl.generation.engine import SamplingEngine, SamplingSettings
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.hf import HfEngine
 from tinyrl.generation.server import ServerEngine
 from tinyrl.generation.server_client import ServerClient
 from tinyrl.models.batches import backbone_of
-from tinyrl.models.device import HALVES, as_exact, free_bytes, in_float32, ordinary_ids
+from tinyrl.models.device import HALVES, as_exact, free_bytes, in_float32, ordinary_ids, resolve_dtype
 from tinyrl.models.fused_backbone import reads_like_llama
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.lora import POLICY_ADAPTER, adapted_parameter, is_plain_lora
-from tinyrl.models.meta import bytes_by_role, weight_bytes
+from tinyrl.models.memory import weight_bytes
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.roles import Roles
 from tinyrl.text import first_line, masked
 
+COPY_SHARE = 0.5  # of the free memory that a copy of the weights may take
 EngineName = Literal["auto", "fused", "hf-merged", "hf"]  # of this process
 TRIAL_TEXTS, TRIAL_TOKENS = 8, 7  # texts of the trial in half precision, and tokens of each that it decodes one by one
 NOT_PLAIN = "the adapter is more than W + B A (DoRA, or with a bias), so it stays unmerged"
-MOST_BY_KERNELS = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # of numbers up to 1
-TRIAL_LOGITS = 8193  # four chunks of the draw's kernel, and one entry
 RAISED_BY_TRIALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -72,15 +68,34 @@ def engine_of(
     return select_engine(roles, tokenizer, settings, wanted=config.engine, dtype=dtype, longest=longest, tried=tried)
 
 
-def planned_engine(
-    config: GenerationConfig, roles: Roles, *, device: torch.device, longest_response: int, quantized: bool
-) -> str:
-    """The name of the engine that a run of these models has. `roles` have no numbers: the trial is taken as passed."""
-    if config.engine == "server":
-        return "server"
-    free = max(0, free_bytes(device) - sum(bytes_by_role(roles).values()))
-    dtype, longest = sampling_dtype(config, roles), config.max_prompt_tokens + longest_response
-    return _choice(roles, wanted=config.engine, dtype=dtype, longest=longest, quantized=quantized, free=free)[0]
+def sampling_dtype(config: GenerationConfig, roles: Roles) -> torch.dtype:
+    return roles.dtype if config.dtype == "auto" else resolve_dtype(config.dtype, on_cpu=False)
+
+
+def how_held(roles: Roles, dtype: torch.dtype, *, quantized: bool, free: int) -> Held | None:
+    """How the fused engine holds its weights; None where it would need a copy that is too large."""
+    if copied_bytes(roles, dtype, quantized=quantized) <= free * COPY_SHARE:
+        return "apart" if quantized or dtype != torch.float32 else "merged"
+    if quantized:
+        return "packed"
+    return "apart" if can_share(_base_weights(roles), dtype) else None
+
+
+def copied_bytes(roles: Roles, dtype: torch.dtype, *, quantized: bool) -> int:
+    """Bytes of the weights that the fused engine samples from and that are not the base's own, if there is room."""
+    backbone: Any = roles.backbone("policy")
+    layers = {id(p) for p in backbone.layers.parameters()}
+    shares = dtype != torch.float32 and not quantized
+    copied = 0
+    for weight in _base_weights(roles):
+        own = shares or id(weight) not in layers
+        if not (own and can_share([weight], dtype)):
+            copied += getattr(weight, "quant_state", weight).shape.numel() * dtype.itemsize
+    return copied
+
+
+def _base_weights(roles: Roles) -> list[Tensor]:
+    return [weight for name, weight in roles.causal.named_parameters() if "lora_" not in name]
 
 
 def select_engine(
@@ -197,14 +212,9 @@ def _why_not_fused(roles: Roles, longest: int) -> str | None:
 def _tried(engine: FusedEngine, longest: int) -> tuple[bool, str]:
     """Whether the engine's numbers are those of the model, and how far they are off: in float32 from the model's own
     forward pass, in half precision both from a float32 pass of the same weights. A trial that raises is a reason too,
-    as what a strange model's parts do is not known. Kernels whose numbers are off are not used.
+    as what a strange model's parts do is not known.
     """
     kind = type(engine.roles.causal).__name__
-    wrong = _wrong_with_kernels(engine)
-    if wrong is not None:
-        engine.in_blocks = False
-        fits, said = _tried(engine, longest)
-        return fits, f"{said}; without its kernels: {wrong}"
     try:
         ours, library, exact = trial_logprobs(engine, longest=longest)
     except torch.OutOfMemoryError:
@@ -220,59 +230,6 @@ def _tried(engine: FusedEngine, longest: int) -> tuple[bool, str]:
     if fits:
         return True, f"differs from the model's own forward pass by at most {worst:.1g}"
     return False, f"its numbers are not those of {kind} (by {worst:.2g})"
-
-
-@torch.no_grad()
-def _wrong_with_kernels(engine: FusedEngine) -> str | None:
-    """What is wrong with our kernels on this GPU, beside plain torch; None where they are not in use, too."""
-    if not engine.in_blocks:
-        return None
-    try:
-        with engine.roles.acting("policy") as model:
-            read, drawn = kernel_errors(engine.decoder(model))
-    except torch.OutOfMemoryError:
-        raise
-    except RAISED_BY_TRIALS as error:
-        return f"{type(error).__name__}: {first_line(error)}"
-    most = MOST_BY_KERNELS[engine.dtype]
-    return None if read < most and drawn < most else f"their numbers are off by {max(read, drawn):.2g}"
-
-
-@torch.no_grad()
-def kernel_errors(decoder: Decoder, *, block: int = BLOCK) -> tuple[float, float]:
-    """How far our kernels are from plain torch at most, on random numbers in the model's shapes: of attention, states
-    of keys and values in [-1, 1] by rows of three prompts, one of which ended; of the draw, log-probabilities (infinite
-    where another token is drawn).
-    """
-    rows, lengths = [range(3), range(3, 6), range(6, 7)], [2 * block + 3, block, 5]
-    held = [lengths[p] + 1 + 7 * row for p, span in enumerate(rows) for row in span]
-    cache = decoder.new_blocks(8, 4 * block, blocks=32, block=block)
-    cache.claim(rows, lengths)
-    cache.grow(range(7), held)
-    cache.free([1])
-    cache.publish(7)
-    numbers = torch.Generator().manual_seed(0)
-
-    def uniform(*shape: int) -> Tensor:
-        return (torch.rand(*shape, generator=numbers) * 2 - 1).to(cache.entries)
-
-    cache.entries[0] = uniform(*cache.entries.shape[1:])
-    q = uniform(8, decoder.num_kv_heads, decoder.queries + 2, decoder.head_dim)[:, :, : decoder.queries] * 8
-    position = torch.tensor([n - 1 for n in [*held, 1]], device=q.device)
-    ours = cache.reader(position, cache.width)(0, q)
-    cache.by_kernel = False
-    gap = (ours - cache.reader(position, cache.width)(0, q).view_as(ours)).abs().float()
-    gap[1] = gap[7] = 0.0  # of no row
-    logits, u = uniform(8, TRIAL_LOGITS).float() * 8, torch.rand(8, generator=numbers, dtype=torch.float64).to(q.device)
-    options: Any = {"temperature": 0.7, "top_k": 0, "top_p": 1.0}
-    off = [0.0]
-    for greedy in (False, True):
-        (token, logprob), (same, expected) = (
-            sample_tokens(logits.clone(), u, greedy=greedy, by_kernel=by_kernel, **options)
-            for by_kernel in (True, False)
-        )
-        off.append(float((logprob - expected).abs().max()) if torch.equal(token, same) else math.inf)
-    return float(gap.max()), max(off)
 
 
 @torch.no_grad()
@@ -312,27 +269,10 @@ def _decoded(engine: FusedEngine, decoder: Decoder, texts: list[list[int]]) -> T
     device, lengths = engine.roles.device, [len(text) - TRIAL_TOKENS for text in texts]
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts], batch_first=True).to(device)
     count, width = ids.shape
-    rows = [range(i, i + 1) for i in range(count)]
-    if engine.in_blocks:
-        cache = decoder.new_blocks(count, width, blocks=count * -(-width // BLOCK))
-        cache.claim(rows, lengths)
-        cache.grow(range(count), [width] * count)
-        cache.publish(count)
-    else:
-        cache = decoder.new_cache(count, width)
+    rows, cache = [range(i, i + 1) for i in range(count)], decoder.new_cache(count, width)
     position = torch.tensor(lengths, device=device)
     states = [decoder.prefill(ids[:, : max(lengths)], position, cache=cache, rows=rows)]
     for t in range(TRIAL_TOKENS):
         token = ids.gather(1, (position + t).unsqueeze(1)).squeeze(1)
         states.append(decoder.step(token, position + t, cache=cache, width=width))
     return torch.stack([decoder.head.logits(s) for s in states], 1).log_softmax(-1)
-
-
-class Unsampled(SamplingEngine):
-    exact = False
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def sample(self, *_: Any, **__: Any) -> list[list[Completion]]:
-        raise AssertionError("models without numbers do not sample")

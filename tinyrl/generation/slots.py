@@ -10,7 +10,6 @@ token or later, so whatever is written to its cache lies behind what it has read
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -18,7 +17,6 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from tinyrl.generation.cache import BlockCache, RowCache
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import SamplingSettings, sample_tokens
 from tinyrl.models.device import to_device
@@ -47,9 +45,6 @@ class Slots:
     """At most `capacity` rows, of which the first `live` are going; each has room for `columns` new tokens, and `width`
     for prompt and response. `sample[r]` says which sample row r is, `held[r]` how many tokens of it the cache holds.
     `parked`: the samples that wait, in slots behind the live ones.
-
-    blocks: (how many, tokens of one) of a cache in blocks, which rows take as they grow. Where there are fewer than all
-    rows may need, `reserve` says so.
     """
 
     def __init__(
@@ -62,7 +57,6 @@ class Slots:
         columns: int,
         greedy: bool,
         device: torch.device,
-        blocks: tuple[int, int] | None = None,
     ) -> None:
         self.decoder, self.settings, self.greedy, self.device = decoder, settings, greedy, device
         self.capacity, self.width, self.columns = capacity, width, columns
@@ -71,10 +65,7 @@ class Slots:
         self.uniforms = torch.zeros(capacity, columns, dtype=torch.float64, device=device)
         self.tokens = torch.zeros(capacity, columns, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(capacity, columns, device=device)
-        if blocks is None:
-            self.cache = decoder.new_cache(capacity, width)
-        else:
-            self.cache = decoder.new_blocks(capacity, width, blocks=blocks[0], block=blocks[1])
+        self.cache = decoder.new_cache(capacity, width)
         self.sample: list[int] = []
         self.held: list[int] = []
         self.parked: dict[int, Parked] = {}
@@ -94,41 +85,26 @@ class Slots:
 
     def clear(self) -> None:
         self.sample, self.held, self.parked = [], [], {}
-        self._free(range(len(self.token)))
 
-    def enter(
-        self,
-        samples: list[list[int]],
-        prompts: list[list[int]],
-        *,
-        uniforms: Tensor,
-        begun: dict[int, tuple[list[int], list[float]]] | None = None,
-    ) -> None:
-        """New rows: samples[p] continue prompt p, which is read once; uniforms has a row for each of them. begun: of
-        samples that were put back, the tokens drawn so far, which are the end of their prompt, and log-probabilities.
-        """
+    def enter(self, samples: list[list[int]], prompts: list[list[int]], *, uniforms: Tensor) -> None:
+        """New rows: samples[p] continue prompt p, which is prefilled once; uniforms has a row for each of them."""
         counts = [len(of_prompt) for of_prompt in samples]
         self._make_room(sum(counts))
         starts = list(accumulate(counts, initial=self.live))
         lengths = to_device(torch.tensor([len(p) for p in prompts]), self.device)
         rows = [range(start, start + count) for start, count in zip(starts, counts, strict=False)]
-        if isinstance(self.cache, BlockCache):
-            self.cache.claim(rows, [len(p) for p in prompts])
         states = self._read(prompts, lengths, rows)
         self.sample += chain.from_iterable(samples)
         self.held += [len(p) for p, count in zip(prompts, counts, strict=True) for _ in range(count)]
         source = to_device(torch.tensor([p for p, count in enumerate(counts) for _ in range(count)]), self.device)
         logits = self.decoder.head.logits(states)[source]
-        said = (
-            {slot: begun[s] for slot, s in enumerate(self.sample) if slot >= starts[0] and s in begun} if begun else {}
-        )
-        self._begin(logits, slice(starts[0], starts[-1]), position=lengths[source], uniforms=uniforms, said=said)
+        self._begin(logits, slice(starts[0], starts[-1]), position=lengths[source], uniforms=uniforms)
 
     def _read(self, prompts: list[list[int]], lengths: Tensor, rows: list[range]) -> Tensor:
-        """Put each prompt into its rows of the cache; the state of its last token. Where each row has a stretch of the
-        cache, what all of them begin with (a system prompt, tools) is read once.
+        """Prefill the prompts and return the hidden state of each last token. A prefix common to all prompts (a system
+        prompt, tools) is prefilled once and copied.
         """
-        start = shared_start(prompts) if isinstance(self.cache, RowCache) and len(prompts) > 1 else 0
+        start = shared_start(prompts) if len(prompts) > 1 else 0
         if not start:
             return self.decoder.prefill(self._padded(prompts), lengths, cache=self.cache, rows=rows)
         everyone, behind = range(rows[0].start, rows[-1].stop), lengths.new_full((len(prompts),), start)
@@ -140,31 +116,6 @@ class Slots:
             for row in span[1:]:
                 self.cache.copy(span.start, row, len(prompt))
         return states
-
-    def blocks_for(self, tokens: int, *, alone: bool) -> tuple[int, int]:
-        """What a prompt takes of a cache in blocks, for all of its rows and for each (`alone`: it has one)."""
-        if not isinstance(self.cache, BlockCache):
-            return 0, 0
-        common = 0 if alone else tokens // self.cache.block
-        return common, self.cache.blocks_of(tokens + 1) - common
-
-    def spare(self) -> float:
-        """Blocks that no row holds; no end of them where every row has room to its end."""
-        if not isinstance(self.cache, BlockCache):
-            return math.inf
-        whole = self.capacity * self.cache.blocks_of(self.width) <= self.cache.total
-        return math.inf if whole else len(self.cache.spare)
-
-    def reserve(self, steps: int) -> bool:
-        """Room for so many more tokens in each live row; False where the cache has too few blocks."""
-        if not isinstance(self.cache, BlockCache):
-            return True
-        if not self.cache.grow(range(self.live), [min(held + steps, self.width) for held in self.held]):
-            return False
-        if not self.parked:
-            self.position[self.live :] = 0  # what a graph reads for rows that are not live is then short
-        self.cache.publish(self.live)
-        return True
 
     def grow(self) -> None:
         """The live rows are about to advance."""
@@ -179,23 +130,9 @@ class Slots:
         self.position[:live] += 1
         self._draw(self.decoder.head.logits(states), slice(live))
 
-    def _begin(
-        self,
-        logits: Tensor,
-        rows: slice,
-        *,
-        position: Tensor,
-        uniforms: Tensor,
-        said: dict[int, tuple[list[int], list[float]]] | None = None,
-    ) -> None:
-        """The first token of a completion, or of a turn, in these rows, which goes to `position`; or the next, in the
-        slots that have `said` something.
-        """
+    def _begin(self, logits: Tensor, rows: slice, *, position: Tensor, uniforms: Tensor) -> None:
+        """Draw the first token of a completion, or of a turn, in these rows; it goes to `position`."""
         self.position[rows], self.count[rows], self.uniforms[rows] = position, 0, to_device(uniforms, self.device)
-        for slot, (tokens, logprobs) in (said or {}).items():
-            self.tokens[slot, : len(tokens)] = to_device(torch.tensor(tokens), self.device)
-            self.logprobs[slot, : len(tokens)] = to_device(torch.tensor(logprobs), self.device)
-            self.count[slot] = len(tokens)
         self._draw(logits, rows)
 
     def _draw(self, logits: Tensor, rows: slice) -> None:
@@ -207,7 +144,6 @@ class Slots:
             top_k=self.settings.top_k,
             top_p=self.settings.top_p,
             greedy=self.greedy,
-            by_kernel=isinstance(self.cache, BlockCache) and self.cache.by_kernel,
         )
         self.tokens[rows].scatter_(1, column, token.unsqueeze(-1))
         self.logprobs[rows].scatter_(1, column, logprob.unsqueeze(-1))
@@ -229,21 +165,11 @@ class Slots:
         return self.tokens[where, :most].tolist(), self.logprobs[where, :most].tolist()
 
     def leave(self, slots: list[int]) -> None:
-        behind = self._move_behind(slots, self.cache.copy)
-        self._free(range(self.live, self.live + len(behind)))
-
-    def bound(self, sample: int) -> int:
-        """How many tokens of a parked sample others may hold too, so that it cannot go on before their end."""
-        cache = self.cache
-        return cache.shared[self.parked[sample].slot] * cache.block if isinstance(cache, BlockCache) else 0
+        self._move_behind(slots, self.cache.copy)
 
     def forget(self, sample: int) -> None:
         """A parked sample does not go on."""
-        self._free([self.parked.pop(sample).slot])
-
-    def _free(self, slots: Sequence[int]) -> None:
-        if isinstance(self.cache, BlockCache):
-            self.cache.free(slots)
+        del self.parked[sample]
 
     def park(self, cached: dict[int, int]) -> None:
         """Let the rows at these slots wait, of which so many tokens in the cache count."""
@@ -262,10 +188,6 @@ class Slots:
         start, lengths = to_device(torch.tensor([[row.cached for row in rows], [len(t) for t in tokens]]), self.device)
         ends = [row.cached + len(t) for row, t in zip(rows, tokens, strict=True)]
         ids = self._padded(tokens)
-        if isinstance(self.cache, BlockCache):
-            grown = self.cache.grow(where, ends)
-            assert grown, "rows of episodes have room to their end"
-            self.cache.publish(self.live)
         states = self.decoder.extend(ids, lengths, start, cache=self.cache, rows=where, width=max(ends))
         self.sample += samples
         self.held += ends

@@ -60,11 +60,8 @@ def build_roles(
 ) -> Roles:
     """Read the base and put policy, reference, critic, and where it is wanted the teacher on it. LoRA's A is drawn from
     torch's generator.
-
-    On the meta device (models/meta.py) only shapes are read, and a 4-bit base is in `dtype`.
     """
-    numbers = device.type != "meta"
-    model = load_base(config, config.model.path, dtype=dtype, trust_remote_code=trust_remote_code, numbers=numbers)
+    model = load_base(config, config.model.path, dtype=dtype, trust_remote_code=trust_remote_code)
     lora = config.lora
     if config.model.adapter is not None:
         wrapped = load_start_adapter(model, config.model.adapter, dropout=lora.dropout)
@@ -96,18 +93,15 @@ def add_teacher(roles: Roles, config: Config, *, dtype: torch.dtype, trust_remot
         folder = starter_path(path) or Path(path).expanduser()
         with reading(f"teacher.path={path}: does not fit this base model", otherwise=ADAPTER_CONFIG):
             roles.add_adapter("teacher", config=read_lora_config(str(folder), roles.causal))
-        if roles.device.type != "meta":
-            load_adapter_weights(roles.peft, "teacher", folder / ADAPTER_FILE)
+        load_adapter_weights(roles.peft, "teacher", folder / ADAPTER_FILE)
         roles.keep_trainable()
     elif kind == "model":
         assert path is not None
-        numbers = roles.device.type != "meta"
         model = load_causal_lm(
             path,
             dtype=dtype,
             attention=config.model.attention,
-            quantization=config.teacher.quantization if numbers else None,
-            random_init=not numbers,
+            quantization=config.teacher.quantization,
             trust_remote_code=trust_remote_code,
         )
         ours = load_tokenizer(config.model.path, revision=config.model.revision, trust_remote_code=trust_remote_code)
@@ -177,16 +171,14 @@ def fresh_adapter(config: Config, *, dropout: float) -> LoraConfig:
     return lora_config(r=lora.r, alpha=lora.alpha, dropout=dropout, target_modules=lora.target_modules)
 
 
-def load_base(
-    config: Config, path: str, *, dtype: torch.dtype, trust_remote_code: bool, numbers: bool = True
-) -> PreTrainedModel:
-    """The language model at `path`, read as the configuration says for model.path; without `numbers`, its shapes."""
+def load_base(config: Config, path: str, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    """The language model at `path`, read as the configuration says for model.path."""
     return load_causal_lm(
         path,
         dtype=dtype,
         attention=config.model.attention,
-        quantization=config.model.quantization if numbers else None,
-        random_init=config.model.random_init or not numbers,
+        quantization=config.model.quantization,
+        random_init=config.model.random_init,
         revision=config.model.revision if path == config.model.path else None,
         trust_remote_code=trust_remote_code,
     )
@@ -198,13 +190,12 @@ def add_critic(roles: Roles, config: Config, *, dtype: torch.dtype, trust_remote
     """
     kind, path, lora = config.critic.kind, config.critic.path, config.lora
     assert kind is not None, "config/schema.py fills it in"
-    run, numbers = critic_run(config), roles.device.type != "meta"
+    run = critic_run(config)
     fresh = fresh_adapter(config, dropout=0.0)
     head = None
     if kind == "separate":
-        model, head = _separate_model(config, dtype, trust_remote_code, numbers=numbers)
-        if numbers:
-            few_tokens(model, path=path or config.model.path)
+        model, head = _separate_model(config, dtype, trust_remote_code)
+        few_tokens(model, path=path or config.model.path)
         model.requires_grad_(not lora.enabled)
         adapter = _adapter_config(run, path, model) or fresh
         roles.add_critic(kind, model=wrap_in_lora(model, adapter) if lora.enabled else model.float())
@@ -215,18 +206,16 @@ def add_critic(roles: Roles, config: Config, *, dtype: torch.dtype, trust_remote
     if head is not None:
         assert roles.value_head is not None
         roles.value_head.copy_from(*head)
-    if run is not None and path is not None and numbers:
+    if run is not None and path is not None:
         _load_from_run(roles, run, Path(path))
 
 
 def _separate_model(
-    config: Config, dtype: torch.dtype, trust_remote_code: bool, *, numbers: bool = True
+    config: Config, dtype: torch.dtype, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, ScoreHead | None]:
     """The model of a separate critic, before adapters of its own, and the score head that it comes with."""
     path, run = config.critic.path, critic_run(config)
     base = path or config.model.path
-    if not numbers:
-        return load_base(config, base, dtype=dtype, trust_remote_code=trust_remote_code, numbers=False), None
     if run is not None and path is not None:
         model, _ = _separate_model(run, dtype, trust_remote_code)
         if not run.lora.enabled:

@@ -31,7 +31,6 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 KEPT_BYTES = 1 << 30
 WIDE = 256  # hidden size from which a layer is worth more than one thread
 THREAD_WIDTH = 64  # of it, for each thread
-SETTLING = 256  # rows of a product for which the library takes its buffers
 MOST_IN_FLOAT32 = 1e-4  # nats that two computations in float32 may be apart
 TIMES_THE_LIBRARY = 1.5  # how much larger our mean error may be than that of the library's modules
 
@@ -85,18 +84,6 @@ def keep_freed_memory() -> bool:
     return mallopt is not None and all(
         [mallopt(which, KEPT_BYTES) == 1 for which in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD)]
     )
-
-
-def warm_bytes() -> int:
-    """Memory of this process that is in RAM once libraries have made what they keep: buffers of matrix products, the
-    pages of kernels, modules that a first optimizer step imports. Draws no random number.
-    """
-    weight = torch.nn.Parameter(torch.zeros(SETTLING, SETTLING))
-    x = nn.functional.linear(torch.zeros(SETTLING, SETTLING), weight).view(1, 8, SETTLING, -1)
-    loss = nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).sum()
-    (weight.grad,) = torch.autograd.grad(loss, [weight])
-    torch.optim.AdamW([weight]).step()
-    return resident_bytes()
 
 
 def resolve_dtype(dtype: str, *, on_cpu: bool) -> torch.dtype:
@@ -187,11 +174,8 @@ UNITS = {  # of a CPU that multiplies matrices in half precision, as torch names
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
-    """Of products under autocast on a kind of device; None outside it. Models without numbers (meta) are asked where a
-    plan imitates another device, under that one's autocast.
-    """
-    kinds = ("cpu", "cuda") if kind == "meta" else (kind,)
-    return next((torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)), None)
+    """Dtype of products under autocast on a kind of device; None outside it."""
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 @cache

@@ -140,8 +140,7 @@ def finite(log_p: Tensor, head: Head) -> Tensor:
 def chunks_of(num_tokens: int, vocabulary: int, *, device: torch.device) -> list[slice]:
     """Of no tokens one chunk that is empty."""
     size = max(1, CHUNK_ELEMENTS[device.type] // vocabulary)
-    chunks = [slice(i, min(i + size, num_tokens)) for i in range(0, max(1, num_tokens), size)]
-    return chunks[:2] if device.type == "meta" else chunks  # of a plan: the others take the same memory again
+    return [slice(i, min(i + size, num_tokens)) for i in range(0, max(1, num_tokens), size)]
 
 
 def dense_logprobs(states: Tensor, head: Head, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -154,13 +153,11 @@ def dense_logprobs(states: Tensor, head: Head, targets: Tensor, temperature: flo
 def _recomputed(
     states: Tensor, head: Head, targets: Tensor, temperature: float, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    parts, chunks = [], chunks_of(len(states), head.weight.shape[0], device=states.device)
-    for chunk in chunks:
+    parts = []
+    for chunk in chunks_of(len(states), head.weight.shape[0], device=states.device):
         of_chunk = states[chunk], head, targets[chunk], temperature
         logprobs, entropy = checkpoint(dense_logprobs, *of_chunk, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore
         parts.append((logprobs, entropy if entropy_grad else entropy.detach()))
-    if (left_out := len(states) - chunks[-1].stop) > 0:
-        parts.append((states.new_zeros(left_out, dtype=torch.float32),) * 2)
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 

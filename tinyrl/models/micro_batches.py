@@ -18,8 +18,9 @@ from tinyrl.models.distributed import World
 from tinyrl.models.packing import shared_start
 from tinyrl.runs.signals import check_stop, watched
 
-_TOKENS = {"cpu": 1024}
-_TOKENS_ELSEWHERE = 32768
+TOKENS = {"cpu": 1024, "cuda": 4096}  # of run.micro_batch_tokens=auto; on a GPU until a micro-batch was measured
+MOST_TOKENS = 131_072  # that a measurement may come to
+SHARE = 0.8  # of the free memory that a micro-batch may take
 
 
 @dataclass(frozen=True)
@@ -146,14 +147,15 @@ class MicroBatches:
     """The token budget of every pass through a model, and the one rule for when memory runs out.
 
     Update, scoring, evaluation and reward model all use it. State: `tokens`, which starts at run.micro_batch_tokens and
-    halves when memory runs out. `make_room` frees what other phases keep, and says whether there was anything; as they
-    will keep it again, the second time this halves, too.
+    halves when memory runs out. On a GPU `auto` is set by the memory that the first forward and backward pass takes,
+    which is that of the longest rows (`fit`). `make_room` frees what other phases keep, and says whether there was
+    anything; as they will keep it again, the second time this halves, too.
     """
 
     def __init__(self, device: torch.device, tokens: Literal["auto"] | int = "auto") -> None:
         self.device = device
-        self.tokens = _TOKENS.get(device.type, _TOKENS_ELSEWHERE) if tokens == "auto" else tokens
-        self.by_memory = tokens == "auto" and device.type not in _TOKENS  # a plan of the run's memory says how many
+        self.tokens = TOKENS[device.type] if tokens == "auto" else tokens
+        self.unmeasured = tokens == "auto" and device.type == "cuda"
         self.make_room: Callable[[], bool] = lambda: False
         self._made_room = False
 
@@ -181,6 +183,13 @@ class MicroBatches:
                     self._halve(passes, plans, error, may_stay=freed)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+
+    def fit(self, *, cost: int, taken: int, free: int) -> None:
+        """Set `tokens` so that a micro-batch takes a share of `free` bytes, from one of `cost` tokens that took `taken`
+        bytes: gradients, activations and logits.
+        """
+        self.unmeasured = False
+        self.tokens = min(MOST_TOKENS, max(cost, int(cost * SHARE * free / max(1, taken))))
 
     def _halve(
         self, passes: Sequence[Work], plans: list[list[list[int]]], error: torch.OutOfMemoryError, *, may_stay: bool

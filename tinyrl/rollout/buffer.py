@@ -406,22 +406,6 @@ def given_rollout(
     return new_rollout(prompts, rows, reward=torch.nan, num_rewards=num_rewards, **sampled_fields(given))
 
 
-def blank_rollout(prompts: list[list[int]], *, group_size: int, new_tokens: int) -> Rollout:
-    """A rollout whose responses have so many tokens, all of them and all its numbers 0, in next to no memory."""
-    shape = len(prompts) * group_size, new_tokens
-    zeros, ones = torch.zeros(1, 1).expand(shape), torch.ones(1, 1, dtype=torch.bool).expand(shape)
-    return new_rollout(
-        prompts,
-        [*range(len(prompts))],
-        group_size=group_size,
-        response_tokens=torch.zeros(1, 1, dtype=torch.long).expand(shape),
-        response_lengths=torch.full(shape[:1], new_tokens),
-        response_mask=ones,
-        finish_reasons=torch.zeros(shape[0], dtype=torch.long),
-        **dict.fromkeys(("sampling_logprobs", "ref_logprobs", "values", "returns", "advantages"), zeros),
-    )
-
-
 def joined(first: Rollout, second: Rollout) -> Rollout:
     """The samples of two rollouts, in the fields that sampling and scoring fill."""
     width = max(first.response_tokens.shape[1], second.response_tokens.shape[1])

@@ -19,14 +19,14 @@ from tinyrl.data.readers import Row
 from tinyrl.data.rows import FEW, few_held_out, fingerprints, prompt_key
 from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.engine import SamplingEngine, end_at_turn_end, eos_token_ids
-from tinyrl.generation.select import Unsampled, engine_of, planned_engine
+from tinyrl.generation.select import engine_of
 from tinyrl.generation.turns import EpisodeRunner, episode_notes, load_episode_runner, show_episode
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.build import build_reward_model, build_roles, check_reference
 from tinyrl.models.device import cores_here, make_accelerator, resolve_dtype, threads_for, to_device
 from tinyrl.models.distributed import World, world
 from tinyrl.models.loading import check_ids, check_vocabulary, embedding_rows, load_tokenizer
-from tinyrl.models.meta import bytes_by_role, meta_roles
+from tinyrl.models.memory import bytes_by_role
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.roles import Role, load_roles, save_roles
@@ -72,12 +72,9 @@ class Parts:
         model, trust = config.model, options.trust_remote_code
         self.tokenizer = load_tokenizer(model.path, revision=model.revision, trust_remote_code=trust)
         self.config = config = self._dated(config)
-        if options.weights:
-            self.roles = build_roles(
-                config, device=self.accelerator.device, dtype=dtype, trust_remote_code=trust, teacher=self.learns
-            )
-        else:
-            self.roles = meta_roles(config, dtype=dtype, trust_remote_code=trust)
+        self.roles = build_roles(
+            config, device=self.accelerator.device, dtype=dtype, trust_remote_code=trust, teacher=self.learns
+        )
         check_vocabulary(self.tokenizer, self.roles.causal, path=model.path)
         if self.roles.critic_model is not None:  # it reads the policy's tokens
             rows, critic = embedding_rows(self.roles.causal), config.critic.path or model.path
@@ -210,26 +207,16 @@ class SamplingParts(Parts):
             self.scorer = judge.reading(self.tokenizer)
         stop = [*config.generation.stop, *(self.runner.environment.stop if self.runner else ())]
         self.engine: SamplingEngine
-        if options.weights:
-            prompts = [len(p.tokens) for p in (*self.train_prompts, *self.eval_prompts)]
-            by_agents = isinstance(self.runner, AgentRunner)  # which write their own prompts
-            self.engine, self.engine_reason = engine_of(
-                config.generation,
-                self.roles,
-                self.tokenizer,
-                stop=stop,
-                longest_response=self.longest_response,
-                longest_prompt=config.generation.max_prompt_tokens if by_agents else max(prompts, default=0),
-            )
-        else:
-            name = planned_engine(
-                config.generation,
-                self.roles,
-                device=self.accelerator.device,
-                longest_response=self.longest_response,
-                quantized=config.model.quantization is not None,
-            )
-            self.engine, self.engine_reason = Unsampled(name), "not tried"
+        prompts = [len(p.tokens) for p in (*self.train_prompts, *self.eval_prompts)]
+        by_agents = isinstance(self.runner, AgentRunner)  # which write their own prompts
+        self.engine, self.engine_reason = engine_of(
+            config.generation,
+            self.roles,
+            self.tokenizer,
+            stop=stop,
+            longest_response=self.longest_response,
+            longest_prompt=config.generation.max_prompt_tokens if by_agents else max(prompts, default=0),
+        )
         self.micro_batches.make_room = self.engine.release
         self.row_fingerprints = fingerprints([p.row for p in self.train_prompts], [p.row for p in self.eval_prompts])
 
@@ -393,10 +380,8 @@ def load_scorer(
     config: Config, task: Task, *, parts: Parts, options: Options, runner: EpisodeRunner | AgentRunner | None
 ) -> Scorer:
     """The configuration's own rewards, not started."""
-    model = None
-    if options.weights:
-        dtype = resolve_dtype(config.model.dtype, on_cpu=parts.accelerator.device.type == "cpu")
-        model = build_reward_model(config, parts.roles, dtype=dtype, trust_remote_code=options.trust_remote_code)
+    dtype = resolve_dtype(config.model.dtype, on_cpu=parts.accelerator.device.type == "cpu")
+    model = build_reward_model(config, parts.roles, dtype=dtype, trust_remote_code=options.trust_remote_code)
     return Scorer(
         config.reward,
         task,

@@ -16,14 +16,10 @@ SHARDED = {
 
 @dataclass
 class Options:
-    """Command-line options that are not part of the configuration, and so not of what defines a run.
-
-    weights: False loads everything but the numbers of models, which are then on the meta device (models/meta.py).
-    """
+    """Command-line options that are not part of the configuration, and so not of what defines a run."""
 
     device: str = "auto"
     trust_remote_code: bool = False
-    weights: bool = True
 
 
 @dataclass(frozen=True)

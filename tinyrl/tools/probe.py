@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from tinyrl.runs.run_dir import finite, write_whole
 from tinyrl.tasks import load_split, load_task
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.training.launch import out_of_memory_stops
-from tinyrl.training.planning import MemoryPlan, seconds_of_passes, tried_meta_models, tried_plan
 
 FEWEST_SAMPLES = 8  # of a prompt, so that its pass rate is one
 ROWS_AT_A_TIME = 64
@@ -43,9 +42,9 @@ class Probe:
     """What was seen. lines: a completion each, as samples.jsonl has them, the `samples` of a prompt together, with its
     `tokens`, the `gold` answer of its row and why it `failed` (None: it did not); greedy: one for each prompt.
 
-    seconds: of sampling and judging all of them; step: seconds of a run's step by phase, with completions as long as
-    these; entropy in nats a token; positions: tokens that prompt and answer may have together, of which the longest
-    prompt takes `longest_prompt`.
+    seconds: of sampling and judging all of them; rollout_seconds: of a run's step, with completions as long as these,
+    without its update; entropy in nats a token; positions: tokens that prompt and answer may have together, of which
+    the longest prompt takes `longest_prompt`.
     """
 
     config: Config
@@ -56,10 +55,9 @@ class Probe:
     gold: GoldCheck | None
     entropy: float
     seconds: float
-    step: dict[str, float]
+    rollout_seconds: float
     positions: float
     longest_prompt: int
-    plan: MemoryPlan | None = None
     peak_gb: float = math.nan
     notes: tuple[str, ...] = ()
 
@@ -122,16 +120,14 @@ def _all_alike(known: list[float], size: int) -> float:
 
 def probe(config: Config, *, options: Options, num_prompts: int, samples: int | None, minutes: float) -> Probe:
     """Sample `samples` completions (None: a group, at least 8) of up to `num_prompts` training prompts, for about so
-    many `minutes`, and time a step. No weight is changed, nothing is written. Raises ValueError as a run would.
+    many `minutes`. No weight is changed, nothing is written. Raises ValueError as a run would.
     """
     if not config.samples:
         raise ValueError(f"{config.method} learns from rows, and a probe looks at what a policy samples: tinyrl plan")
-    meta = tried_meta_models(config, options=options)
     when = "while the policy was probed"
     with out_of_memory_stops(when), closing(trainer_of(config.method)(config, options=options)) as trainer:
         notes = [resolve_threads(trainer), *trainer.check()]
         gold = check_gold(trainer.scorer, trainer.train_prompts) if trainer.scorer.names else None
-        plan = tried_plan(trainer, meta)
         samples = samples or max(FEWEST_SAMPLES, config.on_policy.group_size)
         there = trainer.train_prompts
         chosen = [there[i] for i in keyed_order(f"probe {config.run.seed}", len(there))[:num_prompts]]
@@ -151,13 +147,22 @@ def probe(config: Config, *, options: Options, num_prompts: int, samples: int | 
         seconds = last * len(lines) / max(1, len(prompts) * samples)
         longest = max(len(prompt.tokens) for prompt in there)
         positions = trainer.positions
-        found = Probe(
-            config, lines, greedy, samples, len(there), gold, -mean(logprobs), seconds, {}, positions, longest, plan
+        a_step = seconds / len(lines) * config.on_policy.batch_size
+        return Probe(
+            config,
+            lines,
+            greedy,
+            samples,
+            len(there),
+            gold,
+            -mean(logprobs),
+            seconds,
+            a_step,
+            positions,
+            longest,
+            peak_gb=peak_memory_gb(trainer.accelerator.device),
+            notes=tuple(note for note in notes if note.startswith(("warning", "device", "sampling engine"))),
         )
-        step = _step_seconds(trainer, found, [len(prompt.tokens) for prompt in there])
-        peak = peak_memory_gb(trainer.accelerator.device)
-        said = tuple(note for note in notes if note.startswith(("warning", "device", "sampling engine")))
-        return replace(found, step=step, peak_gb=peak, notes=said)
 
 
 def _sampled(trainer: Any, prompts: list[PreparedPrompt], samples: int, *, greedy: bool) -> Rollout:
@@ -185,15 +190,6 @@ def _lines(trainer: Any, prompts: list[PreparedPrompt], rollout: Rollout, sample
             zip(lines, repeated, rollout.num_actions[: len(repeated)].tolist(), strict=True)
         )
     ]
-
-
-def _step_seconds(trainer: Any, found: Probe, prompts: list[int]) -> dict[str, float]:
-    """By phase: sampling and judging as measured, the passes by a short calibration, for completions of this length."""
-    section, planned = found.config.on_policy, trainer.longest_step()[0].sizes.lengths
-    share = (mean(prompts) + mean([line["tokens"] for line in found.lines])) / mean(planned)
-    passes = seconds_of_passes(trainer)
-    sampling = found.seconds / len(found.lines) * section.num_prompts * section.group_size
-    return {"rollout": sampling} | {name: seconds * min(1.0, share) for name, seconds in passes.items()}
 
 
 def rows_with_rates(config: Config, found: Probe) -> list[Row]:

@@ -20,7 +20,6 @@ from tinyrl.tasks.grading import last_number, marked_answer, normalised_text, pa
 from tinyrl.text import number
 from tinyrl.tools.probe import Probe, rewards_of
 from tinyrl.tools.report.outcome import show_seconds
-from tinyrl.training.planning import size as bytes_in_words
 
 LONG_RUN_S = 48 * 3600
 GOLD_SHOWN = 60  # characters of the end of a gold answer
@@ -245,15 +244,12 @@ def by_length(seen: Probe) -> Finding | None:
 
 
 def long_run(seen: Probe) -> Finding | None:
-    a_step = sum(seen.step.values())
-    seconds = a_step * seen.config.run.num_steps
+    seconds = seen.rollout_seconds * seen.config.run.num_steps
     if seconds < LONG_RUN_S:
         return None
-    longest = max(seen.step, key=seen.step.__getitem__)
     return Finding(
         "a long run",
-        f"{seen.config.run.num_steps:,} steps take about {show_seconds(seconds)}, {seen.step[longest] / a_step:.0%} "
-        f"of it {longest}.",
+        f"The rollouts of {seen.config.run.num_steps:,} steps alone take about {show_seconds(seconds)}.",
         "Fewer steps at first (run.num_steps); a run goes on with more of them: tinyrl fork RUN run.num_steps=N.",
         {"seconds": seconds},
     )
@@ -297,8 +293,7 @@ def facts(seen: Probe) -> dict[str, Any]:
         "entropy": seen.entropy,
         "distinct": mean([len({line["completion"] for line in group}) for group in seen.groups]) / seen.samples,
         "seconds": seen.seconds,
-        "seconds_a_step": seen.step,
-        "memory_planned_gb": seen.plan.peak / 1e9 if seen.plan is not None else None,
+        "rollout_seconds": seen.rollout_seconds,
         "memory_measured_gb": seen.peak_gb,
     }
     return finite(found)
@@ -337,12 +332,9 @@ def _table(seen: Probe) -> dict[str, list[str]]:
     table["tokens"] = [f"{lengths}; {fact['truncated']:.0%} cut off at {config.generation.max_new_tokens}"]
     different = f"{fact['distinct']:.0%} of a prompt's completions are different"
     table["sampling"] = [f"entropy {seen.entropy:.2g} nats a token; {different}"]
-    a_step, steps = sum(seen.step.values()), config.run.num_steps
-    phases = ", ".join(f"{name} {seconds:.2g}" for name, seconds in seen.step.items())
-    whole = f"{show_seconds(a_step * steps)} for {steps:,}, with completions like these"
-    table["time"] = [f"{a_step:.2g} s a step ({phases}), {whole}"]
-    plan = f"{bytes_in_words(seen.plan.peak)} planned (while {seen.plan.highest}), " if seen.plan is not None else ""
-    table["memory"] = [f"{plan}{seen.peak_gb:.2f} GB so far, without an optimizer step"]
+    a_step = f"{seen.rollout_seconds:.2g} s a step with completions like these"
+    table["rollout"] = [f"{a_step}; the update is not timed"]
+    table["memory"] = [f"{seen.peak_gb:.2f} GB so far, without an optimizer step"]
     return table
 
 

@@ -13,11 +13,10 @@ import uvicorn
 from tinyrl.evaluation.targets import Target
 from tinyrl.generation.endpoint import LOCAL, Endpoint, Server
 from tinyrl.generation.engine import SampledRole, SamplingSettings
-from tinyrl.generation.footprint import sampling_dtype
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.hf import HfEngine
 from tinyrl.generation.live import Draw, LiveSampler
-from tinyrl.generation.select import select_engine
+from tinyrl.generation.select import sampling_dtype, select_engine
 from tinyrl.models.roles import load_policy
 from tinyrl.rollout.components import Options, Parts, resolve_threads
 

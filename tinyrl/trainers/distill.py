@@ -27,10 +27,6 @@ from tinyrl.training.update import Pass
 
 
 class Distill(OnPolicyTrainer):
-    @property
-    def forward_only_passes(self) -> int:
-        return super().forward_only_passes if self.config.distill.objective == "sampled" else self.teacher_passes
-
     def passes(self, rollout: Rollout, rows: list[int], sizes: RowSizes, settings: LossSettings) -> list[Pass]:
         if self.config.distill.objective == "sampled":
             return super().passes(rollout, rows, sizes, settings)

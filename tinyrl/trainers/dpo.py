@@ -105,11 +105,6 @@ class Dpo(RowTrainer):
         tokens = float(lengths_of(pairs).sum())
         return Batch(loss_of, sizes_of(self, pairs), {"completion/tokens": tokens, **more})
 
-    @property
-    def forward_only_passes(self) -> int:
-        """Of the reference, in the first epoch; for KTO of both also on mismatched pairs."""
-        return self.roles.has_reference * (3 if self.config.dpo.loss == "kto" else 1)
-
     def evaluate(self) -> Evaluation:
         """Accuracy (a tie counts half), margin and loss on held-out pairs, and the rewards of both sides."""
         pairs = self.held_out[: self.config.run.eval_prompts]

@@ -17,7 +17,7 @@ from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.micro_batches import RowSizes
 from tinyrl.rewards.functions import count_bad_batches, describe_failure
-from tinyrl.rollout.buffer import Rollout, blank_rollout
+from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.collector import (
     allowed_bytes,
     apply_length_rules,
@@ -65,20 +65,6 @@ class OnPolicyTrainer(SamplingParts, Trainer):
     def evaluate(self) -> Evaluation:
         return evaluate(self, num_prompts=self.config.run.eval_prompts)
 
-    def longest_step(self, share: float = 1.0) -> list[Pass]:
-        """The longest prompts, with responses as long as they may be, or cut to a share of that."""
-        section, new = self.config.on_policy, max(1, round(share * self.longest_response))
-        longest = sorted((p.tokens for p in self.train_prompts), key=len, reverse=True)
-        prompts = [longest[i % len(longest)] for i in range(section.num_prompts)]
-        rollout = blank_rollout(prompts, group_size=section.group_size, new_tokens=new)
-        if self.teacher is not None:
-            self.teacher.say_nothing(rollout)
-        settings = self.loss_settings(kl_coef=section.kl_coef)
-        if section.entropy_target is not None:  # whatever the weight is now
-            settings = replace(settings, entropy_coef=section.entropy_coef_max)
-        rows = list(range(len(rollout)))[: section.minibatch_size]
-        return self.passes(rollout, rows, rollout.sizes(self.roles), settings)
-
     def passes(self, rollout: Rollout, rows: list[int], sizes: RowSizes, settings: LossSettings) -> list[Pass]:
         """The passes of an optimizer step on a minibatch; none where no token of it counts."""
         policy = self.policy_loss(rollout, rows, settings)
@@ -94,16 +80,6 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         """Whether several optimizer steps use a rollout."""
         section = self.config.on_policy
         return section.num_epochs > 1 or (section.minibatch_size or section.batch_size) < section.batch_size
-
-    @property
-    def teacher_passes(self) -> int:
-        return int(self.teacher is not None and self.teacher.role is not None)
-
-    @property
-    def forward_only_passes(self) -> int:
-        """Of the reference, the policy before its update (see compute_logprobs), and a teacher on this machine."""
-        rescored = (self.several_steps or self.reads_reference) and not self.samples_exactly
-        return self.reads_reference + rescored + self.teacher_passes
 
     # ---- rollouts ----
 

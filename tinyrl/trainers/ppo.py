@@ -124,11 +124,6 @@ class Ppo(OnPolicyTrainer):
         """Also with one epoch of one minibatch: the ratio is always to the policy before the update."""
         return True
 
-    @property
-    def forward_only_passes(self) -> int:
-        values = 1 + self.config.ppo.bootstrap_truncated
-        return super().forward_only_passes + values
-
     def train(self, session: Session) -> None:
         config, critic = self.config.ppo, self.config.critic
         self.begin(session)

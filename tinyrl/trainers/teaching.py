@@ -82,16 +82,6 @@ class Teacher:
         """The head of a teacher that says its hidden states."""
         return None
 
-    def say_nothing(self, rollout: Rollout) -> None:
-        """Fill in zeros in place of what this teacher says, to plan memory by."""
-        count, top_k = int(rollout.loss_mask.sum()), self.config.top_k or SERVER_TOP_K
-        if self.role is not None and self.config.top_k is None:
-            rollout.teacher_states = torch.zeros(1, self.trainer.roles.hidden_size(self.role)).expand(count, -1)
-            self.keep_head(rollout)
-        else:
-            rollout.teacher_top_ids = torch.zeros(1, top_k, dtype=torch.int32).expand(count, -1)
-            rollout.teacher_top_logprobs = torch.zeros(1, top_k + 1).expand(count, -1)
-
     def keep_head(self, rollout: Rollout) -> None:
         """Copy the head of a teacher that is the policy itself, where the update changes it."""
         head = self.head

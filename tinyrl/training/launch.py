@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +15,9 @@ import torch
 
 from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
-from tinyrl.models.device import as_out_of_memory, peak_memory_gb
+from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.distributed import World
-from tinyrl.models.meta import SHAPES, checkpoint_bytes, stand_in
+from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.rollout.components import Options, resolve_threads, trainer_of
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.progress import Display, tell
@@ -27,16 +25,6 @@ from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import RunDir, create_run, environment
 from tinyrl.runs.summary import summary
 from tinyrl.runs.tracking import check_trackers
-from tinyrl.training.planning import (
-    MemoryPlan,
-    MetaModels,
-    Planned,
-    beside_measured,
-    plan_run,
-    seconds_in_words,
-    tried_meta_models,
-    tried_plan,
-)
 from tinyrl.training.replicas import check_alike
 from tinyrl.training.session import Session
 from tinyrl.training.state import Sources, read_sources
@@ -54,7 +42,6 @@ class Launch:
     run: RunDir
     trainer: Trainer
     session: Session
-    plan: MemoryPlan | None = None
 
     def say(self, notes: list[str]) -> None:
         for note in notes:
@@ -98,9 +85,6 @@ class Launch:
             report(self.run.path)
         with harmless("the run could not be summed up"):
             tell(summary(self.run, prompts=self.trainer.has_prompts))
-        with harmless("memory could not be compared with what was planned"):
-            if self.plan is not None:
-                tell(beside_measured(self.plan, peak_memory_gb(self.trainer.accelerator.device)))
         if self.session.saved and not self.session.finished:
             tell(f"stopped after step {self.session.state.step}. Go on with:\n  tinyrl train --resume {self.run.path}")
         return 0 if self.session.saved else self._unsaved("done, but the last step is not saved")
@@ -127,7 +111,7 @@ def start(
     check_trackers(config.run.trackers)
     config = resolve(config)
     with undone_on_failure() as undo:
-        trainer, meta = load(config, options=options, undo=undo)
+        trainer = load(config, options=options, undo=undo)
         config = trainer.config  # with the date of the run
         with out_of_memory_stops("before the first step"):
             notes = [resolve_threads(trainer), *trainer.check()]
@@ -147,23 +131,18 @@ def start(
             pool = ThreadPoolExecutor(1)
             sources = pool.submit(reading).result
             pool.shutdown(wait=False)
-        launch = open_session(run, trainer, sources=sources, meta=meta)
+        launch = open_session(run, trainer, sources=sources)
         launch.say([f"run {run.path}", *notes])
         return launch
 
 
-def load(
-    config: Config, *, options: Options, undo: contextlib.ExitStack, also: str = ""
-) -> tuple[Trainer, MetaModels | None]:
-    """The trainer of a run, alike in all processes, and its models without numbers where there can be such; `undo`
-    closes it. also: what else the processes must agree on.
-    """
-    meta = tried_meta_models(config, options=options)
+def load(config: Config, *, options: Options, undo: contextlib.ExitStack, also: str = "") -> Trainer:
+    """The trainer of a run, alike in all processes; `undo` closes it. also: what else the processes must agree on."""
     with out_of_memory_stops("before the first step"):
         trainer: Trainer = trainer_of(config.method)(config, options=options)
         undo.callback(trainer.close)
         check_alike(trainer, also=also)
-    return trainer, meta
+    return trainer
 
 
 def trained_on(trainer: Trainer) -> str:
@@ -231,7 +210,6 @@ def open_session(
     trainer: Trainer,
     *,
     sources: Callable[[], Sources],
-    meta: MetaModels | None = None,
 ) -> Launch:
     """A launch whose session stands at the beginning of the run."""
     trainer.keep_output(run.append_reward_output if run.writes else lambda text: None)
@@ -242,26 +220,7 @@ def open_session(
         display=Display(num_steps=trainer.config.run.num_steps, silent=not trainer.world.is_main),
         sources=sources,
     )
-    return Launch(run, trainer, session, tried_plan(trainer, meta))
-
-
-def plan(config: Config, *, options: Options, output_dir: str = "runs") -> Planned:
-    """Memory and disk of a run, before any weight is loaded; offline by the shapes that are known of its model."""
-    try:
-        return plan_run(config, options=options, output_dir=output_dir)
-    except ValueError:
-        if os.environ.get("HF_HUB_OFFLINE") != "1" or config.model.path not in SHAPES:
-            raise
-    with tempfile.TemporaryDirectory() as folder:
-        planned = plan_run(stand_in(config, Path(folder)), options=options, output_dir=output_dir)
-    known = f"offline: by the shapes of {config.model.path}, with prompts and answers as long as they may be"
-    return replace(planned, text=f"{known}\n{planned.text}", offline=True)
-
-
-def time_steps(config: Config, *, options: Options) -> str:
-    when = "while a step was timed"
-    with out_of_memory_stops(when), closing(trainer_of(config.method)(config, options=options)) as trainer:
-        return f"{resolve_threads(trainer)}\n{seconds_in_words(trainer)}"
+    return Launch(run, trainer, session)
 
 
 def dry_run(config: Config, *, options: Options) -> str:
@@ -269,4 +228,4 @@ def dry_run(config: Config, *, options: Options) -> str:
     when = "before the first step"
     with out_of_memory_stops(when), closing(trainer_of(config.method)(config, options=options)) as trainer:
         resolve_threads(trainer)
-        return f"{seconds_in_words(trainer)}\n{trainer.preview()}"
+        return trainer.preview()

@@ -66,7 +66,7 @@ def resume(
         changes = check_changes(before, config, since=since, allowed=allow_config_change)
         options, notes = started_with(run, options)
         notes += [f"warning: {w}; using {folder.name if folder else 'the start'} instead" for w in warnings[:1]]
-        trainer, meta = load(config, options=options, undo=undo, also=since)
+        trainer = load(config, options=options, undo=undo, also=since)
         with out_of_memory_stops("before the first step"):
             known = kept.sources if kept else Sources()
             sources = read_sources(config, rows=trainer.row_fingerprints, known=known.files)
@@ -77,7 +77,7 @@ def resume(
                 allowed=allow_config_change,
             )
             notes += trainer.check()
-            launch = open_session(run, trainer, sources=lambda: sources, meta=meta)
+            launch = open_session(run, trainer, sources=lambda: sources)
             if folder is None or kept is None:
                 notes.append(resolve_threads(trainer))
                 run.cut({})

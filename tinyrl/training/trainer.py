@@ -6,7 +6,6 @@ A method is a class below (tinyrl/trainers) and a line in config/methods.py, whi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from tinyrl.config.schema import Config
@@ -33,19 +32,6 @@ class Trainer(Parts):
 
     def evaluate(self) -> Evaluation:
         """Its numbers on the first run.eval_prompts held-out rows."""
-        raise NotImplementedError
-
-    @property
-    def forward_only_passes(self) -> int:
-        """Passes without gradient over all rows of a step, for the plan of its seconds. Whatever a pass reads by, it is
-        counted as one of the policy.
-        """
-        return 0
-
-    def longest_step(self, share: float = 1.0) -> list[Pass]:
-        """The passes of an optimizer step on rows of at most this share of the longest one's tokens: what memory and
-        time are planned by.
-        """
         raise NotImplementedError
 
 
@@ -106,17 +92,6 @@ class RowTrainer(Trainer):
                 one_pass = Pass("policy", loss, range(len(sizes)), sizes)
                 session.metrics.add(session.updater.step([one_pass], train=["policy"]))
             session.end_step(**metrics)
-
-    @cached_property
-    def _tokens(self) -> list[int]:
-        return [sum(map(len, self.texts(row))) for row in self.train_rows]
-
-    def longest_step(self, share: float = 1.0) -> list[Pass]:
-        most = max(share * max(self._tokens), min(self._tokens))
-        rows = [row for row, tokens in enumerate(self._tokens) if tokens <= most]
-        rows.sort(key=lambda row: -self._tokens[row])
-        loss, sizes, _ = self.batch(rows[: self.batch_size])
-        return [Pass("policy", loss, range(len(sizes)), sizes)]
 
     def prompts(self) -> list[Any]:
         """What tells held-out rows apart."""

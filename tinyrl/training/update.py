@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from tinyrl.errors import GuardStop, Interrupted
+from tinyrl.models.device import free_bytes
 from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.micro_batches import MicroBatches, RowSizes, Work, own_rows
 from tinyrl.models.roles import Role, Roles
@@ -110,7 +111,7 @@ class Updater:
         recompute = self.roles.gradient_checkpointing if self.gradient_checkpointing else contextlib.nullcontext
 
         def run(one: Pass, micro: list[int]) -> None:
-            with self.roles.acting(one.role), recompute():
+            with self._measured(one.sizes.cost(micro)), self.roles.acting(one.role), recompute():
                 with self.accelerator.autocast():
                     loss, metrics = one.loss(micro)
                 if loss.requires_grad:
@@ -127,6 +128,18 @@ class Updater:
         except Interrupted:
             restore_torch_rng(before)  # a resume does this step again from its beginning
             raise
+
+    @contextlib.contextmanager
+    def _measured(self, cost: int) -> Iterator[None]:
+        """Set run.micro_batch_tokens=auto by the memory that the first micro-batch, of `cost` tokens, takes."""
+        if not self.micro_batches.unmeasured:
+            yield
+            return
+        device = self.accelerator.device
+        free, before = free_bytes(device), torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        yield
+        self.micro_batches.fit(cost=cost, taken=torch.cuda.max_memory_allocated(device) - before, free=free)
 
     @contextlib.contextmanager
     def _own_random_numbers(self, now: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:

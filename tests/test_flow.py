@@ -1,0 +1,196 @@
+"""Denoising steps as actions: their density, their marginals, and the language model's losses on them."""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import Normal, kl_divergence
+
+from examples import flow
+from tinyrl.algorithms.advantages import group_advantages
+from tinyrl.algorithms.losses import clipped_policy_loss, kl_loss
+
+flow_sde_step, flow_step_kl = flow.flow_sde_step, flow.flow_step_kl
+
+
+def test_a_step_by_hand() -> None:
+    """sigma 0.5 -> 0.25, noise_level 0.8: g^2 = 0.64, so the drift is v + 0.64 (x + v / 2) and std = 0.8 * 0.5 = 0.4.
+
+    x = 1, v = 2: drift 2 + 0.64 * 2 = 3.28, mean 1 - 3.28 / 4 = 0.18; half a unit of noise adds 0.2.
+    x = 0, v = 1: drift 1.32, mean -0.33; no noise.
+    """
+    x, v, noise = torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 1.0]]), torch.tensor([[0.5, 0.0]])
+    next_x, logprobs, mean, std = flow_sde_step(x, v, sigma=0.5, sigma_next=0.25, noise_level=0.8, noise=noise)
+    assert torch.allclose(mean, torch.tensor([[0.18, -0.33]]), atol=1e-6)
+    assert torch.allclose(next_x, torch.tensor([[0.38, -0.33]]), atol=1e-6)
+    assert std.tolist() == pytest.approx([0.4])
+    assert logprobs.tolist() == pytest.approx([-0.125 - 2 * math.log(0.4 * math.sqrt(2 * math.pi))])
+
+
+def test_the_first_step_takes_its_noise_from_the_line_below() -> None:
+    """At sigma 1 the noise would be infinite: 1 -> 0.75 takes g^2 = a^2 * 1 / (1 - 0.75), so std^2 = a^2."""
+    step = flow_sde_step(torch.zeros(1, 1), torch.zeros(1, 1), sigma=1.0, sigma_next=0.75, noise_level=0.7)
+    assert step[3].tolist() == pytest.approx([0.7])
+
+
+def images(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (5, 3, 2, 2)], ids=["flat", "pictures"])
+def test_the_log_density_and_the_kl_are_those_of_torch(shape: tuple[int, ...]) -> None:
+    x, v, other, noise = (images(*shape, seed=seed) for seed in range(4))
+    sigma, below = torch.tensor([1.0, 0.9, 0.5, 0.2, 0.1]), torch.tensor([0.9, 0.5, 0.4, 0.1, 0.0])
+    given = {"sigma": sigma, "sigma_next": below, "noise_level": 0.7}
+    next_x, logprobs, mean, std = flow_sde_step(x, v, noise=noise, **given)
+    _, of_other, other_mean, same_std = flow_sde_step(x, other, next_x=next_x, **given)
+    wide = std.reshape(-1, *[1] * (len(shape) - 1)).expand(shape)
+    ours, theirs = Normal(mean, wide), Normal(other_mean, wide)
+    assert torch.allclose(logprobs, ours.log_prob(next_x).flatten(1).sum(1), rtol=1e-5)
+    assert torch.allclose(of_other, theirs.log_prob(next_x).flatten(1).sum(1), rtol=1e-5)
+    assert torch.equal(std, same_std)
+    kl = kl_divergence(ours, theirs).flatten(1).sum(1)
+    assert torch.allclose(flow_step_kl(mean, other_mean, std), kl, rtol=1e-5)
+    assert kl.min() > 0.01
+
+
+MEAN, SPREAD = 1.5, 0.5  # of the toy data, which is Gaussian
+
+
+def toy_velocity(x: Tensor, sigma: float) -> Tensor:
+    """E[noise - data | x_sigma = x] for data N(MEAN, SPREAD^2), by the regression of two Gaussians."""
+    centred = (x - (1 - sigma) * MEAN) / toy_variance(sigma)
+    return sigma * centred - (MEAN + (1 - sigma) * SPREAD**2 * centred)
+
+
+def toy_variance(sigma: float) -> float:
+    return (1 - sigma) ** 2 * SPREAD**2 + sigma**2
+
+
+def toy_marginals(num_steps: int, *, noise_level: float) -> list[tuple[float, float, float]]:
+    """(sigma, mean, variance) after each step from 0.98 to 0, exactly: a step is linear in x, so two points tell it."""
+    mean, variance, out = 0.02 * MEAN, toy_variance(0.98), []
+    line = torch.linspace(0.98, 0, num_steps + 1).tolist()
+    for sigma, below in pairwise(line):
+        ends = torch.tensor([[0.0], [1.0]])
+        _, _, moved, std = flow_sde_step(
+            ends, toy_velocity(ends, sigma), sigma=sigma, sigma_next=below, noise_level=noise_level
+        )
+        offset, slope = float(moved[0]), float(moved[1] - moved[0])
+        mean, variance = offset + slope * mean, slope**2 * variance + float(std[0]) ** 2
+        out.append((below, mean, variance))
+    return out
+
+
+@pytest.mark.parametrize("noise_level", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.wide
+def test_with_any_noise_the_marginals_are_those_of_the_flow(noise_level: float) -> None:
+    def worst(num_steps: int) -> float:
+        marginals = toy_marginals(num_steps, noise_level=noise_level)
+        of_means = max(abs(mean - (1 - sigma) * MEAN) for sigma, mean, _ in marginals)
+        return max(of_means, max(abs(variance - toy_variance(sigma)) for sigma, _, variance in marginals))
+
+    assert worst(2000) < 0.01
+    assert worst(2000) < 0.2 * worst(200)  # what is left is the step's size
+
+
+def test_without_noise_a_step_is_the_flow_itself_and_certain() -> None:
+    x, v = images(4, 6), images(4, 6, seed=1)
+    next_x, logprobs, mean, std = flow_sde_step(x, v, sigma=0.75, sigma_next=0.5, noise_level=0.0)
+    assert torch.allclose(next_x, x - 0.25 * v)
+    assert torch.equal(next_x, mean)
+    assert logprobs.tolist() == std.tolist() == [0.0] * 4
+
+
+def test_drawn_noise_is_standard_normal() -> None:
+    torch.manual_seed(0)
+    x = torch.zeros(1, 20_000)
+    next_x, _, mean, std = flow_sde_step(x, x, sigma=0.6, sigma_next=0.5, noise_level=0.7)
+    noise = (next_x - mean) / std
+    assert abs(float(noise.mean())) < 4 / math.sqrt(20_000)
+    assert float(noise.var()) == pytest.approx(1.0, abs=0.05)
+
+
+def rollout(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The path (T + 1, B, 3) of 6 images under the velocity weight * x, with logprobs and KL to weight 0.5, (B, T)."""
+    line, x = [1.0, 0.6, 0.3, 0.0], images(6, 3)
+    path, logprobs, kls = [x], [], []
+    for t, (sigma, below) in enumerate(pairwise(line)):
+        given: dict[str, Any] = {"sigma": sigma, "sigma_next": below, "noise_level": 0.7}
+        next_x, logprob, mean, std = flow_sde_step(x, weight * x, noise=images(6, 3, seed=9 + t), **given)
+        kls.append(flow_step_kl(mean, flow_sde_step(x, 0.5 * x, next_x=next_x, **given)[2], std))
+        logprobs.append(logprob)
+        path.append(x := next_x)
+    return torch.stack(path), torch.stack(logprobs, dim=1), torch.stack(kls, dim=1)
+
+
+def rescored(weight: Tensor, path: Tensor) -> Tensor:
+    """All (B * T) steps of a path in one call."""
+    x, next_x = path[:-1].transpose(0, 1).flatten(0, 1), path[1:].transpose(0, 1).flatten(0, 1)
+    line = torch.tensor([1.0, 0.6, 0.3, 0.0])
+    sigma, below = line[:-1].repeat(6), line[1:].repeat(6)
+    given = {"sigma": sigma, "sigma_next": below, "noise_level": 0.7}
+    return flow_sde_step(x, weight * x, next_x=next_x, **given)[1].reshape(6, 3)
+
+
+def test_the_losses_of_language_models_take_steps_as_tokens() -> None:
+    """At the first update the ratio is 1, nothing is clipped, and the gradient is REINFORCE's: here by differences."""
+    weight = torch.tensor(0.8, requires_grad=True)
+    path, sampled, kl = rollout(weight)
+    assert sampled.shape == kl.shape == (6, 3)
+    advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 1.0]), group_size=3, scale="std")
+    mask = torch.ones(6, 3, dtype=torch.bool)
+    mask[:, -1] = False  # the last step is left out
+    logprobs = rescored(weight, path)
+    assert torch.allclose(logprobs, sampled, atol=1e-5)
+    loss, metrics = clipped_policy_loss(logprobs, sampled, advantages, mask, clip_eps=0.2, aggregation="sequence")
+    assert float(metrics["policy/ratio"]) == pytest.approx(1.0, abs=1e-5)
+    assert float(metrics["policy/clipfrac"]) == 0.0
+    assert float(metrics["policy/loss"]) == pytest.approx(0.0, abs=1e-5)
+    (gradient,) = torch.autograd.grad(loss, weight)
+
+    def surrogate(value: float) -> float:
+        scores = rescored(torch.tensor(value), path)[:, :2].double().mean(1)
+        return -float((advantages.double() * scores).mean())
+
+    assert float(gradient) == pytest.approx((surrogate(0.81) - surrogate(0.79)) / 0.02, rel=1e-3)
+    (of_kl,) = torch.autograd.grad(kl_loss(kl, mask, aggregation="sequence")[0], weight)
+    assert float(of_kl) > 0  # away from the reference at 0.5
+
+
+def test_no_gradient_goes_through_what_was_sampled() -> None:
+    """d log N(next_x; mean, std) / d mean = noise / std, though next_x was made from mean."""
+    v, noise = torch.zeros(1, 2, requires_grad=True), torch.tensor([[0.5, -1.0]])
+    _, logprobs, mean, std = flow_sde_step(
+        torch.ones(1, 2), v, sigma=0.5, sigma_next=0.25, noise_level=0.8, noise=noise
+    )
+    (to_mean,) = torch.autograd.grad(logprobs.sum(), mean)
+    assert torch.allclose(to_mean, noise / std, atol=1e-5)
+
+
+def test_the_kl_moves_the_policy_and_not_the_reference() -> None:
+    """d KL / d mean = (mean - ref_mean) / std^2."""
+    mean, ref_mean = torch.tensor([[1.0, -1.0]], requires_grad=True), torch.tensor([[0.0, 1.0]], requires_grad=True)
+    kl = flow_step_kl(mean, ref_mean, torch.tensor([0.5]))
+    assert kl.tolist() == [(1 + 4) / (2 * 0.25)]
+    to_mean, to_reference = torch.autograd.grad(kl.sum(), (mean, ref_mean), allow_unused=True)
+    assert to_mean.tolist() == [[4.0, -8.0]]
+    assert to_reference is None
+
+
+def test_what_has_no_density_is_refused() -> None:
+    x = torch.zeros(2, 3)
+    with pytest.raises(AssertionError, match="no density"):
+        flow_sde_step(x, x, sigma=0.5, sigma_next=0.4, noise_level=0.0, next_x=x)
+    with pytest.raises(AssertionError, match="no density"):
+        flow_step_kl(x, x, torch.zeros(2))
+    for sigma, below in ((0.5, 0.5), (0.4, 0.5), (1.1, 0.5), (0.5, -0.1)):
+        with pytest.raises(AssertionError, match="sigma goes from"):
+            flow_sde_step(x, x, sigma=sigma, sigma_next=below, noise_level=0.7)
+    with pytest.raises(AssertionError, match="velocity"):
+        flow_sde_step(x, x[:1], sigma=0.5, sigma_next=0.4, noise_level=0.7)
+    with pytest.raises(AssertionError, match=r"sigma is \(3,\)"):
+        flow_sde_step(x, x, sigma=torch.full((3,), 0.5), sigma_next=0.4, noise_level=0.7)

@@ -1,0 +1,229 @@
+"""Estimate the memory and disk of a run from its model's config.json, without loading a weight.
+
+The peak is what stays (weights, adapters, Adam's moments) plus the larger of sampling (copy, cache) and updating
+(gradients, activations of a full micro-batch, a chunk of logits). Sequences are taken to be as long as they may be, so
+a run whose completions end early takes less.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tinyrl.config.schema import Config
+from tinyrl.config.sections import starter_path
+
+PROCESS = {"cpu": 0.45e9, "cuda": 0.0}  # Python, torch and its libraries; on a GPU only tensors are counted
+MICRO_BATCH = {"cpu": 1024, "cuda": 4096}  # tokens, where run.micro_batch_tokens is auto: a GPU begins with these
+LOGITS_CHUNK = {"cpu": 3 * 4 * 2**22, "cuda": 3 * 4 * 2**25}  # bytes, at most: logits, exponentials and gradient
+BYTES_A_WEIGHT = {"4bit": 0.5 + 0.127 / 8, "8bit": 1.0}  # NF4 with its scales (2305.14314, section 3), LLM.int8
+ROOM_FOR_CACHE = 0.4  # of the free memory: the sampler decodes fewer rows at a time where all would need more
+
+_QWEN2: dict[str, Any] = {"model_type": "qwen2", "max_position_embeddings": 32_768}
+_QWEN3: dict[str, Any] = {"model_type": "qwen3", "max_position_embeddings": 40_960}
+_LLAMA: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 131_072}
+
+
+def _shape(family: dict[str, Any], *numbers: int, tied: bool) -> dict[str, Any]:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+             "head_dim", "vocab_size")  # fmt: skip
+    return {**family, **dict(zip(names, numbers, strict=True)), "tie_word_embeddings": tied}
+
+
+# config.json of models that recipes name, so that they can be planned for where the hub cannot be reached.
+KNOWN_SHAPES = {
+    "Qwen/Qwen2.5-0.5B": _shape(_QWEN2, 896, 4864, 24, 14, 2, 64, 151_936, tied=True),
+    "Qwen/Qwen2.5-0.5B-Instruct": _shape(_QWEN2, 896, 4864, 24, 14, 2, 64, 151_936, tied=True),
+    "Qwen/Qwen2.5-1.5B-Instruct": _shape(_QWEN2, 1536, 8960, 28, 12, 2, 128, 151_936, tied=True),
+    "Qwen/Qwen2.5-3B-Instruct": _shape(_QWEN2, 2048, 11_008, 36, 16, 2, 128, 151_936, tied=True),
+    "Qwen/Qwen2.5-7B-Instruct": _shape(_QWEN2, 3584, 18_944, 28, 28, 4, 128, 152_064, tied=False),
+    "Qwen/Qwen3-1.7B-Base": _shape(_QWEN3, 2048, 6144, 28, 16, 8, 128, 151_936, tied=True),
+    "Qwen/Qwen3-4B-Instruct-2507": _shape(_QWEN3, 2560, 9728, 36, 32, 8, 128, 151_936, tied=True),
+    "meta-llama/Llama-3.2-1B-Instruct": _shape(_LLAMA, 2048, 8192, 16, 32, 8, 64, 128_256, tied=True),
+}
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of a decoder: width, MLP width, layers, query heads x head size, key heads x head size, vocabulary."""
+
+    width: int
+    inner: int
+    layers: int
+    queries: int
+    keys: int
+    vocabulary: int
+    tied: bool
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Shapes:
+        """Read a config.json. Raises KeyError where it names its sizes otherwise."""
+        width = facts.get("hidden_size") or facts["n_embd"]
+        heads = facts.get("num_attention_heads") or facts["n_head"]
+        head_size = facts.get("head_dim") or width // heads
+        return cls(
+            width=width,
+            inner=facts.get("intermediate_size") or facts.get("n_inner") or 4 * width,
+            layers=facts.get("num_hidden_layers") or facts["n_layer"],
+            queries=heads * head_size,
+            keys=(facts.get("num_key_value_heads") or heads) * head_size,
+            vocabulary=facts["vocab_size"],
+            tied=facts.get("tie_word_embeddings", True),
+        )
+
+    @property
+    def linear(self) -> int:
+        """Weights of the linear layers: q, k, v, o, gate, up, down."""
+        return self.layers * self.width * (2 * self.queries + 2 * self.keys + 3 * self.inner)
+
+    @property
+    def embeddings(self) -> int:
+        return self.vocabulary * self.width * (1 if self.tied else 2)
+
+    def lora(self, rank: int, modules: list[str] | None) -> int:
+        """Weights of an adapter on these modules (None: all linear layers)."""
+        outputs = {"q_proj": (self.width, self.queries), "k_proj": (self.width, self.keys),
+                   "v_proj": (self.width, self.keys), "o_proj": (self.queries, self.width),
+                   "gate_proj": (self.width, self.inner), "up_proj": (self.width, self.inner),
+                   "down_proj": (self.inner, self.width)}  # fmt: skip
+        sizes = outputs.values() if modules is None else [outputs[m] for m in modules if m in outputs]
+        return self.layers * rank * sum(map(sum, sizes))
+
+    def activations(self, dtype_bytes: int, *, recomputed: bool) -> int:
+        """Bytes that one token leaves for the backward pass, through our own layers."""
+        if recomputed:
+            return dtype_bytes * self.width * self.layers
+        a_layer = 2 * self.width + 2 * self.queries + 2 * self.keys + 3 * self.inner
+        return dtype_bytes * a_layer * self.layers
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes by part: `always`, and what each phase adds. room: what there may be in all; disk: (needed, free)."""
+
+    device: str
+    room: int
+    always: dict[str, float]
+    phases: dict[str, dict[str, float]] = field(default_factory=dict)
+    disk: tuple[float, float] = (0, 0)
+
+    @property
+    def highest(self) -> str:
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+    @property
+    def peak(self) -> float:
+        return sum(self.always.values()) + sum(self.phases[self.highest].values())
+
+    @property
+    def problem(self) -> str | None:
+        """Why the run does not fit, and what would help; None where it does."""
+        if self.peak > self.room:
+            return (
+                f"the run does not fit: it takes about {size_in_words(self.peak)}, and {size_in_words(self.room)} are "
+                "there.\nWhat helps: a smaller run.micro_batch_tokens or generation.max_new_tokens; "
+                "model.gradient_checkpointing=true; model.quantization=4bit (LoRA); a smaller model."
+            )
+        needed, free = self.disk
+        if needed > free:
+            return (f"the run does not fit on the disk: its checkpoints take about {size_in_words(needed)}, and "
+                    f"{size_in_words(free)} are free")  # fmt: skip
+        return None
+
+    def lines(self) -> list[str]:
+        def listed(parts: dict[str, float]) -> str:
+            return ", ".join(f"{n} {size_in_words(b)}" for n, b in sorted(parts.items(), key=lambda p: -p[1]) if b)
+
+        return [
+            f"memory on {self.device}: about {size_in_words(self.peak)}, most of it while {self.highest}; "
+            f"{size_in_words(self.room)} are there",
+            f"  always: {listed(self.always)}",
+            *(f"  {name}: {listed(parts)}" for name, parts in self.phases.items()),
+            f"disk: checkpoints take about {size_in_words(self.disk[0])}; {size_in_words(self.disk[1])} are free",
+        ]
+
+
+def size_in_words(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def read_shapes(path: str) -> Shapes:
+    """Shapes of a model in a folder, embedded, in the hub's cache or known here. Raises ValueError for another."""
+    folder = starter_path(path) or Path(path).expanduser()
+    facts = KNOWN_SHAPES.get(path)
+    if (file := folder / "config.json").is_file():
+        facts = json.loads(file.read_text(encoding="utf-8"))
+    elif facts is None:
+        from huggingface_hub import hf_hub_download
+
+        try:
+            facts = json.loads(Path(hf_hub_download(path, "config.json")).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"model.path={path}: its config.json cannot be read ({error})") from error
+    assert facts is not None
+    try:
+        return Shapes.of(facts.get("text_config") or facts)
+    except KeyError as error:
+        raise ValueError(f"model.path={path}: its config.json does not name its sizes as usual ({error})") from None
+
+
+def plan_run(config: Config, *, device: str, room: int, output_dir: str = "runs") -> Plan:
+    """Estimate a run on `device` (cpu, cuda), which may hold `room` bytes."""
+    shapes, lora = read_shapes(config.model.path), config.lora
+    low = config.model.dtype in ("bfloat16", "float16") or (config.model.dtype == "auto" and device == "cuda")
+    dtype_bytes = 2 if low else 4
+
+    def weights(of: Shapes, few_bits: str | None = None) -> float:
+        return BYTES_A_WEIGHT.get(few_bits or "", dtype_bytes) * of.linear + dtype_bytes * of.embeddings
+
+    modules = None if isinstance(lora.target_modules, str) else lora.target_modules
+    adapter = shapes.lora(lora.r, modules)
+    trained = adapter if lora.enabled else shapes.linear + shapes.embeddings
+    always = {"process": PROCESS[device]}
+    always["base"] = weights(shapes, config.model.quantization) if lora.enabled else 4 * trained
+    always["adapter"] = 4 * adapter if lora.enabled else 0
+    if config.has_reference and not lora.enabled:
+        always["reference"] = weights(shapes)
+    if config.uses("critic") and config.critic.kind in ("adapter", "separate"):
+        own = read_shapes(config.critic.path or config.model.path) if config.critic.kind == "separate" else shapes
+        critic = own.lora(lora.r, modules) if lora.enabled else own.linear + own.embeddings
+        always["critic"] = 4 * critic + (weights(own) if lora.enabled and config.critic.kind == "separate" else 0)
+        trained += critic
+    for name, path in (("reward model", config.reward.model), ("teacher", config.teacher.path)):
+        if path is not None and (Path(path).expanduser() / "config.json").is_file():
+            always[name] = weights(read_shapes(path), config.teacher.quantization if name == "teacher" else None)
+    moments = (8 if config.optim.optimizer == "adamw" else 2) * trained
+    always["Adam"] = moments
+
+    tokens = config.run.micro_batch_tokens
+    tokens = MICRO_BATCH[device] if tokens == "auto" else tokens
+    recomputed = config.model.gradient_checkpointing
+    phases = {
+        "updating": {
+            "gradients": 4 * trained,
+            "activations": tokens * shapes.activations(dtype_bytes, recomputed=recomputed),
+            "logits": min(LOGITS_CHUNK[device], 3 * 4 * tokens * shapes.vocabulary) if config.trains.policy else 0,
+        }
+    }
+    if config.samples:
+        phases["sampling"] = _sampling(config, shapes, dtype_bytes, free=room - sum(always.values()))
+    there = next(path for path in (Path(output_dir), *Path(output_dir).absolute().parents) if path.exists())
+    needed = (config.run.keep_checkpoints + 2) * (4 * trained + moments)
+    return Plan(device, room, always, phases, (needed, shutil.disk_usage(there).free))
+
+
+def _sampling(config: Config, shapes: Shapes, dtype_bytes: int, *, free: float) -> dict[str, float]:
+    generation, environment = config.generation, config.environment
+    if generation.engine == "server":
+        return {}
+    copy = 4 * shapes.linear if dtype_bytes == 4 else 0  # float32 samples from merged weights, where they fit
+    new = generation.max_new_tokens
+    if environment.use or environment.tools or environment.agent:
+        new += (environment.max_turns - 1) * (environment.max_observation_tokens + generation.max_new_tokens)
+    rows = min(max(config.on_policy.batch_size, config.run.eval_prompts), generation.max_rows or 1 << 30)
+    a_token = 2 * shapes.layers * shapes.keys * dtype_bytes
+    cache = rows * (generation.max_prompt_tokens + new) * a_token
+    return {"sampling copy": copy, "cache": min(cache, max(0.0, ROOM_FOR_CACHE * (free - copy)))}
