@@ -122,7 +122,5 @@ def lasting(run: RunDir) -> list[dict[str, Any]]:
 def weights(run: RunDir, step: int) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, by file and name."""
     folder = run.checkpoints / f"step-{step:06d}"
-    files = sorted(
-        p for p in folder.rglob("*.safetensors") if p.name not in ("random.safetensors", "rollout.safetensors")
-    )
+    files = sorted(p for p in folder.rglob("*.safetensors") if p.name != "random.safetensors")
     return {f"{p.relative_to(folder)}:{k}": v for p in files for k, v in load_file(p).items()}

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.faults.children import Child, before_call, resumed, train, wait_for, workers_left
 from tests.faults.lookup_runs import PROMPTS, answered_by
@@ -139,11 +138,6 @@ def test_a_run_stopped_in_any_turn_ends_as_if_it_had_not_been(
     assert warnings == []
     assert folder is not None
     assert folder.name == "step-000001"
-    if (name, place) == ("SIGTERM", "update"):
-        kept = load_file(folder / "rollout.safetensors")
-        assert float(kept["turn_rewards"].abs().sum()) > 0
-        episodes = json.loads(bytes(kept["transcripts"].tolist()))
-        assert all(episode[1]["role"] == "tool" for episode in episodes)
     resumed(run)
     assert_same(wholes[method], run, STEPS)
     assert workers_left({child.pid}) == []

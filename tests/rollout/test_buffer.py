@@ -29,15 +29,15 @@ def collect(parts: SamplingParts, **reward: Any) -> Rollout:
     return rollout
 
 
-def test_a_rollout_survives_safetensors(parts: SamplingParts, tmp_path: Path) -> None:
+def test_a_rollout_is_written_whole(parts: SamplingParts, tmp_path: Path) -> None:
+    """As a step without a finite gradient is: each field, whatever memory it shares."""
     rollout = collect(parts)
     rollout.old_logprobs = rollout.sampling_logprobs  # the same memory, as when sampling is exact
     save_file(rollout.to_tensors(), tmp_path / "rollout.safetensors")
-    back = Rollout.from_tensors(load_file(tmp_path / "rollout.safetensors"))
-    assert back.prompt_tokens == rollout.prompt_tokens
-    for name, tensor in rollout.to_tensors().items():
-        torch.testing.assert_close(back.to_tensors()[name], tensor, rtol=0, atol=0, equal_nan=True)
-    assert back.ref_logprobs is None
+    back = load_file(tmp_path / "rollout.safetensors")
+    assert back["prompt_tokens"].tolist() == [token for prompt in rollout.prompt_tokens for token in prompt]
+    torch.testing.assert_close(back["old_logprobs"], rollout.sampling_logprobs, rtol=0, atol=0)
+    assert "ref_logprobs" not in back
 
 
 def test_mask_and_lengths_agree_when_pad_is_eos(parts: SamplingParts) -> None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,7 +49,8 @@ def drawn(parts: Ppo, monkeypatch: pytest.MonkeyPatch, *, step: int, epoch: int,
         return torch.zeros(())
 
     monkeypatch.setattr("tinyrl.trainers.ppo.negative_log_likelihood", noted)
-    one = ptx_pass(parts, RunState(phase="update", step=step, epoch=epoch, minibatch=minibatch))
+    session: Any = SimpleNamespace(state=RunState(step=step), update=2 * epoch + minibatch)
+    one = ptx_pass(parts, session)
     one.loss(list(one.rows))
     return seen
 

@@ -1,5 +1,7 @@
 """Stopping anywhere and resuming: to the bit the run that was not stopped (on a CPU)."""
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,11 @@ import torch
 
 from tests import running
 from tests.tiny_models import tiny_model
+from tinyrl.config.schema import Config
+from tinyrl.runs.run_dir import RunDir
+from tinyrl.training import session
+from tinyrl.training.state import read_state
+from tinyrl.training.update import Updater
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo": ("grpo", {}),
@@ -96,22 +103,53 @@ INSIDE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("sections", INSIDE.values(), ids=INSIDE.keys())
 @pytest.mark.wide
-def test_stopped_twice_inside_an_update(sections: dict[str, Any], model: Path, tmp_path: Path) -> None:
-    """A stop inside an update keeps the rollout: the resumed run samples nothing for that step again."""
+def test_stopped_inside_an_update(sections: dict[str, Any], model: Path, tmp_path: Path) -> None:
+    """A stop inside an update puts back what the step has changed: the resumed run begins the step again."""
     settings = running.config("ppo", model, **sections)
     _, whole, _ = running.train(settings, tmp_path, name="whole")
-    phases = []
-    for stop_at in range(24, 400, 3):
-        code, stopped, _ = running.train(settings, tmp_path, name=f"stopped-{stop_at}", stop_at=stop_at)
-        assert code == 75
-        newest = sorted(stopped.checkpoints.iterdir())[-1]
-        phases.append((newest / "rollout.safetensors").exists())
-        if phases[-1]:
-            assert [running.go_on(stopped, stop_at=look) for look in (2, 20)] == [75, 75]
-            assert running.go_on(stopped) == 0
-            assert_same(whole, stopped, settings.run.num_steps)
-            break
-    assert phases[-1], "no stop fell inside an update"
+    code, stopped = stopped_in_the_update(settings, tmp_path)
+    assert code == 75
+    folder = sorted(stopped.checkpoints.iterdir())[-1]
+    assert (folder.name, read_state(folder).run.phase) == ("step-000001", "rollout")
+    assert [line["step"] for line in running.metrics(stopped)] == [0, 1]
+    assert running.go_on(stopped, stop_at=2) == 75
+    assert running.go_on(stopped) == 0
+    assert_same(whole, stopped, settings.run.num_steps)
+
+
+def stopped_in_the_update(settings: Config, folder: Path, *, name: str = "stopped") -> tuple[int, RunDir]:
+    """A run that gets a SIGTERM before the second optimizer step of its second step."""
+    plain, steps = Updater.step, [0]
+
+    def step(updater: Updater, *args: Any, **named: Any) -> dict[str, float]:
+        steps[0] += 1
+        if steps[0] == settings.on_policy.num_epochs * settings.on_policy.batch_size // 4 + 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(updater, *args, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Updater, "step", step)
+        code, run, _ = running.train(settings, folder, name=name)
+    return code, run
+
+
+def test_a_stop_waits_for_an_update_whose_weights_are_too_large_to_copy(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(session, "MOST_COPIED", 0)
+    settings = running.config(
+        "ppo", model, ppo={"num_epochs": 3}, lora={"enabled": False}, optim={"learning_rate": 1e-3}
+    )
+    _, whole, _ = running.train(settings, tmp_path, name="whole")
+    code, stopped = stopped_in_the_update(settings, tmp_path)
+    assert code == 75
+    assert (
+        "SIGTERM: the trained weights are large, so the stop waits for the end of the update" in capsys.readouterr().err
+    )
+    folder = sorted(stopped.checkpoints.iterdir())[-1]
+    assert (folder.name, read_state(folder).run.phase) == ("step-000002", "evaluation")
+    assert running.go_on(stopped) == 0
+    assert_same(whole, stopped, settings.run.num_steps)
 
 
 def test_a_finished_run_says_so(model: Path, tmp_path: Path) -> None:

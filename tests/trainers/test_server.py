@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -125,37 +123,6 @@ def test_a_server_that_dies_leaves_a_run_that_goes_on(tiny: TinyModels, tmp_path
         server.faults.dead_after = None
         assert running.go_on(run) == 0
     assert running.lasting(run) == running.lasting(whole)
-
-
-@pytest.mark.slow
-def test_a_run_stopped_inside_an_update_goes_on_as_if_it_had_not_been(
-    tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rollout is in the checkpoint, so that the server need not draw it again."""
-    steps, step = [0], Updater.step
-
-    def stopped_at_the_second(self: Updater, *args: Any, **named: Any) -> dict[str, float]:
-        steps[0] += 1
-        if steps[0] == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, *args, **named)
-
-    with StandIn(tiny("llama")) as server:
-        settings = by_server("ppo", tiny("llama"), server, run={"eval_prompts": 0, "num_steps": 2})
-        code, whole, _ = running.train(settings, tmp_path, name="whole")
-        assert code == 0
-        drawn = server.completions
-        monkeypatch.setattr(Updater, "step", stopped_at_the_second)
-        code, run, _ = running.train(settings, tmp_path, name="run")
-        assert code == 75
-        assert [*run.checkpoints.glob("*/rollout.safetensors")]
-        server.faults.noise = 1  # what is drawn from now on is drawn otherwise
-        before = server.completions
-        assert running.go_on(run) == 0
-        assert server.completions - before < drawn
-    first, second = running.lasting(run), running.lasting(whole)
-    assert first[:2] == second[:2]  # the starting line, and the step that was stopped
-    assert first[2] != second[2]
 
 
 @pytest.mark.slow

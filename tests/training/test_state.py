@@ -16,11 +16,8 @@ from tinyrl.training.state import STATE, Best, CheckpointState, Controllers, Run
 def written(tmp_path: Path) -> tuple[Path, CheckpointState]:
     run = RunState(
         step=7,
-        phase="update",
-        epoch=1,
-        minibatch=3,
+        phase="evaluation",
         values={"reward/mean": math.nan, "completion/tokens": 96},
-        sums={"policy/loss": [0.5, 2]},
         controllers=Controllers(
             kl_coef=0.07, exact_sampling=True, failing_batches=1, entropy_coef=0.1, entropy=1 / 3, solved={"ab": 2}
         ),

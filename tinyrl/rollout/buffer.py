@@ -348,15 +348,6 @@ class Rollout:
         flat = torch.tensor([token for prompt in self.prompt_tokens for token in prompt])
         return {**present, "prompt_tokens": flat, "prompt_lengths": torch.tensor([len(p) for p in self.prompt_tokens])}
 
-    @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor]) -> Rollout:
-        fields = dict(tensors)
-        lengths = fields.pop("prompt_lengths").tolist()
-        prompts = [part.tolist() for part in fields.pop("prompt_tokens").split(lengths)]
-        text = fields.pop("transcripts", None)
-        transcripts = None if text is None else json.loads(bytes(text.tolist()))
-        return cls(prompt_tokens=prompts, transcripts=transcripts, **fields)  # pyright: ignore[reportArgumentType]
-
 
 def sampled_fields(completions: list[Completion]) -> dict[str, Any]:
     """The tensors of a rollout that completions fill."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
@@ -71,13 +71,18 @@ class StopFlag:
 
 
 _flags: list[StopFlag] = []  # in use, the innermost last
-_holding = 0
+_holding: list[Callable[[str], None] | None] = []  # of each `stop_held` that is open, who is told of a stop meanwhile
 
 
 def check_stop() -> None:
     """Raise Interrupted when a signal has come: to be called between chunks of work that can be repeated."""
     if _flags and not _holding:
         _flags[-1].check()
+    elif _flags and (by := _flags[-1].by) is not None:
+        for place, tell in enumerate(_holding):
+            if tell is not None:
+                _holding[place] = None
+                tell(by)
 
 
 def watched(items: Iterable[Item]) -> Iterator[Item]:
@@ -91,11 +96,12 @@ def watched(items: Iterable[Item]) -> Iterator[Item]:
 
 
 @contextmanager
-def stop_held() -> Iterator[None]:
-    """Inside, `check_stop` never raises: what has begun (a checkpoint, which may run a model) is finished."""
-    global _holding
-    _holding += 1
+def stop_held(tell: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Inside, `check_stop` never raises: what has begun (a checkpoint, which may run a model) is finished. `tell` is
+    called once, with the signal's name, where it would have raised.
+    """
+    _holding.append(tell)
     try:
         yield
     finally:
-        _holding -= 1
+        _holding.pop()

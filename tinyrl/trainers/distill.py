@@ -36,18 +36,16 @@ class Distill(OnPolicyTrainer):
         config = self.config.distill
         self.begin(session)
         for step in session.steps():
-            rollout = session.rollout
-            if rollout is None:
-                # 1. Responses to the step's prompts.
-                with session.timed("rollout"):
-                    rollout = self.responses(step)
-                # 2. What the teacher says of them.
-                taught = self.read_teacher(rollout)
-                if config.objective == "sampled":
-                    with session.timed("reference"):
-                        self.compute_logprobs(rollout)
-                rewards = {} if rollout.rewards.isnan().all() else self.reward_metrics(rollout)  # given answers alone
-                session.start_update(rollout, **rewards, **self.metrics(rollout), **taught, **self.record_prompts(step))
+            # 1. Responses to the step's prompts.
+            with session.timed("rollout"):
+                rollout = self.responses(step)
+            # 2. What the teacher says of them.
+            taught = self.read_teacher(rollout)
+            if config.objective == "sampled":
+                with session.timed("reference"):
+                    self.compute_logprobs(rollout)
+            rewards = {} if rollout.rewards.isnan().all() else self.reward_metrics(rollout)  # given answers alone
+            session.start_update(rollout, **rewards, **self.metrics(rollout), **taught, **self.record_prompts(step))
             assert rollout.teacher_logprobs is not None
             before = rollout.sampling_logprobs if rollout.old_logprobs is None else rollout.old_logprobs
             rollout.advantages = token_advantages(before, rollout.teacher_logprobs, rollout.loss_mask)

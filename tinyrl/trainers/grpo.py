@@ -31,17 +31,16 @@ class Grpo(OnPolicyTrainer):
         config = self.config.grpo
         self.begin(session)
         for step in session.steps():
-            settings, rollout = self.loss_settings(kl_coef=config.kl_coef), session.rollout
-            if rollout is None:
-                # 1. A group of responses for each prompt, and their scores.
-                with session.timed("rollout"):
-                    rollout, rewards = sample_groups(self, config, step)
-                    rollout = rollout.with_others(mask_truncated=self.config.reward.truncated == "mask")
-                # 2. Their log-probabilities under the reference, and before the update.
-                with session.timed("reference"):
-                    self.compute_logprobs(rollout, scored=kl_in_score(config))
-                taught = self.read_teacher(rollout)
-                session.start_update(rollout, **rewards, **self.metrics(rollout), **taught, **self.record_prompts(step))
+            settings = self.loss_settings(kl_coef=config.kl_coef)
+            # 1. A group of responses for each prompt, and their scores.
+            with session.timed("rollout"):
+                rollout, rewards = sample_groups(self, config, step)
+                rollout = rollout.with_others(mask_truncated=self.config.reward.truncated == "mask")
+            # 2. Their log-probabilities under the reference, and before the update.
+            with session.timed("reference"):
+                self.compute_logprobs(rollout, scored=kl_in_score(config))
+            taught = self.read_teacher(rollout)
+            session.start_update(rollout, **rewards, **self.metrics(rollout), **taught, **self.record_prompts(step))
             # 3. How much better a response is than its group.
             rollout.advantages = episode_advantages(rollout, config, weights=self.scorer.weights)
             # 4. An optimizer step for each minibatch.

@@ -283,7 +283,7 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         return teacher_metrics(rollout)
 
     def policy_loss(self, rollout: Rollout, rows: list[int], settings: LossSettings) -> PolicyLoss:
-        first = self.state.first_update
+        first = self.session.update == 0
         distance = self.distance_loss(rollout, rows) if settings.teacher_coef > 0 else None
         return PolicyLoss(rollout, rows, roles=self.roles, settings=settings, first=first, distance=distance)
 

@@ -27,11 +27,11 @@ not rewarded for (InstructGPT, Eq. 2):
 
     loss = PPO's + ptx_coef * mean of -log pi(token | tokens before) over the tokens of a text batch
 
-The batch is the next ptx_batch_size rows of a stream of shuffled epochs: a function of (seed, step, epoch, minibatch),
-so a run that is resumed inside an update goes on with the same ones. While only the critic trains there is none. What
-differs from the paper: the loss is a mean over the tokens of the batch, whatever its size, so ptx_coef is not on the
-scale of the paper's 27.8. The temperature is 1, whatever sampling has. Which tokens count is sft's rule: those of a
-completion or of an assistant's turn, and all of `text`; task.system_prompt is the prompts' and not put before it.
+The batch is the next ptx_batch_size rows of a stream of shuffled epochs: a function of (seed, step, optimizer step).
+While only the critic trains there is none. What differs from the paper: the loss is a mean over the tokens of the
+batch, whatever its size, so ptx_coef is not on the scale of the paper's 27.8. The temperature is 1, whatever sampling
+has. Which tokens count is sft's rule: those of a completion or of an assistant's turn, and all of `text`;
+task.system_prompt is the prompts' and not put before it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ from tinyrl.trainers.on_policy import OnPolicyTrainer
 from tinyrl.trainers.policy_loss import LossSettings, PolicyLoss
 from tinyrl.trainers.sft import Example, joined, negative_log_likelihood, sizes_of, tokens_of, turns_of
 from tinyrl.training.session import Session
-from tinyrl.training.state import RunState
 from tinyrl.training.update import Pass
 
 TEXT = "ppo.ptx_data"
@@ -113,7 +112,7 @@ class Ppo(OnPolicyTrainer):
             passes = [] if warming_up else [Pass("policy", policy, rows, sizes)]
             passes += [Pass("critic", value, rows, sizes)]
         with_text = self.config.ppo.ptx_coef > 0 and not warming_up
-        return [*passes, ptx_pass(self, self.state)] if with_text else passes
+        return [*passes, ptx_pass(self, self.session)] if with_text else passes
 
     @property
     def reads_reference(self) -> bool:
@@ -128,24 +127,23 @@ class Ppo(OnPolicyTrainer):
         config, critic = self.config.ppo, self.config.critic
         self.begin(session)
         for step in session.steps():
-            controllers, rollout = session.state.controllers, session.rollout
+            controllers = session.state.controllers
             kl_coef = config.kl_coef if controllers.kl_coef is None else controllers.kl_coef
-            if rollout is None:
-                # 1. A response for each prompt, and its score (of an agent: of each of its conversations).
-                with session.timed("rollout"):
-                    rollout = self.collect(self.prompts(step), step)
-                    rewards_by_name = self.reward_metrics(rollout)
-                    rollout = rollout.with_others(mask_truncated=self.config.reward.truncated == "mask")
-                # 2. Their log-probabilities under the reference and before the update, and the critic's values.
-                with session.timed("reference"):
-                    self.compute_logprobs(rollout)
-                with session.timed("values"):
-                    rollout.values = predict_values(rollout, self)
-                    if config.bootstrap_truncated:
-                        rollout.final_values = predict_final_values(rollout, self)
-                metrics = self.metrics(rollout) | self.read_teacher(rollout) | self.record_prompts(step)
-                metrics["objective/kl_coef"] = kl_coef
-                session.start_update(rollout, **rewards_by_name, **metrics)
+            # 1. A response for each prompt, and its score (of an agent: of each of its conversations).
+            with session.timed("rollout"):
+                rollout = self.collect(self.prompts(step), step)
+                rewards_by_name = self.reward_metrics(rollout)
+                rollout = rollout.with_others(mask_truncated=self.config.reward.truncated == "mask")
+            # 2. Their log-probabilities under the reference and before the update, and the critic's values.
+            with session.timed("reference"):
+                self.compute_logprobs(rollout)
+            with session.timed("values"):
+                rollout.values = predict_values(rollout, self)
+                if config.bootstrap_truncated:
+                    rollout.final_values = predict_final_values(rollout, self)
+            metrics = self.metrics(rollout) | self.read_teacher(rollout) | self.record_prompts(step)
+            metrics["objective/kl_coef"] = kl_coef
+            session.start_update(rollout, **rewards_by_name, **metrics)
             # 3. One reward for each token.
             rewards, mask = shaped_rewards(rollout, config, kl_coef=kl_coef), rollout.loss_mask
             # 4. Advantages, and the returns that the critic is to predict.
@@ -316,12 +314,12 @@ def text_of(row: Row, parts: Parts, *, place: str) -> list[Example]:
     return found
 
 
-def ptx_pass(parts: Ppo, state: RunState) -> Pass:
-    """The policy's pass over the text batch where `state` stands. Metric: policy/ptx_loss, before the coefficient."""
+def ptx_pass(parts: Ppo, session: Session) -> Pass:
+    """The policy's pass over the text batch of an optimizer step. Metric: policy/ptx_loss, before the coefficient."""
     config, seed = parts.config.ppo, parts.config.run.seed
     size = min(config.ptx_batch_size, len(parts.text))  # none twice in a batch, but where an epoch ends in it
     minibatches = -(-config.batch_size // (config.minibatch_size or config.batch_size))
-    number = (state.step * config.num_epochs + state.epoch) * minibatches + state.minibatch
+    number = session.state.step * config.num_epochs * minibatches + session.update
     rows_of_text = batch_indices(seed, number, num_prompts=size, num_rows=len(parts.text))
     chosen = [one for row in rows_of_text for one in parts.text[row]]
     tokens = sum(one.num_counted for one in chosen)

@@ -92,6 +92,7 @@ class Launch:
     def close(self) -> None:
         self.session.display.close()
         self.session.trackers.close()
+        self.session.close()
         self.trainer.close()
 
     def _unsaved(self, what: str) -> int:

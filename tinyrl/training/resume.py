@@ -27,7 +27,6 @@ from tinyrl.training.launch import Launch, load, open_session, out_of_memory_sto
 from tinyrl.training.optim import stretched_schedule
 from tinyrl.training.session import Session
 from tinyrl.training.state import (
-    HELD_OUT,
     CheckpointState,
     Sources,
     changed_sources,
@@ -87,7 +86,7 @@ def resume(
                 state, steps = launch.session.state, config.run.num_steps
                 were = kept.num_steps or steps
                 notes += filter(None, [stretched_schedule(config.optim, step=state.step, before=were, now=steps)])
-                notes.append(f"resuming {run.path} at step {state.step} of {steps} ({state.phase}) from {since}")
+                notes.append(f"resuming {run.path} at step {state.step} of {steps} from {since}")
         if launch.session.finished:
             undo.close()
             return None
@@ -132,13 +131,11 @@ def _check_beginning(run: RunDir) -> None:
 
 
 def _accept(session: Session, changes: list[str], *, since: str) -> list[str]:
-    """Let go of what changes make wrong; a line for each of them, and for that."""
-    notes = [f"changed since {since}: {change}" for change in changes]
-    if not all(keeps_rollout(change) for change in changes):
+    """Discard state that the changed settings and files invalidate; return one note for each change."""
+    if not all(keeps_samples(change) for change in changes):
         session.parts.forget()
-    if not all(keeps_rollout(change) or change.startswith(HELD_OUT) for change in changes) and session.sample_again():
-        notes.append(f"step {session.state.step + 1} is sampled again: its rollout was made before these changes")
-    return notes
+        session.state.controllers.exact_sampling = None
+    return [f"changed since {since}: {change}" for change in changes]
 
 
 def _versions(before: Sources, now: Sources, *, since: str) -> list[str]:
@@ -243,8 +240,8 @@ def refuse(what: str, changes: list[str], *, since: str, allowed: bool) -> list[
     raise ValueError("\n".join([*lines, "Put them back, or go on with the new values: --allow-config-change"]))
 
 
-def keeps_rollout(change: str) -> bool:
-    """Whether a changed setting (a line of `changed_settings`) leaves the rollout in hand and its minibatches valid."""
+def keeps_samples(change: str) -> bool:
+    """Whether a step samples the same under a changed setting (a line of `changed_settings`)."""
     key = change.partition(":")[0]
     return key.startswith(("optim.", "run.")) and key != "run.seed"
 

@@ -1,8 +1,9 @@
 """A run as it goes on: its steps, and after each one evaluation, metrics, a checkpoint when due.
 
-The trainer owns the order of a step; the session owns where the run stands (training/state.py), so a run that is
-stopped anywhere goes on as if it had not been. Random numbers are keyed by (seed, step, ...): there is no stream to
-restore for sampling.
+The trainer owns the order of a step; the session owns where the run stands (training/state.py). A step is a
+transaction: random numbers are keyed by (seed, step, ...), so a step that is begun again is the same step to the bit,
+and nothing of one under way is in a checkpoint. A stop puts back what the step has changed, from a copy of the trained
+weights and optimizer state that its update starts with; where those are large, it waits for the end of the update.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from tinyrl.data.rows import keyed_order
 from tinyrl.errors import Interrupted
@@ -39,15 +42,32 @@ from tinyrl.training.replicas import CHECK_EVERY, check_replicas
 from tinyrl.training.state import Best, CheckpointState, RunState, Sources
 from tinyrl.training.update import Updater
 
-OPTIMIZER, ROLLOUT, RANDOM = "optimizer.safetensors", "rollout.safetensors", "random.safetensors"
+OPTIMIZER, RANDOM = "optimizer.safetensors", "random.safetensors"
+MOST_COPIED = 1 << 30  # bytes of weights and optimizer state that are copied at the start of an update
+
+
+@dataclass
+class StepStart:
+    """What a step begins with, for a stop inside it: state, random numbers, bytes of the records, skipped steps.
+
+    tensors: trained weights and optimizer state by role, once the update has begun; None before.
+    """
+
+    state: RunState
+    torch_rng: dict[str, Tensor]
+    python_rng: list[Any]
+    records: dict[str, int]
+    skipped: tuple[int, int]
+    loss_scale: dict[str, Any]
+    tensors: tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]] | None = None
 
 
 class StepMetrics:
-    """Metrics of a step; values and sums go into a checkpoint, so a step resumed in its update says the same."""
+    """Metrics of a step. `values` go into a checkpoint that is written before the evaluation after the step."""
 
-    def __init__(self, values: dict[str, Any] | None = None, sums: dict[str, list[float]] | None = None) -> None:
+    def __init__(self, values: dict[str, Any] | None = None) -> None:
         self.values = {} if values is None else values
-        self.sums = {} if sums is None else sums  # metric -> [sum, count] over the optimizer steps
+        self.sums: dict[str, list[float]] = {}  # metric -> [sum, count] over the optimizer steps
         self.seconds: dict[str, float] = {}
 
     def start_update(self, metrics: dict[str, float]) -> None:
@@ -84,7 +104,9 @@ class StepMetrics:
 
 
 class Session:
-    """One run between its first step and its last. `state` is where it stands, `rollout` what an update works on."""
+    """One run between its first step and its last. `state` is where it stands, `rollout` what an update works on,
+    `update` its number among the step's optimizer steps.
+    """
 
     def __init__(
         self,
@@ -101,7 +123,11 @@ class Session:
         self._evaluate = evaluate
         self.state, self.until = RunState(), self.config.run.num_steps  # the step after which to stop
         self.rollout: Rollout | None = None
+        self.update = 0
         self.metrics = StepMetrics()
+        self._start: StepStart | None = None  # of the step under way
+        self._held = contextlib.ExitStack()  # while a stop has to wait
+        self._update_seconds = math.nan  # of the last step
         self.watch = Watch(self.config.written())
         trackers = self.config.run.trackers if self.world.is_main else []
         self.trackers = Trackers(trackers, run.path, config=self.config.written(), note=display.note)
@@ -138,28 +164,50 @@ class Session:
             factor = rate_factor(optim.schedule, self.state.step, num_steps=num_steps, warmup_steps=optim.warmup_steps)
             for role in self.optimizers.values():
                 role.set_rate(factor)
+            updater = self.updater
+            self._start = StepStart(
+                self.state.model_copy(deep=True),
+                rng_tensors(),
+                python_rng(),
+                self.run.lengths(),
+                (updater.skipped, updater.skipped_in_a_row),
+                updater.scaler.state_dict(),
+            )
             yield self.state.step
 
     def start_update(self, rollout: Rollout | None = None, **metrics: float) -> None:
-        """Sampling is over: from here on a stop keeps `rollout`, and a resume goes on with its minibatches."""
-        self.rollout, self.state.phase = rollout, "update"
-        self.state.epoch = self.state.minibatch = 0
+        """Sampling is over: from here on weights change. Copy them for a stop, or let it wait where they are large."""
+        assert self._start is not None, "steps() hands out the steps"
+        self.rollout, self.update = rollout, 0
         self.metrics.start_update(metrics)
+        trained = sum(p.numel() * p.itemsize for of in self.optimizers.values() for p in of.parameters.values())
+        if 3 * trained > MOST_COPIED:  # weights and two moments
+            self._held.enter_context(stop_held(self._say_wait))
+            return
+        weights = {
+            role: {name: p.detach().to("cpu", copy=True) for name, p in of.parameters.items()}
+            for role, of in self.optimizers.items()
+        }
+        moments = {key: tensor.to("cpu", copy=True) for key, tensor in optimizer_tensors(self.optimizers).items()}
+        self._start.tensors = weights, moments
+
+    def _say_wait(self, signal: str) -> None:
+        known = math.isfinite(self._update_seconds)
+        took = f"; the last one took {self._update_seconds:.0f} s" if known else ""
+        self.display.note(f"{signal}: the trained weights are large, so the stop waits for the end of the update{took}")
 
     def minibatches(self, rollout: Rollout, *, num_epochs: int, size: int | None) -> Iterator[list[int]]:
-        """Rows of each optimizer step from where the state stands: all conversations of `size` episodes. Each epoch
-        covers all of them, shuffled by (seed, step, epoch).
+        """Rows of each optimizer step: all conversations of `size` episodes. Each epoch covers all of them, shuffled by
+        (seed, step, epoch).
         """
-        state, count = self.state, rollout.num_episodes
+        count = rollout.num_episodes
         size = size or count
-        while state.epoch < num_epochs:
-            key = f"minibatch {self.config.run.seed} {state.step} {state.epoch}"
+        for epoch in range(num_epochs):
+            key = f"minibatch {self.config.run.seed} {self.state.step} {epoch}"
             order = list(range(count)) if size >= count else keyed_order(key, count)
-            parts = [order[i : i + size] for i in range(0, count, size)]
-            while state.minibatch < len(parts):
-                yield rollout.rows_of(parts[state.minibatch])
-                state.minibatch += 1
-            state.epoch, state.minibatch = state.epoch + 1, 0
+            for i in range(0, count, size):
+                yield rollout.rows_of(order[i : i + size])
+                self.update += 1
 
     def end_step(self, **metrics: float) -> None:
         policy = self.optimizers.get("policy")
@@ -167,7 +215,9 @@ class Session:
         optim = {"optim/learning_rate": rate, "optim/skipped_steps": self.updater.skipped}
         self.metrics.end_update(metrics | optim)
         self.state.step += 1
-        self.state.phase, self.rollout = "evaluation", None
+        self.state.phase, self.rollout, self._start = "evaluation", None, None
+        self._update_seconds = self.metrics.seconds.get("update", math.nan)
+        self._held.close()
         self._finish_step()
 
     def evaluates_after(self, step: int) -> bool:
@@ -267,14 +317,11 @@ class Session:
         self.parts.save_models(folder)
         save_file(optimizer_tensors(self.optimizers), folder / OPTIMIZER)
         save_file(rng_tensors(), folder / RANDOM)
-        if self.rollout is not None:
-            save_file(self.rollout.to_tensors(), folder / ROLLOUT)
-        metrics, updater = self.metrics, self.updater
-        inside_update = {"values": metrics.values, "sums": metrics.sums}
+        updater = self.updater
         skips = {"skipped": updater.skipped, "skipped_in_a_row": updater.skipped_in_a_row}
         scale = {"loss_scale": updater.scaler.state_dict()}
         CheckpointState(
-            run=self.state.model_copy(update={**inside_update, **skips, **scale}),
+            run=self.state.model_copy(update={"values": self.metrics.values, **skips, **scale}),
             micro_batch_tokens=self.parts.micro_batches.tokens,
             threads=torch.get_num_threads(),
             sources=self._sources(),
@@ -291,14 +338,12 @@ class Session:
         else:
             self.display.note(f"optim.optimizer={self.config.optim.optimizer} begins without the moments of the other")
         self.state = kept.run
-        self.metrics = StepMetrics(kept.run.values, kept.run.sums)
+        self.metrics = StepMetrics(kept.run.values)
         self.updater.skipped, self.updater.skipped_in_a_row = kept.run.skipped, kept.run.skipped_in_a_row
         if kept.run.loss_scale:
             self.updater.scaler.load_state_dict(kept.run.loss_scale)
         if kept.setting("run", "micro_batch_tokens") == self.config.run.micro_batch_tokens:
             self.parts.micro_batches.tokens = kept.micro_batch_tokens  # what `auto` came to
-        if (folder / ROLLOUT).exists():
-            self.rollout = Rollout.from_tensors(load_file(folder / ROLLOUT))
         wanted, cores = self.config.run.threads, cores_here()
         threads = kept.threads if wanted == "auto" else wanted  # auto: on a GPU
         torch.set_num_threads(threads)
@@ -313,20 +358,39 @@ class Session:
         self.last_checkpoint = self.resumed_from = folder
         return notes
 
-    def sample_again(self) -> bool:
-        """Discard what was measured of sampling, and the rollout of an update in hand; False where there is none."""
-        self.state.controllers.exact_sampling = None
-        if self.state.phase != "update":
-            return False
-        self.rollout, self.metrics = None, StepMetrics()
-        self.state.phase, self.state.epoch, self.state.minibatch = "rollout", 0, 0
-        return True
-
     def interrupted(self, reason: Interrupted) -> Path | None:
-        """Tell other processes, and save all that is done. A resume repeats the optimizer step or rollout in hand."""
+        """Tell other processes, put back what the step under way has changed, and save where the run then stands."""
         self.world.announce(str(reason))
-        self.display.note(f"{reason}: saving step {self.state.step} ({self.state.phase})")
+        self._held.close()
+        if self._start is not None:
+            self._put_back(self._start)
+        last = self.last_checkpoint
+        there = last is not None and checkpoints.checkpoint_step(last) == self.state.step
+        if there and self.saved and not self.new_config:
+            return last
+        self.display.note(f"{reason}: saving step {self.state.step}")
         return self.save()
+
+    def _put_back(self, start: StepStart) -> None:
+        """The run as it was before the step."""
+        if start.tensors is not None:
+            weights, moments = start.tensors
+            with torch.no_grad():
+                for role, of in self.optimizers.items():
+                    for name, parameter in of.parameters.items():
+                        parameter.copy_(weights[role][name])
+            load_optimizers(self.optimizers, moments)
+        self.state, self.rollout, self.metrics, self._start = start.state, None, StepMetrics(), None
+        self.updater.skipped, self.updater.skipped_in_a_row = start.skipped
+        if start.loss_scale:
+            self.updater.scaler.load_state_dict(start.loss_scale)
+        restore_rng(start.torch_rng, start.python_rng)
+        if self.world.is_main:
+            self.run.cut(start.records, step=start.state.step)
+
+    def close(self) -> None:
+        """Release what a step under way holds."""
+        self._held.close()
 
     def _dump_bad_batch(self, rows: list[int], why: str) -> None:
         if not self.world.is_main:

@@ -35,10 +35,10 @@ OF_A_MODEL = (".safetensors", ".json", ".jinja", ".model", ".txt")  # files of a
 OF_A_RUN = (  # no weights
     MANIFEST,
     STATE,
-    *(f"{name}.safetensors" for name in ("optimizer", "rollout", "random", "reference_logprobs")),
+    *(f"{name}.safetensors" for name in ("optimizer", "random", "reference_logprobs")),
 )
 MOST_THREADS = 4096
-Phase = Literal["evaluation", "rollout", "update"]
+Phase = Literal["evaluation", "rollout"]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Whole = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -89,16 +89,13 @@ class Controllers(_Strict):
 class RunState(_Strict):
     """What changes as a run goes on.
 
-    step counts finished steps; phase is what is going on in the next one ("evaluation" of step 0: the held-out score
-    before training); epoch and minibatch are those of an update. values and sums are the metrics of the step in hand.
+    step counts finished optimizer updates; phase is what comes next: the evaluation after that step (of step 0: the
+    held-out score before training), whose other metrics are `values`, or the next step's rollout.
     """
 
     step: Count = 0
     phase: Phase = "evaluation"
-    epoch: Count = 0
-    minibatch: Count = 0
     values: dict[str, Number] = Field(default_factory=dict)
-    sums: dict[str, Annotated[list[float], Field(min_length=2, max_length=2)]] = Field(default_factory=dict)
     controllers: Controllers = Field(default_factory=Controllers)
     completions: Count = 0
     tokens: Count = 0
@@ -113,10 +110,6 @@ class RunState(_Strict):
         if state and (state.keys() != torch.amp.GradScaler("cpu").state_dict().keys() or not state["scale"]):
             raise ValueError("is no state of a torch.amp.GradScaler")
         return state
-
-    @property
-    def first_update(self) -> bool:
-        return self.epoch == self.minibatch == 0
 
 
 class CheckpointState(_Strict):
