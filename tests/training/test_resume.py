@@ -309,27 +309,24 @@ def test_a_run_whose_last_save_failed_says_how_to_get_the_last_step(
 # Under other settings
 
 
-CHANGES: dict[str, tuple[dict[str, Any], list[str], bool]] = {
-    "a KL where there was none": ({}, ["grpo.kl_coef=0.1"], True),
-    "one reward more": ({}, ["reward.model=starter-reward"], True),
-    "larger groups": ({}, ["grpo.group_size=8"], True),
-    "several steps where there was one": ({}, ["grpo.num_epochs=2"], True),
-    "another learning rate": ({}, ["optim.learning_rate=0.5"], False),
-    "another optimizer": ({}, ["optim.optimizer=adamw8bit"], False),
+CHANGES: dict[str, list[str]] = {
+    "a KL where there was none": ["grpo.kl_coef=0.1"],
+    "one reward more": ["reward.model=starter-reward"],
+    "larger groups": ["grpo.group_size=8"],
+    "several steps where there was one": ["grpo.num_epochs=2"],
+    "another learning rate": ["optim.learning_rate=0.5"],
+    "another optimizer": ["optim.optimizer=adamw8bit"],
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.wide
-def test_settings_changed_inside_an_update(
-    name: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_changed_inside_an_update(name: str, model: Path, tmp_path: Path) -> None:
     """The step that was stopped is begun again under the new settings, and counted once."""
-    sections, overrides, sampled = CHANGES[name]
-    settings = running.config("grpo", model, **{**sections, "run": {"save_every": 1, "num_steps": STEPS}})
+    overrides = CHANGES[name]
+    settings = running.config("grpo", model, run={"save_every": 1, "num_steps": STEPS})
     run = stopped_in_update(settings, tmp_path)
     assert running.go_on(run, config=run.read_config(overrides), allow_config_change=True) == 0
-    said = capsys.readouterr().err
     assert [line["step"] for line in running.metrics(run)] == [0, 1, 2, 3]
     assert run.read_config() == run.read_config(overrides)
     if name == "a KL where there was none":
