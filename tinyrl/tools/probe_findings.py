@@ -254,7 +254,7 @@ def long_run(seen: Probe) -> Finding | None:
         "a long run",
         f"{seen.config.run.num_steps:,} steps take about {show_seconds(seconds)}, {seen.step[longest] / a_step:.0%} "
         f"of it {longest}.",
-        "Fewer steps at first (run.num_steps); a run goes on with more of them: tinyrl fork RUN run.num_steps=N.",
+        "Fewer steps at first (run.num_steps); later more of them: tinyrl train --from RUN run.num_steps=N.",
         {"seconds": seconds},
     )
 
