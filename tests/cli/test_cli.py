@@ -465,7 +465,8 @@ def test_trials_of_peoples_code_import_no_library_of_models(tmp_path: Path):
     [
         (["sweep", "grpo", "run.seed=1,2"], "tinyrl report"),
         (["distill", "store", "recipe", "--output", "x"], "tinyrl train distill"),
-        (["verify", "runs/a", "--all"], "tinyrl fork"),
+        (["verify", "runs/a", "--all"], "tinyrl train --from"),
+        (["fork", "runs/a@3", "optim.learning_rate=1"], "tinyrl train --from"),
         (["eval", "starter", "--benchmark", "gsm8k"], "lm_eval"),
         (["eval", "starter", "--benchmark=gsm8k"], "lm_eval"),
     ],
@@ -474,3 +475,18 @@ def test_a_command_that_went_is_answered_with_what_does_its_work(words: list[str
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 2
     assert instead in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (["--from", "runs/none@3"], "runs/none"),
+        (["grpo", "--from", "runs/none"], "'grpo'"),
+        (["--from", "runs/none", "--overwrite"], "--overwrite"),
+        (["--from", "runs/none", "--resume", "runs/none"], "--from"),
+    ],
+)
+def test_a_run_from_another_takes_settings_only(words: list[str], refused: str):
+    done = CliRunner().invoke(app, ["train", *words])
+    assert done.exit_code == 2
+    assert refused in done.output

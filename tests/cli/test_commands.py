@@ -34,6 +34,15 @@ def grpo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+def test_a_run_starts_from_another(grpo_run: Path) -> None:
+    folder = grpo_run.parent.parent
+    tinyrl("train", "--from", "runs/grpo-sort-1@2", "run.num_steps=3", "--name", "longer", folder=folder)
+    longer = grpo_run.parent / "longer"
+    assert f"forked_from: {grpo_run.resolve()}@2" in (longer / "config.yaml").read_text()
+    first, second = ((run / "metrics.jsonl").read_text().splitlines() for run in (grpo_run, longer))
+    assert (second[:3], len(second)) == (first, 4)
+
+
 def test_a_run_leaves_what_design_says(grpo_run: Path) -> None:
     left = {p.name for p in grpo_run.iterdir()}
     assert {

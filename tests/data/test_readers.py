@@ -78,6 +78,33 @@ def test_parquet_gives_rows(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 9])
+def test_the_first_rows_are_those_of_the_whole(tmp_path: Path, most: int) -> None:
+    datasets, parquet = pytest.importorskip("datasets"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"q": text} for text in ("one", 'two\n"lines', "", "four")]
+    data = datasets.Dataset.from_list(rows)
+    data.save_to_disk(str(tmp_path / "saved"))
+    parquet.write_table(data.data.table, str(tmp_path / "a.parquet"))
+    sources = [
+        str(tmp_path / "saved"),
+        str(tmp_path / "a.parquet"),
+        written(tmp_path, "a.json", json.dumps(rows)),
+        written(tmp_path, "a.jsonl", "\ufeff" + "\n\n".join(map(json.dumps, rows))),
+        written(tmp_path, "a.csv", '\n"q"\none\n"two\n""lines"\n\n""\nfour\n'),
+    ]
+    for source in sources:
+        assert [row for _, row in placed_rows(source)] == rows
+        assert placed_rows(source, most=most) == placed_rows(source)[:most]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_what_stands_behind_the_first_rows_is_not_read(tmp_path: Path, name: str) -> None:
+    text = {"a.jsonl": b'{"q": "1"}\n', "a.csv": b"q\n1\n"}[name]
+    source = written(tmp_path, name, text + b"\xff" * 10)
+    assert placed_rows(source, most=1)[0][1] == {"q": "1"}
+    assert "not UTF-8" in refused(source)
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
 def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path, name):
     text = {"a.jsonl": '{"q": "é"}', "a.json": '[{"q": "é"}]', "a.csv": "q\né"}[name]

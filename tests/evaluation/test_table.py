@@ -47,8 +47,8 @@ def test_few_prompts_are_said_and_nan_is_not() -> None:
     difference = {"reward_mean": 0.25, "reward_ci": [math.nan] * 2, "distinguishable": False, "left_out": 9}
     one |= {"other": {**one, "target": "b/step-000002"}, "difference": difference}
     text = render(one, as_json=False)
-    assert "reward 95 % interval unknown: not enough prompts)" in text
-    assert "difference +0.250 (95 % interval unknown: not enough prompts, paired by prompt): not dist" in text
+    assert "reward 95 % interval unknown: too few prompts or no spread)" in text
+    assert "difference +0.250 (95 % interval unknown: too few prompts or no spread, paired by prompt): not dist" in text
     assert "left out: 9 held-out prompts that b/step-000002 was trained on" in text
     assert "warning: fewer than 30 prompts say little" in text
     assert "nan" not in text
@@ -83,7 +83,7 @@ def test_win_rates_best_of_n_and_prompts_that_were_trained_on() -> None:
     assert lines[-5:] == [
         "(each the best of 4 by the reward: at most 0.636 nats from one alone)",
         "win rate by reward 0.625 (95 % interval 0.500 to 0.750)",
-        "win rate by verifier 0.500 (95 % interval unknown: not enough prompts, 100% ties)",
+        "win rate by verifier 0.500 (95 % interval unknown: too few prompts or no spread, 100% ties)",
         "win rate by reward/size unknown: no prompt has a value on both sides",
         "warning: run/step-000002 was trained on 3 of these prompts",
     ]

@@ -189,6 +189,30 @@ def test_calls_of_tools_that_come_back_go_on() -> None:
         server.close()
 
 
+def test_a_sampled_token_without_a_text_goes_on() -> None:
+    """Embeddings have more rows than tokenizers have tokens, and training may make such a row likely."""
+    scripted = Scripted("ab")
+    beyond = len(scripted.tokenizer) + 3
+    scripted.tokens.insert(1, beyond)
+    scripted.tokenizer.chat_template = TEMPLATE
+    server = Running(scripted)
+    try:
+        session = server.open(calls=4)
+        first = server.say(USER)
+        assert first["content"] == "ab"
+        server.say(USER, first, {"role": "user", "content": "and?"})
+        told: Any = {"return_token_ids": True}
+        said = server.client().completions.create(model="policy", prompt=[5], max_tokens=5, extra_body=told).choices[0]
+        ids = (said.model_extra or {})["token_ids"]
+        server.client().completions.create(model="policy", prompt=[5, *ids, 9], max_tokens=5)
+        assert [calls_of(row) for row in session.rows()] == [2, 2]
+        assert all(beyond in row.tokens for row in session.rows())
+        with pytest.raises(openai.BadRequestError, match="tokens"):
+            server.client().completions.create(model="policy", prompt=[scripted.vocabulary], max_tokens=5)
+    finally:
+        server.close()
+
+
 def test_the_same_call_twice_draws_twice_and_the_same_episode_again_the_same(running_endpoint: Running) -> None:
     said = []
     for key in ("one", "two"):

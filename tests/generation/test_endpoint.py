@@ -319,6 +319,8 @@ def test_a_client_that_leaves_ends_its_completion(sampler: LiveSampler) -> None:
 class Scripted:
     """A sampler that says what it is told to."""
 
+    vocabulary = 1024
+
     def __init__(self, text: str) -> None:
         self.tokenizer = tiny_tokenizer()
         self.tokenizer.chat_template = TEMPLATE

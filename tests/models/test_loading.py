@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models.building import lora, lora_roles, stir
-from tests.tiny_models import KINDS, TinyModels
+from tests.tiny_models import KINDS, TinyModels, tiny_tokenizer
 from tinyrl.models import loading
-from tinyrl.models.loading import load_causal_lm, load_model_config, load_tokenizer, resolve_model_path
+from tinyrl.models.loading import load_causal_lm, load_model_config, load_tokenizer, resolve_model_path, save_tokenizer
 from tinyrl.models.lora import check_folder_adapter, load_start_adapter, lora_config, save_adapter, wrap_in_lora
 
 IDS = torch.arange(20, 50).unsqueeze(0)
@@ -97,6 +97,27 @@ def test_tokenizers_without_pad_or_eos(tiny: TinyModels, tmp_path: Path):
     with pytest.raises(ValueError, match="no EOS token, so a completion could never end"):
         load_tokenizer(str(folder))
     assert load_tokenizer(str(folder), needs_eos=False).eos_token_id is None
+
+
+@pytest.mark.parametrize("pad", ["<pad>", None])
+def test_a_tokenizer_is_written_as_it_came(tiny: TinyModels, tmp_path: Path, pad: str | None):
+    """In the library's own words of today, which older versions of it do not know (TokenizersBackend), it is not."""
+    shutil.copytree(tiny("llama"), folder := tmp_path / "model")
+    own = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<eos>",
+        "pad_token": pad,
+        "model_max_length": 512,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<eos>"}')
+    tokenizer = load_tokenizer(str(folder))
+    (written := tmp_path / "written").mkdir()
+    save_tokenizer(tokenizer, written)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        assert (written / name).read_bytes() == (folder / name).read_bytes()
+    save_tokenizer(tiny_tokenizer(), written)  # one that came from no folder
+    assert (written / "tokenizer_config.json").read_bytes() != (folder / "tokenizer_config.json").read_bytes()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,7 +21,7 @@ from tinyrl.cli.commands import app
 from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardFunctionConfig
-from tinyrl.rewards.judge import JudgeGone, JudgeReward, Unreadable, filled, order_of, rank_scores, score_of
+from tinyrl.rewards.judge import Cache, JudgeGone, JudgeReward, Unreadable, filled, order_of, rank_scores, score_of
 from tinyrl.rewards.trial import try_judge
 from tinyrl.tasks import load_task
 
@@ -29,9 +29,9 @@ ANSWER = re.compile(r"<answer-(?:(\d+)-)?\w+>\n(.*?)\n</answer", re.S)
 
 
 class Judge:
-    """A server that answers as `reply(system, answers)` says; None: it closes the connection."""
+    """A server that answers as `reply(system, answers)` says; bytes: all of it; None: it closes the connection."""
 
-    def __init__(self, reply: Callable[[str, list[str]], str | int | None]) -> None:
+    def __init__(self, reply: Callable[[str, list[str]], str | bytes | int | None]) -> None:
         self.reply, self.asked, self.headers = reply, list[dict[str, Any]](), list[dict[str, str]]()
         self.now = self.most = 0
         lock, judge = threading.Lock(), self
@@ -56,7 +56,8 @@ class Judge:
                     "choices": [{"message": {"role": "assistant", "content": said}}],
                     "usage": {"total_tokens": 7},
                 }
-                content = json.dumps(message if status == 200 else {"error": "planted"}).encode()
+                whole = message if status == 200 else {"error": "planted"}
+                content = said if isinstance(said, bytes) else json.dumps(whole).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
@@ -218,6 +219,53 @@ def test_a_damaged_cache_is_named(serving: Any, tmp_path: Path) -> None:
 
 
 # ---- failures ----
+
+
+def test_damage_in_later_pages_of_the_cache_is_named_too(tmp_path: Path) -> None:
+    path = tmp_path / "cache.sqlite"
+    keys = [f"{number:064}" for number in range(300)]
+    cache = Cache(path)
+    for key in keys:
+        cache.keep(key, "x" * 500)
+    cache.close()
+    content = path.read_bytes()
+    path.write_bytes(content[: 4096 * 3] + b"\xa5" * (len(content) - 4096 * 3))
+    cache = Cache(path)
+    with pytest.raises(ValueError, match=r"cache\.sqlite"):
+        cache.found(keys)
+    cache.close()
+
+
+@pytest.mark.parametrize("mode", ["score", "rank"])
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        '{"score": ' + "[" * 100_000,
+        '{"score": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        '{"order": ' + "[" * 900 + "]" * 900 + "}",
+        "{" * 100_000,
+        b'{"choices": [{"message": {"content": "{}"}}], "usage": {"total_tokens": 1e999}}',
+        b'{"choices": [{"message": {"content": "{}"}}], "usage": {"total_tokens": -7}}',
+        b'{"choices": [{"message": {"content": "{}"}}], "usage": {"total_tokens": 1' + b"0" * 400 + b"}}",
+        b'{"choices": [{"message": {"content": "\\ud800 {\\"score\\": 5} {\\"order\\": [1, 2]}"}}]}',
+        b"[" * 100_000,
+    ],
+    ids=range(9),
+)
+def test_a_hostile_reply_drops_its_row_and_names_the_judge(
+    hostile: str | bytes, mode: str, serving: Any, tmp_path: Path
+) -> None:
+    judge = serving(
+        lambda system, answers: hostile if "bad" in answers[0] + answers[-1] else by_length(system, answers)
+    )
+    judged = reward(judge, tmp_path, mode=mode)
+    call = judged(["a", "a", "b", "b"], ["x", "bad", "yy", "zzz"], {})
+    failed = [1] if mode == "score" else [0, 1]
+    assert sorted(failure.row for failure in call.failures) == failed
+    assert all("judge" in failure.reason for failure in call.failures)
+    assert [math.isnan(score) for score in call.scores] == [row in failed for row in range(4)]
+    assert 0 <= judged.spent.tokens < 100
+    judged.close()
 
 
 def test_a_reply_that_cannot_be_read_drops_its_row_alone(serving: Any, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_data_alone_is_split_by_prompt_and_seed(tmp_path):
     assert len(held) == 3
     assert not {row["q"] for row in held} & {row["q"] for row in train}
     assert load_rows(TOY, "eval", data=source, seed=6) != held
-    assert load_rows(TOY, "train", data=source, seed=5, max_samples=4) == train[:4]
+    assert load_rows(TOY, "train", data=source, seed=5, max_samples=6) == train[:6]
 
 
 @pytest.mark.parametrize("method", ["grpo", "sft"])
@@ -117,6 +117,20 @@ def test_the_held_out_rows_are_those_of_split_seed_whatever_the_run_seed(tmp_pat
     # by hand: prompts sorted by the sha256 of {"prompt":"..."}, then the first 6 places by that of "hold out 0:place"
     assert held(0) == held(31) == ["4", "8", "10", "32", "43", "50"]
     assert held(0, split_seed=1) == held(31, split_seed=1) != held(0)
+
+
+def test_no_more_rows_are_read_than_max_samples_takes(tmp_path):
+    """Four to train on and four of a tenth of what is read, so 40; with a file for each split four."""
+    rows = [{"q": f"{n}"} for n in range(40)]
+    source = jsonl(tmp_path / "a.jsonl", [*rows, {"q": 7}])
+    whole = jsonl(tmp_path / "b.jsonl", rows)
+    for split in ("train", "eval"):
+        cut = load_rows(TOY, split, data=source, max_samples=4)
+        assert cut == load_rows(TOY, split, data=whole)[:4]
+        assert len(cut) == 4
+        with pytest.raises(ValueError, match=r"a\.jsonl:41"):
+            load_rows(TOY, split, data=source, max_samples=5)
+        assert load_rows(TOY, split, data=source, eval_data=source, max_samples=4) == rows[:4]
 
 
 @pytest.mark.parametrize("count", [1, 9])

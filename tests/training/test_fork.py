@@ -63,7 +63,7 @@ def test_an_unchanged_fork_is_the_run_again(method: str, model: Path, tmp_path: 
     now, then = running.weights(again, STEPS), running.weights(run, STEPS)
     assert now.keys() == then.keys()
     assert all(torch.equal(now[name], then[name]) for name in then)
-    assert again.read_config().run.origin == f"{run.path.resolve()}@1"
+    assert again.read_config().run.forked_from == f"{run.path.resolve()}@1"
     assert f"forked from {run.path.resolve()}@1"[:40] in subtitle(read_run(again.path))
     assert json.loads((again.path / "env.json").read_text())["command"] == "test"
 

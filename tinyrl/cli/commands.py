@@ -33,7 +33,8 @@ GONE = {  # commands that went, and the line that does their work
         "model=RUN,base_url=http://127.0.0.1:8000/v1/completions,tokenizer=MODEL --tasks ..."
     ),
     "distill store": "tinyrl train distill RECIPE teacher.path=TEACHER (it answers as training goes on)",
-    "verify": "tinyrl fork RUN@STEP (without settings it repeats the steps, to the bit)",
+    "fork": "tinyrl train --from RUN[@STEP] [section.key=value ...]",
+    "verify": "tinyrl train --from RUN@STEP (without settings it repeats the steps, to the bit)",
 }
 
 
@@ -116,7 +117,7 @@ def tasks() -> None:
         print(f"{name:20} {load_task(name).summary}")
 
 
-TRAINING = (train.train, train.plan, train.probe, train.fork)
+TRAINING = (train.train, train.plan, train.probe)
 OTHERS = (eval.evaluate, eval.compare, doctor.doctor, policy.export, policy.chat, policy.serve)
 LOOKING = (runs.report, runs.checkpoints, runs.samples, runs.prompts, settings)
 for function in (*TRAINING, *OTHERS, *LOOKING):

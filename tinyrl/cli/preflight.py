@@ -12,7 +12,7 @@ from pathlib import Path
 from tinyrl.config.schema import Config, as_written
 from tinyrl.config.sections import EMBEDDED, RewardFunctionConfig, starter_path
 from tinyrl.data.readers import Row, hub_name, is_saved_set, placed_rows
-from tinyrl.data.rows import needed_data
+from tinyrl.data.rows import needed_data, rows_needed
 from tinyrl.data.shapes import judged, objective_of, preference, text_examples
 from tinyrl.evaluation.targets import Asked, check_asked, find
 from tinyrl.runs.launched import VOICE, launched
@@ -236,13 +236,16 @@ def _check_examples(config: Config) -> None:
         else:
             (text_examples if kind == "text" else preference)(row)
 
+    most = rows_needed(where.max_samples, split=where.eval_data is None)
     for source in filter(None, (needed_data(config), where.eval_data)):
-        _check_readings(source, read, columns=where.columns)
+        _check_readings(source, read, columns=where.columns, most=most)
 
 
-def _check_readings(source: str, read: Callable[[Row, Row], object], *, columns: dict[str, str]) -> None:
+def _check_readings(
+    source: str, read: Callable[[Row, Row], object], *, columns: dict[str, str], most: int | None = None
+) -> None:
     """Every row of a source that is read in a moment can be read as what it is for; `read` gets the first row too."""
-    placed = placed_rows(source, columns=columns) if _answers_at_once(source) else []
+    placed = placed_rows(source, columns=columns, most=most) if _answers_at_once(source) else []
     for place, row in placed:
         try:
             read(row, placed[0][1])

@@ -1,6 +1,6 @@
 """`tinyrl train` (a new run, a dry run, a resumed one), and what comes before it: `plan` and `probe`.
 
-`fork` repeats a run's steps from a checkpoint on, under other settings or under the same.
+`train --from` goes on from a checkpoint as a new run, under other settings or under the same.
 
 Torch is imported once the settings are known to be right.
 """
@@ -31,7 +31,6 @@ def complete_method(incomplete: str) -> list[str]:
     return [name for name in METHODS if name.startswith(incomplete)]
 
 
-OutputDir = Annotated[str, typer.Option(help="where run folders are made")]
 WORDS = setting_words(
     "what `tinyrl train` would be given; a recipe says its method itself", before="[METHOD] [RECIPE] "
 )
@@ -44,9 +43,17 @@ def train(
         setting_words("a recipe (path or packaged name), overrides", before="[RECIPE] "),
     ] = None,
     name: Annotated[str | None, typer.Option(help="name of the run; default <method>-<task>-<n>")] = None,
-    output_dir: OutputDir = "runs",
+    output_dir: Annotated[
+        str | None, typer.Option(help="where run folders are made; default runs, with --from beside RUN")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace a run of that name")] = False,
     resume: Annotated[str | None, typer.Option(metavar="RUN", help="go on with a run; needs nothing else")] = None,
+    origin: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="RUN[@STEP]", help="start a new run from a checkpoint (default: the newest) of RUN"
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="show the resolved config, a prompt and the reward, then exit")
     ] = False,
@@ -63,12 +70,18 @@ def train(
     given = settings or []
     if resume is not None:
         besides = ["--name"] * bool(name) + ["--overwrite"] * overwrite + ["--dry-run"] * dry_run
+        besides += ["--from"] * (origin is not None)
         given = [word for word in (method, *given) if word]
         return _resume(resume, given, besides=besides, changes=allow_config_change, until=until, options=options)
     if allow_config_change:
         raise ValueError("--allow-config-change is for going on with a run: tinyrl train --resume RUN")
+    if origin is not None:
+        words = [word for word in (method, *given) if word]
+        besides = ["--overwrite"] * overwrite + ["--dry-run"] * dry_run
+        return _fork(origin, words, besides=besides, output_dir=output_dir, name=name, until=until, options=options)
     if dry_run:
         return _dry_run(method, given, options=options)
+    output_dir = output_dir or "runs"
     from tinyrl.runs.run_dir import check_new_run
 
     config = config_of(method, given)
@@ -84,7 +97,7 @@ def train(
 
 def plan(
     words: Annotated[list[str], WORDS],
-    output_dir: OutputDir = "runs",
+    output_dir: Annotated[str, typer.Option(help="where run folders are made")] = "runs",
     *,
     options: Options,
 ) -> None:
@@ -124,23 +137,6 @@ def probe(
         write_rows(Path(write), rows)
         if not json_output:
             print(f"\n{write}: {len(rows):,} rows, {len(seen.groups):,} of them with a pass_rate")
-
-
-def fork(
-    origin: Annotated[str, typer.Argument(metavar="RUN[@STEP]", help="from which checkpoint; default the newest")],
-    settings: Annotated[list[str] | None, setting_words("what is another from there on")] = None,
-    name: Annotated[str | None, typer.Option(help="name of the new run; default <method>-<task>-<n>")] = None,
-    output_dir: Annotated[str | None, typer.Option(help="where it is made; default beside RUN")] = None,
-    *,
-    options: Options,
-) -> Callable[[], int]:
-    """Go on from a checkpoint as a new run under other settings; RUN itself stays as it is."""
-    from tinyrl.tools.report import write_report
-    from tinyrl.training.resume import fork as forked
-
-    command = ["tinyrl", *sys.argv[1:]]
-    launch = forked(origin, settings or [], options=options, output_dir=output_dir, name=name, command=command)
-    return partial(launch.go, report=write_report)
 
 
 def _dry_run(method: str | None, settings: list[str], *, options: Options) -> None:
@@ -189,6 +185,29 @@ def _resume(
     if opened.writes:
         print(f"{opened.path} is finished; there is nothing left to do. Look at {opened.path}/report.html")
     return None
+
+
+def _fork(
+    origin: str,
+    given: list[str],
+    *,
+    besides: list[str],
+    output_dir: str | None,
+    name: str | None,
+    until: int | None,
+    options: Options,
+) -> Callable[[], int]:
+    """Start a new run from a checkpoint, under its settings with those `given`; RUN itself is only read."""
+    if got := " ".join([*(word for word in given if "=" not in word), *besides]):
+        raise ValueError(f"--from takes section.key=value, --name, --output-dir and --until (got {got!r} too)")
+    if launched().world_size > 1:
+        raise ValueError("--from works in one process, and several were launched")
+    from tinyrl.tools.report import write_report
+    from tinyrl.training.resume import fork
+
+    command = ["tinyrl", *sys.argv[1:]]
+    launch = fork(origin, given, options=options, output_dir=output_dir, name=name, command=command)
+    return partial(launch.go, report=write_report, until=until)
 
 
 def _resolved(words: list[str]) -> Config:

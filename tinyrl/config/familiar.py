@@ -34,6 +34,7 @@ FAMILIAR = _by_setting({
     "ppo.ptx_data": "pretrain_data ptx_datasets unsupervised_dataset_name",
     "ppo.num_epochs": "num_ppo_epochs ppo_epochs", "grpo.num_epochs": "num_iterations",
     "ppo.minibatch_size": "ppo_mini_batch_size mini_batch_size", "grpo.num_prompts": "train_batch_size",
+    "run.forked_from": "run.origin",
     "ppo.target_kl": "target kl_ctrl.target_kl", "ppo.kl_horizon": "horizon", "grpo.preset": "loss_type",
     "grpo.ratio_level": "importance_sampling_level", "grpo.aggregation": "loss_agg_mode",
     "grpo.advantage_scale": "scale_rewards norm_adv_by_std_in_grpo",

@@ -316,4 +316,4 @@ class RunConfig(Section):
     deterministic: bool = Field(default=False, description="deterministic kernels on a GPU, at a cost in speed")
     threads: AutoOrCount = Field(default="auto", description="CPU threads; auto: by the model's width and the cores")
     trackers: list[Text] = Field(default_factory=list, description="tensorboard, trackio, wandb, mlflow ...")
-    origin: Text | None = Field(default=None, description="RUN@STEP that it was forked from; `tinyrl fork` writes it")
+    forked_from: Text | None = Field(default=None, description="RUN@STEP of `tinyrl train --from`, which writes it")

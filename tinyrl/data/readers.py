@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,12 @@ _HALF = re.compile(r"\\u[dD]")  # how an escape of half a character begins
 _FOREIGN_STARTS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"PK\x03\x04": "zipped", b"\x1f\x8b": "gzipped"}
 
 
-def placed_rows(source: str, *, columns: dict[str, str] | None = None, revision: str | None = None) -> Placed:
-    """The rows of a file, of a folder that `datasets` has saved, or of a hub data set "owner/name:config@split", at
-    `revision` (of several splits train, where none is named), each with its place.
+def placed_rows(
+    source: str, *, columns: dict[str, str] | None = None, revision: str | None = None, most: int | None = None
+) -> Placed:
+    """The first `most` rows of a file, of a folder that `datasets` has saved, or of a hub data set
+    "owner/name:config@split", at `revision` (of several splits train, where none is named), each with its place. But of
+    .json nothing behind them is read.
 
     `columns` {new: old} renames, replacing a column `new` that was there; `old` may be a key inside a column, with dots
     (reward_model.ground_truth). Raises ValueError naming the place.
@@ -38,9 +42,9 @@ def placed_rows(source: str, *, columns: dict[str, str] | None = None, revision:
     read = FILE_READERS.get(path.suffix.lower())
     kinds = ", ".join(FILE_READERS)
     if is_saved_set(source):
-        placed = _read_saved(source)
+        placed = _read_saved(source, most)
     elif read is not None:
-        placed = read(source)
+        placed = read(source, most)
     elif source and path.exists():
         what = "is a folder" if path.is_dir() else f"has the ending '{path.suffix}'"
         raise ValueError(
@@ -48,7 +52,7 @@ def placed_rows(source: str, *, columns: dict[str, str] | None = None, revision:
             "openai/gsm8k:main"
         )
     elif match := _HUB.fullmatch(source):
-        placed = _read_hub(source, revision=revision, **match.groupdict())
+        placed = _read_hub(source, most=most, revision=revision, **match.groupdict())
     else:
         raise ValueError(f"'{source}' is neither a file ({kinds}) nor a hub name such as openai/gsm8k:main@train")
     if not placed:
@@ -91,10 +95,19 @@ def _numbered(source: str, rows: list[Row]) -> Placed:
 # ---- text files ----
 
 
-def _read_text(source: str) -> str:
-    path = Path(source)
+def _read_text(source: str, most: int | None = None, *, quotes: bool = False) -> str:
+    """A text file, or its beginning with `most` lines that are not blank; `quotes`: a line in quotes goes on."""
+    path, lines, inside = Path(source), list[bytes](), False
     try:
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            while most is None or most > 0:
+                line = file.readline() if most is not None else file.read()
+                if not line:
+                    break
+                lines.append(line)
+                inside ^= quotes and line.count(b'"') % 2 == 1
+                most = None if most is None else most - (bool(line.strip()) and not inside)
+        raw = b"".join(lines)
     except FileNotFoundError:
         folder = path.parent
         there = sorted(p.name for p in folder.iterdir() if p.suffix in FILE_READERS) if folder.is_dir() else []
@@ -111,9 +124,9 @@ def _read_text(source: str) -> str:
     return text
 
 
-def _read_jsonl(source: str) -> Placed:
+def _read_jsonl(source: str, most: int | None) -> Placed:
     # only \n ends a line: JSON strings may hold the other characters that splitlines() splits at
-    lines = enumerate(_read_text(source).split("\n"), start=1)
+    lines = enumerate(_read_text(source, most).split("\n"), start=1)
     return [(f"{source}:{number}", parse_row(line, source, number=number)) for number, line in lines if line.strip()]
 
 
@@ -124,13 +137,13 @@ def parse_row(line: str, source: str, *, number: int) -> Row:
     return row
 
 
-def _read_json(source: str) -> Placed:
+def _read_json(source: str, most: int | None) -> Placed:
     text = _read_text(source)
     rows = _parse_json(text, source, 1)
     if not isinstance(rows, list):
         hint = "; one object a line is called .jsonl"
         raise ValueError(f"{source}: a .json file holds a list of objects [{{...}}, ...], not {_kind(rows)}{hint}")
-    escaped, placed = bool(_HALF.search(text)), _numbered(source, rows)
+    escaped, placed = bool(_HALF.search(text)), _numbered(source, rows[:most])
     for place, row in placed:
         _check_row(row, place, escaped=escaped)
     return placed
@@ -187,8 +200,8 @@ def _kind(value: Any) -> str:
     return f"{names.get(type(value), 'a number')}: {shown[:40]}{'...' if len(shown) > 40 else ''}"
 
 
-def _read_csv(source: str) -> Placed:
-    text = _read_text(source)
+def _read_csv(source: str, most: int | None) -> Placed:
+    text = _read_text(source, None if most is None else most + 1, quotes=True)
     limit = csv.field_size_limit(len(text) + 1)  # the module's own limit, 131,072 characters a field, is too low
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     header: list[str] = []
@@ -210,7 +223,7 @@ def _read_csv(source: str) -> Placed:
         raise ValueError(f"{source}:{line}: broken CSV: {error}") from None
     finally:
         csv.field_size_limit(limit)
-    return placed
+    return placed[:most]
 
 
 def _check_header(cells: list[str], place: str) -> None:
@@ -226,19 +239,26 @@ def _check_header(cells: list[str], place: str) -> None:
 # ---- what `datasets` and pyarrow read ----
 
 
-def _read_parquet(source: str) -> Placed:
+def _read_parquet(source: str, most: int | None) -> Placed:
     if not Path(source).is_file():
-        _read_text(source)  # raises, saying what is wrong
+        _read_text(source, 1)  # raises, saying what is wrong
     import pyarrow  # with `datasets`; half a second that other formats need not wait for
     import pyarrow.parquet
 
     try:
-        return _numbered(source, pyarrow.parquet.read_table(source).to_pylist())
+        with pyarrow.parquet.ParquetFile(source) as file:
+            rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
+            return _numbered(source, [*islice(rows, most)])
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise ValueError(f"{source}: not a parquet file that can be read: {first_line(error)}") from error
 
 
-def _read_saved(source: str) -> Placed:
+def _first_rows(data: Any, most: int | None) -> list[Row]:
+    """Of a data set, whose table stays on disk."""
+    return (data if most is None else data.select(range(min(most, len(data))))).to_list()
+
+
+def _read_saved(source: str, most: int | None) -> Placed:
     import datasets  # seconds
     from datasets.exceptions import DatasetsError
 
@@ -248,18 +268,20 @@ def _read_saved(source: str) -> Placed:
             if "train" not in saved:
                 raise ValueError(f"name the folder of one of its splits: {', '.join(map(str, saved))}")
             saved = saved["train"]
-        return _numbered(source, saved.to_list())
+        return _numbered(source, _first_rows(saved, most))
     except (DatasetsError, OSError, KeyError, ValueError) as error:
         raise ValueError(f"{source}: a folder of save_to_disk that cannot be read: {first_line(error)}") from error
 
 
-def _read_hub(source: str, *, revision: str | None, id: str, config: str | None, split: str | None) -> Placed:
+def _read_hub(
+    source: str, *, most: int | None, revision: str | None, id: str, config: str | None, split: str | None
+) -> Placed:
     import datasets  # seconds
     from datasets.exceptions import DatasetsError
 
     try:
         data = datasets.load_dataset(id, config, split=split or "train", revision=revision)
-        return _numbered(source, data.to_list())
+        return _numbered(source, _first_rows(data, most))
     except (DatasetsError, OSError, ValueError) as error:
         raise ValueError(
             f"task data '{source}': there is no such file, and the hub does not give it: {first_line(error)}\n"
@@ -267,7 +289,7 @@ def _read_hub(source: str, *, revision: str | None, id: str, config: str | None,
         ) from error
 
 
-FILE_READERS: dict[str, Callable[[str], Placed]] = {
+FILE_READERS: dict[str, Callable[[str, int | None], Placed]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,

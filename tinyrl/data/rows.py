@@ -31,9 +31,18 @@ def by_kind(kinds: list[str], columns: dict[str, list[Any]]) -> Iterator[tuple[s
         yield kind, places, {name: values for name, values in own.items() if any(v is not None for v in values)}
 
 
-def read_rows(source: str, *, columns: dict[str, str] | None = None, revision: str | None = None) -> list[Row]:
+def read_rows(source: str, **options: Any) -> list[Row]:
     """`placed_rows` without the places."""
-    return [row for _, row in placed_rows(source, columns=columns, revision=revision)]
+    return [row for _, row in placed_rows(source, **options)]
+
+
+def rows_needed(max_samples: int | None, *, split: bool) -> int | None:
+    """How many rows to read for at most `max_samples` a split, of which some are held out where they are to be `split`;
+    None: all.
+    """
+    if max_samples is None or not split:
+        return max_samples
+    return min(HELD_OUT_SHARE * max_samples, max_samples + HELD_OUT_SHARE * HELD_OUT_MOST)
 
 
 def fingerprint(rows: list[Row]) -> str:
@@ -106,14 +115,19 @@ def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[R
     that teach nothing, which `notes` count.
 
     Labels and ratings keep all answers of a held-out prompt, and are shuffled first (by task.split_seed): such files
-    often stand in the order of their labels. Where there are too few prompts to hold some out, rows are.
+    often stand in the order of their labels. Of others no more is read than task.max_samples takes. Where there are too
+    few prompts to hold some out, rows are.
     """
     where, data, kind = config.task, needed_data(config), config.trains.rows
     assert kind != "prompts"
-    rows, what = read_rows(data, columns=where.columns, revision=where.revision), kind
+    most = rows_needed(where.max_samples, split=where.eval_data is None)
+    how: dict[str, Any] = {"columns": where.columns, "revision": where.revision}
+    rows, what = read_rows(data, most=most, **how), kind
     if what == "judged":
         what = objective_of(rows[0], config.reward_model.objective)
     graded = what in ("labels", "ratings")
+    if graded and most is not None:
+        most, rows = None, read_rows(data, **how)
     prompts_count = kind == "text" and config.sft.loss_on == "all"
 
     def usable(rows: list[Row]) -> list[Row]:
@@ -124,7 +138,7 @@ def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[R
 
     rows = usable(rows)
     if where.eval_data is not None:
-        held_out = usable(read_rows(where.eval_data, columns=where.columns, revision=where.revision))
+        held_out = usable(read_rows(where.eval_data, most=most, **how))
         return rows[: where.max_samples], held_out[: where.max_samples]
     few = len({prompt_key(shared_prompt(row)) for row in rows}) < HELD_OUT_SHARE
     by = row_key if few else shared_prompt

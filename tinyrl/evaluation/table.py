@@ -78,7 +78,7 @@ def _difference(result: dict[str, Any]) -> list[str]:
 
 def _interval(ends: list[float], shown: Callable[[float], str] = number) -> str:
     low, high = ends
-    return "unknown: not enough prompts" if math.isnan(low) else f"{shown(low)} to {shown(high)}"
+    return "unknown: too few prompts or no spread" if math.isnan(low) else f"{shown(low)} to {shown(high)}"
 
 
 def _cell(value: float | None, greedy: float | None = None) -> str:

@@ -182,7 +182,7 @@ class Endpoint:
         )
 
     def _check(self, prompt: list[int]) -> None:
-        size = len(self.tokenizer)
+        size = self.sampler.vocabulary
         if not prompt:
             raise Refused(400, "the prompt is empty")
         if not all(0 <= token < size for token in prompt):

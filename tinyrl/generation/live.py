@@ -37,6 +37,7 @@ from tinyrl.generation.hf import Decoding, HfEngine
 from tinyrl.generation.slots import Slots, padded_parts
 from tinyrl.models.batches import backbone_of
 from tinyrl.models.device import HALVES, as_out_of_memory
+from tinyrl.models.loading import embedding_rows
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.packing import LEAST_START, common_length
 
@@ -155,6 +156,7 @@ class LiveSampler:
     def __init__(self, engine: FusedEngine | HfEngine, *, max_rows: int, most_waiting: int = 4096) -> None:
         self.engine, self.max_rows, self.most_waiting = engine, max_rows, most_waiting
         self.tokenizer: PreTrainedTokenizerBase = engine.tokenizer
+        self.vocabulary = embedding_rows(engine.roles.causal)  # ids that may be read; some have no text
         self.eos = eos_token_ids(engine.roles, engine.tokenizer)
         self._waiting: deque[Wanted | Reading] = deque()
         self._changed = threading.Condition()

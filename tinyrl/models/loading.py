@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import cached_file
 
 from tinyrl.config.sections import starter_path
 from tinyrl.models.reading import ADAPTER_FILES, MODEL_FILES, TOKENIZER_FILES, reading, tensor_shapes
@@ -105,6 +107,25 @@ def load_tokenizer(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, *, revision: str | None = None) -> None:
+    """Write a tokenizer that `load_tokenizer` has read, in the files it came in: older versions of the library cannot
+    read what this one writes.
+    """
+    tokenizer.save_pretrained(folder)
+    names = {*TOKENIZER_FILES, "merges.txt", "tokenizer.model", *tokenizer.vocab_files_names.values()}
+    for name in sorted(names) if tokenizer.name_or_path else ():
+        own = cached_file(
+            tokenizer.name_or_path,
+            name,
+            revision=revision or HUB_DEFAULT,
+            local_files_only=True,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if own is not None:
+            shutil.copyfile(own, folder / name)
 
 
 def load_model_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:

@@ -52,7 +52,7 @@ from tinyrl.models.batches import (
     packs_exactly,
     response_states,
 )
-from tinyrl.models.loading import embedding_rows
+from tinyrl.models.loading import embedding_rows, save_tokenizer
 from tinyrl.models.logprobs import Head, ValueHead, check_head, head_of, token_logprobs
 from tinyrl.models.lora import (
     ADAPTER_FILE,
@@ -399,7 +399,7 @@ def _recompute_later(layer: nn.Module, run: Callable[..., Any], *args: Any) -> A
 # ---- Checkpoint files: the policy at the root as plain PEFT files, or a plain transformers model ----
 
 
-def save_roles(roles: Roles, folder: Path, *, tokenizer: PreTrainedTokenizerBase) -> None:
+def save_roles(roles: Roles, folder: Path, *, tokenizer: PreTrainedTokenizerBase, revision: str | None = None) -> None:
     """Policy and value_head.safetensors at the root, critic/ and reference/ beside them where they have own weights."""
     if roles.peft is not None:
         save_adapter(roles.peft, POLICY_ADAPTER, folder)
@@ -409,7 +409,7 @@ def save_roles(roles: Roles, folder: Path, *, tokenizer: PreTrainedTokenizerBase
             save_adapter(roles.peft, "critic", folder / "critic")
     else:
         roles.causal.save_pretrained(folder, max_shard_size="10000GB")
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder, revision=revision)
     if isinstance(roles.critic_model, PeftModel):
         save_adapter(roles.critic_model, POLICY_ADAPTER, folder / "critic")
     elif roles.critic_model is not None:

@@ -124,7 +124,7 @@ class Parts:
         return "memory of weights: " + ", ".join(f"{n} {b / 1e6:,.1f} MB" for n, b in self.memory().items() if b)
 
     def save_models(self, folder: Path) -> None:
-        save_roles(self.roles, folder, tokenizer=self.tokenizer)
+        save_roles(self.roles, folder, tokenizer=self.tokenizer, revision=self.config.model.revision)
 
     def load_models(self, folder: Path) -> None:
         load_roles(self.roles, folder)

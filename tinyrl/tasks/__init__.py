@@ -18,7 +18,7 @@ from tinyrl.config.schema import Config
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.data.messages import CONVERSATIONS, Prompt, prompt_of
 from tinyrl.data.readers import Row, placed_rows
-from tinyrl.data.rows import hold_out, row_key
+from tinyrl.data.rows import hold_out, row_key, rows_needed
 from tinyrl.data.shapes import shared_prompt
 from tinyrl.environments import Reply
 from tinyrl.runs.run_dir import RunDir
@@ -145,7 +145,8 @@ def load_rows(
     revision: str | None = None,
     verified: bool = True,
 ) -> list[Row]:
-    """The rows of "train" or "eval": the task's own, or those of `data` and `eval_data`, at most `max_samples` a split.
+    """The rows of "train" or "eval": the task's own, or those of `data` and `eval_data`, at most `max_samples` a split
+    (no more than that takes is read).
 
     With `data` and no `eval_data` some are held out for "eval", chosen by `seed` (`hold_out`). `columns` {new: old}
     renames the columns of `data` and `eval_data`. `verified`: the task's verifier is the reward, so every row must be
@@ -160,7 +161,8 @@ def load_rows(
     if task.generate is not None:
         return task.generate(source, split, seed)[:max_samples]
     if source is not None:
-        rows = _read(task, source, columns=columns, verified=verified, revision=revision)
+        most = rows_needed(max_samples, split=data is not None and eval_data is None)
+        rows = _read(task, source, columns=columns, verified=verified, revision=revision, most=most)
     elif task.rows is no_rows:
         needed = " and ".join(f"'{name}'" for name in task.columns)
         raise ValueError(f"task '{task.name}' has no data of its own: give task.data=FILE.jsonl with a column {needed}")
@@ -199,9 +201,9 @@ def check_rows(task: Task, rows: list[Row], *, places: list[str], verified: bool
 
 
 def _read(
-    task: Task, source: str, *, columns: dict[str, str] | None, verified: bool, revision: str | None
+    task: Task, source: str, *, columns: dict[str, str] | None, verified: bool, revision: str | None, most: int | None
 ) -> list[Row]:
-    placed = placed_rows(source, columns=columns, revision=revision)
+    placed = placed_rows(source, columns=columns, revision=revision, most=most)
     rows = [_with_prompt(_with_answer(row), place) if "prompt" in task.columns else row for place, row in placed]
     check_rows(task, rows, places=[place for place, _ in placed], verified=verified)
     # rewards get every column as a list, so all rows get the same columns

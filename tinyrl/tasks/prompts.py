@@ -179,7 +179,7 @@ def rendered_turn(
     """The turn that a text ends in, where the chat template has rendered it already: it begins as the template begins,
     and no marker follows the last opening of a turn, which may end in the `more` behind it. None for other texts.
     """
-    template = (json.dumps(tokenizer.chat_template), json.dumps(variables), len(tokenizer))
+    template = (str(tokenizer.chat_template), json.dumps(variables), len(tokenizer))
     start, opening = _template_begins(tokenizer, *template)
     words, whole = opening.strip(), text + more
     at = whole.rfind(words, 0, len(text) + len(words) - 1 if more else None)

@@ -250,7 +250,7 @@ def long_run(seen: Probe) -> Finding | None:
     return Finding(
         "a long run",
         f"The rollouts of {seen.config.run.num_steps:,} steps alone take about {show_seconds(seconds)}.",
-        "Fewer steps at first (run.num_steps); a run goes on with more of them: tinyrl fork RUN run.num_steps=N.",
+        "Fewer steps at first (run.num_steps); later more of them: tinyrl train --from RUN run.num_steps=N.",
         {"seconds": seconds},
     )
 

@@ -150,8 +150,9 @@ class OnPolicyTrainer(SamplingParts, Trainer):
         if rollout.failures:
             first = rollout.failures[0]
             sentence = describe_failure(prompts[first.row // self.group_size].prompt, first.reason)
+            dropped = "their rows are" if failed == len(rows) else f"{failed} of their rows are"
             self.session.display.note(
-                f"warning: {len(rows)} of {len(rollout)} rewards failed and {failed} rows are dropped "
+                f"warning: {len(rows)} of {len(rollout)} rewards failed and {dropped} dropped "
                 f"(they are in {self.session.run.failed_rewards}). {sentence}"
             )
             self._set_aside(rollout, prompts, step)

@@ -42,6 +42,7 @@ from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.statistics import label_metrics, pair_metrics, rating_metrics
 from tinyrl.models.batches import backbone_of
 from tinyrl.models.distributed import ALONE, World
+from tinyrl.models.loading import save_tokenizer
 from tinyrl.models.micro_batches import RowSizes
 from tinyrl.models.packing import common_length
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_room
@@ -181,7 +182,7 @@ class RewardModel(RowTrainer):
             backbone_of(classifier).load_state_dict(backbone_of(self.roles.causal).state_dict(), assign=True)
             classifier.score.weight = head.weight
             classifier.save_pretrained(folder, max_shard_size="10000GB")
-            self.tokenizer.save_pretrained(folder)
+            save_tokenizer(self.tokenizer, folder, revision=self.config.model.revision)
         save_file({"bias": head.bias.detach().cpu()}, folder / "score_bias.safetensors")
 
     def load_models(self, folder: Path) -> None:

@@ -172,7 +172,7 @@ def fork(
     origin: str, overrides: list[str], *, options: Options, output_dir: str | None, name: str | None, command: list[str]
 ) -> Launch:
     """A new run that stands where a checkpoint of `origin` (see `origin_of`) stood, with `overrides` laid over the
-    checkpoint's settings. Its records begin with the other run's, up to there, and run.origin says where it came from.
+    checkpoint's settings. Its records begin with the other run's, up to there, and run.forked_from names it.
 
     An unchanged fork goes on to the same weights, to the bit, as the other run did. output_dir: default the folder that
     `origin` is in. Raises ValueError, and leaves no folder, where it cannot go on.
@@ -183,7 +183,7 @@ def fork(
     config = written_config(Source(f"{checkpoint.name} of {run.path}", kept.config), overrides=overrides)
     if kept.run.phase == "rollout" and step >= config.run.num_steps:
         raise ValueError(f"step {step} is the last of {run.path}: say how many steps the fork has, run.num_steps=N")
-    section = config.run.model_copy(update={"origin": f"{run.path.resolve()}@{step}"})
+    section = config.run.model_copy(update={"forked_from": f"{run.path.resolve()}@{step}"})
     config = config.model_copy(update={"run": section})
     new = create_run(output_dir or str(run.path.parent), name=name, config=config, overwrite=False)
     with undone_on_failure() as undo:

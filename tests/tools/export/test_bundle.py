@@ -28,6 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base; a run of LoRA on it, and one of every weight."""
     folder = tmp_path_factory.mktemp("exports")
     base = tiny_model(folder / "base", "llama")
+    written = (base / "tokenizer_config.json").read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast")
+    (base / "tokenizer_config.json").write_text(written)
     for name, lora in (("lora", True), ("full", False)):
         settings = running.config("grpo", base, lora={"enabled": lora}, optim={"learning_rate": 1e-2 if lora else 1e-3})
         assert running.train(settings, folder, name=name)[0] == 0
@@ -76,6 +78,11 @@ def test_a_merged_model_is_read_by_transformers_alone_and_says_the_same(folder: 
     assert model.dtype == torch.float32
     assert library_answers(model, AutoTokenizer.from_pretrained(bundle.folder)) == own_answers(folder / name)
     assert "0.00% of" in bundle.notes[0]
+    checkpoint = folder / name / "checkpoints/step-000003"
+    for written in (bundle.folder, checkpoint):  # older versions of transformers know no TokenizersBackend
+        assert (
+            json.loads((written / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+        )
     assert not list(tmp_path.glob(".writing-*"))
 
 

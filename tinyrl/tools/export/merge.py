@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tinyrl.config.schema import Config
 from tinyrl.generation.engine import end_at_turn_end
 from tinyrl.models.build import load_base
-from tinyrl.models.loading import load_causal_lm, load_model_config
+from tinyrl.models.loading import load_causal_lm, load_model_config, save_tokenizer
 from tinyrl.models.lora import load_start_adapter
 from tinyrl.models.memory import weight_bytes
 from tinyrl.models.tokens import token_ids
@@ -76,7 +76,7 @@ def write_merged(
     end_at_turn_end(merged, tokenizer, config.task)
     check_room(folder, needed=weight_bytes(merged.parameters()))
     merged.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder, revision=config.model.revision)
     del policy, merged
     trust, attention = trust_remote_code, config.model.attention
     saved = load_causal_lm(str(folder), dtype=dtype, attention=attention, trust_remote_code=trust)

@@ -77,8 +77,8 @@ def subtitle(run: Run) -> str:
     task, model, planned = run.setting("task.name"), run.setting("model.path"), run.setting("run.num_steps")
     parts += [f"task {one_line(str(task), 40)}"] if task else []
     parts += [f"model {one_line(str(model), 60)}"] if model else []
-    origin = run.setting("run.origin")
-    parts += [f"forked from {one_line(str(origin), 60)}"] if origin else []
+    forked_from = run.setting("run.forked_from")
+    parts += [f"forked from {one_line(str(forked_from), 60)}"] if forked_from else []
     if not isinstance(planned, int) or isinstance(planned, bool):
         parts.append(f"{_steps(run.last_step)} so far")
     elif run.last_step >= planned:
