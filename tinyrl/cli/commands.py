@@ -10,9 +10,8 @@ import gc
 import shlex
 import shutil
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
 from typer.core import TyperGroup
 
@@ -41,9 +40,7 @@ GONE = {  # commands that went, and the line that does their work
 class Commands(TyperGroup):
     """The commands; one that went is answered with the line that does its work."""
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         for gone, instead in GONE.items():
             command, *options = gone.split()
             if args[0] == command and {*options} <= {word.partition("=")[0] for word in args}:

@@ -28,7 +28,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from tinyrl.config.sections import starter_path
 from tinyrl.models.reading import ADAPTER_FILES, MODEL_FILES, TOKENIZER_FILES, reading, tensor_shapes

@@ -218,8 +218,11 @@ class Scorer:
         columns: dict[str, list[Any]],
         group_size: int | None = None,
     ) -> RewardCall:
-        groups = {"group_size": group_size} if isinstance(function, JudgeReward) else {}
-        call = function([p.prompt for p in prompts], answers, columns, **groups)
+        texts = [p.prompt for p in prompts]
+        if isinstance(function, JudgeReward):
+            call = function(texts, answers, columns, group_size=group_size)
+        else:
+            call = function(texts, answers, columns)
         if call.retried:
             self.retried.setdefault(function.name, call.retried)
         return call

@@ -201,7 +201,7 @@ def plan_run(config: Config, *, device: str, room: int, output_dir: str = "runs"
     tokens = config.run.micro_batch_tokens
     tokens = MICRO_BATCH[device] if tokens == "auto" else tokens
     recomputed = config.model.gradient_checkpointing
-    phases = {
+    phases: dict[str, dict[str, float]] = {
         "updating": {
             "gradients": 4 * trained,
             "activations": tokens * shapes.activations(dtype_bytes, recomputed=recomputed),

@@ -302,10 +302,10 @@ def answered(parts: Dpo, prompt: Prompt | None, answer: Side) -> Example:
 def pair_of(chosen: Example, rejected: Example) -> Pair:
     """Both sides behind what their prompts have in common: all, unless a side begins with other messages."""
     at = common_length([chosen.prompt, rejected.prompt])
-    answers = [(one.prompt + one.target)[at:] for one in (chosen, rejected)]
+    ours, theirs = ((one.prompt + one.target)[at:] for one in (chosen, rejected))
     masks = [[False] * (len(one.prompt) - at) + (one.counts or [True] * len(one.target)) for one in (chosen, rejected)]
     first, second = (None if all(mask) else mask for mask in masks)
-    return Pair(chosen.prompt[:at], *answers, (first, second))
+    return Pair(chosen.prompt[:at], ours, theirs, (first, second))
 
 
 def token_limit(pairs: list[Pair], parts: Dpo) -> tuple[int, str]:

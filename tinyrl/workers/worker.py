@@ -166,16 +166,15 @@ def _score(value: Any) -> tuple[Any, str]:
 
 
 def _number(value: Any) -> tuple[float | None, str]:
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, list) and len(value) == 1:  # a row of a (B, 1) tensor, or a tensor of one number
-        value = value[0]
-    if value is None:
+    single: Any = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(single, list) and len(single) == 1:  # a row of a (B, 1) tensor, or a tensor of one number
+        single = single[0]
+    if single is None:
         return None, ""
-    if not hasattr(type(value), "__float__"):  # text has none
-        return None, f"returned {_describe(value)}, not a number"
+    if not hasattr(type(single), "__float__"):  # text has none
+        return None, f"returned {_describe(single)}, not a number"
     try:
-        number = float(value)
+        number = float(single)
     except OverflowError:
         return None, f"returned a number beyond {MAX_SCORE:g}"
     if not math.isfinite(number):
