@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GenerationConfig as LibraryConfig
 
 from tests.generation.sampling import assert_same, make_engine, sample, script
 from tests.tiny_models import TinyModels
-from tinyrl.generation.engine import Completion, eos_token_ids
+from tinyrl.config.sections import GenerationConfig
+from tinyrl.generation.engine import Completion, eos_token_ids, unused_defaults
 from tinyrl.models.batches import make_batch
 from tinyrl.models.loading import load_tokenizer
 
@@ -130,3 +132,14 @@ def test_words_with_spaces_between_them(tiny: TinyModels, monkeypatch: pytest.Mo
     (completion,) = spoken(tiny, monkeypatch, ["a b c d"], folder=folder, stop=["b c"])
     assert (completion.tokens, completion.finish_reason) == ([3, 4, 5], "stop")
     assert torch.tensor(completion.logprobs).isfinite().all()
+
+
+def test_what_a_generation_configuration_sets_and_sampling_ignores_is_named(tiny: TinyModels):
+    model = make_engine(tiny("llama")).roles.causal
+    assert unused_defaults(model, GenerationConfig()) is None
+    own = {"top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05, "temperature": 0.7, "min_p": 0.0}
+    model.generation_config = LibraryConfig(**own)
+    line = unused_defaults(model, GenerationConfig(top_k=20, temperature=0.7))
+    assert line is not None
+    assert "top_p=0.8, repetition_penalty=1.05" in line
+    assert not any(name in line for name in ("top_k", "temperature", "min_p"))

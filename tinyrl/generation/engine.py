@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, Required, TypedDict, Unpack
+from typing import Any, Literal, Protocol, Required, TypedDict, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from tinyrl.config.sections import TaskConfig
+from tinyrl.config import sections
 from tinyrl.models.device import as_out_of_memory
 from tinyrl.models.roles import Roles
 from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import in_chat
+from tinyrl.text import shortened
 
 LOOK_EVERY = {"cpu": 1, "cuda": 16}  # tokens between two looks at which rows have finished
 FinishReason = Literal["eos", "stop", "length", "turns"]  # turns: of an episode that had no more of them
@@ -188,7 +189,7 @@ def row_keys(requests: list[Request], group: int, *, seed: int, step: int) -> tu
     return sample_keys(seed, step, prompts=prompts, samples=samples), first
 
 
-def end_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> None:
+def end_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: sections.TaskConfig) -> None:
     """Where prompts go through the chat template, have the model's generation configuration list the token that ends
     a turn there: every engine ends completions at it, and so do the programs that read a saved model.
     """
@@ -199,6 +200,27 @@ def end_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
         model.generation_config = GenerationConfig()
     if end not in (listed := _listed_eos(model)):
         model.generation_config.eos_token_id = [*listed, end]
+
+
+# What generation_config.json may set for sampling, each with the value at which it changes nothing.
+NEUTRAL: dict[str, Any] = {
+    "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0, "suppress_tokens": None, "begin_suppress_tokens": None, "bad_words_ids": None,
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "min_length": 0, "min_new_tokens": None,
+}  # fmt: skip
+
+
+def unused_defaults(model: PreTrainedModel, generation: sections.GenerationConfig) -> str | None:
+    """A line that names what the model's generation_config.json sets and sampling here does not use; None: nothing."""
+    if model.generation_config is None:
+        return None
+    given = model.generation_config.to_diff_dict()
+    used = {name: getattr(generation, name, neutral) for name, neutral in NEUTRAL.items()}
+    unused = {name: given[name] for name, own in used.items() if given.get(name) not in (None, own, NEUTRAL[name])}
+    if not unused:
+        return None
+    listed = ", ".join(f"{name}={value}" for name, value in unused.items())
+    return f"generation_config.json sets {shortened(listed)}, which sampling here does not use (section generation)"
 
 
 def eos_token_ids(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> set[int]:

@@ -18,7 +18,7 @@ from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import FEW, few_held_out, fingerprints, prompt_key
 from tinyrl.generation.agents import AgentRunner
-from tinyrl.generation.engine import SamplingEngine, end_at_turn_end, eos_token_ids
+from tinyrl.generation.engine import SamplingEngine, end_at_turn_end, eos_token_ids, unused_defaults
 from tinyrl.generation.select import engine_of
 from tinyrl.generation.turns import EpisodeRunner, episode_notes, load_episode_runner, show_episode
 from tinyrl.models.batches import SequenceBatch
@@ -307,7 +307,7 @@ class SamplingParts(Parts):
         warnings = [f"warning: {warning} (prompt {first.text[:60]!r})"] if warning else []
         warnings += self.template_warnings() + self._few_held_out()
         notes = [*layout_notes(first.row), *self._engine_notes(), *self._episode_notes()]
-        notes += judged
+        notes += filter(None, [*judged, unused_defaults(self.roles.causal, self.config.generation)])
         return [f"sampling engine {self.engine.name} ({self.engine_reason})", *notes, self.describe_memory(), *warnings]
 
     def preview(self) -> str:
