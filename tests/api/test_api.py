@@ -174,9 +174,8 @@ def test_what_is_given_becomes_what_the_command_line_takes(tmp_path: Path):
     assert words[1:3] == ["task.name=rows", "task.data=rows.jsonl"]
     key, _, file = words[3].partition("=")
     assert (key, Path(file).read_text()) == ("task.eval_data", '{"prompt": "a"}\n')
-    for rows, sentence in (([{"prompt": float("nan")}], "row 1 cannot be written"), (["text"], "row 1 is 'text'")):
-        with pytest.raises(ValueError, match=sentence):
-            given([], None, rows, None, tmp_path)
+    with pytest.raises(ValueError, match="row 1 is 'text'"):
+        given([], None, ["text"], None, tmp_path)
 
 
 def test_what_a_user_can_fix_is_a_sentence(tmp_path: Path):

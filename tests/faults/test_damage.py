@@ -101,7 +101,7 @@ def test_a_damaged_newest_checkpoint_gives_way_with_one_warning(
     lines = [line for line in said.splitlines() if "warning" in line]
     assert [line[: len(start)] for line, start in zip(lines, expected, strict=True)] == expected, said
     assert all(line.endswith(f"; using step-00000{STEPS - 1} instead") for line in lines), said
-    assert f"at step {STEPS - 1} of {STEPS} (rollout) from step-00000{STEPS - 1}" in said
+    assert f"at step {STEPS - 1} of {STEPS} from step-00000{STEPS - 1}" in said
     assert_same(whole, run, STEPS)
     assert [problem_with(folder) for folder in list_checkpoints(run.checkpoints)[-2:]] == [None, None]
 

@@ -36,6 +36,7 @@ from tinyrl.generation.engine import Completion, Request
 from tinyrl.generation.live import Draw, LiveSampler, Scored, Wanted
 from tinyrl.rollout.buffer import FINISH_REASONS, Rollout, given_rollout
 from tinyrl.rollout.collector import apply_length_rules
+from tinyrl.tasks.call_forms import call_form
 from tinyrl.trainers.ppo import adapted_kl_coef, shaped_rewards
 
 TEMPLATE = (
@@ -295,6 +296,7 @@ def test_other_tools_or_variables_are_a_row_of_its_own(
     """What the policy read before its first answer would not be what the second call shows it."""
     tokenizer = running_endpoint.endpoint.tokenizer
     monkeypatch.setattr(tokenizer, "chat_template", "{{ tools | tojson if tools }}{{ mood }}" + TEMPLATE)
+    monkeypatch.setattr(running_endpoint.endpoint, "form", call_form(tokenizer, {}))
     said = running_endpoint.say(USER, **first)
     again = running_endpoint.say(USER, said, USER, **first)
     running_endpoint.say(USER, said, USER, again, USER, **then)
@@ -505,8 +507,6 @@ def test_further_conversations_are_rows_with_their_episodes_reward() -> None:
     assert [whole.prompt_tokens[p] for p in whole.prompt_index.tolist()] == [[1], [2], [9, 9]]
     assert whole.response(2) == [8, 8, 8]
     assert whole.loss_mask[2].tolist() == [True, False, True]
-    again = type(whole).from_tensors(whole.to_tensors())
-    assert again.num_episodes == 2
 
 
 def two_episodes(**reward: Any) -> Rollout:

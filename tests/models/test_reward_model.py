@@ -39,7 +39,7 @@ def load(folder: Path, label: int | str | None = None, dtype: torch.dtype = torc
 
 def scores_of(model: SequenceRewardModel, texts: list[str], budget: int = 100) -> list[float]:
     """Scores of plain texts."""
-    tokens = [classifier_tokens(model.tokenizer, "", text, text_format=TextFormat(), max_tokens=512) for text in texts]
+    tokens = [classifier_tokens(model.tokenizer, text, "", text_format=TextFormat(), max_tokens=512) for text in texts]
     return model.scores(tokens, micro_batches=MicroBatches(CPU, budget))
 
 

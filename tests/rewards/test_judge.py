@@ -171,7 +171,7 @@ def test_a_group_is_shuffled_alike_each_time_and_never_in_one_order(serving: Any
     for round_ in range(2):
         judge = serving(by_length)
         with_judge = reward(judge, tmp_path, mode="rank", cache=str(tmp_path / f"{round_}.sqlite"))
-        with_judge([f"p{i // 4}" for i in range(80)], [f"{'x' * (i % 4)}{i}" for i in range(80)], {})
+        with_judge([f"p{i // 4}" for i in range(80)], [f"{'x' * (i % 4)}{i}" for i in range(80)], {}, group_size=4)
         shown = [tuple(text for _, text in ANSWER.findall(body["messages"][1]["content"])) for body in judge.asked]
         orders.add(tuple(sorted(shown)))
         longest = {max(range(4), key=lambda place: len(texts[place])) for texts in shown}
@@ -259,7 +259,7 @@ def test_a_hostile_reply_drops_its_row_and_names_the_judge(
         lambda system, answers: hostile if "bad" in answers[0] + answers[-1] else by_length(system, answers)
     )
     judged = reward(judge, tmp_path, mode=mode)
-    call = judged(["a", "a", "b", "b"], ["x", "bad", "yy", "zzz"], {})
+    call = judged(["a", "a", "b", "b"], ["x", "bad", "yy", "zzz"], {}, group_size=2)
     failed = [1] if mode == "score" else [0, 1]
     assert sorted(failure.row for failure in call.failures) == failed
     assert all("judge" in failure.reason for failure in call.failures)

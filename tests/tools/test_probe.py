@@ -200,7 +200,7 @@ def planted(rewards: list[list[float]], *settings: str, texts: list[str] | None 
         for index, group in enumerate(rewards)
         for i, value in enumerate(group)
     ]
-    values: dict[str, Any] = {"step": {"rollout": 0.1, "update": 0.1}, "positions": 512.0, "longest_prompt": 16}
+    values: dict[str, Any] = {"rollout_seconds": 0.1, "positions": 512.0, "longest_prompt": 16}
     greedy = [line for line in lines if line["sample"] == 0]
     kept = {"num_there": 100, "gold": None, "entropy": 0.5, "seconds": 1.0, **values, **changes}
     return Probe(of(*settings), lines, greedy, len(rewards[0]), **kept)

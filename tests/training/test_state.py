@@ -59,7 +59,6 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "text for a step": (lambda s: s["run"].update(step="7"), "run.step: Input should be a valid integer"),
     "no such phase": (lambda s: s["run"].update(phase="sleep"), "run.phase: Input should be 'evaluation' or 'rollout'"),
     "a KL weight that is no number": (lambda s: s["run"]["controllers"].update(kl_coef=math.nan), "finite number"),
-    "sums of three": (lambda s: s["run"]["sums"].update(x=[1, 2, 3]), "run.sums.x: List should have at most 2 items"),
     "no threads": (lambda s: s.update(threads=0), "threads: Input should be greater than or equal to 1"),
     "a missing field": (lambda s: s.pop("records"), "records: Field required"),
     "another step than the folder's": (lambda s: s["run"].update(step=8), "run.step: 8, in step-000007"),

@@ -264,7 +264,8 @@ def _side(row: Row, column: str) -> Side:
 
 
 def _prompt(row: Row) -> Prompt | None:
-    return None if row.get("prompt") is None else prompt_of(row["prompt"])
+    prompt = row.get("prompt")
+    return prompt if prompt in (None, "") else prompt_of(prompt)  # behind an empty one stands a text of its own
 
 
 def _number(value: Any, column: str) -> float:

@@ -197,8 +197,8 @@ class FusedEngine(LocalEngine):
         if kept is None or not like or kept.rows < rows or kept.slots.width < width:
             kept = self._kept = None  # its memory serves the next
             width = -(-width // WIDTH_BUCKET) * WIDTH_BUCKET if self.by_graphs else width
-            fit = min(rows, rows_that_fit(decoder, width, free=free_bytes(device)))
-            shape = {"capacity": fit, "width": width, "columns": self.columns}
+            self.capacity = min(rows, rows_that_fit(decoder, width, free=free_bytes(device)))
+            shape = {"capacity": self.capacity, "width": width, "columns": self.columns}
             kept = Kept(rows, Slots(decoder, self.settings, **shape, greedy=greedy, device=device))
         slots = kept.slots
         slots.greedy = greedy

@@ -74,8 +74,3 @@ def test_hostile_names_are_text(hostile: str):
     assert "\x1b" not in text
     assert "\u202e" not in text
     assert "[x](http" not in text
-
-
-def test_a_secret_is_not_in_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("MY_TOKEN", "abcdefgh12345678")
-    assert "abcdefgh12345678" not in card(task={"data": "abcdefgh12345678.jsonl"})
