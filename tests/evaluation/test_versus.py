@@ -73,7 +73,6 @@ SAME = {"reward_mean": 0.0, "distinguishable": False}  # without an interval: no
         {"run": {"seed": 7}},
         {"reward": {"functions": [{"use": "REWARDS:vowels", "weight": 3.0}]}},
         {"generation": {"temperature": 0.5, "max_new_tokens": 2}},
-        {"task": {"max_samples": 20}},  # fewer held-out rows than the first run has
         {"task": {"name": "sort", "data": None}},
     ],
     ids=lambda sections: next(iter(sections)),

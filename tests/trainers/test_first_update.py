@@ -158,6 +158,7 @@ def sampled_passes(trainer: OnPolicyTrainer) -> list[Pass]:
     if isinstance(trainer, Ppo):
         rollout.old_logprobs, rollout.values = rollout.sampling_logprobs - 0.1, predict_values(rollout, trainer)
         rollout.returns = rollout.values + 0.5
+    trainer.session = SimpleNamespace(update=0)  # pyright: ignore[reportAttributeAccessIssue]
     settings = trainer.loss_settings(kl_coef=0.1)
     return trainer.passes(rollout, [*range(len(rollout))], rollout.sizes(trainer.roles), settings)
 
