@@ -76,7 +76,7 @@ def test_recorded_logprobs_are_those_of_a_full_pass(sampler: LiveSampler) -> Non
     assert read.logprobs[len(PROMPTS[2]) :] == pytest.approx(answer.logprobs, abs=1e-5)
     assert read.logprobs[0] is None
     assert all(
-        likeliest[0][1] >= logprob  # pyright: ignore[reportOptionalOperand]
+        likeliest[0][1] >= logprob  # pyright: ignore[reportOptionalOperand, reportOperatorIssue]
         for likeliest, logprob in zip(read.likeliest[1:], read.logprobs[1:], strict=True)
     )
 

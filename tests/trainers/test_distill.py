@@ -334,7 +334,7 @@ def test_rows_of_padding_that_only_the_policy_has_are_left_out(
 ) -> None:
     """Both have all tokens of the text; the policy may sample an id behind them all the same."""
     wide = load_causal_lm(str(model), dtype=torch.float32)
-    rows = wide.get_input_embeddings().weight.shape[0]  # pyright: ignore
+    rows = int(wide.get_input_embeddings().weight.shape[0])  # pyright: ignore
     wide.resize_token_embeddings(rows + 5, mean_resizing=False)
     wide.save_pretrained(tmp_path)
     for file in model.glob("tokenizer*"):

@@ -118,7 +118,7 @@ def test_a_partial_and_an_object_of_a_module_import_it(tmp_path: Path):
 
     use = written(functools.partial(statistics.quantiles, n=2), tmp_path)
     assert loaded(use)([1, 2, 3]) == [2.0]
-    normal = written(functools.partial(written, "x", folder=Path), tmp_path)
+    normal = written(functools.partial(written, "x", folder=Path), tmp_path)  # pyright: ignore[reportArgumentType]
     assert loaded(normal).func is written
 
 

@@ -166,9 +166,9 @@ def _score(value: Any) -> tuple[Any, str]:
 
 
 def _number(value: Any) -> tuple[float | None, str]:
-    single: Any = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(single, list) and len(single) == 1:  # a row of a (B, 1) tensor, or a tensor of one number
-        single = single[0]
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    one = isinstance(plain, list) and len(plain) == 1  # a row of a (B, 1) tensor, or a tensor of one number
+    single: Any = plain[0] if one else plain
     if single is None:
         return None, ""
     if not hasattr(type(single), "__float__"):  # text has none
