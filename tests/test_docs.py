@@ -103,7 +103,7 @@ def test_recipes_named_in_commands_are_packaged():
 @every_page
 def test_python_compiles(page: str):
     for source in blocks(page, "python"):
-        ast.parse(source)
+        assert ast.parse(source).body, source
 
 
 # ---- examples run ----

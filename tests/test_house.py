@@ -39,10 +39,7 @@ def long_functions(source: str) -> Iterator[str]:
     """Functions of more lines than a reader holds in mind."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            kernel = any(
-                ast.unparse(of) == "triton.jit" for of in node.decorator_list
-            )  # its arguments stand one a line
-            length = (node.end_lineno or node.lineno) - (node.body[0].lineno if kernel else node.lineno) + 1
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > LONGEST_FUNCTION:
                 yield f"{node.lineno}: {node.name} has {length} lines"
 

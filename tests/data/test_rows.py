@@ -156,5 +156,6 @@ def test_what_is_no_prompt_is_refused(prompt):
 
 
 def test_what_is_a_prompt_is_not_refused():
-    prompt_of("hi")
-    prompt_of([{"role": "system", "content": ""}, {"role": "user", "content": "hi"}])
+    messages = [{"role": "system", "content": ""}, {"role": "user", "content": "hi"}]
+    assert prompt_of("hi") == "hi"
+    assert prompt_of(messages) == messages

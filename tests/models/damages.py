@@ -334,7 +334,6 @@ ADAPTERS: dict[str, Damage] = {
     "rank pattern a bad regex": adapter_config(rank_pattern={"(": 4}),
     "alpha a text": adapter_config(lora_alpha="much"),
     "alpha null": adapter_config(lora_alpha=None),
-    "dropout a text": adapter_config(lora_dropout="some"),
     "targets a bad regex": adapter_config(target_modules="(("),
     "targets a regex of nothing": adapter_config(target_modules="nothing_like_it"),
     "targets null": adapter_config(target_modules=None),

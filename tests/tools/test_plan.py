@@ -57,6 +57,15 @@ def test_parts_of_a_run_by_hand(tiny: TinyModels) -> None:
     assert half.always["base"] == weights / 2
 
 
+def test_models_beside_the_policy_are_counted(tiny: TinyModels) -> None:
+    own, known = read_shapes(str(tiny("llama"))), KNOWN_SHAPES["Qwen/Qwen2.5-0.5B"]
+    teacher = {"path": "Qwen/Qwen2.5-0.5B", "quantization": "8bit"}
+    settings = running.config("distill", tiny("llama"), reward={"model": str(tiny("llama"))}, teacher=teacher)
+    plan = plan_run(settings, device="cpu", room=8 * GB)
+    assert plan.always["reward model"] == 4 * (own.linear + own.embeddings)
+    assert plan.always["teacher"] == known.linear + 4 * known.embeddings  # of which 8 bits are of linear layers alone
+
+
 def test_what_does_not_fit_is_a_problem(tiny: TinyModels) -> None:
     problem = plan_run(running.config("grpo", tiny("llama")), device="cpu", room=GB // 10).problem
     assert problem is not None

@@ -14,7 +14,7 @@ from torch import Tensor
 from tinyrl.algorithms.masking import assert_shapes
 
 SMALLEST_TAIL = 1e-7  # mass of the bin of all other tokens: float32 knows no smaller difference from 1
-LOWEST = -1e30  # stands for log 0 where -inf would be multiplied by 0, or subtracted from itself
+LOWEST = -1e30  # in place of log 0: 0 * -inf and -inf - -inf would be NaN
 
 
 def jensen_shannon(log_p: Tensor, log_q: Tensor, *, beta: float) -> Tensor:
@@ -37,8 +37,8 @@ def jensen_shannon(log_p: Tensor, log_q: Tensor, *, beta: float) -> Tensor:
 
 
 def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p || q) = sum_v p_v (log p_v - log q_v), in nats: (N, V), (N, V) -> (N,). Bins of no mass under p add 0, to
-    the gradient too; it is infinite where q has none and p has.
+    """KL(p || q) = sum_v p_v (log p_v - log q_v), in nats: (N, V), (N, V) -> (N,). Bins without mass under p add 0,
+    also to the gradient. Infinite where p has mass and q has none.
     """
     p = log_p.exp()
     return (p * torch.where(p == 0, 0.0, log_p - log_q)).sum(-1)
@@ -58,7 +58,7 @@ def top_bins(log_p: Tensor, ids: Tensor) -> Tensor:
 
 
 def with_tail(logprobs: Tensor) -> Tensor:
-    """The same bins where nothing is known but the log-probabilities of the K (a server's): (N, K) -> (N, K + 1).
+    """The same bins from the log-probabilities of the K tokens alone (a server's): (N, K) -> (N, K + 1).
 
     The last bin is log(1 - sum_k p_k), at least log 1e-7: the probabilities of the K add up to 1 only up to rounding.
     """

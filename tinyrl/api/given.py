@@ -101,7 +101,7 @@ def _written_rows(rows: Any, inputs: Path) -> Path:
 
 
 def _cell(value: Any) -> Any:
-    """A cell as JSON has it: a missing one (NaN, pandas' NA and NaT) is null, a date its ISO text."""
+    """Convert a cell to JSON: NaN and pandas' NA and NaT become null, a date its ISO text."""
     if getattr(getattr(value, "dtype", None), "kind", "") == "M":  # dates of numpy
         value = value.astype("datetime64[us]").tolist()
     if type(value).__name__ in ("NAType", "NaTType"):

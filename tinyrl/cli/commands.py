@@ -22,7 +22,7 @@ from tinyrl.cli.options import framed
 from tinyrl.runs.launched import launched
 
 SEVERAL_PROCESSES = ("train", "eval", "compare")  # commands that processes can share
-GONE = {  # commands that went, and the line that does their work
+GONE = {  # removed commands, and what replaces each
     "sweep": (
         "for seed in 1 2 3; do tinyrl train RECIPE run.seed=$seed --name seed-$seed; done; "
         "tinyrl report runs/seed-1 runs/seed-2 runs/seed-3"
@@ -38,7 +38,7 @@ GONE = {  # commands that went, and the line that does their work
 
 
 class Commands(TyperGroup):
-    """The commands; one that went is answered with the line that does its work."""
+    """The commands. A removed one is answered with what replaces it."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         for gone, instead in GONE.items():

@@ -62,7 +62,7 @@ def check_before_loading(config: Config) -> None:
 
 
 def _check_adapter(config: Config, path: str) -> None:
-    """The files of the adapter to start from, and that no setting of lora is given another value than it has."""
+    """Check the files of model.adapter, and that lora settings which are given agree with it."""
     folder = Path(path).expanduser()
     if _is_run("model.adapter", path):
         folder = max((folder / "checkpoints").glob("step-*"), default=folder)  # a run's have all the same shape
@@ -98,7 +98,7 @@ def ask_hub_once(config: Config) -> None:
     except (OSError, ValueError) as error:
         os.environ["HF_HUB_OFFLINE"] = "1"
         why = f"{masked(hub)} does not answer within {HUB_PATIENCE_S:g} s ({first_line(error)})"
-        said = f"warning: {why}: only what is kept here is used. HF_HUB_OFFLINE=0 waits for it"
+        said = f"warning: {why}: working offline, with cached files only. Set HF_HUB_OFFLINE=0 to wait for it"
         if VOICE.speaks(said):
             print(said, file=sys.stderr)
 

@@ -139,12 +139,11 @@ class Config(Section):
 
 def without_secrets(values: dict[str, Any]) -> dict[str, Any]:
     """Sections of settings, with userinfo and queries of URLs masked."""
-    shown = values
     for section, name in URL_SETTINGS:
-        part = shown.get(section)
+        part = values.get(section)
         if isinstance(part, dict) and isinstance(part.get(name), str):
-            shown = {**shown, section: {**part, name: masked(part[name])}}
-    return shown
+            values = {**values, section: {**part, name: masked(part[name])}}
+    return values
 
 
 # ---- settings without effect ----

@@ -160,7 +160,7 @@ class TaskConfig(Section):
         default=200.0, description="of sampler=difficulty: steps after which what was seen counts half"
     )
     solved_reward: Weight = Field(
-        default=1.0, description="least reward that is a right answer to sampler, skip_solved, teacher.hint"
+        default=1.0, description="reward from which a prompt is solved, for sampler, skip_solved and teacher.hint"
     )
     grading: Literal["task", "math"] = Field(default="task", description="the verifier; math: formulas, by math-verify")
     sources: list[SourceConfig] = Field(default_factory=list, description="several of rows, mixed by weight")

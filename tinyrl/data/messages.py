@@ -27,9 +27,7 @@ SHAREGPT_ROLES = {
 
 
 def prompt_of(value: Any) -> Prompt:
-    """A prompt as every method reads it: text, or messages as `messages_of` has them. ValueError where it is neither,
-    or empty.
-    """
+    """Parse a prompt: text, or messages as `messages_of` reads them. Raises ValueError for others, and empty ones."""
     if not isinstance(value, str | list) or value == []:
         raise ValueError(f"the prompt must be text, or a list of messages, not {value!r:.60}")
     prompt = value if isinstance(value, str) else messages_of(value, "prompt")
@@ -55,7 +53,7 @@ def messages_of(value: Any, column: str) -> list[Message]:
 
 
 def tools_of(value: Any) -> list[Any] | None:
-    """The tool definitions of a row or a request, without keys that are null; None where there are none."""
+    """Parse the tool definitions of a row or a request, without null keys; None if there are none."""
     tools = _without_nulls(parsed(value, "tools"), "tools")
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"'tools' must be a list of tool definitions, not {tools!r:.60}")
@@ -87,8 +85,8 @@ def _message(value: Any, column: str) -> Message:
 
 
 def _tool_call(call: Any) -> Any:
-    """A call {"name", "arguments"} whose arguments are an object: also where they were its JSON text, null, empty or
-    absent. Text that is not JSON of an object stays.
+    """Parse the arguments of a call {"name", "arguments"} to an object: JSON text, null, empty and absent ones too.
+    Text that is not the JSON of an object stays.
     """
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         return {**call, "function": _tool_call(call["function"])}
@@ -134,7 +132,7 @@ def _of_sharegpt(message: Message, column: str) -> Message:
 
 
 def _part(part: Any, column: str) -> str:
-    """The text of a part of a content. ValueError, naming its type, for a part that is not text (an image)."""
+    """Return the text of a content part. Raises ValueError, naming its type, for another part (an image)."""
     kind = part.get("type", "text") if isinstance(part, dict) else part
     text = (part.get("text") or "") if isinstance(part, dict) and "text" in part else None
     if kind not in TEXT_PARTS or not isinstance(text, str):

@@ -31,9 +31,9 @@ _FOREIGN_STARTS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"PK\x03\x04": 
 def placed_rows(
     source: str, *, columns: dict[str, str] | None = None, revision: str | None = None, most: int | None = None
 ) -> Placed:
-    """The first `most` rows of a file, of a folder that `datasets` has saved, or of a hub data set
-    "owner/name:config@split", at `revision` (of several splits train, where none is named), each with its place. But of
-    .json nothing behind them is read.
+    """Read the first `most` rows (None: all) of a file, of a folder that `datasets` has saved, or of a hub data set
+    "owner/name:config@split", at `revision` (of several splits train, where none is named), each with its place. Except
+    for .json, nothing after them is read.
 
     `columns` {new: old} renames, replacing a column `new` that was there; `old` may be a key inside a column, with dots
     (reward_model.ground_truth). Raises ValueError naming the place.
@@ -96,7 +96,7 @@ def _numbered(source: str, rows: list[Row]) -> Placed:
 
 
 def _read_text(source: str, most: int | None = None, *, quotes: bool = False) -> str:
-    """A text file, or its beginning with `most` lines that are not blank; `quotes`: a line in quotes goes on."""
+    """Read a text file, or its first `most` lines that are not blank; `quotes`: a line break inside quotes is none."""
     path, lines, inside = Path(source), list[bytes](), False
     try:
         with path.open("rb") as file:
@@ -254,7 +254,7 @@ def _read_parquet(source: str, most: int | None) -> Placed:
 
 
 def _first_rows(data: Any, most: int | None) -> list[Row]:
-    """Of a data set, whose table stays on disk."""
+    """Read rows of a data set, whose table stays on disk."""
     return (data if most is None else data.select(range(min(most, len(data))))).to_list()
 
 

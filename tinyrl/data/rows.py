@@ -37,8 +37,8 @@ def read_rows(source: str, **options: Any) -> list[Row]:
 
 
 def rows_needed(max_samples: int | None, *, split: bool) -> int | None:
-    """How many rows to read for at most `max_samples` a split, of which some are held out where they are to be `split`;
-    None: all.
+    """Return how many rows to read for at most `max_samples` in each split (None: all). split: held-out rows are taken
+    from the same rows.
     """
     if max_samples is None or not split:
         return max_samples
@@ -65,7 +65,7 @@ def prompt_key(prompt: Any) -> str:
 
 
 def few_held_out(count: int, *, trained_on: bool) -> list[str]:
-    """A warning where evaluation has few different prompts, or only those that are `trained_on`."""
+    """Warn where evaluation has few different prompts (`count`), or only those that are `trained_on`."""
     if count >= FEW:
         return []
     only = f"only {count} different prompt{'s are' if count > 1 else ' is'} held out"
@@ -86,8 +86,8 @@ def keyed_order(key: str, count: int) -> list[int]:
 def hold_out(
     rows: list[Row], *, prompt: Callable[[Row], Any], seed: int, repeat: Callable[[Row], bool] = lambda row: False
 ) -> tuple[list[Row], list[Row]]:
-    """(train, held-out) rows: a tenth of the different prompts (1 to 512) is held out, chosen by `seed`. Fewer than ten
-    prompts are all trained on, and held-out rows are of the same.
+    """(train, held-out) rows: a tenth of the different prompts (1 to 512) is held out, chosen by `seed`. With
+    fewer than ten prompts none is held out: all are trained on and evaluated.
 
     Rows with the same prompt fall on the same side; a held-out prompt is kept once, but for rows that may `repeat` it.
     Both keep the order of `rows`.
@@ -111,12 +111,12 @@ def needed_data(config: Config) -> str:
 
 
 def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows) of a method that learns from rows, by task.data and task.eval_data, without those
-    that teach nothing, which `notes` count.
+    """(training rows, held-out rows) of a method that learns from rows, by task.data and task.eval_data, without
+    unusable ones, which are counted in `notes`.
 
     Labels and ratings keep all answers of a held-out prompt, and are shuffled first (by task.split_seed): such files
-    often stand in the order of their labels. Of others no more is read than task.max_samples takes. Where there are too
-    few prompts to hold some out, rows are.
+    often stand in the order of their labels. Of other files no more is read than task.max_samples needs. With too few
+    prompts to hold some out, single rows are held out.
     """
     where, data, kind = config.task, needed_data(config), config.trains.rows
     assert kind != "prompts"

@@ -71,14 +71,14 @@ class Scored:
 
 
 def is_empty(answer: Side) -> bool:
-    """Whether an answer, by its last message, says nothing; a message may hold more than text."""
+    """Return whether the last message of an answer is blank; one with tool calls or thoughts is not."""
     last = {"content": answer} if isinstance(answer, str) else answer[-1]
     return {*last} <= {"role", "content"} and not last["content"].strip()
 
 
 def unusable(row: Row, what: Literal["text"] | Objective, *, prompts_count: bool = False) -> str | None:
-    """Why nothing can be learnt from a row, whatever learns from it; None where something can. `prompts_count`: of
-    texts the prompts are learnt too. Raises ValueError, quoting the row, for one that cannot be read.
+    """Return why no method can learn from a row; None if one can. `prompts_count`: the prompts of texts are learnt too.
+    Raises ValueError, quoting the row, for one that cannot be read.
     """
     with quoting(row):
         if what != "text":
@@ -247,7 +247,8 @@ def _text_of(row: Row) -> tuple[str, Prompt | None, Side]:
     column = column_of(row, TEXT_COLUMNS)
     if column in CONVERSATIONS:
         return column, None, conversation(row, column)
-    return column, _prompt(row), _side(row, column)
+    prompt = "" if row.get("prompt") == "" else _prompt(row)  # a text may stand alone, behind an empty prompt
+    return column, prompt, _side(row, column)
 
 
 def _value_column(row: Row, objective: Objective) -> str:
@@ -264,8 +265,7 @@ def _side(row: Row, column: str) -> Side:
 
 
 def _prompt(row: Row) -> Prompt | None:
-    prompt = row.get("prompt")
-    return prompt if prompt in (None, "") else prompt_of(prompt)  # behind an empty one stands a text of its own
+    return None if row.get("prompt") is None else prompt_of(row["prompt"])
 
 
 def _number(value: Any, column: str) -> float:

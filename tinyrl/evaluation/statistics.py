@@ -23,8 +23,8 @@ from tinyrl.algorithms.preference import bradley_terry_loss, label_loss
 INTERVAL = 0.95
 TAIL = (1 - INTERVAL) / 2
 MANY = 50  # values from which on the percentile bootstrap covers as much as it says; of 3 it covers 74 %, of 8 89 %
-FEWEST = 6  # prompts that can show a difference: all of them go one way by chance in 2 / 2^6 = 3 % of cases
-EQUAL = 1e-9  # of their size that equal values may differ by rounding
+FEWEST = 6  # differing prompts that can show a difference: all go one way by chance in 2 / 2^6 = 3 % of cases
+EQUAL = 1e-9  # relative difference up to which values are equal but for rounding
 Bin = tuple[float, float, int]  # mean prediction, mean of what turned out, rows
 
 
@@ -154,8 +154,8 @@ def majority_passes(answers: Sequence[Any], passed: Sequence[bool]) -> float:
 
 
 def paired_difference(ours: list[float], other: list[float]) -> dict[str, Any]:
-    """Of mean rewards by prompt, with an interval; distinguishable where FEWEST prompts differ, and the interval is
-    without 0 or all differ by the same.
+    """Mean difference of the mean rewards by prompt, with an interval. distinguishable: at least FEWEST prompts differ,
+    and the interval excludes 0 or all differences are equal.
     """
     pairs = [a - b for a, b in zip(ours, other, strict=True)]
     valid, (low, high) = numbers(pairs), interval(pairs)

@@ -20,8 +20,8 @@ from tinyrl.generation.live import Draw, LiveSampler, Spelling, Wanted
 from tinyrl.generation.openai_requests import Asked, Choice, Refused, Said, Sampled
 from tinyrl.models.templates import template_text
 from tinyrl.models.tokens import tokens_behind
+from tinyrl.tasks.prompts import ANSWER
 
-SAID = "policysaid"
 FIRST_BITS = 40  # of a call's offset among the random numbers of its episode
 
 
@@ -250,8 +250,8 @@ def _same(ours: Message, theirs: Message) -> bool:
 
 def _closing(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> str:
     """What a chat template writes behind an answer."""
-    turn = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": SAID}]
+    turn = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": ANSWER}]
     try:
-        return template_text(tokenizer, turn, variables=variables).rpartition(SAID)[2]
+        return template_text(tokenizer, turn, variables=variables).rpartition(ANSWER)[2]
     except ValueError:
         return ""

@@ -198,8 +198,7 @@ def matrix_of(weights: list[Tensor]) -> Tensor | None:
     """The matrix that these are one behind another in memory; None where they are not."""
     first, at = weights[0], weights[0].storage_offset()
     for weight in weights:
-        # data_ptr() of a storage would do, were it not 0 for all on the meta device
-        same = weight.untyped_storage()._cdata == first.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+        same = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         if not same or not weight.is_contiguous() or weight.storage_offset() != at:
             return None
         at += weight.numel()

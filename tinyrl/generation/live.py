@@ -75,7 +75,7 @@ class Wanted:
     given_up: bool = False
     alone: bool = False  # a batch with it has failed
     tokens: list[int] = field(default_factory=list)
-    told: int = 0  # how many of them `on_tokens` has had
+    told: int = 0  # how many of them `on_tokens` has been given
 
     @property
     def limit(self) -> int:
@@ -89,8 +89,8 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Scored:
-    """Log-probability of each token of a text given those before it (None: the first), and the likeliest there, the
-    first of them first (none at the first place).
+    """Log-probability of each token of a text given those before it (None for the first), and the most likely tokens at
+    each place in descending order (none at the first).
     """
 
     logprobs: list[float | None]
@@ -192,8 +192,8 @@ class LiveSampler:
         self._stale = set(self._decoders)
 
     def release(self) -> None:
-        """Wait for the round in hand, and free the copies of weights, which the next one makes again. Who still waits
-        is told.
+        """Wait for the round in hand, and free the copies of weights, which the next one makes again. Requests that
+        still wait end with an error.
         """
         with self._idle:
             self._turn_away(RuntimeError("the episode is over"))
@@ -252,7 +252,7 @@ class LiveSampler:
                 if not going and self._waiting and self._waiting[0] is first:
                     self._waiting.popleft()
                     going[0] = first
-                if not first.alone:  # one of them has failed: each is begun again for itself
+                if not first.alone:  # one of them has failed: each is run again, alone
                     for wanted in going.values():
                         wanted.alone = True
                         wanted.tokens.clear()

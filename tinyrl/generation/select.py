@@ -51,7 +51,7 @@ def engine_of(
     """The sampling engine of `generation.engine` over the policy's model, and why it is that one.
 
     stop: texts that end a completion, or a turn of it; longest_response: in tokens, what is read between turns too;
-    longest_prompt: of those there are, which the trial of the engine goes by.
+    longest_prompt: in tokens, of those there are, for the trial of the engine.
     """
     settings = SamplingSettings(
         config.temperature, config.max_new_tokens, stop, config.top_p, config.top_k, config.max_rows
@@ -109,7 +109,7 @@ def select_engine(
     tried: int = 0,
 ) -> tuple[SamplingEngine, str]:
     """The engine, and why it is that one. `longest`: tokens of the longest sequence there can be; `tried`: of the
-    longest that a trial of the numbers is worth.
+    longest sequence of the trial.
 
     Raises ValueError when the engine asked for by name cannot sample from this model correctly.
     """
@@ -265,7 +265,7 @@ def trial_logprobs(engine: FusedEngine, *, longest: int = 0) -> tuple[Tensor, Te
 
 
 def _decoded(engine: FusedEngine, decoder: Decoder, texts: list[list[int]]) -> Tensor:
-    """(rows, tokens, V) log-probabilities of what follows each text's last tokens, which are read one by one."""
+    """Decode the last tokens of each text one by one: log-probabilities (rows, tokens, V) of the token after each."""
     device, lengths = engine.roles.device, [len(text) - TRIAL_TOKENS for text in texts]
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts], batch_first=True).to(device)
     count, width = ids.shape

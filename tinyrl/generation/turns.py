@@ -51,8 +51,8 @@ SHOWN_TOKENS = 64  # of each side, each time
 
 @dataclass(frozen=True)
 class EpisodeRunner:
-    """max_new_tokens: of the policy's own, over all turns; variables: what the chat template is asked with; form: in
-    which the policy writes calls of tools (None: the chat template shows none).
+    """max_new_tokens: of the policy's own, over all turns; variables: what the chat template is asked with; form: how
+    the policy writes tool calls (None: the chat template shows no tools).
     """
 
     environment: Environment | SourceEnvironments

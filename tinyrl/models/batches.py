@@ -217,7 +217,6 @@ def packs_exactly(backbone: nn.Module) -> bool:
     return _alike([ours], lambda: [_read(library_states(backbone, padded), padded)], backbone)
 
 
-KNOWN = ("llama", "mistral", "qwen2", "qwen3")  # whose layers are computed so, also where no number can show it
 TRIED_LAYERS = 2  # whose derivatives are compared
 SMALL = 1e-3  # of the largest norm: the least that an error is relative to
 _fuses: WeakKeyDictionary[nn.Module, dict[torch.dtype | None, bool]] = WeakKeyDictionary()  # that have been tried

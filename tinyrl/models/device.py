@@ -31,6 +31,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 KEPT_BYTES = 1 << 30
 WIDE = 256  # hidden size from which a layer is worth more than one thread
 THREAD_WIDTH = 64  # of it, for each thread
+MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}  # run.micro_batch_tokens=auto; on a GPU until one was measured
+CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}  # logits in a chunk: 16 and 128 MB in float32
 MOST_IN_FLOAT32 = 1e-4  # nats that two computations in float32 may be apart
 TIMES_THE_LIBRARY = 1.5  # how much larger our mean error may be than that of the library's modules
 

@@ -143,8 +143,8 @@ class _FrozenHead(torch.autograd.Function):
 
 
 def _over_vocabulary(p: Tensor, log_p: Tensor, log_q: Tensor, *, beta: float, masks: bool) -> tuple[Tensor, Tensor]:
-    """(divergences (n,), their derivatives with respect to the logits (n, V)); the arguments are used up. masks: tokens
-    may have no mass, which add nothing.
+    """(divergences (n,), their derivatives with respect to the logits (n, V)); the arguments are used up. masks: some
+    tokens may have probability 0, and add nothing.
     """
 
     def gap(mass: Tensor, of: Tensor, other: Tensor) -> Tensor:

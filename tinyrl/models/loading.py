@@ -110,8 +110,8 @@ def load_tokenizer(
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, *, revision: str | None = None) -> None:
-    """Write a tokenizer that `load_tokenizer` has read, in the files it came in: older versions of the library cannot
-    read what this one writes.
+    """Save a tokenizer of `load_tokenizer` as the files it was loaded from: older versions of the library cannot read
+    what this one writes.
     """
     tokenizer.save_pretrained(folder)
     names = {*TOKENIZER_FILES, "merges.txt", "tokenizer.model", *tokenizer.vocab_files_names.values()}
@@ -134,15 +134,6 @@ def load_model_config(path: str, *, revision: str | None = None, trust_remote_co
     what, revision = f"cannot load a model from {path!r}", revision or HUB_DEFAULT
     with reading(what, folder=resolved, files=("config.json",), otherwise="config.json"):
         return AutoConfig.from_pretrained(resolved, revision=revision, trust_remote_code=trust_remote_code)
-
-
-def saved_dtype(path: str, *, revision: str | None = None) -> torch.dtype:
-    """What config.json says the weights were saved in; float32 where it says nothing, as the library takes it."""
-    described, _ = PretrainedConfig.get_config_dict(resolve_model_path(path), revision=revision or HUB_DEFAULT)
-    own = [described, described.get("text_config") or {}]
-    named = next((d[key] for d in own for key in ("dtype", "torch_dtype") if d.get(key)), "float32")
-    dtype = getattr(torch, str(named).removeprefix("torch."), None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def load_causal_lm(

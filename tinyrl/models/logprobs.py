@@ -17,10 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from tinyrl.algorithms.distillation import LOWEST
-from tinyrl.models.device import autocast_dtype
+from tinyrl.models.device import CHUNK_ELEMENTS, autocast_dtype
 from tinyrl.models.loading import few_ids, few_tokens
 
-CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}  # logits in a chunk: 16 and 128 MB in float32
 WIDENED_ELEMENTS = 1 << 19  # of a half-precision head on a CPU, widened to float32 at a time: 2 MB
 
 
@@ -133,12 +132,12 @@ def token_logprobs(
 
 
 def finite(log_p: Tensor, head: Head) -> Tensor:
-    """A number in place of -inf, which only a bias can bring, to be multiplied by a probability of 0."""
+    """Replace -inf, which only the bias of a head can give, by a number: its probability of 0 then multiplies to 0."""
     return log_p if head.bias is None else log_p.clamp(min=LOWEST)
 
 
 def chunks_of(num_tokens: int, vocabulary: int, *, device: torch.device) -> list[slice]:
-    """Of no tokens one chunk that is empty."""
+    """Slices of tokens whose logits are at most CHUNK_ELEMENTS; for no tokens one empty slice."""
     size = max(1, CHUNK_ELEMENTS[device.type] // vocabulary)
     return [slice(i, min(i + size, num_tokens)) for i in range(0, max(1, num_tokens), size)]
 

@@ -13,12 +13,11 @@ from typing import Literal
 import torch
 
 from tinyrl.errors import out_of_memory
-from tinyrl.models.device import as_out_of_memory
+from tinyrl.models.device import MICRO_BATCH_TOKENS, as_out_of_memory
 from tinyrl.models.distributed import World
 from tinyrl.models.packing import shared_start
 from tinyrl.runs.signals import check_stop, watched
 
-TOKENS = {"cpu": 1024, "cuda": 4096}  # of run.micro_batch_tokens=auto; on a GPU until a micro-batch was measured
 MOST_TOKENS = 131_072  # that a measurement may come to
 SHARE = 0.8  # of the free memory that a micro-batch may take
 
@@ -154,7 +153,7 @@ class MicroBatches:
 
     def __init__(self, device: torch.device, tokens: Literal["auto"] | int = "auto") -> None:
         self.device = device
-        self.tokens = TOKENS[device.type] if tokens == "auto" else tokens
+        self.tokens = MICRO_BATCH_TOKENS[device.type] if tokens == "auto" else tokens
         self.unmeasured = tokens == "auto" and device.type == "cuda"
         self.make_room: Callable[[], bool] = lambda: False
         self._made_room = False

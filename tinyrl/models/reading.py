@@ -98,15 +98,10 @@ def _check_object(path: Path, value: Any) -> None:
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
     pad, rows = value.get("pad_token_id"), value.get("vocab_size")
-    if (
-        path.name == "config.json"
-        and isinstance(rows, int)
-        and pad is not None
-        and (
-            type(pad) is not int or pad not in range(-rows, rows)  # models of 2023 have -1
-        )
-    ):
-        raise ValueError(f"pad_token_id is {shortened(repr(pad))}; allowed are null or 0 to {rows - 1}")
+    if path.name == "config.json" and isinstance(rows, int):
+        has_row = type(pad) is int and -rows <= pad < rows  # models of 2023 have -1
+        if pad is not None and not has_row:
+            raise ValueError(f"pad_token_id is {shortened(repr(pad))}; allowed are null or 0 to {rows - 1}")
     if path.name.endswith(".index.json"):
         shards = value.get("weight_map")
         if not isinstance(shards, dict):

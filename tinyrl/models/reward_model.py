@@ -98,9 +98,9 @@ class SequenceRewardModel:
 
 
 def positions_of(config: Any) -> int:
-    """How many tokens a row may have: as many as the model has positions for, a number no text reaches where its config
-    does not say. Beyond the original ones of longrope a row changes how all rows of its batch are rotated, and those
-    that are kept in a cache are not, so a token's probability would depend on what stands beside it.
+    """Return how many tokens a row may have: the model's positions, or a number no text reaches if its config names
+    none. With longrope the original positions: a longer row changes the rotation of all rows of its batch, but not of
+    keys that are cached already, so a token's probability would depend on the other rows.
     """
     most = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
     rope = getattr(config, "rope_parameters", None) or {}

@@ -301,8 +301,8 @@ class Roles:
         return batch.to_rows(self.value_head(states))
 
     def _read_by_critic(self, batch: SequenceBatch) -> SequenceBatch:
-        """The batch with ids beyond the embedding of the critic as its last: a larger policy of the same family has
-        rows that belong to no token, and samples them now and then.
+        """Clamp ids beyond the critic's embedding to its last row: a larger policy of the same family has rows that
+        belong to no token, and samples them now and then.
         """
         rows = embedding_rows(self._model_of("critic"))
         if rows >= embedding_rows(self.causal):

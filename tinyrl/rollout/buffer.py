@@ -36,7 +36,7 @@ _OPTIONAL = (
     "parent", "hinted", "teacher_logprobs", "teacher_states", "teacher_head", "teacher_head_bias", "teacher_top_ids",
     "teacher_top_logprobs", "final_values",
 )  # fmt: skip
-_SAVED = (*_SAMPLED_PER_TOKEN, *_PER_SAMPLE, *_SCORED_PER_TOKEN, *_OPTIONAL)  # in a checkpoint inside an update
+_SAVED = (*_SAMPLED_PER_TOKEN, *_PER_SAMPLE, *_SCORED_PER_TOKEN, *_OPTIONAL)  # of a batch that is not finite
 
 
 @dataclass(frozen=True)
@@ -170,12 +170,12 @@ class Rollout:
         return self.response_mask & self.kept.unsqueeze(1)
 
     def counts(self, rows: Sequence[int]) -> bool:
-        """Whether any token of some rows counts."""
+        """Return whether any token of these rows is in the loss."""
         return bool(self.loss_mask[list(rows)].any())
 
     @property
     def taught_mask(self) -> Tensor:
-        """(B, T) bool: of these the tokens that a teacher speaks of."""
+        """(B, T) bool: tokens in the loss that the teacher scores."""
         return self.loss_mask if self.hinted is None else self.loss_mask & self.hinted.unsqueeze(1)
 
     @property

@@ -50,8 +50,8 @@ def resolve(config: Config) -> Config:
 
 
 def adapter_settings(folder: Path) -> dict[str, Any]:
-    """Settings of lora that the adapter in `folder` has; none where its configuration cannot be read, which is said
-    when it is loaded. Targets that are a regular expression are no setting.
+    """Read rank, alpha and target modules of the adapter in `folder`; {} if its configuration cannot be read, which
+    loading it reports. A regular expression of targets is left out.
     """
     try:
         facts = json.loads((folder.expanduser() / "adapter_config.json").read_text(encoding="utf-8"))

@@ -71,7 +71,7 @@ class StopFlag:
 
 
 _flags: list[StopFlag] = []  # in use, the innermost last
-_holding: list[Callable[[str], None] | None] = []  # of each `stop_held` that is open, who is told of a stop meanwhile
+_holding: list[Callable[[str], None] | None] = []  # of each open `stop_held`, what is called once when a stop comes
 
 
 def check_stop() -> None:

@@ -118,9 +118,9 @@ def answer_tokens(
     chat: Literal["auto"] | bool,
     variables: dict[str, Any],
 ) -> list[int]:
-    """An answer in text as the policy would have sampled it behind a prompt, through `answer_end`. What it repeats of
-    the prompt is left out (a BOS, the opening of the turn, a <think> that is open), and behind prompts of the chat
-    template its markers are text, but those that a policy writes.
+    """Tokenise a text answer as the policy would have sampled it behind a prompt, through `answer_end`. What it repeats
+    of the prompt is dropped (a BOS, the opening of the turn, an open <think>). Under a chat template its markers are
+    read as text, except those that a policy writes itself.
     """
     end, before = answer_end(tokenizer, chat=chat, variables=variables), prompt.text.removesuffix(prompt.opened)
     bos, markers, templated = str(tokenizer.bos_token or ""), markers_of(tokenizer), in_chat(tokenizer, chat)

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from tinyrl.environments import Message
 from tinyrl.environments.calls import CLOSE, END_OF_THINKING, OPEN, Call, call_in, calls_of, refuse_constant
 from tinyrl.models.templates import template_text
+from tinyrl.tasks.prompts import ANSWER, shared_length
 from tinyrl.text import first_line, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NAME, PARAMETER, VALUE = "look_up", "place", "Oslo"  # of the call that is rendered to see its form
-SAID = "policysaid"
 _PLACE = {"type": "object", "properties": {PARAMETER: {"type": "string", "description": "A city."}}}
 _TOOL = {"type": "function", "function": {"name": NAME, "description": "Look up.", "parameters": _PLACE}}
 _FUNCTION = {"name": NAME, "arguments": {PARAMETER: VALUE}}
@@ -115,11 +115,11 @@ def call_form(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> 
 
 def _rendered_call(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> str:
     """A call as the chat template writes it: what begins where the text of another answer does."""
-    asked, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": SAID}
+    asked, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": ANSWER}
     called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
     variables = {**variables, "tools": [_TOOL]}
     said, text = (template_text(tokenizer, [asked, last], variables=variables) for last in (answer, called))
-    return text[next((i for i, (a, b) in enumerate(zip(said, text, strict=False)) if a != b), len(text)) :]
+    return text[shared_length(said, text) :]
 
 
 def _response_parser(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int], list[int]], Message] | None:

@@ -167,7 +167,7 @@ def render_prompt(
 
 
 class RenderedTurn(NamedTuple):
-    """Where the turn of the assistant begins that a rendered text ends in; bos: whether the template writes a BOS."""
+    """start: where the last turn of a rendered text begins; bos: whether the template writes a BOS."""
 
     start: int
     bos: bool
@@ -176,8 +176,9 @@ class RenderedTurn(NamedTuple):
 def rendered_turn(
     tokenizer: PreTrainedTokenizerBase, text: str, variables: dict[str, Any], *, more: str = ""
 ) -> RenderedTurn | None:
-    """The turn that a text ends in, where the chat template has rendered it already: it begins as the template begins,
-    and no marker follows the last opening of a turn, which may end in the `more` behind it. None for other texts.
+    """Find the assistant's turn at the end of a text that the chat template has rendered already: the text begins as
+    the template does, and no marker follows the last opening of a turn. That opening may reach into `more`, the text
+    that follows. None for other texts.
     """
     template = (str(tokenizer.chat_template), json.dumps(variables), len(tokenizer))
     start, opening = _template_begins(tokenizer, *template)
@@ -221,7 +222,7 @@ def _template_begins(tokenizer: PreTrainedTokenizerBase, template: str, variable
 
 
 def marker_notes(tokenizer: PreTrainedTokenizerBase, rows: list[Row], *, chat: Literal["auto"] | bool) -> list[str]:
-    """A line on how many rows hold markers in what the chat template renders."""
+    """A line on how many rows contain markers in what the chat template renders."""
     if not in_chat(tokenizer, chat):
         return []
 
@@ -230,7 +231,7 @@ def marker_notes(tokenizer: PreTrainedTokenizerBase, rows: list[Row], *, chat: L
         return disguised(tokenizer, asked) != asked or disguised(tokenizer, said, own=True) != said
 
     found = [number for number, row in enumerate(rows, start=1) if marked(row)]
-    what = "hold a marker of the model, which is read as text; a text that is rendered already is read as it is"
+    what = "contain a marker of the model, which is read as plain text (texts that are rendered already: as it is)"
     return [f"{len(found):,} of {len(rows):,} rows (first: row {found[0]}) {what}"] if found else []
 
 
@@ -266,7 +267,7 @@ def _templated(
 
 
 def shared_length(one: str, other: str) -> int:
-    """The characters that two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 

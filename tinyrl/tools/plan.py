@@ -15,35 +15,12 @@ from typing import Any
 
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
+from tinyrl.models.device import CHUNK_ELEMENTS, MICRO_BATCH_TOKENS
 
 PROCESS = {"cpu": 0.45e9, "cuda": 0.0}  # Python, torch and its libraries; on a GPU only tensors are counted
-MICRO_BATCH = {"cpu": 1024, "cuda": 4096}  # tokens, where run.micro_batch_tokens is auto: a GPU begins with these
-LOGITS_CHUNK = {"cpu": 3 * 4 * 2**22, "cuda": 3 * 4 * 2**25}  # bytes, at most: logits, exponentials and gradient
+LOGITS = 3 * 4  # bytes of a logit in float32: itself, its exponential and its gradient
 BYTES_A_WEIGHT = {"4bit": 0.5 + 0.127 / 8, "8bit": 1.0}  # NF4 with its scales (2305.14314, section 3), LLM.int8
 ROOM_FOR_CACHE = 0.4  # of the free memory: the sampler decodes fewer rows at a time where all would need more
-
-_QWEN2: dict[str, Any] = {"model_type": "qwen2", "max_position_embeddings": 32_768}
-_QWEN3: dict[str, Any] = {"model_type": "qwen3", "max_position_embeddings": 40_960}
-_LLAMA: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 131_072}
-
-
-def _shape(family: dict[str, Any], *numbers: int, tied: bool) -> dict[str, Any]:
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-             "head_dim", "vocab_size")  # fmt: skip
-    return {**family, **dict(zip(names, numbers, strict=True)), "tie_word_embeddings": tied}
-
-
-# config.json of models that recipes name, so that they can be planned for where the hub cannot be reached.
-KNOWN_SHAPES = {
-    "Qwen/Qwen2.5-0.5B": _shape(_QWEN2, 896, 4864, 24, 14, 2, 64, 151_936, tied=True),
-    "Qwen/Qwen2.5-0.5B-Instruct": _shape(_QWEN2, 896, 4864, 24, 14, 2, 64, 151_936, tied=True),
-    "Qwen/Qwen2.5-1.5B-Instruct": _shape(_QWEN2, 1536, 8960, 28, 12, 2, 128, 151_936, tied=True),
-    "Qwen/Qwen2.5-3B-Instruct": _shape(_QWEN2, 2048, 11_008, 36, 16, 2, 128, 151_936, tied=True),
-    "Qwen/Qwen2.5-7B-Instruct": _shape(_QWEN2, 3584, 18_944, 28, 28, 4, 128, 152_064, tied=False),
-    "Qwen/Qwen3-1.7B-Base": _shape(_QWEN3, 2048, 6144, 28, 16, 8, 128, 151_936, tied=True),
-    "Qwen/Qwen3-4B-Instruct-2507": _shape(_QWEN3, 2560, 9728, 36, 32, 8, 128, 151_936, tied=True),
-    "meta-llama/Llama-3.2-1B-Instruct": _shape(_LLAMA, 2048, 8192, 16, 32, 8, 64, 128_256, tied=True),
-}
 
 
 @dataclass(frozen=True)
@@ -100,6 +77,19 @@ class Shapes:
         return dtype_bytes * a_layer * self.layers
 
 
+# Models that recipes name, so that they can be planned for where the hub cannot be reached.
+KNOWN_SHAPES = {
+    "Qwen/Qwen2.5-0.5B": Shapes(896, 4864, 24, 14 * 64, 2 * 64, 151_936, tied=True),
+    "Qwen/Qwen2.5-0.5B-Instruct": Shapes(896, 4864, 24, 14 * 64, 2 * 64, 151_936, tied=True),
+    "Qwen/Qwen2.5-1.5B-Instruct": Shapes(1536, 8960, 28, 12 * 128, 2 * 128, 151_936, tied=True),
+    "Qwen/Qwen2.5-3B-Instruct": Shapes(2048, 11_008, 36, 16 * 128, 2 * 128, 151_936, tied=True),
+    "Qwen/Qwen2.5-7B-Instruct": Shapes(3584, 18_944, 28, 28 * 128, 4 * 128, 152_064, tied=False),
+    "Qwen/Qwen3-1.7B-Base": Shapes(2048, 6144, 28, 16 * 128, 8 * 128, 151_936, tied=True),
+    "Qwen/Qwen3-4B-Instruct-2507": Shapes(2560, 9728, 36, 32 * 128, 8 * 128, 151_936, tied=True),
+    "meta-llama/Llama-3.2-1B-Instruct": Shapes(2048, 8192, 16, 32 * 64, 8 * 64, 128_256, tied=True),
+}
+
+
 @dataclass(frozen=True)
 class Plan:
     """Bytes by part: `always`, and what each phase adds. room: what there may be in all; disk: (needed, free)."""
@@ -151,23 +141,22 @@ def size_in_words(count: float) -> str:
 
 
 def read_shapes(path: str) -> Shapes:
-    """Shapes of a model in a folder, embedded, in the hub's cache or known here. Raises ValueError for another."""
-    folder = starter_path(path) or Path(path).expanduser()
-    facts = KNOWN_SHAPES.get(path)
-    if (file := folder / "config.json").is_file():
-        facts = json.loads(file.read_text(encoding="utf-8"))
-    elif facts is None:
+    """Shapes of a model in a folder, embedded, known here or in the hub's cache. Raises ValueError for another."""
+    file = (starter_path(path) or Path(path).expanduser()) / "config.json"
+    if not file.is_file():
+        if path in KNOWN_SHAPES:
+            return KNOWN_SHAPES[path]
         from huggingface_hub import hf_hub_download
 
         try:
-            facts = json.loads(Path(hf_hub_download(path, "config.json")).read_text(encoding="utf-8"))
+            file = Path(hf_hub_download(path, "config.json"))
         except OSError as error:
-            raise ValueError(f"model.path={path}: its config.json cannot be read ({error})") from error
-    assert facts is not None
+            raise ValueError(f"{path}: its config.json cannot be read ({error})") from error
+    facts = json.loads(file.read_text(encoding="utf-8"))
     try:
         return Shapes.of(facts.get("text_config") or facts)
     except KeyError as error:
-        raise ValueError(f"model.path={path}: its config.json does not name its sizes as usual ({error})") from None
+        raise ValueError(f"{path}: its config.json does not name its sizes as usual ({error})") from None
 
 
 def plan_run(config: Config, *, device: str, room: int, output_dir: str = "runs") -> Plan:
@@ -192,20 +181,21 @@ def plan_run(config: Config, *, device: str, room: int, output_dir: str = "runs"
         critic = own.lora(lora.r, modules) if lora.enabled else own.linear + own.embeddings
         always["critic"] = 4 * critic + (weights(own) if lora.enabled and config.critic.kind == "separate" else 0)
         trained += critic
-    for name, path in (("reward model", config.reward.model), ("teacher", config.teacher.path)):
-        if path is not None and (Path(path).expanduser() / "config.json").is_file():
-            always[name] = weights(read_shapes(path), config.teacher.quantization if name == "teacher" else None)
-    moments = (8 if config.optim.optimizer == "adamw" else 2) * trained
-    always["Adam"] = moments
+    reward = config.reward.model
+    if reward is not None and not (Path(reward).expanduser() / "adapter_config.json").is_file():
+        always["reward model"] = weights(read_shapes(reward))
+    if config.teacher.kind == "model":
+        always["teacher"] = weights(read_shapes(str(config.teacher.path)), config.teacher.quantization)
+    always["Adam"] = moments = (8 if config.optim.optimizer == "adamw" else 2) * trained
 
     tokens = config.run.micro_batch_tokens
-    tokens = MICRO_BATCH[device] if tokens == "auto" else tokens
+    tokens = MICRO_BATCH_TOKENS[device] if tokens == "auto" else tokens
     recomputed = config.model.gradient_checkpointing
     phases: dict[str, dict[str, float]] = {
         "updating": {
             "gradients": 4 * trained,
             "activations": tokens * shapes.activations(dtype_bytes, recomputed=recomputed),
-            "logits": min(LOGITS_CHUNK[device], 3 * 4 * tokens * shapes.vocabulary) if config.trains.policy else 0,
+            "logits": LOGITS * min(CHUNK_ELEMENTS[device], tokens * shapes.vocabulary) if config.trains.policy else 0,
         }
     }
     if config.samples:

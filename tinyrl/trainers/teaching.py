@@ -82,13 +82,6 @@ class Teacher:
         """The head of a teacher that says its hidden states."""
         return None
 
-    def keep_head(self, rollout: Rollout) -> None:
-        """Copy the head of a teacher that is the policy itself, where the update changes it."""
-        head = self.head
-        if head is not None and head.weight.requires_grad:
-            rollout.teacher_head = head.weight.detach().clone()
-            rollout.teacher_head_bias = None if head.bias is None else head.bias.detach().clone()
-
     def start(self) -> list[str]:
         """Check what can only be checked now, before step 1; returns lines worth showing. Raises ValueError."""
         return []
@@ -184,7 +177,9 @@ class LocalTeacher(Teacher):
         trainer.world.sum(of_tokens, *said)
         if top_k is None:
             rollout.teacher_states = said[0].cpu()
-            self.keep_head(rollout)
+            if (head := self.head).weight.requires_grad:  # of the policy itself, which the update changes
+                rollout.teacher_head = head.weight.detach().clone()
+                rollout.teacher_head_bias = None if head.bias is None else head.bias.detach().clone()
         else:
             rollout.teacher_top_ids, rollout.teacher_top_logprobs = said[0].cpu(), said[1].cpu()
         return of_tokens.cpu()
@@ -311,9 +306,8 @@ class Hint:
         openings: list[str | None] = ["\n\n" + self.text.format(**values[place]) for place in hinted]
         prepared = trainer.prepared([rows[place] for place in hinted], openings=openings)
         assert trainer.teacher is not None
-        room = (
-            trainer.teacher.positions - trainer.longest_response
-        )  # a prompt that a long hint leaves no room is not read
+        # A prompt that a long hint leaves no room is not read.
+        room = trainer.teacher.positions - trainer.longest_response
         by_place = {hinted[prompt.index]: prompt.tokens for prompt in prepared if len(prompt.tokens) <= room}
         return [by_place.get(place) for place in range(len(rollout))]
 

@@ -48,7 +48,7 @@ MOST_COPIED = 1 << 30  # bytes of weights and optimizer state that are copied at
 
 @dataclass
 class StepStart:
-    """What a step begins with, for a stop inside it: state, random numbers, bytes of the records, skipped steps.
+    """What a stop inside a step restores: state, random numbers, bytes of the records, counts of skipped steps.
 
     tensors: trained weights and optimizer state by role, once the update has begun; None before.
     """
@@ -372,7 +372,7 @@ class Session:
         return self.save()
 
     def _put_back(self, start: StepStart) -> None:
-        """The run as it was before the step."""
+        """Restore the run as it was before the step."""
         if start.tensors is not None:
             weights, moments = start.tensors
             with torch.no_grad():

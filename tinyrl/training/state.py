@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
@@ -152,15 +152,6 @@ class CheckpointState(_Strict):
         """How many steps the run was to have; None where that was not written down."""
         steps = self.setting("run", "num_steps")
         return steps if isinstance(steps, int) else None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _former_fields(cls, state: Any) -> Any:
-        """Earlier versions wrote down the training rows only."""
-        if isinstance(state, dict) and "data" in state and "sources" not in state:
-            rows = {"training": state["data"]}
-            return {name: value for name, value in state.items() if name != "data"} | {"sources": {"rows": rows}}
-        return state
 
     def write(self, folder: Path) -> None:
         (folder / STATE).write_text(json.dumps(self.model_dump(), indent=1), encoding="utf-8")
