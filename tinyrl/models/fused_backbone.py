@@ -360,7 +360,7 @@ def fused_states(backbone: Any, ids: Tensor, positions: Tensor, packing: Packing
     dtype = autocast_dtype(kind) or torch.float32
     eps: float = backbone.config.get_text_config().rms_norm_eps
     x = backbone.embed_tokens(ids)[0]
-    with torch.autocast("cpu" if kind == "meta" else kind, enabled=False):  # meta has none
+    with torch.autocast(kind, enabled=False):
         cos, sin = (t[0].unsqueeze(1) for t in backbone.rotary_emb(wide(x[:, :1]), positions))
         half = sin.shape[-1] // 2
         sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)

@@ -59,7 +59,7 @@ class HalfProduct(torch.autograd.Function):
     def forward(ctx, states: Tensor, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """(N, H), (V, H) -> (N, V) float32."""
         ctx.save_for_backward(states, weight)
-        if weight.device.type in ("cuda", "meta"):
+        if weight.device.type == "cuda":
             return torch.mm(states, weight.t(), out_dtype=torch.float32)
         with torch.autocast(weight.device.type, enabled=False):
             return widened_product(states.float(), weight)
@@ -226,8 +226,7 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        kind = input.device.type
-        with torch.autocast(device_type="cpu" if kind == "meta" else kind, enabled=False):  # meta has no autocast
+        with torch.autocast(device_type=input.device.type, enabled=False):
             return super().forward(input.float()).squeeze(-1)
 
     def copy_from(self, weight: Tensor, bias: Tensor | None = None) -> None:

@@ -67,8 +67,7 @@ def load_start_adapter(model: PreTrainedModel, path: str, *, dropout: float = 0.
     config.base_model_name_or_path = None  # the library warns when the same base stands elsewhere
     with reading(f"model.adapter={path}: does not fit this base model", otherwise=ADAPTER_CONFIG):
         wrapped = get_peft_model(model, config, adapter_name=POLICY_ADAPTER)
-    if model.device.type != "meta":
-        load_adapter_weights(wrapped, POLICY_ADAPTER, file)  # pyright: ignore[reportArgumentType]
+    load_adapter_weights(wrapped, POLICY_ADAPTER, file)  # pyright: ignore[reportArgumentType]
     return wrapped  # pyright: ignore[reportReturnType]
 
 

@@ -174,8 +174,7 @@ def attach_reward_adapter(roles: Roles, path: str) -> None:
     with reading(f"reward.model={path}: does not fit this base model", otherwise=ADAPTER_CONFIG):
         roles.add_adapter("reward", config=config)
     head = ValueHead(roles.hidden_size("policy"))
-    if roles.device.type != "meta":
-        load_adapter_weights(roles.peft, "reward", head_file.with_name(ADAPTER_FILE))
-        load_head(head, head_file)
+    load_adapter_weights(roles.peft, "reward", head_file.with_name(ADAPTER_FILE))
+    load_head(head, head_file)
     roles.score_head = head.to(roles.device).requires_grad_(False)
     roles.keep_trainable()

@@ -266,13 +266,7 @@ class Roles:
         """
         if self.packs:
             return make_packed_batch(prompts, responses, masks, device=self.device, last_tokens=last_tokens)
-        batch = make_batch(prompts, responses, masks, device=self.device)
-        if self.device.type != "meta":
-            return batch
-        # The library reads numbers of a mask of rows; one of (b, 1, L, L), as it would make, it takes as it is.
-        (count, width), model = batch.input_ids.shape, self.causal
-        dtype = torch.bool if model.config._attn_implementation == "sdpa" else model.dtype
-        return replace(batch, attention_mask=torch.zeros(count, 1, width, width, dtype=dtype, device=self.device))
+        return make_batch(prompts, responses, masks, device=self.device)
 
     def policy_states(self, batch: SequenceBatch) -> Tensor:
         """Hidden states (N, H) of the policy, which must be acting."""
