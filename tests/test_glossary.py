@@ -11,7 +11,7 @@ import torch
 
 from tests import running
 from tests.tiny_models import TinyModels
-from tinyrl.evaluation.statistics import label_metrics, pair_metrics, rating_metrics, verdict_metrics
+from tinyrl.evaluation.statistics import label_metrics, pair_metrics, verdict_metrics
 from tinyrl.runs.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,7 +68,6 @@ def held_out_keys() -> set[str]:
     shown = [
         pair_metrics(scores, flags, torch.zeros(3)),
         label_metrics(scores, flags),
-        rating_metrics(scores, torch.tensor([3.0, 1.0, 4.0]), mean=2.0, deviation=1.0),
         verdict_metrics([1.0, 0.0], ["a", "b"], 2, is_pass=bool),
     ]
     keys = {f"eval/{key}" for metrics in shown for key in metrics}

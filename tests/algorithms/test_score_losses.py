@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tinyrl.algorithms.preference import bradley_terry_loss, label_loss, rating_loss
+from tinyrl.algorithms.preference import bradley_terry_loss, label_loss
 
 
 def minus_log_sigmoid(x: float) -> float:
@@ -86,17 +86,7 @@ def test_labels_against_torch_s_own() -> None:
     assert label_loss(scores, labels)[0].item() == pytest.approx(theirs.item(), rel=1e-6)
 
 
-def test_ratings_by_hand() -> None:
-    scores = torch.tensor([1.0, -2.0], requires_grad=True)
-    loss, metrics = rating_loss(scores, torch.tensor([0.5, 1.0]))
-    loss.backward()
-    assert loss.item() == (0.25 + 9.0) / 2
-    assert scores.grad is not None
-    assert scores.grad.tolist() == [0.5, -3.0]
-    assert {name: float(value) for name, value in metrics.items()} == {"loss": 4.625, "rewards/mean": -0.5}
-
-
-@pytest.mark.parametrize("objective", ["margin", "labels", "ratings"])
+@pytest.mark.parametrize("objective", ["margin", "labels"])
 def test_micro_batches_add_up_and_scores_far_out_are_finite(objective: str) -> None:
     generator = torch.Generator().manual_seed(1)
     scores, others, targets = 2 * torch.randn(3, 6, generator=generator)
@@ -106,9 +96,7 @@ def test_micro_batches_add_up_and_scores_far_out_are_finite(objective: str) -> N
             return bradley_terry_loss(
                 scores[rows], others[rows], margin=targets[rows].abs(), label_smoothing=0.1, denominator=denominator
             )
-        if objective == "labels":
-            return label_loss(scores[rows], (targets[rows] > 0).float(), label_smoothing=0.1, denominator=denominator)
-        return rating_loss(scores[rows], targets[rows], denominator=denominator)
+        return label_loss(scores[rows], (targets[rows] > 0).float(), label_smoothing=0.1, denominator=denominator)
 
     whole, micro = (scores.clone().requires_grad_() for _ in range(2))
     loss, metrics = loss_of(slice(6), whole, None)
@@ -130,10 +118,10 @@ def test_refusals() -> None:
     with pytest.raises(AssertionError, match="against"):
         label_loss(torch.zeros(2), torch.zeros(3))
     with pytest.raises(AssertionError, match=r"\(B,\)"):
-        rating_loss(torch.zeros(2, 1), torch.zeros(2, 1))
+        label_loss(torch.zeros(2, 1), torch.zeros(2, 1))
     with pytest.raises(AssertionError, match="label_smoothing"):
         label_loss(torch.zeros(2), torch.zeros(2), label_smoothing=0.5)
     with pytest.raises(AssertionError, match="against"):
         bradley_terry_loss(torch.zeros(2), torch.zeros(2), margin=torch.zeros(3))
     with pytest.raises(AssertionError, match="denominator"):
-        rating_loss(torch.zeros(2), torch.zeros(2), denominator=0)
+        label_loss(torch.zeros(2), torch.zeros(2), denominator=0)

@@ -14,7 +14,6 @@ from tinyrl.data.rows import (
     hold_out,
     keyed_order,
     read_rows,
-    replaced_indices,
 )
 from tinyrl.errors import Interrupted
 from tinyrl.runs import signals
@@ -78,21 +77,6 @@ def test_more_prompts_than_rows_go_round_and_no_rows_are_refused():
     assert batch_indices(0, 7, num_prompts=3, num_rows=1) == [0, 0, 0]
     with pytest.raises(ValueError, match="no rows"):
         batch_indices(0, 0, num_prompts=1, num_rows=0)
-
-
-def test_skipped_rows_of_a_step_give_their_place_to_others() -> None:
-    def of(indices: list[int], skipped: set[int], key: str = "k") -> list[int]:
-        return replaced_indices(indices, skipped=skipped, key=key, num_rows=8)
-
-    assert of([3, 1, 2], {5}) == [3, 1, 2]
-    first, *others = of([3, 1, 2], {1, 2, 5})
-    assert first == 3
-    assert len(set(others)) == 2
-    assert set(others) <= {0, 4, 6, 7}
-    assert of([3, 1, 2], {1, 2, 5}) == [3, *others]
-    assert len({tuple(of([3, 1, 2], {1, 2, 5}, key)) for key in "abcdef"}) > 1
-    assert of([3, 1, 2], {0, 1, 2, 5, 6, 7}) == [3, 4, 2]  # only one is left
-    assert of([3, 3], set(range(8))) == [3, 3]
 
 
 def test_a_huge_batch_is_left_when_a_stop_comes(monkeypatch: pytest.MonkeyPatch):

@@ -34,7 +34,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         },
         "skips": {
             "method": "grpo",
-            "task": {"name": "sort", "skip_solved": 2},
+            "task": {"name": "sort", "sampler": "difficulty"},
             "generation": {"max_new_tokens": 5},
             "reward": {"truncated": "mask", "timeout_s": 3.0},
         },

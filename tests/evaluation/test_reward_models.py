@@ -10,7 +10,6 @@ from tinyrl.evaluation.statistics import (
     expected_calibration_error,
     label_metrics,
     pair_metrics,
-    rating_metrics,
     reliability,
 )
 
@@ -95,24 +94,6 @@ def test_one_label_has_no_margin() -> None:
     found = label_metrics(torch.tensor([2.0, -1.0]), torch.tensor([1.0, 1.0]))
     assert not {"margin", "auc"} & {*found}
     assert found["accuracy"] == 0.5
-
-
-def test_ratings_are_compared_as_they_are() -> None:
-    """Ratings 1, 3, 5 with mean 3 and deviation 2; predicted 2, 4, 3."""
-    found = rating_metrics(
-        torch.tensor([-0.5, 0.5, 0.0]), torch.tensor([1.0, 3.0, 5.0], dtype=torch.float64), mean=3.0, deviation=2.0
-    )
-    assert found["accuracy"] == pytest.approx(2 / 3)
-    assert found["rmse"] == pytest.approx(math.sqrt((1 + 1 + 4) / 3))
-    assert found["loss"] == pytest.approx((1 + 1 + 4) / 3 / 4)
-    assert found["correlation"] == pytest.approx(0.5)  # of (2, 4, 3) and (1, 3, 5): 2 / sqrt(2 * 8)
-    assert found["reliability"] == [[2.0, 1.0, 1], [3.0, 5.0, 1], [4.0, 3.0, 1]]
-    assert found["ece"] == pytest.approx(4 / 3)
-
-
-def test_equal_ratings_have_no_order() -> None:
-    found = rating_metrics(torch.tensor([0.0, 1.0]), torch.tensor([3.0, 3.0]), mean=3.0, deviation=1.0)
-    assert not {"accuracy", "correlation"} & {*found}
 
 
 def test_scores_far_out_are_certain() -> None:

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 from tests.conftest import shared_data
 from tests.tasks.test_prompts import small_tokenizer
 from tests.tiny_models import tiny_tokenizer
+from tinyrl.data.formats import preference, text_examples
 from tinyrl.data.readers import placed_rows
-from tinyrl.data.shapes import preference, text_examples
 from tinyrl.rewards.model_text import TextFormat, adapter_tokens
 from tinyrl.tasks.answers import answer_tokens, render_answer
 from tinyrl.tasks.prompts import render_prompt

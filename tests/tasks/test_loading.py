@@ -3,13 +3,16 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
 from tinyrl.data import readers
 from tinyrl.data.rows import example_rows
-from tinyrl.tasks import TASKS, Task, load_rows, load_split, load_task
+from tinyrl.rollout.components import Options, trainer_of
+from tinyrl.tasks import TASKS, Task, load_rows, load_split, load_splits, load_task
 
 
 def toy_rows(split):
@@ -164,7 +167,6 @@ def test_rows_get_the_same_columns(tmp_path):
             "a.jsonl:1: no column may be called 'completions'.*task.columns.NEW=completions",
         ),
         ([{"q": "a"}], {"columns": {"q": "p"}}, "a.jsonl:1: no column 'p'"),
-        ([{"q": "a"}], {"max_samples": 0}, "task.max_samples.*at least 1, not 0"),
     ],
 )
 def test_rows_a_task_cannot_use_are_answered_with_their_line(tmp_path, rows, options, wanted):
@@ -188,6 +190,57 @@ def test_conversations_and_pairs_have_the_prompt_that_they_begin_with(tmp_path):
         load_rows(load_task("rows"), "train", data=differing, eval_data="none")
 
 
+GOOD = {"prompt": "a", "text": "b", "chosen": "b", "rejected": "c"}
+LABELLED = {"text": "b", "label": 1}
+
+
+def settings(tmp_path, method, *rows, **sections):
+    data = jsonl(tmp_path / "a.jsonl", rows)
+    return Config.model_validate({"method": method, "task": {"data": data, "eval_data": data}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("method", "first", "row", "wanted"),
+    [
+        ("sft", GOOD, {"prompt": "a", "completon": "b"}, "no column 'completion', .* Did you mean `completon`"),
+        ("sft", GOOD, {"text": None}, "'text' is null"),
+        ("sft", GOOD, {"messages": [{"role": "user"}]}, "'messages' has a message without `content`"),
+        ("reward", GOOD, {"prompt": "a", "chosen": "b"}, "no column 'rejected'"),
+        ("dpo", GOOD, {"prompt": "a", "chosen": "b", "rejected": 3}, "'rejected' must be text or messages"),
+        ("reward", LABELLED, {"text": "a", "label": "good"}, "'label' must be true, false or a number, not 'good'"),
+        ("reward", LABELLED, {"chosen": "a b", "rejected": "a c"}, "no column 'label'"),
+        ("sft", GOOD, {f"{'x' * 30}{n}": "v" * 90 for n in range(2000)}, "no column 'completion'"),
+    ],
+)
+def test_rows_to_learn_from_are_answered_with_their_line(tmp_path, method, first, row, wanted):
+    with pytest.raises(ValueError, match=rf"a\.jsonl:2: {wanted}") as caught:
+        example_rows(settings(tmp_path, method, first, row))
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("method", ["grpo", "sft", "reward", "ppo"])
+def test_a_bad_row_is_reported_before_a_model_is_loaded(tmp_path, method):
+    config = settings(tmp_path, method, GOOD, {"n": 1}, model={"path": str(tmp_path / "no model")})
+    if method == "ppo":
+        text = jsonl(tmp_path / "b.jsonl", [GOOD])
+        config = settings(tmp_path, method, GOOD, model=config.model, ppo={"ptx_coef": 1.0, "ptx_data": text})
+        Path(text).write_text("{")
+    with pytest.raises(ValueError, match=r"[ab]\.jsonl:\d: "):
+        trainer_of(method)(config, options=Options(device="cpu"))
+
+
+@pytest.mark.parametrize("method", ["grpo", "sft", "reward"])
+def test_a_file_is_read_once(tmp_path, method, monkeypatch):
+    rows = [{"prompt": f"{n}", "text": f"{n}", "label": n % 2} for n in range(20)]
+    values = {"method": method, "task": {"data": jsonl(tmp_path / "a.jsonl", rows)}}
+    opened, lines = [], readers._lines
+    monkeypatch.setattr(readers, "_lines", lambda source: opened.append(source) or lines(source))
+    config = Config.model_validate(values)
+    check_before_loading(config)
+    train, held_out = load_splits(config) if method == "grpo" else example_rows(config)
+    assert (len(train), len(held_out), len(opened)) == (18, 2, 1)
+
+
 def test_columns_without_data_are_refused():
     with pytest.raises(ValueError, match=r"no task\.data is given"):
         load_rows(TOY, "train", columns={"q": "x"})
@@ -206,7 +259,7 @@ def test_tasks_and_rows_need_no_torch():
 def test_a_revision_reaches_the_hub_with_every_source(monkeypatch: pytest.MonkeyPatch):
     asked: list[tuple[str, str | None]] = []
 
-    def read(source: str, *, revision: str | None, **name: str | None) -> list[tuple[str, dict[str, str]]]:
+    def read(source: str, revision: str | None, most: int | None) -> list[tuple[str, dict[str, str]]]:
         asked.append((source, revision))
         return [(source, {"q": f"{n}", "text": f"{n}"}) for n in range(20)]
 

@@ -7,10 +7,9 @@ import pytest
 
 from tests import running
 from tests.tiny_models import TinyModels
-from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
 from tinyrl.rewards.functions import FunctionReward
-from tinyrl.tasks import load_rows, load_task
+from tinyrl.tasks import load_rows, load_splits, load_task
 
 pytest.importorskip("reasoning_gym", reason="the extra `reasoning` is not installed")
 TASK = load_task("reasoning_gym")
@@ -49,10 +48,10 @@ def test_difficulty_changes_the_problems() -> None:
     ("spec", "said"),
     [("leg_countin", "leg_counting"), ("chain_sum?terms=3", "terms"), ("chain_sum?min_terms=0", "min_terms")],
 )
-def test_what_there_is_not_is_said_before_a_run(spec: str, said: str) -> None:
+def test_families_and_settings_that_do_not_exist_are_refused(spec: str, said: str) -> None:
     values = {"method": "grpo", "task": {"name": "reasoning_gym", "data": spec}}
     with pytest.raises(ValueError, match=said):
-        check_before_loading(Config.model_validate(values))
+        load_splits(Config.model_validate(values))
 
 
 def test_a_run_on_two_families(tiny: TinyModels, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_planted_settings_are_found(settings: list[str], name: str, change: str)
         ("constant", "one reward for everything", "tinyrl reward test"),
         ("failing", "rewards dropped", "tinyrl reward test"),
         ("silent", "rewards dropped", "tinyrl reward test"),
-        ("letters", "too easy", "task.skip_solved=1"),
+        ("letters", "too easy", "task.sampler=difficulty"),
         ("half", "prompts that are decided", "task.sampler=difficulty"),
     ],
 )

@@ -202,7 +202,7 @@ def test_what_the_text_is_taken_for_is_said(parts: Ppo) -> None:
 @pytest.mark.parametrize(
     ("rows", "sentence"),
     [
-        ([], "the file is empty"),
+        ([], "empty"),
         ([{"text": "a"}, {"txt": "b"}], "ppo.ptx_data, {file}:2: no column 'completion', 'messages'"),
         (
             [{"text": "a" * POSITIONS}],

@@ -27,10 +27,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "grpo",
         {"grpo": {"entropy_target": 20.0, "entropy_coef_step": 0.02, "num_epochs": 2, "minibatch_size": 8}},
     ),
-    "grpo, solved prompts left out": (
+    "grpo, by difficulty": (
         "grpo",
         {
-            "task": {"max_samples": 7, "skip_solved": 1},
+            "task": {"max_samples": 7, "sampler": "difficulty"},
             "reward": {"functions": [{"use": f"{Path(running.__file__).parent / 'varied_reward.py'}:partly_solved"}]},
             "grpo": {"refill_rounds": 1},
         },
@@ -45,7 +45,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo, full": ("ppo", {"lora": {"enabled": False}, "optim": {"learning_rate": 1e-3}}),
     "ppo, schedule": ("ppo", {"optim": {"schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1}}),
 }
-FAST = ("grpo, epochs and minibatches", "grpo, solved prompts left out", "ppo, entropy steered", "ppo")
+FAST = ("grpo, epochs and minibatches", "grpo, by difficulty", "ppo, entropy steered", "ppo")
 TEXT = {"ptx_coef": 0.5, "ptx_data": str(Path(__file__).parents[1] / "text_rows.jsonl"), "ptx_batch_size": 3}
 VARIANTS |= {
     "ppo, text": ("ppo", {"ppo": TEXT, "critic": {"warmup": 0}}),

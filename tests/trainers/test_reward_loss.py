@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.tiny_models import tiny_model
 from tinyrl.config.schema import Config
-from tinyrl.data.shapes import Objective
+from tinyrl.data.formats import Objective
 from tinyrl.rollout.components import Options
 from tinyrl.trainers.reward_model import JudgedTokens, RewardModel, score_loss, sizes_of
 
@@ -85,13 +85,13 @@ def test_loss_and_gradient_are_those_of_trl(name: str, packs: bool, tmp_path: Pa
     assert ours == pytest.approx(norms, rel=1e-4)
 
 
-@pytest.mark.parametrize("objective", ["pairs", "labels", "ratings"])
+@pytest.mark.parametrize("objective", ["pairs", "labels"])
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.wide
 def test_layout_and_split_change_no_gradient(objective: str, lora: bool, tmp_path: Path) -> None:
     parts = parts_of(tmp_path, lora=lora)
     parts.objective = cast(Objective, objective)
-    targets = {"pairs": MARGINS, "labels": [0.0, 1.0, 1.0, 0.0], "ratings": [-1.0, 0.5, 2.0, 0.0]}[objective]
+    targets = {"pairs": MARGINS, "labels": [0.0, 1.0, 1.0, 0.0]}[objective]
     sides = zip(CHOSEN, REJECTED, strict=True) if objective == "pairs" else ((text,) for text in CHOSEN)
     examples = [JudgedTokens(tuple(texts), target) for texts, target in zip(sides, targets, strict=True)]
     assert parts.roles.packs

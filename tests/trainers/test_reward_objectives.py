@@ -1,4 +1,4 @@
-"""Reward models from pairs with a margin, labels and ratings: they learn, resume exactly, and are read by PPO as they
+"""Reward models from pairs with a margin and labels: they learn, resume exactly, and are read by PPO as they
 learnt; what their rows cannot teach is said before the first step.
 """
 
@@ -37,11 +37,8 @@ def rows_of(kind: str) -> list[Row]:
     """Rows in which y is good and n is bad."""
     if kind == "margin":
         return [{"prompt": p, "chosen": "yy" + p, "rejected": "nn" + p, "margin": i % 3} for i, p in enumerate(PROMPTS)]
-    if kind == "labels":
-        said = (("yy", True), ("nn", False))
-        return [{"prompt": p, "completion": text + p, "label": good} for p in PROMPTS for text, good in said]
-    counts = [(p, (3 * i + 1) % 4) for i, p in enumerate(PROMPTS * 2)]
-    return [{"prompt": p, "completion": "y" * n + "n" * (3 - n) + p, "score": 10 + 5 * n} for p, n in counts]
+    said = (("yy", True), ("nn", False))
+    return [{"prompt": p, "completion": text + p, "label": good} for p in PROMPTS for text, good in said]
 
 
 def write(path: Path, rows: list[Row]) -> Path:
@@ -69,24 +66,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @ADAPTER_AND_MODEL
-@pytest.mark.parametrize("kind", ["labels", "ratings"])
 @pytest.mark.wide
-def test_labels_and_ratings_are_learnt(kind: str, lora: bool, model: Path, tmp_path: Path) -> None:
-    """Unseen prompts: a score of 0 tells labels apart, in rating units the error is far below the spread of 5.6."""
-    config = settings(model, write(tmp_path / "rows.jsonl", rows_of(kind)), lora=lora)
+def test_labels_are_learnt(lora: bool, model: Path, tmp_path: Path) -> None:
+    """Unseen prompts: a score of 0 tells labels apart."""
+    config = settings(model, write(tmp_path / "rows.jsonl", rows_of("labels")), lora=lora)
     code, run, _ = running.train(config, tmp_path)
     assert code == 0
     first, last = running.metrics(run)[0], running.metrics(run)[-1]
     assert first["eval/accuracy"] == pytest.approx(0.5)
     assert last["eval/accuracy"] > 0.9
     assert last["eval/loss"] < 0.5 * first["eval/loss"]
-    assert last["eval/ece"] < (0.3 if kind == "labels" else 2.5)
+    assert last["eval/ece"] < 0.3
     assert sum(rows for *_, rows in last["eval/reliability"]) == last["eval/num_rows"]
-    assert last["eval/auc" if kind == "labels" else "eval/correlation"] > 0.9
+    assert last["eval/auc"] > 0.9
 
 
 @ADAPTER_AND_MODEL
-@pytest.mark.parametrize("kind", ["margin", "labels", "ratings"])
+@pytest.mark.parametrize("kind", ["margin", "labels"])
 @pytest.mark.wide
 def test_stopped_and_resumed_is_bit_equal(kind: str, lora: bool, model: Path, tmp_path: Path) -> None:
     """With LoRA's dropout on, and micro-batches smaller than a step."""
@@ -230,10 +226,6 @@ FORMS: dict[str, Form] = {
         {"messages": [user(p), assistant("y" + p)], "label": p < "n"},
         [([user(p)], "y" + p)],
     ),
-    "rated completions": lambda p: (
-        {"prompt": p, "completion": "y" + p, "score": ord(p[0])},
-        [(p, "y" + p)],
-    ),
 }
 
 
@@ -268,7 +260,7 @@ def test_what_is_learnt_is_what_ppo_reads(
         assert sum(c - r for c, r in held_out) / len(held_out) == pytest.approx(line["eval/margin"], abs=1e-5)
     else:
         order = concordance([score for (score,) in held_out], [one.target for one in trained.held_out])
-        assert order == pytest.approx(line["eval/auc" if form.startswith("labelled") else "eval/accuracy"])
+        assert order == pytest.approx(line["eval/auc"])
     both = [by_tokens[tuple(text)] for one in trained.train_rows for text in one.texts]
     assert sum(both) / len(both) == pytest.approx(0, abs=1e-5)
 
@@ -324,19 +316,18 @@ def pairs(*more: Row, count: int = 20) -> list[Row]:
     return [*({"prompt": f"p{i}", "chosen": "a", "rejected": "b"} for i in range(count)), *more]
 
 
-def labels(values: list[Any], column: str = "label") -> list[Row]:
-    return [{"prompt": f"p{i}", "completion": "a", column: value} for i, value in enumerate(values)]
+def labels(values: list[Any]) -> list[Row]:
+    return [{"prompt": f"p{i}", "completion": "a", "label": value} for i, value in enumerate(values)]
 
 
 BAD: dict[str, tuple[list[Row], Row, str]] = {
     "one class": (labels([1] * 20), {}, "every row to train on has the label 1: there is nothing to tell apart"),
-    "three classes": (labels([0, 1, 2] * 7), {}, r"3 different labels \(0, 1, 2\), .*reward_model\.objective=ratings"),
+    "three classes": (labels([0, 1, 2] * 7), {}, r"3 different labels \(0, 1, 2\), .*make pairs"),
     "labels that are text": (labels(["good", "bad"] * 10), {}, "'label' must be true, false or a number"),
-    "equal ratings": (labels([3.5] * 20, "score"), {}, r"every row to train on has the rating 3\.500"),
     "equal sides": (
         [{"prompt": f"p{i}", "chosen": "a", "rejected": "a"} for i in range(20)],
         {},
-        r"20 of 20 rows \(20 with two equal answers\) teach nothing: none is left to learn from",
+        r"20 of 20 rows \(20 with two equal answers\) teach nothing",
     ),
     "empty sides": (
         [{"prompt": f"p{i}", "chosen": "a", "rejected": " "} for i in range(20)],
@@ -346,14 +337,9 @@ BAD: dict[str, tuple[list[Row], Row, str]] = {
     "rows that say nothing": (
         [{"prompt": f"p{i}", "completion": "a"} for i in range(20)],
         {},
-        r"from pairs \(`chosen`, `rejected`\), from labels \(`label`\) or from ratings \(`score`\)",
+        r"from pairs \(`chosen`, `rejected`\) or from labels \(`label`\)",
     ),
     "pairs and labels": (pairs({"prompt": "q", "completion": "a", "label": 1}), {}, "no column 'chosen'"),
-    "smoothed ratings": (
-        labels([1, 2] * 10, "score"),
-        {"reward_model": {"label_smoothing": 0.1}},
-        r"label_smoothing=0\.1 is for pairs and labels; these rows are ratings",
-    ),
     "a call in place of an answer": (
         [
             {
@@ -429,7 +415,6 @@ def test_pairs_that_are_equal_once_they_are_cut_are_left_out(model: Path, tmp_pa
     [
         ("margin", "`chosen` and `rejected` (text) behind `prompt`, with `margin`"),
         ("labels", "labels: 1 is the good one (71 of 142 rows), 0 the other"),
-        ("ratings", "ratings: 10 to 25, mean 17.394; a score of 1 is one standard deviation (5.589) above it"),
     ],
 )
 @pytest.mark.wide

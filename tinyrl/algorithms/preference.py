@@ -1,4 +1,4 @@
-"""Preference losses: DPO, IPO, KTO, ORPO, SimPO and Bradley-Terry on pairs; labels and ratings of single responses.
+"""Preference losses: DPO, IPO, KTO, ORPO, SimPO and Bradley-Terry on pairs; labels of single responses.
 
 What differs from the papers: `denominator` (the pairs of the whole optimizer step; None: of this batch), so that
 micro-batching changes neither gradient nor metrics; with it the metrics of micro-batches add up. A tie counts as half
@@ -161,19 +161,6 @@ def label_loss(
         wins = (toward > 0).float() + 0.5 * (toward == 0).float()
         metrics = {"loss": loss.detach(), "rewards/mean": scores.sum() / count, "rewards/accuracy": wins.sum() / count}
     return loss, metrics
-
-
-def rating_loss(scores: Tensor, ratings: Tensor, *, denominator: float | None = None) -> tuple[Tensor, Metrics]:
-    """Regression: mean of (s - r)^2, so that s becomes the mean rating of such a response (HelpSteer2, 2406.08673).
-
-    Metrics: loss, rewards/mean (of the scores).
-    scores, ratings: (B,), [b] with b in [0, B) -> 0-dim. Raises AssertionError on shapes.
-    """
-    _assert_pairs(scores, ratings)
-    count = _count(scores, denominator)
-    loss = (scores.float() - ratings.float()).square().sum() / count
-    with torch.no_grad():
-        return loss, {"loss": loss.detach(), "rewards/mean": scores.float().sum() / count}
 
 
 def _assert_pairs(first: Tensor, *others: Tensor) -> None:

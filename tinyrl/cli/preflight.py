@@ -1,4 +1,4 @@
-"""Checks before torch is imported, in under a second: model folders, the task, local data rows, reward files."""
+"""Checks before torch is imported, in under a second: model folders, the task, files of rows and rewards."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ import os
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 from tinyrl.config.schema import Config, as_written
 from tinyrl.config.sections import EMBEDDED, RewardFunctionConfig, starter_path
-from tinyrl.data.readers import Row, hub_name, is_saved_set, placed_rows
-from tinyrl.data.rows import needed_data, rows_needed
-from tinyrl.data.shapes import judged, objective_of, preference, text_examples
+from tinyrl.data.readers import hub_name, reader_of
+from tinyrl.data.rows import needed_data
 from tinyrl.evaluation.targets import Asked, check_asked, find
 from tinyrl.runs.launched import VOICE, launched
 from tinyrl.runs.resolve import adapter_settings
 from tinyrl.runs.run_dir import meant_a_run, named_run, open_run, run_of
 from tinyrl.runs.tracking import check_trackers
-from tinyrl.tasks import environment_functions, environments, load_split, load_task
+from tinyrl.tasks import load_task
 from tinyrl.text import did_you_mean, first_line, masked, shortened
 from tinyrl.workers.loading import parse_use
 
-TEXT_FILES = (".jsonl", ".json", ".csv")
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 HUB_PATIENCE_S = 5.0
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -56,7 +53,7 @@ def check_before_loading(config: Config) -> None:
     if config.model.adapter is not None:
         _check_adapter(config, config.model.adapter)
     _check_rewards(config)
-    for setting, use in environment_functions(config):
+    for setting, use in config.environment.functions:
         parse_use(use, setting=setting, classes=True)
     _check_rows(config)
 
@@ -127,12 +124,14 @@ def judge_requests(config: Config, function: RewardFunctionConfig) -> int:
 
 
 def _check_rows(config: Config) -> None:
-    if not config.samples:
-        _check_examples(config)
-        return
-    _check_prompts(config)
-    if config.ppo.ptx_data is not None:
-        _check_readings(config.ppo.ptx_data, lambda row, _: text_examples(row), columns={})
+    """Check that what rows are read from is there; the rows are checked where they are read."""
+    if config.samples:
+        _check_task(config)
+    else:
+        needed_data(config)
+    for source in (config.task.data, config.task.eval_data, config.ppo.ptx_data):
+        if source is not None and load_task(config.task.name or "rows").generate is None:
+            reader_of(source)
 
 
 def check_evaluation(target: str, asked: Asked, *, vs: str | None = None) -> None:
@@ -207,57 +206,16 @@ def _names_in(folder: str) -> list[str]:
         return []
 
 
-def _check_prompts(config: Config) -> None:
+def _check_task(config: Config) -> None:
     where = config.task
     task = load_task(where.name or "rows", grading=where.grading)
     if where.data is None and task.name == "rows":
         raise ValueError(
             "task.data is missing: say where the prompts are (task.data=rows.jsonl) or name a task (see `tinyrl tasks`)"
         )
-    for environment, each in environments(config).values():
-        if each.environment != "search" or environment.use or environment.tools or environment.corpus:
-            continue
+    environment = config.environment
+    if task.environment == "search" and not (environment.use or environment.tools or environment.corpus):
         raise ValueError(
-            f"task {each.name} searches, so it needs environment.corpus: a .jsonl or .parquet file of passages, or a "
+            f"task {task.name} searches, so it needs environment.corpus: a .jsonl or .parquet file of passages, or a "
             "retrieval server's URL"
         )
-    for split, source in (("train", where.data), ("eval", where.eval_data)):
-        if (source is not None and _answers_at_once(source)) or task.generate is not None or where.sources:
-            load_split(config, split)
-
-
-def _check_examples(config: Config) -> None:
-    where, kind = config.task, config.trains.rows
-
-    def read(row: Row, first: Row) -> None:
-        assert kind != "prompts"
-        if kind == "judged":  # as what the first row is
-            judged(row, objective_of(first, config.reward_model.objective))
-        else:
-            (text_examples if kind == "text" else preference)(row)
-
-    most = rows_needed(where.max_samples, split=where.eval_data is None)
-    for source in filter(None, (needed_data(config), where.eval_data)):
-        _check_readings(source, read, columns=where.columns, most=most)
-
-
-def _check_readings(
-    source: str, read: Callable[[Row, Row], object], *, columns: dict[str, str], most: int | None = None
-) -> None:
-    """Every row of a source that is read in a moment can be read as what it is for; `read` gets the first row too."""
-    placed = placed_rows(source, columns=columns, most=most) if _answers_at_once(source) else []
-    for place, row in placed:
-        try:
-            read(row, placed[0][1])
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
-
-
-def _answers_at_once(source: str) -> bool:
-    """Whether a source is read in a moment or is nothing; parquet, a folder of save_to_disk and the hub are slow."""
-    if is_saved_set(source):
-        return False
-    suffix = Path(source).suffix.lower()
-    if suffix == ".parquet":
-        return not os.path.isfile(source)
-    return suffix in TEXT_FILES or os.path.exists(source) or source.count("/") != 1

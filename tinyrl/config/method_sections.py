@@ -26,7 +26,7 @@ RatioLevel = Literal["token", "sequence", "sequence-token"]
 Aggregation = Literal["token", "sequence", "sequence-sum", "constant"]
 Mismatch = Literal["token", "sequence", "token-mask", "sequence-mask", "none"]
 KlController = Literal["fixed", "adaptive"]
-RowKind = Literal["auto", "pairs", "labels", "ratings"]
+RowKind = Literal["auto", "pairs", "labels"]
 PairLoss = Literal["sigmoid", "ipo", "ipo_sum", "kto", "orpo", "simpo"]
 Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
 

@@ -65,7 +65,7 @@ class Config(Section):
     )
     sft: SftConfig = Field(default_factory=SftConfig, description="supervised fine-tuning")
     reward_model: RewardModelConfig = Field(
-        default_factory=RewardModelConfig, description="learning a reward model from pairs, labels or ratings"
+        default_factory=RewardModelConfig, description="learning a reward model from pairs or labels"
     )
     dpo: DpoConfig = Field(
         default_factory=lambda: DpoConfig.model_validate({}), description="a policy from pairs: DPO and its kin"
@@ -184,8 +184,8 @@ WITHOUT_EFFECT = [
         "it is of the adapters, and every weight is trained here",
     ),
     *_idle(
-        "task.solved_reward", "task.skip_solved",
-        lambda c: c.task.skip_solved == 0 and c.task.sampler == "uniform" and "{correct" not in (c.teacher.hint or ""),
+        "task.solved_reward", "task.sampler",
+        lambda c: c.task.sampler == "uniform" and "{correct" not in (c.teacher.hint or ""),
         "no prompt is chosen by what was right",
     ),
     *_idle(
@@ -319,7 +319,7 @@ def _models(config: Config) -> Iterator[str]:
 
 
 def _episodes(config: Config) -> Iterator[str]:
-    """Chat templates, environments, and prompts that are skipped."""
+    """Chat templates and environments."""
     task, environment = config.task, config.environment
     for name in task.chat_template:
         if name in OUR_ARGUMENTS or not name.isidentifier():
@@ -328,19 +328,11 @@ def _episodes(config: Config) -> Iterator[str]:
     if task.chat_template and task.chat is False:
         yield f"task.chat_template={task.chat_template} goes to the chat template, which task.chat=false does without"
     yield from _agents(config)
-    if task.sources and (environment.use or environment.tools):
-        yield "task.sources have an environment each; leave out environment.use and environment.tools"
-    if task.sources and config.grpo.refill_rounds and config.method == "grpo":
-        yield f"task.sources keep their shares, which grpo.refill_rounds={config.grpo.refill_rounds} would change"
     use = environment.use
     if use and environment.tools:
         yield f"environment.tools are answered by tinyrl, and environment.use={use} answers itself; give one"
     if use == "search" and environment.corpus is None:
         yield "environment.use=search needs environment.corpus: a .jsonl or .parquet file, or a retrieval server's URL"
-    if task.skip_solved and task.sampler == "difficulty":
-        yield f"task.sampler=difficulty draws solved prompts seldom; leave out task.skip_solved={task.skip_solved}"
-    if task.skip_solved and getattr(config.own, "group_size", 1) == 1:
-        yield f"task.skip_solved={task.skip_solved} goes by grpo's groups: it needs a grpo.group_size of at least 2"
 
 
 def _agents(config: Config) -> Iterator[str]:

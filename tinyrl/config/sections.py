@@ -122,21 +122,6 @@ class TeacherConfig(Section):
         return "adapter" if os.path.isfile(folder / "adapter_config.json") else "model"
 
 
-class SourceConfig(Section):
-    task: Text = Field(default="rows", description="a task of `tinyrl tasks`; rows: your own")
-    name: Text | None = Field(default=None, description="in metrics; null: the task's")
-    data: Text | None = Field(default=None, description="as task.data")
-    eval_data: Text | None = Field(default=None, description="as task.eval_data")
-    columns: dict[str, str] = Field(default_factory=dict, description="as task.columns")
-    max_samples: Positive | None = Field(default=None, description="as task.max_samples")
-    weight: PositiveFloat = Field(default=1.0, description="its share of each batch, beside the others'")
-    environment: Text | None = Field(default=None, description="as environment.use; null: the task's, where it has one")
-
-    @property
-    def label(self) -> str:
-        return self.name or self.task
-
-
 class TaskConfig(Section):
     name: Text | None = Field(default=None, description="a task of `tinyrl tasks`; null: `rows`, your own rows")
     data: Text | None = Field(default=None, description="rows: a file, save_to_disk folder, or owner/name:config@split")
@@ -149,7 +134,6 @@ class TaskConfig(Section):
     chat: Literal["auto"] | bool = Field(default="auto", description="use the chat template; auto: where there is one")
     chat_template: Variables = Field(default_factory=dict, description="its variables: {enable_thinking: false}")
     long_prompts: Literal["error", "drop"] = Field(default="error", description="prompts, or texts, that are too long")
-    skip_solved: NonNegative = Field(default=0, description="epochs without prompts whose last group was all right")
     sampler: Literal["uniform", "difficulty"] = Field(
         default="uniform", description="prompts in epochs; difficulty: those whose pass rate is near a half more often"
     )
@@ -160,26 +144,9 @@ class TaskConfig(Section):
         default=200.0, description="of sampler=difficulty: steps after which what was seen counts half"
     )
     solved_reward: Weight = Field(
-        default=1.0, description="reward from which a prompt is solved, for sampler, skip_solved and teacher.hint"
+        default=1.0, description="reward from which a prompt is solved, for sampler and teacher.hint"
     )
     grading: Literal["task", "math"] = Field(default="task", description="the verifier; math: formulas, by math-verify")
-    sources: list[SourceConfig] = Field(default_factory=list, description="several of rows, mixed by weight")
-
-    @model_validator(mode="after")
-    def _sources_are_a_task(self) -> Self:
-        if not self.sources:
-            return self
-        labels = [source.label for source in self.sources]
-        if self.name not in (None, "mixture") or self.data is not None or self.eval_data is not None:
-            raise ValueError("sources: each has a task and data of its own; leave out task.name, data and eval_data")
-        if len(set(labels)) < len(labels):
-            raise ValueError(f"sources: two are called {labels[0]}; give each a name")
-        if self.skip_solved:
-            raise ValueError("sources: skip_solved goes by one source")
-        if self.sampler != "uniform":
-            raise ValueError("sources: sampler=difficulty goes by one source")
-        self.name = "mixture"
-        return self
 
 
 class RewardFunctionConfig(Section):

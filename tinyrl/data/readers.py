@@ -1,8 +1,7 @@
-"""Readers of rows from files (jsonl, json, csv, parquet), folders of save_to_disk and the Hugging Face hub, placed.
+"""Readers of rows from files (jsonl, json, csv, parquet), folders of save_to_disk and the Hugging Face hub.
 
-The text formats are read by hand because people's files are broken in ordinary ways and every error should name the
-file, the place and the value: a cut-off line, an Excel encoding, a key written twice, NaN. Everything a file can do
-wrong is a ValueError; a file is data only and nothing in it is executed.
+Text formats are parsed here, so that every error names the file, the place and the value: a cut-off line, an Excel
+encoding, a duplicate key, NaN. Whatever is wrong with a file is a ValueError; nothing in a file is executed.
 """
 
 from __future__ import annotations
@@ -12,19 +11,22 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable
-from itertools import islice
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from tinyrl.text import decode_utf8, did_you_mean, first_line, listed, shortened
+from tinyrl.text import did_you_mean, first_line, listed, shortened
 
 Row = dict[str, Any]
-Placed = list[tuple[str, Row]]  # a row and where it stands: "train.jsonl:12", "train.parquet row 12"
+Placed = list[tuple[str, Row]]  # rows with their places: "train.jsonl:12", "train.parquet row 12"
 
 _HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?(?:@(?P<split>[\w.\[\]:%+-]+))?")
-SAVED = ("dataset_info.json", "dataset_dict.json")  # what save_to_disk leaves in a folder of one split, and of several
-_HALF = re.compile(r"\\u[dD]")  # how an escape of half a character begins
+_SAVED = ("dataset_info.json", "dataset_dict.json")  # what save_to_disk leaves in a folder of one split, and of several
+_HALF = re.compile(r"\\u[dD]")  # how an escape of a lone surrogate begins
+_BOM = b"\xef\xbb\xbf"
 _FOREIGN_STARTS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"PK\x03\x04": "zipped", b"\x1f\x8b": "gzipped"}
 
 
@@ -38,26 +40,42 @@ def placed_rows(
     `columns` {new: old} renames, replacing a column `new` that was there; `old` may be a key inside a column, with dots
     (reward_model.ground_truth). Raises ValueError naming the place.
     """
-    path = Path(source)
-    read = FILE_READERS.get(path.suffix.lower())
-    kinds = ", ".join(FILE_READERS)
-    if is_saved_set(source):
-        placed = _read_saved(source, most)
-    elif read is not None:
-        placed = read(source, most)
-    elif source and path.exists():
+    placed = reader_of(source, revision=revision)(most)
+    if not placed:
+        raise ValueError(f"{source} is empty: no rows in it")
+    return [(place, _renamed(row, columns, place)) for place, row in placed] if columns else placed
+
+
+def reader_of(source: str, *, revision: str | None = None) -> Callable[[int | None], Placed]:
+    """Return the reader of a source, which takes how many rows to read. Raises ValueError for a source that is not
+    there, hub names aside.
+    """
+    path, kinds = Path(source), ", ".join(_READERS)
+    if any((path / name).is_file() for name in _SAVED):
+        return partial(_read_saved, source)
+    if path.suffix.lower() in _READERS:
+        if not path.exists():
+            folder = path.parent
+            there = sorted(p.name for p in folder.iterdir() if p.suffix in _READERS) if folder.is_dir() else []
+            nothing = "" if folder.is_dir() else f" (there is no folder {folder})"
+            raise ValueError(f"{source}: no such file{nothing}.{did_you_mean(path.name, there)}")
+        return partial(_READERS[path.suffix.lower()], source)
+    if source and path.exists():
         what = "is a folder" if path.is_dir() else f"has the ending '{path.suffix}'"
         raise ValueError(
             f"{source}: {what}; data is a file ending in {kinds}, a folder of save_to_disk, or a hub name such as "
             "openai/gsm8k:main"
         )
-    elif match := _HUB.fullmatch(source):
-        placed = _read_hub(source, most=most, revision=revision, **match.groupdict())
-    else:
-        raise ValueError(f"'{source}' is neither a file ({kinds}) nor a hub name such as openai/gsm8k:main@train")
-    if not placed:
-        raise ValueError(f"{source}: no rows in it")
-    return [(place, _renamed(row, columns, place)) for place, row in placed] if columns else placed
+    if _HUB.fullmatch(source):
+        return partial(_read_hub, source, revision)
+    raise ValueError(f"'{source}' is neither a file ({kinds}) nor a hub name such as openai/gsm8k:main@train")
+
+
+def hub_name(source: str) -> str | None:
+    """Return the data set (owner/name) of a hub source; None for a file."""
+    match = _HUB.fullmatch(source)
+    is_file = Path(source).suffix.lower() in _READERS or Path(source).exists()
+    return match["id"] if match and not is_file else None
 
 
 def _renamed(row: Row, columns: dict[str, str], place: str) -> Row:
@@ -76,18 +94,6 @@ def _renamed(row: Row, columns: dict[str, str], place: str) -> Row:
     return {**kept, **found}
 
 
-def is_saved_set(source: str) -> bool:
-    """Whether it is a folder of `datasets`' save_to_disk, of one split or of several."""
-    return any((Path(source) / name).is_file() for name in SAVED)
-
-
-def hub_name(source: str) -> str | None:
-    """The data set (owner/name) of a hub source; None for a file."""
-    match = _HUB.fullmatch(source)
-    is_file = Path(source).suffix.lower() in FILE_READERS or Path(source).exists()
-    return match["id"] if match and not is_file else None
-
-
 def _numbered(source: str, rows: list[Row]) -> Placed:
     return [(f"{source} row {number}", row) for number, row in enumerate(rows, start=1)]
 
@@ -95,58 +101,47 @@ def _numbered(source: str, rows: list[Row]) -> Placed:
 # ---- text files ----
 
 
-def _read_text(source: str, most: int | None = None, *, quotes: bool = False) -> str:
-    """Read a text file, or its first `most` lines that are not blank; `quotes`: a line break inside quotes is none."""
-    path, lines, inside = Path(source), list[bytes](), False
+def _lines(source: str) -> Iterator[str]:
+    """The lines of a file, each with its end: only \\n, since JSON strings may hold others that splitlines() takes."""
+    offset = 0
     try:
-        with path.open("rb") as file:
-            while most is None or most > 0:
-                line = file.readline() if most is not None else file.read()
-                if not line:
-                    break
-                lines.append(line)
-                inside ^= quotes and line.count(b'"') % 2 == 1
-                most = None if most is None else most - (bool(line.strip()) and not inside)
-        raw = b"".join(lines)
-    except FileNotFoundError:
-        folder = path.parent
-        there = sorted(p.name for p in folder.iterdir() if p.suffix in FILE_READERS) if folder.is_dir() else []
-        nothing = "" if folder.is_dir() else f" (there is no folder {folder})"
-        raise ValueError(f"{source}: no such file{nothing}.{did_you_mean(path.name, there)}") from None
+        with Path(source).open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                for start, kind in _FOREIGN_STARTS.items() if number == 1 else ():
+                    if line.startswith(start):
+                        raise ValueError(f"{source}: the file is {kind}, not UTF-8 text; save it as UTF-8")
+                skipped = len(_BOM) if number == 1 and line.startswith(_BOM) else 0
+                try:
+                    text = line[skipped:].decode()
+                except UnicodeDecodeError as error:
+                    at = skipped + error.start
+                    what = f"byte {line[at]:#04x} at offset {offset + at}"
+                    raise ValueError(f"{source}:{number}: not UTF-8: {what}; save the file as UTF-8") from None
+                yield text
+                offset += len(line)
     except OSError as error:
         raise ValueError(f"{source}: cannot be read: {error.strerror}") from error
-    for start, kind in _FOREIGN_STARTS.items():
-        if raw.startswith(start):
-            raise ValueError(f"{source}: the file is {kind}, not UTF-8 text; save it as UTF-8")
-    text = decode_utf8(raw, source)
-    if not text.strip():
-        raise ValueError(f"{source}: the file is empty")
-    return text
 
 
 def _read_jsonl(source: str, most: int | None) -> Placed:
-    # only \n ends a line: JSON strings may hold the other characters that splitlines() splits at
-    lines = enumerate(_read_text(source, most).split("\n"), start=1)
-    return [(f"{source}:{number}", parse_row(line, source, number=number)) for number, line in lines if line.strip()]
+    lines = ((number, line) for number, line in enumerate(_lines(source), start=1) if line.strip())
+    return [(f"{source}:{number}", parse_row(line, source, number=number)) for number, line in islice(lines, most)]
 
 
 def parse_row(line: str, source: str, *, number: int) -> Row:
-    """The row that line `number` of a .jsonl file holds. Raises ValueError, with the line, where it holds none."""
-    row = _parse_json(line, source, number)
-    _check_row(row, f"{source}:{number}", escaped=bool(_HALF.search(line)))
-    return row
+    """Parse line `number` of a .jsonl file. Raises ValueError, with the line, where it holds no row."""
+    row = _parse_json(line.rstrip("\n"), source, number)
+    return _checked(row, f"{source}:{number}", escaped=_HALF.search(line) is not None)
 
 
 def _read_json(source: str, most: int | None) -> Placed:
-    text = _read_text(source)
-    rows = _parse_json(text, source, 1)
+    text = "".join(_lines(source))
+    rows = _parse_json(text, source, 1) if text.strip() else []
     if not isinstance(rows, list):
         hint = "; one object a line is called .jsonl"
         raise ValueError(f"{source}: a .json file holds a list of objects [{{...}}, ...], not {_kind(rows)}{hint}")
-    escaped, placed = bool(_HALF.search(text)), _numbered(source, rows[:most])
-    for place, row in placed:
-        _check_row(row, place, escaped=escaped)
-    return placed
+    escaped = _HALF.search(text) is not None
+    return [(place, _checked(row, place, escaped=escaped)) for place, row in _numbered(source, rows[:most])]
 
 
 def _parse_json(text: str, source: str, line: int) -> Any:
@@ -166,7 +161,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} stands twice in one object")
+        raise ValueError(f"duplicate key {next(k for k in keys if keys.count(k) > 1)!r} in one object")
     return result
 
 
@@ -181,17 +176,21 @@ def _finite(text: str) -> float:
     return value
 
 
-def _check_row(value: Any, place: str, *, escaped: bool) -> None:
-    """ValueError unless it is an object with columns and, where escapes are to be looked at, whole characters."""
+def _checked(value: Any, place: str, *, escaped: bool) -> Row:
+    """Return a row. Raises ValueError for anything but an object with columns and, where the text has escapes of
+    surrogates, valid Unicode.
+    """
     if not isinstance(value, dict):
         raise ValueError(f'{place}: a row is an object {{"column": value, ...}}, not {_kind(value)}')
     if not value:
         raise ValueError(f"{place}: a row without columns")
-    if escaped:
-        try:
+    try:
+        if escaped:
             json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{place}: half a character (a lone surrogate): {error.object[error.start]!a}") from None
+    except UnicodeEncodeError as error:
+        character = error.object[error.start]
+        raise ValueError(f"{place}: invalid Unicode (lone surrogate): {character!a}") from None
+    return value
 
 
 def _kind(value: Any) -> str:
@@ -201,48 +200,46 @@ def _kind(value: Any) -> str:
 
 
 def _read_csv(source: str, most: int | None) -> Placed:
-    text = _read_text(source, None if most is None else most + 1, quotes=True)
-    limit = csv.field_size_limit(len(text) + 1)  # the module's own limit, 131,072 characters a field, is too low
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    header: list[str] = []
-    placed, line = [], 1
+    limit = csv.field_size_limit(sys.maxsize)  # the module's own, 131,072 characters a field, is too low
+    try:
+        return list(islice(_csv_rows(source), most))
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _csv_rows(source: str) -> Iterator[tuple[str, Row]]:
+    lines = chain.from_iterable(io.StringIO(line, newline="") for line in _lines(source))  # \r ends a line here
+    reader, header, line = csv.reader(lines, strict=True), list[str](), 1
     try:
         for cells in reader:
             place, line = f"{source}:{line}", reader.line_num + 1
-            if not cells:
-                continue
-            if not header:
+            if cells and not header:
                 header = cells
                 _check_header(header, place)
-            elif len(cells) != len(header):
+            elif cells and len(cells) != len(header):
                 columns = ", ".join(header)
                 raise ValueError(f"{place}: {len(cells)} values for {len(header)} columns ({columns}); quote commas")
-            else:
-                placed.append((place, dict(zip(header, cells, strict=True))))
+            elif cells:
+                yield place, dict(zip(header, cells, strict=True))
     except csv.Error as error:
         raise ValueError(f"{source}:{line}: broken CSV: {error}") from None
-    finally:
-        csv.field_size_limit(limit)
-    return placed[:most]
 
 
 def _check_header(cells: list[str], place: str) -> None:
     doubles = sorted({name for name in cells if cells.count(name) > 1 and name})
     if doubles:
-        raise ValueError(f"{place}: the column '{doubles[0]}' stands twice in the header")
+        raise ValueError(f"{place}: duplicate column '{doubles[0]}' in the header")
     if "" in cells:
         raise ValueError(f"{place}: column {cells.index('') + 1} of the header has no name ({', '.join(cells)[:80]})")
     if len(cells) == 1 and re.search(r"[;\t]", cells[0]):
         raise ValueError(f"{place}: columns are separated by commas, not by ';' or tabs: {cells[0][:80]!r}")
 
 
-# ---- what `datasets` and pyarrow read ----
+# ---- tables, read by pyarrow and `datasets` (imported where needed: they take seconds) ----
 
 
 def _read_parquet(source: str, most: int | None) -> Placed:
-    if not Path(source).is_file():
-        _read_text(source, 1)  # raises, saying what is wrong
-    import pyarrow  # with `datasets`; half a second that other formats need not wait for
+    import pyarrow
     import pyarrow.parquet
 
     try:
@@ -259,7 +256,7 @@ def _first_rows(data: Any, most: int | None) -> list[Row]:
 
 
 def _read_saved(source: str, most: int | None) -> Placed:
-    import datasets  # seconds
+    import datasets
     from datasets.exceptions import DatasetsError
 
     try:
@@ -273,14 +270,13 @@ def _read_saved(source: str, most: int | None) -> Placed:
         raise ValueError(f"{source}: a folder of save_to_disk that cannot be read: {first_line(error)}") from error
 
 
-def _read_hub(
-    source: str, *, most: int | None, revision: str | None, id: str, config: str | None, split: str | None
-) -> Placed:
-    import datasets  # seconds
+def _read_hub(source: str, revision: str | None, most: int | None) -> Placed:
+    import datasets
     from datasets.exceptions import DatasetsError
 
+    name, config, split = _HUB.fullmatch(source).group("id", "config", "split")  # pyright: ignore[reportOptionalMemberAccess]
     try:
-        data = datasets.load_dataset(id, config, split=split or "train", revision=revision)
+        data = datasets.load_dataset(name, config, split=split or "train", revision=revision)
         return _numbered(source, _first_rows(data, most))
     except (DatasetsError, OSError, ValueError) as error:
         raise ValueError(
@@ -289,7 +285,7 @@ def _read_hub(
         ) from error
 
 
-FILE_READERS: dict[str, Callable[[str, int | None], Placed]] = {
+_READERS: dict[str, Callable[[str, int | None], Placed]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,

@@ -7,28 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 from tinyrl.config.schema import Config
-from tinyrl.data.readers import Row, placed_rows
-from tinyrl.data.shapes import leave_out, objective_of, shared_prompt, unusable
+from tinyrl.data.formats import leave_out, objective_of, shared_prompt, unusable
+from tinyrl.data.readers import Placed, Row, placed_rows
 from tinyrl.runs.signals import watched
 
 HELD_OUT_SHARE = 10  # one prompt in this many is held out where no evaluation data is given; of fewer none
 HELD_OUT_MOST = 512
-SOURCE = "source"  # column of rows of several sources: the name that metrics have
 PASS_RATE = "pass_rate"  # column of rows that were probed
 FEW = 30  # prompts; a score of fewer says little
-
-
-def by_kind(kinds: list[str], columns: dict[str, list[Any]]) -> Iterator[tuple[str, list[int], dict[str, list[Any]]]]:
-    """Each of `kinds`, the places of its rows, and their columns, without those that none of them has."""
-    for kind in dict.fromkeys(kinds):
-        places = [place for place, other in enumerate(kinds) if other == kind]
-        own = {name: [values[place] for place in places] for name, values in columns.items()}
-        yield kind, places, {name: values for name, values in own.items() if any(v is not None for v in values)}
 
 
 def read_rows(source: str, **options: Any) -> list[Row]:
@@ -111,39 +102,47 @@ def needed_data(config: Config) -> str:
 
 
 def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows) of a method that learns from rows, by task.data and task.eval_data, without
-    unusable ones, which are counted in `notes`.
+    """Return (training rows, held-out rows) of a method that learns from rows, by task.data and task.eval_data, without
+    unusable ones, which are counted in `notes`. Raises ValueError, with the place, for a row that cannot be read.
 
-    Labels and ratings keep all answers of a held-out prompt, and are shuffled first (by task.split_seed): such files
-    often stand in the order of their labels. Of other files no more is read than task.max_samples needs. With too few
-    prompts to hold some out, single rows are held out.
+    Labelled rows keep all answers of a held-out prompt, and are shuffled first (by task.split_seed): such files often
+    stand in the order of their labels, so all of one is read. Of others no more is read than task.max_samples needs.
+    With too few prompts to hold some out, single rows are held out.
     """
-    where, data, kind = config.task, needed_data(config), config.trains.rows
+    where, kind = config.task, config.trains.rows
     assert kind != "prompts"
     most = rows_needed(where.max_samples, split=where.eval_data is None)
-    how: dict[str, Any] = {"columns": where.columns, "revision": where.revision}
-    rows, what = read_rows(data, most=most, **how), kind
-    if what == "judged":
-        what = objective_of(rows[0], config.reward_model.objective)
-    graded = what in ("labels", "ratings")
-    if graded and most is not None:
-        most, rows = None, read_rows(data, **how)
     prompts_count = kind == "text" and config.sft.loss_on == "all"
 
-    def usable(rows: list[Row]) -> list[Row]:
-        reasons = [unusable(row, what, prompts_count=prompts_count) for row in watched(rows)]
+    def read(source: str) -> Placed:
+        most_read = None if kind == "judged" else most
+        return placed_rows(source, columns=where.columns, revision=where.revision, most=most_read)
+
+    placed = read(needed_data(config))
+    what = objective_of(placed[0][1], config.reward_model.objective) if kind == "judged" else kind
+
+    def usable(placed: Placed) -> list[Row]:
+        placed = placed if what == "labels" else placed[:most]
+        reasons = []
+        for place, row in watched(placed):
+            try:
+                reasons.append(unusable(row, what, prompts_count=prompts_count))
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from error
+        rows = [row for _, row in placed]
         leave_out(rows, reasons, [] if notes is None else notes)
         rows = [row for row, reason in zip(rows, reasons, strict=True) if reason is None]
-        return [rows[i] for i in keyed_order(f"graded {where.split_seed}", len(rows))] if graded else rows
+        if what == "labels":
+            return [rows[i] for i in keyed_order(f"graded {where.split_seed}", len(rows))]
+        return rows
 
-    rows = usable(rows)
+    rows = usable(placed)
     if where.eval_data is not None:
-        held_out = usable(read_rows(where.eval_data, most=most, **how))
-        return rows[: where.max_samples], held_out[: where.max_samples]
+        return rows[: where.max_samples], usable(read(where.eval_data))[: where.max_samples]
     few = len({prompt_key(shared_prompt(row)) for row in rows}) < HELD_OUT_SHARE
-    by = row_key if few else shared_prompt
-    train_rows, held_out = hold_out(rows, prompt=by, seed=where.split_seed, repeat=lambda row: graded)
-    return train_rows[: where.max_samples], held_out[: where.max_samples]
+    by, repeat = row_key if few else shared_prompt, what == "labels"
+    train, held_out = hold_out(rows, prompt=by, seed=where.split_seed, repeat=lambda row: repeat)
+    return train[: where.max_samples], held_out[: where.max_samples]
 
 
 def batch_indices(seed: int, step: int, *, num_prompts: int, num_rows: int) -> list[int]:
@@ -156,38 +155,6 @@ def batch_indices(seed: int, step: int, *, num_prompts: int, num_rows: int) -> l
         raise ValueError("there are no rows to train on")
     positions = range(step * num_prompts, (step + 1) * num_prompts)
     return [_epoch_order(seed, at // num_rows, num_rows)[at % num_rows] for at in watched(positions)]
-
-
-def weighted_indices(seed: int, step: int, *, num_prompts: int, sources: list[tuple[float, list[int]]]) -> list[int]:
-    """As `batch_indices`, from sources of (weight, rows): each gives its share of every batch, from shuffled epochs of
-    its own. Draw j of a source comes at time (j + 1/2) / weight, and a batch is the next `num_prompts` draws by time.
-    """
-    total, margin = sum(weight for weight, _ in sources), len(sources) + 2
-    start, end = step * num_prompts, (step + 1) * num_prompts
-    draws, before = list[tuple[float, int, int]](), 0
-    for which, (weight, rows) in enumerate(sources):
-        if not rows:
-            raise ValueError("there are no rows to train on in one of task.sources")
-        rate = weight / total
-        first, last = max(0, int(start * rate) - margin), int(end * rate) + margin
-        before += first
-        draws += [((j + 0.5) / rate, which, j) for j in range(first, last)]
-    batch = []
-    for _, which, j in sorted(draws)[start - before : end - before]:
-        rows = sources[which][1]
-        batch.append(rows[_epoch_order(seed, (j // len(rows)) * len(sources) + which, len(rows))[j % len(rows)]])
-    return batch
-
-
-def replaced_indices(indices: list[int], *, skipped: set[int], key: str, num_rows: int) -> list[int]:
-    """The rows of a step with others in place of those in `skipped`, which `key` alone chooses from the rows that are
-    neither skipped nor in the step. Where there are too few, skipped rows stay.
-    """
-    if skipped.isdisjoint(indices):
-        return indices
-    out = skipped.union(indices)
-    others = (i for i in keyed_order(key, num_rows) if i not in out)
-    return [next(others, i) if i in skipped else i for i in indices]
 
 
 @lru_cache(maxsize=32)

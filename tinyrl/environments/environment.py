@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS, EnvironmentConfig
-from tinyrl.data.readers import Row
-from tinyrl.data.rows import SOURCE, by_kind
 from tinyrl.environments import Reply, Transcript, host
 from tinyrl.environments.calls import encodable  # no tokenizer takes half a surrogate pair
 from tinyrl.workers.calls import RowFailure, Rows, WorkerFunction
@@ -69,10 +67,6 @@ class Environment:
         else:
             self._respond = respond
         assert self._worker is not None or self._respond is not None, "there is nothing that answers"
-
-    def of(self, row: Row) -> Environment:
-        """What answers a row: this, whatever the row is."""
-        return self
 
     @property
     def workers(self) -> list[WorkerFunction]:
@@ -171,77 +165,6 @@ def _worker(config: EnvironmentConfig) -> WorkerFunction:
         limits={"timeout_s": config.seconds, "memory_gb": config.memory_gb},
         name="tools" if config.tools else "",
     )
-
-
-# ---- Several sources ----
-
-
-class SourceEnvironments:
-    """Environments of several sources in one run (task.sources), as one `Environment`: a row is answered by its own
-    source's. None: rows of that source have one turn. Texts that end a turn are those of all."""
-
-    by_agents = False
-    schemas: list[dict[str, Any]] | None = None  # tools would be in every row's prompt
-
-    def __init__(self, environments: dict[str, Environment | None]) -> None:
-        self.environments = environments
-        self._all = [each for each in environments.values() if each is not None]
-        self.max_turns = max(each.max_turns for each in self._all)
-        self.max_observation_tokens = max(each.max_observation_tokens for each in self._all)
-        self.name = "task.sources"
-        self.stop = tuple(dict.fromkeys(text for each in self._all for text in each.stop))
-        self.rewards = self.has_openings = False
-        self.needed_columns = [SOURCE]
-
-    def of(self, row: Row) -> Environment | None:
-        return self.environments[row[SOURCE]]
-
-    @property
-    def retried(self) -> dict[str, str]:
-        """By name, why a batch had to be tried row by row, at first."""
-        return {name: why for each in self._all for name, why in each.retried.items()}
-
-    @property
-    def workers(self) -> list[WorkerFunction]:
-        return [worker for each in self._all for worker in each.workers]
-
-    def describe(self) -> str:
-        return "; ".join(f"{label}: {each.describe() if each else 'none'}" for label, each in self.environments.items())
-
-    def start(self) -> None:
-        """Load people's code now. ValueError if some does not load."""
-        for each in self._all:
-            each.start()
-        self.rewards = any(each.rewards for each in self._all)
-        self.has_openings = any(each.has_openings for each in self._all)
-
-    def close(self) -> None:
-        for each in self._all:
-            each.close()
-
-    def openings(self, prompts: list[Any], columns: dict[str, list[Any]]) -> list[str | None]:
-        columns = {"seed": list(range(len(prompts))), **columns}
-        return self._each("openings", prompts, columns=columns).values
-
-    def respond(self, prompts: list[Any], transcripts: list[Transcript], columns: dict[str, list[Any]]) -> Rows:
-        return self._each("respond", prompts, transcripts, columns=columns)
-
-    def final_rewards(self, prompts: list[Any], transcripts: list[Transcript], columns: dict[str, list[Any]]) -> Rows:
-        return self._each("final_rewards", prompts, transcripts, columns=columns, default=0.0)
-
-    def _each(self, call: str, *batch: list[Any], columns: dict[str, list[Any]], default: Any = None) -> Rows:
-        """What each environment says of its own rows, in the order of all; `default` where there is none."""
-        values, failures = [default] * len(columns[SOURCE]), list[RowFailure]()
-        for label, places, own in by_kind(columns[SOURCE], columns):
-            environment = self.environments[label]
-            if environment is None:
-                continue
-            found = getattr(environment, call)(*([of[i] for i in places] for of in batch), own)
-            found = found if isinstance(found, Rows) else Rows(found)
-            for place, value in zip(places, found.values, strict=True):
-                values[place] = value
-            failures += [RowFailure(places[failure.row], failure.reason) for failure in found.failures]
-        return Rows(values, sorted(failures, key=lambda failure: failure.row))
 
 
 # ---- An episode as it was played ----

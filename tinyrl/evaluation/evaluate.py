@@ -17,7 +17,7 @@ from tinyrl.evaluation.statistics import grouped, mean, mean_interval, numbers, 
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.rollout.collector import sample_and_score, sample_lines, written
 from tinyrl.rollout.components import SamplingParts
-from tinyrl.tasks.prompts import PreparedPrompt, source_rewards
+from tinyrl.tasks.prompts import PreparedPrompt
 
 EVAL_STEP = 1 << 40  # the step in the key of evaluation samples: no training step reaches it
 Role = Literal["policy", "reference", "base"]
@@ -86,8 +86,6 @@ def _judged(
     each = {f"reward/{name}": column for name, column in zip(scorer.names, columns, strict=True)}  # before weights
     by_prompt = [mean(group) for group in grouped(rewards, samples)]
     metrics = _metrics(rollout, each, by_prompt, texts) | _divergence(parts, rollout, role, best_of, greedy=greedy)
-    if parts.config.task.sources:
-        metrics |= source_rewards(rewards, [p.row["source"] for p in repeated])
     judges = {"reward": rewards} | (each if len(each) > 1 else {})
     verdicts = columns[0] if scorer.uses_verifier else None
     if verdicts is None and task.verify is not None:

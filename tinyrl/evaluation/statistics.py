@@ -183,8 +183,8 @@ def win_rates(ours: dict[str, list[list[float]]], other: dict[str, list[list[flo
 
 
 # ---- a reward model on held-out rows ----
-# It predicts that the chosen side wins (pairs), that the label is the good one (labels), how high the rating is
-# (ratings). Where predictions are right on average at every height, it is calibrated (Guo et al. 2017, 1706.04599).
+# It predicts that the chosen side wins (pairs), or that the label is the good one (labels). Where predictions are
+# right on average at every height, it is calibrated (Guo et al. 2017, 1706.04599).
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor, margins: Tensor) -> dict[str, Any]:
@@ -221,28 +221,6 @@ def label_metrics(scores: Tensor, labels: Tensor) -> dict[str, Any]:
         "loss": float(loss),
         "num_rows": len(score),
         **_calibration([_sigmoid(s) for s in score], label),
-    }
-
-
-def rating_metrics(scores: Tensor, ratings: Tensor, *, mean: float, deviation: float) -> dict[str, Any]:
-    """Of held-out rows: accuracy (of two with different ratings the better one scores higher), correlation, loss
-    (squared error in deviations); error and calibration of mean + deviation * score as the rating itself.
-
-    scores, in deviations from the mean of the training ratings, and ratings, as they are: (n,), n at least 1. Where
-    all ratings, or all scores, are equal there is no correlation, and in the first case no accuracy.
-    """
-    predicted, observed = (mean + deviation * scores.double()).tolist(), ratings.double().tolist()
-    error = [p - o for p, o in zip(predicted, observed, strict=True)]
-    a, b = (np.asarray(values) - np.mean(values) for values in (predicted, observed))
-    spread = math.sqrt(float((a * a).sum() * (b * b).sum()))
-    accuracy = concordance(predicted, observed)
-    return {
-        **({} if math.isnan(accuracy) else {"accuracy": accuracy}),
-        **({"correlation": float((a * b).sum()) / spread} if spread > 0 else {}),
-        "loss": fmean((e / deviation) ** 2 for e in error),
-        "rmse": math.sqrt(fmean(e * e for e in error)),
-        "num_rows": len(error),
-        **_calibration(predicted, observed),
     }
 
 

@@ -18,8 +18,8 @@ from tinyrl.config.methods import and_list
 from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
+from tinyrl.data.formats import shared_prompt
 from tinyrl.data.rows import example_rows, prompt_key
-from tinyrl.data.shapes import shared_prompt
 from tinyrl.runs.checkpoint import checkpoint_of
 from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import nearest_run, open_run, run_of

@@ -42,7 +42,7 @@ from tinyrl.tasks.prompts import PreparedPrompt
 FEWEST_LEFT = 10  # prompts, after those that the other side was trained on are left out
 LIMITS = ("timeout_s", "memory_gb")  # of the processes of people's code
 JUDGED_BY = {  # the sections that say how samples are judged, and which of their settings do not
-    "task": ("skip_solved", "sampler", "sampler_uniform", "sampler_half_life", "solved_reward"),
+    "task": ("sampler", "sampler_uniform", "sampler_half_life", "solved_reward"),
     "reward": (*LIMITS, "truncated", "truncated_penalty", "overlong_tokens"),
     "generation": OWN_SAMPLING,
 }

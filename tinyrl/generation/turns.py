@@ -21,10 +21,9 @@ from typing import Any, Unpack
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.schema import Config
-from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.data.readers import Row
 from tinyrl.environments import Message, Reply, Transcript
-from tinyrl.environments.environment import Environment, Episode, SourceEnvironments
+from tinyrl.environments.environment import Environment, Episode
 from tinyrl.environments.trial import NONSENSE, asking_turn
 from tinyrl.generation.engine import (
     Completion,
@@ -38,7 +37,7 @@ from tinyrl.generation.engine import (
 from tinyrl.models.roles import Roles
 from tinyrl.models.tokens import readable, token_ids, tokens_behind
 from tinyrl.runs.signals import check_stop
-from tinyrl.tasks import Task, environments
+from tinyrl.tasks import Task, load_task
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.observations import ObservationTokens
 from tinyrl.tasks.prompts import PreparedPrompt, columns_of, in_chat
@@ -55,7 +54,7 @@ class EpisodeRunner:
     the policy writes tool calls (None: the chat template shows no tools).
     """
 
-    environment: Environment | SourceEnvironments
+    environment: Environment
     observations: ObservationTokens
     tokenizer: PreTrainedTokenizerBase
     max_new_tokens: int
@@ -77,13 +76,20 @@ class EpisodeRunner:
 
 
 def load_episode_runner(config: Config, *, tokenizer: PreTrainedTokenizerBase, roles: Roles) -> EpisodeRunner | None:
-    """Start the configuration's environments, or the tasks', and find out how its answers become tokens; None where
+    """Start the configuration's environment, or the task's, and find out how its answers become tokens; None where
     nothing answers. Raises ValueError where that cannot be done.
     """
     if not plays(config):
         return None
-    by_source = {source: _environment(*each, tokenizer) for source, each in environments(config).items()}
-    environment = by_source.get("") or SourceEnvironments(by_source)
+    task = load_task(config.task.name or "rows")
+    environment = Environment(
+        config.environment,
+        task=task.name,
+        respond=task.respond,
+        use=task.environment,
+        stop=task.stop,
+        length=lambda text: len(token_ids(tokenizer, text)),
+    )
     environment.start()
     schemas = environment.schemas
     chat = in_chat(tokenizer, config.task.chat)
@@ -107,25 +113,9 @@ def load_episode_runner(config: Config, *, tokenizer: PreTrainedTokenizerBase, r
 
 def plays(config: Config) -> bool:
     """Whether something answers the policy between its turns."""
-    return config.environment.agent is None and any(_answers(*each) for each in environments(config).values())
-
-
-def _answers(section: EnvironmentConfig, task: Task) -> bool:
+    section, task = config.environment, load_task(config.task.name or "rows")
     named = section.use is not None or bool(section.tools)
-    return named or task.respond is not None or task.environment is not None
-
-
-def _environment(section: EnvironmentConfig, task: Task, tokenizer: PreTrainedTokenizerBase) -> Environment | None:
-    if not _answers(section, task):
-        return None
-    return Environment(
-        section,
-        task=task.name,
-        respond=task.respond,
-        use=task.environment,
-        stop=task.stop,
-        length=lambda text: len(token_ids(tokenizer, text)),
-    )
+    return section.agent is None and (named or task.respond is not None or task.environment is not None)
 
 
 def play(
@@ -362,11 +352,10 @@ def scripted_turns(runner: EpisodeRunner, prompt: PreparedPrompt, task: Task) ->
     question = prompt.row.get("question")
     if not isinstance(question, str):
         question = prompt.prompt if isinstance(prompt.prompt, str) else prompt.prompt[-1]["content"]
-    environment, asks = runner.environment.of(prompt.row), None
-    if environment is not None:
-        asks = asking_turn(environment.built_in, environment.schemas, question)
-        if task.asking_turn is not None and environment.built_in is None and not environment.workers:  # the task's own
-            asks = task.asking_turn(prompt.row)
+    environment = runner.environment
+    asks = asking_turn(environment.built_in, environment.schemas, question)
+    if task.asking_turn is not None and environment.built_in is None and not environment.workers:  # the task's own
+        asks = task.asking_turn(prompt.row)
     return [asks or NONSENSE.split()[0], task.gold(prompt.row) or NONSENSE]
 
 

@@ -29,7 +29,7 @@ from tinyrl.workers.calls import Limits, RowFailure
 from tinyrl.workers.worker import MAX_SCORE
 
 # of a run under reward/, beside the mean of each reward by its name
-METRICS = ("mean", "std", "dropped", "zero_spread_groups", "zero_spread_kept", "known_prompts", "skipped_prompts")
+METRICS = ("mean", "std", "dropped", "zero_spread_groups", "zero_spread_kept", "known_prompts")
 
 
 @dataclass

@@ -39,7 +39,7 @@ from tinyrl.rewards.trial import check_gold, check_judges
 from tinyrl.rollout.buffer import Rollout
 from tinyrl.runs.launched import Options
 from tinyrl.runs.rng_state import seed_generators
-from tinyrl.tasks import Task, layout_notes, load_split, load_task
+from tinyrl.tasks import Task, layout_notes, load_splits, load_task
 from tinyrl.tasks.answers import template_fault
 from tinyrl.tasks.prompts import PreparedPrompt, marker_notes, prepare_prompts
 from tinyrl.text import visible
@@ -192,6 +192,7 @@ class SamplingParts(Parts):
     """What methods that sample need in addition. judge: another run's scorer, in place of the configuration's own."""
 
     def __init__(self, config: Config, *, options: Options, judge: Scorer | None = None) -> None:
+        rows = load_splits(config)  # a bad row is reported before a weight is loaded
         super().__init__(config, options=options)
         config = self.config
         self.task: Task = load_task(config.task.name or "rows", grading=config.task.grading)
@@ -200,7 +201,7 @@ class SamplingParts(Parts):
             self.runner = self._agents()
         else:
             self.runner = load_episode_runner(config, tokenizer=self.tokenizer, roles=self.roles)
-        self.train_prompts, self.eval_prompts = (self._prompts(split) for split in ("train", "eval"))
+        self.train_prompts, self.eval_prompts = (self._prompts(split) for split in rows)
         if judge is None:
             self.scorer = load_scorer(config, self.task, parts=self, options=options, runner=self.runner)
         else:
@@ -254,9 +255,9 @@ class SamplingParts(Parts):
         """The most tokens of thinking, where that is limited: not in episodes."""
         return self.config.generation.max_thinking_tokens if self.runner is None else None
 
-    def _prompts(self, split: str) -> list[PreparedPrompt]:
+    def _prompts(self, rows: list[Row]) -> list[PreparedPrompt]:
         generation, runner = self.config.generation, self.runner
-        rows, longest, limit = load_split(self.config, split), self.longest_response, generation.max_prompt_tokens
+        longest, limit = self.longest_response, generation.max_prompt_tokens
         positions = self.positions
         if longest >= positions:
             between = longest - generation.max_new_tokens

@@ -133,7 +133,7 @@ def ceiling(run: Run) -> Finding | None:
     return Finding(
         "reward at its ceiling",
         f"The reward is {reward:.3g} with a spread of {spread:.2g}{same}: there is hardly anything left to learn here.",
-        "Go on with harder prompts: task.skip_solved=1 leaves out for an epoch those that are solved.",
+        "Go on with harder prompts, or with task.sampler=difficulty, which draws solved ones seldom.",
         {"reward": reward, "reward_std": spread},
         rank=lambda row: known(row.get("reward"), -math.inf),
     )
@@ -223,7 +223,7 @@ def reward_conflict(run: Run) -> Finding | None:
     """One reward function rises while another falls: by a tenth of its size at least, and beyond the noise."""
     moves: dict[str, float] = {}
     keys = {key for line in [*run.steps.values()][-FEWEST_STEPS:] for key in line if key.startswith("reward/")}
-    for key in sorted(key for key in keys - NOT_FUNCTIONS if not key.startswith("reward/source/")):
+    for key in sorted(key for key in keys - NOT_FUNCTIONS):
         points, name = run.finite(key), key.removeprefix("reward/")
         if len(points) >= FEWEST_STEPS:
             size = max(abs(value) for _, value in points)

@@ -72,7 +72,6 @@ def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
             values[section][name] = _absolute(values[section][name])
     of_each = {
         ("reward", "functions"): {"use": _absolute_use, "rubric": _absolute_file, "cache": _absolute_file},
-        ("task", "sources"): {"data": _absolute, "eval_data": _absolute, "environment": _absolute_use},
     }
     for (section, name), changes in of_each.items():
         if isinstance(items := values.get(section, {}).get(name), list):

@@ -9,24 +9,23 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tinyrl.config.schema import Config
-from tinyrl.config.sections import EnvironmentConfig
+from tinyrl.data.formats import shared_prompt
 from tinyrl.data.messages import CONVERSATIONS, Prompt, prompt_of
 from tinyrl.data.readers import Row, placed_rows
 from tinyrl.data.rows import hold_out, row_key, rows_needed
-from tinyrl.data.shapes import shared_prompt
 from tinyrl.environments import Reply
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.text import did_you_mean, first_line, listed
 
 TASKS = (  # each is tinyrl/tasks/<name>.py, with its TASK
     "sort", "sums", "reviews", "lookup", "gsm8k", "countdown", "knights_and_knaves", "search_qa", "reasoning_gym",
-    "rows", "mixture",
+    "rows",
 )  # fmt: skip
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")  # a reward function gets these from us
 Grading = Literal["task", "math"]
@@ -95,34 +94,12 @@ def load_task(name: str, *, grading: Grading = "task") -> Task:
     return replace(task, grader=MATH_GRADER)
 
 
-def environments(config: Config) -> dict[str, tuple[EnvironmentConfig, Task]]:
-    """By source ("" where there is one) the section and the task: either may say what answers between turns."""
-    section, where = config.environment, config.task
-    if not where.sources:
-        return {"": (section, load_task(where.name or "rows", grading=where.grading))}
-    return {
-        source.label: (section.model_copy(update={"use": source.environment}), load_task(source.task))
-        for source in where.sources
-    }
-
-
-def environment_functions(config: Config) -> list[tuple[str, str]]:
-    """The settings that name people's code of environments, each with what it names."""
-    found = [function for section, _ in environments(config).values() for function in section.functions]
-    return list(dict.fromkeys(found))
-
-
-def load_split(config: Config, split: str) -> list[Row]:
-    """The rows of "train" or "eval" that a run has: `load_rows` with the run's settings."""
-    where = config.task
-    if where.sources:
-        from tinyrl.tasks.mixture import mixed_rows
-
-        rows = mixed_rows(where.sources, split, seed=where.split_seed, verified=config.reward.is_verifier)
-        return rows[: where.max_samples]
-    return load_rows(
-        load_task(where.name or "rows"),
-        split,
+def load_splits(config: Config, splits: Sequence[str] = ("train", "eval")) -> list[list[Row]]:
+    """Return the rows of a run by splits. Data of which some are held out is read once."""
+    where, task = config.task, load_task(config.task.name or "rows")
+    return _splits(
+        task,
+        splits,
         data=where.data,
         eval_data=where.eval_data,
         columns=where.columns,
@@ -133,9 +110,21 @@ def load_split(config: Config, split: str) -> list[Row]:
     )
 
 
-def load_rows(
+def load_split(config: Config, split: str) -> list[Row]:
+    """Return the rows of "train" or "eval" of a run."""
+    return load_splits(config, [split])[0]
+
+
+def load_rows(task: Task, split: str, **options: Any) -> list[Row]:
+    """Return the rows of "train" or "eval" of a task: its own, or those of `data` and `eval_data`. Options as in
+    `_splits`.
+    """
+    return _splits(task, [split], **options)[0]
+
+
+def _splits(
     task: Task,
-    split: str,
+    splits: Sequence[str],
     *,
     data: str | None = None,
     eval_data: str | None = None,
@@ -144,34 +133,40 @@ def load_rows(
     seed: int = 0,
     revision: str | None = None,
     verified: bool = True,
-) -> list[Row]:
-    """The rows of "train" or "eval": the task's own, or those of `data` and `eval_data`, at most `max_samples` a split
-    (no more than that takes is read).
+) -> list[list[Row]]:
+    """Read splits of a task, at most `max_samples` rows each (no more is read than that takes).
 
-    With `data` and no `eval_data` some are held out for "eval", chosen by `seed` (`hold_out`). `columns` {new: old}
-    renames the columns of `data` and `eval_data`. `verified`: the task's verifier is the reward, so every row must be
-    one that it can judge; `revision` is that of a hub data set.
+    With `data` and no `eval_data` some rows are held out for "eval", chosen by `seed` (`hold_out`). `columns`
+    {new: old} renames the columns of `data` and `eval_data`. `verified`: the task's verifier is the reward, so every
+    row must be one that it can judge; `revision` is that of a hub data set.
     """
-    assert split in ("train", "eval"), split
-    if max_samples is not None and max_samples < 1:
-        raise ValueError(f"task.max_samples: must be at least 1, not {max_samples}")
     if columns and data is None and eval_data is None:
         raise ValueError("task.columns renames the columns of task.data, and no task.data is given")
-    source = (eval_data if split == "eval" else None) or data
-    if task.generate is not None:
-        return task.generate(source, split, seed)[:max_samples]
-    if source is not None:
-        most = rows_needed(max_samples, split=data is not None and eval_data is None)
-        rows = _read(task, source, columns=columns, verified=verified, revision=revision, most=most)
-    elif task.rows is no_rows:
-        needed = " and ".join(f"'{name}'" for name in task.columns)
-        raise ValueError(f"task '{task.name}' has no data of its own: give task.data=FILE.jsonl with a column {needed}")
+    sources = {"train": data, "eval": eval_data or data}
+
+    def read(source: str, *, split: bool) -> list[Row]:
+        most = rows_needed(max_samples, split=split)
+        return _read(task, source, columns=columns, verified=verified, revision=revision, most=most)
+
+    def rows_of(split: str) -> list[Row]:
+        source = sources[split]
+        if task.generate is not None:
+            return task.generate(source, split, seed)
+        if source is not None:
+            return read(source, split=False)
+        if task.rows is no_rows:
+            needed = " and ".join(f"'{name}'" for name in task.columns)
+            raise ValueError(
+                f"task '{task.name}' has no data of its own: give task.data=FILE.jsonl with a column {needed}"
+            )
+        return task.rows(split)
+
+    if data is not None and eval_data is None and task.generate is None:
+        train, held_out = hold_out(read(data, split=True), prompt=task.prompt, seed=seed)
+        found = {"train": train, "eval": held_out}
     else:
-        rows = task.rows(split)
-    if data is not None and eval_data is None:
-        train, held_out = hold_out(rows, prompt=task.prompt, seed=seed)
-        rows = train if split == "train" else held_out
-    return rows[:max_samples]
+        found = {split: rows_of(split) for split in splits}
+    return [found[split][:max_samples] for split in splits]
 
 
 def check_rows(task: Task, rows: list[Row], *, places: list[str], verified: bool) -> None:

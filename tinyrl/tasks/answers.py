@@ -10,8 +10,8 @@ import json
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from tinyrl.data.formats import Side
 from tinyrl.data.messages import Prompt
-from tinyrl.data.shapes import Side
 from tinyrl.models.templates import template_text
 from tinyrl.models.tokens import disguised, markers_of, token_ids, tokens_behind
 from tinyrl.tasks.prompts import (

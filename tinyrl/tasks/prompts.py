@@ -6,9 +6,7 @@ Everything here is done once, before training. Torch is never imported: the call
 from __future__ import annotations
 
 import json
-import math
 import re
-import statistics
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -278,23 +276,3 @@ def _plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str, *, bos: bool = 
     if not bos or bare[0] == tokenizer.bos_token_id:  # the text brings its own BOS; a second one would be added
         return bare
     return added_around(tokenizer)[0] + bare
-
-
-# ---- several sources ----
-
-
-def rows_by_source(prompts: list[PreparedPrompt]) -> dict[str, list[int]]:
-    """The places of prompts by the source of their rows (task.sources)."""
-    found: dict[str, list[int]] = {}
-    for place, each in enumerate(prompts):
-        found.setdefault(each.row["source"], []).append(place)
-    return found
-
-
-def source_rewards(rewards: list[float], sources: list[str]) -> dict[str, float]:
-    """The mean reward of each source's rows, those without one left out."""
-    by_source: dict[str, list[float]] = {}
-    for source, reward in zip(sources, rewards, strict=True):
-        if not math.isnan(reward):
-            by_source.setdefault(source, []).append(reward)
-    return {f"reward/source/{source}": statistics.fmean(values) for source, values in by_source.items()}

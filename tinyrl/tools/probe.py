@@ -198,8 +198,8 @@ def rows_with_rates(config: Config, found: Probe) -> list[Row]:
     Read as task.data under the same task.split_seed they fall into the same training and held-out rows as before.
     """
     where = config.task
-    if where.sources or load_task(where.name or "rows").generate is not None:
-        raise ValueError("--write: rows that are made, or come from several sources, have no file to put rates into")
+    if load_task(where.name or "rows").generate is not None:
+        raise ValueError("--write: rows that are made have no file to put rates into")
     rates = {group[0]["row"]: rate for group, rate in zip(found.groups, found.pass_rates, strict=True)}
     everything = {"max_samples": None, "eval_data": where.eval_data or where.data}
     rows = load_split(config.model_copy(update={"task": where.model_copy(update=everything)}), "train")

@@ -146,7 +146,7 @@ def decided(seen: Probe) -> Finding | None:
         change = "Easier prompts, some steps of tinyrl train sft on worked answers first, or a reward given in steps."
     elif rate >= 0.9:
         name, best_first = "too easy", -1.0
-        change = "Harder prompts; of these, task.skip_solved=1 leaves out for an epoch those that are solved."
+        change = "Harder prompts; of these, task.sampler=difficulty draws those that are solved seldom."
     return Finding(
         name,
         f"{said}; {rate:.1%} of the completions are right.",

@@ -1,9 +1,4 @@
-"""Which training prompts a step takes: in epochs, without solved ones, by sources, or those that teach most.
-
-Prompts all of whose last responses were right are left out for a while under task.skip_solved: a group without spread
-teaches nothing, and one that is all right will mostly be so again, so its prompt gives its place in the next epochs to
-others, and is then tried again. Skywork-OR1 (2505.22312) and others drop such prompts for good. One that is all wrong
-is kept: it comes once an epoch as before, and more often the more prompts are solved.
+"""Prompt samplers: in shuffled epochs, or by difficulty.
 
 task.sampler=difficulty goes by what a prompt is expected to teach. The gradient of a group is in proportion to its
 spread, for rewards of 0 and 1 the p (1 - p) of its pass rate, which is largest at a half (2506.05316; GRESO,
@@ -22,8 +17,8 @@ from torch import Tensor
 
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import TaskConfig
-from tinyrl.data.rows import PASS_RATE, batch_indices, replaced_indices, row_key, weighted_indices
-from tinyrl.tasks.prompts import PreparedPrompt, rows_by_source
+from tinyrl.data.rows import PASS_RATE, batch_indices, row_key
+from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.training.state import Controllers
 
 PROBED = 4.0  # completions that a probed rate counts for
@@ -79,10 +74,6 @@ class Choice:
         """The places of a step's prompts; a function of (seed, step) and of what was kept."""
         return batch_indices(self.seed, step, num_prompts=self.num_prompts, num_rows=len(self.prompts))
 
-    def skipped(self, step: int) -> set[int]:
-        """Places that no step may take now."""
-        return set()
-
     def keep(self, step: int, tried: Tried) -> dict[str, float]:
         """Put what a step showed on record, once its sampling is done; its metrics."""
         return {}
@@ -91,20 +82,9 @@ class Choice:
 def choice_of(config: Config, prompts: list[PreparedPrompt], controllers: Controllers) -> Choice:
     """What the configuration says, going on with what a run's `controllers` have on record."""
     task, how = config.task, (config.on_policy.num_prompts, config.run.seed)
-    if task.sources:
-        return SourceShares(task, prompts, *how)
     if task.sampler == "difficulty":
         return PassRates(task, prompts, *how, controllers.pass_rates)
-    return (SolvedPrompts if task.skip_solved else Choice)(task, prompts, *how, controllers.solved)
-
-
-class SourceShares(Choice):
-    """Each source's share of every step."""
-
-    def draw(self, step: int) -> list[int]:
-        by_source = rows_by_source(self.prompts)
-        shares = [(source.weight, by_source.get(source.label, [])) for source in self.task.sources]
-        return weighted_indices(self.seed, step, num_prompts=self.num_prompts, sources=shares)
+    return Choice(task, prompts, *how)
 
 
 class PassRates(Choice):
@@ -157,29 +137,3 @@ class PassRates(Choice):
             was_right, was_wrong = self._known(key, step)
             self.record[key] = [was_right + right, was_wrong + count - right, step]
         return {"reward/known_prompts": float(len(self.record))}
-
-
-class SolvedPrompts(Choice):
-    """Without prompts that are solved; on record is the epoch in which each was."""
-
-    def epoch(self, step: int) -> int:
-        return step * self.num_prompts // len(self.prompts)
-
-    def skipped(self, step: int) -> set[int]:
-        now = self.epoch(step)  # a record of a later one is from before the data or grpo.num_prompts changed
-        since = now - self.task.skip_solved
-        return {i for i, key in enumerate(self.keys) if key in self.record and since <= self.record[key] <= now}
-
-    def draw(self, step: int) -> list[int]:
-        """Others in the place of those left out; these stay where nothing else is left."""
-        key = f"unsolved {self.seed} {step}"
-        return replaced_indices(super().draw(step), skipped=self.skipped(step), key=key, num_rows=len(self.prompts))
-
-    def keep(self, step: int, tried: Tried) -> dict[str, float]:
-        skipped = len(self.skipped(step))
-        for key, (count, right) in tried.by_row().items():
-            if right == count > 0:
-                self.record[key] = self.epoch(step)
-            else:
-                self.record.pop(key, None)
-        return {"reward/skipped_prompts": float(skipped)}

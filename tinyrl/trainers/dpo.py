@@ -25,9 +25,9 @@ from torch import Tensor
 
 from tinyrl.algorithms.preference import dpo_loss, ipo_loss, kto_loss, mismatched_kl, orpo_loss, simpo_loss
 from tinyrl.config.method_sections import DpoConfig
+from tinyrl.data.formats import EQUAL, Side, described, leave_out, preference, quoting
 from tinyrl.data.messages import Prompt, as_messages
 from tinyrl.data.readers import Row
-from tinyrl.data.shapes import EQUAL, Side, described, leave_out, preference, quoting
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.build import check_reference, reference_of
 from tinyrl.models.micro_batches import RowSizes

@@ -30,7 +30,7 @@ from tinyrl.rollout.collector import (
 from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.rollout.thinking import thinking_tokens
 from tinyrl.runs.signals import stop_held
-from tinyrl.tasks.prompts import PreparedPrompt, source_rewards
+from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.trainers.choice import Tried, choice_of
 from tinyrl.trainers.policy_loss import LossSettings, PolicyLoss
 from tinyrl.trainers.teaching import DistanceLoss, teacher_metrics, teacher_of
@@ -101,9 +101,9 @@ class OnPolicyTrainer(SamplingParts, Trainer):
 
     def fresh_prompts(self, step: int, refill_round: int, *, count: int, without: set[int]) -> list[PreparedPrompt]:
         """Prompts to top up a step's batch: a function of (seed, step, round) and of what was drawn before."""
-        rows, skipped = self.train_prompts, self.choice.skipped(step)
+        rows = self.train_prompts
         order = keyed_order(f"refill {self.config.run.seed} {step} {refill_round}", len(rows))
-        return [rows[i] for i in order if rows[i].index not in without and i not in skipped][:count]
+        return [rows[i] for i in order if rows[i].index not in without][:count]
 
     def collect(self, prompts: list[PreparedPrompt], step: int) -> Rollout:
         """Sample and score a group for each prompt; failing rewards are counted, shown, and eventually stop the run."""
@@ -343,10 +343,6 @@ class OnPolicyTrainer(SamplingParts, Trainer):
             applies = column[~column.isnan()]
             if len(applies):
                 out[f"reward/{name}"] = float(applies.mean())
-        if self.config.task.sources:
-            of_prompt = {prompt.index: prompt.row["source"] for prompt in self.train_prompts}
-            of_row = [of_prompt[index] for index in rollout.prompt_rows[rollout.prompt_index].tolist()]
-            out |= source_rewards(rollout.rewards.tolist(), of_row)
         if self.scorer.judges:
             spent = self.scorer.spent()
             out |= {

@@ -50,9 +50,9 @@ from tinyrl.algorithms.masking import masked_mean, masked_whiten
 from tinyrl.algorithms.reward_shaping import token_rewards
 from tinyrl.config.method_sections import PpoConfig
 from tinyrl.config.schema import Config
+from tinyrl.data.formats import described
 from tinyrl.data.readers import Row, placed_rows
 from tinyrl.data.rows import batch_indices, fingerprint
-from tinyrl.data.shapes import described
 from tinyrl.models.batches import SequenceBatch
 from tinyrl.models.loading import check_ids
 from tinyrl.models.micro_batches import RowSizes

@@ -1,9 +1,7 @@
-"""Reward model training: one score for an answer, from pairs (Bradley-Terry), labels (classification) or ratings
-(regression).
+"""Reward model training: one score for an answer, from pairs (Bradley-Terry) or labels (classification).
 
 InstructGPT (2203.02155) Eq. 1, with the margin of Llama 2 (2307.09288) Eq. 2 where rows ask for one; binary
-cross-entropy on labels, so that a score is log-odds (less the centre, once it is saved); squared error on ratings, in
-deviations from their mean.
+cross-entropy on labels, so that a score is log-odds (less the centre, once it is saved).
 
     for each step: a batch of rows; their scores; the loss of the objective; an optimizer step
 
@@ -14,7 +12,6 @@ template. Scores are centred when they are saved: the mean over training rows is
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,22 +21,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from tinyrl.algorithms.preference import bradley_terry_loss, label_loss, rating_loss
-from tinyrl.data.readers import Row
-from tinyrl.data.shapes import (
+from tinyrl.algorithms.preference import bradley_terry_loss, label_loss
+from tinyrl.data.formats import (
     EQUAL,
-    Objective,
     Scored,
     described,
     judged,
     leave_out,
-    mean_and_deviation,
     objective_of,
     quoting,
     two_labels,
 )
+from tinyrl.data.readers import Row
 from tinyrl.evaluation.evaluate import Evaluation
-from tinyrl.evaluation.statistics import label_metrics, pair_metrics, rating_metrics
+from tinyrl.evaluation.statistics import label_metrics, pair_metrics
 from tinyrl.models.batches import backbone_of
 from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.loading import save_tokenizer
@@ -49,7 +44,6 @@ from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_room
 from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, judged_tokens
 from tinyrl.rollout.components import Parts
 from tinyrl.runs.signals import watched
-from tinyrl.text import number
 from tinyrl.training.session import Session
 from tinyrl.training.trainer import Batch, RowTrainer
 
@@ -59,7 +53,7 @@ CENTERED_ON = 512  # rows to train on that the centre is measured on
 @dataclass(frozen=True)
 class JudgedTokens:
     """texts: tokens of the chosen and the rejected answer, or of one, each behind its prompt. target: the margin asked
-    for, the label (0 or 1), or the rating in deviations from the mean.
+    for, or the label (0 or 1).
     """
 
     texts: tuple[list[int], ...]
@@ -80,34 +74,37 @@ class RewardModel(RowTrainer):
         self.roles.train_score_head()
         with_adapter = self.roles.peft is not None
         self.room = self.positions if with_adapter else classifier_room(self.roles.causal.config, self.tokenizer)
-        settings = self.config.reward_model
-        objective = self.objective = objective_of(rows[0], settings.objective)
-        if objective == "ratings" and settings.label_smoothing:
-            raise ValueError(
-                f"reward_model.label_smoothing={settings.label_smoothing} is for pairs and labels; these rows are "
-                "ratings"
-            )
+        objective = self.objective = objective_of(rows[0], self.config.reward_model.objective)
         if objective == "pairs":
             self.roles.fix_score_bias()
         self.notes += described(rows, objective)
         splits = [[(row, judged(row, objective)) for row in watched(part)] for part in (rows, held_out)]
-        # A rating is mean + deviation * target.
         values = [[one.value for _, one in split] for split in splits]
-        self.mean, self.deviation, target_of, said = _targets(objective, *values)
+        good = None if objective == "pairs" else self._good_label(*values)
         cut: list[bool] = []  # for each text
         texts = [[(row, one, self._texts(row, one, cut=cut)) for row, one in watched(split)] for split in splits]
         if objective == "pairs":
             texts = [self._distinct(split) for split in texts]
-        train, held = ([JudgedTokens(tokens, target_of(one.value)) for _, one, tokens in split] for split in texts)
+        train, held = (
+            [JudgedTokens(tokens, one.value if good is None else float(one.value == good)) for _, one, tokens in split]
+            for split in texts
+        )
         self.has_prompts = all(row.get("prompt") is not None for row in rows)
         self._prompts = [one.prompt or one.answers for _, one, _ in texts[1]]
-        self.notes += said
         if any(cut):
             self.notes.append(
                 f"warning: {sum(cut):,} of {len(cut):,} texts have more than the {self.room:,} tokens that the model "
                 "reads; their beginnings are cut off, as they will be in scoring"
             )
         return train, held
+
+    def _good_label(self, values: list[float], held_out: list[float]) -> float:
+        """Return the higher of the two labels, and note which that is."""
+        low, high = two_labels(values)
+        two_labels([*values, *held_out])
+        good = f"{values.count(high):,} of {len(values):,} rows"
+        self.notes.append(f"labels: {high:g} is the good one ({good}), {low:g} the other")
+        return high
 
     def _distinct(self, split: list[Tokenised]) -> list[Tokenised]:
         """Pairs without those whose sides are equal as tokens, once their beginnings are cut off."""
@@ -145,11 +142,8 @@ class RewardModel(RowTrainer):
         if self.objective == "pairs":
             chosen, rejected = scores
             metrics = pair_metrics(chosen, rejected, targets)
-        elif self.objective == "labels":
-            metrics = label_metrics(scores[0], targets)
         else:
-            ratings = self.mean + self.deviation * targets
-            metrics = rating_metrics(scores[0], ratings, mean=self.mean, deviation=self.deviation)
+            metrics = label_metrics(scores[0], targets)
         return Evaluation(metrics, [], [])
 
     def texts(self, row: JudgedTokens) -> tuple[list[int], ...]:
@@ -226,9 +220,7 @@ def score_loss(
     if parts.objective == "pairs":
         chosen, rejected = scores
         return bradley_terry_loss(chosen, rejected, margin=targets, label_smoothing=smoothing, denominator=denominator)
-    if parts.objective == "labels":
-        return label_loss(scores[0], targets, label_smoothing=smoothing, denominator=denominator)
-    return rating_loss(scores[0], targets, denominator=denominator)
+    return label_loss(scores[0], targets, label_smoothing=smoothing, denominator=denominator)
 
 
 def answer_scores(parts: Parts, examples: list[JudgedTokens]) -> tuple[Tensor, ...]:
@@ -255,26 +247,3 @@ def sizes_of(parts: Parts, examples: list[JudgedTokens]) -> RowSizes:
 def begin_of(example: JudgedTokens) -> list[int]:
     """What its sides begin with; a token at least."""
     return example.texts[0][: max(1, common_length(example.texts))]
-
-
-# ---- rows as tokens ----
-
-
-def _targets(
-    objective: Objective, values: list[float], held_out: list[float]
-) -> tuple[float, float, Callable[[float], float], list[str]]:
-    """(mean, deviation, value -> target, lines that say so) of the rows to train on."""
-    if objective == "pairs":
-        return 0.0, 1.0, lambda margin: margin, []
-    if objective == "labels":
-        low, high = two_labels(values)
-        two_labels([*values, *held_out])
-        good = values.count(high)
-        said = f"labels: {high:g} is the good one ({good:,} of {len(values):,} rows), {low:g} the other"
-        return 0.0, 1.0, lambda label: float(label == high), [said]
-    mean, deviation = mean_and_deviation(values)
-    said = (
-        f"ratings: {min(values):g} to {max(values):g}, mean {number(mean)}; a score of 1 is one standard deviation "
-        f"({number(deviation)}) above it"
-    )
-    return mean, deviation, lambda rating: (rating - mean) / deviation, [said]

@@ -2,7 +2,7 @@
 
     for each step: a batch of rows; mean negative log-likelihood over the tokens that count; an optimizer step
 
-Rows are read by their columns (data/shapes.py) and become tokens as the policy meets them later: the prompt as it is
+Rows are read by their columns (data/formats.py) and become tokens as the policy meets them later: the prompt as it is
 sampled from, and behind it the answer through its end-of-turn token (tasks/answers.py). sft.loss_on says
 which tokens count: the completion's or the assistant's (default), or all. Of a conversation each turn of the assistant
 is learnt behind the messages before it; turns that the template renders as one growing text are read in one pass, which
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tinyrl.algorithms.masking import masked_sum
+from tinyrl.data.formats import beginning, described, is_empty, quoting, text_examples
 from tinyrl.data.readers import Row
-from tinyrl.data.shapes import beginning, described, is_empty, quoting, text_examples
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.micro_batches import RowSizes, Work, own_rows
 from tinyrl.models.tokens import readable

@@ -25,7 +25,6 @@ from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.runs.checkpoint import MANIFEST, checkpoint_step
 from tinyrl.runs.run_dir import versions
-from tinyrl.tasks import environment_functions
 from tinyrl.text import first_line, shortened
 from tinyrl.workers.loading import imported_beside, parse_use
 
@@ -78,7 +77,6 @@ class Controllers(_Strict):
     measured_on: str = ""  # engine, device and precision that exact_sampling is of
     entropy_coef: Annotated[Finite, Field(ge=0)] | None = None  # weight of the entropy bonus, where it is steered
     entropy: Finite | None = None  # of a token in the step before; None: not measured yet
-    solved: dict[str, Count] = Field(default_factory=dict)  # rows by fingerprint, and the epoch they were solved in
     pass_rates: dict[str, Annotated[list[Finite], Field(min_length=3, max_length=3)]] = Field(
         default_factory=dict  # of rows by fingerprint: completions that were right, wrong, in which step
     )
@@ -224,7 +222,7 @@ def _files(config: Config) -> Iterator[tuple[str, Path]]:
     rubrics = [Path(function.rubric) for function in functions if function.rubric is not None]
     yield from ((f"reward.functions: {rubric.name}", rubric) for rubric in rubrics)
     if config.uses("environment"):
-        uses += environment_functions(config)
+        uses += config.environment.functions
         corpus = config.environment.corpus
         if corpus is not None and os.path.isfile(corpus):
             yield f"environment.corpus: {os.path.basename(corpus)}", Path(corpus)

@@ -51,11 +51,13 @@ class RowTrainer(Trainer):
 
     train_rows: list[Any]
     held_out: list[Any]
+    notes: list[str]
 
     def __init__(self, config: Config, *, options: Options) -> None:
+        notes: list[str] = []
+        rows, held_out = example_rows(config, notes)  # a bad row is reported before a weight is loaded
         super().__init__(config, options=options)
-        self.notes: list[str] = []
-        rows, held_out = example_rows(config, self.notes)
+        self.notes = notes
         self.row_fingerprints = fingerprints(rows, held_out)
         self.evaluates_trained = {*map(id, held_out)} <= {*map(id, rows)}
         self.train_rows, self.held_out = self.read(rows, held_out)

@@ -1,11 +1,22 @@
 """Rows in the shapes that people have: what each is read as, what is refused, and what is said of them."""
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
+from tinyrl.data.formats import (
+    Objective,
+    Scored,
+    TextExample,
+    described,
+    judged,
+    objective_of,
+    preference,
+    shared_prompt,
+    text_examples,
+    two_labels,
+)
 from tinyrl.data.rows import hold_out
-from tinyrl.data.shapes import Scored, TextExample, described, preference, shared_prompt, text_examples
 
 
 def user(content: str) -> dict[str, Any]:
@@ -164,7 +175,7 @@ def test_a_pair_behind_its_prompt(row: dict[str, Any], wanted: Scored):
         ),
         (
             {"prompt": "z", "chosen": [user("a"), said("b")], "rejected": [user("a"), said("c")]},
-            "`chosen` and `rejected` begin with user, which is not what `prompt` says: 'z'",
+            "`chosen` and `rejected` begin with user, which differs from `prompt`: 'z'",
         ),
         (
             {"chosen": [user("a"), user("b")], "rejected": [user("a"), said("c")]},
@@ -180,6 +191,89 @@ def test_a_row_that_is_no_pair_is_refused(row: dict[str, Any], sentence: str):
     with pytest.raises(ValueError, match=r"\S") as caught:
         preference(row)
     assert str(caught.value).startswith(sentence)
+
+
+# ---- labels and pairs of a reward model ----
+
+
+@pytest.mark.parametrize(
+    ("row", "asked", "objective"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "auto", "pairs"),
+        ({"chosen": "b", "rejected": "c", "score": 3}, "auto", "pairs"),
+        ({"text": "a", "label": False}, "auto", "labels"),
+    ],
+)
+def test_what_the_columns_say(row: dict[str, Any], asked: Any, objective: Objective) -> None:
+    assert objective_of(row, asked) == objective
+
+
+def test_columns_that_say_nothing() -> None:
+    with pytest.raises(ValueError, match=r"this row has prompt, score\. Rename columns with task\.columns\.NEW=OLD"):
+        objective_of({"prompt": "a", "score": 2}, "auto")
+
+
+ASSISTANT = {"role": "assistant", "content": "four"}
+USER = {"role": "user", "content": "2+2?"}
+
+
+@pytest.mark.parametrize(
+    ("row", "objective", "read"),
+    [
+        ({"text": "good", "label": True}, "labels", Scored(None, ("good",), 1.0)),
+        ({"prompt": "p", "completion": "c", "label": "0"}, "labels", Scored("p", ("c",), 0.0)),  # a .csv
+        ({"prompt": "p", "completion": "c", "label": " False"}, "labels", Scored("p", ("c",), 0.0)),
+        ({"messages": [USER, ASSISTANT], "label": -1}, "labels", Scored([USER], ([ASSISTANT],), -1.0)),
+        ({"prompt": "2+2?", "completion": [ASSISTANT], "label": 1}, "labels", Scored([USER], ([ASSISTANT],), 1.0)),
+    ],
+)  # fmt: skip
+def test_what_a_row_says(row: dict[str, Any], objective: Objective, read: Scored) -> None:
+    assert judged(row, objective) == read
+
+
+@pytest.mark.parametrize(
+    ("row", "objective", "sentence"),
+    [
+        ({"text": "t", "label": "good"}, "labels", "'label' must be true, false or a number, not 'good'"),
+        ({"text": "t", "label": "nan"}, "labels", "'label' must be true, false or a number, not 'nan'"),
+        ({"text": "t", "label": float("nan")}, "labels", "'label' must be .* not nan"),
+        ({"text": "t", "label": 10**400}, "labels", "'label' must be"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": 1e9}, "pairs", "'margin' must .*at most"),
+        ({"text": "t", "label": [1]}, "labels", r"'label' must be true, false or a number, not \[1\]"),
+        ({"prompt": "p", "chosen": "a"}, "pairs", "no column 'rejected'"),
+        ({"label": 1}, "labels", "no column 'completion', 'messages', 'conversations' or 'text'. Columns: label"),
+        ({"messages": [ASSISTANT, USER], "label": 1}, "labels", "'messages' must end .* not assistant, user"),
+        ({"messages": [ASSISTANT], "label": 1}, "labels", "'messages' must end with an .* not assistant"),
+        ({"text": "t", "score": 3}, "labels", "no column 'label'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read(row: dict[str, Any], objective: Objective, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        judged(row, objective)
+
+
+@pytest.mark.parametrize(
+    ("one", "why"),
+    [
+        (Scored("p", ("a", "a"), 0.0), "two equal answers"),
+        (Scored("p", ("a", " \n"), 0.0), "an empty answer"),
+        (Scored("p", ("",), 1.0), "an empty answer"),
+        (Scored([USER], ([{"role": "assistant", "content": ""}],), 1.0), "an empty answer"),
+        (Scored("p", ("a", "b"), 0.0), None),
+        (Scored(None, ("a",), 0.0), None),
+    ],
+)
+def test_what_teaches_nothing(one: Scored, why: Literal["two equal answers", "an empty answer"] | None) -> None:
+    assert one.unusable == why
+
+
+def test_two_labels() -> None:
+    assert two_labels([1.0, 0.0, 1.0]) == (0.0, 1.0)
+    assert two_labels([1.0, -1.0]) == (-1.0, 1.0)
+    with pytest.raises(ValueError, match="every row to train on has the label 1: there is nothing to tell apart"):
+        two_labels([1.0, 1.0])
+    with pytest.raises(ValueError, match=r"7 different labels \(0, 1, 2, 3, 4, \.\.\.\), .*make pairs"):
+        two_labels([float(i % 7) for i in range(20)])
 
 
 # ---- the held-out split ----
@@ -230,8 +324,8 @@ def test_what_rows_are_taken_for_is_said_with_an_example():
         "rows: 1 of `chosen` and `rejected` (messages) with the prompt inside both, with `margin`",
         "for example: user: 'a' -> assistant: 'b' better by 1.5 than assistant: 'c'",
     ]
-    assert described([{"text": "a", "score": 2}], "ratings") == [
-        "rows: 1 of `text` with `score`",
+    assert described([{"text": "a", "label": 2}], "labels") == [
+        "rows: 1 of `text` with `label`",
         "for example: 'a' is 2",
     ]
 
