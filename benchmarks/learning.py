@@ -16,8 +16,8 @@ from benchmarks.fixed_work import LEARNING, write_rows
 from benchmarks.results import Result, alternate, interval
 from benchmarks.tables import machine, markdown, versions
 from tinyrl.starter import starter_path
-from tinyrl.starter.text import sort_completion
 from tinyrl.tasks import load_rows, load_task
+from tinyrl.tasks.sort import sort_completion
 
 PEER_MICRO_BATCH = 64
 STEPS_TOGETHER = 10  # of a curve, in a table

@@ -7,7 +7,7 @@ from typing import Any
 
 from openai import OpenAI
 
-from tinyrl.starter.text import fact, found_text
+from tinyrl.tasks.lookup import fact, found_text
 
 
 def run(row: dict[str, Any], base_url: str, api_key: str, model: str) -> str:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.embedded_models import reviews
 from tinyrl.cli.commands import app
-from tinyrl.starter import sentiment
 
 PAGE = Path(__file__).parents[1] / "docs" / "chain.md"
 SHORT = ["run.num_steps=2", "run.eval_prompts=8", "run.threads=1"]
@@ -16,7 +16,7 @@ SHORT = ["run.num_steps=2", "run.eval_prompts=8", "run.threads=1"]
 def commands() -> list[list[str]]:
     """The page's commands, as words."""
     lines = [line.strip() for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("    ")]
-    return [shlex.split(line, comments=True) for line in lines if line.startswith(("tinyrl ", "python -m tinyrl."))]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith(("tinyrl ", "python -m examples."))]
 
 
 @pytest.mark.slow
@@ -24,10 +24,10 @@ def test_the_chain_runs_from_text_to_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sentiment, "FILES", (("", "train", 64), (".eval", "eval", 16)))
+    monkeypatch.setattr(reviews, "FILES", (("", "train", 64), (".eval", "eval", 16)))
     first, *others = commands()
-    assert first == ["python", "-m", "tinyrl.starter.sentiment", "data"]
-    sentiment.write(Path("data"))
+    assert first == ["python", "-m", "examples.embedded_models.reviews", "data"]
+    reviews.write(Path("data"))
     *training, compare = [words[1:] for words in others]
     assert [words[:2] for words in training] == [
         ["train", method] for method in ("sft", "reward", "dpo", "ppo", "ppo", "grpo", "grpo")

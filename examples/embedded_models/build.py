@@ -1,4 +1,4 @@
-"""The build of the embedded models: `python examples/embedded_models/build.py OUT` (about nine minutes on one core).
+"""The build of the embedded models: `python -m examples.embedded_models.build OUT` (about nine minutes on one core).
 
 Writes the generated text, tokenizers and untrained models' configs into OUT/work, trains with the package's own
 `tinyrl train sft` and `tinyrl train reward` (by the recipes beside this file), and leaves a folder a model in OUT with
@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from examples.embedded_models.reviews import reward_pairs
+from examples.embedded_models.text import episode_rows, language_rows, vocabulary
 from tinyrl.starter import write_rows
-from tinyrl.starter.sentiment import reward_pairs
-from tinyrl.starter.text import episode_rows, language_rows, vocabulary
 
 HERE = Path(__file__).parent
 VOCABULARY_SIZE = 768
@@ -165,7 +165,7 @@ def build_teacher(out: Path) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or not set(sys.argv[2:]) <= {*PLANS, "teacher"}:
-        sys.exit(f"usage: python examples/embedded_models/build.py OUT [{'|'.join(PLANS)}|teacher ...]")
+        sys.exit(f"usage: python -m examples.embedded_models.build OUT [{'|'.join(PLANS)}|teacher ...]")
     if sys.argv[2:] == ["teacher"]:
         build_teacher(Path(sys.argv[1]))
     else:

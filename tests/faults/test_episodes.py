@@ -19,7 +19,7 @@ import pytest
 from tests import running
 from tests.faults.children import workers_left
 from tests.faults.lookup_runs import GROUP, PROMPTS, READ, answered_by, said_by_environment, samples
-from tinyrl.starter.text import lookup_rows
+from tinyrl.tasks.lookup import lookup_rows
 from tinyrl.tools.report import write_report
 
 BAD = lookup_rows("train", num_rows=PROMPTS)[0]["prompt"]

@@ -20,7 +20,7 @@ from tinyrl.config.schema import Config
 from tinyrl.environments import search
 from tinyrl.environments.corpus import Corpus
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.starter.text import NAMES
+from tinyrl.tasks.lookup import NAMES
 
 PASSAGES = [f"{name}\nfound {name} ;" for name in NAMES]
 CODE = "def length(completions, **columns):\n    return [float(len(c[0]['content'])) for c in completions]\n"

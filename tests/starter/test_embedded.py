@@ -8,13 +8,13 @@ import pytest
 
 import tinyrl.starter
 from examples.embedded_models.build import HERE, PLANS, build, write_blank_models
+from examples.embedded_models.reviews import reward_pairs
+from examples.embedded_models.text import episode_rows, language_rows
 from tests import running
 from tinyrl.config.recipe import load_config
 from tinyrl.models.reward_model import SCORE_OFFSET
 from tinyrl.rewards.model_text import TEXT_FORMAT
 from tinyrl.starter import write_rows
-from tinyrl.starter.sentiment import reward_pairs
-from tinyrl.starter.text import episode_rows, language_rows
 
 FOLDER = Path(tinyrl.starter.__file__).parent
 MODELS = ("model", "reward_model")

@@ -1,8 +1,7 @@
-"""The lookup model: its text, its tokenizer, the files that are shipped, and where training starts from."""
+"""The lookup model: its tokenizer, the files that are shipped, and where training starts from."""
 
 import hashlib
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,84 +11,15 @@ from safetensors.torch import load_file
 
 import tinyrl.starter
 from examples.embedded_models.build import build, build_lookup_tokenizer
+from examples.embedded_models.text import episode_rows
 from tinyrl.config.recipe import load_config
 from tinyrl.generation.engine import Request
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.rollout.components import Options, SamplingParts
-from tinyrl.starter import SPLITS, split_of
-from tinyrl.starter.text import (
-    ATTRIBUTES,
-    FAMILIES,
-    NAMES,
-    RELATIONS,
-    Question,
-    episode_rows,
-    fact,
-    lookup_rows,
-    right_answer,
-    vocabulary,
-    written_episode,
-)
 from tinyrl.tasks.lookup import TASK, respond
 
 FOLDER = Path(tinyrl.starter.__file__).parent
 MODEL = FOLDER / "lookup_model"
-
-
-# ---- the world and its text ----
-
-
-def test_the_world_has_as_many_of_everything_as_it_says() -> None:
-    assert (len(NAMES), len(FAMILIES), len(RELATIONS)) == (64, 32, 4)
-    assert [len(values) for values in ATTRIBUTES.values()] == [16, 16, 16]
-    assert len(set(vocabulary())) == len(vocabulary()) == 161
-
-
-def test_a_question_as_written_and_its_answer() -> None:
-    own = Question("Ada Stone", None, "city")
-    kin = Question("Ada Stone", "twin", "pet")
-    assert (own.prompt, own.keys) == ("question: city of Ada Stone ?", ["city"])
-    assert (kin.prompt, kin.keys) == ("question: pet of the twin of Ada Stone ?", ["twin", "pet"])
-    assert fact("w", "Ada", "Stone", "twin") == "Gail Stone"
-    assert right_answer("w", own) == fact("w", "Ada", "Stone", "city") == "Tunis"
-    assert right_answer("w", kin) == fact("w", "Gail", "Stone", "pet") == "cow"
-
-
-def test_rows_are_the_same_every_time_and_in_one_split_only() -> None:
-    assert lookup_rows("train", num_rows=20, seed=3) == lookup_rows("train", num_rows=20, seed=3)
-    assert lookup_rows("train", num_rows=20, seed=3) != lookup_rows("train", num_rows=20, seed=4)
-    for split in SPLITS:
-        assert {split_of(row["prompt"]) for row in lookup_rows(split, num_rows=200)} == {split}
-    with pytest.raises(ValueError, match="'test' does not exist"):
-        lookup_rows("test", num_rows=1)
-
-
-def test_pre_training_episodes_are_what_the_shares_say() -> None:
-    rows = episode_rows(4000, 7)
-    assert rows[:20] == episode_rows(20, 7)
-    assert {split_of(row["prompt"]) for row in rows} == {"pretrain"}
-    texts = [row["completion"] for row in rows]
-    assert sum("search" not in text for text in texts) / 4000 == pytest.approx(0.55, abs=0.03)
-    searched = [row for row in rows if "search" in row["completion"]]
-    two = [row["completion"] for row in searched if " the " in row["prompt"]]
-    halfway = sum(not any(f" {key} ;" in text for key in ATTRIBUTES) for text in two)
-    assert halfway / len(two) == pytest.approx(0.3, abs=0.05)
-    queries = sum(text.count("search") for text in texts)
-    nothing = sum(text.count("found nothing") for text in texts)
-    assert 0.005 < nothing / queries < 0.04  # 0.02: a third of the wrong ones
-    assert all(text.count(" answer ") == 1 and text.endswith(" .") for text in texts)
-
-
-def test_what_a_search_answers_in_the_text_is_what_the_task_answers() -> None:
-    question = Question("Ada Stone", "twin", "pet")
-    for i in range(300):
-        text = written_episode(f"w{i}", question, random.Random(i))
-        *observed, _ = text.split(" ;")
-        for query, found in zip(observed[::2], observed[1::2], strict=True):
-            [reply] = respond(["q"], [[{"role": "assistant", "content": f"{query} ;"}]], world=[f"w{i}"])
-            assert reply is not None
-            assert not isinstance(reply, str)
-            assert reply.text == f"{found} ;"
 
 
 # ---- the tokenizer ----

@@ -6,10 +6,9 @@ import pytest
 
 from tinyrl.environments import Reply
 from tinyrl.starter import split_of
-from tinyrl.starter.text import ATTRIBUTES, fact
 from tinyrl.tasks import load_task
 from tinyrl.tasks.grading import by_row
-from tinyrl.tasks.lookup import TASK, respond, said_answer, score
+from tinyrl.tasks.lookup import ATTRIBUTES, TASK, fact, respond, said_answer, score
 
 verify = by_row(score)
 

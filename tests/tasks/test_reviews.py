@@ -2,8 +2,8 @@
 
 import pytest
 
+from examples.embedded_models.reviews import unparsable_share
 from tinyrl.starter import split_of
-from tinyrl.starter.sentiment import unparsable_share
 from tinyrl.tasks.grading import by_row, completion_text
 from tinyrl.tasks.reviews import TASK, score
 

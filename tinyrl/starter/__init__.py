@@ -14,7 +14,7 @@ from typing import Any
 
 from tinyrl.config.sections import starter_path  # exported model cards have it from here
 
-__all__ = ["SPLITS", "check_split", "split_of", "starter_path", "write_command", "write_rows"]
+__all__ = ["SPLITS", "split_of", "starter_path", "words", "write_command", "write_rows"]
 
 SPLITS = {"pretrain": 50, "train": 20, "dev": 5, "eval": 25}  # per cent
 
@@ -28,9 +28,8 @@ def split_of(prompt: str) -> str:
     raise AssertionError("the shares sum to 100")
 
 
-def check_split(split: str) -> None:
-    if split not in SPLITS:
-        raise ValueError(f"split {split!r} does not exist; the starter text has {', '.join(SPLITS)}")
+def words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
 
 
 def write_rows(path: Path, rows: Iterable[Any]) -> Path:

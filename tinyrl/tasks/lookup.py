@@ -6,16 +6,106 @@ The embedded lookup model's own task. Its pre-training text mostly guesses at on
 before training: that searching pays is found out from the reward of the answer alone, as in Search-R1.
 """
 
-from typing import Any
+import hashlib
+import random
+from typing import Any, NamedTuple
 
 from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
 from tinyrl.environments import Reply, Transcript, last_turn
-from tinyrl.starter.text import answer_text, fact, found_text, lookup_rows, search_text
+from tinyrl.starter import SPLITS, split_of, words
 from tinyrl.tasks import Task
 from tinyrl.tasks.grading import by_row
 
 NUM_ROWS = {"train": 4096, "eval": 512}
+
+# A question takes one fact or two ("job of the parent of Ada Stone": her parent, then the parent's job). Facts are
+# drawn afresh for every world, and every row has a world of its own, so that none can be memorised: an answer is looked
+# up, or it is a guess that is right once in sixteen times.
+
+NAMES = words(
+    "Ada Amy Ann Ben Bob Cal Cleo Dan Dora Dov Earl Elsa Emil Eva Finn Flo Fred Gail Gene Greta Gus Hal Hana Hugo Ida "
+    "Igor Ines Iris Ivan Jack Jane Joan Jon Joy Karl Kate Kurt Lars Lena Leo Lily Lou Luca Mara Max Mia Milo Nina Noah "
+    "Nora Olaf Olga Otto Paul Pia Ray Rosa Ruth Sam Tess Tim Uma Vera Zoe"
+)
+FAMILIES = words(
+    "Adler Berg Blum Byrne Chan Costa Cruz Diaz Dunn Frost Gallo Hahn Hart Horn Ito Jung Khan Klein Lam Lund Marsh "
+    "Moss Nash Okafor Park Reyes Roth Sato Silva Stone Vogt Wood"
+)
+RELATIONS = ["parent", "child", "twin", "cousin"]
+ATTRIBUTES = {
+    "city": words("Bern Cairo Delhi Dublin Hanoi Kyoto Lagos Lima Lyon Oslo Paris Quito Riga Rome Seoul Tunis"),
+    "job": words("actor baker clerk cook diver judge miner nurse painter pilot poet sailor singer smith tailor vet"),
+    "pet": words("ant cat cow crab dog duck frog goat goose hen horse mouse owl pig rabbit toad"),
+}
+
+
+class Question(NamedTuple):
+    """Whose attribute is asked for: a person's own ("Ada Stone"), where relation is None, or that of a relative."""
+
+    person: str
+    relation: str | None
+    attribute: str
+
+    @property
+    def prompt(self) -> str:
+        """'question: job of the parent of Ada Stone ?'."""
+        via = f"the {self.relation} of " if self.relation else ""
+        return f"question: {self.attribute} of {via}{self.person} ?"
+
+    @property
+    def keys(self) -> list[str]:
+        return [self.relation, self.attribute] if self.relation else [self.attribute]
+
+
+def fact(world: str, name: str, family: str, key: str) -> str | None:
+    """What a world says of a person: a relative's name and family, or an attribute; None where nothing is known."""
+    if name not in NAMES or family not in FAMILIES:
+        return None
+    point = int.from_bytes(hashlib.sha256(f"{world} {name} {family} {key}".encode()).digest()[:8])
+    if key in RELATIONS:
+        return f"{NAMES[(NAMES.index(name) + 1 + point % (len(NAMES) - 1)) % len(NAMES)]} {family}"
+    return ATTRIBUTES[key][point % len(ATTRIBUTES[key])] if key in ATTRIBUTES else None
+
+
+def draw_question(rng: random.Random) -> Question:
+    """Any person and attribute; half of the questions take two facts."""
+    relation = rng.choice(RELATIONS) if rng.random() < 0.5 else None
+    return Question(f"{rng.choice(NAMES)} {rng.choice(FAMILIES)}", relation, rng.choice(list(ATTRIBUTES)))
+
+
+def right_answer(world: str, question: Question) -> str:
+    found = question.person
+    for key in question.keys:
+        name, family = found.split()
+        found = fact(world, name, family, key)
+        assert found is not None
+    return found
+
+
+def lookup_rows(split: str, *, num_rows: int, seed: int = 0) -> list[dict[str, str]]:
+    """Different questions of one split, each in a world of its own: rows {"prompt", "answer", "world"}."""
+    assert split in SPLITS, split
+    rng = random.Random(f"lookup {split} {seed}")
+    rows: dict[str, dict[str, str]] = {}
+    while len(rows) < num_rows:
+        question, world = draw_question(rng), f"{split} {seed} {len(rows)}"
+        if split_of(question.prompt) == split and question.prompt not in rows:
+            answer = right_answer(world, question)
+            rows[question.prompt] = {"prompt": question.prompt, "answer": answer, "world": world}
+    return list(rows.values())
+
+
+def search_text(query: str) -> str:
+    return f" search {query} ;"
+
+
+def found_text(known: str | None) -> str:
+    return f" found {known or 'nothing'} ;"
+
+
+def answer_text(value: str) -> str:
+    return f" answer {value} ."
 
 
 def rows(split: str) -> list[Row]:

@@ -4,12 +4,139 @@ The embedded default of `tinyrl train ppo`, where a learned reward model scores 
 the independent judge: the grammar's own count of positive and negative clauses, which no model was trained on.
 """
 
+import itertools
+import random
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
 from tinyrl.data.readers import Row
-from tinyrl.starter.sentiment import clause_moods, openings
+from tinyrl.starter import SPLITS, split_of, words
 from tinyrl.tasks import Task
 from tinyrl.tasks.grading import by_row
 
 MAX_EVAL_ROWS = 512
+
+
+class Lexicon(NamedTuple):
+    nouns: tuple[str, ...]
+    adjective_templates: tuple[str, ...]
+    verb_templates: tuple[str, ...]
+
+
+TRAINING = Lexicon(
+    words(
+        "plot story script ending cast acting dialogue humor music pacing editing lighting scenery hero villain "
+        "romance mystery direction camera sound finale setting"
+    ),
+    (
+        "the {noun} was {adjective}",
+        "the {noun} was {adverb} {adjective}",
+        "i found the {noun} {adjective}",
+        "the {noun} seemed {adjective}",
+    ),
+    ("the {noun} {verb_phrase}",),
+)
+HELD_OUT = Lexicon(
+    words("soundtrack narration chase twist sequel subplot chemistry prologue"),
+    ("the {noun} turned out {adjective}", "for me the {noun} felt {adverb} {adjective}"),
+    ("somehow the {noun} {verb_phrase}",),
+)
+FULL = Lexicon(*(training + held_out for training, held_out in zip(TRAINING, HELD_OUT, strict=True)))
+
+ADJECTIVES = {
+    1: words(
+        "brilliant superb gripping charming delightful clever moving funny fresh warm sharp lovely wonderful thrilling "
+        "excellent stunning vivid smart tender rich bold graceful touching amazing great perfect lively witty elegant "
+        "inspired"
+    ),
+    -1: words(
+        "dull boring clumsy awful weak tired bland silly cold flat messy terrible dreadful lazy painful tedious "
+        "shallow cheap stale hollow forced ugly lifeless noisy dreary confusing wooden poor ridiculous sloppy"
+    ),
+    0: words("long short simple quiet loud modern old familiar unusual serious light strange plain typical calm"),
+}
+VERB_PHRASES = {
+    1: (
+        "kept me hooked", "made me smile", "won me over", "stayed with me", "drew me in", "lifted my mood",
+        "took my breath away", "exceeded my hopes", "touched my heart", "worked beautifully",
+    ),
+    -1: (
+        "put me to sleep", "let me down", "wore me out", "made me cringe", "fell apart", "wasted my time",
+        "tested my patience", "went nowhere", "missed the mark", "gave me a headache",
+    ),
+}  # fmt: skip
+ENDINGS = {
+    1: (
+        "i loved it", "i would watch it again", "highly recommended", "i left happy", "worth every minute",
+        "a real treat", "go and see it", "i want more",
+    ),
+    -1: (
+        "i hated it", "i would not watch it again", "not recommended", "i left early", "not worth the time",
+        "a real mess", "stay away", "i want my money back",
+    ),
+}  # fmt: skip
+ADVERBS = ("very", "really", "quite", "so", "rather")
+
+_OPENING_PARTS = (
+    ("i saw", "i watched", "we saw", "we watched", "my friend and i saw", "my friend and i watched"),
+    ("this film", "this movie", "the film", "the movie", "it"),
+    ("last night", "on sunday", "on friday", "last week", "this morning", "on a plane", "at home", "in town",
+     "by the sea"),
+    ("after work", "before dinner", "after lunch", "with my sister", "with my uncle", "during a storm", "by chance",
+     "for a class", "for the first time"),
+)  # fmt: skip
+
+
+def openings(split: str) -> list[str]:
+    """The neutral openings of one split, in a shuffled but fixed order: prompts that reviews continue."""
+    assert split in SPLITS, split
+    every = [" ".join(parts) + "." for parts in itertools.product(*_OPENING_PARTS)]
+    random.Random("openings").shuffle(every)
+    return [opening for opening in every if split_of(opening) == split]
+
+
+_MOODS = {
+    word: mood for table in (ADJECTIVES, VERB_PHRASES, ENDINGS) for mood, words in table.items() for word in words
+}
+
+
+def _patterns() -> list[re.Pattern[str]]:
+    def one_of(name: str, *lists: Iterable[str]) -> str:
+        return f"(?P<{name}>{'|'.join(re.escape(word) for words in lists for word in words)})"
+
+    slots = {
+        "noun": one_of("noun", FULL.nouns),
+        "adverb": one_of("adverb", ADVERBS),
+        "adjective": one_of("mood", *ADJECTIVES.values()),
+        "verb_phrase": one_of("mood", *VERB_PHRASES.values()),
+    }
+    templates = [template.format(**slots) for template in FULL.adjective_templates + FULL.verb_templates]
+    return [re.compile(pattern) for pattern in [*templates, one_of("mood", *ENDINGS.values())]]
+
+
+_PATTERNS = _patterns()
+
+
+def clause_mood(clause: str) -> int | None:
+    """1, 0 or -1 for a clause of the grammar, None for anything else."""
+    found = next((match for pattern in _PATTERNS if (match := pattern.fullmatch(clause))), None)
+    return None if found is None else _MOODS[found["mood"]]
+
+
+def clause_moods(text: str) -> list[int | None]:
+    """The mood of every clause of a review (without its opening), None for what the grammar cannot have written.
+
+    A clause that repeats an earlier one and a last sentence without its full stop are None too.
+    """
+    *sentences, rest = text.strip().split(".")
+    moods: list[int | None] = []
+    seen: set[str] = set()
+    for sentence in sentences:
+        for clause in re.split(r", (?:and|but) ", sentence.strip()):
+            moods.append(None if clause in seen else clause_mood(clause))
+            seen.add(clause)
+    return [*moods, None] if rest.strip() else moods
 
 
 def rows(split: str) -> list[Row]:

@@ -3,12 +3,46 @@
 The embedded default's own task: its language model makes the mistakes of its pre-training text, all wrong here.
 """
 
+import functools
+import random
+import string
+
 from tinyrl.data.readers import Row
-from tinyrl.starter.text import sort_completion, sort_rows
+from tinyrl.starter import SPLITS, split_of
 from tinyrl.tasks import Task
 from tinyrl.tasks.grading import by_row
 
 NUM_ROWS = {"train": 4096, "eval": 512}
+NUM_LETTERS = 8
+
+
+def sort_prompt(letters: str) -> str:
+    return f"letters: {' '.join(letters)} sorted:"
+
+
+def sort_completion(letters: str) -> str:
+    return "".join(f" {letter}" for letter in letters)
+
+
+def sort_rows(split: str, *, num_rows: int, seed: int = 0) -> list[dict[str, str]]:
+    """Different prompts of one split with their right answers: rows {"prompt", "answer"}."""
+    return [{"prompt": prompt, "answer": answer} for prompt, answer in _drawn(split, num_rows, seed)]
+
+
+@functools.cache
+def _drawn(split: str, num_rows: int, seed: int) -> tuple[tuple[str, str], ...]:
+    assert split in SPLITS, split
+    rng = random.Random(f"sort {split} {seed}")
+    answers: dict[str, str] = {}
+    while len(answers) < num_rows:
+        letters = draw_letters(rng)
+        if split_of(sort_prompt(letters)) == split:
+            answers[sort_prompt(letters)] = "".join(sorted(letters))
+    return tuple(answers.items())
+
+
+def draw_letters(rng: random.Random) -> str:
+    return "".join(rng.sample(string.ascii_lowercase, NUM_LETTERS))
 
 
 def rows(split: str) -> list[Row]:

@@ -1,4 +1,4 @@
-"""The grammar of film reviews, and what it writes: `python -m tinyrl.starter.sentiment OUT` (docs/chain.md).
+"""Film reviews by the grammar of the task `reviews`: `python -m examples.embedded_models.reviews OUT` (docs/chain.md).
 
 A review is a neutral opening, then two to four clauses, each with a mood of its own. It draws how positive its writer
 is, and each clause draws its mood from that share, so clauses of one review may contradict each other. Some nouns and
@@ -14,88 +14,23 @@ and templates too:
 Row i is a function of (seed, i) alone, so a longer corpus begins with the shorter one.
 """
 
-import itertools
 import random
-import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from tinyrl.starter import check_split, split_of, write_command, write_rows
-
-
-def words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-class Lexicon(NamedTuple):
-    nouns: tuple[str, ...]
-    adjective_templates: tuple[str, ...]
-    verb_templates: tuple[str, ...]
-
-
-TRAINING = Lexicon(
-    words(
-        "plot story script ending cast acting dialogue humor music pacing editing lighting scenery hero villain "
-        "romance mystery direction camera sound finale setting"
-    ),
-    (
-        "the {noun} was {adjective}",
-        "the {noun} was {adverb} {adjective}",
-        "i found the {noun} {adjective}",
-        "the {noun} seemed {adjective}",
-    ),
-    ("the {noun} {verb_phrase}",),
+from tinyrl.starter import write_command, write_rows
+from tinyrl.tasks.reviews import (
+    ADJECTIVES,
+    ADVERBS,
+    ENDINGS,
+    FULL,
+    HELD_OUT,
+    TRAINING,
+    VERB_PHRASES,
+    Lexicon,
+    clause_moods,
+    openings,
 )
-HELD_OUT = Lexicon(
-    words("soundtrack narration chase twist sequel subplot chemistry prologue"),
-    ("the {noun} turned out {adjective}", "for me the {noun} felt {adverb} {adjective}"),
-    ("somehow the {noun} {verb_phrase}",),
-)
-FULL = Lexicon(*(training + held_out for training, held_out in zip(TRAINING, HELD_OUT, strict=True)))
-
-ADJECTIVES = {
-    1: words(
-        "brilliant superb gripping charming delightful clever moving funny fresh warm sharp lovely wonderful thrilling "
-        "excellent stunning vivid smart tender rich bold graceful touching amazing great perfect lively witty elegant "
-        "inspired"
-    ),
-    -1: words(
-        "dull boring clumsy awful weak tired bland silly cold flat messy terrible dreadful lazy painful tedious "
-        "shallow cheap stale hollow forced ugly lifeless noisy dreary confusing wooden poor ridiculous sloppy"
-    ),
-    0: words("long short simple quiet loud modern old familiar unusual serious light strange plain typical calm"),
-}
-VERB_PHRASES = {
-    1: (
-        "kept me hooked", "made me smile", "won me over", "stayed with me", "drew me in", "lifted my mood",
-        "took my breath away", "exceeded my hopes", "touched my heart", "worked beautifully",
-    ),
-    -1: (
-        "put me to sleep", "let me down", "wore me out", "made me cringe", "fell apart", "wasted my time",
-        "tested my patience", "went nowhere", "missed the mark", "gave me a headache",
-    ),
-}  # fmt: skip
-ENDINGS = {
-    1: (
-        "i loved it", "i would watch it again", "highly recommended", "i left happy", "worth every minute",
-        "a real treat", "go and see it", "i want more",
-    ),
-    -1: (
-        "i hated it", "i would not watch it again", "not recommended", "i left early", "not worth the time",
-        "a real mess", "stay away", "i want my money back",
-    ),
-}  # fmt: skip
-ADVERBS = ("very", "really", "quite", "so", "rather")
-
-_OPENING_PARTS = (
-    ("i saw", "i watched", "we saw", "we watched", "my friend and i saw", "my friend and i watched"),
-    ("this film", "this movie", "the film", "the movie", "it"),
-    ("last night", "on sunday", "on friday", "last week", "this morning", "on a plane", "at home", "in town",
-     "by the sea"),
-    ("after work", "before dinner", "after lunch", "with my sister", "with my uncle", "during a storm", "by chance",
-     "for a class", "for the first time"),
-)  # fmt: skip
 
 FILES = (("", "train", 6400), (".eval", "eval", 512))  # of each kind: end of its name, split, rows
 POSITIVE_SHARES = (0.3, 0.5, 0.7)  # what a review's share of positive clauses is drawn from
@@ -119,14 +54,6 @@ class Review(NamedTuple):
     @property
     def contradicts_itself(self) -> bool:
         return 1 in self.moods and -1 in self.moods
-
-
-def openings(split: str) -> list[str]:
-    """The neutral openings of one split, in a shuffled but fixed order: prompts that reviews continue."""
-    check_split(split)
-    every = [" ".join(parts) + "." for parts in itertools.product(*_OPENING_PARTS)]
-    random.Random("openings").shuffle(every)
-    return [opening for opening in every if split_of(opening) == split]
 
 
 def write_review(rng: random.Random, lexicon: Lexicon = FULL) -> Review:
@@ -156,51 +83,6 @@ def _write_clause(rng: random.Random, lexicon: Lexicon, noun: str, mood: int) ->
         return rng.choice(lexicon.verb_templates).format(noun=noun, verb_phrase=rng.choice(VERB_PHRASES[mood]))
     template = rng.choice(lexicon.adjective_templates)
     return template.format(noun=noun, adjective=rng.choice(ADJECTIVES[mood]), adverb=rng.choice(ADVERBS))
-
-
-# ---- read back ----
-
-_MOODS = {
-    word: mood for table in (ADJECTIVES, VERB_PHRASES, ENDINGS) for mood, words in table.items() for word in words
-}
-
-
-def _patterns() -> list[re.Pattern[str]]:
-    def one_of(name: str, *lists: Iterable[str]) -> str:
-        return f"(?P<{name}>{'|'.join(re.escape(word) for words in lists for word in words)})"
-
-    slots = {
-        "noun": one_of("noun", FULL.nouns),
-        "adverb": one_of("adverb", ADVERBS),
-        "adjective": one_of("mood", *ADJECTIVES.values()),
-        "verb_phrase": one_of("mood", *VERB_PHRASES.values()),
-    }
-    templates = [template.format(**slots) for template in FULL.adjective_templates + FULL.verb_templates]
-    return [re.compile(pattern) for pattern in [*templates, one_of("mood", *ENDINGS.values())]]
-
-
-_PATTERNS = _patterns()
-
-
-def clause_mood(clause: str) -> int | None:
-    """1, 0 or -1 for a clause of the grammar, None for anything else."""
-    found = next((match for pattern in _PATTERNS if (match := pattern.fullmatch(clause))), None)
-    return None if found is None else _MOODS[found["mood"]]
-
-
-def clause_moods(text: str) -> list[int | None]:
-    """The mood of every clause of a review (without its opening), None for what the grammar cannot have written.
-
-    A clause that repeats an earlier one and a last sentence without its full stop are None too.
-    """
-    *sentences, rest = text.strip().split(".")
-    moods: list[int | None] = []
-    seen: set[str] = set()
-    for sentence in sentences:
-        for clause in re.split(r", (?:and|but) ", sentence.strip()):
-            moods.append(None if clause in seen else clause_mood(clause))
-            seen.add(clause)
-    return [*moods, None] if rest.strip() else moods
 
 
 def unparsable_share(text: str) -> float:
@@ -312,4 +194,4 @@ def write(out: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    write_command("tinyrl.starter.sentiment", write)
+    write_command("examples.embedded_models.reviews", write)
