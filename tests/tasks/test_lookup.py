@@ -6,9 +6,8 @@ import pytest
 
 from tinyrl.environments import Reply
 from tinyrl.starter import split_of
-from tinyrl.tasks import load_task
 from tinyrl.tasks.grading import by_row
-from tinyrl.tasks.lookup import ATTRIBUTES, TASK, fact, respond, said_answer, score
+from tinyrl.tasks.lookup import ATTRIBUTES, TASK, fact, respond, score
 
 verify = by_row(score)
 
@@ -106,59 +105,3 @@ def test_facts_differ_from_world_to_world_and_stay_in_the_family() -> None:
     assert len(parents) == 63  # everyone but Ada
     assert all(parent is not None and parent.endswith(" Stone") for parent in parents)
     assert "Ada Stone" not in parents
-
-
-def test_gold_scores_full_marks_and_no_constant_answer_does() -> None:
-    rows = TASK.rows("eval")
-    answers, prompts = [row["answer"] for row in rows], [TASK.prompt(row) for row in rows]
-    assert verify(prompts, [TASK.gold(row) for row in rows], answer=answers) == [1.0] * 512
-    for constant in (*(f" answer {value} ." for values in ATTRIBUTES.values() for value in values), ""):
-        assert sum(score or 0.0 for score in verify(prompts, [constant] * 512, answer=answers)) / 512 < 0.1
-
-
-@pytest.mark.parametrize(
-    ("completion", "score"),
-    [
-        (" answer baker .", 1.0),
-        ("answer baker", 1.0),
-        (" search Ada Stone job ; found clerk ; answer baker .", 1.0),  # a whole episode as text
-        (" answer clerk .", 0.0),
-        (" answer baker clerk .", 0.0),  # one answer, not a list of them
-        (" answer clerk . answer baker .", 0.0),  # the first one counts
-        (" answer clerk answer baker .", 0.0),
-        (" baker .", 0.0),
-        (" answer .", 0.0),
-        ("", 0.0),
-        ([{"role": "assistant", "content": " answer baker ."}], 1.0),
-        (
-            [
-                {"role": "assistant", "content": " search Ada Stone job ;"},
-                {"role": "tool", "content": " answer clerk ;"},
-                {"role": "assistant", "content": " answer baker ."},
-            ],
-            1.0,
-        ),
-        (
-            [
-                {"role": "assistant", "content": " search Ada Stone job ;"},
-                {"role": "tool", "content": " answer baker ."},
-            ],
-            0.0,
-        ),  # what the environment says is nobody's answer
-    ],
-)
-def test_the_score_of_a_completion(completion: object, score: float) -> None:
-    assert verify(["q"], [completion], answer=["baker"]) == [score]
-
-
-def test_what_a_completion_says() -> None:
-    assert said_answer(" search Ada Stone job ; found baker ; answer clerk .") == "clerk"
-    assert said_answer(" answer Rome") == "Rome"
-    assert said_answer(" answer ;") is None
-    assert said_answer(" answer Rome Oslo .") is None
-    assert said_answer(" found baker ;") is None
-
-
-def test_it_is_in_the_table() -> None:
-    assert load_task("lookup") is TASK
-    assert TASK.respond is respond

@@ -1,0 +1,474 @@
+"""The tasks' verifiers: scores of completions, gold answers, prompts, and rows that a task cannot use."""
+
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from examples.embedded_models.reviews import unparsable_share
+from tests.conftest import shared_data
+from tinyrl.environments.search import INVALID
+from tinyrl.starter import split_of
+from tinyrl.tasks import Task, gsm8k, knights_and_knaves, load_rows, load_task
+from tinyrl.tasks.countdown import check_expression
+from tinyrl.tasks.grading import completion_text
+from tinyrl.tasks.search_qa import normalised_answer
+from tinyrl.tasks.sums import write
+
+Row = dict[str, Any]
+MB = 1_000_000
+ROLES = "(1) Zoey is a knight\n(2) Ann is a knave"
+GOLDEN = ["George Eliot", "Mary Ann Evans"]
+
+
+def said(text: str | None) -> dict[str, str | None]:
+    return {"role": "assistant", "content": text}
+
+
+def read(text: str) -> dict[str, str]:
+    return {"role": "tool", "content": text}
+
+
+def roles(inside: str) -> str:
+    return f"<think>a</think><answer>{inside}</answer>"
+
+
+# By task: a row, and completions by their score.
+SCORES: dict[str, list[tuple[Row, dict[float | None, list[Any]]]]] = {
+    "gsm8k": [
+        (
+            {"question": "?", "answer": "1 + 2 = 3\n#### 1,024"},
+            {
+                1.0: [
+                    "so\n#### 1024", "#### $1,024.00", "#### 1024.", "#### 1024%", "#### 1024 apples in 3 boxes",
+                    "#### The answer is 1024", "#### 7\n#### 1024", "####\n1024", "so \\boxed{1{,}024} of 3",
+                    "so \\boxed{\\$1024}", "#### done\nThe answer is 1024", "That makes 1024.",
+                    "2048 - 1024 = **1024**", [said("#### 1024")],
+                ],
+                0.0: [
+                    "#### 1025", "#### -1024", "#### 1024\n#### 7", "1024\n#### 7", "\\boxed{7} 1024", "1024 or 7",
+                    "#### 1024.5", "#### 1 024", "#### ١٠٢٤", "#### 1024e999999999", "no idea", "", "9**9**9",
+                    "9" * MB, "(" * MB, "#### " + "1024" * 250_000, "#### " * 200_000, [], [said(None)],
+                ],
+            },
+        )
+    ],
+    "knights_and_knaves": [  # a third of Logic-RL's 3, 1 - 1.5, 1 - 2 and -3
+        (
+            {"prompt": "?", "answer": ROLES, "names": ["Zoey", "Ann"]},
+            {
+                1.0: [
+                    roles(ROLES),
+                    "<think>Zoey is a knave? No.</think>\n<answer> Ann is a KNAVE, zoey is  a knight. </answer>\n",
+                    [said(f"<think></think> so <answer>{ROLES}</answer>")],
+                ],
+                -0.5 / 3: [roles("Zoey is a knave, Ann is a knave"), roles("Zoey is a knave, Ann is a knight")],
+                -1 / 3: [
+                    *map(roles, ("Zoey is a knight", "", "knight, knave", "Zoey: knight, Ann: knave")),
+                    *map(roles, (f"{ROLES}, Bob is a knight", f"{ROLES}, or Zoey is a knave")),
+                    *map(roles, (f"{ROLES} (a knave lies)", "Zoey is a knight, Bob is a knave")),
+                    *map(roles, ("Zoey is a knight, Zoey is a knight", "Zoey is a knight, Annabel is a knave")),
+                    *map(roles, ("a" * MB, " " * MB, "a " * 500_000, "Zoey is a knight " * 60_000)),
+                ],
+                -1.0: [
+                    "", ROLES, f"<answer>{ROLES}</answer>", f"<think>a<answer>{ROLES}</answer></think>",
+                    f"a</think><answer>{ROLES}</answer>", f"<think>a</think><answer>{ROLES}",
+                    f"{roles(ROLES)}<answer>{ROLES}</answer>", "<answer>" * 125_000, "a " * 500_000,
+                    "is a knight" * 90_000, "9**9**9", [],
+                ],
+            },
+        )
+    ],
+    "search_qa": [
+        (
+            {"question": "?", "golden_answers": GOLDEN},
+            {
+                1.0: [
+                    "<answer>George Eliot</answer>", "<answer> the george   eliot. </answer>",
+                    "<think>so</think><answer>mary ann evans</answer> done",
+                    "<answer>no</answer> wait <answer>George Eliot</answer>",
+                    [said("<search>q</search>"), read("x"), said("<answer>George Eliot</answer>")],
+                    [said("<answer>George Eliot</answer>"), read("<answer>Charles Dickens</answer>")],
+                ],
+                0.0: [
+                    "George Eliot", "<answer>George</answer>", "<answer>George Eliot and others</answer>",
+                    "<answer>George Eliot</answer> no: <answer>Dickens</answer>", "<answer>George Eliot",
+                    "<answer></answer>", "", [],
+                    [said("<search>q</search>"), read("<information><answer>George Eliot</answer></information>")],
+                    [said("<answer>"), read("George Eliot"), said("</answer>")],
+                    [said("x"), read(INVALID), said("George Eliot")],
+                    "<answer>" * 100_000, "<answer>" + "the " * 300_000 + "</answer>",
+                ],
+            },
+        ),
+        ({"question": "?", "golden_answers": "Paris"}, {1.0: ["<answer>the paris</answer>"]}),
+        (
+            {"question": "?", "golden_answers": ["A"]},
+            {1.0: ["<answer>a</answer>"], 0.0: [f"<answer>{text}</answer>" for text in ("the", "!", "")]},
+        ),
+    ],
+    "rows": [
+        (
+            {"prompt": "?", "answer": "Paris"},
+            {
+                1.0: ["Paris", " paris.\n", "I think <answer>Paris</answer> is it", [said("Paris")]],
+                0.0: ["Paris, France", "I think Paris", "<answer>Rome</answer> not Paris", "", []],
+            },
+        ),
+        (
+            {"prompt": "?", "answer": "1000"},
+            {1.0: ["The answer is 1,000."], 0.0: ["1000 or 7", "<answer>x</answer> 1000", "9**9", "9" * MB, "(" * MB]},
+        ),
+        ({"prompt": "?", "answer": "new york"}, {1.0: ["so\n#### New  York"]}),
+        ({"prompt": "?", "answer": "x+1"}, {1.0: ["so \\boxed{x+1}"]}),
+        ({"prompt": "?", "answer": "12"}, {1.0: ["答えは１２です。", "１２"]}),
+        ({"prompt": "?", "answer": 12}, {1.0: ["The answer is 12 of 13: <answer>$12.00</answer>"]}),
+        ({"prompt": "?", "answer": 0.5}, {1.0: ["0.5", "so \\boxed{½}"]}),
+        ({"prompt": "?", "answer": "48 + 24 = 72\n#### 72"}, {1.0: ["so 72"]}),
+        ({"prompt": "?", "answer": True}, {1.0: ["True"]}),
+        ({"prompt": "?", "answer": "."}, {0.0: [""]}),
+        ({"prompt": "?", "answer": "a"}, {0.0: ["a\u0301\u0316" * 300_000]}),
+        *[({"prompt": "?", "answer": none}, {None: ["", "a"]}) for none in (None, "", " \n", ["a"])],
+    ],
+    "countdown": [
+        (
+            {"numbers": [3, 7, 25], "target": 46, "solution": None},
+            {
+                1.0: [
+                    "<answer>3 * 7 + 25</answer>",
+                    "First 25 + 7.\n<think>no</think><answer>\n(7*3)+25\n</answer> done",
+                    "<answer>25 + 7 * 3 = 46</answer>", "<answer>２５ ＋ ７ ＊ ３ ＝ 46</answer>",
+                    "Let me see: 25 + 3 = 28\n25 + 3 × 7", "`25 + 21/7*7*0`\n3*7 - -25",
+                    [said("<answer>25+3*7</answer>")],
+                ],
+                0.0: [
+                    "<answer>25 + 21</answer>",  # 21 is no given number
+                    "<answer>3 * 7 + 25 + 7 - 7</answer>",  # 7 used three times
+                    "<answer>46</answer>", "<answer>3 + 7 + 25</answer>",
+                    "<answer>3 * 7 + 25</answer><answer>7</answer>", "<answer></answer>", "<answer>3 * 7 + 25",
+                    "<answer>3 * 7 + 25.0</answer>", "<answer>int('46')</answer>", "<answer>٣ * 7 + 25</answer>",
+                    "<answer>9**9**9</answer>", "<answer>3/(7-7)</answer>", "3 * 7 + 25\nso there", "", "(" * MB,
+                    "<answer>" + "(" * 400 + "</answer>", "<answer>" + "9*" * 200 + "9</answer>", "9" * MB, [],
+                ],
+            },
+        ),
+        ({"numbers": [1, 3, 3, 7], "target": 7}, {1.0: ["<answer>(1/3)*3*7</answer>"]}),
+        ({"numbers": [1, 3, 7], "target": 7}, {0.0: ["<answer>(1/3)*3*7</answer>"]}),
+        ({"numbers": [7, 2], "target": 3}, {0.0: ["<answer>7/2</answer>"]}),
+    ],
+    "sort": [
+        (
+            {"prompt": "letters: d b a sorted:", "answer": "abd"},
+            {
+                1.0: [" a b d", "a b d\n", [said(" a b d")]],
+                0.0: [" a d b", " a d", " a b b d", " a b d e", "abd", " a, b, d", " A B D", "", [said(" b a d")]],
+            },
+        )
+    ],
+    "sums": [
+        (
+            {"prompt": "?", "answer": 42},
+            {
+                1.0: ["42", "12 + 30 = 42", "Ann has 42 apples now.", [said("42")]],
+                0.0: ["42, that is 12 and 30", "12 + 30 = 43", "٤٢", ""],
+            },
+        )
+    ],
+    "reviews": [
+        (
+            {"prompt": "i saw it."},
+            {
+                1.0: [" the plot was superb. i loved it."],
+                -1.0: [" the plot was dull. i hated it.", [said(" i hated it.")]],
+                0.0: [" the plot was superb, but the cast was dull.", ""],
+                2 / 3: [" the plot was superb, and the cast was old. i loved it."],
+                0.5: [" the plot was superb. plot plot plot.", " i loved it. i loved it."],
+            },
+        )
+    ],
+    "lookup": [
+        (
+            {"prompt": "?", "answer": "baker", "world": "w"},
+            {
+                1.0: [
+                    " answer baker .", "answer baker", " search Ada Stone job ; found clerk ; answer baker .",
+                    [said(" search Ada Stone job ;"), read(" answer clerk ;"), said(" answer baker .")],
+                ],
+                0.0: [
+                    " answer clerk .", " answer baker clerk .", " answer clerk . answer baker .", " baker .",
+                    " answer clerk answer baker .", " answer .", "",
+                    [said(" search Ada Stone job ;"), read(" answer baker .")],  # what was read is nobody's answer
+                ],
+            },
+        )
+    ],
+}  # fmt: skip
+
+
+def scores(task: Task, completions: list[Any], rows: list[Row]) -> list[float | None]:
+    assert task.verify is not None
+    columns = {name: [row.get(name) for row in rows] for name in rows[0]}
+    return task.verify(["?"] * len(rows), completions, **columns)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_completions_are_scored(name: str) -> None:
+    task = load_task(name)
+    for row, by_score in SCORES[name]:
+        for score, completions in by_score.items():
+            for completion in completions:
+                assert scores(task, [completion], [row]) == [pytest.approx(score)], str(completion)[:60]
+
+
+def test_a_batch_is_scored_row_by_row() -> None:
+    rows = [{"prompt": "p", "answer": answer, "completion_ids": [1]} for answer in ("ab", "ac", "ab")]
+    assert scores(load_task("sort"), [" a b", " a b", "x"], rows) == [1.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match="shorter"):
+        scores(load_task("sort"), [" a b"] * 2, rows[:1])
+    rows = [{"answer": answer} for answer in ("a", None, "d")]
+    assert scores(load_task("rows"), ["a", "b", "c"], rows) == [1.0, None, 0.0]
+
+
+@pytest.mark.parametrize("name", ["sort", "sums", "lookup", "countdown"])
+def test_own_rows_are_solved_by_gold_and_by_no_constant(name: str) -> None:
+    task = load_task(name)
+    for split in ("train", "eval") if name == "countdown" else ("eval",):
+        rows = task.rows(split)
+        gold = [task.gold(row) for row in rows]
+        assert scores(task, gold, rows) == [1.0] * len(rows)
+        others = [str(row.get("target", "?")) for row in rows]
+        for wrong in (
+            gold[:1] * len(rows),
+            gold[1:] + gold[:1],
+            [""] * len(rows),
+            others,
+            [task.prompt(r) for r in rows],
+        ):
+            assert sum(score or 0.0 for score in scores(task, wrong, rows)) / len(rows) < 0.1
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("sort", (4096, 512)), ("reviews", (539, 512)), ("lookup", (4096, 512))])
+def test_own_rows_of_the_embedded_tasks_are_of_their_splits(name: str, sizes: tuple[int, int]) -> None:
+    rows = {split: load_task(name).rows(split) for split in ("train", "eval")}
+    assert tuple(map(len, rows.values())) == sizes
+    for split, some in rows.items():
+        assert {split_of(row["prompt"]) for row in some} == {split}
+        assert len({row["prompt"] for row in some}) == len(some)
+
+
+def test_own_rows_of_sums_and_countdown_are_the_same_every_time_and_disjoint() -> None:
+    first = {
+        "sums": {"prompt": "What is 866 + 396?", "answer": 1262, "first": 866, "second": 396, "wrong": 1346},
+        "countdown": {"numbers": [2, 3, 36, 18], "target": 28, "solution": "18 + ((36 / 3) - 2)"},
+    }
+    for name, size in (("sums", 4096), ("countdown", 8192)):
+        train, held = load_task(name).rows("train"), load_task(name).rows("eval")
+        assert (len(train), len(held), train[0]) == (size, 512, first[name])
+        numbers = [row["numbers"] if name == "countdown" else [row["first"], row["second"]] for row in train + held]
+        keys = {(*sorted(some), row.get("target")) for some, row in zip(numbers, train + held, strict=True)}
+        assert len(keys) == size + 512
+    train[0]["numbers"].append(1)
+    assert load_task("countdown").rows("train")[0] == first["countdown"]
+
+
+@given(
+    st.text().filter(str.strip)
+    | st.text("#<answer>/1.,$%{}\\boxd \n", min_size=1).filter(str.strip)
+    | st.integers()
+    | st.floats()
+    | st.booleans()
+)
+def test_every_gold_answer_of_own_rows_has_full_marks(answer: Any) -> None:
+    row = {"prompt": "?", "answer": answer}
+    assert scores(load_task("rows"), [load_task("rows").gold(row)], [row]) == [1.0]
+
+
+@pytest.mark.parametrize("golden", [GOLDEN, "George Eliot", [" A "], ["!"], ["a < b"]])
+def test_every_gold_answer_of_questions_has_full_marks(golden: Any) -> None:
+    row = {"question": "?", "golden_answers": golden}
+    assert scores(load_task("search_qa"), [load_task("search_qa").gold(row)], [row]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "answer"),
+    [
+        ("gsm8k", "#### 1,000.50", Fraction(2001, 2)),
+        ("gsm8k", "none", None),
+        ("knights_and_knaves", "<answer>Ann is a knave, Zo is a knight</answer>", {("ann", "knave"), ("zo", "knight")}),
+        ("knights_and_knaves", ROLES, None),
+        ("search_qa", "so <answer> The Who. </answer>", "who"),
+        ("search_qa", "no idea", None),
+        ("search_qa", "<answer> </answer>", None),
+        ("rows", "so <answer> Paris. </answer>", "paris"),
+        ("rows", "#### $1,000.00", "1000"),
+        ("rows", "1e3", "1000"),
+        ("rows", "  ", None),
+        ("countdown", "<answer>3 * 7 + 25 = 46</answer>", "3*7+25"),
+        ("countdown", "<answer>none</answer>", None),
+        ("sort", " a d b", "adb"),
+        ("sort", " the plot was dull.", None),
+        ("lookup", " search Ada Stone job ; found baker ; answer clerk .", "clerk"),
+        ("lookup", " answer Rome", "Rome"),
+        ("lookup", " answer ;", None),
+    ],
+)  # fmt: skip
+def test_answers_that_are_counted_as_the_same(name: str, text: str, answer: Any) -> None:
+    task = load_task(name)
+    assert task.answer is not None
+    assert task.answer(text) == answer
+    assert answer is None or hash(task.answer(text)) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "parts"),
+    [
+        ("gsm8k", {"question": " How many? ", "answer": "#### 1"}, ["How many?\n", "####"]),
+        ("countdown", {"numbers": [3, 7, 25], "target": 46}, ["3, 7, 25", "46", "<answer>"]),
+        ("search_qa", {"question": " who wrote it ", "golden_answers": "a"},
+         ["<think>", "<search>", "<information>", "<answer>", "\nQuestion: who wrote it\n"]),
+        ("knights_and_knaves", {"prompt": " Who? ", "answer": ROLES}, ["Who?\n", "<think>", "<answer>"]),
+        ("rows", {"prompt": "hi "}, ["hi "]),
+    ],
+)  # fmt: skip
+def test_prompts_hold_the_row_and_ask_for_the_form(name: str, row: Row, parts: list[str]) -> None:
+    text = load_task(name).prompt(row)
+    assert all(part in text for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "sentence"),
+    [
+        ("gsm8k", {"question": "", "answer": "#### 1"}, "'question' must be text"),
+        ("gsm8k", {"question": "q", "answer": "#### x"}, "'answer' must"),
+        ("knights_and_knaves", {"prompt": [], "answer": ROLES}, "'prompt' must be"),
+        ("knights_and_knaves", {"prompt": "p", "answer": "Zoey"}, "'answer' must be lines like"),
+        ("knights_and_knaves", {"prompt": "p", "answer": None}, "'answer' must be lines like"),
+        ("search_qa", {"question": ["q"], "golden_answers": "a"}, "'question' must be text"),
+        ("search_qa", {"question": "q", "golden_answers": []}, "'golden_answers' must be a text or a list"),
+        ("search_qa", {"question": "q", "golden_answers": ["a", 1]}, "'golden_answers' must be"),
+        ("search_qa", {"question": "q", "golden_answers": " "}, "'golden_answers' must be"),
+        ("search_qa", {"question": "q", "answer": "a"}, "no column 'golden_answers'.*task.columns.golden_answers=OLD"),
+        ("rows", {"prompt": 3}, "the prompt must be text"),
+        ("rows", {"prompt": ""}, "the prompt is empty"),
+        ("rows", {"prompt": "p", "answer": ["a"]}, "'answer' must be text or a number"),
+        ("rows", {"prompt": "p", "answer": " "}, "'answer' is empty"),
+        ("countdown", {"numbers": "[3, 7]", "target": 4}, "'numbers' must"),
+        ("countdown", {"numbers": [], "target": 4}, "'numbers' must"),
+        ("countdown", {"numbers": [3, 7.0], "target": 4}, "'numbers' must"),
+        ("countdown", {"numbers": [True], "target": 4}, "'numbers' must"),
+        ("countdown", {"numbers": [3, 7], "target": "10"}, "'target' must"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_refused(name: str, row: Row, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=rf"a\.jsonl:1: {sentence}"):
+        load_rows(load_task(name), "train", data=str(file), eval_data=str(file))
+
+
+@pytest.mark.parametrize(("name", "column"), [("rows", "'prompt'"), ("search_qa", "'question' and 'golden_answers'")])
+def test_tasks_without_rows_need_data(name: str, column: str) -> None:
+    with pytest.raises(ValueError, match=rf"task\.data=FILE\.jsonl with a column {column}"):
+        load_rows(load_task(name), "train")
+
+
+def test_rows_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, names in ((gsm8k, "openai/gsm8k:main@train test"), (knights_and_knaves, "K-and-K train test@3ppl")):
+        monkeypatch.setattr(module, "read_rows", lambda source, columns=None: [{"from": source, **(columns or {})}])
+        train, held = (module.TASK.rows(split)[0] for split in ("train", "eval"))
+        assert train != held
+        assert all(part in train["from"] + held["from"] for part in names.split())
+    assert (train["prompt"], train["answer"]) == ("quiz", "solution_text_format")
+
+
+# ---- one task alone ----
+
+
+@pytest.mark.parametrize(
+    ("text", "normalised"),
+    [
+        ("The  Beatles!", "beatles"),
+        ("an A.B.C. of\nthe sea", "abc of sea"),
+        ("Theatre", "theatre"),
+        ("don't", "dont"),
+        ("“Quoted”", "“quoted”"),
+        ("É", "é"),
+        ("A", "a"),
+        ("!!", "!!"),
+        ("  ", ""),
+    ],
+)
+def test_answers_are_compared_as_squad_does(text: str, normalised: str) -> None:
+    assert normalised_answer(text) == normalised
+
+
+def test_a_countdown_tool_computes_and_counts() -> None:
+    episode = {"numbers": [3, 4, 5], "target": 35}
+    assert check_expression("(3 + 4) * 5", episode) == "35, which is the target"
+    assert check_expression("3 * 4 + 5", episode) == "17, which is not the target"
+    assert check_expression("7 * 5", episode) == "35, but each of 3, 4, 5 has to be used exactly once"
+    with pytest.raises(ValueError, match="not an expression"):
+        check_expression("3 +", episode)
+
+
+@pytest.mark.parametrize(
+    ("completion", "broken"),
+    [
+        (" the plot was superb, and the cast was old. i loved it.", 0.0),
+        (" the plot was superb. plot plot plot.", 0.5),
+        (" i loved it. i loved it.", 0.5),
+        ("", 1.0),
+        ([said(" i hated it.")], 0.0),
+    ],
+)
+def test_the_share_of_a_review_that_cannot_be_parsed(completion: Any, broken: float) -> None:
+    assert unparsable_share(completion_text(completion)) == pytest.approx(broken)
+
+
+def test_answers_in_the_files_of_sums_end_with_the_sum_but_the_wrong_ones(tmp_path: Path) -> None:
+    files = write(tmp_path)
+    names = [f"{name}{end}.jsonl" for name in ("answers", "pairs", "styles") for end in (".eval", "")]
+    assert sorted(path.name for path in files) == names
+    for file in files:
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        for column in {"completion", "chosen", "rejected"} & set(rows[0]):
+            right = 0.0 if column == "rejected" and file.name.startswith("pairs") else 1.0
+            assert set(scores(load_task("sums"), [row[column] for row in rows], rows)) == {right}
+
+
+# ---- real data ----
+
+
+@pytest.mark.skipif(shared_data() is None, reason="needs ../shared/data")
+@pytest.mark.parametrize(("split", "count"), [("train", 7473), ("eval", 1319)])
+@pytest.mark.wide
+def test_every_gold_answer_of_gsm8k_has_full_marks(split: str, count: int) -> None:
+    folder, task = f"{shared_data()}/gsm8k", gsm8k.TASK
+    rows = load_rows(task, split, data=f"{folder}/train.jsonl", eval_data=f"{folder}/test.jsonl")
+    assert len(rows) == count
+    assert scores(task, [task.gold(row) for row in rows], rows) == [1.0] * count
+    # the data's own numbers, read by the plainest means there are
+    plain = [row["answer"].split("#### ")[1].replace(",", "") for row in rows]
+    assert scores(task, [f"so it is {number}" for number in plain], rows) == [1.0] * count
+    assert scores(task, [f"#### {int(number) + 1}" for number in plain], rows) == [0.0] * count
+
+
+@pytest.mark.skipif(shared_data() is None, reason="needs ../shared/data")
+@pytest.mark.parametrize(("split", "count"), [("train", 900), ("eval", 100)])
+def test_every_gold_answer_of_knights_and_knaves_has_full_marks(split: str, count: int) -> None:
+    folder, task = f"{shared_data()}/knights-and-knaves", knights_and_knaves.TASK
+    rows = load_rows(task, split, data=f"{folder}/train.jsonl", eval_data=f"{folder}/test.jsonl")
+    assert len(rows) == count
+    assert scores(task, [task.gold(row) for row in rows], rows) == [1.0] * count
+
+    def told(row: Row, flip: int | None) -> str:  # from the data's other columns, with the person `flip` turned around
+        people = enumerate(zip(row["names"], row["solution"], strict=True))
+        return roles(", ".join(f"{n} is a {'knight' if truth != (i == flip) else 'knave'}" for i, (n, truth) in people))
+
+    assert scores(task, [told(row, None) for row in rows], rows) == [1.0] * count
+    for flip in range(3):
+        assert scores(task, [told(row, flip) for row in rows], rows) == [pytest.approx(-0.5 / 3)] * count
