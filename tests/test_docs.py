@@ -17,7 +17,7 @@ from tinyrl.cli.commands import app
 from tinyrl.config.familiar import FAMILIAR, FAMILIAR_UNDER, UNNEEDED, familiar, known_elsewhere, remark
 from tinyrl.config.recipe import load_config, packaged_recipes
 from tinyrl.config.settings import SECTIONS, fields_of
-from tinyrl.tasks import Task, check_rows
+from tinyrl.tasks import Task, check_row
 from tinyrl.tools.chat.terminal import HELP
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,7 +140,8 @@ def test_the_task_of_the_page_is_one(tmp_path: Path):
     task: Task = loaded("double", blocks("tasks.md", "python")[0], tmp_path).TASK
     rows = {split: task.rows(split) for split in ("train", "eval")}
     assert {str(task.prompt(row)) for row in rows["train"]}.isdisjoint(str(task.prompt(row)) for row in rows["eval"])
-    check_rows(task, rows["train"], places=["row"] * len(rows["train"]), verified=True)
+    for row in rows["train"]:
+        check_row(task, row, verified=True)
     assert task.verify is not None
     prompts, right = [task.prompt(row) for row in rows["eval"]], [row["answer"] for row in rows["eval"]]
     for said, score in (([task.gold(row) for row in rows["eval"]], 1.0), ([""] * 500, 0.0), (prompts, 0.0)):

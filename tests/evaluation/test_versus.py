@@ -93,8 +93,8 @@ def test_the_same_policy_differs_by_nothing(folder: Path, tmp_path: Path, sectio
 def test_prompts_that_the_other_run_was_trained_on_are_left_out_and_counted(folder: Path, tmp_path: Path) -> None:
     other = variant(folder, tmp_path.name, task={"split_seed": 1, "max_samples": 100})
     rows = str(folder / "rows.jsonl")
-    held = load_rows(load_task("rows"), "eval", data=rows, seed=0)
-    trained = load_rows(load_task("rows"), "train", data=rows, seed=1)[:100]
+    held = load_rows(load_task("rows"), "eval", data=rows, split_seed=0)
+    trained = load_rows(load_task("rows"), "train", data=rows, split_seed=1)[:100]
     seen = {row["prompt"] for row in held} & {row["prompt"] for row in trained}
     assert 0 < len(seen) < 30
     result = compare(folder, other)

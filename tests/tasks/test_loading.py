@@ -99,12 +99,12 @@ def test_data_and_eval_data_override_where_rows_come_from(tmp_path):
 
 def test_data_alone_is_split_by_prompt_and_seed(tmp_path):
     source = jsonl(tmp_path / "a.jsonl", [{"q": f"{i % 30}", "n": i} for i in range(60)])
-    train, held = (load_rows(TOY, split, data=source, seed=5) for split in ("train", "eval"))
+    train, held = (load_rows(TOY, split, data=source, split_seed=5) for split in ("train", "eval"))
     assert len(train) == 54
     assert len(held) == 3
     assert not {row["q"] for row in held} & {row["q"] for row in train}
-    assert load_rows(TOY, "eval", data=source, seed=6) != held
-    assert load_rows(TOY, "train", data=source, seed=5, max_samples=6) == train[:6]
+    assert load_rows(TOY, "eval", data=source, split_seed=6) != held
+    assert load_rows(TOY, "train", data=source, split_seed=5, max_samples=6) == train[:6]
 
 
 @pytest.mark.parametrize("method", ["grpo", "sft"])

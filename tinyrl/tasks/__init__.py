@@ -1,7 +1,7 @@
 """The table of tasks, and the rows of one: its own or the user's, checked, split and cut to size.
 
-Tasks are modules named in one dict, imported when asked for. Rows a user gives (`task.data`) are checked one by one
-against the task before anything is trained, so a bad row is reported with its file and line.
+Tasks are modules, imported when asked for. Rows of task.data are checked one by one against the task before anything is
+trained, so a bad row is reported with its file and line.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tinyrl.config.schema import Config
+from tinyrl.config.sections import TaskConfig
 from tinyrl.data.formats import shared_prompt
-from tinyrl.data.messages import CONVERSATIONS, Prompt, prompt_of
-from tinyrl.data.readers import Row, placed_rows
+from tinyrl.data.messages import CONVERSATIONS, Prompt, as_messages, prompt_of
+from tinyrl.data.readers import Placed, Row, placed_rows
 from tinyrl.data.rows import hold_out, row_key, rows_needed
 from tinyrl.environments import Reply
 from tinyrl.runs.run_dir import RunDir
@@ -95,119 +96,91 @@ def load_task(name: str, *, grading: Grading = "task") -> Task:
 
 
 def load_splits(config: Config, splits: Sequence[str] = ("train", "eval")) -> list[list[Row]]:
-    """Return the rows of a run by splits. Data of which some are held out is read once."""
-    where, task = config.task, load_task(config.task.name or "rows")
-    return _splits(
-        task,
-        splits,
-        data=where.data,
-        eval_data=where.eval_data,
-        columns=where.columns,
-        max_samples=where.max_samples,
-        seed=where.split_seed,
-        verified=config.reward.is_verifier,
-        revision=where.revision,
-    )
+    """Return the rows of a run by splits."""
+    task = load_task(config.task.name or "rows")
+    return read_splits(task, config.task, splits, verified=config.reward.is_verifier)
 
 
 def load_split(config: Config, split: str) -> list[Row]:
-    """Return the rows of "train" or "eval" of a run."""
     return load_splits(config, [split])[0]
 
 
-def load_rows(task: Task, split: str, **options: Any) -> list[Row]:
-    """Return the rows of "train" or "eval" of a task: its own, or those of `data` and `eval_data`. Options as in
-    `_splits`.
+def load_rows(task: Task, split: str, *, verified: bool = True, **settings: Any) -> list[Row]:
+    """Return the rows of "train" or "eval" of a task by `settings` of the section task."""
+    return read_splits(task, TaskConfig(**settings), [split], verified=verified)[0]
+
+
+def read_splits(task: Task, where: TaskConfig, splits: Sequence[str], *, verified: bool) -> list[list[Row]]:
+    """Read splits of a task: its own rows, or those of task.data and task.eval_data.
+
+    Without eval_data some rows of data are held out (`hold_out`), and it is read once. No more is read than max_samples
+    takes. `verified`: the task's verifier is the reward, so every row must be one that it can judge.
     """
-    return _splits(task, [split], **options)[0]
-
-
-def _splits(
-    task: Task,
-    splits: Sequence[str],
-    *,
-    data: str | None = None,
-    eval_data: str | None = None,
-    columns: dict[str, str] | None = None,
-    max_samples: int | None = None,
-    seed: int = 0,
-    revision: str | None = None,
-    verified: bool = True,
-) -> list[list[Row]]:
-    """Read splits of a task, at most `max_samples` rows each (no more is read than that takes).
-
-    With `data` and no `eval_data` some rows are held out for "eval", chosen by `seed` (`hold_out`). `columns`
-    {new: old} renames the columns of `data` and `eval_data`. `verified`: the task's verifier is the reward, so every
-    row must be one that it can judge; `revision` is that of a hub data set.
-    """
-    if columns and data is None and eval_data is None:
+    data, eval_data, most = where.data, where.eval_data, where.max_samples
+    if where.columns and data is None and eval_data is None:
         raise ValueError("task.columns renames the columns of task.data, and no task.data is given")
-    sources = {"train": data, "eval": eval_data or data}
 
-    def read(source: str, *, split: bool) -> list[Row]:
-        most = rows_needed(max_samples, split=split)
-        return _read(task, source, columns=columns, verified=verified, revision=revision, most=most)
+    def read(source: str, most: int | None) -> list[Row]:
+        placed = placed_rows(source, columns=where.columns, revision=where.revision, most=most)
+        return _usable(task, placed, verified=verified)
 
     def rows_of(split: str) -> list[Row]:
-        source = sources[split]
+        source = data if split == "train" else eval_data or data
         if task.generate is not None:
-            return task.generate(source, split, seed)
-        if source is not None:
-            return read(source, split=False)
-        if task.rows is no_rows:
-            needed = " and ".join(f"'{name}'" for name in task.columns)
-            raise ValueError(
-                f"task '{task.name}' has no data of its own: give task.data=FILE.jsonl with a column {needed}"
-            )
-        return task.rows(split)
+            return task.generate(source, split, where.split_seed)
+        return task.rows(split) if source is None else read(source, most)
 
+    if data is None and eval_data is None and task.rows is no_rows and task.generate is None:
+        needed = " and ".join(f"'{name}'" for name in task.columns)
+        raise ValueError(f"task '{task.name}' has no data of its own: give task.data=FILE.jsonl with a column {needed}")
     if data is not None and eval_data is None and task.generate is None:
-        train, held_out = hold_out(read(data, split=True), prompt=task.prompt, seed=seed)
+        rows = read(data, rows_needed(most, split=True))
+        train, held_out = hold_out(rows, prompt=task.prompt, seed=where.split_seed)
         found = {"train": train, "eval": held_out}
     else:
         found = {split: rows_of(split) for split in splits}
-    return [found[split][:max_samples] for split in splits]
+    return [found[split][:most] for split in splits]
 
 
-def check_rows(task: Task, rows: list[Row], *, places: list[str], verified: bool) -> None:
-    """ValueError for the first row that the task cannot use; `places[i]` ("file:line") says where row i comes from."""
-    for row, place in zip(rows, places, strict=True):
-        for column in task.columns:
-            if column not in row:
-                meant = did_you_mean(column, list(row))
-                raise ValueError(
-                    f"{place}: no column '{column}', which task '{task.name}' needs.{meant} "
-                    f"Columns: {listed(row)}. Rename one with task.columns.{column}=OLD"
-                    + (", or say that the rows are your own: task.name=rows" if task.name != "rows" else "")
-                )
-        for column in RESERVED_COLUMNS:
-            if column in row:
-                raise ValueError(
-                    f"{place}: no column may be called '{column}', reward functions get an argument of that name. "
-                    f"Rename it with task.columns.NEW={column}"
-                )
+def _usable(task: Task, placed: Placed, *, verified: bool) -> list[Row]:
+    """Return rows for a task, all with the same columns, since rewards get each as a list. Raises ValueError, with the
+    place, for the first that it cannot use.
+    """
+    rows: list[Row] = []
+    for place, row in placed:
         try:
-            task.prompt(row)
-            task.gold(row)
-            if verified and task.check_reference is not None:
-                task.check_reference(row)
+            rows.append(_with_prompt(_with_answer(row)) if "prompt" in task.columns else row)
+            check_row(task, rows[-1], verified=verified)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
-
-
-def _read(
-    task: Task, source: str, *, columns: dict[str, str] | None, verified: bool, revision: str | None, most: int | None
-) -> list[Row]:
-    placed = placed_rows(source, columns=columns, revision=revision, most=most)
-    rows = [_with_prompt(_with_answer(row), place) if "prompt" in task.columns else row for place, row in placed]
-    check_rows(task, rows, places=[place for place, _ in placed], verified=verified)
-    # rewards get every column as a list, so all rows get the same columns
     names = list(dict.fromkeys(name for row in rows for name in row))
     return [{name: row.get(name) for name in names} for row in rows]
 
 
+def check_row(task: Task, row: Row, *, verified: bool) -> None:
+    """Raise ValueError for a row that the task cannot use."""
+    for column in task.columns:
+        if column not in row:
+            meant = did_you_mean(column, list(row))
+            raise ValueError(
+                f"no column '{column}', which task '{task.name}' needs.{meant} "
+                f"Columns: {listed(row)}. Rename one with task.columns.{column}=OLD"
+                + (", or say that the rows are your own: task.name=rows" if task.name != "rows" else "")
+            )
+    for column in RESERVED_COLUMNS:
+        if column in row:
+            raise ValueError(
+                f"no column may be called '{column}', reward functions get an argument of that name. "
+                f"Rename it with task.columns.NEW={column}"
+            )
+    task.prompt(row)
+    task.gold(row)
+    if verified and task.check_reference is not None:
+        task.check_reference(row)
+
+
 def _with_answer(row: Row) -> Row:
-    """A row of verl's layout with its `reward_model.ground_truth` as the `answer`, where it has none of its own."""
+    """Add verl's `reward_model.ground_truth` as the `answer` of a row without one."""
     inner = row.get("reward_model")
     if row.get("answer") is not None or not isinstance(inner, dict) or inner.get("ground_truth") is None:
         return row
@@ -215,27 +188,24 @@ def _with_answer(row: Row) -> Row:
 
 
 def layout_notes(row: Row) -> list[str]:
-    """A line where `_with_answer` has found a row's answer."""
+    """Return a line where `_with_answer` has found a row's answer."""
     inner = row.get("reward_model")
     if not isinstance(inner, dict) or row.get("answer") is not inner.get("ground_truth", inner):
         return []
     return ["rows in verl's layout: `answer` is reward_model.ground_truth"]
 
 
-def _with_prompt(row: Row, place: str) -> Row:
-    """A conversation or a preference pair without a `prompt` of its own, with the prompt that it begins with."""
+def _with_prompt(row: Row) -> Row:
+    """Add the prompt that a conversation or a preference pair begins with to a row without a `prompt`."""
     has = {name for name, value in row.items() if value is not None}
     if "prompt" in has or not (has & {*CONVERSATIONS} or has >= {"chosen", "rejected"}):
         return row
-    try:
-        return {**row, "prompt": shared_prompt(row)}
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
+    return {**row, "prompt": shared_prompt(row)}
 
 
 def row_texts(run: RunDir, keys: dict[int, str], notes: list[str]) -> dict[int, str]:
-    """The texts of prompts by the numbers and keys that a run's record of prompts has: of the training rows, where
-    they are still there; of messages the last. Rows that cannot be read are said in `notes`.
+    """Return the texts of training prompts by the numbers and keys of a run's prompts.jsonl, of messages the last, as
+    far as the rows are still there. An error in reading rows is added to `notes`.
     """
     try:
         config = run.read_config()
@@ -244,13 +214,13 @@ def row_texts(run: RunDir, keys: dict[int, str], notes: list[str]) -> dict[int, 
     except (OSError, ValueError) as error:
         notes.append(f"prompts are shown as far as samples.jsonl has them: {first_line(error)}")
         return {}
-    found = {index: prompts[key] for index, key in keys.items() if key in prompts}
-    return {index: said if isinstance(said, str) else str(said[-1]["content"]) for index, said in found.items()}
+    found = {index: as_messages(prompts[key]) for index, key in keys.items() if key in prompts}
+    return {index: str(messages[-1]["content"]) for index, messages in found.items()}
 
 
 def export_rows(config: Config, keys: set[str], file: Path) -> str:
-    """Write the training rows with these keys, as `task.data` of the same task, and say so. Raises ValueError where the
-    file exists, or no row has one of the keys.
+    """Write the training rows with these keys, as task.data of the same task; return a line about it. Raises ValueError
+    where the file exists, or no row has one of the keys.
     """
     if file.exists():
         raise ValueError(f"--export-hard: {file} exists; give another name")
