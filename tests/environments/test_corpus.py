@@ -15,10 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tinyrl.environments import corpus as index_file
 from tinyrl.environments import corpus as module
-from tinyrl.environments.corpus import Corpus, SearchFailed, match_expression, written_alone
+from tinyrl.environments.corpus import Corpus, SearchFailed, match_expression
 from tinyrl.errors import Interrupted
+from tinyrl.runs import signals
 from tinyrl.runs.signals import StopFlag
 
 TOWNS = ['"Quimper"\nQuimper makes faience.', '"Brest"\nBrest has a harbour.', '"Vannes"\nVannes has ramparts.']
@@ -211,23 +211,6 @@ def test_a_corpus_replaced_during_a_run_changes_nothing_for_it(towns: Path, tmp_
     assert running.search(["ramparts"], top_k=1) == [[TOWNS[2]]]
 
 
-def test_a_change_that_keeps_size_and_time_is_noticed(towns: Path):
-    Corpus.open(towns).close()
-    before = towns.stat()
-    write(towns, [TOWNS[0].replace("faience", "pottery"), *TOWNS[1:]])
-    os.utime(towns, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert (towns.stat().st_size, towns.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    assert found(towns, "pottery") == ['"Quimper"\nQuimper makes pottery.']
-
-
-def test_a_file_that_was_only_touched_keeps_its_index(towns: Path):
-    Corpus.open(towns).close()
-    before = (towns.parent / "towns.jsonl.fts5").stat()
-    os.utime(towns, ns=(1, 1))
-    assert found(towns, "harbour") == [TOWNS[1]]
-    assert os.path.samestat((towns.parent / "towns.jsonl.fts5").stat(), before)
-
-
 def test_a_file_that_changes_while_it_is_indexed_is_refused(towns: Path, monkeypatch: pytest.MonkeyPatch):
     def read(source: Path):
         yield "a"
@@ -253,13 +236,11 @@ def other_database(index: Path) -> None:
         lambda index: index.write_bytes(b""),
         lambda index: index.write_bytes(os.urandom(5000)),
         lambda index: index.write_bytes(index.read_bytes()[: index.stat().st_size // 2]),
-        lambda index: index.write_bytes(index.read_bytes() + bytes(4096)),
         lambda index: index.write_bytes(bytes(4096) + index.read_bytes()[4096:]),
         lambda index: index.write_bytes(index.read_bytes()[:4096] + b"\xff" * (index.stat().st_size - 4096)),
-        lambda index: index.write_bytes(index.read_bytes().replace(b"tinyrl passages", b"tinyrl sausages")),
         other_database,
     ],
-    ids=["empty", "noise", "half", "longer", "no header", "no pages", "another version", "another database"],
+    ids=["empty", "noise", "half", "no header", "no pages", "another database"],
 )
 def test_a_damaged_index_is_made_again(towns: Path, damage):
     Corpus.open(towns).close()
@@ -268,66 +249,13 @@ def test_a_damaged_index_is_made_again(towns: Path, damage):
     assert beside(towns) == ["towns.jsonl", "towns.jsonl.fts5"]
 
 
-def changed(index: Path, old: bytes, new: bytes) -> None:
-    before = index.stat()
-    content = index.read_bytes()
-    assert old in content
-    index.write_bytes(content.replace(old, new))
-    os.utime(index, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-@pytest.mark.parametrize(
-    "damage", [(b"makes faience", b"makes pottery"), (b"harbour", b"harvest"), (b"rampart", b"rambart")]
-)
-def test_damage_inside_the_text_or_the_words_of_an_index_is_found_and_said(towns: Path, damage: tuple[bytes, bytes]):
-    Corpus.open(towns).close()
-    index = towns.parent / "towns.jsonl.fts5"
-    written = index.read_bytes()
-    changed(index, *damage)
-    said: list[str] = []
-    corpus = Corpus.open(towns, say=said.append)
-    assert corpus.search(["faience", "harbour", "ramparts"], top_k=1) == [[TOWNS[0]], [TOWNS[1]], [TOWNS[2]]]
-    assert [line.startswith(f"warning: {index} is damaged") for line in said] == [True, False]  # and made again
-    assert index.read_bytes() == written
-
-
-def test_an_index_of_another_format_is_made_again(towns: Path):
-    Corpus.open(towns).close()
-    index = towns.parent / "towns.jsonl.fts5"
-    written = index.read_bytes()
-    index.write_bytes(written[:-71].replace(b"tinyrl passages 2", b"tinyrl passages 1"))
-    assert Corpus.open(towns).search(["harbour"], top_k=1) == [[TOWNS[1]]]
-    assert b"tinyrl passages 2" in index.read_bytes()
-
-
-def pages_of(index: Path, word: bytes) -> tuple[bytearray, list[int]]:
-    data = bytearray(index.read_bytes())
-    return data, [at for at in range(0, len(data), 4096) if word in data[at : at + 4096]]
-
-
-def test_an_index_damaged_while_it_is_in_use_is_made_again(tmp_path: Path):
+def test_an_index_damaged_while_it_is_in_use_is_said(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", [f"{'filler ' * 60} needle{i}" for i in range(300)])
     running = Corpus.open(path)
-    index = tmp_path / "a.jsonl.fts5"
-    data, pages = pages_of(index, b"filler filler")
-    assert len(pages) > 10
-    for at in pages:
-        data[at : at + 4096] = b"\xff" * 4096
-    with index.open("r+b") as file:
-        file.write(data)
-    assert [p.split()[-1] for p in running.search(["needle250"], top_k=1)[0]] == ["needle250"]
-    assert len(pages_of(index, b"filler filler")[1]) == len(pages)
-
-
-def test_an_index_damaged_after_the_corpus_was_replaced_is_said(tmp_path: Path):
-    path = write(tmp_path / "a.jsonl", [f"{'filler ' * 60} needle{i}" for i in range(300)])
-    running = Corpus.open(path)
-    index = tmp_path / "a.jsonl.fts5"
-    with index.open("r+b") as file:
+    with running.index.open("r+b") as file:
         file.seek(8192)
-        file.write(b"\xff" * (index.stat().st_size - 8192))
-    write(path, ["other"])
-    with pytest.raises(SearchFailed, match="not the passages that were opened before, and their index is gone"):
+        file.write(b"\xff" * (running.index.stat().st_size - 8192))
+    with pytest.raises(SearchFailed, match=r"a.jsonl.fts5: .*delete this index"):
         running.search(["needle250"], top_k=1)
 
 
@@ -350,40 +278,37 @@ def test_a_kill_in_the_middle_leaves_no_half_index(towns: Path):
     child = subprocess.Popen([sys.executable, "-c", KILLED, str(towns)], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     assert child.stdout.readline() == "in the middle\n"
-    assert (towns.parent / "towns.jsonl.fts5.writing").stat().st_size > 1_000_000
+    [left] = towns.parent.glob("*.new")
+    assert left.stat().st_size > 1_000_000
     child.send_signal(signal.SIGKILL)
     child.communicate()
     assert "towns.jsonl.fts5" not in beside(towns)
+    os.utime(left, (0, 0))
     assert found(towns, "harbour") == [TOWNS[1]]
     assert beside(towns) == ["towns.jsonl", "towns.jsonl.fts5"]
 
 
-def test_two_who_index_at_once_make_one_index(towns: Path, monkeypatch: pytest.MonkeyPatch):
-    read, begun, go_on, calls = module.read_passages, threading.Event(), threading.Event(), []
+def test_of_two_who_index_at_once_either_index_serves_both(towns: Path, monkeypatch: pytest.MonkeyPatch):
+    read, both = module.read_passages, threading.Barrier(2)
 
-    def slow(source: Path):
-        calls.append(source)
-        begun.set()
-        assert go_on.wait(60)
+    def together(source: Path):
+        both.wait(60)
         yield from read(source)
 
-    monkeypatch.setattr(module, "read_passages", slow)
-    monkeypatch.setattr(index_file, "WAIT_S", 0.01)
+    monkeypatch.setattr(module, "read_passages", together)
     results: list[list[str]] = []
-    threads = [threading.Thread(target=lambda: results.append(found(towns, "harbour"))) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: results.append(found(towns, "harbour"))) for _ in range(2)]
     for thread in threads:
         thread.start()
-    assert begun.wait(60)
-    go_on.set()
     for thread in threads:
         thread.join()
-    assert results == [[TOWNS[1]]] * 3
-    assert calls == [towns]
+    assert results == [[TOWNS[1]]] * 2
     assert beside(towns) == ["towns.jsonl", "towns.jsonl.fts5"]
 
 
-def test_who_waits_for_another_can_be_stopped(towns: Path):
-    with StopFlag() as flag, written_alone(towns.with_name("towns.jsonl.fts5")):
+def test_a_stop_ends_the_indexing(towns: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(signals, "LOOK_EVERY_S", -1.0)
+    with StopFlag() as flag:
         flag.by = "SIGTERM"
         with pytest.raises(Interrupted):
             Corpus.open(towns)
@@ -394,22 +319,20 @@ def test_an_index_that_cannot_stand_beside_the_file_is_kept_in_the_cache(
     towns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "towns.jsonl.fts5.lock").mkdir()
+    (tmp_path / "towns.jsonl.fts5").mkdir()
     said: list[str] = []
     for _ in range(2):
         assert Corpus.open(towns, say=said.append).search(["harbour"], top_k=1) == [[TOWNS[1]]]
     kept = list((tmp_path / "cache" / "tinyrl").iterdir())
     assert [path.name.partition("-")[2] for path in kept] == ["towns.jsonl.fts5"]
-    assert len(said) == 1
-    assert str(kept[0]) in said[0]
+    assert sum(str(kept[0]) in line for line in said) == 1
 
 
 def test_an_index_that_can_be_kept_nowhere_is_said(towns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(index_file.tempfile, "tempdir", str(tmp_path / "file"))
-    (tmp_path / "towns.jsonl.fts5.lock").mkdir()
-    with pytest.raises(OSError, match=r"no place for the index.*fts5\.lock: Is a directory.*Not a directory"):
+    (tmp_path / "towns.jsonl.fts5").mkdir()
+    with pytest.raises(OSError, match=r"no place for the index.*Is a directory.*Not a directory"):
         Corpus.open(towns)
 
 

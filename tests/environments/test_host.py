@@ -17,6 +17,6 @@ class Talks:
 
 
 def test_an_opening_text_is_cut_in_the_worker():
-    texts, problems = environment([Talks]).calls["opening"](prompts=["p"], seed=[0])
+    texts, problems = environment([Talks]).calls["opening"]({"prompts": ["p"], "seed": [0]}, 1)
     assert [len(text) for text in texts] == [MAX_TEXT_CHARS]
     assert not problems

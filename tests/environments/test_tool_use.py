@@ -500,7 +500,7 @@ class TestClasses:
 
         found = host.environment([Counter])
         assert not found.facts["final_rewards"]
-        assert found.calls["opening"](prompts=["p"]) == ([None], [])
+        assert found.calls["opening"]({"prompts": ["p"]}, 1) == ([None], [])
         turns = [[turn(call("increment", step=2))], [turn("2")]]
         assert replies(found, prompts=["p", "p"], transcripts=turns) == [Reply("2"), None]
 
@@ -594,7 +594,7 @@ class TestClasses:
 
 def replies(service: host.Service, **arguments: Any) -> list[Reply | None]:
     """What a service answers, none of it at fault."""
-    values, problems = service.calls["respond"](**arguments)
+    values, problems = service.calls["respond"](arguments, len(arguments["prompts"]))
     assert not problems
     return [value and Reply(*value) for value in values]
 
@@ -623,7 +623,7 @@ class TestServices:
             assert [each["function"]["name"] for each in found.facts["schemas"]] == ["guess", "history"]
             assert [found.facts[name] for name in ("opening", "final_rewards", "rewards")] == [True] * 3
             assert replies(found, prompts=["p"], transcripts=[until(1)], **WORD) == [REPLIES[1]]
-            assert found.calls["final_rewards"](prompts=["p"], transcripts=[until(4)], **WORD) == ([1.0], [])
+            assert found.calls["final_rewards"]({"prompts": ["p"], "transcripts": [until(4)], **WORD}, 1) == ([1.0], [])
 
     def test_anything_else_is_refused(self) -> None:
         class Needy:

@@ -121,21 +121,15 @@ def test_a_corpus_changed_during_a_run_changes_nothing_for_it(
     assert_same(whole, run, 3)
 
 
-def damaged_and_replaced(corpus: Corpus) -> None:
-    """The index in use cannot be read any more, and what it was made of is not there to make it again."""
-    replaced(corpus)
-    corpus._index.connection.close()
-
-
 def test_a_search_that_can_go_on_no_more_drops_its_episodes_and_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    on_search(monkeypatch, 4, damaged_and_replaced)
+    on_search(monkeypatch, 4, Corpus.close)
     code, run, _ = running.train(searching(tmp_path, num_steps=9), tmp_path)
     said = capsys.readouterr().err
     assert code == 3, said
     assert "3 batches in a row" in said
-    assert "corpus.jsonl: not the passages that were opened before, and their index is gone" in said
+    assert "corpus.jsonl.fts5: Cannot operate on a closed database" in said
     assert run.failed_rewards.exists()
 
 

@@ -1,7 +1,7 @@
 """What a notebook gives: settings, reward functions and rows, as the command line would have them.
 
-Functions and rows that are in no file are written to files named by their content: a run can then be resumed by the
-command, and the same cell gives the same run.
+Rows that are in no file are written to one named by its content. A function that is in no module's file is called in
+this process: resume such a run where the function is defined.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from tinyrl.config.recipe import as_override
 from tinyrl.config.settings import SECTIONS
 from tinyrl.text import listed, shortened
-from tinyrl.workers.written import written
+from tinyrl.workers.loading import use_of
 
 Settings = Mapping[str, Any]  # {"run.num_steps": 20} or {"run": {"num_steps": 20}}
 Reward = str | Callable[..., Any]  # 'file.py:function', a function, a functools.partial, or an object with __call__
@@ -26,14 +26,14 @@ INPUTS = "inputs"  # the folder beside runs for them
 
 
 def given(settings: list[str], reward: Any, rows: Any, eval_rows: Any, inputs: Path) -> list[str]:
-    """Overrides for settings, rewards and rows, which are written to files where they are none yet. Rows take the place
+    """Overrides for settings, rewards and rows; rows are written to a file where they are none yet. Rows take the place
     of a recipe's, and of its task, where the settings name no other.
     """
     found = [*settings]
     if reward is not None:
         several = reward if isinstance(reward, list | tuple) else [reward]
         weighted = reward.items() if isinstance(reward, Mapping) else [(each, 1.0) for each in several]
-        functions = [_function(each, weight, inputs) for each, weight in weighted]
+        functions = [_function(each, weight) for each, weight in weighted]
         found.append(as_override("reward.functions", functions))
     if rows is not None:
         named = {setting.partition("=")[0] for setting in settings}
@@ -46,13 +46,13 @@ def given(settings: list[str], reward: Any, rows: Any, eval_rows: Any, inputs: P
     return found
 
 
-def _function(reward: Any, weight: Any, inputs: Path) -> dict[str, Any]:
+def _function(reward: Any, weight: Any) -> dict[str, Any]:
     if not isinstance(reward, str) and not callable(reward):
         raise ValueError(f"reward={shortened(repr(reward))}: it is a function, or 'file.py:function'")
     plain = _plain(weight)
     if isinstance(plain, bool) or not isinstance(plain, int | float):
         raise ValueError(f"reward: the weight of {shortened(repr(reward))} is {shortened(repr(weight))}, not a number")
-    return {"use": reward if isinstance(reward, str) else written(reward, inputs.absolute()), "weight": float(plain)}
+    return {"use": reward if isinstance(reward, str) else use_of(reward), "weight": float(plain)}
 
 
 def path_of(name: str, value: Any) -> str:

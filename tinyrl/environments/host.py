@@ -19,28 +19,17 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tinyrl.environments import MAX_REWARD, Reply, Transcript
 from tinyrl.environments.calls import Tools, awaited, calls_of, carry_out, reply, rows_of, text_of
 from tinyrl.environments.classes import ClassEnvironment
 from tinyrl.text import first_line
-from tinyrl.workers.worker import parameters_of
+from tinyrl.workers.worker import Checked, Service, parameters_of
 
 EPISODE = "episode"  # the parameter of a tool that the model does not see
 
 MAX_TEXT_CHARS = 1 << 20  # of a reply, which is cut to a number of tokens later: this keeps megabytes from travelling
-
-Checked = tuple[list[Any], list[tuple[int, str]]]
-
-
-@dataclass
-class Service:
-    """What a worker serves: functions of the arguments by name, and facts about them for the run."""
-
-    calls: dict[str, Callable[..., Checked]]
-    facts: dict[str, Any]
 
 
 def environment(objects: list[Any]) -> Service:
@@ -61,9 +50,9 @@ def environment(objects: list[Any]) -> Service:
             raise ValueError(f"'{name}' takes no 'transcripts', as respond(prompts, transcripts, **columns) does.")
     made = ClassEnvironment(found)
     service = _service(made.respond, tools=made.tools())
-    service.calls["opening"] = lambda **arguments: ([_cut(text) for text in made.opening(**arguments)], [])
+    service.calls["opening"] = lambda arguments, _: ([_cut(text) for text in made.opening(**arguments)], [])
     if made.has_reward:
-        service.calls["final_rewards"] = lambda **arguments: (made.final_rewards(**arguments), [])
+        service.calls["final_rewards"] = lambda arguments, _: (made.final_rewards(**arguments), [])
     service.facts.update(opening=True, final_rewards=made.has_reward, rewards=made.has_reward)
     return service
 
@@ -83,7 +72,7 @@ def agent(objects: list[Any]) -> Service:
     if missing:
         raise TypeError(f"takes {', '.join(missing)}; an agent is given row, base_url, api_key and model")
 
-    def run(**arguments: list[Any]) -> Checked:
+    def run(arguments: dict[str, list[Any]], _: int) -> Checked:
         given = {name: values[0] for name, values in arguments.items()}
         if known["parameters"] is not None:
             given = {name: value for name, value in given.items() if name in known["parameters"]}
@@ -97,11 +86,8 @@ def agent(objects: list[Any]) -> Service:
 
 def _service(respond: Callable[..., Any], *, tools: Sequence[Callable[..., Any]] = ()) -> Service:
     """What answers turns, with the schemas of its tools, and without openings or rewards."""
-    calls: dict[str, Callable[..., Checked]] = {
-        "respond": lambda **arguments: checked(respond(**arguments), len(next(iter(arguments.values())))),
-    }
     facts = {"schemas": schemas(tools) if tools else None, "opening": False, "final_rewards": False, "rewards": False}
-    return Service(calls, facts)
+    return Service({"respond": lambda arguments, num_rows: checked(respond(**arguments), num_rows)}, facts)
 
 
 def checked(returned: Any, num_rows: int) -> Checked:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self, TypedDict
 
 from tinyrl.text import did_you_mean, redact, visible
-from tinyrl.workers.loading import FunctionSource
-from tinyrl.workers.process import CallFailed, LoadFailed, Worker, memory_limit, quoted
+from tinyrl.workers.loading import FunctionSource, defined_here
+from tinyrl.workers.process import CallFailed, InProcess, LoadFailed, Worker, memory_limit, quoted
 
 # ---- What a function prints ----
 # Secrets are taken out and control characters named. Of one call at most `CALL_BYTES` are kept.
@@ -123,7 +124,7 @@ class WorkerFunction:
         self._sources, self._host, self._setting = sources, host, f"{setting} '{sources[0].use}'"
         self._timeout_s = limits["timeout_s"]
         self._memory_bytes = memory_limit(limits["memory_gb"])
-        self._worker: Worker | None = None
+        self._worker: Worker | InProcess | None = None
         self._facts: dict[str, Any] | None = None  # what the function takes, as its worker found it
 
     def __enter__(self) -> Self:
@@ -153,7 +154,7 @@ class WorkerFunction:
             self._worker.close()
             self._worker = None
 
-    def rows(self, arguments: dict[str, list[Any]], num_rows: int, *, call: str | None = None) -> Rows:
+    def rows(self, arguments: dict[str, list[Any]], num_rows: int, *, call: str = "score") -> Rows:
         """Call it with a list of `num_rows` values for each argument; `call`: which function of the host.
 
         ValueError: an argument that the function needs is missing, or one cannot be sent to it. Raises Interrupted soon
@@ -182,7 +183,7 @@ class WorkerFunction:
             return _all_failed(num_rows, f"`{self.name}` {reason}")
         return self._row_by_row(arguments, num_rows, call=call, why=reason)
 
-    def _row_by_row(self, arguments: dict[str, list[Any]], num_rows: int, *, call: str | None, why: str) -> Rows:
+    def _row_by_row(self, arguments: dict[str, list[Any]], num_rows: int, *, call: str, why: str) -> Rows:
         rows = Rows([None] * num_rows, retried=why)
         row_timeout_s = min(self._timeout_s, max(MIN_ROW_TIMEOUT_S, self._timeout_s / MAX_WORKERS_LOST))
         deadline = time.monotonic() + ROWS_TIMEOUTS * self._timeout_s
@@ -207,7 +208,7 @@ class WorkerFunction:
             rows.failures += [RowFailure(row, failure.reason) for failure in alone.failures]
         return rows
 
-    def _ask(self, arguments: dict[str, list[Any]], num_rows: int, *, call: str | None, timeout_s: float) -> Rows:
+    def _ask(self, arguments: dict[str, list[Any]], num_rows: int, *, call: str, timeout_s: float) -> Rows:
         request = (
             f'{{"arguments": {_json(arguments)}, "num_rows": {num_rows}, "call": {json.dumps(call)}, '
             f'"timeout_s": {timeout_s!r}}}'
@@ -222,15 +223,21 @@ class WorkerFunction:
         failures = [RowFailure(row, f"`{self.name}` {quoted(reason)}") for row, reason in reply["failures"]]
         return Rows(reply["values"], failures)
 
-    def _live_worker(self) -> Worker:
+    def _live_worker(self) -> Worker | InProcess:
         if self._worker is None or not self._worker.alive:
             self.close()
-            self._worker = Worker(self._sources[0], memory_bytes=self._memory_bytes, on_output=self.printed.add)
-            load_timeout_s = max(self._timeout_s, LOAD_TIMEOUT_S)
+            first = self._sources[0]
+            if first.is_in_process:
+                self._worker = InProcess(defined_here(first))
+            else:
+                self._worker = Worker(first, memory_bytes=self._memory_bytes, on_output=self.printed.add)
+            folders = [str(source.folder) for source in self._sources]
+            load = {"sources": [*map(asdict, self._sources)], "sys_path": [*folders, *sys.path]}
+            load |= {"host": self._host, "section": self._section}
+            timeout_s = max(self._timeout_s, LOAD_TIMEOUT_S)
             try:
-                self._facts = self._worker.load(
-                    self._sources, host=self._host, section=self._section, timeout_s=load_timeout_s
-                )
+                request = json.dumps({"load": load, "timeout_s": timeout_s}, default=str)
+                self._facts = self._worker.ask(request, timeout_s=timeout_s)
             except CallFailed as failure:
                 self.close()
                 raise LoadFailed(f"could not be loaded: it {failure}", worker_lost=True) from failure

@@ -6,11 +6,16 @@ The source is read, not imported: a mistake in a recipe is answered at once, and
 import ast
 import importlib.machinery
 import importlib.util
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tinyrl.text import did_you_mean
+from tinyrl.text import did_you_mean, shortened
+
+HERE = "__main__"
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,40 @@ class FunctionSource:
     module: str | None
     file: Path | None  # the source, None for a module without one
     folder: Path  # put first on the worker's sys.path, so that a file may import those beside it
+
+    @property
+    def is_in_process(self) -> bool:
+        """Whether a notebook or script defined it, so that it is called in the process of the run."""
+        return self.module == HERE
+
+
+_defined = dict[str, Callable[..., Any]]()
+
+
+def use_of(function: Callable[..., Any]) -> str:
+    """Return 'file.py:function' of a module's function, else '__main__:NAME', which is called in this process.
+
+    A functools.partial has the name of its function, an object that can be called that of its class. ValueError for a
+    function without a name.
+    """
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    file, name = getattr(module, "__file__", None), getattr(function, "__name__", "")
+    own = getattr(function, "__qualname__", "") == name and getattr(module, name, None) is function
+    if own and module is not sys.modules[HERE] and file and os.path.isfile(file):
+        return f"{Path(file).absolute()}:{name}"
+    name = name or getattr(getattr(function, "func", None), "__name__", "") or type(function).__name__.lower()
+    if not name.isidentifier():
+        raise ValueError(f"{shortened(repr(function))} is not a function that is defined by name (def ...)")
+    _defined[name] = function
+    return f"{HERE}:{name}"
+
+
+def defined_here(source: FunctionSource) -> Callable[..., Any]:
+    """Return a function of this process. KeyError: there is none."""
+    found = _defined.get(source.function) or getattr(sys.modules[HERE], source.function, None)
+    if found is None:
+        raise KeyError(source.function)
+    return found
 
 
 def parse_use(use: str, *, setting: str = "reward.functions: use", classes: bool = False) -> FunctionSource:
@@ -37,6 +76,16 @@ def parse_use(use: str, *, setting: str = "reward.functions: use", classes: bool
     if not colon or not place.strip() or not function.strip():
         raise ValueError(f"{setting} '{use}' must be 'file.py:function' or 'package.module:function'.")
     place, function = place.strip(), function.strip()
+    if place == HERE:
+        source = FunctionSource(use, function, path=None, module=HERE, file=None, folder=base)
+        try:
+            defined_here(source)
+        except KeyError:
+            raise ValueError(
+                f"{setting} '{use}': a notebook or script defined this function, and this process has no such one; "
+                "run the cell that defines it and go on there, or put it into a file"
+            ) from None
+        return source
     if place.endswith(".py") or "/" in place:
         file = _existing_file(place, base=base, use=use, setting=setting)
         source = FunctionSource(use, function, path=file, module=None, file=file, folder=file.parent)
@@ -53,7 +102,7 @@ def imported_beside(source: FunctionSource) -> list[Path]:
     name that is put together while the program runs is not seen.
     """
     waiting = [source.file] if source.file else []
-    waiting += _modules(source.folder, source.module.split(".")) if source.module else []
+    waiting += _modules(source.folder, source.module.split(".")) if source.module not in (None, HERE) else []
     found = set[Path]()
     while waiting:
         file = waiting.pop()

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,15 +80,6 @@ class Worker:
     def alive(self) -> bool:
         """False once a call was lost or the process is gone."""
         return not self._killed and self._process.poll() is None
-
-    def load(
-        self, sources: list[FunctionSource], *, host: str | None, section: str, timeout_s: float
-    ) -> dict[str, Any]:
-        """Have the worker import them, with our sys.path; returns what they take, as described in worker.py."""
-        named, folders = [asdict(source) for source in sources], [source.folder for source in sources]
-        load = {"sources": named, "host": host, "section": section, "sys_path": [*folders, *sys.path]}
-        request = json.dumps({"load": load, "timeout_s": timeout_s}, default=str)
-        return self.ask(request, timeout_s=timeout_s)
 
     def ask(self, request: str, *, timeout_s: float) -> dict[str, Any]:
         """Send a JSON request and wait for its reply. Raises CallFailed, and Interrupted once the run is to stop."""
@@ -193,6 +183,35 @@ class Worker:
             return ""
         place = re.search(rf'File "{re.escape(str(file))}", line (\d+)', self._output.decode("utf-8", errors="replace"))
         return f" ({file.name}, line {place[1]})" if place else ""
+
+
+class InProcess:
+    """A function that a notebook or script defined, called in this process: nothing limits its time or memory.
+
+    It has the interface of `Worker`.
+    """
+
+    alive = True
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function, self._loaded = function, worker.Loaded()
+
+    def ask(self, request: str, *, timeout_s: float) -> dict[str, Any]:
+        """Answer a request. Raises CallFailed, and Interrupted once the run is to stop."""
+        check_stop()
+        asked = json.loads(request)
+        if "load" in asked:
+            code = getattr(self._function, "__code__", None)
+            asked["load"]["sources"][0]["file"] = getattr(code, "co_filename", None)
+            reply = self._loaded.load(asked["load"], [self._function])
+        else:
+            reply = json.loads(json.dumps(self._loaded.answer(asked)))
+        if "error" in reply:
+            raise CallFailed(said(reply), worker_lost=False)
+        return reply
+
+    def close(self) -> None:
+        """Do nothing: the function's state is the notebook's."""
 
 
 def memory_limit(memory_gb: Literal["auto"] | float) -> int:

@@ -6,16 +6,13 @@ sight first, so that what it prints, closes or reads cannot disturb them. Only t
 start-up is short, and torch is imported only where the user's own code does so.
 
     {"load": {"sources": [{"path", "module", "function", "file"}], "host", "section", "sys_path"}, "timeout_s"}
-        -> {"whole_batch": bool, "parameters": names or null for any, "required": names}
+        -> {"whole_batch": bool, "parameters": names or null for any, "required": names, further facts of the host}
     {"arguments": {name: list}, "num_rows", "call", "timeout_s"}
         -> {"values": one a row, null for none, "failures": [[row, reason], ...], "read_as_text": bool}
 
-Without a host the one source is a reward function, and values are its scores. A host, "module:function" of tinyrl's
-own, makes a service of the sources: `host(objects)` returns `facts`, to be added to the first reply, and `calls`,
-{name: function of the arguments -> (values, failures)}.
-
-Either is answered with {"error": text, "at": " (file.py, line 3)" or ""} when the function's code raises. Texts are as
-the user's code wrote them: our end of the pipe makes one harmless line of each.
+A host, "module:function" of tinyrl's own, makes a `Service` of the loaded objects; without one the object is a reward
+function. Either request is answered with {"error": text, "at": " (file.py, line 3)" or ""} when the function's code
+raises. Texts are as the user's code wrote them: our end of the pipe makes one harmless line of each.
 """
 
 import contextlib
@@ -31,15 +28,22 @@ import reprlib
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_ERROR_CHARS = 2000  # of an exception's message, which is cut to a line where it is shown
 MAX_SHOWN_CHARS = 100  # of a value that is not a score
-MAX_WHY_CHARS = 4000  # of what a score comes with
+MAX_WHY_CHARS = 4000  # of the text a score comes with
 MAX_SCORE = 1e12  # scores become float32; there, the squares of a batch of larger ones would be infinite
-section = "reward"  # of the configuration, that the function is from
 CHAT_HINT = 'a completion is a list of messages here, as the prompts are; its text is completion[0]["content"]'
+
+Checked = tuple[list[Any], list[tuple[int, str]]]  # one value a row, and (row, reason) of the bad rows
+
+
+class Service(NamedTuple):
+    """Functions of (arguments by name, number of rows) by name, and facts about them for the run."""
+
+    calls: dict[str, Callable[[dict[str, list[Any]], int], Checked]]
+    facts: dict[str, Any]
 
 
 def main() -> None:
@@ -56,40 +60,90 @@ def main() -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "json"]:
         del sys.modules[name]  # people's code gets a copy of its own, which it may patch
     importlib.import_module("json")
-    answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    loaded = Loaded()
     for line in requests:
         request = json.loads(line)
         # Works in C, so also while the function holds the interpreter lock (a regular expression that backtracks), and
         # when nobody is left to kill us. It writes down where the function was, which is what a person needs to know.
         faulthandler.dump_traceback_later(request["timeout_s"], exit=True, file=last_words)
         if "load" in request:
-            answer, reply = _load(request["load"])
+            sys.path[:] = dict.fromkeys([*request["load"]["sys_path"], *sys.path])
+            reply = loaded.load(request["load"])
         else:
-            assert answer is not None
-            reply = answer(request)
+            reply = loaded.answer(request)
         faulthandler.cancel_dump_traceback_later()
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(
-                AttributeError, OSError, ValueError
-            ):  # the function may have closed or replaced it
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # the function may have closed it
                 stream.flush()
         replies.write(json.dumps(reply).encode("ascii") + b"\n")
         replies.flush()
 
 
-def _served(service: Any, file: str | None, request: dict[str, Any]) -> dict[str, Any]:
-    """What a host's service answers; its functions check their own values."""
-    found, problem = _attempt(lambda: service.calls[request["call"]](**request["arguments"]), file)
-    return problem or {"values": found[0], "failures": found[1], "read_as_text": False}
+class Loaded:
+    """A person's objects and the service made of them. It answers requests as described above."""
+
+    service: Service
+    file: str | None = None
+    section = "reward"
+
+    def load(self, request: dict[str, Any], objects: list[Any] | None = None) -> dict[str, Any]:
+        """Import the sources (or take the objects), and make a service of them."""
+        sources, self.section, found = request["sources"], request["section"], list(objects or [])
+        self.file = sources[0]["file"]
+        for source in [] if objects else sources:
+            value, problem = _attempt(lambda source=source: _find(source), source["file"], self.section)
+            if problem:
+                return problem
+            found.append(value)
+        host = reward
+        if request["host"]:
+            module, _, name = request["host"].partition(":")
+            host = getattr(importlib.import_module(module), name)
+        elif not callable(found[0]):
+            return {"error": f"is {_describe(found[0])}, not a function", "at": ""}
+        self.service, problem = _attempt(lambda: host(found), self.file, self.section)
+        facts = {"whole_batch": False, "parameters": None, "required": []}
+        return problem or {**facts, **self.service.facts}
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Make a call."""
+        Messages.read_as_text = False
+        function, arguments, num_rows = self.service.calls[request["call"]], request["arguments"], request["num_rows"]
+        found, problem = _attempt(lambda: function(arguments, num_rows), self.file, self.section)
+        return problem or {"values": found[0], "failures": found[1], "read_as_text": Messages.read_as_text}
 
 
-def _scored(function: Callable[..., Any], file: str | None, request: dict[str, Any]) -> dict[str, Any]:
-    arguments = request["arguments"]
-    if "completions" in arguments:
-        arguments["completions"] = [Messages(c) if isinstance(c, list) else c for c in arguments["completions"]]
-    Messages.read_as_text = False
-    reply = call(function, arguments, num_rows=request["num_rows"], file=file)
-    return {**reply, "read_as_text": Messages.read_as_text}
+def reward(objects: list[Any]) -> Service:
+    """The service of a reward function: `score`."""
+    function = objects[0]
+
+    def score(arguments: dict[str, list[Any]], num_rows: int) -> Checked:
+        if "completions" in arguments:
+            messages = [Messages(c) if isinstance(c, list) else c for c in arguments["completions"]]
+            arguments = {**arguments, "completions": messages}
+        return check_values(_awaited(function(**arguments)), num_rows)
+
+    facts = {"whole_batch": bool(getattr(function, "whole_batch", False)), **parameters_of(function)}
+    return Service({"score": score}, facts)
+
+
+def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The names of a function's parameters (None: it takes any), and of those that it must be given."""
+    parameters = inspect.signature(function).parameters.values()
+    named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    return {
+        "parameters": None if takes_all else [each.name for each in named],
+        "required": [each.name for each in named if each.default is each.empty],
+    }
+
+
+def call(
+    function: Callable[..., Any], arguments: dict[str, list[Any]], *, num_rows: int, file: str | None
+) -> dict[str, Any]:
+    """Call a reward function of ours and check what it returns; `file` is its source. The reply is described above."""
+    found, problem = _attempt(lambda: check_values(_awaited(function(**arguments)), num_rows), file, "reward")
+    return problem or {"values": found[0], "failures": found[1]}
 
 
 class Messages(list[Any]):
@@ -125,18 +179,7 @@ def _noticed(other: object) -> bool:
     return isinstance(other, str)
 
 
-def call(
-    function: Callable[..., Any], arguments: dict[str, list[Any]], *, num_rows: int, file: str | None
-) -> dict[str, Any]:
-    """Call a reward function and check what it returns; `file` is its source. The reply is described above."""
-    checked, problem = _attempt(lambda: check_values(_awaited(function(**arguments)), num_rows), file)
-    if problem:
-        return problem
-    scores, failures = checked
-    return {"values": scores, "failures": failures}
-
-
-def check_values(returned: Any, num_rows: int) -> tuple[list[Any], list[tuple[int, str]]]:
+def check_values(returned: Any, num_rows: int) -> Checked:
     """The scores a function returned, one a row (None where there is none), and (row, reason) of the bad rows. A score
     that came with a text, (score, why), is [score, why].
 
@@ -189,41 +232,6 @@ def _describe(value: Any) -> str:
     return f"a {kind} ({reprlib.repr(value)})"[:MAX_SHOWN_CHARS]
 
 
-def _load(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What answers requests (None where something is wrong), and the reply."""
-    global section
-    section = request["section"]
-    sys.path[:] = dict.fromkeys([*request["sys_path"], *sys.path])
-    found = []
-    for source in request["sources"]:
-        function, problem = _attempt(lambda source=source: _find(source), source["file"])
-        if problem:
-            return None, problem
-        found.append(function)
-    file, facts = request["sources"][0]["file"], {"whole_batch": False, "parameters": None, "required": []}
-    if request["host"]:
-        module, _, name = request["host"].partition(":")
-        host = getattr(importlib.import_module(module), name)
-        service, problem = _attempt(lambda: host(found), file)
-        return (None, problem) if problem else (partial(_served, service, file), {**facts, **service.facts})
-    function = found[0]
-    if not callable(function):
-        return None, {"error": f"is {_describe(function)}, not a function", "at": ""}
-    facts = {"whole_batch": bool(getattr(function, "whole_batch", False)), **parameters_of(function)}
-    return partial(_scored, function, file), facts
-
-
-def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The names of a function's parameters (None: it takes any), and of those that it must be given."""
-    parameters = inspect.signature(function).parameters.values()
-    named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    return {
-        "parameters": None if takes_all else [each.name for each in named],
-        "required": [each.name for each in named if each.default is each.empty],
-    }
-
-
 def _find(source: dict[str, Any]) -> Any:
     if source["module"]:
         return getattr(importlib.import_module(source["module"]), source["function"])
@@ -238,8 +246,8 @@ def _find(source: dict[str, Any]) -> Any:
     return getattr(module, source["function"])
 
 
-def _attempt(action: Callable[[], Any], file: str | None) -> tuple[Any, dict[str, Any] | None]:
-    """What the action returns and None, or None and what it raised, with the line of `file` it came from."""
+def _attempt(action: Callable[[], Any], file: str | None, section: str) -> tuple[Any, dict[str, Any] | None]:
+    """Return (result, None), or (None, the error reply) with the line of `file` where the action raised."""
     try:
         return action(), None
     except Exception as error:  # noqa: BLE001 people's code may raise anything, and what it raised is our answer
@@ -249,27 +257,28 @@ def _attempt(action: Callable[[], Any], file: str | None) -> tuple[Any, dict[str
                 lines.append(step.tb_lineno)
             step = step.tb_next
         where = f" ({os.path.basename(file)}, line {lines[-1]})" if file and lines else ""
-        text = f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}{_hint(error)}"
+        text, limit = (
+            f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}",
+            resource.getrlimit(resource.RLIMIT_DATA),
+        )
+        if isinstance(error, MemoryError) and limit[0] > 0:
+            text += f" (a process of a {section} may use {limit[0] / 1e9:.3g} GB: {section}.memory_gb)"
+        elif Messages.__name__ in str(error) and not isinstance(error, MemoryError):
+            text += f" ({CHAT_HINT})"
         return None, {"error": f"raised {text}", "at": where}
-
-
-def _hint(error: Exception) -> str:
-    """What a person may not know about an exception: where the limit comes from, or what a completion is."""
-    if isinstance(error, MemoryError):
-        limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
-        return f" (a process of a {section} may use {limit / 1e9:.3g} GB: {section}.memory_gb)" if limit > 0 else ""
-    return f" ({CHAT_HINT})" if Messages.__name__ in str(error) else ""
 
 
 def _awaited(returned: Any) -> Any:
     if not inspect.isawaitable(returned):
         return returned
     import asyncio  # slower to import than all the rest here; most functions do without
+    from concurrent.futures import ThreadPoolExecutor
 
     async def finish() -> Any:
         return await returned
 
-    return asyncio.run(finish())
+    with ThreadPoolExecutor(1) as pool:  # in a notebook's own thread a loop is running already
+        return pool.submit(asyncio.run, finish()).result()
 
 
 if __name__ == "__main__":
