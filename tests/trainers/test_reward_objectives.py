@@ -80,8 +80,6 @@ def test_labels_and_ratings_are_learnt(kind: str, lora: bool, model: Path, tmp_p
     assert first["eval/accuracy"] == pytest.approx(0.5)
     assert last["eval/accuracy"] > 0.9
     assert last["eval/loss"] < 0.5 * first["eval/loss"]
-    assert last["eval/ece"] < (0.3 if kind == "labels" else 2.5)
-    assert sum(rows for *_, rows in last["eval/reliability"]) == last["eval/num_rows"]
     assert last["eval/auc" if kind == "labels" else "eval/correlation"] > 0.9
 
 
