@@ -21,8 +21,8 @@ from tinyrl.models.reward_model import SequenceRewardModel, is_reward_adapter, p
 from tinyrl.models.roles import Roles
 from tinyrl.models.templates import DATE, asks_for_date
 from tinyrl.rewards.functions import FunctionReward, RewardCall, call_in_process
-from tinyrl.rewards.judge import JudgeReward, Spent
-from tinyrl.rewards.model_text import TextFormat, adapter_rows, classifier_tokens
+from tinyrl.rewards.judge import JudgeReward, Usage
+from tinyrl.rewards.model_text import TextFormat, adapter_rows, reward_tokens
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import PreparedPrompt, columns_of
 from tinyrl.workers.calls import Limits, RowFailure
@@ -122,12 +122,12 @@ class Scorer:
         other.tokenizer = tokenizer
         return other
 
-    def spent(self) -> Spent:
+    def spent(self) -> Usage:
         """What judges have cost since this was asked last."""
-        total = Spent()
+        total = Usage()
         for judge in self.judges:
-            total = Spent(*(a + b for a, b in zip(astuple(total), astuple(judge.spent), strict=True)))
-            judge.spent = Spent()
+            total = Usage(*(a + b for a, b in zip(astuple(total), astuple(judge.usage), strict=True)))
+            judge.usage = Usage()
         return total
 
     def start(self) -> None:
@@ -262,7 +262,7 @@ class Scorer:
             assert self.text_format is not None
             reads = {"text_format": self.text_format, "max_tokens": self.model.max_tokens}
             tokens = [
-                classifier_tokens(self.model.tokenizer, p.prompt, p.opened + text, **reads)
+                reward_tokens(self.model.tokenizer, p.prompt, p.opened + text, **reads)
                 for p, text in zip(prompts, texts, strict=True)
             ]
             scores = self.model.scores(tokens, micro_batches=self.micro_batches, world=world)
