@@ -157,9 +157,9 @@ def test_help_does_not_load_torch():
         ["eval", "--help"],
         ["doctor", "--help"],
         ["chat", "--help"],
-        ["tasks"],
-        ["recipes"],
-        ["settings"],
+        ["list", "tasks"],
+        ["list", "recipes"],
+        ["list", "settings"],
     ):
         start = f"import sys\nsys.argv = {['tinyrl', *command]!r}\nfrom tinyrl.cli.commands import app\n"
         script = f"{start}app(standalone_mode=False)"

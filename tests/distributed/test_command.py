@@ -38,7 +38,7 @@ def test_a_command_for_one_process_says_what_to_type(words: list[str], monkeypat
 
 
 def test_only_one_process_of_a_machine_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = CliRunner().invoke(app, ["recipes"], env={**FOUR, "RANK": "3", "LOCAL_RANK": "3"})
+    result = CliRunner().invoke(app, ["list", "recipes"], env={**FOUR, "RANK": "3", "LOCAL_RANK": "3"})
     assert (result.exit_code, result.output) == (2, "")
 
 

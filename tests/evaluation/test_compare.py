@@ -1,4 +1,4 @@
-"""`tinyrl compare`: one table of policies that are judged alike, and refusal where they would not be."""
+"""`tinyrl eval`: one table of policies that are judged alike, and refusal where they would not be."""
 
 import json
 import math

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyrl.api.given import INPUTS, Reward, Settings, given, overrides_of, path_of
-from tinyrl.cli.options import quiet_libraries
+from tinyrl.cli.options import configure_libraries
 from tinyrl.cli.preflight import check_before_loading, check_evaluation
 from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
@@ -146,7 +146,7 @@ class Run:
         with alone():
             config = self._folder.read_config(overrides_of(settings))
             check_before_loading(config)
-            quiet_libraries()
+            configure_libraries()
             from tinyrl.rollout.components import Options
             from tinyrl.training.resume import resume
 
@@ -159,7 +159,7 @@ class Run:
     def policy(self, *, device: str = "auto", trust_remote_code: bool = False) -> Speaker:
         """The policy of the newest checkpoint, loaded: `policy("a prompt")` is its answer. Close it, or use `with`."""
         found = policy_at(str(self.path), [])
-        quiet_libraries()
+        configure_libraries()
         from tinyrl.rollout.components import Options
         from tinyrl.tools.chat.speaker import load_speaker
 
@@ -210,7 +210,7 @@ def train(
         overrides = given(overrides_of(settings), reward, rows, eval_rows, inputs)
         config = load_config(method, recipe, overrides=overrides)
         check_before_loading(config)
-        quiet_libraries()
+        configure_libraries()
         from tinyrl.rollout.components import Options
         from tinyrl.training.launch import start
 
@@ -252,7 +252,7 @@ def evaluate(
     )
     with alone():
         check_evaluation(what, asked, vs=other)
-        quiet_libraries()
+        configure_libraries()
         from tinyrl.evaluation.versus import evaluate_target
         from tinyrl.rollout.components import Options
 

@@ -1,9 +1,10 @@
-"""`tinyrl eval` and `tinyrl compare`: evaluation of runs, checkpoints and models, and comparison paired by prompt.
+"""`tinyrl eval`: evaluation of runs, checkpoints and models, and comparison paired by prompt.
 
 Under `eval --vs` both sides are judged by the first one: its held-out rows, uniforms, sampling settings, and its reward
 through its scorer. Only the model, its tokenizer and its reference are the other's own. Where a trainer measures the
 first one on rows (sft, dpo, reward), it measures the other side's model on the same rows.
-`compare` judges each policy by its own configuration, and refuses policies that would not be judged alike.
+`compare_policies` judges each of several policies by its own configuration, and refuses policies that would not be
+judged alike.
 """
 
 from __future__ import annotations
