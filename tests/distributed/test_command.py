@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tests import running
 from tests.faults.children import PATIENCE_S, ROOT
 from tests.tiny_models import tiny_model
-from tinyrl.api.verbs import evaluate
+from tinyrl.api import evaluate
 from tinyrl.cli.commands import app
 from tinyrl.config.recipe import dump_config
 from tinyrl.runs.checkpoint import newest_sound
