@@ -67,9 +67,9 @@ def train(
 
     reward: functions with TRL's signature, or 'file.py:function', one or several, or {function: weight}; rows,
     eval_rows: a file, a hub name, or rows as dictionaries (a data frame too). They are of the task `rows` and replace
-    those of a recipe, unless settings name a task. Rows that are in no file are written to one named by their content, in
-    OUTPUT_DIR/inputs. A function that is in no module's file is called in this process: resume such a run where it is
-    defined. The same arguments give the same run as the command, bit for bit.
+    those of a recipe, unless settings name a task. Rows that are in no file are written to one named by their
+    content, in OUTPUT_DIR/inputs. A function that is in no module's file is called in this process: resume such a run
+    where it is defined. The same arguments give the same run as the command, bit for bit.
     Raises ValueError for what a user can fix, and while another run is going on in this process or in that folder.
     """
     method, folder = _text("method", method), _text("output_dir", output_dir)
