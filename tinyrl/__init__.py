@@ -1,6 +1,6 @@
 """tinyrl: PPO and GRPO for language models on one GPU, in one process, from one command.
 
-In a script or a notebook: `tinyrl.train`, `tinyrl.evaluate`, `tinyrl.open_run` (tinyrl/api/).
+In a script or a notebook: `tinyrl.train`, `tinyrl.evaluate`, `tinyrl.open_run` (tinyrl/api.py).
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'tinyrl' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module("tinyrl.api.verbs"), name)
+    return getattr(importlib.import_module("tinyrl.api"), name)
 
 
 def __dir__() -> list[str]:

@@ -45,35 +45,13 @@ def test_a_run_starts_from_another(grpo_run: Path) -> None:
 
 def test_a_run_leaves_what_design_says(grpo_run: Path) -> None:
     left = {p.name for p in grpo_run.iterdir()}
-    assert {
-        "config.yaml",
-        "env.json",
-        "metrics.jsonl",
-        "samples.jsonl",
-        "checkpoints",
-        "report.html",
-        "report.png",
-    } <= left
+    files = (
+        "config.yaml env.json metrics.jsonl samples.jsonl prompts.jsonl tokens.jsonl checkpoints report.html report.png"
+    )
+    assert {*files.split()} <= left
     lines = [json.loads(line) for line in (grpo_run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
-    assert {
-        "reward/mean",
-        "reward/std",
-        "reward/sort",
-        "reward/zero_spread_groups",
-        "policy/entropy",
-        "policy/clipfrac",
-        "policy/approx_kl",
-        "policy/sampling_gap",
-        "optim/grad_norm",
-        "completion/mean_length",
-        "completion/truncated",
-        "time/rollout",
-        "time/update",
-        "time/total",
-        "tokens_per_second",
-        "memory/peak_gb",
-    } <= lines[1].keys()
+    assert {"reward/mean", "reward/sort", "policy/entropy", "optim/grad_norm", "time/total"} <= lines[1].keys()
     assert {"eval/reward_mean", "eval/reward_median", "eval/reward_ci", "eval/pass@1", "eval/kl"} <= lines[2].keys()
     assert 0.1 < lines[0]["eval/pass@1"] < 0.8  # the embedded model knows the task, and makes mistakes
     environment = json.loads((grpo_run / "env.json").read_text())
@@ -86,24 +64,7 @@ def test_a_run_leaves_what_design_says(grpo_run: Path) -> None:
 def test_eval_vs_base_as_json_and_for_people(grpo_run: Path) -> None:
     arguments = ("eval", str(grpo_run), "--vs", "base", "--num-prompts", "32", "--samples", "2")
     result = json.loads(tinyrl(*arguments, "--json", folder=grpo_run).stdout)
-    needed = {
-        "reward_mean",
-        "reward_median",
-        "reward_std",
-        "reward_ci",
-        "pass@1",
-        "pass@2",
-        "majority@2",
-        "kl",
-        "entropy",
-        "mean_length",
-        "truncated",
-        "num_prompts",
-        "num_samples",
-        "greedy",
-        "other",
-        "difference",
-    }
+    needed = {"reward_mean", "reward_ci", "pass@2", "majority@2", "kl", "greedy", "other", "difference"}
     assert needed <= result.keys()
     assert result["difference"]["reward_mean"] == pytest.approx(result["reward_mean"] - result["other"]["reward_mean"])
     text = tinyrl(*arguments, folder=grpo_run).stdout
@@ -125,9 +86,13 @@ def test_eval_by_another_reward(grpo_run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_against_itself_is_not_distinguishable(grpo_run: Path) -> None:
-    text = tinyrl("eval", str(grpo_run), "--vs", str(grpo_run), "--num-prompts", "16", folder=grpo_run).stdout
-    assert "not distinguishable" in text
+def test_several_targets_are_one_table(grpo_run: Path) -> None:
+    first = str(grpo_run / "checkpoints" / "step-000002")
+    words = ("eval", first, str(grpo_run), "--num-prompts", "16", "--json")
+    baseline, same = json.loads(tinyrl(*words, folder=grpo_run).stdout)
+    assert "win_rate" not in baseline
+    assert (same["reward_mean"], same["win_rate"]["reward"]["mean"]) == (baseline["reward_mean"], 0.5)
+    assert "not distinguishable" in tinyrl("eval", first, "--vs", first, "--num-prompts", "16", folder=grpo_run).stdout
 
 
 @pytest.mark.slow
@@ -137,26 +102,6 @@ def test_ppo_with_the_embedded_reward_model(tmp_path: Path) -> None:
     lines = (tmp_path / "runs" / "ppo-reviews-1" / "metrics.jsonl").read_text().splitlines()
     last = json.loads(lines[-1])
     assert {"value/loss", "value/explained_variance", "value/grad_norm", "objective/kl", "reward/model"} <= last.keys()
-
-
-@pytest.mark.slow
-def test_own_rows_and_reward(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "letters: {a} b sorted:"}}\n' for a in "cdefghij"))
-    (tmp_path / "rewards.py").write_text(
-        "def score(prompts, completions, **columns):\n    return [float(len(c)) for c in completions]\n"
-    )
-    arguments = ["task.data=rows.jsonl", "reward.functions=[{use: rewards.py:score}]", "generation.max_new_tokens=8"]
-    dry = tinyrl("train", "grpo", *arguments, "--dry-run", folder=tmp_path).stdout
-    assert "nonsense" in dry
-    assert "letters:" in dry
-    assert not (tmp_path / "runs").exists()
-    tinyrl("train", "grpo", *arguments, *FEW, "grpo.num_prompts=4", folder=tmp_path)
-    assert (tmp_path / "runs" / "grpo-rows-1" / "report.html").exists()
-
-
-def test_recipes_and_tasks_are_listed_by_the_command(tmp_path: Path) -> None:
-    assert "starter-grpo" in tinyrl("recipes", folder=tmp_path).stdout
-    assert "knights_and_knaves" in tinyrl("tasks", folder=tmp_path).stdout
 
 
 def test_report_of_a_run(grpo_run: Path) -> None:

@@ -2,13 +2,13 @@
 
 import importlib.util
 import json
-from importlib.util import find_spec
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tinyrl.cli.preflight import check_before_loading, check_evaluation
+from tinyrl.cli.preflight import check_before_loading, check_evaluation, go_offline_if_unreachable
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
 from tinyrl.evaluation.targets import Asked
@@ -77,13 +77,6 @@ def test_a_model_that_is_not_there():
     assert refused("ppo", critic={"path": "/no/such/place"}).startswith("critic.path=/no/such/place: there is no such")
     assert refused(reward={"model": "~nobody/x/y"}).startswith("reward.model=~nobody/x/y: there is no such folder")
     assert refused(model={"path": "x" * 5000}).startswith("model.path=xxx")
-
-
-def test_a_folder_that_a_recipe_names_is_missing():
-    """What makes it is said, and is a command that there is."""
-    for path, command in (("smollm2", "python -m tinyrl.starter.smollm2"), ("smollm2-sums", "tinyrl train sft")):
-        assert command in refused(model={"path": path})
-    assert find_spec("tinyrl.starter.smollm2") is not None
 
 
 def test_a_folder_that_is_no_model():
@@ -210,3 +203,25 @@ def test_targets_of_an_evaluation():
         with pytest.raises(ValueError, match=r"\S") as caught:
             check_evaluation(target, Asked(task=task), vs=vs)
         assert str(caught.value).startswith(sentence)
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And that nothing is asked from then on is said."""
+    asked: list[str] = []
+
+    def refuse(request: object, *, timeout: float) -> None:
+        asked.append(getattr(request, "full_url", ""))
+        raise OSError("no network")
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # so that it is taken away again
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
+    go_offline_if_unreachable(Config.model_validate({"method": "grpo", "task": {"name": "sort"}}))
+    assert asked == []
+    for _ in range(2):
+        go_offline_if_unreachable(Config.model_validate({"method": "grpo", "model": {"path": "own/tiny"}}))
+    assert len(asked) == 1
+    assert capsys.readouterr().err.count("HF_HUB_OFFLINE") == 1
+    assert os.environ["HF_HUB_OFFLINE"] == "1"

@@ -1,4 +1,4 @@
-"""What each setting means: a description of every field, and the page that `tinyrl settings` prints."""
+"""What each setting means: a description of every field, and the page that `tinyrl list settings` prints."""
 
 from collections.abc import Iterator
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tests import running
 from tests.faults.children import PATIENCE_S, ROOT
 from tests.tiny_models import tiny_model
-from tinyrl.api.verbs import evaluate
+from tinyrl.api import evaluate
 from tinyrl.cli.commands import app
 from tinyrl.config.recipe import dump_config
 from tinyrl.runs.checkpoint import newest_sound
@@ -38,7 +38,7 @@ def test_a_command_for_one_process_says_what_to_type(words: list[str], monkeypat
 
 
 def test_only_one_process_of_a_machine_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = CliRunner().invoke(app, ["recipes"], env={**FOUR, "RANK": "3", "LOCAL_RANK": "3"})
+    result = CliRunner().invoke(app, ["list", "recipes"], env={**FOUR, "RANK": "3", "LOCAL_RANK": "3"})
     assert (result.exit_code, result.output) == (2, "")
 
 

@@ -82,6 +82,6 @@ def test_a_named_recipe_is_there(file: str) -> None:
 
 def test_every_setting_named_is_one() -> None:
     for section in ("environment", "generation", "grpo"):
-        known = run("settings", section)
+        known = run("list", "settings", section)
         for name in re.findall(rf"`{section}\.(\w+)", PAGE):
             assert re.search(rf"\b{name}\b", known), name

@@ -1,4 +1,4 @@
-"""`tinyrl prompts`: which training prompts are never solved, always solved, forgotten; and their rows as a file."""
+"""`tinyrl show RUN --prompts`: prompts never solved, always solved, forgotten; and their rows as a file."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def write(folder: Path, steps: dict[int, list[Any]] = STEPS, *, tail: str = "", 
 
 
 def shown(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["prompts", *arguments])
+    return CliRunner().invoke(app, ["show", *arguments, "--prompts"])
 
 
 def test_a_prompt_stands_by_all_its_tries_and_the_last(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`tinyrl checkpoints RUN`: which there are, how good they were, and whether they verify."""
+"""`tinyrl show RUN`: which there are, how good they were, and whether they verify."""
 
 import json
 from pathlib import Path
@@ -49,10 +49,10 @@ def test_a_checkpoint_is_listed_with_its_size_metric_and_problem(tmp_path: Path)
 
 def test_checkpoints_prints_a_table_or_json(tmp_path: Path) -> None:
     run = a_run(tmp_path)
-    done = CliRunner().invoke(app, ["checkpoints", str(run.path), "--json"])
+    done = CliRunner().invoke(app, ["show", str(run.path), "--json"])
     assert [one["step"] for one in json.loads(done.output)] == [2, 4, 6]
     assert all(one["problem"] is None for one in json.loads(done.output))
-    refused = CliRunner().invoke(app, ["checkpoints", str(tmp_path / "two")])
+    refused = CliRunner().invoke(app, ["show", str(tmp_path / "two")])
     assert refused.exit_code == 2
 
 

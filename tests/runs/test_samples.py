@@ -1,4 +1,4 @@
-"""`tinyrl samples`: which lines of samples.jsonl are shown, and how: by role, nothing hidden, what was read in grey."""
+"""`tinyrl show RUN --samples`: which lines of samples.jsonl are shown, by role, observations in grey."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from tests.tools.report.runs import sample, write_run
 from tinyrl.cli.commands import app
-from tinyrl.cli.runs import samples
+from tinyrl.cli.show import show
 from tinyrl.runs.samples import render, select_samples
 
 EPISODE = [
@@ -29,7 +29,7 @@ def run(folder: Path, samples: list[dict[str, Any]], *, tail: str = "", config: 
 
 
 def shown(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["samples", *arguments])
+    return CliRunner().invoke(app, ["show", *arguments, "--samples"])
 
 
 def picked(path: Path, **asked: Any) -> list[tuple[int, str, int]]:
@@ -226,10 +226,10 @@ def test_a_megabyte_of_text_is_cut_in_the_middle(tmp_path: Path) -> None:
 def test_what_does_not_fit_the_terminal_goes_to_the_pager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paged: list[str] = []
     monkeypatch.setattr("click.echo_via_pager", paged.append)
-    monkeypatch.setattr("tinyrl.cli.runs.shutil.get_terminal_size", lambda: os.terminal_size((80, 24)))
-    monkeypatch.setattr("tinyrl.cli.runs.sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True)))
-    monkeypatch.setattr("tinyrl.cli.runs.print", lambda text: paged.append("printed"), raising=False)
-    samples(str(run(tmp_path, [sample(0, 0, "P", "short", 1.0)])))
-    samples(str(run(tmp_path / "wide", [sample(0, 0, "P", "z" * 1900, 1.0)])))
+    monkeypatch.setattr("tinyrl.cli.show.shutil.get_terminal_size", lambda: os.terminal_size((80, 24)))
+    monkeypatch.setattr("tinyrl.cli.show.sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True)))
+    monkeypatch.setattr("tinyrl.cli.show.print", lambda text: paged.append("printed"), raising=False)
+    show(str(run(tmp_path, [sample(0, 0, "P", "short", 1.0)])), samples=True)
+    show(str(run(tmp_path / "wide", [sample(0, 0, "P", "z" * 1900, 1.0)])), samples=True)
     assert paged[0] == "printed"
     assert paged[1].endswith("z" * 1900)

@@ -1,14 +1,13 @@
-"""The `tinyrl` command. Parses, checks what needs no torch, then imports what a command needs inside it.
+"""The `tinyrl` command: its commands, and what replaces those that were removed.
 
-Exit codes: 0 done, 2 wrong config or data (before training), 3 stopped by a guard, 4 out of memory or disk, 75
-interrupted and resumable.
+Each command checks what needs no torch, then imports what it needs inside its function. Exit codes: 0 done, 2 wrong
+config or data (before training), 3 stopped by a guard, 4 out of memory or disk, 75 interrupted and resumable.
 """
 
 from __future__ import annotations
 
 import gc
 import shlex
-import shutil
 import sys
 from typing import Annotated, Any
 
@@ -16,23 +15,30 @@ import typer
 from typer.core import TyperGroup
 
 import tinyrl
-from tinyrl.cli import doctor, eval, policy, runs, train
-from tinyrl.cli.errors import memory_sentences, sentences
-from tinyrl.cli.options import framed
+from tinyrl.cli import doctor, evaluate, show, take, train
+from tinyrl.cli.errors import user_errors
+from tinyrl.cli.options import command
 from tinyrl.runs.launched import launched
 
-SEVERAL_PROCESSES = ("train", "eval", "compare")  # commands that processes can share
-GONE = {  # removed commands, and what replaces each
-    "sweep": (
-        "for seed in 1 2 3; do tinyrl train RECIPE run.seed=$seed --name seed-$seed; done; "
-        "tinyrl report runs/seed-1 runs/seed-2 runs/seed-3"
-    ),
+SEVERAL_PROCESSES = ("train", "eval")  # commands that processes can share
+GONE = {  # removed commands, and the line that does the work of each
+    "checkpoints": "tinyrl show RUN",
+    "compare": "tinyrl eval POLICY POLICY ... --vs POLICY",
+    "distill store": "tinyrl train distill RECIPE teacher.path=TEACHER (it answers as training goes on)",
     "eval --benchmark": (
         "tinyrl serve RUN, and beside it lm_eval --model local-completions --model_args "
         "model=RUN,base_url=http://127.0.0.1:8000/v1/completions,tokenizer=MODEL --tasks ..."
     ),
-    "distill store": "tinyrl train distill RECIPE teacher.path=TEACHER (it answers as training goes on)",
     "fork": "tinyrl train --from RUN[@STEP] [section.key=value ...]",
+    "prompts": "tinyrl show RUN --prompts [--export-hard FILE.jsonl]",
+    "recipes": "tinyrl list recipes",
+    "samples": "tinyrl show RUN --samples (or --worst, --unsolved, --most-changed, --prompt I, --step N)",
+    "settings": "tinyrl list settings [SECTION]",
+    "sweep": (
+        "for seed in 1 2 3; do tinyrl train RECIPE run.seed=$seed --name seed-$seed; done; "
+        "tinyrl report runs/seed-1 runs/seed-2 runs/seed-3"
+    ),
+    "tasks": "tinyrl list tasks",
     "verify": "tinyrl train --from RUN@STEP (without settings it repeats the steps, to the bit)",
 }
 
@@ -42,9 +48,9 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         for gone, instead in GONE.items():
-            command, *options = gone.split()
-            if args[0] == command and {*options} <= {word.partition("=")[0] for word in args}:
-                with sentences(False):
+            name, *options = gone.split()
+            if args[0] == name and {*options} <= {word.partition("=")[0] for word in args}:
+                with user_errors(False):
                     raise ValueError(f"`tinyrl {gone}` is gone. Instead:\n  {instead}")
         return super().resolve_command(ctx, args)
 
@@ -56,10 +62,9 @@ app = typer.Typer(
 
 def main() -> None:
     try:
-        with memory_sentences("--debug" in sys.argv):
-            app()
+        app()
     finally:
-        gc.freeze()  # else Python looks through all objects of the libraries once more before it ends: over a second
+        gc.freeze()  # else the interpreter collects all objects of the libraries before it exits: over a second
 
 
 @app.callback(invoke_without_command=True)
@@ -69,58 +74,23 @@ def version(
     if show:
         print(tinyrl.__version__)
         raise typer.Exit
-    command = context.invoked_subcommand
-    if command is not None and command not in SEVERAL_PROCESSES:
-        with sentences(False):
+    name = context.invoked_subcommand
+    if name is not None and name not in SEVERAL_PROCESSES:
+        with user_errors(False):
             count = launched().world_size
             if count > 1:
                 raise ValueError(
-                    f"`tinyrl {command}` works in one process, and {count} were launched (WORLD_SIZE). Without the "
+                    f"`tinyrl {name}` works in one process, and {count} were launched (WORLD_SIZE). Without the "
                     f"launcher:\n  {shlex.join(['tinyrl', *sys.argv[1:]])}"
                 )
 
 
-def complete_section(incomplete: str) -> list[str]:
-    from tinyrl.config.settings import SECTIONS
-
-    return [name for name in SECTIONS if name.startswith(incomplete)]
-
-
-def settings(
-    section: Annotated[
-        str | None, typer.Argument(help="model, lora, task, ...; default: all", autocompletion=complete_section)
-    ] = None,
-) -> None:
-    """Every setting of a recipe: name, default, meaning, type."""
-    from tinyrl.config.settings import describe_settings
-
-    print(describe_settings(section, width=max(60, min(shutil.get_terminal_size().columns, 120))))
-
-
-def recipes() -> None:
-    """List the recipes that ship with tinyrl."""
-    from tinyrl.config.recipe import packaged_recipes
-
-    for name, path in packaged_recipes().items():
-        first = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
-        print(f"{name:28} {first}")
-
-
-def tasks() -> None:
-    """List the tasks: rows, a prompt, a verifier."""
-    from tinyrl.tasks import TASKS, load_task
-
-    for name in TASKS:
-        print(f"{name:20} {load_task(name).summary}")
-
-
-TRAINING = (train.train, train.plan, train.probe)
-OTHERS = (eval.evaluate, eval.compare, doctor.doctor, policy.export, policy.chat, policy.serve)
-LOOKING = (runs.report, runs.checkpoints, runs.samples, runs.prompts, settings)
-for function in (*TRAINING, *OTHERS, *LOOKING):
-    app.command({"evaluate": "eval"}.get(function.__name__))(framed(function, stops=function in TRAINING))
-for function in (recipes, tasks):
-    app.command()(function)
+for function in (train.train, train.plan, train.probe):
+    app.command()(command(function, trains=True))
+app.command("eval")(command(evaluate.evaluate))
+for function in (doctor.doctor, take.export, take.chat, take.serve, show.report, show.show):
+    app.command()(command(function))
+app.command("list")(command(show.list_names))
 for group, about, functions in (
     ("reward", "Try a reward before training on it.", {"test": doctor.reward_test, "attack": doctor.reward_attack}),
     ("env", "Try an environment before training.", {"test": doctor.environment_test}),
@@ -128,4 +98,4 @@ for group, about, functions in (
     inner = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=about)
     app.add_typer(inner, name=group)
     for name, function in functions.items():
-        inner.command(name)(framed(function))
+        inner.command(name)(command(function))

@@ -1,4 +1,4 @@
-"""What commands share: the frame around each, options, libraries that keep quiet, processes that end together."""
+"""The decorator of all commands, the options that several share, and the environment of the libraries."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from tinyrl.cli.errors import address_space, sentences
+from tinyrl.cli.errors import address_space, user_errors
 from tinyrl.runs.launched import Options
 from tinyrl.runs.signals import StopFlag
 
-# Turns of the loop in which an OpenMP thread waits before it sleeps: the most that costs nothing when alone. Two
-# threads on two cores, seconds of a GRPO step of a small model, alone and beside a process that computes: 300,000 turns
-# (libgomp's own) 3.2 alone, 30,000 3.1 and 20, 10,000 3.7 and 12.
+# Iterations for which an OpenMP thread spins before it sleeps: the most that costs nothing when alone. Two threads on
+# two cores, seconds of a GRPO step of a small model, alone and beside a busy process: 300,000 (libgomp's default) 3.2
+# alone, 30,000 3.1 and 20, 10,000 3.7 and 12.
 SPINS = "30000"
-LIBRARIES_GB = 1.0  # of address space that a build of torch for CPUs, transformers and PEFT take at least
+LIBRARIES_GB = 1.0  # least address space of a CPU build of torch with transformers and PEFT
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # of torch; the second is the older name
 
 
@@ -34,54 +34,55 @@ def complete_setting(incomplete: str) -> list[str]:
     return [name for name in [*packaged_recipes(), *keys] if name.startswith(incomplete)]
 
 
-def setting_words(what: str, *, before: str = "") -> Any:
-    """The argument of settings on the command line, and of what stands before them."""
-    return typer.Argument(metavar=f"{before}[section.key=value]...", help=what, autocompletion=complete_setting)
+def settings_argument(help: str, *, before: str = "") -> Any:
+    """Declare the argument that takes settings, and the words `before` them."""
+    return typer.Argument(metavar=f"{before}[section.key=value]...", help=help, autocompletion=complete_setting)
 
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
-Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="where to run")]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="run Python code that comes with a hub model")
-]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="run Python code of a hub model")]
 Debug = Annotated[bool, typer.Option("--debug", help="show a traceback with an error")]
+SHARED: dict[str, tuple[Any, Any]] = {
+    "device": (Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="where to run")], "auto"),
+    "trust_remote_code": (TrustRemoteCode, False),
+}
 
 
-def framed(function: Callable[..., Any], *, stops: bool = False) -> Callable[..., None]:
-    """A command: `function`, whose errors are sentences without --debug. One that takes `options` loads models, and has
-    --device and --trust-remote-code. It may return its exit code, or a function that gives it: what trains, whose
-    errors are bugs. stops: a signal sets a flag, and the work in hand is finished.
+def command(function: Callable[..., Any], *, trains: bool = False) -> Callable[..., None]:
+    """Wrap a function as a command: errors become messages and exit codes, and it gets --debug.
+
+    A function with a parameter `options` loads models, and gets --device and --trust-remote-code. It may return its
+    exit code, or a function that trains and returns it. trains: a signal sets a flag, so that a step can end.
     """
     signature = inspect.signature(function, eval_str=True)
     loads = "options" in signature.parameters
-    shared: dict[str, tuple[Any, Any]] = {"device": (Device, "auto"), "trust_remote_code": (TrustRemoteCode, False)}
-    shared = (shared if loads else {}) | {"debug": (Debug, False)}
     parameters = [one for one in signature.parameters.values() if one.name != "options"]
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-        for name, (kind, default) in shared.items()
+        for name, (kind, default) in ({**(SHARED if loads else {}), "debug": (Debug, False)}).items()
     ]
 
-    def command(*, debug: bool, **given: Any) -> None:
-        with StopFlag() if stops else nullcontext(), ending_together():
-            with sentences(debug):
+    def run(*, debug: bool, **given: Any) -> None:
+        with StopFlag() if trains else nullcontext(), exit_all_ranks():
+            with user_errors(debug):
                 if loads:
-                    quiet_libraries()
+                    configure_libraries()
                     given["options"] = Options(given.pop("device"), given.pop("trust_remote_code"))
-                found: Any = function(**given)
-            code: Any = found() if callable(found) else found
+                result: Any = function(**given)
+            with user_errors(debug, training=True):
+                code: Any = result() if callable(result) else result
             if code:
                 raise typer.Exit(code)
 
-    command.__name__, command.__doc__ = function.__name__, function.__doc__
-    command.__annotations__ = {one.name: one.annotation for one in parameters}
-    command.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportFunctionMemberAccess]
-    return command
+    run.__name__, run.__doc__ = function.__name__, function.__doc__
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    run.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    return run
 
 
 @contextmanager
-def ending_together() -> Iterator[None]:
-    """Around what several processes do: one that ends tells the others, and none is left behind."""
+def exit_all_ranks() -> Iterator[None]:
+    """Tell the other processes of a launch when this one ends, so that none waits for it."""
     code = None
     try:
         yield
@@ -90,23 +91,20 @@ def ending_together() -> Iterator[None]:
         code = end.exit_code
         raise
     finally:
-        distributed = sys.modules.get("tinyrl.models.distributed")  # not yet, where an error came before torch
+        distributed = sys.modules.get("tinyrl.models.distributed")  # absent where an error came before torch
         if distributed is not None and distributed.world().size > 1:
-            if code is None:  # a bug, whose traceback nobody would see after this
+            if code is None:  # a bug, whose traceback would be lost
                 traceback.print_exc()
             distributed.leave(1 if code is None else code)
 
 
-def quiet_libraries() -> None:
-    """Before torch is imported: keep libraries' progress bars and advice from drowning what a run says, and their
-    threads from spinning. Raises MemoryError where there is no room for them, which their C++ would end or hang on.
+def configure_libraries() -> None:
+    """Set environment variables before torch is imported: no progress bars and advice, short spinning, few gaps.
 
-    Threads of OpenMP that wait for each other spin, by default for milliseconds. Where another process has their core,
-    they then take turns with it at every barrier, and a step takes ten times as long. A person's own setting is kept.
-
-    torch's large tensors begin at a page (THP_MEM_ALLOC_ENABLE), where glibc can give what one leaves to the next of
-    its size. Elsewhere scraps of less than 100 bytes stay between them: a third of a pass's peak was gaps. On a GPU
-    segments grow, for micro-batches of every size would leave gaps of their own.
+    A variable that is set already stays. OpenMP threads spin while they wait for each other; on a core that another
+    process wants, a step then takes ten times as long. Large CPU tensors begin at a page (THP_MEM_ALLOC_ENABLE), so
+    that glibc can reuse their memory: a third of a pass's peak was gaps. On a GPU segments grow for the same reason.
+    Raises MemoryError where the address space is too small for the libraries, whose C++ would abort or hang.
     """
     limit = address_space()
     if limit is not None and limit < LIBRARIES_GB * 1e9:

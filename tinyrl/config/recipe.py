@@ -46,7 +46,7 @@ def find_recipe(name: str) -> Path:
     what = "is a folder" if os.path.isdir(name) else "is neither a file nor a packaged recipe"
     raise ValueError(
         f"recipe '{shortened(name)}' {what}.{did_you_mean(key, list(packaged))}\n"
-        "`tinyrl recipes` lists the packaged ones"
+        "`tinyrl list recipes` lists the packaged ones"
     )
 
 

@@ -123,7 +123,7 @@ class TeacherConfig(Section):
 
 
 class TaskConfig(Section):
-    name: Text | None = Field(default=None, description="a task of `tinyrl tasks`; null: `rows`, your own rows")
+    name: Text | None = Field(default=None, description="a task of `tinyrl list tasks`; null: `rows`, your own rows")
     data: Text | None = Field(default=None, description="rows: a file, save_to_disk folder, or owner/name:config@split")
     eval_data: Text | None = Field(default=None, description="held-out rows; null: a tenth of the prompts of task.data")
     revision: Text | None = Field(default=None, description="commit, tag or branch of a hub data set; null: the newest")

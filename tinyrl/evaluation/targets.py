@@ -91,7 +91,7 @@ def find(path: str, asked: Asked) -> Target:
     run = run_of(Path(path))
     if run is None:
         if asked.task is None and asked.data is None:
-            where = "--task NAME (see `tinyrl tasks`) or --data FILE"
+            where = "--task NAME (see `tinyrl list tasks`) or --data FILE"
             raise ValueError(f"{path} is not a run.{nearest_run(path)} To evaluate a model, say what on: {where}")
         return Target(path, None, _as_asked({**_a_model(path), "task": {"name": asked.task or "rows"}}, asked), None)
     config = open_run(run).read_config()

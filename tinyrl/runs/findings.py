@@ -322,7 +322,7 @@ def _falls(run: Run, trained: str, held: str, *, sign: float) -> Finding | None:
         "train up, held-out down" if sign > 0 else "overfitting",
         f"The held-out {'reward' if sign > 0 else 'loss'} was {best:.3g} at step {at} and is {end:.3g} at step {last}, "
         f"while training's went from {around:.3g} to {since:.3g}.",
-        f"Take a checkpoint of about step {at}; tinyrl checkpoints RUN lists those that were kept.",
+        f"Take a checkpoint of about step {at}; tinyrl show RUN lists those that were kept.",
         {"best_step": float(at), "best": best, "last": end, "train_then": around, "train": since},
         kind="eval",
         rank=lambda row: -known(row.get("reward"), 0.0),

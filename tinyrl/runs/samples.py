@@ -1,5 +1,5 @@
 """Samples and training prompts of a run for a terminal: which are shown, and as text, by role and by what became of
-them (`tinyrl samples`, `tinyrl prompts`).
+them (`tinyrl show RUN --samples` and `--prompts`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is printed of a run: its checkpoints as a list (`tinyrl checkpoints RUN`), and the summary when it has ended."""
+"""What is printed of a run: its checkpoints as a list (`tinyrl show RUN`), and the summary when it has ended."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Task:
     """
 
     name: str
-    summary: str  # one line, for `tinyrl tasks`
+    summary: str  # one line, for `tinyrl list tasks`
     verify: Callable[..., list[float | None]] | None  # verify(prompts, completions, **columns), the whole batch
     gold: Callable[[Row], str | None]  # an answer that must score full marks; None where there is none
     columns: tuple[str, ...]  # columns every row must have

@@ -22,7 +22,7 @@ from tinyrl.config.settings import SECTIONS, fields_of
 def words(sound: Sound, seed: int, count: int) -> Iterator[Case]:
     """Commands, options and arguments that are odd by themselves."""
     random = Random(f"words {seed}")
-    commands = ("train", "eval", "report", "checkpoints", "reward", "recipes", "tasks", "settings")
+    commands = ("train", "eval", "report", "show", "reward", "list")
     options = (
         "--resume", "--name", "--output-dir", "--overwrite", DRY, "--allow-config-change", "--device", "--debug=",
         "--vs", "--task",
@@ -176,12 +176,12 @@ def unharmed(sound: Sound, seed: int, count: int) -> Iterator[Case]:
     for argv in (
         ["train", "--resume", "odd"],
         ["report", "odd"],
-        ["checkpoints", "odd"],
+        ["show", "odd"],
         ["eval", "odd", "--num-prompts=2"],
     ):
         yield Case(" ".join(argv), argv, run)
-    for argv in (["recipes"], ["tasks"], ["settings"]):
-        yield Case(argv[0], argv)
+    for what in ("recipes", "tasks", "settings"):
+        yield Case(f"list {what}", ["list", what])
 
 
 KINDS = {f.__name__: f for f in (found, words, settings, numbers, recipes, rows, models, runs)}

@@ -89,9 +89,8 @@ def runs(sound: Sound, seed: int, count: int) -> Iterator[Case]:
     commands = (
         ["train", "--resume", "odd"], ["train", "--resume", "odd"], ["train", "--resume", "odd",
         "--allow-config-change"],
-        ["train", "--resume", "odd", "run.num_steps=3", "--allow-config-change"], ["report", "odd"], ["checkpoints",
-        "odd"],
-        ["checkpoints", "odd", "--json"], ["eval", "odd", "--num-prompts=2"], ["eval", "odd", "--vs=start",
+        ["train", "--resume", "odd", "run.num_steps=3", "--allow-config-change"], ["report", "odd"], ["show", "odd"],
+        ["show", "odd", "--json"], ["eval", "odd", "--num-prompts=2"], ["eval", "odd", "--vs=start",
         "--num-prompts=2"],
         ["eval", str(sound.finished), "--vs=odd", "--num-prompts=2"], [*dry, "model.adapter=odd"], [*dry,
         "reward.model=odd"],

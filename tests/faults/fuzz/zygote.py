@@ -71,9 +71,9 @@ def main() -> None:
 
 
 def _import_everything() -> None:
-    from tinyrl.cli.options import quiet_libraries
+    from tinyrl.cli.options import configure_libraries
 
-    quiet_libraries()
+    configure_libraries()
     import peft  # noqa: F401
 
     import tinyrl.evaluation.versus

@@ -133,7 +133,7 @@ def _commands(run: Run) -> list[str]:
     if run.checkpoints and isinstance(planned, int) and run.last_step < planned:
         lines.append(f"tinyrl train --resume {folder}   # goes on from {run.checkpoints[-1]}")
     if run.held_out.by_step:
-        lines.append(f"tinyrl samples {folder}   # what was written at the last step, and what it scored")
+        lines.append(f"tinyrl show {folder} --samples   # what was written at the last step, and what it scored")
     return [*lines, f"tinyrl report {folder}   # writes this page again"]
 
 
@@ -187,7 +187,7 @@ def _next(runs: list[Named]) -> list[str]:
     lines = [f"tinyrl report {' '.join(every)}   # writes this page again"]
     trained = all(one.run.setting("method") in ("grpo", "ppo") and one.run.checkpoints for one in runs)
     if trained and others and len({str(one.run.setting("task.name")) for one in runs}) == 1:
-        lines.insert(0, f"tinyrl compare {' '.join(others)} --vs {first}   # judged alike, with win rates")
+        lines.insert(0, f"tinyrl eval {' '.join(others)} --vs {first}   # judged alike, with win rates")
     return lines
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tinyrl.cli.options import TrustRemoteCode, quiet_libraries, setting_words
+from tinyrl.cli.options import TrustRemoteCode, configure_libraries, settings_argument
 from tinyrl.runs.launched import Options
 
 KEY = "TINYRL_KEY"
@@ -31,7 +31,7 @@ def export(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write the policy as a folder for transformers and PEFT, vLLM, llama.cpp: the adapter, or a merged model."""
-    quiet_libraries()
+    configure_libraries()
     from tinyrl.tools.export.bundle import export as write
 
     form = {"merge": merge, "dtype": dtype, "accept_changes": accept_changes, "trust_remote_code": trust_remote_code}
@@ -41,7 +41,8 @@ def export(
 def chat(
     target: Target,
     settings: Annotated[
-        list[str] | None, setting_words("of task, generation, environment and reward, in place of the run's")
+        list[str] | None,
+        settings_argument("settings of task, generation, environment and reward, in place of the run's"),
     ] = None,
     *,
     options: Options,
@@ -59,7 +60,9 @@ def chat(
 
 def serve(
     target: Target,
-    settings: Annotated[list[str] | None, setting_words("of task and generation, in place of the run's")] = None,
+    settings: Annotated[
+        list[str] | None, settings_argument("settings of task and generation, in place of the run's")
+    ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free")] = 8000,
     host: Annotated[str, typer.Option(help=f"other than this machine's own needs a key, in {KEY}")] = "127.0.0.1",
     max_rows: Annotated[int, typer.Option(min=1, max=4096, help="completions decoded at a time")] = 32,

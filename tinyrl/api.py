@@ -1,0 +1,346 @@
+"""tinyrl in a script or a notebook: `train`, `evaluate` and `open_run`, on the code of the commands.
+
+    import tinyrl
+    run = tinyrl.train("grpo", "starter-grpo", {"run.num_steps": 20}, reward=score, rows=rows)
+    run.metrics.frame(); run.samples(); run.report(); run.resume(); run.policy()("a prompt")
+
+Errors that a user can fix are ValueErrors. An interrupt (the stop button, Ctrl-C) makes a checkpoint and returns the
+run; nothing here ends the process. Importing this file loads no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import json
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import date, time
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinyrl.cli.options import configure_libraries
+from tinyrl.cli.preflight import check_before_loading, check_evaluation
+from tinyrl.config.recipe import as_override, load_config
+from tinyrl.config.schema import Config
+from tinyrl.config.settings import SECTIONS
+from tinyrl.errors import Interrupted
+from tinyrl.evaluation.targets import Asked, policy_at
+from tinyrl.runs.launched import Options
+from tinyrl.runs.records import read_steps, samples_of
+from tinyrl.runs.run_dir import RunDir, check_new_run, finite, write_whole
+from tinyrl.runs.run_dir import open_run as open_folder
+from tinyrl.runs.signals import StopFlag
+from tinyrl.text import listed, number, shortened
+from tinyrl.tools.report import write_report
+from tinyrl.workers.loading import use_of
+
+if TYPE_CHECKING:
+    from tinyrl.tools.chat.speaker import Speaker
+
+Settings = Mapping[str, Any]  # {"run.num_steps": 20} or {"run": {"num_steps": 20}}
+Reward = str | Callable[..., Any]  # 'file.py:function', a function, a functools.partial, or an object with __call__
+Rows = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
+_running = threading.Lock()
+
+
+def train(
+    method: str,
+    recipe: str | os.PathLike[str] | None = None,
+    settings: Settings | None = None,
+    *,
+    reward: Reward | list[Reward] | dict[Any, float] | None = None,
+    rows: Rows | None = None,
+    eval_rows: Rows | None = None,
+    name: str | None = None,
+    output_dir: str | os.PathLike[str] = "runs",
+    overwrite: bool = False,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> Run:
+    """Run `tinyrl train METHOD [RECIPE] [settings]` to its end or to an interrupt; see `Run.exit_code`.
+
+    reward: functions with TRL's signature, or 'file.py:function', one or several, or {function: weight}; rows,
+    eval_rows: a file, a hub name, or rows as dictionaries (a data frame too). They are of the task `rows` and replace
+    those of a recipe, unless settings name a task. Rows that are in no file are written to one named by their
+    content, in OUTPUT_DIR/inputs. A function that is in no module's file is called in this process: resume such a run
+    where it is defined. The same arguments give the same run as the command, bit for bit.
+    Raises ValueError for what a user can fix, and while another run is going on in this process or in that folder.
+    """
+    method, folder = _text("method", method), _text("output_dir", output_dir)
+    recipe = None if recipe is None else _text("recipe", recipe)
+    name = None if name is None else _text("name", name)
+    with alone():
+        check_new_run(folder, name=name, overwrite=overwrite)
+        overrides = overrides_from(settings, reward, rows, eval_rows, inputs=Path(folder).absolute() / "inputs")
+        config = load_config(method, recipe, overrides=overrides)
+        check_before_loading(config)
+        options = _options(device, trust_remote_code)
+        from tinyrl.training.launch import start
+
+        command = ["tinyrl", "train", method, *([recipe] if recipe else []), *overrides]
+        more = {"output_dir": folder, "name": name, "overwrite": overwrite, "command": command}
+        with interruptible():
+            launch = start(config, options=options, **more)
+            return Run(launch.run, exit_code=launch.go(report=write_report))
+
+
+def evaluate(
+    target: str | os.PathLike[str] | Run,
+    *,
+    vs: str | os.PathLike[str] | Run | None = None,
+    task: str | None = None,
+    data: str | None = None,
+    settings: Settings | None = None,
+    split: str = "eval",
+    num_prompts: int = 512,
+    samples: int = 1,
+    save_samples: str | None = None,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """Return what `tinyrl eval TARGET --json` prints. Raises ValueError for what a user can fix."""
+    for name, count in {"num_prompts": num_prompts, "samples": samples}.items():
+        if not isinstance(count, Integral) or count < 1:
+            raise ValueError(f"{name}={shortened(repr(count))}: it must be a whole number of at least 1")
+    asked = Asked(task, data, tuple(overrides_from(settings)), split, int(num_prompts), int(samples), save_samples)
+    path, other = _text("a run or a model", target), None if vs is None else _text("vs", vs)
+    with alone():
+        check_evaluation(path, asked, vs=other)
+        options = _options(device, trust_remote_code)
+        from tinyrl.evaluation.versus import evaluate_target
+
+        with interruptible():
+            return finite(evaluate_target(path, asked, vs=other, options=options))
+
+
+def open_run(path: str | os.PathLike[str]) -> Run:
+    return Run(open_folder(_text("path", path)))
+
+
+class Run:
+    """A run folder. exit_code: how its last training here ended (0 done, 3 a guard, 4 no room, 75 interrupted); None
+    where it was only opened.
+    """
+
+    def __init__(self, folder: RunDir, *, exit_code: int | None = None) -> None:
+        self._folder, self.exit_code = folder, exit_code
+        self.path, self.name = folder.path, folder.path.resolve().name
+
+    @property
+    def config(self) -> Config:
+        return self._folder.read_config()
+
+    @property
+    def metrics(self) -> Metrics:
+        return Metrics(read_steps(self._folder.metrics, []).values())
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.metrics) and self.metrics[-1]["step"] >= self.config.run.num_steps
+
+    def samples(self, *, step: int | None = None, kind: str | None = None) -> list[dict[str, Any]]:
+        """Lines of samples.jsonl, of a step and a kind (train, eval, eval-greedy) where they are given."""
+        return list(samples_of(self._folder.samples, [], kind=kind, step=step))
+
+    def report(self) -> Report:
+        """Write report.html and report.png anew, and show the page."""
+        return Report(write_report(self.path)[0])
+
+    def resume(
+        self,
+        settings: Settings | None = None,
+        *,
+        allow_config_change: bool = False,
+        device: str = "auto",
+        trust_remote_code: bool = False,
+    ) -> Run:
+        """`tinyrl train --resume RUN`: go on from the newest checkpoint that verifies. A finished run is returned."""
+        with alone():
+            config = self._folder.read_config(overrides_from(settings))
+            check_before_loading(config)
+            options = _options(device, trust_remote_code)
+            from tinyrl.training.resume import resume
+
+            with interruptible():
+                launch = resume(self._folder, options=options, config=config, allow_config_change=allow_config_change)
+                self.exit_code = 0 if launch is None else launch.go(report=write_report)
+            return self
+
+    def policy(self, *, device: str = "auto", trust_remote_code: bool = False) -> Speaker:
+        """Load the policy of the newest checkpoint: `policy("a prompt")` is its answer. Close it, or use `with`."""
+        target, options = policy_at(str(self.path), []), _options(device, trust_remote_code)
+        from tinyrl.tools.chat.speaker import load_speaker
+
+        return load_speaker(target, options=options)
+
+    def __repr__(self) -> str:
+        lines = self.metrics
+        text = f"run {self.path}: step {lines[-1]['step'] if lines else 0} of {self.config.run.num_steps}"
+        rewards = [line["eval/reward_mean"] for line in lines if isinstance(line.get("eval/reward_mean"), int | float)]
+        if rewards:
+            text += f", held-out reward {number(rewards[0])} -> {number(rewards[-1])}"
+        if self.exit_code:
+            how = {3: "stopped by a guard", 4: "no room", 75: "interrupted"}.get(self.exit_code, "not done")
+            text += f", {how}; go on with .resume()"
+        return text
+
+
+class Metrics(list[dict[str, Any]]):
+    """The lines of metrics.jsonl, one dictionary a step."""
+
+    def frame(self) -> Any:
+        """Return a pandas data frame indexed by step. Raises ValueError where pandas is not installed."""
+        try:
+            import pandas
+        except ImportError:
+            raise ValueError(".frame() needs pandas: pip install pandas") from None
+        frame = pandas.DataFrame(list(self))
+        return frame.set_index("step") if "step" in frame else frame
+
+
+class Report:
+    """report.html of a run: shown inline in a notebook, without scripts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __repr__(self) -> str:
+        return str(self.path)
+
+    def _repr_html_(self) -> str:
+        page = html.escape(self.path.read_text(encoding="utf-8"), quote=True)
+        return f'<iframe srcdoc="{page}" sandbox="" style="width: 100%; height: 720px; border: 0"></iframe>'
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Allow one run at a time: the device, torch's random numbers and thread count are the process's."""
+    if not _running.acquire(blocking=False):
+        raise ValueError("a run is going on in this process already; wait for its end, or interrupt it first")
+    try:
+        yield
+    finally:
+        _running.release()
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C ask for a checkpoint; a second one, or one before a run has begun, is a KeyboardInterrupt. Restore
+    threads and random numbers of the process afterwards.
+    """
+    import torch
+
+    threads, on_main = torch.get_num_threads(), threading.current_thread() is threading.main_thread()
+    try:
+        with torch.random.fork_rng(devices=[]), StopFlag(signals=(signal.SIGINT,) if on_main else (), leaves=False):
+            yield
+    except Interrupted:
+        raise KeyboardInterrupt from None  # while it was loading: there is no run yet
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ---- arguments as the command line has them ----
+
+
+def overrides_from(
+    settings: Settings | None, reward: Any = None, rows: Any = None, eval_rows: Any = None, *, inputs: Path = Path()
+) -> list[str]:
+    """Return settings, rewards and rows as `section.key=value`; rows are written to a file in the folder `inputs`."""
+    if not isinstance(settings, Mapping | None):
+        raise ValueError(f"settings={shortened(repr(settings))}: they are a dictionary, as {{'run.num_steps': 20}}")
+    flat: dict[str, Any] = {}
+    for key, value in (settings or {}).items():
+        if key in SECTIONS and isinstance(value, Mapping):
+            flat |= {f"{key}.{name}": inner for name, inner in value.items()}
+        elif not isinstance(key, str) or "." not in key:
+            raise ValueError(f"settings: {shortened(repr(key))} is no section.key; sections: {listed(SECTIONS)}")
+        else:
+            flat[key] = value
+    if reward is not None:
+        several = reward if isinstance(reward, list | tuple) else [reward]
+        weights = reward if isinstance(reward, Mapping) else None
+        pairs = weights.items() if weights is not None else [(each, 1.0) for each in several]
+        flat["reward.functions"] = [_function(each, weight) for each, weight in pairs]
+    if rows is not None:  # in place of a recipe's rows and of its task
+        flat.setdefault("task.name", "rows")
+        if eval_rows is None:
+            flat.setdefault("task.eval_data", None)
+    for key, source in (("task.data", rows), ("task.eval_data", eval_rows)):
+        if source is not None:
+            flat[key] = source if isinstance(source, str | os.PathLike) else _write_rows(source, inputs)
+    try:
+        return [as_override(key, _plain(value)) for key, value in flat.items()]
+    except (TypeError, ValueError, RecursionError) as error:
+        message = f"settings: a value is neither text, a number, a flag, a list nor a mapping: {error}"
+        raise ValueError(message) from None
+
+
+def _function(reward: Any, weight: Any) -> dict[str, Any]:
+    if not isinstance(reward, str) and not callable(reward):
+        raise ValueError(f"reward={shortened(repr(reward))}: it is a function, or 'file.py:function'")
+    plain = _plain(weight)
+    if isinstance(plain, bool) or not isinstance(plain, int | float):
+        raise ValueError(f"reward: the weight of {shortened(repr(reward))} is {shortened(repr(weight))}, not a number")
+    return {"use": reward if isinstance(reward, str) else use_of(reward), "weight": float(plain)}
+
+
+def _write_rows(rows: Any, inputs: Path) -> Path:
+    """Write rows as a .jsonl file named by its content."""
+    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):
+        rows = rows.to_dict("records")  # a data frame
+    if not isinstance(rows, Iterable) or isinstance(rows, Mapping | bytes):
+        raise ValueError(f"rows={shortened(repr(rows))}: they are a file, a hub name, or dictionaries, one a row")
+    lines = []
+    for at, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise ValueError(f"row {at} is {shortened(repr(row))}, and a row is a dictionary of columns")
+        cells = []
+        for name, value in row.items():
+            try:
+                cells.append(f"{json.dumps(str(name))}: {json.dumps(_plain(value), allow_nan=False)}")
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"row {at}, column {name!r}: cannot be written as JSON: {error}") from None
+        lines.append(f"{{{', '.join(cells)}}}\n")
+    text = "".join(lines)
+    file = inputs / f"rows-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, text)
+    return file
+
+
+def _plain(value: Any) -> Any:
+    """Convert to what JSON has: paths and dates to text, NaN and pandas' NA to null, numpy and torch to Python's."""
+    if getattr(getattr(value, "dtype", None), "kind", "") == "M":  # dates of numpy
+        value = value.astype("datetime64[us]").tolist()
+    elif callable(tolist := getattr(value, "tolist", None)) and not isinstance(value, type):
+        value = tolist()
+    if type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and math.isnan(value)):
+        return None
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _text(name: str, value: Any) -> str:
+    """Return text, a path or a run's path as text; ValueError for anything else."""
+    value = value.path if isinstance(value, Run) else value
+    if isinstance(value, str | os.PathLike) and isinstance(path := os.fspath(value), str):
+        return path
+    raise ValueError(f"{name}={shortened(repr(value))}: it must be text or a path")
+
+
+def _options(device: str, trust_remote_code: bool) -> Options:
+    configure_libraries()
+    return Options(_text("device", device), trust_remote_code)

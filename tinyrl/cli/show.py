@@ -1,0 +1,154 @@
+"""Commands that look at runs and at the package: report, show, list."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import click
+import typer
+
+from tinyrl.runs.run_dir import RunDir, open_run
+
+
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="one run, or several in one set of charts")],
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="of several runs: where to write; default the folder of the first run's"),
+    ] = None,
+) -> None:
+    """Write report.html and report.png of a run, finished or going on, or of several runs together."""
+    from tinyrl.tools.report import write_overlay, write_report
+
+    folders = [Path(run) for run in runs]
+    if output is not None and len(folders) == 1:
+        raise ValueError("--output is for a report of several runs; that of one run is in its folder")
+    parent = Path(output) if output is not None else folders[0].resolve().parent
+    for path in write_report(folders[0]) if len(folders) == 1 else write_overlay(folders, parent):
+        print(path)
+
+
+def show(
+    run: Annotated[str, typer.Argument(metavar="RUN")],
+    samples: Annotated[bool, typer.Option("--samples", help="samples of the last step; see the options below")] = False,
+    prompts: Annotated[
+        bool, typer.Option("--prompts", help="training prompts by outcome: never solved, always solved, forgotten")
+    ] = False,
+    step: Annotated[int | None, typer.Option(min=0, help="samples of this step")] = None,
+    kind: Annotated[
+        Literal["train", "eval", "eval-greedy"] | None,
+        typer.Option(help="samples of training, or held-out ones, sampled or greedy"),
+    ] = None,
+    worst: Annotated[bool, typer.Option("--worst", help="samples with the lowest rewards")] = False,
+    unsolved: Annotated[
+        bool, typer.Option("--unsolved", help="samples of prompts of which none reaches task.solved_reward")
+    ] = False,
+    most_changed: Annotated[
+        bool, typer.Option("--most-changed", help="held-out samples that differ most from the first step's")
+    ] = False,
+    prompt: Annotated[
+        int | None, typer.Option(min=0, metavar="I", help="samples of prompt I: at --step, or step after step")
+    ] = None,
+    num: Annotated[
+        int | None, typer.Option(min=1, help="how many samples (4), or prompts of each outcome (10)")
+    ] = None,
+    export_hard: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.jsonl", help="write the rows of prompts never solved, or forgotten, as task.data"),
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="print the checkpoints as JSON")] = False,
+) -> None:
+    """Show the checkpoints of a run: step, size, metric, whether each verifies; or its samples, or its prompts."""
+    ways = {"--worst": worst, "--unsolved": unsolved, "--most-changed": most_changed, "--prompt": prompt is not None}
+    chosen = [option for option, given in ways.items() if given]
+    if len(chosen) > 1:
+        raise ValueError(f"{' and '.join(chosen)}: one of them at a time")
+    samples = samples or bool(chosen) or step is not None or kind is not None
+    prompts = prompts or export_hard is not None
+    if samples + prompts + json_output > 1:
+        raise ValueError("samples, --prompts and --json (of checkpoints): one of them at a time")
+    opened, notes = open_run(run), list[str]()
+    if samples:
+        from tinyrl.runs.samples import render, select_samples
+
+        limit = opened.read_config().task.solved_reward if unsolved else None
+        which = {"kind": kind, "step": step, "num": num or 4, "prompt": prompt}
+        rows = select_samples(opened.samples, notes, **which, worst=worst, most_changed=most_changed, unsolved=limit)
+        in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        text = render(rows, grey=lambda text: typer.style(text, dim=True) if in_colour else text)
+        text = text or "every prompt of that step has a sample that is right"
+    elif prompts:
+        text = _prompts(opened, notes, num=num or 10, export_hard=export_hard)
+    else:
+        from tinyrl.runs.summary import list_verified, render
+
+        listed = list_verified(opened)
+        text = json.dumps([vars(one) for one in listed]) if json_output else render(opened, listed)
+    size = shutil.get_terminal_size()
+    height = sum(1 + len(line) // max(1, size.columns) for line in text.split("\n"))
+    if sys.stdout.isatty() and height >= size.lines:
+        click.echo_via_pager(text)
+    else:
+        print(text)
+    for note in notes:
+        print(f"tinyrl: {note}", file=sys.stderr)
+
+
+def _prompts(run: RunDir, notes: list[str], *, num: int, export_hard: str | None) -> str:
+    from tinyrl.runs.samples import HARD, hard_keys, prompt_texts, read_prompt_stats, render_prompt_stats
+    from tinyrl.tasks import export_rows, row_texts
+
+    prompt_stats = read_prompt_stats(run.prompts, notes)
+    hard = {record.index: record.key for record in prompt_stats if record.standing in HARD}
+    texts = prompt_texts(run.samples, {*hard})
+    if texts.keys() < hard.keys():
+        texts = row_texts(run, hard, notes) | texts
+    text = render_prompt_stats(prompt_stats, texts, num=num)
+    if export_hard is not None:
+        text += f"\n\n{export_rows(run.read_config(), hard_keys(prompt_stats), Path(export_hard))}"
+    return text
+
+
+def complete_section(incomplete: str) -> list[str]:
+    from tinyrl.config.settings import SECTIONS
+
+    return [name for name in SECTIONS if name.startswith(incomplete)]
+
+
+def list_names(
+    what: Annotated[Literal["settings", "recipes", "tasks"], typer.Argument(help="settings, recipes or tasks")],
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SECTION|RECIPE]",
+            help="settings of one section, or as a recipe sets them all",
+            autocompletion=complete_section,
+        ),
+    ] = None,
+) -> None:
+    """List settings (name, default, meaning, type), recipes or tasks."""
+    if what == "settings":
+        from tinyrl.config.recipe import dump_config, load_config, method_of, packaged_recipes
+        from tinyrl.config.settings import describe_settings
+
+        if name is not None and (name in packaged_recipes() or name.endswith(".yaml")):
+            print(dump_config(load_config(str(method_of([name])[0]), name, overrides=[])))
+        else:
+            print(describe_settings(name, width=max(60, min(shutil.get_terminal_size().columns, 120))))
+    elif name is not None:
+        raise ValueError(f"{name}: only `tinyrl list settings` takes a name")
+    elif what == "recipes":
+        from tinyrl.config.recipe import packaged_recipes
+
+        for recipe, path in packaged_recipes().items():
+            print(f"{recipe:28} {path.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}")
+    else:
+        from tinyrl.tasks import TASKS, load_task
+
+        for task in TASKS:
+            print(f"{task:20} {load_task(task).summary}")
