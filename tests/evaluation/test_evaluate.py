@@ -8,7 +8,7 @@ import pytest
 
 from tests import running
 from tests.tiny_models import tiny_model
-from tinyrl.evaluation.evaluate import best_of_kl, best_rows, evaluate
+from tinyrl.evaluation.evaluate import evaluate
 from tinyrl.evaluation.statistics import majority_passes, pass_at_k
 from tinyrl.rollout.components import Options, SamplingParts
 
@@ -49,38 +49,6 @@ def test_evaluation_is_repeatable_and_counts_what_it_says(tmp_path: Path) -> Non
     assert metrics["reward_mean"] == pytest.approx(sum(rewards) / 24)
     # reward_ci is over prompts, whose means are these
     assert first.by_prompt == pytest.approx([sum(rewards[i : i + 4]) / 4 for i in range(0, 24, 4)])
-
-
-def test_of_every_n_samples_the_first_best_is_chosen() -> None:
-    rewards = [0.0, 2.0, 2.0, math.nan, -1.0, -3.0, math.nan, math.nan, math.nan]
-    assert best_rows(rewards, 3) == [1, 4, 6]
-    assert best_rows(rewards, 1) == [*range(9)]
-    assert best_of_kl(1) == 0.0
-    assert best_of_kl(4) == pytest.approx(1.386294 - 0.75, abs=1e-6)
-
-
-def test_best_of_n_is_chosen_from_samples_beyond_those_it_is_compared_with(tmp_path: Path) -> None:
-    """Two samples a prompt, each the best of three: of eight samples a prompt the best of the third to fifth, and of
-    the sixth to eighth. The first two are what another policy, or this one without a choice, is judged by.
-    """
-    parts = SamplingParts(running.config("grpo", tiny_model(tmp_path, "llama")), options=Options(device="cpu"))
-    plain, best = evaluate(parts, num_prompts=5, samples=8), evaluate(parts, num_prompts=5, samples=2, best_of=3)
-    parts.close()
-    drawn = [line for line in plain.samples if line["kind"] == "eval"]
-    threes = [drawn[i : i + 3] for first in range(2, 40, 8) for i in (first, first + 3)]
-    chosen = [max(three, key=lambda line: line["reward"]) for three in threes]
-    kept = [line for line in best.samples if line["kind"] == "eval"]
-    assert [line["completion"] for line in kept] == [line["completion"] for line in chosen]
-    assert [line["sample"] for line in kept] == [0, 1] * 5
-    rewards = [line["reward"] for line in chosen]
-    assert best.metrics["reward_mean"] == pytest.approx(sum(rewards) / 10)
-    assert best.metrics["reward_mean"] > plain.metrics["reward_mean"]
-    assert best.values["reward"] == [rewards[i : i + 2] for i in range(0, 10, 2)]
-    assert best.metrics["num_samples"] == 2
-    assert best.metrics["best_of"] == 3
-    assert best.metrics["kl_bound"] == pytest.approx(math.log(3) - 2 / 3)
-    assert not {"kl", "entropy"} & best.metrics.keys()  # of what was chosen, neither is the policy's
-    assert best.metrics["greedy"] == plain.metrics["greedy"]
 
 
 def test_what_each_judge_says_is_kept_by_prompt(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import json
 import math
 from typing import Any
 
-from tinyrl.evaluation.table import render
+from tinyrl.evaluation.table import render, render_comparison
 
 NUMBERS: dict[str, Any] = {
     "reward_mean": 0.5,
@@ -62,7 +62,7 @@ def test_no_reward_on_either_side_is_said() -> None:
 
 
 def test_what_a_trainer_measures_is_shown_beside_the_other_side() -> None:
-    numbers = {"accuracy": 0.75, "reliability": [[0.1, 0.2, 3]], "num_pairs": 40}
+    numbers = {"accuracy": 0.75, "num_pairs": 40}
     other = {"target": "b/step-000004", "held_out": {"accuracy": 0.5, "num_pairs": 40}, "trained_on": 7}
     text = render({"target": "a/step-000004", "held_out": numbers, "other": other}, as_json=False)
     assert text.splitlines() == [
@@ -73,17 +73,29 @@ def test_what_a_trainer_measures_is_shown_beside_the_other_side() -> None:
     ]
 
 
-def test_win_rates_best_of_n_and_prompts_that_were_trained_on() -> None:
+def test_win_rates_and_prompts_that_were_trained_on() -> None:
     rates = {
         "reward": {"mean": 0.625, "ci": [0.5, 0.75], "ties": 0.0},
         "verifier": {"mean": 0.5, "ci": [math.nan] * 2, "ties": 1.0},
         "reward/size": {"mean": math.nan, "ci": [math.nan] * 2, "ties": math.nan},
     }
-    lines = render(result(win_rate=rates, best_of=4, kl_bound=0.636, trained_on=3), as_json=False).splitlines()
-    assert lines[-5:] == [
-        "(each the best of 4 by the reward: at most 0.636 nats from one alone)",
+    lines = render(result(win_rate=rates, trained_on=3), as_json=False).splitlines()
+    assert lines[-4:] == [
         "win rate by reward 0.625 (95 % interval 0.500 to 0.750)",
         "win rate by verifier 0.500 (95 % interval unknown: too few prompts or no spread, 100% ties)",
         "win rate by reward/size unknown: no prompt has a value on both sides",
         "warning: run/step-000002 was trained on 3 of these prompts",
     ]
+
+
+def test_a_comparison_has_a_row_for_the_baseline_and_each_policy() -> None:
+    rates = {"reward": {"mean": 0.75, "ci": [0.5, 1.0], "ties": 0.0}}
+    first = {"policy": "runs/text", **NUMBERS, "reward_median": 1.25, "kl": 0.0}
+    rows = [first, {**first, "policy": "runs/short", "kl": 2.5, "win_rate": rates}]
+    header, *lines, note = render_comparison(rows, as_json=False).splitlines()
+    assert header.split() == ["policy", "reward", "median", "KL", "length", "wins", "by", "reward"]
+    assert lines[0].split() == ["runs/text", "0.500", "(0.400", "to", "0.600)", "1.250", "0.000", "6.0", "-"]
+    assert lines[1].split()[5:] == ["1.250", "2.500", "6.0", "0.750", "(0.500", "to", "1.000)"]
+    assert len({len(line) for line in (header, *lines)}) == 1
+    assert "64 prompts x 1" in note
+    assert json.loads(render_comparison(rows, as_json=True))[0]["policy"] == "runs/text"

@@ -130,9 +130,8 @@ def test_what_cannot_be_asked(path: str, asked: Asked, sentence: str) -> None:
     ("path", "asked", "sentence"),
     [
         ("runs/grpo", Asked(data="rows.jsonl", split="train"), "--data FILE says which rows; --split train"),
-        ("runs/sft", Asked(best_of=2), "--best-of: nothing is sampled from runs/sft; name a task (--task NAME)"),
-        ("runs/sft", Asked(save_samples="s.jsonl"), "--save-samples: nothing is sampled from runs/sft; name"),
-        ("runs/reward", Asked(best_of=2), "--best-of: nothing is sampled from runs/reward; a reward model wr"),
+        ("runs/sft", Asked(save_samples="s.jsonl"), "--save-samples: nothing is sampled from runs/sft; name a task"),
+        ("runs/reward", Asked(save_samples="s.jsonl"), "--save-samples: nothing is sampled from runs/reward; a rewa"),
         ("runs/grpo", Asked(save_samples="no/s.jsonl"), "--save-samples no/s.jsonl: there is no folder no"),
     ],
 )

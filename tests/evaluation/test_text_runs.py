@@ -61,12 +61,7 @@ def ask(folder: Path, target: str, **given: Any) -> dict[str, Any]:
 def recorded(folder: Path, run: str, step: int) -> dict[str, float]:
     """What the run itself wrote of its held-out rows at a step."""
     line = next(line for line in running.metrics(open_run(folder / run)) if line["step"] == step)
-    return numbers({key.removeprefix("eval/"): value for key, value in line.items() if key.startswith("eval/")})
-
-
-def numbers(found: dict[str, Any]) -> dict[str, float]:
-    """Without the bins of a reliability diagram."""
-    return {key: value for key, value in found.items() if not isinstance(value, list)}
+    return {key.removeprefix("eval/"): value for key, value in line.items() if key.startswith("eval/")}
 
 
 @pytest.mark.parametrize("run", ["sft", "full", "dpo", "judge"])
@@ -75,9 +70,9 @@ def test_a_run_is_measured_as_it_measured_itself(folder: Path, run: str) -> None
     result = ask(folder, run)
     assert result.keys() == {"target", "held_out"}
     assert result["target"] == f"{run}/step-000004"
-    assert numbers(result["held_out"]) == pytest.approx(recorded(folder, run, 4), rel=1e-5)
+    assert result["held_out"] == pytest.approx(recorded(folder, run, 4), rel=1e-5)
     earlier = ask(folder, f"{run}/checkpoints/step-000002")
-    assert numbers(earlier["held_out"]) == pytest.approx(recorded(folder, run, 2), rel=1e-5)
+    assert earlier["held_out"] == pytest.approx(recorded(folder, run, 2), rel=1e-5)
     assert earlier["held_out"]["loss"] != pytest.approx(result["held_out"]["loss"], rel=1e-3)
 
 
@@ -161,15 +156,11 @@ def test_a_text_run_is_sampled_where_a_reward_is_named(folder: Path) -> None:
 
 
 def test_a_reward_model_of_a_run_judges_a_text_run(folder: Path, tmp_path: Path) -> None:
-    """Best of four by the judge is better by the judge; samples of both sides are kept."""
+    """Samples of both sides are kept."""
     file = tmp_path / "samples.jsonl"
     settings = [f"reward.model={folder / 'judge'}", SHORT]
-    result = ask(folder, "sft", settings=settings, vs="base", best_of=4, save_samples=str(file))
-    assert result["reward_mean"] > result["other"]["reward_mean"]
-    assert result["win_rate"]["reward"]["mean"] > 0.5
+    result = ask(folder, "sft", settings=settings, vs="base", save_samples=str(file))
     assert result["win_rate"].keys() == {"reward"}
-    assert result["best_of"] == 4
-    assert "best_of" not in result["other"]
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["target"] for line in lines] == ["sft/step-000004"] * 20 + ["base"] * 20
     assert [line["kind"] for line in lines[:20]] == ["eval"] * 10 + ["eval-greedy"] * 10

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests import running
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tinyrl.config.sections import RewardConfig
 from tinyrl.evaluation.targets import Asked
-from tinyrl.evaluation.versus import Side, evaluate_target
+from tinyrl.evaluation.versus import Side, compare_policies, evaluate_target
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.components import Options
@@ -118,6 +119,24 @@ def test_another_tokenizer_is_judged_as_text(folder: Path) -> None:
     other = str(folder / "other-tokenizer")
     alone = evaluate_target(other, Asked(samples=2), options=Options(device="cpu"))
     assert compare(folder, other)["other"] == alone
+
+
+def test_several_are_compared_as_each_is_alone_with_the_first(folder: Path, tmp_path: Path) -> None:
+    """One row a policy with the numbers and win rates of `eval BASELINE --vs POLICY`, seen from the policy's side; what
+    any of them was trained on is left out.
+    """
+    first, other = str(folder / "first"), str(folder / "other-tokenizer")
+    same = variant(folder, tmp_path.name, task={"split_seed": 1, "max_samples": 100}, run={"seed": 7})
+    asked, options = Asked(samples=2), Options(device="cpu")
+    rows = compare_policies([other, same], asked, vs=first, options=options)
+    assert [row["policy"].partition("/")[0] for row in rows] == ["first", "other-tokenizer", tmp_path.name]
+    assert {row["num_prompts"] for row in rows} == {40 - compare(folder, same)["difference"]["left_out"]} != {40}
+    assert rows[2].pop("win_rate")["reward"] == {"mean": 0.5, "ci": ANY, "ties": ANY}
+    assert {**rows[2], "policy": rows[0]["policy"]} == rows[0]
+    alone = compare_policies([other], asked, vs=first, options=options)
+    pair = compare(folder, other)
+    assert alone[1]["win_rate"]["reward"]["mean"] == pytest.approx(1 - pair["win_rate"]["reward"]["mean"])
+    assert {"target": alone[1].pop("policy"), **alone[1]} == {**pair["other"], "win_rate": ANY}
 
 
 def test_a_reward_adapter_judges_its_own_vocabulary_only(tmp_path: Path) -> None:

@@ -56,20 +56,6 @@ def test_the_command_that_uses_what_a_run_has_made(values: dict[str, Any], comma
     assert next_command(Path("runs/x"), Config.model_validate(values)) == command
 
 
-def test_what_a_reward_model_predicted_and_what_turned_out(tmp_path: Path):
-    bins = [[0.512, 0.48, 51], [0.75, 0.8, 1050]]
-    lines = said(tmp_path, PAIRS, accuracy=0.75, ece=0.0372, reliability=bins)
-    at = lines.index("  calibration error, held-out 0.0372 -> 0.0372")
-    assert lines[at + 1 : at + 5] == [
-        "  by tenths, held-out",
-        "    predicted    0.51  0.75",
-        "    turned out   0.48  0.80",
-        "    rows           51 1,050",
-    ]
-    (none := tmp_path / "none").mkdir()
-    assert not [line for line in said(none, PAIRS, accuracy=0.75) if "tenths" in line]
-
-
 def test_prompts_that_the_rows_do_not_hold_are_left_to_the_reader():
     values = {**PAIRS, "task": {"data": "p.jsonl", "eval_data": "e.jsonl", "columns": {"text": "t"}, "chat": False}}
     assert next_command(Path("runs/x"), Config.model_validate(values), prompts=False) == (

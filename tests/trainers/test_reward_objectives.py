@@ -76,8 +76,6 @@ def test_labels_are_learnt(lora: bool, model: Path, tmp_path: Path) -> None:
     assert first["eval/accuracy"] == pytest.approx(0.5)
     assert last["eval/accuracy"] > 0.9
     assert last["eval/loss"] < 0.5 * first["eval/loss"]
-    assert last["eval/ece"] < 0.3
-    assert sum(rows for *_, rows in last["eval/reliability"]) == last["eval/num_rows"]
     assert last["eval/auc"] > 0.9
 
 

@@ -233,7 +233,6 @@ def evaluate(
     split: str = "eval",
     num_prompts: int = 512,
     samples: int = 1,
-    best_of: int = 1,
     save_samples: str | None = None,
     device: str = "auto",
     trust_remote_code: bool = False,
@@ -247,7 +246,6 @@ def evaluate(
         split,
         _count("num_prompts", num_prompts),
         _count("samples", samples),
-        _count("best_of", best_of),
         save_samples,
     )
     with alone():

@@ -29,9 +29,6 @@ def evaluate(
     ] = "eval",
     num_prompts: NumPrompts = 512,
     samples: Samples = 1,
-    best_of: Annotated[
-        int, typer.Option(min=1, max=1000, metavar="N", help="each sample of the target is the best of N by the reward")
-    ] = 1,
     save_samples: Annotated[
         str | None, typer.Option(metavar="FILE.jsonl", help="write the samples of all sides, a line each")
     ] = None,
@@ -43,7 +40,7 @@ def evaluate(
     from tinyrl.cli.preflight import check_evaluation
     from tinyrl.evaluation.targets import Asked
 
-    asked = Asked(task, data, tuple(settings or ()), split, num_prompts, samples, best_of, save_samples)
+    asked = Asked(task, data, tuple(settings or ()), split, num_prompts, samples, save_samples)
     check_evaluation(target, asked, vs=vs)
     from tinyrl.evaluation.table import render
     from tinyrl.evaluation.versus import evaluate_target
@@ -65,10 +62,6 @@ def compare(
     task: Annotated[str | None, typer.Option(help="the task that all are judged on; default the runs' own")] = None,
     num_prompts: NumPrompts = 512,
     samples: Samples = 1,
-    best_of: Annotated[
-        int,
-        typer.Option(min=1, max=1000, metavar="N", help="a row too for the best of N samples of --vs by the reward"),
-    ] = 1,
     json_output: Json = False,
     *,
     options: Options,
@@ -86,7 +79,7 @@ def compare(
     from tinyrl.evaluation.table import render_comparison
     from tinyrl.evaluation.versus import compare_policies
 
-    asked = Asked(task, settings=settings, num_prompts=num_prompts, samples=samples, best_of=best_of)
+    asked = Asked(task, settings=settings, num_prompts=num_prompts, samples=samples)
     rows = compare_policies(targets, asked, vs=vs, options=options)
     if launched().rank == 0:
         print(render_comparison(rows, as_json=json_output))

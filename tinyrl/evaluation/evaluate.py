@@ -1,7 +1,6 @@
 """Held-out evaluation: rewards with intervals, pass@k, majority@k, KL, entropy; sampled, and greedy beside it.
 
-Every evaluation of a run and both sides of `--vs` use the same uniforms, so differences between policies are paired.
-Best-of-n is a policy too: of every n samples the one that the reward ranks first.
+Every evaluation of a run and all sides of a comparison use the same uniforms, so differences are paired.
 """
 
 from __future__ import annotations
@@ -46,11 +45,10 @@ def evaluate(
     samples: int = 1,
     role: Role = "policy",
     prompts: list[PreparedPrompt] | None = None,
-    best_of: int = 1,
 ) -> Evaluation:
-    """Sample and judge completions of the first held-out prompts, each the best of `best_of`, and one greedy one."""
+    """Sample and score completions of the first held-out prompts, and one greedy completion of each."""
     prompts = (parts.eval_prompts if prompts is None else prompts)[:num_prompts]
-    sampled = _judged(parts, prompts, samples, role=role, best_of=best_of)
+    sampled = _judged(parts, prompts, samples, role=role)
     greedy = _judged(parts, prompts, 1, role=role, greedy=True)
     shared = ("num_prompts", "num_samples")
     sampled.metrics["greedy"] = {name: value for name, value in greedy.metrics.items() if name not in shared}
@@ -59,33 +57,19 @@ def evaluate(
 
 
 def _judged(
-    parts: SamplingParts,
-    prompts: list[PreparedPrompt],
-    samples: int,
-    *,
-    role: Role,
-    greedy: bool = False,
-    best_of: int = 1,
+    parts: SamplingParts, prompts: list[PreparedPrompt], samples: int, *, role: Role, greedy: bool = False
 ) -> Evaluation:
     scorer, task = parts.scorer, parts.task
-    rollout = sample_and_score(
-        prompts,
-        parts,
-        group_size=samples * best_of,
-        step=EVAL_STEP,
-        first_sample=samples if best_of > 1 else 0,  # other samples than those it may be compared with
-        greedy=greedy,
-        role=role,
-    )
-    if best_of > 1:
-        rollout = rollout.select(best_rows(rollout.rewards.tolist(), best_of))
+    rollout = sample_and_score(prompts, parts, group_size=samples, step=EVAL_STEP, greedy=greedy, role=role)
     repeated = [p for p in prompts for _ in range(samples)]
     tokens, transcripts = [rollout.response(row) for row in range(len(rollout))], rollout.transcripts
     texts = [written(rollout, row, scorer) for row in range(len(rollout))]
     rewards, columns = rollout.rewards.tolist(), rollout.scores.T.tolist()
     each = {f"reward/{name}": column for name, column in zip(scorer.names, columns, strict=True)}  # before weights
     by_prompt = [mean(group) for group in grouped(rewards, samples)]
-    metrics = _metrics(rollout, each, by_prompt, texts) | _divergence(parts, rollout, role, best_of, greedy=greedy)
+    metrics = _metrics(rollout, each, by_prompt, texts)
+    if not greedy:
+        metrics |= _divergence(parts, rollout, role)
     judges = {"reward": rewards} | (each if len(each) > 1 else {})
     verdicts = columns[0] if scorer.uses_verifier else None
     if verdicts is None and task.verify is not None:
@@ -126,15 +110,8 @@ def _metrics(
     }
 
 
-def _divergence(
-    parts: SamplingParts, rollout: Rollout, role: Role, best_of: int, *, greedy: bool
-) -> dict[str, float | int]:
-    """KL to the reference in nats per response (absent without a reference), and mean entropy of a chosen token.
-
-    What is chosen among several is no sample of the policy: its log-probabilities give neither, only a bound.
-    """
-    if best_of > 1 or greedy:
-        return {"best_of": best_of, "kl_bound": best_of_kl(best_of)} if best_of > 1 else {}
+def _divergence(parts: SamplingParts, rollout: Rollout, role: Role) -> dict[str, float]:
+    """KL to the reference in nats per response (absent without a reference), and mean entropy of a chosen token."""
     roles, temperature = parts.roles, parts.config.generation.temperature
     rollout = rollout.with_others()
     rollout = replace(rollout, kept=torch.ones_like(rollout.kept))  # whatever its reward, it was sampled
@@ -149,18 +126,3 @@ def _divergence(
         return mean_entropy
     ref_logprobs, _ = run("reference")
     return {"kl": float(rollout.by_episode((logprobs - ref_logprobs).sum(1)).mean()), **mean_entropy}
-
-
-def best_rows(rewards: list[float], best_of: int) -> list[int]:
-    """Of every `best_of` samples the row of the first with the highest reward; NaN is below every number."""
-    starts = range(0, len(rewards), best_of)
-    rank = [-math.inf if math.isnan(reward) else reward for reward in rewards]
-    return [max(range(start, start + best_of), key=rank.__getitem__) for start in starts]
-
-
-def best_of_kl(n: int) -> float:
-    """log n - (n - 1) / n: the KL of best-of-n to the policy that is sampled from is at most that, in nats.
-
-    Beirami et al. (2401.01879); it is nearly reached where no completion is likely and none ties with another.
-    """
-    return math.log(n) - (n - 1) / n

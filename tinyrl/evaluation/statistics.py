@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import groupby
 from statistics import NormalDist, fmean
 from typing import Any
 
@@ -25,7 +24,6 @@ TAIL = (1 - INTERVAL) / 2
 MANY = 50  # values from which on the percentile bootstrap covers as much as it says; of 3 it covers 74 %, of 8 89 %
 FEWEST = 6  # differing prompts that can show a difference: all go one way by chance in 2 / 2^6 = 3 % of cases
 EQUAL = 1e-9  # relative difference up to which values are equal but for rounding
-Bin = tuple[float, float, int]  # mean prediction, mean of what turned out, rows
 
 
 def numbers(values: Sequence[float]) -> list[float]:
@@ -183,31 +181,25 @@ def win_rates(ours: dict[str, list[list[float]]], other: dict[str, list[list[flo
 
 
 # ---- a reward model on held-out rows ----
-# It predicts that the chosen side wins (pairs), or that the label is the good one (labels). Where predictions are
-# right on average at every height, it is calibrated (Guo et al. 2017, 1706.04599).
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor, margins: Tensor) -> dict[str, Any]:
-    """Accuracy (a tie counts half), mean margin and loss of held-out pairs; calibration of the side that is preferred:
-    predicted is sigmoid(|difference of the scores|), observed whether that side is the chosen one.
+    """Accuracy (a tie counts half), mean margin and loss of held-out pairs.
 
     chosen, rejected, margins (those asked for): (n,), n at least 1.
     """
     loss, metrics = bradley_terry_loss(chosen, rejected, margin=margins)
-    differences = (chosen.double() - rejected.double()).tolist()
-    wins = [0.5 if d == 0 else float(d > 0) for d in differences]
     return {
         "accuracy": float(metrics["rewards/accuracy"]),
         "margin": float(metrics["rewards/margin"]),
         "loss": float(loss),
         "num_pairs": len(chosen),
-        **_calibration([_sigmoid(abs(d)) for d in differences], wins),
     }
 
 
 def label_metrics(scores: Tensor, labels: Tensor) -> dict[str, Any]:
     """Accuracy at score 0 (exactly 0 counts half), mean score of the good label minus that of the other, area under
-    the ROC curve and loss of held-out rows; calibration of sigmoid(score) as the probability of the good label.
+    the ROC curve and loss of held-out rows.
 
     scores, labels (0 or 1): (n,), n at least 1. Without both labels there is neither margin nor area.
     """
@@ -220,7 +212,6 @@ def label_metrics(scores: Tensor, labels: Tensor) -> dict[str, Any]:
         **both,
         "loss": float(loss),
         "num_rows": len(score),
-        **_calibration([_sigmoid(s) for s in score], label),
     }
 
 
@@ -236,33 +227,3 @@ def concordance(scores: Sequence[float], targets: Sequence[float]) -> float:
         pairs += int(lower.sum())
         right += float((score[at] > score[lower]).sum()) + 0.5 * float((score[at] == score[lower]).sum())
     return right / pairs if pairs else math.nan
-
-
-def reliability(predicted: Sequence[float], observed: Sequence[float], *, bins: int = 10) -> list[Bin]:
-    """Rows in order of their prediction, cut into `bins` of as equal size as can be, lowest first (bins of equal width
-    would mostly be empty). Rows with the same prediction stand in one bin, so that their order does not matter; a bin
-    without rows is left out.
-    """
-    ranked = sorted(zip(predicted, observed, strict=True))
-    found: dict[int, list[tuple[float, float]]] = {}
-    start = 0
-    for _, rows in groupby(ranked, key=lambda row: row[0]):
-        same = list(rows)
-        found.setdefault(bins * start // len(ranked), []).extend(same)
-        start += len(same)
-    return [(fmean(p for p, _ in rows), fmean(o for _, o in rows), len(rows)) for rows in found.values()]
-
-
-def expected_calibration_error(bins: Sequence[Bin]) -> float:
-    """Mean over rows of |mean prediction - mean outcome| of their bin; NaN without rows."""
-    rows = sum(count for *_, count in bins)
-    return sum(count * abs(predicted - observed) for predicted, observed, count in bins) / rows if rows else math.nan
-
-
-def _calibration(predicted: list[float], observed: list[float]) -> dict[str, Any]:
-    bins = reliability(predicted, observed)
-    return {"ece": expected_calibration_error(bins), "reliability": [list(one) for one in bins]}
-
-
-def _sigmoid(value: float) -> float:
-    return 1 / (1 + math.exp(-value)) if value > -700 else 0.0

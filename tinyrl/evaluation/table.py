@@ -35,9 +35,6 @@ def render(result: dict[str, Any], *, as_json: bool) -> str:
     if "reward_ci" in result:
         of = f"{result['num_prompts']} prompts x {result['num_samples']}"
         lines.append(f"(greedy in brackets; {of}; reward 95 % interval {_interval(result['reward_ci'])})")
-    if "best_of" in result:
-        bound = number(result["kl_bound"])
-        lines.append(f"(each the best of {result['best_of']} by the reward: at most {bound} nats from one alone)")
     if "difference" in result:
         lines += _difference(result)
     for judge, rate in result.get("win_rate", {}).items():
@@ -108,7 +105,7 @@ def render_comparison(rows: list[dict[str, Any]], *, as_json: bool) -> str:
                 _with_interval(row["reward_mean"], row["reward_ci"]),
                 _cell(row["reward_median"]),
                 *(_cell(row.get("verifier_mean")) for _ in verified),
-                f"<= {number(row['kl_bound'])}" if "kl_bound" in row else _cell(row.get("kl")),
+                _cell(row.get("kl")),
                 f"{row['mean_length']:.1f}",
                 *("-" if rate is None else _with_interval(rate["mean"], rate["ci"]) for rate in rates),
             ]
@@ -120,12 +117,8 @@ def render_comparison(rows: list[dict[str, Any]], *, as_json: bool) -> str:
     ]
     lines.append(
         f"({first['num_prompts']} prompts x {first['num_samples']}; 95 % intervals; KL in nats per response to where "
-        f"each started, of best-of-n to {first['policy']}; wins against that, ties half)"
+        f"each started; wins against {first['policy']}, ties half)"
     )
-    for row in rows:
-        if "environment" in row:
-            settings = ", ".join(f"environment.{name}" for name in row["environment"])
-            lines.append(f"{row['policy']} plays in another environment than {first['policy']} ({settings})")
     return "\n".join(lines + ([FEW_PROMPTS] if first["num_prompts"] < FEW else []))
 
 

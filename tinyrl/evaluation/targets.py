@@ -46,7 +46,6 @@ class Asked:
     split: str = "eval"
     num_prompts: int = 512
     samples: int = 1
-    best_of: int = 1  # each sample of the target is the best of so many by the reward
     save_samples: str | None = None  # a file
 
     @property
@@ -141,10 +140,9 @@ def _a_model(path: str) -> dict[str, Any]:
 def check_asked(first: Target, asked: Asked) -> None:
     if asked.data is not None and asked.split == "train":
         raise ValueError("--data FILE says which rows; --split train chooses among those of a run")
-    if first.sampled is None:
-        for option in ["--best-of"] * (asked.best_of > 1) + ["--save-samples"] * (asked.save_samples is not None):
-            why = f"name {A_JUDGE}" if first.is_policy else "a reward model writes nothing"
-            raise ValueError(f"{option}: nothing is sampled from {first.path}; {why}")
+    if first.sampled is None and asked.save_samples is not None:
+        why = f"name {A_JUDGE}" if first.is_policy else "a reward model writes nothing"
+        raise ValueError(f"--save-samples: nothing is sampled from {first.path}; {why}")
     if asked.save_samples is not None and not Path(asked.save_samples).absolute().parent.is_dir():
         raise ValueError(f"--save-samples {asked.save_samples}: there is no folder {Path(asked.save_samples).parent}")
 

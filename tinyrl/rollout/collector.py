@@ -33,22 +33,20 @@ def sample_and_score(
     *,
     group_size: int,
     step: int,
-    first_sample: int = 0,
     greedy: bool = False,
     role: SampledRole = "policy",
 ) -> Rollout:
     """Sample `group_size` responses for each prompt and score them: the first step of training and of evaluation.
 
     Where something answers in between, a response is an episode of turns, or what an agent asked for. A prompt that is
-    in the batch twice gets further samples, not the same ones again; `first_sample` is the number of its first, by
-    which it is drawn. Rows without a reward are not kept: it failed, or none applies. Each process samples some of the
-    prompts, and all of them get the whole rollout.
+    in the batch twice gets further samples, not the same ones again. Rows without a reward are not kept: it failed, or
+    none applies. Each process samples some of the prompts, and all of them get the whole rollout.
     """
     options: SampleOptions = {"seed": parts.config.run.seed, "step": step, "greedy": greedy, "role": role}
     seen: dict[int, int] = {}
     requests = []
     for prompt in prompts:
-        first = seen.get(prompt.index, first_sample)
+        first = seen.get(prompt.index, 0)
         seen[prompt.index] = first + group_size
         requests.append(Request(prompt.tokens, prompt_row=prompt.index, first_sample=first))
     if isinstance(parts.runner, AgentRunner):

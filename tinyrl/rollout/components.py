@@ -202,6 +202,7 @@ class SamplingParts(Parts):
         else:
             self.runner = load_episode_runner(config, tokenizer=self.tokenizer, roles=self.roles)
         self.train_prompts, self.eval_prompts = (self._prompts(split) for split in rows)
+        self.owns_scorer = judge is None
         if judge is None:
             self.scorer = load_scorer(config, self.task, parts=self, options=options, runner=self.runner)
         else:
@@ -371,7 +372,8 @@ class SamplingParts(Parts):
             function.printed.send_to(write)
 
     def close(self) -> None:
-        self.scorer.close()
+        if self.owns_scorer:
+            self.scorer.close()
         self.engine.close()
         if self.runner is not None:
             self.runner.close()

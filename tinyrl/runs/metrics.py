@@ -74,8 +74,6 @@ TABLE = (
     Metric("rewards/accuracy", "Pairs whose chosen side is preferred.", "rises above 50 %, held out too.",
         held="eval/accuracy", share=True, label="Accuracy", column="accuracy"),
     Metric("eval/accuracy", row="accuracy, held-out"),
-    Metric("eval/ece", unit="mean distance of predictions from what turned out", label="Calibration error",
-        row="calibration error, held-out"),
     Metric("rewards/margin", "Reward of the chosen side less that of the rejected one.", "grows.", column="margin"),
     Metric("rewards/sides", "Both sides of the pairs.", "they part; both may fall."),
     Metric("policy/sides_logprobs", "How likely both sides are.",

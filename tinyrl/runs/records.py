@@ -314,15 +314,6 @@ class Run:
         return value
 
 
-def reliability_of(line: dict[str, Any]) -> list[tuple[float, float, int]]:
-    """A reward model's (mean prediction, mean of what turned out, rows) by tenths of held-out rows, as one line of
-    metrics.jsonl has them; empty where it has none, or something else.
-    """
-    rows = line.get("eval/reliability")
-    bins = [one for one in (rows if isinstance(rows, list) else []) if isinstance(one, list) and len(one) == 3]
-    return [(a, b, int(n)) for a, b, n in (map(number, one) for one in bins) if math.isfinite(a + b + n)]
-
-
 def read_run(run_dir: Path) -> Run:
     """Read a run folder. ValueError, with what to do instead, when it is not one or has no metrics yet."""
     from tinyrl.config.schema import without_secrets

@@ -5,13 +5,12 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tinyrl.config.recipe import as_override
 from tinyrl.config.schema import Config
 from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints, problem_with
 from tinyrl.runs.metrics import METRICS
-from tinyrl.runs.records import read_steps, reliability_of
+from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.text import number, one_line, visible
 
@@ -77,7 +76,6 @@ def summary(run: RunDir, *, prompts: bool = True) -> str:
             if metric.row and key in first and key in last:
                 before, after = ("-" if line[key] is None else number(line[key]) for line in (first, last))
                 text.append(f"  {metric.row:26} {before} -> {after}")
-        text += _reliability(last)
     newest = list_checkpoints(run.checkpoints)
     text += ["", f"files    {run.path}/  (report.html, report.png, metrics.jsonl, samples.jsonl)"]
     config = run.read_config()
@@ -85,19 +83,6 @@ def summary(run: RunDir, *, prompts: bool = True) -> str:
         text += [f"{'adapter' if config.lora.enabled else 'model':8} {newest[-1]}/"]
     command = next_command(run.path, config, prompts=prompts)
     return "\n".join([*text, f"next     {command}"] if command else text)
-
-
-def _reliability(line: dict[str, Any]) -> list[str]:
-    """What a reward model predicted for held-out rows and what turned out, by tenths of the rows."""
-    bins = reliability_of(line)
-    said = {
-        "predicted": [number(predicted, decimals=2) for predicted, _, _ in bins],
-        "turned out": [number(observed, decimals=2) for _, observed, _ in bins],
-        "rows": [f"{rows:,}" for *_, rows in bins],
-    }
-    width = max((len(value) for values in said.values() for value in values), default=0)
-    lines = [f"    {name:11}" + "".join(f" {value:>{width}}" for value in values) for name, values in said.items()]
-    return ["  by tenths, held-out", *lines] if bins else []
 
 
 def next_command(path: Path, config: Config, *, prompts: bool = True) -> str | None:

@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from tinyrl import __version__
-from tinyrl.runs.records import Run, Sample, number, read_last_tokens, reliability_of
+from tinyrl.runs.records import Run, Sample, number, read_last_tokens
 from tinyrl.runs.tracking import flat
 from tinyrl.text import Excerpt, excerpt, name_unseen, one_line
 from tinyrl.tools.report.completions import extremes, same_prompts, token_view
@@ -25,7 +25,6 @@ from tinyrl.tools.report.panels import Panel, cells, picked
 
 MOST_PROMPTS = 8
 MOST_SETTINGS = 1000
-MOST_BINS = 20
 _FILES = {
     "config.yaml": "every setting of the run, resolved; a recipe that repeats it",
     "env.json": "versions, device, threads, seed, command",
@@ -83,7 +82,6 @@ def page_html(run: Run, panels: list[Panel], svgs: list[str]) -> str:
         **same_prompts(run.held_out),
         extremes=extremes(run.held_out),
         **token_view(tokens),
-        reliability=_reliability(run),
         phases=[(p, "other" if p.name == "other" else f"p{i}") for i, p in enumerate(phases(run), start=1)],
         measured=_measured(run),
         config=_settings(run.config),
@@ -102,16 +100,6 @@ def _key(panels: list[Panel]) -> list[tuple[str, str, str]]:
         ("greedy", "◆", "held-out, greedy"),
     ]
     return [each for each in known if each[0] in roles]
-
-
-def _reliability(run: Run) -> dict[str, Any] | None:
-    """What a reward model predicted for held-out rows beside what turned out, at the last evaluation that has it."""
-    measured = [step for step, line in run.steps.items() if reliability_of(line)]
-    if not measured:
-        return None
-    step = max(measured)
-    bins = reliability_of(run.steps[step])[:MOST_BINS]
-    return {"step": step, "error": dict(run.finite("eval/ece")).get(step), "bins": bins}
 
 
 def _measured(run: Run) -> dict[str, Any] | None:
