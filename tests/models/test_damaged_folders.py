@@ -30,7 +30,7 @@ from tinyrl.models.lora import save_adapter
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.reward_model import SCORE_HEAD
 from tinyrl.models.roles import Roles
-from tinyrl.rewards.model_text import TextFormat, classifier_tokens
+from tinyrl.rewards.model_text import TextFormat, reward_tokens
 from tinyrl.tasks.prompts import render_prompt
 
 MOST_LINES, MOST_CHARACTERS = 6, 500
@@ -143,9 +143,7 @@ class Sound:
         assert render_prompt(tokenizer, "a question").tokens
         if model is not None:
             text_format, room = TextFormat.of_config(model.model.config), model.max_tokens
-            tokens = classifier_tokens(
-                model.tokenizer, "a question", "an answer", text_format=text_format, max_tokens=room
-            )
+            tokens = reward_tokens(model.tokenizer, "a question", "an answer", text_format=text_format, max_tokens=room)
             assert model.scores([tokens], micro_batches=MicroBatches(CPU, 100)) != []
         assert all(torch.isfinite(numbers).all() for numbers in numbers_of(roles))
 

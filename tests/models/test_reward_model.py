@@ -28,7 +28,7 @@ from tinyrl.models.reward_model import (
     load_reward_model,
 )
 from tinyrl.models.roles import Roles
-from tinyrl.rewards.model_text import TextFormat, classifier_tokens
+from tinyrl.rewards.model_text import TextFormat, reward_tokens
 
 TEXTS = ["a", "a longer text than the others", "mid size", "", "the end<eos>", "<eos>"]
 
@@ -39,7 +39,7 @@ def load(folder: Path, label: int | str | None = None, dtype: torch.dtype = torc
 
 def scores_of(model: SequenceRewardModel, texts: list[str], budget: int = 100) -> list[float]:
     """Scores of plain texts."""
-    tokens = [classifier_tokens(model.tokenizer, text, "", text_format=TextFormat(), max_tokens=512) for text in texts]
+    tokens = [reward_tokens(model.tokenizer, text, "", text_format=TextFormat(), max_tokens=512) for text in texts]
     return model.scores(tokens, micro_batches=MicroBatches(CPU, budget))
 
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.models.tokens import disguised, readable, token_ids, tokens_behind, undisguised
-from tinyrl.rewards.model_text import TextFormat, adapter_tokens, classifier_tokens
+from tinyrl.rewards.model_text import TextFormat, reward_tokens
 from tinyrl.tasks.answers import render_answer
 from tinyrl.tasks.observations import ObservationTokens
 from tinyrl.tasks.prompts import marker_notes, render_prompt
@@ -120,10 +120,11 @@ def test_what_a_policy_writes_itself_stays_a_token():
 def test_judged_texts_and_observations_hold_no_markers():
     tokenizer = chatml()
     start, end, call = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<tool_call>"])
-    for read in (classifier_tokens, adapter_tokens):
-        tokens = read(tokenizer, "a <|im_end|>", "b <|im_start|> c", text_format=TextFormat(), max_tokens=200)
+    for adapter in (False, True):
+        how = {"text_format": TextFormat(), "max_tokens": 200, "adapter": adapter}
+        tokens = reward_tokens(tokenizer, "a <|im_end|>", "b <|im_start|> c", **how)
         assert (tokens.count(start), tokens.count(end)) == (2, 2)
-    plain = classifier_tokens(tokenizer, "a", "b<eos>", text_format=TextFormat(chat=False), max_tokens=200)
+    plain = reward_tokens(tokenizer, "a", "b<eos>", text_format=TextFormat(chat=False), max_tokens=200)
     assert plain == as_text(tokenizer, "ab<eos>")
     observations = ObservationTokens(tokenizer, chat=True, variables={}, eos={end}, max_tokens=200)
     for ended_at in (end, None):
@@ -199,7 +200,7 @@ def test_a_text_answer_is_learnt_as_the_same_row_in_messages(scheme: str):
         as_message = render_answer(tokenizer, "hello world", [{"role": "assistant", "content": text}], **HOW)
         assert render_answer(tokenizer, "hello world", text, **HOW) == as_message
     assert pieces(tokenizer, render_answer(tokenizer, "hello", "yes sir", **HOW)[1]) == ["yes", "▁sir", "</s>"]
-    whole = adapter_tokens(tokenizer, "hello", "yes sir", text_format=TextFormat(), max_tokens=99)
+    whole = reward_tokens(tokenizer, "hello", "yes sir", text_format=TextFormat(), max_tokens=99, adapter=True)
     assert pieces(tokenizer, whole)[-3:] == ["yes", "▁sir", "</s>"]
 
 

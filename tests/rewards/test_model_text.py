@@ -10,14 +10,14 @@ from safetensors.torch import save_file
 
 from tests.tasks.test_prompts import TEMPLATE, small_tokenizer
 from tinyrl.models.reward_model import SCORE_HEAD
-from tinyrl.rewards.model_text import TextFormat, adapter_rows, adapter_tokens, classifier_tokens
+from tinyrl.rewards.model_text import TextFormat, adapter_rows, reward_tokens
 
 AUTO, PLAIN, KIND = TextFormat(), TextFormat(chat=False), TextFormat(system_prompt="world")
 THINKS = TEMPLATE.replace("assistant : {% endif %}", "assistant : <think> {% endif %}")
 
 
 def read(tokenizer, prompt, completion, text_format=AUTO, room=100):
-    return classifier_tokens(tokenizer, prompt, completion, text_format=text_format, max_tokens=room)
+    return reward_tokens(tokenizer, prompt, completion, text_format=text_format, max_tokens=room)
 
 
 def test_a_template_closes_the_turn_and_brings_its_own_special_tokens():
@@ -85,14 +85,16 @@ def test_an_adapter_reads_what_the_policy_would_have_sampled():
     tokenizer = small_tokenizer(template=TEMPLATE)
     prompt = [1, 7, 8, 3, 2, 1, 0, 8]
     assert AUTO.render(tokenizer, "hello").tokens == prompt
-    assert adapter_tokens(tokenizer, "hello", "world", text_format=AUTO, max_tokens=100) == [*prompt, 4, 2]
-    assert adapter_tokens(tokenizer, "hello", "world", text_format=PLAIN, max_tokens=100) == [3, 4, 2]
-    assert adapter_tokens(tokenizer, "hello", "world", text_format=AUTO, max_tokens=4) == [1, 8, 4, 2]
+    assert reward_tokens(tokenizer, "hello", "world", text_format=AUTO, max_tokens=100, adapter=True) == [*prompt, 4, 2]
+    assert reward_tokens(tokenizer, "hello", "world", text_format=PLAIN, max_tokens=100, adapter=True) == [3, 4, 2]
+    assert reward_tokens(tokenizer, "hello", "world", text_format=AUTO, max_tokens=4, adapter=True) == [1, 8, 4, 2]
 
 
 def test_a_think_that_the_prompt_opened_is_not_opened_again():
     tokenizer = small_tokenizer(template=THINKS)
-    read_tokens = adapter_tokens(tokenizer, "hello", "<think> hello </think> world", text_format=AUTO, max_tokens=100)
+    read_tokens = reward_tokens(
+        tokenizer, "hello", "<think> hello </think> world", text_format=AUTO, max_tokens=100, adapter=True
+    )
     assert read_tokens == [1, 7, 8, 3, 2, 1, 0, 8, 5, 3, 6, 4, 2]
 
 

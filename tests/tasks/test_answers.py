@@ -12,7 +12,7 @@ from tests.tasks.test_prompts import small_tokenizer
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.data.formats import preference, text_examples
 from tinyrl.data.readers import placed_rows
-from tinyrl.rewards.model_text import TextFormat, adapter_tokens
+from tinyrl.rewards.model_text import TextFormat, reward_tokens
 from tinyrl.tasks.answers import answer_tokens, render_answer
 from tinyrl.tasks.prompts import render_prompt
 
@@ -105,7 +105,7 @@ def test_a_think_that_the_template_opens_is_not_learnt_twice(opens: str, answer:
     prompt = f"[user]2+2?<eos>\n[assistant]{opens}"
     assert parts_of(tokenizer, [USER], answer) == (prompt, learnt)
     rendered = render_prompt(tokenizer, [USER])
-    whole = adapter_tokens(tokenizer, [USER], answer, text_format=TextFormat(), max_tokens=999)
+    whole = reward_tokens(tokenizer, [USER], answer, text_format=TextFormat(), max_tokens=999, adapter=True)
     assert tokenizer.decode(whole) == prompt + learnt
     assert answer_tokens(tokenizer, rendered, answer, chat="auto", variables={}) == whole[len(rendered.tokens) :]
 

@@ -83,40 +83,61 @@ class TextFormat:
             ) from None
 
 
-def classifier_tokens(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: str, *, text_format: TextFormat, max_tokens: int
+def reward_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt | None,
+    answer: Side,
+    *,
+    text_format: TextFormat,
+    max_tokens: int,
+    adapter: bool = False,
 ) -> list[int]:
-    """What a classification model reads of a prompt and its completion: the last `max_tokens` tokens, at least one.
+    """Tokenise an answer behind its prompt (None: a text alone) as a reward model reads it: its last `max_tokens`
+    tokens, at least one. Of an answer in messages the last one's text is judged, and the others join the prompt.
 
-    A chat template brings its own special tokens; plain text gets those that the tokenizer adds. A BOS stands once,
-    and stays when the beginning of a long text is cut off. Raises ValueError for messages that the template refuses.
+    An adapter reads the tokens that the policy would have sampled. For a classification model a chat template brings
+    its own special tokens, and plain text gets those that the tokenizer adds. A BOS stands once, and stays when the
+    beginning is cut off. Raises ValueError for an answer that no policy writes and messages that the template refuses.
     """
+    if prompt is None:
+        assert isinstance(answer, str)
+        if uses_template(tokenizer, text_format):
+            raise ValueError(
+                "the rows hold texts without a prompt, and the model's chat template writes prompts and answers; "
+                "task.chat=false reads the texts as they are, or give `prompt` and `completion`"
+            )
+        prompt, answer = answer, ""
+    elif not isinstance(answer, str):
+        *before, last = answer
+        prompt, answer = [*as_messages(prompt), *before] if before else prompt, _written(last)
+    variables = text_format.chat_template
+    if adapter:
+        rendered = text_format.render(tokenizer, prompt)
+        sampled = answer_tokens(tokenizer, rendered, answer, chat=text_format.chat, variables=variables)
+        return end_of(tokenizer, [*rendered.tokens, *sampled], max_tokens)
     if uses_template(tokenizer, text_format):
         messages = asked_messages(prompt, text_format.system_prompt)
         begun = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
-        messages.append({"role": "assistant", "content": begun + completion})
-        text = template_text(tokenizer, messages, variables=text_format.chat_template)
+        messages.append({"role": "assistant", "content": begun + answer})
+        text = template_text(tokenizer, messages, variables=variables)
         tokens = end_of(tokenizer, token_ids(tokenizer, text), max_tokens)
     else:
-        text = _plain_text(prompt, text_format) + disguised(tokenizer, completion)
-        tokens = _plain_tokens(tokenizer, text, max_tokens)
+        text = _plain_prompt(prompt, text_format) + disguised(tokenizer, answer)
+        bare, (before, after), bos = token_ids(tokenizer, text), added_around(tokenizer), [tokenizer.bos_token_id]
+        if bare[:1] == bos:  # the text brings its own
+            bare, before = bare[1:], before if before[-1:] == bos else before + bare[:1]
+        room = max(1, max_tokens - len(before) - len(after))
+        tokens = before + bare[max(0, len(bare) - room) :] + after
     return tokens or [int(tokenizer.eos_token_id or 0)]  # pyright: ignore[reportArgumentType]
 
 
 def uses_template(tokenizer: PreTrainedTokenizerBase, text_format: TextFormat) -> bool:
-    """Whether texts go through the tokenizer's chat template. Raises ValueError where they should and it has none."""
+    """Return whether texts go through the tokenizer's chat template. Raises ValueError where they should and it has
+    none.
+    """
     if text_format.chat is True and not tokenizer.chat_template:
         raise ValueError("task.chat=true, but this reward model's tokenizer has no chat template")
     return in_chat(tokenizer, text_format.chat)
-
-
-def adapter_tokens(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: str, *, text_format: TextFormat, max_tokens: int
-) -> list[int]:
-    """A prompt and a completion written by others as the policy would have sampled it. The last `max_tokens` tokens."""
-    rendered, variables = text_format.render(tokenizer, prompt), text_format.chat_template
-    answer = answer_tokens(tokenizer, rendered, completion, chat=text_format.chat, variables=variables)
-    return end_of(tokenizer, [*rendered.tokens, *answer], max_tokens)
 
 
 def adapter_rows(
@@ -133,37 +154,6 @@ def adapter_rows(
     answers = [as_ended(tokenizer, sampled, end=end) for sampled in completions]
     rooms = [max(1, max_tokens - len(answer)) for answer in answers]
     return [end_of(tokenizer, prompt, room) for prompt, room in zip(prompts, rooms, strict=True)], answers
-
-
-def judged_tokens(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: Prompt | None,
-    answer: Side,
-    *,
-    text_format: TextFormat,
-    max_tokens: int,
-    adapter: bool,
-) -> list[int]:
-    """An answer to learn from, behind its prompt (None: the answer is a text alone), as it is read once it is a
-    policy's completion: of messages the last one's text, behind a prompt that the others have joined.
-
-    Raises ValueError for an answer that no completion is.
-    """
-    if prompt is None:
-        assert isinstance(answer, str)
-        if uses_template(tokenizer, text_format):
-            raise ValueError(
-                "the rows hold texts without a prompt, and the model's chat template writes prompts and answers; "
-                "task.chat=false reads the texts as they are, or give `prompt` and `completion`"
-            )
-        prompt, completion = answer, ""
-    elif isinstance(answer, str):
-        completion = answer
-    else:
-        *before, last = answer
-        prompt, completion = [*as_messages(prompt), *before] if before else prompt, _written(last)
-    tokens_of = adapter_tokens if adapter else classifier_tokens
-    return tokens_of(tokenizer, prompt, completion, text_format=text_format, max_tokens=max_tokens)
 
 
 def _written(message: Message) -> str:
@@ -186,17 +176,8 @@ def end_of(tokenizer: PreTrainedTokenizerBase, tokens: list[int], max_tokens: in
     return bos + tokens[len(tokens) - max_tokens + len(bos) :]
 
 
-def _plain_text(prompt: Prompt, text_format: TextFormat) -> str:
+def _plain_prompt(prompt: Prompt, text_format: TextFormat) -> str:
     """What stands before the completion where there is no template."""
     if isinstance(prompt, str):
         return f"{text_format.system_prompt}\n\n{prompt}" if text_format.system_prompt else prompt
     return "".join(f"{message['content']}\n\n" for message in asked_messages(prompt, text_format.system_prompt))
-
-
-def _plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int) -> list[int]:
-    """Text with the special tokens that the tokenizer adds around it ([CLS] and [SEP], BOS); cut between those."""
-    bare, (before, after), bos = token_ids(tokenizer, text), added_around(tokenizer), [tokenizer.bos_token_id]
-    if bare[:1] == bos:  # the text brings its own
-        bare, before = bare[1:], before if before[-1:] == bos else before + bare[:1]
-    room = max(1, max_tokens - len(before) - len(after))
-    return before + bare[max(0, len(bare) - room) :] + after

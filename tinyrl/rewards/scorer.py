@@ -22,7 +22,7 @@ from tinyrl.models.roles import Roles
 from tinyrl.models.templates import DATE, asks_for_date
 from tinyrl.rewards.functions import FunctionReward, RewardCall, call_in_process
 from tinyrl.rewards.judge import JudgeReward, Spent
-from tinyrl.rewards.model_text import TextFormat, adapter_rows, classifier_tokens
+from tinyrl.rewards.model_text import TextFormat, adapter_rows, reward_tokens
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import PreparedPrompt, columns_of
 from tinyrl.workers.calls import Limits, RowFailure
@@ -262,7 +262,7 @@ class Scorer:
             assert self.text_format is not None
             reads = {"text_format": self.text_format, "max_tokens": self.model.max_tokens}
             tokens = [
-                classifier_tokens(self.model.tokenizer, p.prompt, p.opened + text, **reads)
+                reward_tokens(self.model.tokenizer, p.prompt, p.opened + text, **reads)
                 for p, text in zip(prompts, texts, strict=True)
             ]
             scores = self.model.scores(tokens, micro_batches=self.micro_batches, world=world)

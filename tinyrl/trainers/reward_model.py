@@ -41,7 +41,7 @@ from tinyrl.models.loading import save_tokenizer
 from tinyrl.models.micro_batches import RowSizes
 from tinyrl.models.packing import common_length
 from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_room
-from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, judged_tokens
+from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, reward_tokens
 from tinyrl.rollout.components import Parts
 from tinyrl.runs.signals import watched
 from tinyrl.training.session import Session
@@ -120,10 +120,10 @@ class RewardModel(RowTrainer):
         texts = []
         with quoting(row):
             for answer in one.answers:
-                text = judged_tokens(self.tokenizer, one.prompt, answer, max_tokens=self.room + 1, **how)
+                text = reward_tokens(self.tokenizer, one.prompt, answer, max_tokens=self.room + 1, **how)
                 cut.append(len(text) > self.room)
                 if cut[-1]:
-                    text = judged_tokens(self.tokenizer, one.prompt, answer, max_tokens=self.room, **how)
+                    text = reward_tokens(self.tokenizer, one.prompt, answer, max_tokens=self.room, **how)
                 texts.append(text)
         return tuple(texts)
 
