@@ -21,7 +21,16 @@ from tinyrl.cli.commands import app
 from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardFunctionConfig
-from tinyrl.rewards.judge import Cache, JudgeGone, JudgeReward, Unreadable, filled, order_of, rank_scores, score_of
+from tinyrl.rewards.judge import (
+    Cache,
+    JudgeGone,
+    JudgeReward,
+    Unreadable,
+    order_of,
+    rank_scores,
+    render_rubric,
+    score_of,
+)
 from tinyrl.rewards.trial import try_judge
 from tinyrl.tasks import load_task
 
@@ -191,7 +200,7 @@ def test_an_answer_cannot_close_its_own_tags(serving: Any, tmp_path: Path) -> No
 
 
 def test_columns_stand_in_a_rubric_and_other_braces_stay() -> None:
-    assert filled('{answer} {"score": 1} {missing}', {"answer": 3}) == '3 {"score": 1} {missing}'
+    assert render_rubric('{answer} {"score": 1} {missing}', {"answer": 3}) == '3 {"score": 1} {missing}'
 
 
 # ---- the cache ----
@@ -202,7 +211,7 @@ def test_a_second_time_asks_nothing_also_where_nobody_answers(serving: Any, tmp_
     first = reward(judge, tmp_path)
     call = first(["p", "p", "q"], ["a", "a", "bb"], {})
     assert len(judge.asked) == 2  # the same question is asked once
-    assert (first.spent.requests, first.spent.cached, first.spent.tokens) == (2, 1, 14)
+    assert (first.usage.requests, first.usage.cached, first.usage.tokens) == (2, 1, 14)
     first.close()
     judge.close()
     again = reward(judge, tmp_path)
@@ -264,7 +273,7 @@ def test_a_hostile_reply_drops_its_row_and_names_the_judge(
     assert sorted(failure.row for failure in call.failures) == failed
     assert all("judge" in failure.reason for failure in call.failures)
     assert [math.isnan(score) for score in call.scores] == [row in failed for row in range(4)]
-    assert 0 <= judged.spent.tokens < 100
+    assert 0 <= judged.usage.tokens < 100
     judged.close()
 
 

@@ -21,7 +21,7 @@ from tinyrl.models.reward_model import SequenceRewardModel, is_reward_adapter, p
 from tinyrl.models.roles import Roles
 from tinyrl.models.templates import DATE, asks_for_date
 from tinyrl.rewards.functions import FunctionReward, RewardCall, call_in_process
-from tinyrl.rewards.judge import JudgeReward, Spent
+from tinyrl.rewards.judge import JudgeReward, Usage
 from tinyrl.rewards.model_text import TextFormat, adapter_rows, reward_tokens
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import PreparedPrompt, columns_of
@@ -122,12 +122,12 @@ class Scorer:
         other.tokenizer = tokenizer
         return other
 
-    def spent(self) -> Spent:
+    def spent(self) -> Usage:
         """What judges have cost since this was asked last."""
-        total = Spent()
+        total = Usage()
         for judge in self.judges:
-            total = Spent(*(a + b for a, b in zip(astuple(total), astuple(judge.spent), strict=True)))
-            judge.spent = Spent()
+            total = Usage(*(a + b for a, b in zip(astuple(total), astuple(judge.usage), strict=True)))
+            judge.usage = Usage()
         return total
 
     def start(self) -> None:

@@ -15,7 +15,7 @@ from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
 from tinyrl.environments.trial import NONSENSE, Called, Tried
 from tinyrl.rewards.functions import FunctionReward
-from tinyrl.rewards.judge import JudgeReward, Spent
+from tinyrl.rewards.judge import JudgeReward, Usage
 from tinyrl.tasks import Task
 from tinyrl.tasks.answers import answer_tokens
 from tinyrl.tasks.prompts import PreparedPrompt, row_columns
@@ -210,7 +210,7 @@ class JudgeTrial:
     agreement: float | None
     failures: list[RowFailure]
     rows: int
-    spent: Spent
+    usage: Usage
 
     @property
     def is_weak(self) -> bool:
@@ -250,7 +250,7 @@ def try_judge(judge: JudgeReward, task: Task, rows: list[Row]) -> JudgeTrial:
             for rival, text in zip(row[1:], texts[1:], strict=True) if text != texts[0]]  # fmt: skip
     won = [0.5 * (gold == rival) + (gold > rival) for gold, rival in told if not math.isnan(gold - rival)]
     means = {what: _mean_of([row[i] for row in scores]) for i, what in enumerate(("gold", *RIVALS))}
-    return JudgeTrial(means, _mean_of(won), agreement, call.failures, len(found), judge.spent)
+    return JudgeTrial(means, _mean_of(won), agreement, call.failures, len(found), judge.usage)
 
 
 def check_judges(scorer: Scorer, prompts: list[PreparedPrompt]) -> list[str]:
@@ -273,9 +273,9 @@ def render_judge(trial: JudgeTrial) -> str:
     lines += ["", trial.verdict]
     if trial.agreement is not None:
         lines.append(f"shown in the opposite order it puts {trial.agreement:.0%} of the pairs the same way round")
-    spent = trial.spent
+    usage = trial.usage
     lines.append(
-        f"{spent.requests} requests, {spent.cached} from the cache, {spent.tokens} tokens, {spent.seconds:.1f} s"
+        f"{usage.requests} requests, {usage.cached} from the cache, {usage.tokens} tokens, {usage.seconds:.1f} s"
     )
     if trial.failures:
         lines.append(f"{len(trial.failures)} without a score, the first: {visible(trial.failures[0].reason)}")
