@@ -24,8 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import gpu, grpo, learning, ppo, real, text
-from benchmarks.sizes import REAL_MODEL, SIZES
+from benchmarks import gpu, grpo, learning, ppo, processes, real, text
+from benchmarks.work import REAL_MODEL, SIZES
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="steps (or rollouts) of a process (6; learning 60)")
     parser.add_argument("--threads", type=int, help="of each side (2; learning and real 1)")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16], help="grpo, text: the peer's")
-    work = ("PROMPTS", "GROUP", "TOKENS")
-    parser.add_argument("--work", type=int, nargs=3, metavar=work, help="grpo: of a step (8 8 128)")
     parser.add_argument("--critics", nargs="+", default=["separate", "adapter", "shared"], help="ppo: ours")
     parser.add_argument("--methods", nargs="+", default=real.METHODS, choices=real.METHODS, help="real")
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="overrides for tinyrl")
@@ -111,7 +109,11 @@ def main() -> None:
     options.out = (options.out or fresh).resolve()
     if options.what != "gpu":
         print(f"models and every process's settings and answers are in {options.out}", flush=True)
-    COMMANDS[options.what].main(options)
+    try:
+        COMMANDS[options.what].main(options)
+    except processes.Failed as failure:
+        print(failure.tail, file=sys.stderr)
+        raise SystemExit(str(failure)) from failure
 
 
 if __name__ == "__main__":

@@ -13,8 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks import measuring, processes
-from benchmarks.fixed_work import LORA, SPEED, Grpo
-from benchmarks.sizes import PROMPT_WORDS, Shape
+from benchmarks.work import LORA, PROMPT_WORDS, SPEED, Grpo, Shape
 
 BATCH_ROWS = 4096  # rows of a matrix product where a whole batch is scored; decoding has one row a sequence
 REPEATS = 30
@@ -34,7 +33,7 @@ def operations(
     """
     base = shape.layers * sum(inputs * outputs for inputs, outputs in shape.matrices)
     lora = shape.layers * lora_rank * sum(inputs + outputs for inputs, outputs in shape.matrices)
-    new = work.num_prompts * work.group_size * completion
+    new = work.rows * completion
     tokens = work.num_prompts * prompt + new
     pairs = new * (prompt + completion / 2) + work.num_prompts * prompt**2 / 2
     attention = 4 * shape.heads * shape.head_size * shape.layers * pairs
@@ -60,32 +59,24 @@ def rate(rows: int, inputs: int, outputs: int) -> float:
     return 2 * rows * inputs * outputs / sorted(seconds)[REPEATS // 2]
 
 
-def floor(shape: Shape, completion: float, *, options: Namespace, work: Grpo = SPEED) -> dict[str, Any]:
+def floor(shape: Shape, completion: float, *, options: Namespace) -> dict[str, Any]:
     """Seconds of sampling, and of scoring and training, and the rates they assume; measured in a process of its own."""
-    question = {"shape": asdict(shape), "completion": completion, "work": asdict(work)}
+    question = {"shape": asdict(shape), "completion": completion, "work": asdict(SPEED)}
     return processes.run("floor", question, options=options)
 
 
-def main() -> None:
+def measure(settings: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    settings = measuring.job()
     torch.set_num_threads(settings["threads"])
     shape, work = Shape(**settings["shape"]), Grpo(**settings["work"])
     count = operations(shape, settings["completion"], work=work)
-    decode = rate(work.num_prompts * work.group_size, shape.hidden, shape.intermediate)
-    batch = rate(BATCH_ROWS, shape.hidden, shape.intermediate)
+    decode, batch = (rate(rows, shape.hidden, shape.intermediate) for rows in (work.rows, BATCH_ROWS))
     sampling = count["sampling"] / decode
     update = (count["reference"] + count["forward"] + count["backward"]) / batch
-    measuring.answer(
-        settings,
-        sampling=sampling,
-        update=update,
-        seconds=sampling + update,
-        gflops_decode=decode / 1e9,
-        gflops_batch=batch / 1e9,
-    )
+    rates = {"gflops_decode": decode / 1e9, "gflops_batch": batch / 1e9}
+    return {"sampling": sampling, "update": update, "seconds": sampling + update, **rates}
 
 
 if __name__ == "__main__":
-    main()
+    measuring.serve(measure)

@@ -4,99 +4,61 @@ from __future__ import annotations
 
 import statistics
 from argparse import Namespace
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from benchmarks import our_recipe, processes, same_work
-from benchmarks.fixed_work import SPEED, Grpo, prepare, work_of
+from benchmarks import ours, processes
 from benchmarks.floor import floor
-from benchmarks.results import Result, above_imports, pooled, time_ratios
-from benchmarks.sizes import SIZES
-from benchmarks.tables import machine, markdown, median_phases, spread, versions
-
-MEMORY_MICRO_BATCH = 8  # the peer's micro-batch whose memory counts; the fastest one's time counts
-COLUMNS = ["seconds a step", "of CPU time", "of them", "tokens a step", "peak MB above imports"]
-
-
-@dataclass
-class Sides:
-    """Results of every process: ours, and the peer's by micro-batch."""
-
-    ours: list[Result] = field(default_factory=list)
-    peer: dict[int, list[Result]] = field(default_factory=dict)
-
-    @property
-    def fastest(self) -> int:
-        """The micro-batch with the shortest step."""
-        return min(self.peer, key=lambda size: statistics.median(pooled(self.peer[size], "seconds")))
+from benchmarks.tables import Result, alternate, comparison, machine, pooled, report, same_tokens
+from benchmarks.work import SIZES, SPEED, Grpo, prepare
 
 
 def ours_once(files: Path, *, pair: int, options: Namespace, work: Grpo = SPEED) -> Result:
-    recipe = our_recipe.grpo(files, steps=options.steps, options=options, seed=pair, work=work)
-    return processes.run("our_training", {"recipe": recipe, "overrides": options.set}, options=options)
+    recipe = ours.grpo(files, steps=options.steps, options=options, seed=pair, work=work)
+    return processes.run("ours", {"recipe": recipe, "overrides": options.set}, options=options)
+
+
+def peer_question(files: Path, work: Grpo, *, steps: int, seed: int, micro_batch: int) -> dict[str, Any]:
+    """The same step by TRL. Its `use_bias_correction_kl` weights the KL term by the ratio; here that is
+    grpo.kl_ratio_weight, off.
+    """
+    config = {"max_steps": steps, "num_generations": work.group_size, "max_completion_length": work.max_new_tokens}
+    config |= {"beta": work.kl_coef, "use_bias_correction_kl": False, "epsilon": work.clip_eps, "temperature": 1.0}
+    config |= {"loss_type": "dapo", "scale_rewards": "group"}
+    question = {"method": "grpo", "files": str(files), "rows": "prompts.jsonl", "reward": work.reward}
+    question |= {"samples": work.rows, "learning_rate": work.learning_rate, "micro_batch": micro_batch}
+    return {**question, "seed": seed, "config": config}
 
 
 def peer_once(files: Path, micro_batch: int, *, pair: int, options: Namespace, work: Grpo = SPEED) -> Result:
-    question = {"files": str(files), "work": asdict(work), "micro_batch": micro_batch}
-    question |= {"steps": options.steps, "seed": pair}
-    return processes.run("peer_grpo", question, options=options, python=options.peer_python)
-
-
-def measure(files: Path, *, options: Namespace) -> Sides:
-    """Pairs in alternation. The first pair tries every micro-batch of the peer, the others go on with the fastest."""
-    sides = Sides()
-    for pair in range(options.pairs):
-        sides.ours.append(ours_once(files, pair=pair, options=options, work=work_of(options)))
-        for size in options.micro_batches if pair == 0 else [sides.fastest]:
-            sides.peer.setdefault(size, []).append(
-                peer_once(files, size, pair=pair, options=options, work=work_of(options))
-            )
-        print(f"pair {pair + 1} of {options.pairs}: done", flush=True)
-    sides.peer = {size: results for size, results in sides.peer.items() if len(results) in (1, options.pairs)}
-    return sides
-
-
-def row(name: str, results: list[Result]) -> list[str]:
-    """The cells of COLUMNS, after a name."""
-    seconds, tokens = pooled(results, "seconds"), pooled(results, "tokens")
-    phases = ", ".join(f"{name} {part:.2f}" for name, part in median_phases(pooled(results, "phases")).items())
-    cpu = spread(pooled(results, "cpu"))
-    return [name, spread(seconds), cpu, phases, f"{statistics.mean(tokens):.0f}", spread(above_imports(results), 0)]
+    question = peer_question(files, work, steps=options.steps, seed=pair, micro_batch=micro_batch)
+    return processes.run("peer", question, options=options, python=options.peer_python)
 
 
 def one_size(size: str, *, options: Namespace) -> None:
     files = prepare(SIZES[size], options=options)
     print(f"\n## GRPO, model {size}\n", flush=True)
-    sides = measure(files, options=options)
-    peer = sides.peer[sides.fastest]
-    checks = [same_work.same_tokens(pooled(sides.ours, "tokens"), pooled(peer, "tokens"))]
+
+    def mine(pair: int) -> Result:
+        return ours_once(files, pair=pair, options=options)
+
+    def theirs(micro_batch: int):
+        return lambda pair: peer_once(files, micro_batch, pair=pair, options=options)
+
+    sides = {"tinyrl": mine, **{f"TRL, micro-batch {n}": theirs(n) for n in options.micro_batches}}
+    results = alternate(sides, options.pairs)
+    found = results["tinyrl"]
     print(machine(options))
-    may_compare = same_work.report(checks, options=options)
-    rows = [row("tinyrl", sides.ours)]
-    rows += [row(f"TRL, micro-batch {n}", results) for n, results in sorted(sides.peer.items())]
-    print("\n" + markdown([versions([sides.ours[0], peer[0]]), *COLUMNS], rows) + "\n")
-    print_floor(size, sides.ours, options=options)
-    if may_compare:
-        ratios = spread(time_ratios(peer, sides.ours))
-        print(f"ratio TRL / tinyrl, time: **{ratios}** (fastest micro-batch, {sides.fastest})")
-        if MEMORY_MICRO_BATCH in sides.peer:
-            print_memory(sides)
-
-
-def print_floor(size: str, ours: list[Result], *, options: Namespace) -> None:
-    work = work_of(options)
-    completion = statistics.mean(pooled(ours, "tokens")) / (work.num_prompts * work.group_size)
-    least = floor(SIZES[size], completion, options=options, work=work)
-    over = statistics.median(pooled(ours, "seconds")) / least["seconds"]
+    checks = [same_tokens(pooled(found, "tokens"), pooled(peer, "tokens")) for peer in [*results.values()][1:]]
+    may_compare = report(checks, options=options)
+    print("\n" + comparison(results, base="tinyrl", may_compare=may_compare) + "\n")
+    completion = statistics.mean(pooled(found, "tokens")) / SPEED.rows
+    least = floor(SIZES[size], completion, options=options)
+    over = statistics.median(pooled(found, "seconds")) / least["seconds"]
     print(
         f"arithmetic floor {least['seconds']:.2f} s (sampling {least['sampling']:.2f} at {least['gflops_decode']:.0f} "
         f"GFLOP/s, the rest {least['update']:.2f} at {least['gflops_batch']:.0f}); tinyrl is {over:.2f} times that"
     )
-
-
-def print_memory(sides: Sides) -> None:
-    peer, ours = (statistics.median(above_imports(results)) for results in (sides.peer[MEMORY_MICRO_BATCH], sides.ours))
-    print(f"ratio TRL / tinyrl, memory above imports: **{peer / ours:.2f}** (micro-batch {MEMORY_MICRO_BATCH})")
 
 
 def main(options: Namespace) -> None:

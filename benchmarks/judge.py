@@ -7,7 +7,8 @@ alone load and run the model, whichever side trained it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import measuring
-from benchmarks.fixed_work import read_rows
+from benchmarks import measuring, processes
+from benchmarks.work import read_rows
 
 ROWS_AT_ONCE = 64
 
@@ -27,31 +28,23 @@ def answer_probabilities(
     model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Tensor]:
     """(probabilities, greedy), each (n,): of answer i after prompt i when sampled at temperature 1, and whether it is
-    what greedy decoding gives. An answer's tokens end with EOS.
+    what greedy decoding gives. An answer's tokens end with EOS. Log-probabilities are in float64.
     """
     probabilities, greedy = [], []
-    for said, targets in answer_logprobs(model, prompts, answers):
-        probabilities.append(said.gather(1, targets.unsqueeze(1)).sum().exp())
-        greedy.append((said.argmax(1) == targets).all())
-    return torch.stack(probabilities), torch.stack(greedy)
-
-
-@torch.no_grad()
-def answer_logprobs(
-    model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each answer of n tokens after its prompt: log-probabilities (n, V) in float64, and its tokens (n,)."""
     for start in range(0, len(prompts), ROWS_AT_ONCE):
         rows = list(zip(prompts[start : start + ROWS_AT_ONCE], answers[start : start + ROWS_AT_ONCE], strict=True))
         width = max(len(prompt) + len(answer) for prompt, answer in rows)
-        ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
+        ids, mask = torch.zeros(2, len(rows), width, dtype=torch.long)
         for i, (prompt, answer) in enumerate(rows):
             ids[i, : len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
             mask[i, : len(prompt) + len(answer)] = 1
         logprobs = model(input_ids=ids, attention_mask=mask).logits.double().log_softmax(-1)
         for i, (prompt, answer) in enumerate(rows):
             said = logprobs[i, len(prompt) - 1 : len(prompt) + len(answer) - 1]  # position t predicts token t + 1
-            yield said, torch.tensor(answer)
+            targets = torch.tensor(answer)
+            probabilities.append(said.gather(1, targets.unsqueeze(1)).sum().exp())
+            greedy.append((said.argmax(1) == targets).all())
+    return torch.stack(probabilities), torch.stack(greedy)
 
 
 def held_out(files: Path, adapter: str | None) -> dict[str, float]:
@@ -68,11 +61,15 @@ def held_out(files: Path, adapter: str | None) -> dict[str, float]:
     return {"exact": float(exact.mean()), "greedy": float(greedy.double().mean())}
 
 
-def main() -> None:
-    settings = measuring.job()
+def judged(files: Path, adapter: str | None, *, options: Namespace) -> dict[str, Any]:
+    """`held_out`, in a process of its own."""
+    return processes.run("judge", {"files": str(files), "adapter": adapter}, options=options)
+
+
+def measure(settings: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(settings["threads"])
-    measuring.answer(settings, **held_out(Path(settings["files"]), settings["adapter"]))
+    return held_out(Path(settings["files"]), settings["adapter"])
 
 
 if __name__ == "__main__":
-    main()
+    measuring.serve(measure)

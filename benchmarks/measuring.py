@@ -17,13 +17,10 @@ from typing import Any
 VERSIONS = ("tinyrl", "trl", "torch", "transformers", "peft")  # named in the tables
 
 
-def job() -> dict[str, Any]:
-    """The settings this process was started with (see processes.py)."""
-    return json.loads(Path(sys.argv[1]).read_text())
-
-
-def answer(settings: dict[str, Any], **result: Any) -> None:
-    """Hand the result back to the process that started this one."""
+def serve(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Answer the settings this process was started with (see processes.py)."""
+    settings = json.loads(Path(sys.argv[1]).read_text())
+    result = measure(settings)
     Path(settings["answer"]).write_text(json.dumps({"versions": versions(), **result}))
 
 

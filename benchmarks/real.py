@@ -15,22 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import processes
-from benchmarks.fixed_work import LORA, read_rows, write_rows
-from benchmarks.results import Result, above_imports, alternate, interval, pooled
-from benchmarks.sizes import REAL_MODEL
-from benchmarks.tables import machine, markdown, spread, versions
+from benchmarks.judge import judged
+from benchmarks.tables import Result, alternate, comparison, interval, machine, markdown, versions
+from benchmarks.work import LORA, REAL_MODEL, read_rows, write_rows
 
-METHODS = ("sft", "reward", "dpo", "grpo", "ppo")
+STARTS = {"sft": "real", "reward": "real", "dpo": "form", "grpo": "form", "ppo": "form"}
+METHODS = tuple(STARTS)
+PAD = "<|endoftext|>"  # the tokenizer's own pad ends turns, too: PPO would not see where the question ends
 RECIPES = Path(__file__).parents[1] / "recipes"
 FORM = {"num_steps": 8, "seed": 100}  # the SFT that comes before dpo, grpo and ppo
 JUDGED = 128  # held-out sums
 PEER_MICRO_BATCH = 8
-MEASURES = {
-    "exact": "probability of the right equation",
-    "greedy": "right greedily",
-    "loss": "loss, held out",
-    "accuracy": "accuracy, held out",
-}
+MEASURES = {"exact": "probability of the right equation", "greedy": "right greedily"}
+MEASURES |= {"loss": "loss, held out", "accuracy": "accuracy, held out"}
 
 
 def recipe_of(method: str, *, options: Namespace, seed: int, **run: Any) -> dict[str, Any]:
@@ -45,12 +42,8 @@ def recipe_of(method: str, *, options: Namespace, seed: int, **run: Any) -> dict
     return recipe
 
 
-def start_of(method: str) -> str:
-    return "real" if method in ("sft", "reward") else "form"
-
-
 def prepare(options: Namespace) -> dict[str, Path]:
-    """Folders by start, as fixed_work.py's: the real model, and the one that eight steps of SFT made of it."""
+    """Folders by start, as work.py's: the real model, and the one that eight steps of SFT made of it."""
     work = options.out / "work"
     folders = {"real": work / "real", "form": work / "form"}
     data = work / "data"
@@ -62,7 +55,7 @@ def prepare(options: Namespace) -> dict[str, Path]:
         shutil.copytree(os.environ[REAL_MODEL], folders["real"] / "model", dirs_exist_ok=True)
         recipe = recipe_of("sft", options=options, **FORM)
         question = {"recipe": in_folder(recipe, folders["real"], data), "overrides": []}
-        trained = processes.run("our_training", question, options=options)
+        trained = processes.run("ours", question, options=options)
         words = ["export", trained["adapter"], "--merge", "--dtype", "float32", "--overwrite"]
         assert not app([*words, "--output", str(folders["form"] / "model")], standalone_mode=False)
         for folder in folders.values():
@@ -91,13 +84,33 @@ def write_rendered(folder: Path, data: Path, system: str) -> None:
     write_rows(folder / "eval.jsonl", read_rows(folder / "answers.eval.jsonl")[:JUDGED])
 
 
-def judged(files: Path, adapter: str | None, *, options: Namespace) -> Result:
-    return processes.run("judge", {"files": str(files), "adapter": adapter}, options=options)
+def peer_question(recipe: dict[str, Any], files: Path, *, seed: int) -> dict[str, Any]:
+    """The recipe as TRL's trainer is told it. Prompts come rendered, so both sides read the same tokens."""
+    method, steps = recipe["method"], recipe["run"]["num_steps"]
+    section = recipe["reward_model" if method == "reward" else method]
+    optim, rows = recipe["optim"], Path(recipe["task"].get("data", "answers.jsonl")).name
+    question = {"method": method, "files": str(files), "rows": rows, "pad": PAD, "seed": seed}
+    question |= {"learning_rate": optim["learning_rate"], "schedule": optim.get("schedule", "constant")}
+    question |= {"micro_batch": PEER_MICRO_BATCH, "samples": section.get("batch_size", 0)}
+    if method not in ("grpo", "ppo"):
+        held_out = {"held_out": rows.replace(".jsonl", ".eval.jsonl"), "eval_prompts": recipe["run"]["eval_prompts"]}
+        own = {"reward": {"per_device_eval_batch_size": 16}, "dpo": {"beta": recipe.get("dpo", {}).get("beta")}}
+        return question | held_out | {"config": {"max_steps": steps, "max_length": 96, **own.get(method, {})}}
+    new, prompts = recipe["generation"]["max_new_tokens"], section["num_prompts"]
+    question |= {"reward": "right_sums", "samples": prompts * section.get("group_size", 1)}
+    if method == "grpo":
+        config = {"max_steps": steps, "num_generations": section["group_size"], "beta": 0.0, "loss_type": "dapo"}
+        config |= {"max_completion_length": new, "epsilon": 0.2, "epsilon_high": 0.28, "scale_rewards": "group"}
+    else:
+        config = {"total_episodes": prompts * steps, "num_mini_batches": 1, "num_ppo_epochs": section["num_epochs"]}
+        config |= {"local_rollout_forward_batch_size": prompts, "response_length": new, "stop_token": "eos"}
+        config |= {"kl_coef": section["kl_coef"], "num_sample_generations": 0}
+    return question | {"config": {**config, "temperature": 1.0}}
 
 
 def sides_of(method: str, folders: dict[str, Path], *, options: Namespace) -> dict[str, Any]:
     """A run of either side, by pair; a policy's is judged at once."""
-    files = folders[start_of(method)]
+    files = folders[STARTS[method]]
 
     def with_verdict(result: Result) -> Result:
         if method != "reward":
@@ -106,26 +119,12 @@ def sides_of(method: str, folders: dict[str, Path], *, options: Namespace) -> di
 
     def ours(pair: int) -> Result:
         recipe = in_folder(recipe_of(method, options=options, seed=pair), files, folders["data"])
-        return with_verdict(
-            processes.run("our_training", {"recipe": recipe, "overrides": options.set}, options=options)
-        )
+        return with_verdict(processes.run("ours", {"recipe": recipe, "overrides": options.set}, options=options))
 
     def peer(pair: int) -> Result:
-        recipe = recipe_of(method, options=options, seed=pair)
-        rows = Path(recipe["task"].get("data", "answers.jsonl")).name
-        question = {
-            "recipe": recipe,
-            "files": str(files),
-            "rows": rows,
-            "held_out": rows.replace(".jsonl", ".eval.jsonl"),
-            "eval_prompts": recipe["run"]["eval_prompts"],
-            "clip_eps_high": 0.28,  # of preset dapo
-            "steps": recipe["run"]["num_steps"],
-            "seed": pair,
-            "micro_batch": PEER_MICRO_BATCH,
-        }
+        question = peer_question(recipe_of(method, options=options, seed=pair), files, seed=pair)
         python = options.ppo_peer_python if method == "ppo" else options.peer_python
-        return with_verdict(processes.run("peer_real", question, options=options, python=python))
+        return with_verdict(processes.run("peer", question, options=options, python=python))
 
     return {"tinyrl": ours, "TRL": peer}
 
@@ -140,26 +139,11 @@ def mean_of(results: list[Result], measure: str) -> str:
 
 def tables(method: str, before: dict[str, float], results: dict[str, list[Result]]) -> str:
     """Learning by measure, then time and memory."""
-    found = [name for name in MEASURES if all(name in r["held_out"] for r in results["tinyrl"])]
-    shared = [name for name in found if all(name in r["held_out"] for r in results["TRL"])]
-    rows = [
-        [MEASURES[name], f"{before[name]:.3f}" if name in before else "", *(mean_of(results[s], name) for s in results)]
-        for name in shared
-    ]
+    shared = [name for name in MEASURES if all(name in r["held_out"] for side in results.values() for r in side)]
+    first = {name: f"{before[name]:.3f}" if name in before else "" for name in shared}
+    rows = [[MEASURES[name], first[name], *(mean_of(side, name) for side in results.values())] for name in shared]
     learning = markdown([f"{method}: {versions([results[s][0] for s in results])}", "before", *results], rows)
-    ratios = {
-        key: [
-            statistics.median(p[key]) / statistics.median(o[key])
-            for o, p in zip(results["tinyrl"], results["TRL"], strict=True)
-        ]
-        for key in ("seconds", "cpu")
-    }
-    cost = [
-        ["seconds a step", *(spread(pooled(results[s], "seconds")) for s in results), spread(ratios["seconds"])],
-        ["of CPU time", *(spread(pooled(results[s], "cpu")) for s in results), spread(ratios["cpu"])],
-        ["peak MB above imports", *(spread(above_imports(results[s]), 0) for s in results), ""],
-    ]
-    return learning + "\n\n" + markdown([method, *results, "TRL / tinyrl"], cost)
+    return learning + "\n\n" + comparison(results, base="tinyrl")
 
 
 def main(options: Namespace) -> None:
@@ -169,4 +153,4 @@ def main(options: Namespace) -> None:
     for method in options.methods:
         results = alternate(sides_of(method, folders, options=options), options.pairs)
         (options.out / f"{method}.json").write_text(json.dumps(results))
-        print(tables(method, before[start_of(method)], results) + "\n", flush=True)
+        print(tables(method, before[STARTS[method]], results) + "\n", flush=True)

@@ -14,12 +14,11 @@ def even_words(prompts: list[str], completions: list[str], **columns: Any) -> li
     """The share of words "w<number>" of each completion whose number is even, of others whose length is; 0 for an
     empty one.
     """
-    return [_share(completion.split()) for completion in completions]
-
-
-def _share(words: list[str]) -> float:
-    even = [word for word in words if (int(word[1:]) if word[1:].isdigit() else len(word)) % 2 == 0]
-    return len(even) / len(words) if words else 0.0
+    rewards = []
+    for words in (completion.split() for completion in completions):
+        even = [word for word in words if (int(word[1:]) if word[1:].isdigit() else len(word)) % 2 == 0]
+        rewards.append(len(even) / len(words) if words else 0.0)
+    return rewards
 
 
 def sorted_letters(prompts: list[str], completions: list[str], *, answer: list[str], **columns: Any) -> list[float]:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.__main__ import COMMANDS, parse, problem
 from benchmarks.processes import ROOT
-from benchmarks.sizes import REAL_MODEL, copy_real
+from benchmarks.work import REAL_MODEL, SIZES, build
 from tests.tiny_models import TinyModels
 
 
@@ -25,7 +25,7 @@ def test_the_folder_of_the_real_model_is_used(tmp_path: Path, tiny: TinyModels, 
     monkeypatch.setenv(REAL_MODEL, "elsewhere")
     folder = tiny("llama")
     parse(["grpo", "--sizes", "real", "--real-model", str(folder)])
-    copy_real(tmp_path / "model")
+    build(SIZES["real"], tmp_path / "model")
     assert (tmp_path / "model" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
 
 

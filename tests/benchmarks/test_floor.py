@@ -7,9 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2ForCausalLM
 
-from benchmarks.fixed_work import Grpo
 from benchmarks.floor import operations
-from benchmarks.sizes import SIZES, Shape
+from benchmarks.work import SIZES, Grpo, Shape
 
 TOY = Shape("toy", hidden=2, layers=1, intermediate=3, heads=1, kv_heads=1, head_size=2, vocabulary=5)
 

@@ -9,14 +9,18 @@ from pathlib import Path
 import pytest
 
 from benchmarks.learning import curve_table
-from benchmarks.results import above_imports, alternate, interval, pooled, time_ratios
-from benchmarks.same_work import within
-from benchmarks.tables import exponent, markdown, median_phases, spread, versions
-
-
-def test_exponent_of_a_power_law():
-    assert exponent([1, 2, 4, 8], [3, 12, 48, 192]) == pytest.approx(2.0)
-    assert exponent([10, 1000], [5, 5]) == pytest.approx(0.0)
+from benchmarks.tables import (
+    above_imports,
+    alternate,
+    interval,
+    markdown,
+    median_phases,
+    pooled,
+    spread,
+    time_ratios,
+    versions,
+    within,
+)
 
 
 def test_spread_shows_a_range_only_where_there_is_one():

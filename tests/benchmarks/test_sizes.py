@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.rewards import even_words, sorted_letters
-from benchmarks.sizes import EOS, SIZES, build, prompt_texts
+from benchmarks.work import EOS, SIZES, build, prompt_texts
 from tinyrl.models.loading import load_tokenizer
 
 
