@@ -150,12 +150,6 @@ def test_none_does_not_apply_and_bad_values_drop_their_rows(make_reward: MakeRew
     }
 
 
-def test_too_few_scores_drop_all_rows(make_reward: MakeReward):
-    call = score(make_reward("def score(prompts, completions, **columns):\n    return [1.0]"), ["a", "b", "c"])
-    assert shown(call) == [None] * 3
-    assert reasons(call) == dict.fromkeys(range(3), "`score` returned a list of 1 for a batch of 3")
-
-
 def test_a_function_that_raises_once_loses_nothing(make_reward: MakeReward):
     reward = make_reward("""
         from pathlib import Path

@@ -22,26 +22,23 @@ def test_three_bad_batches_in_a_row_trip():
         assert said in str(caught.value)
 
 
-def test_a_fifth_is_not_more_than_a_fifth():
-    assert counted(*[(10, 2, 8)] * 10) == 0
-
-
-def test_a_good_batch_starts_the_count_again():
-    assert counted(*[(10, failed, 10 - failed) for failed in (10, 10, 0, 10, 10, 2, 10, 10)]) == 2
-
-
-def test_an_empty_batch_is_no_bad_batch():
-    assert counted(*[(0, 0, 0)] * 5) == 0
+@pytest.mark.parametrize(
+    ("batches", "count"),
+    [
+        ([(10, 2, 8)] * 10, 0),  # a fifth is not more than a fifth
+        ([(10, failed, 10 - failed) for failed in (10, 10, 0, 10, 10, 2, 10, 10)], 2),  # a good one starts it again
+        ([(0, 0, 0)] * 5, 0),  # an empty one is not bad
+        ([(10, 0, 1)] * 5, 0),  # one reward is enough
+    ],
+)
+def test_batches_that_do_not_trip(batches: list[tuple[int, int, int]], count: int):
+    assert counted(*batches) == count
 
 
 def test_batches_without_any_reward_trip_though_nothing_failed():
     assert counted((10, 0, 0), (10, 1, 0)) == 2
     with pytest.raises(GuardStop, match=r"No completion got a reward, 3 batches in a row \(last: 16 rows\)"):
         counted((16, 0, 0), before=2)
-
-
-def test_one_reward_is_enough():
-    assert counted(*[(10, 0, 1)] * 5) == 0
 
 
 def test_a_failure_is_described_on_one_short_line():

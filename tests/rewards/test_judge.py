@@ -245,7 +245,6 @@ def test_damage_in_later_pages_of_the_cache_is_named_too(tmp_path: Path) -> None
     cache.close()
 
 
-@pytest.mark.parametrize("mode", ["score", "rank"])
 @pytest.mark.parametrize(
     "hostile",
     [
@@ -261,9 +260,8 @@ def test_damage_in_later_pages_of_the_cache_is_named_too(tmp_path: Path) -> None
     ],
     ids=range(9),
 )
-def test_a_hostile_reply_drops_its_row_and_names_the_judge(
-    hostile: str | bytes, mode: str, serving: Any, tmp_path: Path
-) -> None:
+def test_a_hostile_reply_drops_its_row_and_names_the_judge(hostile: str | bytes, serving: Any, tmp_path: Path) -> None:
+    mode = "rank" if "order" in str(hostile) else "score"
     judge = serving(
         lambda system, answers: hostile if "bad" in answers[0] + answers[-1] else by_length(system, answers)
     )

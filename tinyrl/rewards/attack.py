@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from tinyrl.data.messages import Prompt
@@ -185,14 +186,14 @@ def attack(reward: Reward, name: str, task: Task, rows: list[Row]) -> Attack:
         scores("the right answer", [_made(form, {"value": t.right}) for t in targets])
         for form in HOLES["forms"].values()
     ]
-    best = [_largest(each) for each in zip(*right, strict=True)]
+    best = np.fmax.reduce(right).tolist()  # NaN only where all are
     attempts = list[Attempt]()
     for found_by in (_texts, *[_mutated] * ROUNDS):
         new = list(found_by(targets, attempts))
         for attempt in new:
             attempt.scores = scores(attempt.name, attempt.texts)
         attempts += new
-    low = [-_largest([-attempt.scores[i] for attempt in attempts]) for i in range(len(rows))]
+    low = np.fmin.reduce([attempt.scores for attempt in attempts]).tolist()
     for attempt in attempts:
         attempt.high = [
             None if math.isnan(score + top - floor) or top <= floor else score >= floor + HIGH * (top - floor)
@@ -263,10 +264,6 @@ def _mutated(targets: list[Target], attempts: list[Attempt]) -> Iterator[Attempt
 def _changes(text: str, following: str) -> dict[str, str | None]:
     joined, half = re.sub(r"\s", "", text), text[: len(text) // 2]
     return {"text": text, "next": following, "capitals": text.upper(), "joined": joined, "half": half}
-
-
-def _largest(scores: Sequence[float]) -> float:
-    return max((score for score in scores if not math.isnan(score)), default=math.nan)
 
 
 def _mean(scores: list[float]) -> float:

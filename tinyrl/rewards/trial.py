@@ -99,27 +99,19 @@ def as_the_data_has_it(text: str, prompt: Prompt) -> Any:
 
 def render(trial: Trial) -> str:
     """A table of the calls, the first failure, and the warnings."""
-    rows = [
-        f"{trial.name:12} {'rows':>6} {'mean':>9} {'std':>9} {'min':>9} {'max':>9} {'none':>6} {'failed':>7} {'ms':>9}"
-    ]
+    names = ("rows", "mean", "std", "min", "max", "none", "failed", "ms")
+    lines = [f"{trial.name:12} {names[0]:>6} " + " ".join(f"{name:>9}" for name in names[1:])]
     for batch in trial.batches:
-        numbers = [f"{value:.4g}" for value in _spread(batch.valid)] or ["-"] * 4
+        valid = batch.valid
+        deviation = statistics.stdev(valid) if len(valid) > 1 else 0.0
+        spread = [statistics.mean(valid), deviation, min(valid), max(valid)] if valid else []
+        cells = [f"{value:.4g}" for value in spread] or ["-"] * 4
         failed = len(batch.failed)
-        none = batch.rows - len(batch.valid) - failed
-        shown = " ".join(f"{number:>9}" for number in numbers)
-        rows.append(f"{batch.what:12} {batch.rows:>6} {shown} {none:>6} {failed:>7} {batch.seconds * 1e3:>9.1f}")
+        cells += [str(batch.rows - len(valid) - failed), str(failed), f"{batch.seconds * 1e3:.1f}"]
+        lines.append(f"{batch.what:12} {batch.rows:>6} " + " ".join(f"{cell:>9}" for cell in cells))
     median = statistics.median(batch.seconds for batch in trial.batches)
-    rows += [
-        "",
-        f"{median * 1e3:.1f} ms a call of {trial.batches[0].rows} (median), {trial.failed_share:.1%} failed",
-    ]
-    return "\n".join([*rows, *trial.ending()])
-
-
-def _spread(scores: list[float]) -> list[float]:
-    if not scores:
-        return []
-    return [statistics.mean(scores), statistics.stdev(scores) if len(scores) > 1 else 0.0, min(scores), max(scores)]
+    of = f"{trial.batches[0].rows} (median), {trial.failed_share:.1%} failed"
+    return "\n".join([*lines, "", f"{median * 1e3:.1f} ms a call of {of}", *trial.ending()])
 
 
 # ---- The gold-answer check before step 1 ----
@@ -229,28 +221,32 @@ def try_judge(judge: JudgeReward, task: Task, rows: list[Row]) -> JudgeTrial:
     found = [(row, gold) for row in rows if (gold := task.gold(row)) is not None]
     if len(found) < 2:
         raise ValueError("a judge is tried on gold answers, of two rows at least, and the task knows none")
-    golds = [gold for _, gold in found]
+    golds, size = [gold for _, gold in found], 1 + len(RIVALS)
     answers = [[gold, golds[(i + 1) % len(golds)], "", NONSENSE] for i, gold in enumerate(golds)]
-    each = [row for row, _ in found for _ in range(1 + len(RIVALS))]
-    prompts = [task.prompt(row) for row in each]
+    each = [row for row, _ in found for _ in range(size)]
+    prompts, columns = [task.prompt(row) for row in each], row_columns(each)
     texts = [text for row in answers for text in row]
     completions = [as_the_data_has_it(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
-    columns = row_columns(each)
-    each_row = 1 + len(RIVALS)
-    call = judge(prompts, completions, columns, group_size=each_row)
-    scores = _of_rows(call.scores)
+
+    def asked(*, backwards: bool) -> tuple[list[list[float]], list[RowFailure]]:
+        call = judge(prompts, completions, columns, group_size=size, backwards=backwards)
+        return [call.scores[i : i + size] for i in range(0, len(each), size)], call.failures
+
+    scores, failures = asked(backwards=False)
     agreement = None
     if judge.config.mode == "rank":
-        back = _of_rows(judge(prompts, completions, columns, group_size=each_row, backwards=True).scores)
-        places = [(i, j) for i in range(1 + len(RIVALS)) for j in range(i)]
-        pairs = [(a[i] - a[j]) * (b[i] - b[j]) for a, b in zip(scores, back, strict=True) for i, j in places]
-        pairs = [pair for pair in pairs if not math.isnan(pair)]
-        agreement = statistics.fmean(pair > 0 for pair in pairs) if pairs else math.nan
-    told = [(row[0], rival) for row, texts in zip(scores, answers, strict=True)
-            for rival, text in zip(row[1:], texts[1:], strict=True) if text != texts[0]]  # fmt: skip
-    won = [0.5 * (gold == rival) + (gold > rival) for gold, rival in told if not math.isnan(gold - rival)]
-    means = {what: _mean_of([row[i] for row in scores]) for i, what in enumerate(("gold", *RIVALS))}
-    return JudgeTrial(means, _mean_of(won), agreement, call.failures, len(found), judge.usage)
+        again, _ = asked(backwards=True)
+        places = [(i, j) for i in range(size) for j in range(i)]
+        pairs = [(a[i] - a[j]) * (b[i] - b[j]) for a, b in zip(scores, again, strict=True) for i, j in places]
+        agreement = _mean([float(pair > 0) for pair in pairs if not math.isnan(pair)])
+    won = [
+        0.5 * (row[0] == rival) + (row[0] > rival)
+        for row, texts in zip(scores, answers, strict=True)
+        for rival, text in zip(row[1:], texts[1:], strict=True)
+        if text != texts[0] and not math.isnan(row[0] - rival)
+    ]
+    means = {what: _mean([row[i] for row in scores]) for i, what in enumerate(("gold", *RIVALS))}
+    return JudgeTrial(means, _mean(won), agreement, failures, len(found), judge.usage)
 
 
 def check_judges(scorer: Scorer, prompts: list[PreparedPrompt]) -> list[str]:
@@ -284,11 +280,6 @@ def render_judge(trial: JudgeTrial) -> str:
     return "\n".join(lines)
 
 
-def _of_rows(scores: list[float]) -> list[list[float]]:
-    each = 1 + len(RIVALS)
-    return [scores[i : i + each] for i in range(0, len(scores), each)]
-
-
-def _mean_of(values: list[float]) -> float:
+def _mean(values: list[float]) -> float:
     valid = [value for value in values if not math.isnan(value)]
     return statistics.fmean(valid) if valid else math.nan

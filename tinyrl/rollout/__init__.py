@@ -1,1 +1,1 @@
-"""Rollouts: what a step learns from (buffer), and how it is sampled and scored (collector)."""
+"""Rollouts: samples of a step as tensors (buffer), and how they are sampled and scored (collector)."""

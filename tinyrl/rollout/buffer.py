@@ -1,6 +1,5 @@
 """The rollout of a step as tensors: prompts, sampled responses, their log-probabilities, values and scores.
 
-A `Rollout` can be written to and read from safetensors, so a run that is killed during its update loses no sampling.
 Axis letters: B samples, P prompts, T longest response, R rewards. x[:, t] of a (B, T) tensor is of response token t.
 """
 
@@ -91,9 +90,9 @@ class Rollout:
                         others together; or None
     transcripts         B lists of messages, policy and environment by turns; or None: one turn, without an environment
     parent              (B,) the episode of each row, which is its first row, where episodes may have several; or None
-    others              what with_others() adds: further conversations of the episodes; in no checkpoint
-    whys                B texts that rewards gave beside their scores, for a teacher to read; or None; in no checkpoint
-    advantages          (B,) or (B, T), returns (B, T): derived from the others at each update, in no checkpoint
+    others              further conversations of the episodes, for with_others()
+    whys                B texts that rewards gave beside their scores, for a teacher to read; or None
+    advantages          (B,) or (B, T), returns (B, T): derived from the others at each update
     """
 
     prompt_tokens: list[list[int]]
