@@ -5,7 +5,6 @@ import re
 import pytest
 
 from tinyrl.environments import Reply
-from tinyrl.starter import split_of
 from tinyrl.tasks.grading import by_row
 from tinyrl.tasks.lookup import ATTRIBUTES, TASK, fact, respond, score
 
@@ -21,25 +20,11 @@ def replies(*turns: str, world: str = WORLD) -> list[Reply | str | None]:
     )
 
 
-def test_splits_are_disjoint_and_no_two_rows_share_a_world() -> None:
-    train, held_out = TASK.rows("train"), TASK.rows("eval")
-    assert (len(train), len(held_out)) == (4096, 512)
-    assert {split_of(row["prompt"]) for row in train} == {"train"}
-    assert {split_of(row["prompt"]) for row in held_out} == {"eval"}
-    assert len({row["prompt"] for row in train + held_out}) == 4096 + 512
-    assert len({row["world"] for row in train + held_out}) == 4096 + 512
-    assert all(column in row for row in train + held_out for column in TASK.columns)
-    assert TASK.rows("eval") == held_out
-
-
-def test_a_row_is_pinned() -> None:
+def test_a_row_is_pinned_and_has_a_world_of_its_own() -> None:
     """A change here changes what every reported number was measured on."""
-    assert TASK.rows("eval")[0] == FIRST
-
-
-def test_half_of_the_questions_take_two_searches() -> None:
-    prompts = [row["prompt"] for row in TASK.rows("eval")]
-    assert 0.4 < sum(" the " in prompt for prompt in prompts) / len(prompts) < 0.6
+    rows = TASK.rows("train") + TASK.rows("eval")
+    assert rows[4096] == FIRST
+    assert len({row["world"] for row in rows}) == len(rows)  # no two rows share a world
 
 
 def test_searching_as_asked_finds_the_answer_of_every_row() -> None:
@@ -75,15 +60,11 @@ def test_what_a_search_answers() -> None:
     [
         " search ;",
         " search Ada job ;",
-        " search Ada Stone ;",
         " search Ada Stone colour ;",
         " search Ada Nobody job ;",
-        " search Nobody Stone job ;",
         " search Ada Stone job pet ;",
         " search Stone Ada job ;",
-        " Ada Stone job ;",
         " ;",
-        " found baker ;",
         " search <html> \ud83d x ;",
     ],
 )

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinyrl.data.formats import Side
-from tinyrl.data.messages import Prompt
+from tinyrl.data.messages import Message, Prompt, roles_of
 from tinyrl.models.templates import template_text
 from tinyrl.models.tokens import disguised, markers_of, token_ids, tokens_behind
 from tinyrl.tasks.prompts import (
@@ -24,7 +24,7 @@ from tinyrl.tasks.prompts import (
     rendered_turn,
     shared_length,
 )
-from tinyrl.text import first_line, listed, shortened
+from tinyrl.text import first_line, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,14 +35,13 @@ OPEN = "<think>"
 
 
 def answer_end(tokenizer: PreTrainedTokenizerBase, *, chat: Literal["auto"] | bool, variables: dict[str, Any]) -> int:
-    """The token that ends an answer: behind prompts of the chat template the one that ends a turn there; EOS
-    elsewhere, and where the template ends a turn with none.
+    """Return the token that ends an answer: the one that ends a turn of the chat template, where prompts go through it
+    and it has one; else EOS.
     """
-    eos = tokenizer.eos_token_id
+    end, eos = None, tokenizer.eos_token_id
     assert isinstance(eos, int)
-    if not in_chat(tokenizer, chat):
-        return eos
-    end = _turn_end(tokenizer, json.dumps(tokenizer.chat_template), json.dumps(variables), len(tokenizer))
+    if in_chat(tokenizer, chat):
+        end = _turn_end(tokenizer, json.dumps(tokenizer.chat_template), json.dumps(variables), len(tokenizer))
     return eos if end is None else end
 
 
@@ -52,22 +51,21 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, variables: str,
     writes none, or refuses.
     """
     try:
-        after = _after_answer(tokenizer, json.loads(variables))
+        tokens = token_ids(tokenizer, _after_answer(tokenizer, json.loads(variables)))
     except ValueError:
         return None
-    tokens = token_ids(tokenizer, after)
     at = _end_of_turn(tokenizer, tokens)
     return None if at is None else tokens[at]
 
 
 def ended(tokens: list[int], end: int) -> list[int]:
-    """An answer's tokens, and `end` behind them where they do not end with it."""
+    """Return an answer's tokens, with `end` behind them where they do not end with it."""
     return tokens if tokens[-1:] == [end] else [*tokens, end]
 
 
 def as_ended(tokenizer: PreTrainedTokenizerBase, sampled: list[int], *, end: int) -> list[int]:
-    """A completion as a finished answer: `end` takes the place of another special token that ended it, and stands
-    behind one that was cut off or ended with a stop string.
+    """Return a completion as a finished answer: `end` replaces another special token that ended it, and is appended to
+    one that was cut off or ended with a stop string.
     """
     special = bool(sampled) and sampled[-1] in _special_ids(tokenizer, len(tokenizer))
     return ended(sampled[:-1] if special else sampled, end)
@@ -76,15 +74,15 @@ def as_ended(tokenizer: PreTrainedTokenizerBase, sampled: list[int], *, end: int
 def template_fault(
     tokenizer: PreTrainedTokenizerBase, ends: set[int], *, chat: Literal["auto"] | bool, variables: dict[str, Any]
 ) -> str | None:
-    """What is wrong with the chat template, where prompts go through it: it refuses, a prompt begins with BOS twice, or
-    a turn ends with none of the `ends`, the tokens that end a completion.
+    """Return what is wrong with the chat template, where prompts go through it: it refuses, a prompt begins with BOS
+    twice, or a turn ends with none of the `ends`, the tokens that end a completion.
     """
     if not in_chat(tokenizer, chat):
         return None
     try:
         prompt = render_prompt(tokenizer, "Hi", variables=variables).tokens
         after = _after_answer(tokenizer, variables)
-    except ValueError as error:  # what a template refuses
+    except ValueError as error:
         return first_line(error)
     bos = tokenizer.bos_token_id
     if isinstance(bos, int) and bos != tokenizer.eos_token_id and prompt[:2] == [bos, bos]:
@@ -95,16 +93,26 @@ def template_fault(
 
 
 def _after_answer(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> str:
-    """What the chat template writes behind an answer. Raises ValueError where it refuses."""
+    """The text that the chat template writes behind an answer. Raises ValueError where it refuses."""
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ANSWER}]
     return template_text(tokenizer, messages, variables=variables).rpartition(ANSWER)[2]
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> int | None:
-    """Where the last special token of a turn is; None where something besides space stands behind it."""
+    """The place of a turn's last special token; None where more than space stands behind it."""
     special = _special_ids(tokenizer, len(tokenizer))
     last = next((i for i in reversed(range(len(tokens))) if tokens[i] in special), None)
     return last if last is not None and not str(tokenizer.decode(tokens[last + 1 :])).strip() else None
+
+
+@lru_cache(maxsize=4)
+def _special_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> frozenset[int]:
+    """The special tokens of a tokenizer of this size, all added ones too; not the one for unknown words, unless that is
+    EOS.
+    """
+    added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+    found = {*tokenizer.all_special_ids, *added}
+    return frozenset(i for i in found if i != tokenizer.unk_token_id or i == tokenizer.eos_token_id)
 
 
 # ---- answers to learn from ----
@@ -152,66 +160,73 @@ def render_answer(
     variables: dict[str, Any],
     tools: list[Any] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """(prompt tokens, target tokens): what the model reads before its turn, and the turn that is learnt.
+    """Return (prompt tokens, target tokens): what the model reads before its turn, and the turn that is learnt.
 
-    An answer in text is `answer_tokens` behind the rendered prompt, and what the text goes on with where that was
-    rendered already. Without a prompt it stands behind a BOS (EOS where there is none), its own or ours, through EOS.
-    An answer of one message of the assistant is what the
-    chat template adds to its own rendering of the prompt with the generation prompt, as far as the token that ends the
-    turn; EOS where the template writes none. The two renderings are of these messages alone, so a template that strips
-    the thinking of earlier turns does so in both. Raises ValueError, quoting the template, where the prompt's rendering
-    is no beginning of the other.
+    A text without a prompt stands behind a BOS (EOS where there is none), its own or ours, through EOS. A text behind a
+    prompt is `answer_tokens`; where the prompt is rendered already, it is what that text goes on with. An answer of one
+    message of the assistant is what the chat template adds to its own rendering of the prompt with the generation
+    prompt, through the token that ends the turn (EOS where the template writes none). The two renderings are of these
+    messages alone, so a template that strips the thinking of earlier turns does so in both. Raises ValueError, quoting
+    the template, where the second does not begin with the first.
     """
     end = tokenizer.eos_token_id
     assert isinstance(end, int)
-    if isinstance(answer, str):
-        if prompt is None:
-            start = tokenizer.bos_token_id if isinstance(tokenizer.bos_token_id, int) else end
-            target = token_ids(tokenizer, answer)
-            target = target[1:] if target[:1] == [start] else target
-            last = _end_of_turn(tokenizer, target)
-            return [start], ended(target if last is None or target[last] != end else target[: last + 1], end)
-        turn = None
-        if isinstance(prompt, str) and in_chat(tokenizer, chat):
-            turn = rendered_turn(tokenizer, prompt, variables, more=answer)
-        asked = prompt if turn is None else f"{prompt}{answer}"[: turn.start]
-        rendered = render_prompt(tokenizer, asked, chat=chat, system_prompt=system_prompt, variables=variables)
-        if turn is None:
-            return rendered.tokens, answer_tokens(tokenizer, rendered, answer, chat=chat, variables=variables)
-        end = answer_end(tokenizer, chat=chat, variables=variables)
-        return rendered.tokens, _split_tokens(tokenizer, rendered.text, f"{prompt}{answer}", end=end)[1]
+    if not isinstance(answer, str):
+        asked, whole = _rendered_turn(tokenizer, prompt, answer, chat, system_prompt, variables, tools)
+        return _split_tokens(tokenizer, asked, whole, end=end)
+    if prompt is None:
+        start = tokenizer.bos_token_id if isinstance(tokenizer.bos_token_id, int) else end
+        target = token_ids(tokenizer, answer)
+        target = target[1:] if target[:1] == [start] else target
+        last = _end_of_turn(tokenizer, target)
+        return [start], ended(target if last is None or target[last] != end else target[: last + 1], end)
+    turn = None
+    if isinstance(prompt, str) and in_chat(tokenizer, chat):
+        turn = rendered_turn(tokenizer, prompt, variables, more=answer)
+    asked = prompt if turn is None else f"{prompt}{answer}"[: turn.start]
+    rendered = render_prompt(tokenizer, asked, chat=chat, system_prompt=system_prompt, variables=variables)
+    if turn is None:
+        return rendered.tokens, answer_tokens(tokenizer, rendered, answer, chat=chat, variables=variables)
+    end = answer_end(tokenizer, chat=chat, variables=variables)
+    return rendered.tokens, _split_tokens(tokenizer, rendered.text, f"{prompt}{answer}", end=end)[1]
+
+
+def _rendered_turn(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt | None,
+    answer: list[Message],
+    chat: Literal["auto"] | bool,
+    system_prompt: str | None,
+    variables: dict[str, Any],
+    tools: list[Any] | None,
+) -> tuple[str, str]:
+    """The chat template's rendering of a prompt, and of the prompt with the assistant's message."""
     if not in_chat(tokenizer, chat):
         why = "task.chat=false" if tokenizer.chat_template else "this model's tokenizer has no chat template"
         raise ValueError(f"the rows are chat messages, but {why}; give prompts and answers as text")
     assert prompt, "a message answers another"
     if [message["role"] for message in answer] != ["assistant"]:
-        said = listed(message["role"] for message in answer)
-        raise ValueError(f"an answer is one message of the assistant, not {len(answer)} ({said})")
+        raise ValueError(f"an answer is one message of the assistant, not {len(answer)} ({roles_of(answer)})")
     options: dict[str, Any] = {"variables": variables, **({"tools": tools} if tools else {})}
     messages = asked_messages(prompt, system_prompt)
     asked = template_text(tokenizer, messages, add_generation_prompt=True, **options)
     whole = template_text(tokenizer, [*messages, *answer], **options)
     if not whole.startswith(asked):
-        raise _no_beginning(asked, whole)
-    return _split_tokens(tokenizer, asked, whole, end=end)
-
-
-def _no_beginning(asked: str, whole: str) -> ValueError:
-    """A sentence with the place where the template's two renderings part."""
-    at = shared_length(asked, whole)
-    start = max(0, at - 30)
-    return ValueError(
-        "the chat template does not continue its own prompt, so it cannot be told what the turn is: before the turn "
-        f"it writes {asked[start : at + 40]!r}, and with the turn {whole[start : at + 40]!r}. Where a variable of the "
-        "template decides (enable_thinking), set it with task.chat_template={NAME: VALUE}"
-    )
+        at = shared_length(asked, whole)
+        start = max(0, at - 30)
+        raise ValueError(
+            "the chat template does not continue its own prompt, so the turn to learn is not known: before the turn "
+            f"it writes {asked[start : at + 40]!r}, and with the turn {whole[start : at + 40]!r}. Where a variable of "
+            "the template decides (enable_thinking), set it with task.chat_template={NAME: VALUE}"
+        )
+    return asked, whole
 
 
 def _split_tokens(
     tokenizer: PreTrainedTokenizerBase, asked: str, whole: str, *, end: int
 ) -> tuple[list[int], list[int]]:
     """Tokens of the prompt as it is sampled from, and of what follows it, through the last special token where only
-    space comes after that, and else through an `end` put behind it.
+    space comes after that, and else through an appended `end`.
     """
     prompt, both = token_ids(tokenizer, asked), token_ids(tokenizer, whole)
     together = both[: len(prompt)] == prompt  # else a token lies across the border
@@ -220,13 +235,3 @@ def _split_tokens(
         raise ValueError(f"the chat template writes nothing for the assistant's turn: {whole[-60:]!r}")
     last = _end_of_turn(tokenizer, target)
     return prompt, [*target, end] if last is None else target[: last + 1]
-
-
-@lru_cache(maxsize=4)
-def _special_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> frozenset[int]:
-    """The special tokens of a tokenizer of this size, also those that are neither its EOS nor its BOS; not the one that
-    stands for an unknown word, unless that is EOS.
-    """
-    added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
-    found = {*tokenizer.all_special_ids, *added}
-    return frozenset(i for i in found if i != tokenizer.unk_token_id or i == tokenizer.eos_token_id)
