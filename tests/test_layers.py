@@ -130,7 +130,7 @@ def modules_after(statements: str) -> set[str]:
 def test_what_answers_before_torch_does_not_load_it():
     modules = ["cli.commands", "cli.preflight", "config.recipe", "data.readers", "data.rows", "tasks", "tasks.grading"]
     modules += ["runs.run_dir", "runs.signals", "runs.records", "runs.diagnosis", "tools.report"]
-    modules += ["tools.export.bundle", "evaluation.targets", "api"]
+    modules += ["tools.export.bundle", "evaluation.targets", "api", "workers.loading"]
     loaded = modules_after("import " + ", ".join(f"tinyrl.{module}" for module in modules))
     assert "tinyrl" in loaded
     assert not loaded & HEAVY

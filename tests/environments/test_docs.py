@@ -32,10 +32,6 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-def test_there_are_three_examples() -> None:
-    assert list(EXAMPLES) == ["game.py", "tools.py", "guess.py"]
-
-
 def test_the_function_answers_and_ends_episodes(folder: Path) -> None:
     said = run("env", "test", "game.py:respond", "--data", "rows.jsonl")
     assert re.search(r"^gold +8 +0 +8 +0 ", said, re.MULTILINE)
@@ -58,30 +54,3 @@ def test_the_class_is_played(folder: Path) -> None:
     assert re.search(r"^call guess +8 +8 +0 +0 ", said, re.MULTILINE)
     assert re.search(r"reply:\n  (right|higher)\n", said)
     assert "warning" not in said
-
-
-@pytest.mark.slow
-def test_a_dry_run_plays_the_function(folder: Path) -> None:
-    said = run("train", "grpo", "task.data=rows.jsonl", "environment.use=game.py:respond", "--dry-run")
-    assert "environment respond; at most 4 turns" in said
-    assert "  environment  [" in said
-    assert "the episode ended: eos" in said
-
-
-@pytest.mark.slow
-def test_the_episode_of_the_page_is_what_a_dry_run_shows(folder: Path) -> None:
-    page = [line.strip() for line in PAGE.partition("tinyrl train grpo lookup --dry-run\n")[2].splitlines()[:5]]
-    said = [line.strip() for line in run("train", "grpo", "lookup", "--dry-run").splitlines()]
-    assert set(page) <= set(said)
-
-
-@pytest.mark.parametrize("file", sorted(set(re.findall(r"`(recipes/[\w.-]+)`", PAGE))))
-def test_a_named_recipe_is_there(file: str) -> None:
-    assert (Path(__file__).resolve().parents[2] / file).is_file()
-
-
-def test_every_setting_named_is_one() -> None:
-    for section in ("environment", "generation", "grpo"):
-        known = run("list", "settings", section)
-        for name in re.findall(rf"`{section}\.(\w+)", PAGE):
-            assert re.search(rf"\b{name}\b", known), name

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_layers import HEAVY, modules_after
 from tinyrl.environments import Reply, python
 from tinyrl.environments.python import (
     CRASHED,
@@ -354,7 +353,3 @@ def test_a_system_without_the_sandbox_is_refused_with_the_reason(monkeypatch: py
     with pytest.raises(ValueError, match="the kernel has no Landlock"):
         respond(["a"], [[{"role": "assistant", "content": block("1")}]])
     assert respond(["a"], [[{"role": "assistant", "content": "no call"}]]) == [None]
-
-
-def test_environments_do_not_load_torch():
-    assert not modules_after("import tinyrl.environments.python, tinyrl.environments.cells") & HEAVY

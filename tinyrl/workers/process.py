@@ -233,7 +233,7 @@ def _environment() -> dict[str, str]:
 
 def supervised(command: list[str], *, memory_bytes: int) -> list[str]:
     """The command line of a supervisor (supervisor.py) that runs a command."""
-    return [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), str(memory_bytes), *command]
+    return [sys.executable, "-P", supervisor.__file__, str(os.getpid()), str(memory_bytes), *command]
 
 
 def end_supervised(process: subprocess.Popen[bytes]) -> None:

@@ -1,11 +1,11 @@
 """The supervisor of a worker: starts it, waits for it, and ends whatever it leaves behind.
 
-    python -I -S supervisor.py RUN MEMORY_BYTES COMMAND ...
+    python -P supervisor.py RUN MEMORY_BYTES COMMAND ...
 
 On Linux it is a subreaper (prctl(2)): a process whose parent has ended becomes the supervisor's child, whatever group
 or session it moved to. So all that a function started is found, and ended: when the worker is over, when SIGTERM says
 so, and when the run (process RUN) is gone. Then the supervisor ends as the worker did, with its exit code or signal.
-Elsewhere only the worker's process group is ended.
+Elsewhere only those are found whose parents live.
 
 No process of the command may use more than MEMORY_BYTES of memory of its own (RLIMIT_DATA, which leaves out files and
 address space that is only reserved; 0: no limit).
@@ -18,6 +18,8 @@ import resource
 import signal
 import sys
 import time
+
+import psutil
 
 LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -65,33 +67,16 @@ def end_all() -> None:
     """Kill all processes that come from the worker, until there are none."""
     give_up = time.monotonic() + PATIENCE_S
     while time.monotonic() < give_up:
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             return
-        for pid in descendants():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        if not LINUX:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(worker, signal.SIGKILL)
         time.sleep(PAUSE_S)
-
-
-def descendants() -> list[int]:
-    """Our children, theirs, and so on, as /proc lists them."""
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc") if LINUX else ():
-        with contextlib.suppress(OSError):  # it has just ended
-            if name.isdigit():
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    parent = int(file.read().rpartition(b")")[2].split()[1])
-                children.setdefault(parent, []).append(int(name))
-    found = children.get(os.getpid(), [])
-    for pid in found:
-        found.extend(children.get(pid, []))
-    return found
 
 
 def limit_memory(num_bytes: int) -> None:

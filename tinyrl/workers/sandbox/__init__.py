@@ -24,9 +24,8 @@ A program can print or return answers and nothing else: expected ones never ente
 each case has a run of its own. What is not promised: that a program cannot learn the time, the names and sizes of
 files, or what kind of machine this is; that one which exploits a bug in the kernel stays inside.
 
-Linux on x86_64 or aarch64, with Landlock (5.13 or later). Elsewhere CannotIsolate is raised, unless
-`allow_unisolated=True`: then only the limits, the empty environment and whichever walls there are hold, and a program
-can read and harm all that you can. This folder imports nothing else of tinyrl: some of its files are run by path.
+Linux on x86_64 or aarch64, with Landlock (5.13 or later). Elsewhere CannotIsolate is raised and nothing is run. This
+folder imports nothing else of tinyrl: some of its files are run by path.
 """
 
 import json
@@ -42,7 +41,6 @@ from tinyrl.workers.sandbox.isolation import CannotIsolate, Limits
 from tinyrl.workers.sandbox.process import Job, Run, execute, last_line, why_not_isolated
 
 # ---- A completion's program, and what it answered ----
-
 
 TOLERANCE = 1e-9  # between numbers of which one is a float, relative to the larger
 NEAR_ZERO = 1e-12  # where exactly 0 is expected, to which nothing is relatively close
@@ -99,10 +97,9 @@ SIGNALS = {each.value: each.name for each in signal.Signals}
 
 
 class Options(TypedDict, total=False):
-    """Of runs, `workers` at a time (default: 1), each within `limits`; whether they run where nothing isolates them."""
+    """Runs are made `workers` at a time (default: 1), each within `limits`."""
 
     limits: Limits
-    allow_unisolated: bool
     workers: int
 
 
@@ -116,7 +113,6 @@ class Outcome:
     exit_code: int | None  # None: it was ended by a signal
     seconds: float
     cpu_seconds: float
-    isolated: bool  # behind every wall
     value: Any = None  # what the function returned, where one was called and `ok`
 
     @property
@@ -138,18 +134,13 @@ class Verdict:
         return "passed" if self.passed else "wrong answer" if self.outcome.ok else self.outcome.reason
 
 
-def run_program(
-    source: str, *, stdin: str = "", limits: Limits = DEFAULT_LIMITS, allow_unisolated: bool = False
-) -> Outcome:
+def run_program(source: str, *, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Outcome:
     """Run a program as a script. Raises CannotIsolate; what the program does is never raised."""
-    return _run(Job(_bytes(source), stdin=_bytes(stdin)), limits=limits, allow_unisolated=allow_unisolated)
+    return _run(Job(_bytes(source), stdin=_bytes(stdin)), limits)
 
 
 def call_function(
-    source: str,
-    function: str,
-    arguments_list: Sequence[Sequence[Any]],
-    **options: Unpack[Options],
+    source: str, function: str, arguments_list: Sequence[Sequence[Any]], **options: Unpack[Options]
 ) -> list[Outcome]:
     """Call a function of a program once for each list of arguments, each in a run of its own; `workers` at a time.
 
@@ -160,11 +151,7 @@ def call_function(
     return _run_all(jobs, **options)
 
 
-def passes_tests(
-    source: str,
-    cases: Sequence[Sequence[str]],
-    **options: Unpack[Options],
-) -> list[Verdict]:
+def passes_tests(source: str, cases: Sequence[Sequence[str]], **options: Unpack[Options]) -> list[Verdict]:
     """Run a program on each case, (stdin, expected stdout), and say which it passed: exit code 0 and `same_output`."""
     jobs = [Job(_bytes(source), stdin=_bytes(stdin)) for stdin, _ in cases]
     outcomes = _run_all(jobs, **options)
@@ -175,10 +162,7 @@ def passes_tests(
 
 
 def passes_calls(
-    source: str,
-    function: str,
-    cases: Sequence[tuple[Sequence[Any], Any]],
-    **options: Unpack[Options],
+    source: str, function: str, cases: Sequence[tuple[Sequence[Any], Any]], **options: Unpack[Options]
 ) -> list[Verdict]:
     """Call a function on each case, (arguments, expected value), as call_function does; passed is `same_value`."""
     wanted = [json.loads(_json(expected)) for _, expected in cases]
@@ -201,19 +185,15 @@ def _json(value: Any) -> bytes:
         raise ValueError(f"Arguments and expected values of a function must be JSON: {error}.") from error
 
 
-def _run_all(jobs: list[Job], *, workers: int = 1, **options: Any) -> list[Outcome]:
+def _run_all(jobs: list[Job], *, workers: int = 1, limits: Limits = DEFAULT_LIMITS) -> list[Outcome]:
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        return list(pool.map(lambda job: _run(job, **options), jobs))
+        return list(pool.map(lambda job: _run(job, limits), jobs))
 
 
-def _run(job: Job, *, limits: Limits = DEFAULT_LIMITS, allow_unisolated: bool = False) -> Outcome:
-    why_not = why_not_isolated()
-    if why_not and not allow_unisolated:
-        raise CannotIsolate(
-            f"Programs cannot be isolated on this system: {why_not}. With allow_unisolated=True they are run all the "
-            "same, within limits of time and memory but free to read and harm what you can."
-        )
-    run = execute(job, limits, must_isolate=not why_not)
+def _run(job: Job, limits: Limits) -> Outcome:
+    if why_not := why_not_isolated():
+        raise CannotIsolate(f"Programs cannot be isolated on this system: {why_not}. None is run.")
+    run = execute(job, limits)
     code = None if run.stopped or run.wait_status is None else os.waitstatus_to_exitcode(run.wait_status)
     stdout, stderr = (data.decode("utf-8", errors="replace") for data in (run.stdout, run.stderr))
     reason, value = run.stopped or _how_it_ended(run, code, stderr, limits), None
@@ -226,7 +206,6 @@ def _run(job: Job, *, limits: Limits = DEFAULT_LIMITS, allow_unisolated: bool = 
         exit_code=code if code is None or code >= 0 else None,
         seconds=run.seconds,
         cpu_seconds=run.cpu_seconds,
-        isolated=not run.missing,
         value=value,
     )
 

@@ -127,7 +127,7 @@ with open("/proc/self/maps") as maps:
 
 
 class CannotIsolate(ValueError):
-    """This system cannot isolate a program, and running it without isolation was not allowed."""
+    """This system cannot isolate a program, so it is not run."""
 
 
 @dataclass(frozen=True)
@@ -151,31 +151,22 @@ class Limits:
                 raise ValueError(f"Limits: {name} must be a whole number from {minimum}, not {value!r}.")
 
 
-def launch_command(
-    limits: Limits, *, harness_arguments: list[str], status: int, must_isolate: bool, folder: str
-) -> list[str]:
-    """The command that isolates itself and becomes a sandbox's interpreter. `folder`: its place without a scratch."""
+def launch_command(limits: Limits, *, harness_arguments: list[str], status: int) -> list[str]:
+    """Return the command that isolates itself and becomes a sandbox's interpreter."""
     instructions = filter_for(platform.machine()) or b""
     settings = {
         "status": status,
         "parent": os.getpid(),
-        "must_isolate": int(must_isolate),
         "namespaces": NAMESPACES,
         "reachable": int(os.geteuid() != 0 or _anyone_can_read(interpreter(), *_needed_folders())),
         "scratch_at": _scratch_folder(),
-        "folder": folder,
         "seccomp": instructions.hex(),
-        "wall_s": limits.wall_s,
-        "cpu_s": limits.cpu_s,
-        "memory_bytes": limits.memory_bytes,
-        "scratch_bytes": limits.scratch_bytes,
-        "threads": limits.threads,
+        **vars(limits),
     }
     python = [interpreter(), *PYTHON]
     program = [*python, HARNESS, *harness_arguments]
-    paths = [*visible_paths(), *([] if must_isolate else [f"s{folder}"])]
     words = [f"{name}={value}" for name, value in settings.items()]
-    return [*python, LAUNCHER, *words, "--", *program, "--", *paths]
+    return [*python, LAUNCHER, *words, "--", *program, "--", *visible_paths()]
 
 
 def interpreter() -> str:
@@ -185,9 +176,7 @@ def interpreter() -> str:
 
 @functools.cache
 def visible_paths() -> tuple[str, ...]:
-    """The paths that a program may look at, as launcher.py takes them. Empty where there is no Landlock."""
-    if sys.platform != "linux":
-        return ()
+    """Return the paths that a program may look at, as launcher.py takes them."""
     library = os.path.dirname(os.__file__)
     entries = [entry.path for entry in os.scandir(library) if not entry.name.endswith("-packages")]
     command = [interpreter(), *PYTHON, "-c", LIST_LIBRARIES]

@@ -3,7 +3,7 @@
     python launcher.py NAME=VALUE ... -- COMMAND ... -- PATH ...
 
 A path that the program may look at has a letter in front: f to read a file, d a folder with all in it, l to list a
-folder, w to read and write a file, s to do as it likes in a folder. Three processes:
+folder, w to read and write a file. Three processes:
 
     outer        namespaces of its own (network, processes, users, mounts, ...) where the system allows them
     supervisor   gives up root; waits for the program, ends it when it is told to or when the program is late, reports
@@ -12,8 +12,8 @@ folder, w to read and write a file, s to do as it likes in a folder. Three proce
 Each dies with the one above it. Landlock and seccomp need no privilege, hold in a container too, and are what the
 promise rests on; namespaces are a second wall, and bring a scratch folder whose size is limited (a tmpfs).
 
-Sent over the status pipe, which the program does not have: "ready\\n" or "ready without A; B\\n" before it starts, or
-"refused: A; B\\n" where a wall is missing and `must_isolate` is 1; "exit STATUS CPU_SECONDS\\n" when it is over.
+Sent over the status pipe, which the program does not have: "ready\\n" before it starts, or "refused: A; B\\n" where a
+limit or a wall is missing; "exit STATUS CPU_SECONDS\\n" when it is over.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ import signal
 import struct
 import sys
 import time
+from collections.abc import Callable
 
-LINUX = sys.platform == "linux"
 FIRST_USER = 2_000_000_000  # in place of root: a user that owns nothing, another one for each sandbox
-LATE_S = 2.0  # our parent ends a late program; this long after that we do it ourselves
 LOOK_S = 0.5
+LATE_S = 2.0  # our parent ends a late program; this long after that we do it ourselves
 STACK_BYTES, MAX_FILES = 8 << 20, 64
 
 PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 1, 8, 22, 38, 47
@@ -55,7 +55,7 @@ def main() -> None:
     os.set_inheritable(status, False)
     die_with_parent(int(settings["parent"]))
     user, scratch, counted_alone = FIRST_USER + os.getpid(), "", False
-    if LINUX and settings["namespaces"] == "1":
+    if settings["namespaces"] == "1":
         with contextlib.suppress(OSError):  # a container, or reserved for root: Landlock and seccomp hold without them
             counted_alone = enter_namespaces()
             scratch = make_scratch(settings["scratch_at"], int(settings["scratch_bytes"]))
@@ -65,20 +65,22 @@ def main() -> None:
         os.waitpid(child, 0)
         os._exit(0)
     die_with_parent(None)
-    if LINUX:
-        counted_alone |= leave_root(user, reachable=settings["reachable"] == "1")
+    counted_alone |= leave_root(user, reachable=settings["reachable"] == "1")
     supervisor = os.getpid()
     program = os.fork()
     if not program:
         die_with_parent(supervisor)
-        folder = scratch or settings["folder"]
+        folder = scratch or "/"
         os.chdir(folder)
-        missing = limit_all(settings, counted_alone=counted_alone)
-        missing += shut_walls([*paths, f"s{scratch}"] if scratch else paths, bytes.fromhex(settings["seccomp"]))
-        if missing and settings["must_isolate"] == "1":
+        missing = isolate(
+            limits=lambda: limit_all(settings, counted_alone=counted_alone),
+            Landlock=lambda: restrict_files([*paths, f"s{scratch}"] if scratch else paths),
+            seccomp=lambda: restrict_calls(bytes.fromhex(settings["seccomp"])),
+        )
+        if missing:
             os.write(status, f"refused: {'; '.join(missing)}\n".encode())
             os._exit(1)
-        os.write(status, f"ready{' without ' if missing else ''}{'; '.join(missing)}\n".encode())
+        os.write(status, b"ready\n")
         os.execve(command[0], command, {**os.environ, "HOME": folder, "TMPDIR": folder})
     end_when_told(program, signal.SIGKILL)
     end_when_late(time.monotonic() + float(settings["wall_s"]) + LATE_S)
@@ -93,7 +95,7 @@ def end_when_told(child: int, told: int) -> None:
 
 
 def end_when_late(deadline: float) -> None:
-    """End the group, which is ours alone, at the deadline or once the parent is gone (Linux says so at once)."""
+    """End the group, which is ours alone, at the deadline or once the parent is gone."""
     parent = os.getppid()
 
     def look(*_: object) -> None:
@@ -106,8 +108,7 @@ def end_when_late(deadline: float) -> None:
 
 def die_with_parent(parent: int | None) -> None:
     """Be killed when the parent ends; leave if it already has. None: its number is not known in our namespace."""
-    if LINUX:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
 
@@ -165,48 +166,39 @@ def set_capabilities(mask: int) -> None:
     checked(libc.capset(struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", mask, mask, mask, 0, 0, 0)))
 
 
-def limit_all(settings: dict[str, str], *, counted_alone: bool) -> list[str]:
-    """Limit what this process may use. Returns the limits that could not be set."""
+def isolate(**steps: Callable[[], None]) -> list[str]:
+    """Take all steps, seccomp last, which forbids what the others need. Return those that the system does not allow."""
+    missing = []
+    for name, take in steps.items():
+        try:
+            take()
+        except OSError as error:
+            missing.append(f"{name} ({error.strerror})")
+    return missing
+
+
+def limit_all(settings: dict[str, str], *, counted_alone: bool) -> None:
+    """Limit what this process may use."""
     names = ("threads", "cpu_s", "scratch_bytes", "memory_bytes")
     threads, cpu_s, scratch_bytes, memory_bytes = (int(settings[name]) for name in names)
+    others = 2  # supervisor and outer process
+    if not counted_alone:  # threads are counted by user: allow for as many others as there are on the system
+        with open("/proc/loadavg") as file:
+            others += int(file.read().split()[3].split("/")[1])
     limits = {
-        "RLIMIT_AS": (memory_bytes, memory_bytes),
-        "RLIMIT_CPU": (cpu_s, cpu_s + 1),  # SIGXCPU, and a second later SIGKILL
-        "RLIMIT_FSIZE": (scratch_bytes, scratch_bytes),
-        "RLIMIT_NOFILE": (MAX_FILES, MAX_FILES),
-        "RLIMIT_STACK": (STACK_BYTES, STACK_BYTES),
-        "RLIMIT_CORE": (0, 0),
+        resource.RLIMIT_AS: (memory_bytes, memory_bytes),
+        resource.RLIMIT_CPU: (cpu_s, cpu_s + 1),  # SIGXCPU, and a second later SIGKILL
+        resource.RLIMIT_FSIZE: (scratch_bytes, scratch_bytes),
+        resource.RLIMIT_NOFILE: (MAX_FILES, MAX_FILES),
+        resource.RLIMIT_STACK: (STACK_BYTES, STACK_BYTES),
+        resource.RLIMIT_CORE: (0, 0),
+        resource.RLIMIT_NPROC: (threads + others, threads + others),
     }
-    if LINUX:
-        others = 2  # supervisor and outer process
-        if not counted_alone:  # threads are counted by user: allow for as many others as there are on the system
-            with open("/proc/loadavg") as file:
-                others += int(file.read().split()[3].split("/")[1])
-        limits["RLIMIT_NPROC"] = (threads + others, threads + others)
-    missing = []
-    for name, (soft, hard) in limits.items():
-        which = getattr(resource, name)
+    for which, (soft, hard) in limits.items():
         ceiling = resource.getrlimit(which)[1]
         if ceiling != resource.RLIM_INFINITY:
             soft, hard = min(soft, ceiling), min(hard, ceiling)
-        try:
-            resource.setrlimit(which, (soft, hard))
-        except (ValueError, OSError) as error:  # macOS does not keep them all
-            missing.append(f"{name} ({error})")
-    return missing
-
-
-def shut_walls(paths: list[str], instructions: bytes) -> list[str]:
-    """Landlock and then seccomp, which forbids what Landlock needs. Returns the walls that are not available."""
-    if not LINUX:
-        return [f"Landlock and seccomp (they are Linux's, and this is {sys.platform})"]
-    missing = []
-    for wall, build in (("Landlock", lambda: restrict_files(paths)), ("seccomp", lambda: restrict_calls(instructions))):
-        try:
-            build()
-        except OSError as error:
-            missing.append(f"{wall} ({error.strerror})")
-    return missing
+        resource.setrlimit(which, (soft, hard))
 
 
 def restrict_files(paths: list[str]) -> None:

@@ -49,20 +49,15 @@ class Run:
     wait_status: int | None = None  # None: the launcher was gone before it could report
     seconds: float = 0.0  # from when the program could start
     cpu_seconds: float = 0.0
-    missing: str = ""  # the walls that it ran without
 
 
-def execute(job: Job, limits: Limits, *, must_isolate: bool) -> Run:
+def execute(job: Job, limits: Limits) -> Run:
     """Run a program in a fresh sandbox to its end, or to the end of a limit.
 
-    Raises CannotIsolate when a wall is missing and `must_isolate`, OSError when the sandbox cannot be started.
+    Raises CannotIsolate when a wall is missing, OSError when the sandbox cannot be started.
     """
     run, status = Run(), bytearray()
     with contextlib.ExitStack() as stack:
-        folder = "/"
-        if not must_isolate:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-            os.chmod(folder, 0o777 if os.geteuid() == 0 else 0o700)  # root's program will be another user
         (job_end, jobs), (replies, reply_end), (told, status_end) = (_pipe(stack) for _ in range(3))
         theirs = [job_end, status_end]
         call: list[str] = []
@@ -73,8 +68,6 @@ def execute(job: Job, limits: Limits, *, must_isolate: bool) -> Run:
             limits,
             harness_arguments=[str(job_end.fileno()), str(len(job.source)), *call],
             status=status_end.fileno(),
-            must_isolate=must_isolate,
-            folder=folder,
         )
         process = subprocess.Popen(
             command,
@@ -163,7 +156,7 @@ def _end(process: subprocess.Popen[bytes], told: _Stream) -> None:
         pipes.register(told[0], selectors.EVENT_READ)
         while (left := deadline - time.monotonic()) > 0 and (not pipes.select(left) or _take(*told)):
             pass
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: macOS, all gone
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):  # a process stuck in the kernel must not hold us as well
         process.wait(GRACE_S)
@@ -174,10 +167,9 @@ def _understand(run: Run, told: str) -> None:
     first, _, last = told.partition("\n")
     if first.startswith("refused: "):
         raise CannotIsolate(f"The sandbox lacks {first.removeprefix('refused: ')}.")
-    if not first.startswith("ready"):
+    if first != "ready":
         why = last_line(run.stderr.decode("utf-8", errors="replace")) or "it said nothing"
         raise OSError(f"A sandbox could not be started: {why}")
-    run.missing = first.removeprefix("ready").removeprefix(" without ")
     words = last.split()
     if len(words) == 3:
         run.wait_status, run.cpu_seconds = int(words[1]), float(words[2])
@@ -231,12 +223,12 @@ def why_not_isolated() -> str | None:
         os.chmod(canary.name, 0o666)  # noqa: S103  so that nothing protects it but the sandbox
         given = f"{server.getsockname()[1]} {os.getpid()} {canary.name}\n"
         try:
-            run = execute(Job(PROBE.encode(), stdin=given.encode()), Limits(), must_isolate=True)
+            run = execute(Job(PROBE.encode(), stdin=given.encode()), Limits())
         except (CannotIsolate, OSError) as error:
             return last_line(str(error)).rstrip(".")
         canary.seek(0)
         overwritten = canary.read() != CANARY  # checked here: in the scratch folder such a file may be made
-    if run.stopped or run.wait_status != 0 or run.missing:
+    if run.stopped or run.wait_status != 0:
         how = run.stopped or last_line(run.stderr.decode("utf-8", errors="replace"))
         return f"a program that tried to break out of a sandbox did not come to its end ({how})"
     reached = run.stdout.decode("utf-8", errors="replace").split("\n")[:-1] + ["it wrote to one"] * overwritten
