@@ -56,11 +56,8 @@ def extremes(held_out: HeldOut) -> dict[str, list[tuple[Sample | None, Sample]]]
         "Longest": sorted(held_out.last, key=lambda sample: -sample.length),
         "Most changed": [after[index] for index in by_change],
     }
-    return {
-        name: [(before.get(one.prompt_index), one) for one in some[:MOST_PICKED]]
-        for name, some in found.items()
-        if some
-    }
+    paired = {name: [(before.get(one.prompt_index), one) for one in some[:MOST_PICKED]] for name, some in found.items()}
+    return {name: some for name, some in paired.items() if some}
 
 
 # ---- token by token ----
@@ -68,20 +65,14 @@ def extremes(held_out: HeldOut) -> dict[str, list[tuple[Sample | None, Sample]]]
 QUANTITIES: dict[str, tuple[str, str, Callable[[dict[str, float]], float]]] = {  # class: name, meaning, number
     "a": ("Advantage", "How much better than expected: what is above 0 was made more likely", lambda n: n["advantage"]),
     "d": ("Change by the update", "Log-probability after the update less before", lambda n: n["new"] - n["old"]),
-    "k": (
-        "KL from the reference",
-        "Log-probability when sampled less that of the reference",
-        lambda n: n["old"] - n["ref"],
-    ),
-    "s": (
-        "Log-probability",
-        "How likely the token was when sampled: the stronger, the more surprising",
-        lambda n: n["old"],
-    ),
+    "k": ("KL from the reference", "Log-probability when sampled less that of the reference",
+          lambda n: n["old"] - n["ref"]),
+    "s": ("Log-probability", "How likely the token was when sampled: the stronger, the more surprising",
+          lambda n: n["old"]),
     "t": ("Teacher's log-probability", "How likely the token was to the teacher", lambda n: n["teacher"]),
     "v": ("Value", "What the critic expected from here on", lambda n: n["value"]),
     "w": ("Reward", "Where it landed, with the KL penalty of each token where there is one", lambda n: n["reward"]),
-}
+}  # fmt: skip
 _KINDS = {"train": "training, ", "eval": "held-out, ", "eval-greedy": "held-out, greedy, "}
 
 
@@ -92,10 +83,8 @@ def token_view(samples: list[dict[str, Any]]) -> dict[str, Any]:
         return {}
     scales = {key: scale_of([of(each) for each in chosen]) for key, (*_, of) in QUANTITIES.items()}
     scales = {key: scale for key, scale in scales.items() if scale > 0}
-    quantities = [
-        {"key": key, "name": QUANTITIES[key][0], "meaning": QUANTITIES[key][1], "scale": scale}
-        for key, scale in scales.items()
-    ]
+    quantities = [dict(zip(("key", "name", "meaning", "scale"), (key, *QUANTITIES[key][:2], scale), strict=True))
+                  for key, scale in scales.items()]  # fmt: skip
     return {"tokens": [_completion(one, scales) for one in samples], "quantities": quantities, "levels": LEVELS}
 
 
