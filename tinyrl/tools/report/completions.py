@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tinyrl.runs.records import NUMBERS, PROMPT_CHARACTERS, HeldOut, Sample, evenly, number
-from tinyrl.text import excerpt
+from tinyrl.text import Excerpt, excerpt
 from tinyrl.tools.report.outcome import show
 
 MOST_SAMPLES = 8
@@ -33,6 +33,10 @@ def same_prompts(held_out: HeldOut) -> dict[str, Any]:
     return {"first": first, "last": last, "changes": first != last, "steps": steps, "same": same}
 
 
+def _written(sample: Sample) -> list[Excerpt]:
+    return [text for who, text in sample.messages if who == "policy"]
+
+
 def extremes(held_out: HeldOut) -> dict[str, list[tuple[Sample | None, Sample]]]:
     """Worst, best, longest and most changed of the last step, each with what the first sample of its prompt was at the
     first step; the same completion may be in several of them.
@@ -47,7 +51,7 @@ def extremes(held_out: HeldOut) -> dict[str, list[tuple[Sample | None, Sample]]]
     changed = {
         index: abs(sample.reward - before[index].reward)
         for index, sample in after.items()
-        if index in before and before[index].written != sample.written
+        if index in before and _written(before[index]) != _written(sample)
     }
     by_change = sorted((index for index in changed if changed[index] > 0), key=lambda index: (-changed[index], index))
     found = {
