@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from typer.testing import CliRunner
 
 from tests.tools.report.runs import sample, write_run
 from tinyrl.cli.commands import app
-from tinyrl.runs import diagnosis
 from tinyrl.runs.diagnosis import MOST_LINES, Watch, findings
 from tinyrl.runs.records import Run, read_run, read_steps
 
@@ -101,10 +99,6 @@ def test_a_measured_run_that_went_well_has_no_finding_at_any_step(path: Path) ->
     assert [watch.look(step, line) for step, line in steps.items()] == [[]] * len(steps)
 
 
-def test_there_are_three_measured_runs() -> None:
-    assert [path.stem for path in HEALTHY] == ["grpo-lookup", "grpo-sort", "ppo-sentiment"]
-
-
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_is_found_and_nothing_else(fault: str) -> None:
     assert named(rows(**PLANTED[fault])) == [fault]
@@ -169,10 +163,6 @@ def test_what_the_first_steps_show_is_found_and_nothing_else(what: str) -> None:
     lines, name = AT_ONCE[what]
     steps = {line["step"]: line for line in lines}
     assert [one.name for one in findings(Run(Path(), steps, FIVE_TURNS))] == ([name] if name else [])
-
-
-def test_an_environment_of_one_turn_is_not_hardly_asked() -> None:
-    assert named(turning(1.0, cut=0.0), {"environment": {"max_turns": 1}}) == []
 
 
 def test_a_policy_that_never_ends_its_turn_is_said_at_step_0() -> None:
@@ -258,17 +248,6 @@ def test_a_resumed_run_does_not_say_again_what_it_has_said() -> None:
     assert [watch.look(line["step"], line) for line in lines[31:]] == [[]] * 30
 
 
-def test_looks_are_farther_apart_the_longer_a_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked_at: list[int] = []
-    monkeypatch.setattr(diagnosis, "findings", lambda run: looked_at.append(run.last_step) or [])
-    watch = Watch({})
-    for step in range(10_001):
-        watch.look(step, {})
-    assert looked_at[:4] == [0, 5, 10, 15]
-    assert 80 < len(looked_at) < 150
-    assert all(b - a <= max(5, b // 20) for a, b in pairwise(looked_at))
-
-
 def doctor(*arguments: str) -> str:
     done = CliRunner().invoke(app, ["doctor", *arguments])
     assert done.exit_code == 0, done.output
@@ -298,12 +277,6 @@ def test_a_hostile_completion_harms_no_terminal(tmp_path: Path) -> None:
     shown = doctor(str(run))
     assert not {"\x1b", "\u202e", "\ud800"} & {*shown}
     assert max(map(len, shown.splitlines())) <= 110
-
-
-def test_a_healthy_run_is_said_to_be_one(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", rows())
-    assert doctor(str(run)) == "run: 80 steps, nothing found.\n"
-    assert json.loads(doctor(str(run), "--json")) == []
 
 
 def test_a_watch_of_a_long_run_keeps_a_bounded_number_of_lines():

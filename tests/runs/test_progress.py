@@ -40,15 +40,6 @@ def test_one_line_a_step_where_there_is_no_terminal(capsys: pytest.CaptureFixtur
     ]
 
 
-def test_time_left_counts_from_where_a_resume_began(capsys: pytest.CaptureFixture[str], clock: list[float]):
-    shown = Display(num_steps=110)
-    clock[0] += 500  # loading and checking
-    shown.start(done=100)
-    clock[0] += 1000
-    shown.step(101, {})
-    assert capsys.readouterr().err == "step 101/110 · 2:30:00 left\n"
-
-
 class Screen(io.StringIO):
     """A terminal that can be closed."""
 
@@ -76,25 +67,6 @@ def open_terminal(monkeypatch: pytest.MonkeyPatch, *, columns: int = 120) -> Scr
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "stderr", screen)
     return screen
-
-
-def test_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch):
-    terminal = open_terminal(monkeypatch)
-    shown = Display(num_steps=4)
-    shown.note("before the bar")
-    assert terminal.getvalue() == "before the bar\n"
-    shown.start()
-    shown.phase("sampling")
-    shown.step(1, {"reward/mean": 0.5, "eval/reward_mean": 0.25})
-    shown.note("50 [bold]% :tada: done[/bold]")
-    shown.close()
-    shown.note("after the bar")
-    text = terminal.getvalue()
-    assert "sampling" in text
-    assert "step    reward  held-out\n" in text
-    assert " 1/4       0.5      0.25\n" in text
-    assert " 1/4 " in ESCAPES.sub("", text)
-    assert "50 [bold]% :tada: done[/bold]" in text  # a note is text, not markup
 
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -180,29 +152,6 @@ def test_one_header_stands_above_the_lines_and_no_number_twice(monkeypatch: pyte
     shown.step(5, {"eval/pass@1": 1.5})  # once shown it stays
     shown.close()
     assert ESCAPES.sub("", terminal.getvalue()).count("held-out") == text.count("held-out")
-
-
-def test_a_sample_follows_an_evaluation_in_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    sampled = {"kind": "eval", "prompt": "one", "completion": "sampled", "reward": 0.0}
-    greedy = {"kind": "eval-greedy", "prompt": "one\ntwo", "completion": "said " * 60, "reward": 1.0}
-    plain = Display(num_steps=9)
-    plain.start()
-    plain.sample([sampled, greedy])
-    assert capsys.readouterr().err == ""
-    terminal = open_terminal(monkeypatch, columns=80)
-    shown = Display(num_steps=9)
-    shown.start()
-    shown.sample([sampled, greedy])
-    shown.sample([])
-    shown.close()
-    lines = ESCAPES.sub("", terminal.getvalue()).replace("\r", "\n").splitlines()
-    at = next(number for number, line in enumerate(lines) if line.startswith("  prompt:"))
-    assert lines[at] == "  prompt: one two"
-    assert lines[at + 1].startswith("  policy (reward 1): said said")
-    assert len(lines[at + 1]) <= 80
-    assert "sampled" not in terminal.getvalue()
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

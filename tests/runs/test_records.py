@@ -6,16 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.tools.report.runs import PageReader, grpo_run, page, write_run
-from tinyrl.runs import records
 from tinyrl.runs.records import read_run
 from tinyrl.tools.report import write_report
 from tinyrl.tools.report.outcome import outcome
-
-
-def test_half_written_last_line_is_ignored(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run", [{"step": 1, "reward/mean": 0.5}], tail='{"step": 2, "reward/me'))
-    assert run.last_step == 1
-    assert run.notes == ()
 
 
 def test_other_broken_lines_are_counted(tmp_path: Path) -> None:
@@ -64,13 +57,3 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no metrics\.jsonl, so there is nothing to report"):
         write_report(run)
     assert not (run / "report.html").exists()
-
-
-def test_names_of_metrics_are_looked_for_once(monkeypatch: pytest.MonkeyPatch):
-    """A report asks for them seven times, of up to 300,000 lines."""
-    looks: list[object] = []
-    plain = records.number
-    monkeypatch.setattr(records, "number", lambda value: looks.append(value) or plain(value))
-    run = records.Run(Path("run"), {step: {"a": 1.0, "b": None if step < 3 else 2.0, "c": None} for step in range(5)})
-    assert [run.metric_names() for _ in range(3)] == [["a", "b"]] * 3
-    assert len(looks) == 1 + 4 + 5

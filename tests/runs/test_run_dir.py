@@ -11,7 +11,7 @@ import pytest
 
 from tinyrl.config.schema import Config
 from tinyrl.runs.records import json_lines
-from tinyrl.runs.run_dir import RunDir, check_new_run, create_run, environment, finite, open_run, redact_command, run_of
+from tinyrl.runs.run_dir import RunDir, check_new_run, create_run, environment, open_run, redact_command, run_of
 from tinyrl.text import redact
 
 CONFIG = Config.model_validate({"method": "grpo", "task": {"name": "sort"}})
@@ -106,15 +106,6 @@ def test_an_output_folder_that_cannot_be(tmp_path: Path, monkeypatch: pytest.Mon
         check_new_run(str(tmp_path), name=None, overwrite=False)
 
 
-def test_a_disk_that_is_full_when_the_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Path, "mkdir", full)
-    with pytest.raises(ValueError, match=r"^cannot create run folder .*mine: No space left on device"):
-        create(tmp_path, "mine")
-
-
 # Finding a run
 
 
@@ -158,15 +149,6 @@ def test_lines_are_appended_and_what_is_not_finite_is_null(tmp_path: Path):
     assert read(run.metrics) == [{"step": 1, "loss": 0.5, "kl": None}, {"step": 2, "loss": None}]
     assert run.samples.read_bytes().isascii()
     assert read(run.samples) == [{"completion": "é\u2028\ud800", "rewards": {"f": None}}]
-
-
-def test_finite():
-    assert finite({"a": [1, 2.5, (math.nan, "nan")], "b": {"c": -math.inf}, "d": None, "e": True}) == {
-        "a": [1, 2.5, [None, "nan"]],
-        "b": {"c": None},
-        "d": None,
-        "e": True,
-    }
 
 
 def test_a_resume_forgets_what_came_after_its_checkpoint(tmp_path: Path):
@@ -228,19 +210,6 @@ def test_what_a_checkpoint_counts_and_is_lost_is_said_and_marked(tmp_path: Path,
         assert [row["step"] for row in json_lines(run.samples, notes, containing=b"3")] == [3]
         assert notes[0] == notes[1]
         assert "a gap" in notes[0]
-
-
-def test_an_older_checkpoint_marks_what_it_counts(tmp_path: Path):
-    run = RunDir(tmp_path)
-    run.append_metrics(1, {"loss": 0.123456789})
-    older = run.lengths()
-    run.append_metrics(2, {"loss": 0.123456789})
-    lengths = run.lengths()
-    run.metrics.unlink()
-    run.cut(lengths, step=2)
-    [said] = run.cut(older, step=1)
-    assert f"{older['metrics.jsonl']} of its" in said
-    assert (run.lengths(), json.loads(run.metrics.read_text())["step"]) == (older, 1)
 
 
 def test_lines_that_cannot_be_read_are_said_and_kept(tmp_path: Path):
@@ -306,14 +275,6 @@ def test_a_full_disk_loses_no_line_and_leaves_no_half_of_one(tmp_path: Path, mon
     ]
 
 
-def test_config_and_environment_are_replaced_whole(tmp_path: Path):
-    run = RunDir(tmp_path)
-    run.write_config(CONFIG)
-    run.write_environment({"seed": 3})
-    assert {p.name for p in tmp_path.iterdir()} == {"config.yaml", "env.json"}
-    assert json.loads((tmp_path / "env.json").read_text()) == {"seed": 3}
-
-
 # Secrets
 
 
@@ -338,10 +299,6 @@ HEX = "0123456789abcdef0123456789abcdef01234567"
 )
 def test_a_command_is_written_without_its_secrets(command: list[str], shown: str):
     assert redact_command(command).replace("'", "").replace("[redacted]", "#") == shown
-
-
-def test_a_command_can_be_typed_again():
-    assert redact_command(["tinyrl", "a b", "x={c: d}"]) == "tinyrl 'a b' 'x={c: d}'"
 
 
 @pytest.mark.parametrize(

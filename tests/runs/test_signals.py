@@ -48,21 +48,6 @@ def test_long_work_looks_at_the_innermost_flag():
     check_stop()
 
 
-def test_the_first_reason_is_the_one_that_is_named():
-    with StopFlag() as flag:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert flag.by == "SIGTERM"
-
-
-def test_the_handlers_from_before_come_back():
-    before = [signal.getsignal(number) for number in SIGNALS]
-    with StopFlag():
-        assert all(signal.getsignal(number) != handler for number, handler in zip(SIGNALS, before, strict=True))
-    assert [signal.getsignal(number) for number in SIGNALS] == before
-
-
 def test_a_closed_terminal_does_not_stop_a_run_started_with_nohup():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

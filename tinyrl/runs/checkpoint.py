@@ -147,20 +147,18 @@ def checkpoint_of(path: Path) -> Path:
 
 
 def prune(root: Path, *, keep: int, protected: Iterable[Path]) -> bool:
-    """Delete all but the newest `keep` checkpoints and the protected ones, and what crashed writers left behind; says
+    """Delete all but the newest `keep` checkpoints and the protected ones, and what crashed writers left behind. Return
     whether any was deleted. One is renamed before it is deleted: a crash half-way leaves no half of one.
     """
     assert keep >= 1, keep
     there = list_checkpoints(root)
     safe = {p.resolve() for p in (*there[-keep:], *protected)}
-    for leftover in [p for p in root.iterdir() if p.name.startswith((_ASIDE, _WRITING, _DELETING))]:
-        if leftover not in there and leftover.resolve() not in safe:
-            shutil.rmtree(leftover, ignore_errors=True)
     superfluous = [folder for folder in there if folder.resolve() not in safe]
     for folder in superfluous:
-        going = root / f"{_DELETING}{folder.name}"
-        os.rename(folder, going)
-        shutil.rmtree(going, ignore_errors=True)
+        os.rename(folder, root / f"{_DELETING}{folder.name}")
+    for left in [p for p in root.iterdir() if p.name.startswith((_ASIDE, _WRITING, _DELETING))]:
+        if left not in there and left.resolve() not in safe:
+            shutil.rmtree(left, ignore_errors=True)
     return bool(superfluous)
 
 

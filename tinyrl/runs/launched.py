@@ -55,7 +55,7 @@ def launched() -> Launched:
 
 
 def launched_rank() -> int:
-    """The number of this process, where what else is said may be wrong."""
+    """Return the rank of this process; 0 where the launcher's variables are wrong."""
     text = os.environ.get("RANK", "")
     return int(text) if text.isdigit() else 0
 
@@ -67,7 +67,7 @@ def forget_launcher() -> None:
 
 
 class Voice:
-    """Which process says a sentence that may be everybody's. Before they are connected: one on each machine."""
+    """Print what every process would print on one only. Before they are connected: on local rank 0 of each machine."""
 
     def __init__(self) -> None:
         self.connected: Callable[[str], bool] | None = None  # is given the sentence

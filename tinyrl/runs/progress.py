@@ -70,14 +70,9 @@ class Display:
         """Start drawing, and estimating the time left, for a run of which `done` steps are done."""
         self._first, self._started = done, time.monotonic()
         if self.console.is_terminal and not self.silent:
-            columns = (
-                TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=None),  # what the others leave
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-            )
+            bar = BarColumn(bar_width=None)  # what the others leave
+            columns = (TextColumn("[bold]{task.description}"), bar, MofNCompleteColumn(), TimeElapsedColumn(),
+                       TextColumn("left"), TimeRemainingColumn())  # fmt: skip
             self._bar = Progress(*columns, console=self.console, transient=False, expand=True)
             self._task = self._bar.add_task(PHASE("step"), total=self.num_steps, completed=done)
             self._bar.start()
@@ -89,11 +84,8 @@ class Display:
         known = {label: metrics.get(key) for label, key in COLUMNS.items()}
         self._latest |= {label: float(value) for label, value in known.items() if isinstance(value, int | float)}
         self._passes = self._passes or self._latest.get("pass@1") != self._latest.get("held-out")
-        shown = {
-            label: _short(self._latest[label])
-            for label in COLUMNS
-            if label in self._latest and (label != "pass@1" or self._passes)
-        }
+        labels = [label for label in COLUMNS if label in self._latest and (label != "pass@1" or self._passes)]
+        shown = {label: _short(self._latest[label]) for label in labels}
         if self._bar is None:
             self._print_numbers(step, shown, self._time_left(step))
             return
@@ -107,9 +99,8 @@ class Display:
         if labels != self._header:
             self._header = labels
             rows.insert(0, ["step", *labels])
-        self.note(
-            "\n".join(f"{place:>{first}}" + "".join(f"{cell:>{WIDTH}}" for cell in cells) for place, *cells in rows)
-        )
+        lines = (f"{place:>{first}}" + "".join(f"{cell:>{WIDTH}}" for cell in cells) for place, *cells in rows)
+        self.note("\n".join(lines))
 
     def _print_numbers(self, step: int, shown: dict[str, str], *more: str) -> None:
         numbers = (f"{label} {value}" for label, value in shown.items())

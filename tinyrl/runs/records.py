@@ -41,15 +41,8 @@ NUMBERS = ("advantage", "old", "new", "ref", "teacher", "value", "reward")
 
 def number(value: Any) -> float:
     """A JSON value as a float; NaN for what is not a finite number, or so large that an axis cannot hold it."""
-    if type(value) is float:
-        return value if abs(value) < LARGEST else math.nan
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return math.nan
-    try:
-        result = float(value)
-    except OverflowError:  # an integer of more than 308 digits
-        return math.nan
-    return result if abs(result) < LARGEST else math.nan
+    is_number = type(value) is float or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    return float(value) if is_number and abs(value) < LARGEST else math.nan
 
 
 def known(value: Any, otherwise: float) -> float:
@@ -154,10 +147,6 @@ class Sample:
     reward: float
     finish_reason: str
     length: int
-
-    @property
-    def written(self) -> tuple[Excerpt, ...]:
-        return tuple(text for who, text in self.messages if who == "policy")
 
 
 @dataclass(frozen=True)
@@ -269,33 +258,25 @@ class Run:
 
     def metric_names(self) -> list[str]:
         """Every metric that has at least one finite number, sorted."""
-        return sorted(self._measured)
+        return self._names
 
     @functools.cached_property
-    def _measured(self) -> set[str]:
-        found = set[str]()
-        for line in self.steps.values():
-            found.update(key for key in line.keys() - found if math.isfinite(number(line[key])))
-        return found
+    def _names(self) -> list[str]:
+        return sorted(filter(self.points, set[str]().union(*self.steps.values())))
 
     def points(self, key: str) -> Points:
         """The metric by step, NaN where its line says null; empty when it never has a finite number."""
-        return self._read(key)[0]
+        if key not in self._points:  # a run is asked for most metrics several times
+            found = [(step, number(line[key])) for step, line in self.steps.items() if key in line]
+            self._points[key] = found if any(math.isfinite(value) for _, value in found) else []
+        return self._points[key]
 
     def finite(self, key: str) -> Points:
         """The metric by step, finite values only."""
-        return self._read(key)[1]
-
-    def _read(self, key: str) -> tuple[Points, Points]:
-        """`points` and `finite`, read once: a run is asked for most metrics several times."""
-        if key not in self._points:
-            found = [(step, number(line[key])) for step, line in self.steps.items() if key in line]
-            finite = [point for point in found if math.isfinite(point[1])]
-            self._points[key] = (found if finite else [], found if len(finite) == len(found) else finite)
-        return self._points[key]
+        return [point for point in self.points(key) if math.isfinite(point[1])]
 
     @functools.cached_property
-    def _points(self) -> dict[str, tuple[Points, Points]]:
+    def _points(self) -> dict[str, Points]:
         return {}
 
     def interval(self, key: str, step: int) -> tuple[float, float] | None:

@@ -70,12 +70,9 @@ def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
     for section, name in (*MODEL_FIELDS, *DATA_FIELDS):
         if name in values.get(section, {}):
             values[section][name] = _absolute(values[section][name])
-    of_each = {
-        ("reward", "functions"): {"use": _absolute_use, "rubric": _absolute_file, "cache": _absolute_file},
-    }
-    for (section, name), changes in of_each.items():
-        if isinstance(items := values.get(section, {}).get(name), list):
-            values[section][name] = [_changed(item, changes) for item in items]
+    of_function = {"use": _absolute_use, "rubric": _absolute_file, "cache": _absolute_file}
+    if isinstance(functions := values.get("reward", {}).get("functions"), list):
+        values["reward"]["functions"] = [_changed(function, of_function) for function in functions]
     uses = {"use": _absolute_use, "agent": _absolute_use, "tools": lambda tools: [_absolute_use(use) for use in tools]}
     return values | {"environment": _changed(values["environment"], uses)} if "environment" in values else values
 
@@ -179,6 +176,5 @@ def _positions(path: str) -> int | None:
     except (OSError, ValueError):  # a hub name; what is wrong with a folder is said when it is loaded
         return None
     inner = facts.get("text_config", facts) if isinstance(facts, dict) else {}
-    names = ("max_position_embeddings", "n_positions")
-    found = (inner.get(name) for name in names) if isinstance(inner, dict) else ()
+    found = [inner.get(name) for name in ("max_position_embeddings", "n_positions")] if isinstance(inner, dict) else []
     return next((count for count in found if isinstance(count, int) and count > 1), None)

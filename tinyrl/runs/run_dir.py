@@ -104,7 +104,7 @@ def _open_own(path: str, flags: int) -> int:
 
 
 def _holder(file: BinaryIO) -> str:
-    """Who holds a lock, as it wrote itself."""
+    """Return who holds a lock, from what the holder wrote into it."""
     try:
         holder: dict[str, Any] = json.loads(os.pread(file.fileno(), 4096, 0))
         pid, host, since = (one_line(str(holder[name]), 80) for name in ("pid", "host", "since"))
@@ -158,8 +158,7 @@ class RunDir:
         step has on average, only every 2nd, 4th, 8th ... `turn` has lines, and 0. That follows from the step alone, so
         a run that is resumed keeps the same ones.
         """
-        every = 1
-        size = sum(len(_as_line(row)) for row in samples) if turn else 0
+        every, size = 1, sum(len(_as_line(row)) for row in samples) if turn else 0
         while size > every * most_bytes:
             every *= 2
         if turn % every == 0:
@@ -169,7 +168,7 @@ class RunDir:
         """Add lines to tokens.jsonl, up to the first that would make it larger than `most_bytes`."""
         size = _length(self.tokens) + len(self._unwritten.get(self.tokens, ""))
         fitting = []
-        for line in lines:
+        for line in lines:  # lazily: a full file costs one line
             size += len(_as_line(line))
             if size > most_bytes:
                 break
@@ -193,15 +192,11 @@ class RunDir:
             there = _length(file)
             text = text if self._resumed or not there else RESUMED + text
             self._resumed = True
-            data = text.encode("utf-8", errors="replace")
-            if there + len(data) <= MOST_OUTPUT:
-                with file.open("ab") as out:
-                    out.write(data)
-            else:
-                old = file.read_bytes() if there else b""
-                temporary = file.with_suffix(_WRITING)
-                temporary.write_bytes(CUT.encode() + (old + data)[-MOST_OUTPUT // 2 :].partition(b"\n")[2])
-                os.replace(temporary, file)
+            with file.open("ab+") as out:
+                out.write(text.encode("utf-8", errors="replace"))
+                if out.tell() > MOST_OUTPUT:
+                    out.seek(-MOST_OUTPUT // 2, os.SEEK_END)
+                    write_whole(file, CUT + out.read().partition(b"\n")[2].decode("utf-8", "replace"))
         except OSError as error:
             if not self._refused:
                 self.warn(f"warning: what the reward prints cannot be written to {file}: {error.strerror}")
@@ -282,15 +277,12 @@ def _cut(file: Path, length: int, step: int) -> list[str]:
 
 
 def _whole_lines(file: Path, length: int) -> int:
-    """Bytes of the lines that are whole within the first `length` bytes of a file."""
+    """Count the bytes of the lines that are whole within the first `length` bytes of a file."""
     with file.open("rb") as record:
-        while length:
-            start = max(0, length - BLOCK)
-            record.seek(start)
-            at = record.read(length - start).rfind(b"\n")
-            if at >= 0:
+        for end in range(length, 0, -BLOCK):
+            record.seek(start := max(0, end - BLOCK))
+            if (at := record.read(end - start).rfind(b"\n")) >= 0:
                 return start + at + 1
-            length = start
     return 0
 
 

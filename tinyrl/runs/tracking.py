@@ -75,7 +75,7 @@ class Trackers:
     def start(self, next_step: int) -> None:
         """Open the trackers, before the line of `next_step` is logged."""
         for name in self._names:
-            self._guarded(name, lambda name=name: self._start(name, next_step))
+            self._guarded(name, self._start, name, next_step)
 
     def _start(self, name: str, next_step: int) -> None:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -91,20 +91,18 @@ class Trackers:
     def log(self, metrics: dict[str, Any], step: int) -> None:
         numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
         for name in [*self._live]:
-            self._guarded(name, lambda name=name: _log(name, self._live[name], numbers, step))
+            self._guarded(name, _log, name, self._live[name], numbers, step)
 
     def log_completions(self, lines: Sequence[dict[str, Any]], step: int) -> None:
         """A table of held-out completions (lines of samples.jsonl), in trackers that have tables."""
-        rows = [
-            [(line | {"step": step})[column] for column in TABLE_COLUMNS] for line in lines if line["kind"] == "eval"
-        ]
-
-        def log_table(name: str) -> None:
-            table = importlib.import_module(name).Table(columns=[*TABLE_COLUMNS], data=rows[:TABLE_ROWS])
-            _log(name, self._live[name], {"completions": table}, step)
-
+        held_out = [line | {"step": step} for line in lines if line["kind"] == "eval"]
+        rows = [[line[column] for column in TABLE_COLUMNS] for line in held_out[:TABLE_ROWS]]
         for name in [name for name in self._live if rows and name in WITH_TABLES]:
-            self._guarded(name, lambda name=name: log_table(name))
+            self._guarded(name, self._log_table, name, rows, step)
+
+    def _log_table(self, name: str, rows: list[list[Any]], step: int) -> None:
+        table = importlib.import_module(name).Table(columns=[*TABLE_COLUMNS], data=rows)
+        _log(name, self._live[name], {"completions": table}, step)
 
     def close(self) -> None:
         """Have every tracker write what it holds."""
@@ -112,15 +110,14 @@ class Trackers:
             self._guarded(name, self._live[name].finish)
         self._live.clear()
 
-    def _guarded(self, name: str, call: Callable[[], Any]) -> None:
+    def _guarded(self, name: str, call: Callable[..., Any], *arguments: Any) -> None:
         try:
             with contextlib.redirect_stdout(sys.stderr):  # trackers talk; standard output is for a run's result
-                call()
+                call(*arguments)
         except Exception as error:  # noqa: BLE001  other people's network code: whatever it raises, the run goes on without it
             self._live.pop(name, None)
-            self._note(
-                f"warning: tracker {name} failed and is switched off: {type(error).__name__}: {str(error)[:200]}"
-            )
+            what = f"{type(error).__name__}: {str(error)[:200]}"
+            self._note(f"warning: tracker {name} failed and is switched off: {what}")
 
 
 def flat(config: dict[str, Any], *, within: str = "") -> dict[str, bool | int | float | str]:

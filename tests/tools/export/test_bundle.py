@@ -153,15 +153,6 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_read(folder: Path
     assert (there / "mine.txt").read_text() == "mine"
 
 
-def test_an_exported_folder_is_replaced_when_told(folder: Path, tmp_path: Path):
-    first = exported(folder / "lora", output=str(tmp_path / "out")).folder
-    (first / "left-over").write_text("")
-    with pytest.raises(ValueError, match="exists"):
-        exported(folder / "lora", output=str(tmp_path / "out"))
-    exported(folder / "lora", output=str(tmp_path / "out"), overwrite=True)
-    assert not (first / "left-over").exists()
-
-
 def test_the_next_lines_name_the_folder_the_base_and_a_rank_that_vllm_takes(folder: Path, tmp_path: Path):
     bundle = exported(folder / "lora", output=str(tmp_path / "out"))
     lines = dict(bundle.commands)

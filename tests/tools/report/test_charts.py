@@ -8,12 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.tools.report.runs import ppo_metrics, write_run
-from tinyrl.runs.metrics import meaning_of
 from tinyrl.runs.records import read_run
 from tinyrl.tools.report.charts import hover_svg, spread, values_by_step
-from tinyrl.tools.report.outcome import phases, tiles
 from tinyrl.tools.report.panels import (
-    CHARTS,
     MOST_MARKS,
     Line,
     Panel,
@@ -36,22 +33,6 @@ def test_ppo_adds_the_critic(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_evaluation_is_in_the_totals_but_not_in_the_chart(tmp_path: Path) -> None:
-    step = {"time/rollout": 1.0, "time/update": 2.0, "time/total": 3.0}
-    metrics = [{"step": 0, "time/evaluation": 9.0, "time/total": 0.0}, {"step": 1, **step}]
-    metrics += [{"step": 2, **step, "time/total": 3.5, "time/evaluation": 8.0}]
-    run = read_run(write_run(tmp_path / "run", metrics))
-    (panel,) = panels_of(run)
-    assert panel.unit == "seconds a step, evaluation aside"
-    assert [(line.label, line.role, line.points) for line in panel.lines] == [
-        ("update", "2", [(1, 2.0), (2, 2.0)]),
-        ("rollout", "3", [(1, 1.0), (2, 1.0)]),
-        ("other", "other", [(1, 0.0), (2, 0.5)]),
-    ]
-    assert [phase.name for phase in phases(run)] == ["evaluation", "update", "rollout", "other"]
-    assert [(tile.value, tile.unit) for tile in tiles(run)] == [("6.50 s", "3.25 s a step")]
-
-
 def test_reward_functions_are_told_from_reward_statistics(tmp_path: Path) -> None:
     line = {"step": 1, "reward/mean": 1.0, "reward/std": 0.1, "reward/dropped": 0.0, "reward/zero_spread_groups": 0.0}
     one = panels_of(read_run(write_run(tmp_path / "a", [{**line, "reward/sorting": 1.0}])))
@@ -61,12 +42,6 @@ def test_reward_functions_are_told_from_reward_statistics(tmp_path: Path) -> Non
     )
     assert [panel.title for panel in two] == ["Reward", "Spread of rewards", "Rewards dropped", "Reward by function"]
     assert [line.label for line in two[-1].lines] == ["a", "b"]
-
-
-def test_reward_model_run_shows_accuracy_first(tmp_path: Path) -> None:
-    metrics = [{"step": step, "loss/bradley_terry": 1 / step, "rewards/accuracy": 0.5} for step in (1, 2)]
-    panels = panels_of(read_run(write_run(tmp_path / "run", metrics, config={"method": "reward"})))
-    assert [panel.title for panel in panels] == ["Accuracy", "Loss: bradley terry"]
 
 
 def test_a_run_on_pairs_shows_accuracy_and_loss_first_and_both_sides_together(tmp_path: Path) -> None:
@@ -93,12 +68,6 @@ def test_a_run_on_pairs_shows_accuracy_and_loss_first_and_both_sides_together(tm
     lines = {panel.title: [line.label for line in panel.lines] for panel in panels}
     assert lines["Loss"] == lines["Accuracy"] == ["training", "held-out"]
     assert lines["Rewards of both sides"] == lines["Log-probabilities"] == ["chosen", "rejected"]
-
-
-def test_kl_and_held_out_keys_may_be_missing(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run", [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.6}]))
-    assert [panel.title for panel in panels_of(run)] == ["Reward"]
-    assert [(tile.label, tile.before, tile.value) for tile in tiles(run)] == [("Reward, training", "0.500", "0.600")]
 
 
 def test_smoothing_keeps_lines_and_gaps() -> None:
@@ -172,28 +141,6 @@ def test_held_out_rewards_by_function_stand_beside_the_verifier(tmp_path: Path) 
     assert [panel.key for panel in panels_of(read_run(write_run(tmp_path / "b", metrics)))] == ["reward/mean"]
 
 
-def test_the_settings_of_the_optimizer_and_the_clipping_have_panels(tmp_path: Path) -> None:
-    line = {"policy/clipfrac": 0.02, "optim/learning_rate": 5e-5, "optim/grad_norm": 1.0, "value/grad_norm": 2.0}
-    panels = panels_of(read_run(write_run(tmp_path / "run", [{"step": 1, "reward/std": 0.25, **line}])))
-    assert [panel.alt() for panel in panels] == [
-        "Spread of rewards: training 0.250 at step 1.",
-        "Clip fraction: training 2 % at step 1.",
-        "Gradient norm: training 1 at step 1.",
-        "Critic's gradient norm: training 2 at step 1.",
-        "Learning rate: training 5e\u22125 at step 1.",
-    ]
-
-
-def test_every_chart_has_a_line_of_meaning() -> None:
-    for kind in CHARTS:
-        meaning = meaning_of(kind.key)
-        assert "ealthy" in meaning or "asks for" in meaning, kind.title
-        assert len(meaning) < 160
-        assert all(map(meaning_of, filter(None, kind.keys)))
-    assert meaning_of("loss/nll") == meaning_of("preference/loss") != ""
-    assert meaning_of("reward/of somebody") == ""
-
-
 def test_values_on_hovering_are_those_of_all_lines() -> None:
     held = Line("held-out", "held", [(0, 0.25), (4, 0.5)], {4: (0.4, 0.6)})
     panel = Panel("k", "T", "u", [Line("training", "train", [(1, 0.3), (2, math.nan), (4, 0.31234)]), held])
@@ -207,13 +154,3 @@ def test_values_on_hovering_are_those_of_all_lines() -> None:
     assert re.findall(r'<rect x="([^"]*)" y="10" width="([^"]*)" height="60">', svg) == [
         ("40.0", "12.5"), ("52.5", "50.0"), ("102.5", "37.5"),
     ]  # fmt: skip
-
-
-def test_many_steps_have_few_bars_and_held_out_ones_first() -> None:
-    held = Line("held-out", "held", [(step, 1.0) for step in range(0, 1001, 50)])
-    panel = Panel("k", "T", "u", [Line("training", "train", [(step, 0.0) for step in range(1, 1001)]), held])
-    told = values_by_step(panel)
-    assert len(told) == 60
-    assert set(range(0, 1001, 50)) <= told.keys()
-    assert list(told) == sorted(told)
-    assert hover_svg(Panel("k", "T", "u", []), x=0, y=0, width=1, height=1, span=(0, 1)) == ""

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.tools.report.runs import grpo_run, page, write_run
+from tests.tools.report.runs import write_run
 from tinyrl.runs.records import read_run
-from tinyrl.tools.report.outcome import Phase, outcome, phases, show, show_seconds, subtitle
+from tinyrl.tools.report.outcome import Phase, outcome, phases, show
 
 
 def said(folder: Path, metrics: list[dict[str, Any]], config: dict[str, Any] | None = None) -> str:
@@ -40,13 +40,6 @@ def test_outcome_does_not_call_what_the_intervals_do_not_carry(tmp_path: Path) -
     assert "stayed at 0.500 in 9 steps" in said(tmp_path / "b", [first, last])
 
 
-def test_outcome_says_where_prompts_are_too_few_for_an_interval(tmp_path: Path) -> None:
-    lines = [{"step": step, "eval/reward_mean": step / 4, "eval/reward_ci": [None, None]} for step in (0, 4)]
-    assert said(tmp_path / "a", lines) == (
-        "Held-out reward went from 0 to 1 in 4 steps (not enough prompts for an interval; higher is better)."
-    )
-
-
 def test_outcome_of_runs_with_less_to_say(tmp_path: Path) -> None:
     once = [{"step": 0, "eval/reward_mean": 0.25}, {"step": 1, "reward/mean": 0.3}]
     assert said(tmp_path / "a", once) == (
@@ -66,23 +59,6 @@ def test_outcome_of_runs_with_less_to_say(tmp_path: Path) -> None:
         "Held-out preference accuracy rose from 0.600 at step 10 to 0.700 in 10 steps (higher is better)."
     )
     assert said(tmp_path / "e", [{"step": 3, "note": "x"}]).startswith("3 steps recorded; no reward")
-
-
-def test_show_shares_and_seconds() -> None:
-    assert [show(value, share=True) for value in (0.0, 0.00001, 0.923, 0.02, 1.0)] == [
-        "0 %", "< 0.1 %", "92.3 %", "2 %", "100 %",
-    ]  # fmt: skip
-    assert [show_seconds(value) for value in (8.42, 59.96, 92.0, 7500.0)] == [
-        "8.42 s", "1 min 00 s", "1 min 32 s", "2 h 05 min",
-    ]  # fmt: skip
-
-
-def test_progress_is_read_from_the_config(tmp_path: Path) -> None:
-    run = grpo_run(tmp_path / "run", steps=7, planned=200)
-    assert subtitle(read_run(run)) == "GRPO · task sorting · model tinyrl/starter · 7 of 200 steps so far"
-    html = page(run)
-    assert "--resume" in html
-    assert "goes on from step-000007" in html
 
 
 def test_where_the_time_went_adds_up(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.tools.report.runs import PageReader, grpo_run, sample, write_run
+from tests.tools.report.runs import grpo_run, write_run
 from tinyrl.runs.records import read_run
 from tinyrl.tools.report import write_overlay
 from tinyrl.tools.report.overlay import Named, named, overlaid
@@ -46,24 +46,6 @@ def test_every_run_is_a_line_of_its_colour(tmp_path: Path) -> None:
     assert panels[0].meaning == panels[1].meaning != ""
 
 
-def test_what_a_run_has_only_held_out_is_drawn_held_out(tmp_path: Path) -> None:
-    """KL, where one run's loss uses it and the other's does not."""
-    a, b = [{"step": 1, "eval/kl": 0.5}], [{"step": 1, "eval/kl": 0.25, "objective/kl": 0.75}]
-    panels = overlaid(runs_of(tmp_path, a, b))
-    assert [(panel.unit, [line.label for line in panel.lines]) for panel in panels] == [
-        ("held-out, nats per response", ["A", "B"]), ("training, nats per response", ["B"]),
-    ]  # fmt: skip
-    assert [panel.unit for panel in overlaid(runs_of(tmp_path / "b", b, b))] == ["training, nats per response"]
-
-
-def test_runs_that_learn_from_examples_begin_with_accuracy(tmp_path: Path) -> None:
-    line = {"loss/nll": 2.0, "rewards/accuracy": 0.5, "eval/accuracy": 0.75}
-    panels = overlaid(runs_of(tmp_path, [{"step": 1, **line}], [{"step": 1, **line}]))
-    assert [(panel.title, panel.unit.partition(",")[0]) for panel in panels] == [
-        ("Accuracy", "held-out"), ("Accuracy", "training"), ("Loss: nll", "training"),
-    ]  # fmt: skip
-
-
 def test_only_settings_that_differ_are_shown(tmp_path: Path) -> None:
     one = {"optim": {"learning_rate": 0.001, "eps": 1e-8}, "grpo": {"group_size": 8}, "method": "grpo"}
     two = {"optim": {"learning_rate": 0.002, "eps": 1e-8}, "ppo": {"gamma": None}, "method": "grpo"}
@@ -83,28 +65,6 @@ def test_only_settings_that_differ_are_shown(tmp_path: Path) -> None:
     assert "3 settings that only some runs have" in folded
     assert "<tr><td>b</td><td>–</td><td>2</td></tr>" in folded
     assert "the runs have the same config.yaml" in page([runs[0], runs[0]])
-
-
-def test_figures_and_prompts_stand_side_by_side(tmp_path: Path) -> None:
-    metrics = [{"step": step, "eval/reward_mean": step / 4, "time/total": 30.0} for step in (0, 3)]
-    wrote = [
-        [
-            sample(0, 0, "P", f"early-{run}", 0.0),
-            sample(3, 0, "P", f"late-{run}", 1.0),
-            sample(3, run + 1, "Q", "no", 1),
-        ]
-        for run in (0, 1)
-    ]
-    html = page(runs_of(tmp_path, metrics, metrics, samples=wrote))
-    text = PageReader(html).text
-    assert "A run-0" in text
-    assert html.count('<td class="n"><span class="muted">0 → </span>0.750</td>') == 2
-    assert html.count('<td class="n">1 min 00 s</td>') == 2
-    assert text.index("late-0") < text.index("late-1")
-    assert "early-0" not in text
-    assert ">no<" not in html  # at another place in each: not the same prompt
-    same = page(runs_of(tmp_path / "other", metrics, metrics))
-    assert "The same prompts" not in same
 
 
 def test_both_files_are_written_and_load_nothing(tmp_path: Path) -> None:
@@ -178,8 +138,3 @@ def test_seeds_of_a_setting_are_one_line_with_their_mean_and_range(tmp_path: Pat
     html, picture = write_overlay(paths, tmp_path)
     assert "4 runs" in html.read_text("utf-8")
     assert picture.read_bytes()[:4] == b"\x89PNG"
-
-
-def test_runs_with_one_seed_stay_apart(tmp_path: Path) -> None:
-    one, two = seeds_of(tmp_path / "a", 0.1, 0.1), seeds_of(tmp_path / "b", 0.1, 0.2)
-    assert len(named([read_run(path) for path in (*one, *two)])) == 2

@@ -9,7 +9,6 @@ from tests.tools.report.runs import PageReader, page, sample, write_run
 from tinyrl.runs.records import read_run
 from tinyrl.tools.report import write_report
 from tinyrl.tools.report.outcome import outcome
-from tinyrl.tools.report.panels import panels_of
 
 
 def test_page_holds_outcome_charts_samples_and_settings(grpo: tuple[Path, str]) -> None:
@@ -53,12 +52,6 @@ def test_same_prompts_before_and_after(tmp_path: Path) -> None:
     assert places == sorted(places)
     for word in ("before-a-second", "before-a-third", "in-training", "only-after"):
         assert word not in text
-
-
-def test_many_prompts_are_the_first_eight(tmp_path: Path) -> None:
-    samples = [sample(step, i, f"PROMPT-{i:02d}", "x", 0.0) for step in (0, 1) for i in range(20)]
-    text = PageReader(page(write_run(tmp_path / "run", [{"step": 1, "reward/mean": 1}], samples=samples))).text
-    assert re.findall(r"PROMPT-(\d\d)", text.partition("Extremes at")[0]) == [f"{i:02d}" for i in range(8)]
 
 
 def test_a_config_with_aliases_is_not_read(tmp_path: Path) -> None:
@@ -106,16 +99,6 @@ def test_hostile_text_is_escaped_everywhere(tmp_path: Path) -> None:
         assert f'<span class="unseen">{name}</span>' in html
 
 
-def test_a_line_of_a_megabyte_is_cut_in_the_middle(tmp_path: Path) -> None:
-    long = "A" * 600 + "<" * 1_000_000 + "B" * 300
-    samples = [sample(step, 0, "p", long, 1.0) for step in (0, 1)]
-    html = page(write_run(tmp_path / "run", [{"step": 1, "reward/mean": 1}], samples=samples))
-    assert len(html) < 60_000
-    assert html.partition("Extremes at")[0].count("… 1,000,000 characters left out …") == 2
-    assert "A" * 600 in html
-    assert "B" * 300 in html
-
-
 def test_page_loads_nothing_from_elsewhere(grpo: tuple[Path, str]) -> None:
     html = grpo[1]
     reader = PageReader(html)
@@ -136,13 +119,6 @@ def test_page_has_unique_ids_and_every_reference_has_one(grpo: tuple[Path, str])
     assert references
     assert {name for names in references for name in names if name} <= set(ids)
     assert html.count('role="img"') == 10  # nine panels, the first in two sizes
-
-
-def test_charts_take_the_colours_of_the_page(grpo: tuple[Path, str]) -> None:
-    charts = grpo[1].partition('<div class="charts">')[2].partition("</main>")[0]
-    assert re.findall(r"#[0-9a-f]{6}\b", charts) == []
-    declared = set(re.findall(r"(--\w+):", grpo[1]))
-    assert set(re.findall(r"var\((--\w+)\)", grpo[1])) <= declared
 
 
 def test_an_episode_is_shown_by_role(tmp_path: Path) -> None:
@@ -167,18 +143,3 @@ def test_an_episode_is_shown_by_role(tmp_path: Path) -> None:
         f"{i:02d}" for i in (*range(8), *range(32, 40))
     ]
     assert "24 messages left out" in html
-
-
-def test_what_an_environment_does_has_panels(tmp_path: Path) -> None:
-    metrics = {"turns": 1.9, "invalid_calls": 0.0, "observation_tokens": 3.2, "out_of_turns": 0.25}
-    line = {"step": 1, "reward/mean": 1.0, "eval/environment/turns": 2.5, "eval/reward_mean": 1.0,
-            **{f"environment/{name}": value for name, value in metrics.items()}}  # fmt: skip
-    run = write_run(tmp_path / "run", [{"step": 0, "eval/environment/turns": 1.5, "eval/reward_mean": 0.0}, line])
-    panels = {panel.title: panel for panel in panels_of(read_run(run))}
-    assert panels["Turns"].alt() == "Turns: training 1.90 at step 1; held-out from 1.50 at step 0 to 2.50 at step 1."
-    assert "Tokens read" in panels
-    assert panels["Out of turns"].alt() == "Out of turns: training 25 % at step 1."
-    assert "Invalid calls" not in panels  # zero throughout
-    reader = PageReader(page(run))
-    assert "1.50 → 2.50the policy's in an episode" in reader.text.replace("\n", "")
-    assert "Turns" in reader.text.partition("Held-out measurements")[2]

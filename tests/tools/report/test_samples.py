@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.tools.report.runs import PageReader, page, sample, write_run
-from tinyrl.runs.records import HeldOut, evenly, read_held_out, read_run
+from tinyrl.runs.records import HeldOut, read_held_out, read_run
 from tinyrl.tools.report.completions import extremes
 
 
@@ -29,19 +29,6 @@ def test_the_step_is_chosen_without_a_script(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert ".at { display: none; }" in html
     assert "<script" not in html
-
-
-def test_one_evaluation_is_shown_without_buttons(tmp_path: Path) -> None:
-    html = page(write_run(tmp_path / "run", [{"step": 1}], samples=[sample(1, 0, "P", "written", 0.5)]))
-    assert "Held-out prompts at step 1" in html
-    assert '<input type="radio" name="at"' not in html
-    assert ".at0 { display: revert; }" in html
-
-
-def test_steps_to_choose_are_spread_evenly() -> None:
-    assert evenly([5, 9], 16) == [5, 9]
-    assert evenly([*range(0, 1510, 10)], 16) == [*range(0, 1501, 100)]
-    assert len(evenly([*range(100), 10_000], 16)) == 16
 
 
 def test_of_many_steps_some_are_kept_and_of_those_the_first_prompts(tmp_path: Path) -> None:
@@ -84,13 +71,3 @@ def test_extremes_are_of_all_samples_of_the_last_step(tmp_path: Path) -> None:
         "Longest": [(1, 0), (2, 0), (4, 0)],
         "Most changed": [(1, 0), (2, 0)],  # by 0.5 both; prompt 3 wrote the same, prompt 4 has no reward
     }
-
-
-def test_extremes_are_folded_and_hostile_text_is_escaped(tmp_path: Path) -> None:
-    samples = [sample(step, 0, "p", "</td><script>\x1b[31m\ud800", float(step)) for step in (0, 1)]
-    html = page(write_run(tmp_path / "run", [{"step": 1}], samples=samples))
-    folded = html.partition("Extremes at step 1")[2]
-    assert re.findall(r"<summary>([^<]*)</summary>", folded)[:3] == ["Worst", "Best", "Longest"]
-    assert "Most changed" not in html  # the text is the same
-    assert "<script" not in html
-    assert folded.count("&lt;script&gt;") == 6  # three kinds, before and after

@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.tools.report.runs import PageReader, page, write_run
 from tinyrl.runs.records import MOST_TOKENS, read_last_tokens
 from tinyrl.tools.report.completions import level_of, scale_of
@@ -75,11 +73,6 @@ def test_levels_and_scale() -> None:
     assert [level_of(value, 2.0) for value in (0.0, 0.1, 0.5, 2.0, 9.0, -9.0, math.nan)] == [0, 0, 1, 5, 5, -5, 0]
 
 
-def test_a_run_without_tokens_has_no_section(tmp_path: Path) -> None:
-    assert "Token by token" not in page(write_run(tmp_path / "a", [{"step": 1, "reward/mean": 1}]))
-    assert "Token by token" not in page(run_with(tmp_path / "b", []))
-
-
 def test_hostile_and_odd_lines_harm_nothing(tmp_path: Path) -> None:
     hostile = "</span><script>alert(1)</script>\x1b[31m\u202e\ud800"
     odd = [token(hostile, advantage=1.0), 3, {}, {"piece": None, "chosen": "x", "advantage": [1], "reward": 1e999}]
@@ -104,8 +97,3 @@ def test_long_completions_are_cut_in_the_middle_and_only_some_are_shown(tmp_path
     assert html.count("… 600 tokens left out …") == 8
     assert html.index(">t199;<") < html.index("600 tokens left out") < html.index(">t800;<")
     assert len(html) < 8 * MOST_TOKENS * 130
-
-
-@pytest.mark.parametrize("reward", [0.0, None])
-def test_no_reward_is_not_marked(reward: Any, tmp_path: Path) -> None:
-    assert "got" not in section(run_with(tmp_path / "run", [line(1, [token("a", reward=reward)])]))

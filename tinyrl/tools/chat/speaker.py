@@ -7,6 +7,7 @@ what the policy says and what answers it are those of training.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -61,8 +62,7 @@ class _Heard(HfEngine):
 
     def sample(self, requests: list[Request], samples_per_request: int, **key: Any) -> list[list[Completion]]:
         [request] = requests
-        read = request.prompt_tokens[len(self._known) :]
-        if read:  # an environment has answered
+        if read := request.prompt_tokens[len(self._known) :]:  # an environment has answered
             self.hear("environment", str(self.tokenizer.decode(read, skip_special_tokens=True)))
         self._known, self._spelling = list(request.prompt_tokens), Spelling(self.tokenizer)
         said = super().sample(requests, samples_per_request, **key)
@@ -80,14 +80,16 @@ class _Heard(HfEngine):
             self.hear("policy", text)
 
 
-class Speaker:
-    """A policy with its conversation. `answers`: the last ones, by role; `messages`: the conversation so far, where the
-    model has a chat template (without one each prompt stands alone).
+class Speaker(ExitStack):
+    """A policy with its conversation; `close` ends the processes of rewards and of the environment. `answers`: the last
+    ones, by role; `messages`: the conversation so far, where the model has a chat template (without one each prompt
+    stands alone).
     """
 
     def __init__(
         self, target: Target, parts: Parts, task: Task, runner: EpisodeRunner | None, options: Options
     ) -> None:
+        super().__init__()
         self.target, self.parts, self.task, self.runner, self.options = target, parts, task, runner, options
         generation, config = target.config.generation, target.config
         self.settings = SamplingSettings(
@@ -100,28 +102,18 @@ class Speaker:
         self.greedy = False
         self.engine = _Heard(parts.roles, parts.tokenizer, self.settings)
         self.chats = in_chat(parts.tokenizer, config.task.chat)
+        self.variables = config.task.chat_template if runner is None else runner.variables
+        if runner is not None:
+            self.callback(runner.environment.close)
         self.role: SampledRole = "base" if target.checkpoint is None else "policy"
         self._scorer: Scorer | None = None
         self.turn = 0
         self.reset()
 
-    def __enter__(self) -> Speaker:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def __call__(self, prompt: Prompt, *, greedy: bool = False) -> str:
         """The answer to one prompt (text, or messages) that is no part of the conversation."""
         prepared, greedy = self._prepared(prompt), greedy or self.greedy
         return self._answer(prepared, self.role, self.turn, greedy=greedy, hear=_nobody).text
-
-    def close(self) -> None:
-        """End the processes of rewards and of the environment."""
-        if self._scorer is not None:
-            self._scorer.close()
-        if self.runner is not None:
-            self.runner.environment.close()
 
     # ---- the conversation ----
 
@@ -130,7 +122,7 @@ class Speaker:
         self.answers: dict[str, Answer] = {}
 
     def set_temperature(self, temperature: float) -> None:
-        """Of what is said from now on; 0: the likeliest token each time. Raises ValueError below 0 and above 100."""
+        """Set the sampling temperature; 0: greedy. Raises ValueError below 0 and above 100."""
         if not 0 <= temperature <= 100:
             raise ValueError(f"a temperature is 0 (greedy) to 100, and not {temperature:g}")
         self.greedy = temperature == 0
@@ -158,7 +150,7 @@ class Speaker:
             tokenizer=self.parts.tokenizer,
             chat=where.chat,
             system_prompt=where.system_prompt,
-            variables=where.chat_template if runner is None else runner.variables,
+            variables=self.variables,
             max_prompt_tokens=self.target.config.generation.max_prompt_tokens,
             long_prompts="error",
             openings=None if runner is None else runner.openings(self.task, [row]),
@@ -166,7 +158,7 @@ class Speaker:
         return replace(prompt, index=index)
 
     def compare(self, hear: Hear) -> Answer:
-        """What the start says to the last prompt, by the same random numbers. Raises ValueError without either."""
+        """Answer the last prompt as the start would, with the same random numbers. Raises ValueError without either."""
         if self.target.checkpoint is None or not self.target.config.has_reference:
             raise ValueError(f"{self.target.name} has no start to compare with: it is a model, or keeps no reference")
         if self.role not in self.answers:
@@ -180,9 +172,9 @@ class Speaker:
         if not self.answers:
             raise ValueError("nothing has been asked yet")
         if self._scorer is None:
-            self._scorer = load_scorer(
-                self.target.config, self.task, parts=self.parts, options=self.options, runner=self.runner
-            )
+            given: dict[str, Any] = {"parts": self.parts, "options": self.options, "runner": self.runner}
+            self._scorer = load_scorer(self.target.config, self.task, **given)
+            self.callback(self._scorer.close)
             self._scorer.start()
         found = []
         for role, answer in self.answers.items():
@@ -222,10 +214,8 @@ class Speaker:
                 f"{runner.environment.name} answers by the columns {needed} of a row, and no held-out row has this "
                 "prompt: /prompt I asks the one of row I"
             )
-        variables = where.chat_template if runner is None else runner.variables
-        rendered = render_prompt(
-            self.parts.tokenizer, prompt, chat=where.chat, system_prompt=where.system_prompt, variables=variables
-        )
+        given: dict[str, Any] = {"chat": where.chat, "system_prompt": where.system_prompt, "variables": self.variables}
+        rendered = render_prompt(self.parts.tokenizer, prompt, **given)
         check_ids([rendered.tokens], self.parts.tokenizer, self.parts.roles.causal)
         return PreparedPrompt(self.turn, {"prompt": prompt}, prompt, rendered.text, rendered.tokens, rendered.opened)
 

@@ -15,10 +15,10 @@ from tinyrl.runs.signals import StopFlag
 from tinyrl.text import visible
 from tinyrl.tools.chat.speaker import Answer, Hear, Speaker
 
-HELP = """/temperature T   of what is said from now on; 0: greedy
-/compare         what the start says to the last prompt, with the same random numbers
-/reward          what the last answers get
-/prompt I        ask the prompt of held-out row I, which the reward knows more of
+HELP = """/temperature T   set the sampling temperature; 0: greedy
+/compare         show the start's answer to the last prompt, with the same random numbers
+/reward          show the rewards of the last answers
+/prompt I        ask the prompt of held-out row I, with its columns
 /reset           forget the conversation
 /help, /quit"""
 Write = Callable[[str], None]
@@ -80,9 +80,8 @@ def _shown(write: Write) -> Hear:
 def _ended(answer: Answer, write: Write) -> None:
     episode = answer.episode
     reason = answer.completion.finish_reason if episode is None else episode.finish_reason
-    notes = (
-        [] if reason in ("eos", "stop") else [{"length": "cut off: no more tokens", "turns": "no more turns"}[reason]]
-    )
+    why = {"length": "cut off: no more tokens", "turns": "no more turns"}.get(reason)
+    notes = [why] if why else []
     if episode is not None and episode.failure is not None:
         notes.append(f"the environment gave no answer: {visible(episode.failure)}")
     last = episode.transcript[-1] if episode is not None and episode.transcript else None

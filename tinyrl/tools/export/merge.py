@@ -7,6 +7,7 @@ for sampling. What is compared is what another program will read: the files.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def write_merged(
 
 
 def read_policy(config: Config, checkpoint: Path, *, trust_remote_code: bool) -> PreTrainedModel | PeftModel:
-    """The policy in float32: the unquantised base with the adapter of the checkpoint, or the model that it is."""
+    """Load the policy in float32: the unquantised base with the checkpoint's adapter, or the checkpoint's own model."""
     if not config.lora.enabled:
         return load_causal_lm(str(checkpoint), dtype=torch.float32, attention=config.model.attention)
     plain = config.model_copy(update={"model": config.model.model_copy(update={"quantization": None})})
@@ -99,22 +100,13 @@ def sequences_of(run: RunDir, tokenizer: PreTrainedTokenizerBase, *, vocabulary:
     written = []
     for row in (row for row in rows if row["step"] == last):
         before = token_ids(tokenizer, str(row.get("prompt", "")))[-LONGEST:] or [0]
-        after = token_ids(tokenizer, str(row.get("completion", "")))[:LONGEST]
-        if after:
+        if after := token_ids(tokenizer, str(row.get("completion", "")))[:LONGEST]:
             written.append((before + after, len(before)))
     made_up = [([(7 * i + 13 * j + 1) % vocabulary for i in range(32)], 1) for j in range(MADE_UP)]
     most = max(64, min(MOST_POSITIONS, MOST_LOGITS // vocabulary))
-    return _as_many(written or made_up, most)
-
-
-def _as_many(sequences: list[Sequence], most: int) -> list[Sequence]:
-    found, positions = list[Sequence](), 0
-    for tokens, first in sequences:
-        positions += len(tokens) - first
-        if found and positions > most:
-            break
-        found.append((tokens, first))
-    return found
+    sequences = written or made_up
+    positions = accumulate(len(tokens) - first for tokens, first in sequences)
+    return sequences[: max(1, sum(count <= most for count in positions))]
 
 
 @torch.inference_mode()

@@ -44,9 +44,8 @@ def model_card(
     """
     evaluated = {at: line for at, line in steps.items() if at <= step and any(key.startswith("eval/") for key in line)}
     licence = licence_of(config.model.path)
-    # Markdown, in which `plain` escapes what is not ours.
     loader = PackageLoader("tinyrl.tools.export", ".")
-    environment = Environment(loader=loader, trim_blocks=True, keep_trailing_newline=True)  # noqa: S701
+    environment = Environment(loader=loader, trim_blocks=True, keep_trailing_newline=True)  # noqa: S701  `plain` escapes
     environment.filters |= {"plain": _plain, "value": _value, "source": _source, "json": json.dumps}
     return environment.get_template("model_card.md").render(
         name=name,
@@ -118,15 +117,13 @@ def _front_matter(config: Config, licence: str | None, *, whole: bool) -> dict[s
     return facts | {"tags": ["tinyrl", config.method, *(["lora"] if config.lora.enabled else [])]}
 
 
-def _evaluation(line: dict[str, Any]) -> list[tuple[str, Any, list[Any] | None]]:
-    found = []
-    for key, value in sorted(line.items()):
-        if key.startswith("eval/") and not isinstance(value, list):
-            pair = line.get(f"{key.removesuffix('_mean')}_ci")
-            found.append(
-                (key.removeprefix("eval/"), value, pair if isinstance(pair, list) and len(pair) == 2 else None)
-            )
-    return found
+def _evaluation(line: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(name, value, [low, high] or None) of each held-out metric."""
+    held_out = {key: value for key, value in sorted(line.items()) if key.startswith("eval/")}
+    values = {key: value for key, value in held_out.items() if not isinstance(value, list)}
+    return [
+        (key[len("eval/") :], value, held_out.get(f"{key.removesuffix('_mean')}_ci")) for key, value in values.items()
+    ]
 
 
 def _settings(config: Config) -> dict[str, Any]:

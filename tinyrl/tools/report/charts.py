@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from tinyrl.runs.records import evenly
@@ -133,8 +133,9 @@ def _limits(axes: "Axes", panel: Panel) -> None:
 def _ticks(axes: "Axes", panel: Panel) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-    if panel.span[1] - panel.span[0] <= 1:
-        axes.set_xticks(list(range(panel.span[0], panel.span[1] + 1)))
+    first, last = panel.span
+    if last - first <= 1:
+        axes.set_xticks(list(range(first, last + 1)))
     else:
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
@@ -167,9 +168,7 @@ def _label_ends(axes: "Axes", panel: Panel, ends: list[float], *, scale: float, 
 def spread(wanted: list[float], *, gap: float) -> list[float]:
     """Heights near the wanted ones, in the same order, at least `gap` apart, the highest not pushed above 1."""
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    heights: list[float] = []
-    for i in order:
-        heights.append(max(wanted[i], heights[-1] + gap) if heights else wanted[i])
+    heights = [*accumulate((wanted[i] for i in order), lambda below, height: max(height, below + gap))]
     ceiling = max(1.0, *wanted)
     for place in range(len(heights) - 1, -1, -1):
         heights[place] = min(heights[place], ceiling)
@@ -184,10 +183,9 @@ def hover_svg(panel: Panel, *, x: float, y: float, width: float, height: float, 
     """An invisible bar at each step, whose <title> says the values: no JavaScript. x, y, width, height: the plotting
     area in the chart's units, y from the top; span: the steps at its left and right edge.
     """
-    told = values_by_step(panel)
-    if not told:
+    steps = [*(told := values_by_step(panel))]
+    if not steps:
         return ""
-    steps = list(told)
     places = [x + (step - span[0]) / (span[1] - span[0]) * width for step in steps]
     edges = [x, *((a + b) / 2 for a, b in pairwise(places)), x + width]
     bars = [
@@ -204,18 +202,13 @@ def values_by_step(panel: Panel) -> dict[int, str]:
     marked = {step for line, known in zip(panel.lines, values, strict=True) if line.marked for step in known}
     others = {step for known in values for step in known} - marked
     steps = evenly(sorted(marked), MOST_HOVERED)
-    steps = sorted([*steps, *evenly(sorted(others), MOST_HOVERED - len(steps))])
-    return {step: _told(panel, step, values) for step in steps}
-
-
-def _told(panel: Panel, step: int, values: list[dict[int, float]]) -> str:
-    said = [f"step {step:,}"]
+    found = {step: f"step {step:,}" for step in sorted([*steps, *evenly(sorted(others), MOST_HOVERED - len(steps))])}
     for line, known in zip(panel.lines, values, strict=True):
-        if step in known:
+        for step in found.keys() & known.keys():
             pair = line.intervals.get(step)
             around = f" ({show(pair[0])} to {show(pair[1])})" if pair else ""
-            said.append(f"{one_line(line.label, 40)} {show(known[step], share=panel.share)}{around}")
-    return "\n".join(said)
+            found[step] += f"\n{one_line(line.label, 40)} {show(known[step], share=panel.share)}{around}"
+    return found
 
 
 # ---- SVG and PNG ----
@@ -259,14 +252,10 @@ def panel_svgs(panels: list[Panel]) -> list[str]:
     """The inline SVG of every panel; of those that span columns one for a wide page and one for a phone."""
     drawn = []
     for i, (panel, cell) in enumerate(zip(panels, cells(len(panels)), strict=True)):
-        sizes = [(COLUMN, HEIGHT)]
-        if i == 0:
-            sizes = [HEADLINE, HEADLINE_PHONE]
-        elif cell.width > 1:
-            sizes = [(COLUMN * cell.width + GUTTER * (cell.width - 1), HEIGHT), (COLUMN, HEIGHT)]
-        shown = ("wide", "narrow") if len(sizes) == 2 else ("",)
-        variants = enumerate(zip(sizes, shown, strict=True))
-        drawn.append("".join(_svg(panel, f"c{i}{'ab'[j]}", size, on, named=i == 0) for j, (size, on) in variants))
+        wide = (COLUMN * cell.width + GUTTER * (cell.width - 1), HEIGHT)
+        a, b = (HEADLINE, HEADLINE_PHONE) if i == 0 else (wide, (COLUMN, HEIGHT))
+        svg = _svg(panel, f"c{i}a", a, "wide" if a != b else "", named=i == 0)
+        drawn.append(svg + (_svg(panel, f"c{i}b", b, "narrow", named=i == 0) if a != b else ""))
     return drawn
 
 
@@ -293,18 +282,13 @@ def _inline(svg: str, prefix: str, alt: str, hover: str) -> str:
     assert view_box is not None
     body = svg[svg.index(">") + 1 :].replace("xlink:href", "href")
     body = re.sub(r'\bid="|href="#|url\(#', lambda match: match[0] + prefix, body)
-    body = re.sub(r"font(-family)?: [^;\"]*(?=[;\"])", _own_size, body)
+    body = re.sub(r"font: [^;\"]*?([\d.]+px)[^;\"]*", r"font-size: \1", body)
+    body = re.sub(r"font-family: [^;\"]*", "font-style: normal", body)
     for name, colour in COLOURS.items():
         body = body.replace(colour, f"var(--{'p' + name if name.isdigit() else name})")
-    body = re.sub(r"\n\s*", "\n", body)
+    body = re.sub(r"\n\s*", "\n", body).replace("</svg>", hover + "</svg>")
     title = f'<title id="{prefix}t">{escape(alt)}</title>'
-    body = body.replace("</svg>", hover + "</svg>")
     return f'<svg viewBox="{view_box[1]}" role="img" aria-labelledby="{prefix}t">{title}{body}'
-
-
-def _own_size(font: re.Match[str]) -> str:
-    size = re.search(r"[\d.]+px", font[0])
-    return f"font-size: {size[0]}" if size else "font-style: normal"
 
 
 def picture_png(panels: list[Panel], *, title: str, about: str, outcome: str) -> bytes:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tinyrl.runs.records import NUMBERS, PROMPT_CHARACTERS, HeldOut, Sample, evenly, number
-from tinyrl.text import excerpt
+from tinyrl.text import Excerpt, excerpt
 from tinyrl.tools.report.outcome import show
 
 MOST_SAMPLES = 8
@@ -33,6 +33,10 @@ def same_prompts(held_out: HeldOut) -> dict[str, Any]:
     return {"first": first, "last": last, "changes": first != last, "steps": steps, "same": same}
 
 
+def _written(sample: Sample) -> list[Excerpt]:
+    return [text for who, text in sample.messages if who == "policy"]
+
+
 def extremes(held_out: HeldOut) -> dict[str, list[tuple[Sample | None, Sample]]]:
     """Worst, best, longest and most changed of the last step, each with what the first sample of its prompt was at the
     first step; the same completion may be in several of them.
@@ -47,7 +51,7 @@ def extremes(held_out: HeldOut) -> dict[str, list[tuple[Sample | None, Sample]]]
     changed = {
         index: abs(sample.reward - before[index].reward)
         for index, sample in after.items()
-        if index in before and before[index].written != sample.written
+        if index in before and _written(before[index]) != _written(sample)
     }
     by_change = sorted((index for index in changed if changed[index] > 0), key=lambda index: (-changed[index], index))
     found = {
@@ -56,11 +60,8 @@ def extremes(held_out: HeldOut) -> dict[str, list[tuple[Sample | None, Sample]]]
         "Longest": sorted(held_out.last, key=lambda sample: -sample.length),
         "Most changed": [after[index] for index in by_change],
     }
-    return {
-        name: [(before.get(one.prompt_index), one) for one in some[:MOST_PICKED]]
-        for name, some in found.items()
-        if some
-    }
+    paired = {name: [(before.get(one.prompt_index), one) for one in some[:MOST_PICKED]] for name, some in found.items()}
+    return {name: some for name, some in paired.items() if some}
 
 
 # ---- token by token ----
@@ -68,20 +69,14 @@ def extremes(held_out: HeldOut) -> dict[str, list[tuple[Sample | None, Sample]]]
 QUANTITIES: dict[str, tuple[str, str, Callable[[dict[str, float]], float]]] = {  # class: name, meaning, number
     "a": ("Advantage", "How much better than expected: what is above 0 was made more likely", lambda n: n["advantage"]),
     "d": ("Change by the update", "Log-probability after the update less before", lambda n: n["new"] - n["old"]),
-    "k": (
-        "KL from the reference",
-        "Log-probability when sampled less that of the reference",
-        lambda n: n["old"] - n["ref"],
-    ),
-    "s": (
-        "Log-probability",
-        "How likely the token was when sampled: the stronger, the more surprising",
-        lambda n: n["old"],
-    ),
+    "k": ("KL from the reference", "Log-probability when sampled less that of the reference",
+          lambda n: n["old"] - n["ref"]),
+    "s": ("Log-probability", "How likely the token was when sampled: the stronger, the more surprising",
+          lambda n: n["old"]),
     "t": ("Teacher's log-probability", "How likely the token was to the teacher", lambda n: n["teacher"]),
     "v": ("Value", "What the critic expected from here on", lambda n: n["value"]),
     "w": ("Reward", "Where it landed, with the KL penalty of each token where there is one", lambda n: n["reward"]),
-}
+}  # fmt: skip
 _KINDS = {"train": "training, ", "eval": "held-out, ", "eval-greedy": "held-out, greedy, "}
 
 
@@ -92,10 +87,8 @@ def token_view(samples: list[dict[str, Any]]) -> dict[str, Any]:
         return {}
     scales = {key: scale_of([of(each) for each in chosen]) for key, (*_, of) in QUANTITIES.items()}
     scales = {key: scale for key, scale in scales.items() if scale > 0}
-    quantities = [
-        {"key": key, "name": QUANTITIES[key][0], "meaning": QUANTITIES[key][1], "scale": scale}
-        for key, scale in scales.items()
-    ]
+    quantities = [dict(zip(("key", "name", "meaning", "scale"), (key, *QUANTITIES[key][:2], scale), strict=True))
+                  for key, scale in scales.items()]  # fmt: skip
     return {"tokens": [_completion(one, scales) for one in samples], "quantities": quantities, "levels": LEVELS}
 
 

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
+from typing import NamedTuple
 
 from tinyrl.runs.metrics import TABLE, Metric, meaning_of
 from tinyrl.runs.records import Points, Run, evenly
@@ -57,14 +58,14 @@ def smoothed(values: list[float]) -> list[float]:
 
 def _fit_at_zero(points: list[tuple[int, float]], reach: int) -> float:
     """The weighted least-squares line through (offset, value) at offset 0; weights fall to zero at `reach`."""
-    weights = [reach - abs(offset) for offset, _ in points]
-    total = sum(weights)
-    x = sum(weight * offset for weight, (offset, _) in zip(weights, points, strict=True)) / total
-    y = sum(weight * value for weight, (_, value) in zip(weights, points, strict=True)) / total
-    spread = sum(weight * (offset - x) ** 2 for weight, (offset, _) in zip(weights, points, strict=True))
-    slope = sum(weight * (offset - x) * value for weight, (offset, value) in zip(weights, points, strict=True))
-    fitted = y - x * slope / spread if spread else y
-    return min(max(fitted, min(value for _, value in points)), max(value for _, value in points))
+    weighted = [(reach - abs(offset), offset, value) for offset, value in points]
+    total = sum(weight for weight, *_ in weighted)
+    x = sum(weight * offset for weight, offset, _ in weighted) / total
+    y = sum(weight * value for weight, _, value in weighted) / total
+    spread = sum(weight * (offset - x) ** 2 for weight, offset, _ in weighted)
+    slope = sum(weight * (offset - x) * value for weight, offset, value in weighted)
+    fitted, values = y - x * slope / spread if spread else y, [value for *_, value in weighted]
+    return min(max(fitted, min(values)), max(values))
 
 
 def thinned(points: Points) -> Points:
@@ -151,8 +152,7 @@ class Panel:
         return f"{self.title}: " + "; ".join(said) + "."
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     row: int
     column: int
     height: int = 1
@@ -161,14 +161,11 @@ class Cell:
 
 def cells(count: int) -> list[Cell]:
     """The places of `count` panels: the first is 2 x 2, and the last takes what its row has left."""
-    if count == 1:
-        return [Cell(0, 0, 2, COLUMNS)]
-    if count == 2:
-        return [Cell(0, 0, 2, 2), Cell(0, 2, 2, 1)]
-    below = [Cell(2 + i // COLUMNS, i % COLUMNS) for i in range(count - 3)]
-    places = [Cell(0, 0, 2, 2), Cell(0, 2), Cell(1, 2), *below][:count]  # none for none
-    if below:
-        places[-1] = replace(below[-1], width=COLUMNS - below[-1].column)
+    if count < 3:
+        return [[], [Cell(0, 0, 2, COLUMNS)], [Cell(0, 0, 2, 2), Cell(0, 2, 2)]][count]
+    places = [Cell(0, 0, 2, 2), Cell(0, 2), Cell(1, 2)]
+    places += [Cell(2 + i // COLUMNS, i % COLUMNS) for i in range(count - 3)]
+    places[-1] = places[-1]._replace(width=COLUMNS - places[-1].column)
     return places
 
 
@@ -196,18 +193,17 @@ def panels_of(run: Run) -> list[Panel]:
 def other_kinds(run: Run) -> list[Metric]:
     """Losses and other figures of the methods that learn from examples, under whatever names the run has them."""
     known = {name for kind in CHARTS for name in kind.keys} | _BOTH_SIDES
-    keys = [key for key in run.metric_names() if key.startswith(("loss", "rewards/", "preference/"))]
-    return [_other_kind(run, key) for key in keys if key not in known]
-
-
-def _other_kind(run: Run, key: str) -> Metric:
-    group, _, name = key.partition("/")
-    title = one_line(name or key, 24).replace("_", " ").capitalize()
-    title = title if group in ("rewards", "preference") or not name else f"Loss: {title.lower()}"
-    is_loss = group == "loss" or key == "preference/loss"
-    better = "higher is better" if key == "rewards/accuracy" else "lower is better" if is_loss else ""
-    share = key == "rewards/accuracy"
-    return Metric(key, title=title, unit=better, held=held_out_key(run, key), share=share, any_scale=is_loss)
+    found = []
+    for key in run.metric_names():
+        group, _, name = key.partition("/")
+        if key in known or not key.startswith(("loss", "rewards/", "preference/")):
+            continue
+        title = one_line(name or key, 24).replace("_", " ").capitalize()
+        title = title if group in ("rewards", "preference") or not name else f"Loss: {title.lower()}"
+        is_loss, share = group == "loss" or key == "preference/loss", key == "rewards/accuracy"
+        better = "higher is better" if share else "lower is better" if is_loss else ""
+        found.append(Metric(key, title=title, unit=better, held=held_out_key(run, key), share=share, any_scale=is_loss))
+    return found
 
 
 def _sides(run: Run) -> list[Panel]:
@@ -217,9 +213,9 @@ def _sides(run: Run) -> list[Panel]:
         ("rewards/{}", "Rewards of both sides", "training"),
         ("policy/{}_logprobs", "Log-probabilities", "training, nats an answer"),
     ):
-        keys = {side: key.format(side) for side in ("chosen", "rejected")}
-        if all(map(run.finite, keys.values())):
-            lines = [Line(side, str(i), run.points(name)) for i, (side, name) in enumerate(keys.items(), start=1)]
+        points = {side: run.points(key.format(side)) for side in ("chosen", "rejected")}
+        if all(points.values()):
+            lines = [Line(side, role, points[side]) for side, role in zip(points, "12", strict=True)]
             panels.append(Panel(key.format("sides"), title, unit, lines))
     return panels
 
@@ -284,11 +280,12 @@ def _reward_functions(run: Run) -> list[Panel]:
 
 def _time(run: Run) -> list[Panel]:
     """Evaluation is left to the table of totals: as a bar at every 25th step it would dwarf the other phases."""
-    roles = {name: "other" if name == "other" else str(i + 1) for i, name in enumerate(phase_seconds(run))}
-    seconds = {name: phase for name, phase in phase_seconds(run).items() if name != "evaluation"}
-    steps = sorted({step for phase in seconds.values() for step in phase})
+    phases = phase_seconds(run)
+    steps = sorted({step for name, phase in phases.items() if name != "evaluation" for step in phase})
     lines = [
-        Line(name, roles[name], [(step, phase.get(step, 0.0)) for step in steps]) for name, phase in seconds.items()
+        Line(name, "other" if name == "other" else str(i), [(step, phase.get(step, 0.0)) for step in steps])
+        for i, (name, phase) in enumerate(phases.items(), start=1)
+        if name != "evaluation"
     ]
-    unit = "seconds a step" if len(seconds) == len(roles) else "seconds a step, evaluation aside"
+    unit = "seconds a step" if len(lines) == len(phases) else "seconds a step, evaluation aside"
     return [Panel("time", "Time by phase", unit, lines, from_zero=True, stacked=True)] if lines else []
