@@ -29,9 +29,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("method", ["grpo", "ppo"])
-@pytest.mark.parametrize("task", ROWS)
-@pytest.mark.wide
+@pytest.mark.parametrize(("task", "method"), [("gsm8k", "grpo"), ("knights_and_knaves", "ppo")])
 def test_three_steps_on_real_rows_run_and_say_what_design_says(
     task: str, method: str, chat_model: Path, tmp_path: Path
 ) -> None:
