@@ -19,8 +19,8 @@ from tinyrl.config.schema import Config
 from tinyrl.runs.run_dir import RunDir
 
 pytestmark = pytest.mark.slow
-NAMES = ("grpo", "grpo-full", "grpo-environment", "ppo", "ppo-full", "ppo-judged", "ppo-environment", "distill")
-TEXT = ("sft", "reward", "dpo", "kto")
+NAMES = ("grpo", "grpo-environment", "ppo", "ppo-full", "ppo-judged", "distill")
+TEXT = ("sft", "reward", "kto")
 RELATIVE, ABSOLUTE, OF_WEIGHTS = 1e-5, 1e-6, 1e-4
 OF_KL = 1e-5  # nats of a response: a difference of two sums of log-probabilities, a hundred times as large
 

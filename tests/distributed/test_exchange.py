@@ -127,13 +127,6 @@ def test_shares_are_even_and_keep_groups_together(packed: bool) -> None:
         assert {groups[row] for row in shares[0]}.isdisjoint(groups[row] for row in shares[1])
 
 
-def test_few_rows_are_shared_out_all_the_same() -> None:
-    """One group of three on two processes is split; one row on three leaves two without any."""
-    sizes = RowSizes([10] * 3, [4, 4, 4], [0, 0, 0], True)
-    assert sorted(map(len, sizes.shares([0, 1, 2], 2))) == [1, 2]
-    assert sorted(map(len, sizes.shares([1], 3))) == [0, 0, 1]
-
-
 def train_and_keep_gradients(settings: Config, folder: Path, name: str) -> None:
     """Train, and write down every gradient before it is clipped."""
     plain, kept = RoleOptimizer.clip, {}
