@@ -68,3 +68,21 @@ def test_controller_by_hand(observed_kl: float, want: float) -> None:
     # 1,000 samples of a horizon of 10,000: a tenth of the error, which is cut at 0.2 either way
     got = next_kl_coef(0.05, observed_kl=observed_kl, target_kl=6.0, horizon=10_000, num_samples=1_000)
     assert got == pytest.approx(want, rel=1e-9)
+
+
+def test_in_the_reward_only_k1_stands_still_at_the_optimum() -> None:
+    """The policy that maximizes E[r] - KL is reference(a) exp(r(a)), normalized; there the expected policy gradient on
+    r - k is 0 under k1, and under k2 and k3 it is not.
+    """
+    rewards, reference = torch.tensor([[0.0, 0.5, 1.0, 2.0]]), torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    logits = (reference + rewards).requires_grad_()
+    logprobs = logits.log_softmax(1)
+    gradients = []
+    for estimator in (k1, k2, k3):
+        shaped = rewards - estimator(logprobs, reference).detach()
+        (gradient,) = torch.autograd.grad(
+            (logprobs.detach().exp() * shaped * logprobs).sum(), logits, retain_graph=True
+        )
+        gradients.append(float(gradient.abs().max()))
+    assert gradients[0] < 1e-6
+    assert min(gradients[1:]) > 0.05

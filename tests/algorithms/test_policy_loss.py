@@ -40,17 +40,6 @@ def test_policy_loss_is_the_scalar_loop(settings: dict[str, Any], weighted: bool
     assert 0.0 < metrics["policy/clipfrac"].item() < 1.0  # the batch does exercise the clip
 
 
-def test_first_update_has_ratio_1_and_no_clip() -> None:
-    batch = random_batch()
-    loss, metrics = clipped_policy_loss(
-        batch["logprobs"], batch["logprobs"], batch["advantages"], batch["mask"], clip_eps=0.2, dual_clip=3.0
-    )
-    assert metrics["policy/ratio"].item() == pytest.approx(1.0, abs=1e-7)
-    for name in ("policy/clipfrac", "policy/approx_kl", "policy/dual_clipfrac"):
-        assert metrics[name].item() == 0.0
-    assert loss.item() == pytest.approx(-batch["advantages"][batch["mask"]].mean().item(), rel=1e-5)
-
-
 def policy_gradient(log_ratio: float, advantage: float, **settings: Any) -> float:
     """d loss / d logprob of one token."""
     logprobs = torch.tensor([[log_ratio - 1.0]], requires_grad=True)

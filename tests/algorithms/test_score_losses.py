@@ -56,31 +56,3 @@ def test_labels_by_hand() -> None:
     assert {name: float(value) for name, value in metrics.items()} == pytest.approx(
         {"loss": want, "rewards/mean": 0.375, "rewards/accuracy": 2.5 / 4}, rel=1e-6
     )
-
-
-@pytest.mark.parametrize("objective", ["margin", "labels"])
-def test_micro_batches_add_up_and_scores_far_out_are_finite(objective: str) -> None:
-    generator = torch.Generator().manual_seed(1)
-    scores, others, targets = 2 * torch.randn(3, 6, generator=generator)
-
-    def loss_of(rows: slice, scores: torch.Tensor, denominator: float | None):
-        if objective == "margin":
-            return bradley_terry_loss(
-                scores[rows], others[rows], margin=targets[rows].abs(), label_smoothing=0.1, denominator=denominator
-            )
-        return label_loss(scores[rows], (targets[rows] > 0).float(), label_smoothing=0.1, denominator=denominator)
-
-    whole, micro = (scores.clone().requires_grad_() for _ in range(2))
-    loss, metrics = loss_of(slice(6), whole, None)
-    loss.backward()
-    parts = [loss_of(rows, micro, 6) for rows in (slice(0, 1), slice(1, 6))]
-    for part, _ in parts:
-        part.backward()
-    assert whole.grad is not None
-    assert micro.grad is not None
-    torch.testing.assert_close(micro.grad, whole.grad, rtol=1e-6, atol=1e-7)
-    for name, metric in metrics.items():
-        assert sum(float(part[name]) for _, part in parts) == pytest.approx(float(metric), rel=1e-5)
-        assert (metric.dim(), metric.requires_grad, metric.dtype) == (0, False, torch.float32)
-    far = 1e4 * scores.sign()
-    assert bool(loss_of(slice(6), far, None)[0].isfinite())

@@ -23,7 +23,6 @@ from tests.tiny_models import tiny_model
 from tests.trainers.test_resume import assert_same
 from tinyrl.config.schema import Config
 from tinyrl.errors import out_of_memory
-from tinyrl.models import distributed
 from tinyrl.models.distributed import leave
 from tinyrl.runs.checkpoint import newest_sound
 from tinyrl.runs.run_dir import RunDir
@@ -34,13 +33,6 @@ from tinyrl.training.update import Updater
 
 pytestmark = pytest.mark.slow
 STEPS = 3
-SLOW_REWARD = """
-import time
-
-def variety(prompts, completions, **columns):
-    time.sleep(4 if len(prompts) == 8 else 0)
-    return [float(len(set(completion))) for completion in completions]
-"""
 
 
 @pytest.fixture(scope="module")
@@ -162,24 +154,6 @@ def test_a_signal_ends_a_process_while_rank_0_is_stopped(model: Path, tmp_path: 
     assert ranks.end() == [75, 75], ranks.said
     assert newest_sound(tmp_path / "run/checkpoints")[0] is not None
     assert "stopped; nothing is lost" in ranks[0].said
-
-
-# ---- a slow reward ----
-
-
-def brief_timeout(rank: int) -> None:
-    """What a collective waits at most, set to a second: it would end a run that waits for a reward in a collective."""
-    distributed.TIMEOUT = distributed.timedelta(seconds=1)
-
-
-def test_a_slow_reward_is_waited_for_as_long_as_a_collective_may_take(model: Path, tmp_path: Path) -> None:
-    """Four seconds go by in a collective: with its limit set to one, the wait ends the run."""
-    (tmp_path / "rewards.py").write_text(SLOW_REWARD)
-    rewards = {"functions": [{"use": f"{tmp_path / 'rewards.py'}:variety"}]}
-    once = {"num_steps": 1, "eval_prompts": 0}
-    settings = settings_for(model, reward=rewards, run=once)
-    ranks = Ranks(train, settings, tmp_path, brief_timeout, folder=tmp_path)
-    assert ranks.end() == [75, 75], ranks.said
 
 
 # ---- memory ----

@@ -170,17 +170,6 @@ def write_reward(folder: Path, body: str) -> dict[str, object]:
     return {"functions": [{"use": f"{folder / 'rewards.py'}:score"}]}
 
 
-def test_steps_without_any_spread_are_counted_and_told(
-    tiny: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    reward = write_reward(tmp_path, "[1.0] * len(completions)")
-    code, run, _ = running.train(running.config("grpo", tiny("llama"), reward=reward), tmp_path)
-    assert code == 0
-    assert [line.get("optim/flat_steps") for line in running.metrics(run)[1:]] == [1, 2, 3]
-    captured = capsys.readouterr()
-    assert (captured.out + captured.err).count("there is nothing to learn from") == 1
-
-
 def varied_at_first(folder: Path) -> dict[str, object]:
     """A reward that tells completions apart in the check before the first step and in that step, and then no more."""
     (folder / "rewards.py").write_text(
@@ -211,23 +200,17 @@ def test_a_step_without_a_gradient_moves_nothing(tiny: TinyModels, tmp_path: Pat
     assert all(torch.equal(first[name], second[name]) and torch.equal(first[name], third[name]) for name in start)
 
 
-def test_a_kl_in_the_loss_is_something_to_learn_from(
-    tiny: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_kl_in_the_loss_is_something_to_learn_from(tiny: TinyModels, tmp_path: Path) -> None:
     """Rewards that are equal once the policy has left the reference: the loss goes on to have a gradient."""
     settings = running.config(
         "grpo", tiny("llama"), grpo={"kl_coef": 0.1}, reward=varied_at_first(tmp_path), run={"eval_prompts": 0}
     )
     _, run, _ = running.train(settings, tmp_path)
-    captured = capsys.readouterr()
     assert running.metrics(run)[-1]["optim/flat_steps"] == 0
-    assert "nothing to learn" not in captured.out + captured.err
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
-def test_where_no_completion_counts_nothing_is_measured(
-    method: str, tiny: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_no_completion_counts_nothing_is_measured(method: str, tiny: TinyModels, tmp_path: Path) -> None:
     settings = running.config(
         method,
         tiny("llama"),
@@ -238,8 +221,6 @@ def test_where_no_completion_counts_nothing_is_measured(
     )
     code, run, _ = running.train(settings, tmp_path)
     assert code == 0
-    captured = capsys.readouterr()
-    assert (captured.out + captured.err).count("reward.truncated=mask") == 1
     for line in running.metrics(run)[1:]:
         assert line["completion/truncated"] == 1.0
         measured = {name for name in line if name.startswith(("policy/", "value/"))}

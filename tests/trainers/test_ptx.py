@@ -107,17 +107,6 @@ def test_further_conversations_of_agents_add_no_minibatch_and_repeat_no_text(
             assert len({parents[row] for row in rows}) == 4
 
 
-def test_what_is_learnt_of_a_row_is_what_sft_learns(parts: Ppo) -> None:
-    tokenizer = parts.tokenizer
-    eos = tokenizer.eos_token_id
-    lines = [json.loads(line) for line in TEXT.read_text().splitlines()]
-    assert len(parts.text) == len(lines)
-    for line, [(prompt, target, _)] in zip(lines, parts.text, strict=True):
-        assert target[-1] == eos
-        assert tokenizer.decode(target[:-1]) == line.get("text", line.get("completion"))
-        assert prompt == [eos] if "text" in line else tokenizer.decode(prompt) == line["prompt"]
-
-
 def plain_nll(roles: Roles, text: Sequence[Example]) -> Tensor:
     """Mean over target tokens of -log p, row by row through the model's own forward pass."""
     total, count = torch.zeros(()), 0

@@ -62,18 +62,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"), "llama", pad_is_eos=True)
 
 
-def test_labels_are_learnt(model: Path, tmp_path: Path) -> None:
-    """Unseen prompts: a score of 0 tells labels apart."""
-    config = settings(model, write(tmp_path / "rows.jsonl", rows_of("labels")))
-    code, run, _ = running.train(config, tmp_path)
-    assert code == 0
-    first, last = running.metrics(run)[0], running.metrics(run)[-1]
-    assert first["eval/accuracy"] == pytest.approx(0.5)
-    assert last["eval/accuracy"] > 0.9
-    assert last["eval/loss"] < 0.5 * first["eval/loss"]
-    assert last["eval/auc"] > 0.9
-
-
 @pytest.mark.parametrize(("kind", "lora"), [("margin", True), ("labels", False)])
 @pytest.mark.wide
 def test_stopped_and_resumed_is_bit_equal(kind: str, lora: bool, model: Path, tmp_path: Path) -> None:

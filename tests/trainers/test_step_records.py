@@ -44,6 +44,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
         ("\U0001f600".encode(), ["", "", "", "\U0001f600"]),
         (b"a\xe2\x82", ["a", "", "\ufffd"]),
         (b"\xffa", ["", "\ufffda"]),
+        (b"\xff" * 9, ["", "", "", "", "", "", "", "\ufffd" * 8, "\ufffd"]),
         (b"", []),
     ],
 )
