@@ -7,11 +7,8 @@ Where a row was cut while its episode went on, gamma * V(next state) is added to
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import gymnasium
-import numpy as np
 import pytest
 import torch
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import Tensor, nn
 
 from tinyrl.algorithms.advantages import gae
@@ -114,10 +111,8 @@ def test_greedy_for_reward_never_arrives() -> None:
     assert walk_return(one_step, start=1) == pytest.approx(-10.0, abs=1e-3)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.wide
-def test_ppo_learns_to_walk_right(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+def test_ppo_learns_to_walk_right() -> None:
+    generator = torch.Generator().manual_seed(0)
     logits, values = torch.zeros(5, 2, requires_grad=True), torch.zeros(5, requires_grad=True)
     optimizer = torch.optim.Adam([{"params": [logits], "lr": 0.1}, {"params": [values], "lr": 0.3}])
     for _ in range(40):
@@ -141,121 +136,3 @@ def test_ppo_learns_to_walk_right(seed: int) -> None:
     assert walk_return(logits.detach(), start=1) == pytest.approx(2.6)  # -1 + 0.9 * 4
     # What the value learned: those two, and 10 one step before the goal.
     assert values[1:4].tolist() == pytest.approx([2.6, 4.0, 10.0], abs=0.5)
-
-
-CARTPOLE_GAMMA = 0.99
-
-
-def network(num_outputs: int, last_gain: float) -> nn.Sequential:
-    """Four numbers in, two hidden layers, orthogonal weights."""
-    layers = [nn.Linear(4, 64), nn.Linear(64, 64), nn.Linear(64, num_outputs)]
-    for layer, gain in zip(layers, (2**0.5, 2**0.5, last_gain), strict=True):
-        nn.init.orthogonal_(layer.weight, gain)
-        nn.init.zeros_(layer.bias)
-    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
-
-
-class ActorCritic(nn.Module):
-    """Two small networks side by side: states (..., 4) -> logits (..., 2), values (...)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.actor, self.critic = network(2, 0.01), network(1, 1.0)
-
-    def forward(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        return self.actor(states), self.critic(states).squeeze(-1)
-
-
-def cartpoles(num_envs: int) -> SyncVectorEnv:
-    """CartPole-v1: four numbers, two actions, reward 1 a step, at most 500 steps."""
-    return SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
-
-
-@torch.no_grad()
-def segment(envs: SyncVectorEnv, observed: np.ndarray, model: ActorCritic, num_steps: int, generator: torch.Generator):
-    """`num_steps` of all environments -> tensors (E, T), the last saying where episodes end; next observation."""
-    steps: list[tuple[Tensor, ...]] = []
-    for t in range(num_steps):
-        state = torch.from_numpy(observed)
-        logits, values = model(state)
-        log_softmax = logits.log_softmax(dim=-1)
-        action = torch.multinomial(log_softmax.exp(), 1, generator=generator)
-        observed, reward, terminated, truncated, info = envs.step(action.squeeze(1).numpy())
-        ended = terminated | truncated
-        follows = observed.copy()  # after an ending, the next episode's first state; the last state is in `info`
-        if ended.any():
-            follows[ended] = np.stack(info["final_obs"][ended])
-        cut = torch.from_numpy((truncated | (t == num_steps - 1)) & ~terminated)
-        _, next_values = model(torch.from_numpy(follows))
-        rewards = torch.from_numpy(reward).float() + CARTPOLE_GAMMA * torch.where(cut, next_values, 0.0)
-        logprobs = log_softmax.gather(1, action).squeeze(1)
-        steps.append((state, action.squeeze(1), rewards, values, logprobs, torch.from_numpy(ended)))
-    return [torch.stack(column, dim=1) for column in zip(*steps, strict=True)], observed
-
-
-def one_row_per_episode(columns: list[Tensor]) -> Rows:
-    """Cut segments (E, T) after every `ended` step into padded rows."""
-    *data, ended = columns
-    num_envs, num_steps = ended.shape
-    starts = torch.cat([torch.ones(num_envs, 1, dtype=torch.bool), ended[:, :-1]], dim=1)
-    row = starts.flatten().long().cumsum(0) - 1
-    time = torch.arange(num_steps).expand(num_envs, -1).flatten()
-    column = time - time[starts.flatten()][row]
-    shape = (int(row[-1]) + 1, int(column.max()) + 1)
-
-    def padded(x: Tensor) -> Tensor:
-        rows = x.new_zeros(*shape, *x.shape[2:])
-        rows[row, column] = x.flatten(0, 1)
-        return rows
-
-    return Rows(*(padded(x) for x in data), mask=padded(torch.ones_like(ended)))
-
-
-def train_cartpole(seed: int, num_rollouts: int) -> ActorCritic:
-    torch.manual_seed(seed)
-    generator = torch.Generator().manual_seed(seed)
-    model = ActorCritic()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-5)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=num_rollouts)
-    envs = cartpoles(16)
-    observed, _ = envs.reset(seed=seed)
-    for _ in range(num_rollouts):
-        columns, observed = segment(envs, observed, model, 128, generator)
-        rows = one_row_per_episode(columns)
-        improve(
-            model,
-            optimizer,
-            rows,
-            generator,
-            gamma=CARTPOLE_GAMMA,
-            gae_lambda=0.95,
-            num_epochs=8,
-            minibatch_size=max(1, len(rows.mask) // 8),
-            value_clip_eps=10.0,
-            entropy_coef=0.0,
-        )
-        schedule.step()
-    envs.close()
-    return model
-
-
-@torch.no_grad()
-def mean_return(model: ActorCritic, num_episodes: int, seed: int) -> float:
-    """One episode in each of `num_episodes` environments, always taking the likelier action."""
-    envs = cartpoles(num_episodes)
-    observed, _ = envs.reset(seed=seed)
-    returns, running = np.zeros(num_episodes), np.ones(num_episodes, dtype=bool)
-    while running.any():
-        logits, _ = model(torch.from_numpy(observed))
-        observed, reward, terminated, truncated, _ = envs.step(logits.argmax(dim=-1).numpy())
-        returns += reward * running
-        running &= ~(terminated | truncated)
-    envs.close()
-    return float(returns.mean())
-
-
-@pytest.mark.release
-def test_ppo_balances_the_cartpole() -> None:
-    torch.manual_seed(0)
-    assert mean_return(ActorCritic(), 32, seed=1000) < 200
-    assert mean_return(train_cartpole(seed=0, num_rollouts=50), 32, seed=1000) >= 475

@@ -44,24 +44,6 @@ def test_against_scalar_loops(beta: float):
     torch.testing.assert_close(jensen_shannon(p, q, beta=beta), torch.tensor(expected, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_zero_where_equal_and_never_negative(beta: float):
-    p, q = random_logprobs(50, 7, 2), random_logprobs(50, 7, 3)
-    assert jensen_shannon(p, p, beta=beta).abs().max() < 1e-12
-    assert (jensen_shannon(p, q, beta=beta) > 0).all()
-
-
-def test_beta_tends_to_its_ends_up_to_their_factor():
-    p, q = random_logprobs(5, 9, 4), random_logprobs(5, 9, 5)
-    near = 1e-7
-    torch.testing.assert_close(
-        jensen_shannon(p, q, beta=near) / near, jensen_shannon(p, q, beta=0.0), rtol=1e-2, atol=0
-    )
-    torch.testing.assert_close(
-        jensen_shannon(p, q, beta=1 - near) / near, jensen_shannon(p, q, beta=1.0), rtol=1e-2, atol=0
-    )
-
-
 def test_an_outcome_the_first_never_has_adds_nothing():
     p = torch.tensor([[0.0, 1.0]]).log()
     assert kl_divergence(p, torch.tensor([[0.5, 0.5]]).log()).item() == pytest.approx(math.log(2))
@@ -94,14 +76,6 @@ def test_tail_bin_by_hand():
     assert everything[0, 2].exp().item() == pytest.approx(1e-7, rel=1e-3)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_bins_are_never_farther_apart_than_the_vocabulary(beta: float):
-    p, q = random_logprobs(40, 20, 6), random_logprobs(40, 20, 7)
-    top = q.topk(4).indices
-    binned = jensen_shannon(with_tail(p.gather(1, top)), with_tail(q.gather(1, top)), beta=beta)
-    assert (binned <= jensen_shannon(p, q, beta=beta) + 1e-9).all()
-
-
 def test_reverse_kl_over_bins_pulls_a_student_off_tokens_the_teacher_does_not_name():
     """Without the tail such a student has nothing to pay for: its distance over the K tokens is negative."""
     student = torch.tensor([0.0, 0.0, 5.0], requires_grad=True)
@@ -117,10 +91,3 @@ def test_worth_of_sampled_tokens():
     mask = torch.tensor([[True, True, False]])
     old, teacher = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-0.5, -4.0, 0.0]])
     torch.testing.assert_close(token_advantages(old, teacher, mask), torch.tensor([[0.5, -2.0, 0.0]]))
-
-
-@pytest.mark.parametrize("beta", [-0.1, 1.1])
-def test_beta_outside_is_refused(beta: float):
-    p = random_logprobs(2, 3, 0)
-    with pytest.raises(AssertionError):
-        jensen_shannon(p, p, beta=beta)

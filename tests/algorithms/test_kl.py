@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinyrl.algorithms.kl import ESTIMATORS, k1, k2, k3, next_kl_coef
+from tinyrl.algorithms.kl import k1, k2, k3, next_kl_coef
 from tinyrl.algorithms.masking import keep_true
 
 LN2 = math.log(2.0)
@@ -60,16 +60,6 @@ def test_padding_garbage_gives_no_gradient_and_a_true_one_shows(estimator) -> No
     assert logprobs.grad[0, 1:].tolist() == [0.0] * 4
 
 
-@pytest.mark.parametrize("estimator", [k1, k2, k3])
-def test_float32_out_and_shapes(estimator) -> None:
-    half = torch.zeros(2, 3, dtype=torch.bfloat16)
-    assert estimator(half, half).dtype == torch.float32
-    with pytest.raises(AssertionError, match="against"):
-        estimator(half, half[:1])
-    with pytest.raises(AssertionError, match=r"\(B, T\)"):
-        estimator(half[0], half[0])
-
-
 @pytest.mark.parametrize(
     ("observed_kl", "want"),
     [(6.0, 0.05), (6.6, 0.0505), (60.0, 0.051), (5.4, 0.0495), (0.0, 0.049), (-3.0, 0.049)],
@@ -80,35 +70,19 @@ def test_controller_by_hand(observed_kl: float, want: float) -> None:
     assert got == pytest.approx(want, rel=1e-9)
 
 
-def test_controller_refuses_what_would_break_it() -> None:
-    with pytest.raises(ValueError, match="horizon is 100"):
-        next_kl_coef(0.05, observed_kl=6.0, target_kl=6.0, horizon=100, num_samples=500)
-    with pytest.raises(ValueError, match="not finite"):
-        next_kl_coef(0.05, observed_kl=math.nan, target_kl=6.0, horizon=1e4, num_samples=1)
-    with pytest.raises(ValueError, match="must be positive"):
-        next_kl_coef(0.05, observed_kl=1.0, target_kl=0.0, horizon=1e4, num_samples=1)
-
-
-def trained_with_kl_in_the_reward(estimator: str) -> float:
-    """The objective E[r] - KL(policy || reference) after policy-gradient training on r - k, by exact expectations."""
-    rewards = torch.tensor([[0.0, 0.5, 1.0, 2.0]])
-    reference = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
-    logits = reference.clone().requires_grad_()
-    optimizer = torch.optim.Adam([logits], lr=0.02)
-    for _ in range(3000):
-        logprobs = logits.log_softmax(1)
-        shaped = rewards - ESTIMATORS[estimator](logprobs, reference).detach()
-        optimizer.zero_grad()
-        (-(logprobs.detach().exp() * shaped * logprobs).sum()).backward()
-        optimizer.step()
-    logprobs = logits.detach().log_softmax(1)
-    return (logprobs.exp() * (rewards - (logprobs - reference))).sum().item()
-
-
-@pytest.mark.slow
-def test_in_the_reward_only_k1_trains_to_the_optimum() -> None:
-    """The optimum is log sum_a reference(a) exp(r(a))."""
-    best = math.log(0.4 + 0.3 * math.exp(0.5) + 0.2 * math.exp(1.0) + 0.1 * math.exp(2.0))
-    assert trained_with_kl_in_the_reward("k1") == pytest.approx(best, abs=1e-4)
-    assert trained_with_kl_in_the_reward("k2") < best - 0.05
-    assert trained_with_kl_in_the_reward("k3") < best - 0.05
+def test_in_the_reward_only_k1_stands_still_at_the_optimum() -> None:
+    """The policy that maximizes E[r] - KL is reference(a) exp(r(a)), normalized; there the expected policy gradient on
+    r - k is 0 under k1, and under k2 and k3 it is not.
+    """
+    rewards, reference = torch.tensor([[0.0, 0.5, 1.0, 2.0]]), torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    logits = (reference + rewards).requires_grad_()
+    logprobs = logits.log_softmax(1)
+    gradients = []
+    for estimator in (k1, k2, k3):
+        shaped = rewards - estimator(logprobs, reference).detach()
+        (gradient,) = torch.autograd.grad(
+            (logprobs.detach().exp() * shaped * logprobs).sum(), logits, retain_graph=True
+        )
+        gradients.append(float(gradient.abs().max()))
+    assert gradients[0] < 1e-6
+    assert min(gradients[1:]) > 0.05

@@ -1,14 +1,11 @@
 """DPO and its kin and Bradley-Terry against literals."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from tinyrl.algorithms.preference import (
-    Metrics,
     bradley_terry_loss,
     dpo_loss,
     ipo_loss,
@@ -54,32 +51,6 @@ def test_dpo_gradient_by_hand() -> None:
     assert tensors[1].grad.tolist() == pytest.approx([-g for g in want], rel=1e-6)
     assert tensors[2].grad is None
     assert tensors[3].grad is None
-
-
-def test_bradley_terry_by_hand() -> None:
-    loss, metrics = bradley_terry_loss(torch.tensor([3.0, 1.0]), torch.tensor([1.0, 1.5]))
-    want = (minus_log_sigmoid(2.0) + minus_log_sigmoid(-0.5)) / 2
-    assert loss.item() == pytest.approx(want, rel=1e-6)
-    assert {k: v.item() for k, v in metrics.items()} == pytest.approx(
-        {
-            "preference/loss": want,
-            "rewards/chosen": 2.0,
-            "rewards/rejected": 1.25,
-            "rewards/margin": 0.75,
-            "rewards/accuracy": 0.5,
-        },
-        rel=1e-6,
-    )
-
-
-def test_a_smoothed_label_is_right_with_probability_one_minus_s() -> None:
-    """What is logged is the loss that is trained."""
-    loss, metrics = bradley_terry_loss(torch.tensor([3.0]), torch.tensor([1.0]), label_smoothing=0.1)
-    want = 0.9 * minus_log_sigmoid(2.0) + 0.1 * minus_log_sigmoid(-2.0)
-    assert loss.item() == pytest.approx(want, rel=1e-6)
-    assert metrics["preference/loss"].item() == pytest.approx(want, rel=1e-6)
-    with pytest.raises(AssertionError, match="label_smoothing"):
-        bradley_terry_loss(torch.zeros(1), torch.zeros(1), label_smoothing=0.5)
 
 
 def test_conservative_dpo_by_hand() -> None:
@@ -177,57 +148,3 @@ def test_far_apart_scores_neither_overflow_nor_vanish() -> None:
     assert loss.item() == 500.0
     assert scores.grad is not None
     assert scores.grad.tolist() == [-0.5, 0.0]
-
-
-Loss = Callable[[Tensor, Tensor, Tensor, Tensor, float | None], tuple[Tensor, Metrics]]
-LOSSES: dict[str, Loss] = {
-    "dpo": lambda c, r, p, q, n: dpo_loss(c, r, p, q, beta=0.3, label_smoothing=0.1, denominator=n),
-    "ipo": lambda c, r, p, q, n: ipo_loss(c, r, p, q, beta=0.3, denominator=n),
-    "kto": lambda c, r, p, q, n: kto_loss(c, r, p, q, beta=0.3, kl=0.2, denominator=n),
-    "orpo": lambda c, r, p, q, n: orpo_loss(c, r, beta=0.3, denominator=n),
-    "simpo": lambda c, r, p, q, n: simpo_loss(c, r, beta=0.3, target_margin=0.2, denominator=n),
-    "bradley-terry": lambda c, r, p, q, n: bradley_terry_loss(c, r, denominator=n),
-}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_micro_batches_add_up(name: str) -> None:
-    generator = torch.Generator().manual_seed(1)
-    chosen, *others = (-torch.rand(4, 6, generator=generator)).unbind()
-    whole = chosen.clone().requires_grad_()
-    loss, metrics = LOSSES[name](whole, others[0], others[1], others[2], None)
-    loss.backward()
-    parts = chosen.clone().requires_grad_()
-    sums = dict.fromkeys(metrics, 0.0)
-    for rows in (slice(0, 1), slice(1, 6)):
-        part, part_metrics = LOSSES[name](parts[rows], others[0][rows], others[1][rows], others[2][rows], 6)
-        part.backward()
-        sums = {k: sums[k] + v.item() for k, v in part_metrics.items()}
-    assert whole.grad is not None
-    assert parts.grad is not None
-    torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-5, atol=1e-7)
-    assert sums == pytest.approx({k: v.item() for k, v in metrics.items()}, rel=1e-5, abs=1e-6)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_losses_are_float32_and_metrics_detached(name: str) -> None:
-    half = torch.full((2,), -1.0, dtype=torch.bfloat16, requires_grad=True)
-    loss, metrics = LOSSES[name](half, half.detach() - 1, half.detach(), half.detach(), None)
-    assert (loss.dtype, loss.dim(), loss.requires_grad) == (torch.float32, 0, True)
-    assert all(m.dim() == 0 and not m.requires_grad and m.dtype == torch.float32 for m in metrics.values())
-    with pytest.raises(AssertionError, match="against"):
-        LOSSES[name](torch.zeros(2), torch.zeros(3), torch.zeros(2), torch.zeros(3), None)
-
-
-def test_float32_detached_scalars_and_refusals() -> None:
-    half = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
-    loss, metrics = bradley_terry_loss(half, half)
-    assert loss.dtype == torch.float32
-    assert metrics["rewards/accuracy"].item() == 0.5
-    assert all(m.dim() == 0 and not m.requires_grad and m.dtype == torch.float32 for m in metrics.values())
-    with pytest.raises(AssertionError, match="against"):
-        bradley_terry_loss(torch.zeros(2), torch.zeros(3))
-    with pytest.raises(AssertionError, match=r"\(B,\)"):
-        bradley_terry_loss(torch.zeros(2, 1), torch.zeros(2, 1))
-    with pytest.raises(AssertionError, match="beta"):
-        dpo_loss(CHOSEN, REJECTED, REF_CHOSEN, REF_REJECTED, beta=0.0)

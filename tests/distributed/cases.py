@@ -44,16 +44,13 @@ def sections(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
     ends = {"bootstrap_truncated": True, "stop_kl": 5.0}
     return {
         "grpo": ("grpo", {"grpo": refills}),
-        "grpo-full": ("grpo", {**FULL, "grpo": several}),
         "grpo-environment": ("grpo", {**environment, "grpo": several}),
         "ppo": ("ppo", {"ppo": adaptive, "run": {"micro_batch_tokens": 60}}),
         "ppo-full": ("ppo", {**FULL, "ppo": ends}),
         "ppo-judged": ("ppo", {"reward": {"model": judge}, "critic": {"kind": "shared"}, "ppo": odd}),
-        "ppo-environment": ("ppo", {**environment, "ppo": adaptive}),
         "distill": ("distill", {"distill": {"num_prompts": 5, "group_size": 2}, "teacher": {"path": other}}),
         "sft": ("sft", {"task": {"name": "rows", "data": str(texts(folder))}, "sft": {"batch_size": 5}}),
         "reward": ("reward", {**pairs, **steady, "reward_model": {"batch_size": 6}}),
-        "dpo": ("dpo", {**pairs, "dpo": {"batch_size": 7}}),
         "kto": ("dpo", {**pairs, "dpo": {"batch_size": 7, "loss": "kto"}}),
     }
 

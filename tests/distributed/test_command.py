@@ -24,22 +24,14 @@ from tinyrl.runs.checkpoint import newest_sound
 from tinyrl.runs.run_dir import RunDir
 
 FOUR = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"}
+LAST = {"RANK": "3", "LOCAL_RANK": "3"}
 
 
-@pytest.mark.parametrize(
-    "words", [["chat", "runs/x"], ["report", "runs/x"], ["reward", "test", "r.py:f"], ["plan", "grpo"]]
-)
-def test_a_command_for_one_process_says_what_to_type(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["tinyrl", *words])
-    result = CliRunner().invoke(app, words, env=FOUR)
-    assert result.exit_code == 2
-    assert f"`tinyrl {words[0]}` works in one process, and 4 were launched" in result.stderr
-    assert f"\n  tinyrl {' '.join(words)}" in result.stderr
-
-
-def test_only_one_process_of_a_machine_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = CliRunner().invoke(app, ["list", "recipes"], env={**FOUR, "RANK": "3", "LOCAL_RANK": "3"})
-    assert (result.exit_code, result.output) == (2, "")
+def test_a_command_for_one_process_is_refused_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["tinyrl", "chat", "runs/x"])
+    first, other = (CliRunner().invoke(app, ["chat", "runs/x"], env=FOUR | rank) for rank in ({}, LAST))
+    assert (first.exit_code, other.exit_code, other.output) == (2, 2, "")
+    assert "tinyrl chat runs/x" in first.stderr
 
 
 def test_a_launch_without_ranks_is_refused() -> None:
@@ -48,32 +40,11 @@ def test_a_launch_without_ranks_is_refused() -> None:
     assert "WORLD_SIZE=4 is set, but not RANK and LOCAL_RANK" in result.stderr
 
 
-def test_a_dry_run_says_how_work_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in FOUR.items():
-        monkeypatch.setenv(name, value)
-    model = tiny_model(tmp_path / "model", "llama")
-    settings = running.config("grpo", model, grpo={"num_prompts": 6, "group_size": 4, "minibatch_size": 12})
-    (tmp_path / "recipe.yaml").write_text(dump_config(settings))
-    words = ["train", "grpo", str(tmp_path / "recipe.yaml"), "--dry-run"]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
-    assert "4 processes: each samples 2 or fewer of the 6 prompts of a step (4 completions each)" in result.output
-    assert (
-        "reads about 6 of 24 completions in a pass, and learns from about 3 of the 12 of a minibatch" in result.output
-    )
-    assert "each holds all weights, gradients and Adam's state" in result.output
-
-
 def test_a_server_samples_for_one_process() -> None:
     words = ["train", "grpo", "generation.engine=server", "generation.url=http://127.0.0.1:8000"]
     result = CliRunner().invoke(app, words, env=FOUR)
     assert result.exit_code == 2
     assert "generation.engine=server samples for one process, and 4 were launched" in result.stderr
-
-
-def test_the_others_leave_a_dry_run_to_the_first() -> None:
-    result = CliRunner().invoke(app, ["train", "grpo", "--dry-run"], env={**FOUR, "RANK": "2", "LOCAL_RANK": "2"})
-    assert (result.exit_code, result.output) == (0, "")
 
 
 # ---- a real launch ----

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import platform
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -127,13 +126,6 @@ def test_shares_are_even_and_keep_groups_together(packed: bool) -> None:
         assert {groups[row] for row in shares[0]}.isdisjoint(groups[row] for row in shares[1])
 
 
-def test_few_rows_are_shared_out_all_the_same() -> None:
-    """One group of three on two processes is split; one row on three leaves two without any."""
-    sizes = RowSizes([10] * 3, [4, 4, 4], [0, 0, 0], True)
-    assert sorted(map(len, sizes.shares([0, 1, 2], 2))) == [1, 2]
-    assert sorted(map(len, sizes.shares([1], 3))) == [0, 0, 1]
-
-
 def train_and_keep_gradients(settings: Config, folder: Path, name: str) -> None:
     """Train, and write down every gradient before it is clipped."""
     plain, kept = RoleOptimizer.clip, {}
@@ -186,19 +178,3 @@ def test_settings_that_differ_are_named() -> None:
         check_settings(Two({"run.seed": 7}), config)
     with pytest.raises(ValueError, match="different settings: method"):
         check_settings(Two({"method": "ppo"}), config)
-
-
-@pytest.mark.slow
-def test_a_port_that_is_taken_is_a_sentence() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        launch = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-        code = "from tinyrl.models.distributed import join\ntry:\n    join(on_cpu=True)\n"
-        code += "except ValueError as error:\n    print(error)"
-        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in launch.items()}}
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert f"MASTER_PORT={port}" in done.stdout
-    assert len(done.stdout.splitlines()) == 1

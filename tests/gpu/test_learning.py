@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests import running
+from tests.gpu.devices import all_on_a_gpu
 from tests.gpu.waits import counting_waits
 from tests.models.building import full_roles, lora_roles
 from tests.tiny_models import TinyModels
@@ -114,8 +115,7 @@ def launched(settings: Any, folder: Path, device: torch.device) -> Any:
     return start(settings, options=options, output_dir=str(folder), name="run", overwrite=False, command=["test"])
 
 
-@pytest.mark.parametrize("method", ["grpo", "ppo"])
-@pytest.mark.wide
+@all_on_a_gpu("method", ["grpo", "ppo"])
 def test_a_bfloat16_policy_has_float32_adapters_that_learn(
     tiny: TinyModels, device: torch.device, method: str, tmp_path: Path
 ):
@@ -142,8 +142,7 @@ def test_a_base_in_four_bits_is_trained_on(tiny: TinyModels, device: torch.devic
     assert {line["policy/sampling_gap"] < 0.05 for line in lines} == {True}
 
 
-@pytest.mark.parametrize("method", ["grpo", "ppo"])
-@pytest.mark.wide
+@all_on_a_gpu("method", ["grpo", "ppo"])
 def test_an_update_waits_as_often_whatever_its_micro_batches(
     tiny: TinyModels, device: torch.device, method: str, tmp_path: Path
 ):

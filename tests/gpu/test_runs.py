@@ -16,13 +16,13 @@ from tests import running
 from tests.faults.lookup_runs import answered_by, lookup
 from tests.faults.test_chat_episodes import chat_model, playing
 from tests.faults.test_search_runs import searching
-from tests.gpu.devices import ON_A_GPU
+from tests.gpu.devices import ON_A_GPU, all_on_a_gpu
 from tests.tiny_models import TinyModels
 from tests.trainers.test_resume import assert_same
 from tinyrl.config.schema import Config
 from tinyrl.workers.sandbox import why_not_isolated
 
-STOP_S = {"cuda": 5.0, "cpu": 60.0}  # a CPU under test may be doing other things
+STOP_S = 5.0
 TEXT_RUN = {"num_steps": 2, "eval_every": 1, "save_every": 0, "threads": 1}
 ROWS = {
     "sft": {"prompt": "one and one:", "completion": " two"},
@@ -40,7 +40,6 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo, separate": ("ppo", {"critic": {"kind": "separate"}}),
     "grpo, adamw8bit": ("grpo", {"optim": {"optimizer": "adamw8bit"}}),
 }
-SLOW = ("grpo, every weight, recomputed", "ppo, shared", "ppo, separate", "grpo, adamw8bit")
 RESPOND = """
     def respond(prompts, transcripts, **columns):
         return [None if len(t) > 3 else "found it ;" for t in transcripts]
@@ -60,11 +59,6 @@ TOOLS = '''
 ENVIRONMENTS = ("task", "respond", "class", "tools", "search", "python")
 
 
-def slow_on_a_cpu(names: Any, slow: Any) -> list[Any]:
-    """The parameters of a test, some of them slow."""
-    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
-
-
 def assert_ran(code: int, run: Any, *, steps: int = 2) -> None:
     lines = [line for line in running.metrics(run) if "time/update" in line]
     assert code == 0
@@ -72,8 +66,7 @@ def assert_ran(code: int, run: Any, *, steps: int = 2) -> None:
     assert all(value == value for line in lines for value in line.values() if isinstance(value, float))
 
 
-@pytest.mark.parametrize("form", slow_on_a_cpu(FORMS, SLOW))
-@pytest.mark.wide
+@all_on_a_gpu("form", FORMS)
 def test_every_form_of_rl_runs(tiny: TinyModels, device: torch.device, form: str, tmp_path: Path):
     method, sections = FORMS[form]
     if "adamw8bit" in form:
@@ -84,8 +77,7 @@ def test_every_form_of_rl_runs(tiny: TinyModels, device: torch.device, form: str
     assert max(line.get("optim/grad_norm", 0.0) for line in running.metrics(run)) > 0
 
 
-@pytest.mark.parametrize("method", list(ROWS))
-@pytest.mark.wide
+@all_on_a_gpu("method", ROWS)
 def test_every_method_on_text_runs(tiny: TinyModels, device: torch.device, method: str, tmp_path: Path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({**ROWS[method], "prompt": f"{i} and {i}:"}) + "\n" for i in range(24)))
@@ -113,8 +105,7 @@ def in_a_sandbox() -> Config:
     return lookup(environment={"use": "python"})
 
 
-@pytest.mark.parametrize("name", slow_on_a_cpu(ENVIRONMENTS, ("class", "tools", "search", "python")))
-@pytest.mark.wide
+@all_on_a_gpu("name", ENVIRONMENTS)
 def test_every_environment_is_played(device: torch.device, name: str, tmp_path: Path):
     if name == "python" and why_not_isolated() is not None:
         pytest.skip(f"programs cannot be isolated here: {why_not_isolated()}")
@@ -123,8 +114,7 @@ def test_every_environment_is_played(device: torch.device, name: str, tmp_path: 
     assert all("environment/turns" in line for line in running.metrics(run) if "time/update" in line)
 
 
-@pytest.mark.parametrize("method", ["grpo", "ppo"])
-@pytest.mark.wide
+@all_on_a_gpu("method", ["grpo", "ppo"])
 def test_a_deterministic_run_resumes_to_the_bit(tiny: TinyModels, device: torch.device, method: str, tmp_path: Path):
     """Stopped by SIGTERM within its update; on a GPU as far as torch has deterministic kernels."""
     settings = running.config(method, tiny("qwen3"), run={"num_steps": 3, "deterministic": True})
@@ -139,14 +129,8 @@ def test_a_deterministic_run_resumes_to_the_bit(tiny: TinyModels, device: torch.
     assert_same(whole, stopped, settings.run.num_steps)
 
 
-@pytest.mark.parametrize(
-    ("device", "moment"),
-    [
-        pytest.param("cpu", 0.5, marks=pytest.mark.slow),
-        *(pytest.param("cuda", moment, marks=ON_A_GPU) for moment in (0.3, 1.1, 2.3)),
-    ],
-    indirect=["device"],
-)
+@pytest.mark.parametrize("moment", [0.3, 2.3])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_A_GPU)], indirect=True)
 def test_a_signal_ends_the_command_soon_and_it_resumes(device: torch.device, moment: float, tmp_path: Path):
     """SIGTERM some seconds after the first step of `tinyrl train grpo`: within 5 s on a GPU, with 75."""
     where = ["--output-dir", str(tmp_path), "--name", "run", "--device", device.type]
@@ -162,7 +146,7 @@ def test_a_signal_ends_the_command_soon_and_it_resumes(device: torch.device, mom
     time.sleep(moment)
     process.send_signal(signal.SIGTERM)
     try:
-        code = process.wait(STOP_S[device.type])
+        code = process.wait(STOP_S)
     finally:
         process.kill()
     assert code == 75

@@ -86,22 +86,8 @@ def test_every_engine_says_what_the_library_says(parts: SamplingParts):
         assert gaps(parts, said["fused"]).mean() < WORST * library + 0.01
 
 
-@pytest.mark.parametrize("wanted", ["auto", "fused"])
-def test_the_fused_engine_is_chosen(parts: SamplingParts, wanted: Any):
+def test_the_fused_engine_is_chosen(parts: SamplingParts):
     """For the longest sequences that runs have by default."""
     dtype = parts.roles.causal.dtype
-    chosen, why = select_engine(parts.roles, parts.tokenizer, SETTINGS, wanted=wanted, dtype=dtype, longest=LONGEST)
+    chosen, why = select_engine(parts.roles, parts.tokenizer, SETTINGS, wanted="auto", dtype=dtype, longest=LONGEST)
     assert chosen.name == "fused", why
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_begins_with_the_fused_engine(real: Path, dtype: str):
-    """With the adapter still at zero, and the settings as they are by default."""
-    config = running.config("grpo", real, model={"dtype": dtype}, task={"name": "sums"})
-    begun = SamplingParts(config, options=Options(device="cpu"))
-    begun.close()
-    assert begun.engine.name == "fused", begun.engine_reason
-
-
-def test_packed_rows_say_what_padded_ones_say(parts: SamplingParts):
-    assert parts.roles.packs

@@ -30,24 +30,20 @@ def budgets(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-@pytest.mark.parametrize("method", ["grpo", "ppo"])
-@pytest.mark.wide
-def test_methods_that_sample(method: str, tiny: TinyModels, budgets: list[int], tmp_path: Path) -> None:
+def test_methods_that_sample(tiny: TinyModels, budgets: list[int], tmp_path: Path) -> None:
     """Values, rescoring, update, evaluation and a reward model of its own."""
     reward: dict[str, Any] = {"functions": [], "model": str(tiny.reward("llama"))}
-    settings = running.config(method, tiny("llama"), run=RUN, reward=reward, grpo={"preset": "grpo"})
+    settings = running.config("ppo", tiny("llama"), run=RUN, reward=reward)
     assert running.train(settings, tmp_path)[0] == 0
     assert len(budgets) >= 8
     assert set(budgets) == {BUDGET}
 
 
-@pytest.mark.parametrize("method", ["sft", "reward", "dpo"])
-def test_methods_that_learn_from_text(method: str, tiny: TinyModels, budgets: list[int], tmp_path: Path) -> None:
-    row = {"prompt": "a:", "completion": "aaa", "chosen": "yes", "rejected": "no"}
-    rows = [{**row, "prompt": f"{letter}:"} for letter in "abcdefghij" * 2]
+def test_methods_that_learn_from_text(tiny: TinyModels, budgets: list[int], tmp_path: Path) -> None:
+    rows = [{"prompt": f"{letter}:", "chosen": "yes", "rejected": "no"} for letter in "abcdefghij" * 2]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {"data": str(tmp_path / "rows.jsonl")}
-    values = {"method": method, "model": {"path": str(tiny("llama"))}, "task": task, "run": RUN}
+    values = {"method": "dpo", "model": {"path": str(tiny("llama"))}, "task": task, "run": RUN}
     assert running.train(Config.model_validate(values), tmp_path)[0] == 0
     assert len(budgets) >= 3  # before, update, after
     assert set(budgets) == {BUDGET}

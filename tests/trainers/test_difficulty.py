@@ -95,17 +95,7 @@ def test_a_draw_follows_from_seed_step_and_record() -> None:
     assert Counter(few.draw(0) + few.draw(1)) == dict.fromkeys(range(4), 5)
 
 
-def test_what_is_known_is_counted() -> None:
-    rates, tried = of(), Tried(1.0)
-    tried.look(PROMPTS[:2], torch.ones(4))
-    assert rates.record == {}
-    assert rates.keep(0, tried) == {"reward/known_prompts": 2.0}
-    assert rates.keep(1, Tried(1.0)) == {"reward/known_prompts": 2.0}
-
-
-@pytest.mark.parametrize("stop_at", [None, 11, 25])
-@pytest.mark.wide
-def test_a_run_that_is_stopped_goes_on_bit_equal(stop_at: int | None, tiny: TinyModels, tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_goes_on_bit_equal(tiny: TinyModels, tmp_path: Path) -> None:
     rows = [{"prompt": f"letters: {a} b sorted:", "answer": a} for a in "abcdefghijklmnop"]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = str(tmp_path / "rows.jsonl")
@@ -114,10 +104,9 @@ def test_a_run_that_is_stopped_goes_on_bit_equal(stop_at: int | None, tiny: Tiny
     settings = running.config("grpo", tiny("llama"), task=task, run={"num_steps": 4})
     code, whole, _ = running.train(settings, tmp_path, name="whole")
     assert code == 0
-    code, stopped, _ = running.train(settings, tmp_path, name="stopped", stop_at=stop_at)
-    if code == 75:
-        assert running.go_on(stopped) == 0
-    assert (code == 75) == (stop_at is not None)
+    code, stopped, _ = running.train(settings, tmp_path, name="stopped", stop_at=25)
+    assert code == 75
+    assert running.go_on(stopped) == 0
     assert running.lasting(stopped) == running.lasting(whole)
     assert running.lasting(whole)[-1]["reward/known_prompts"] >= 4
     now, then = running.weights(stopped, 4), running.weights(whole, 4)

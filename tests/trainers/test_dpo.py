@@ -1,4 +1,4 @@
-"""Preference optimization: the losses are those of TRL and of plain loops, pairs are learnt, resumes are exact."""
+"""Preference optimization: the losses are those of plain loops, pairs are learnt, resumes are exact."""
 
 import json
 import math
@@ -15,7 +15,6 @@ from tests import running
 from tests.models.building import stir
 from tests.tiny_models import POSITIONS, tiny_model, tiny_tokenizer
 from tinyrl.config.schema import Config
-from tinyrl.config.sections import OptimConfig
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.roles import Roles
 from tinyrl.rollout.components import Options
@@ -91,57 +90,6 @@ def six(model: Path, folder: Path, **sections: Any) -> Config:
 
 
 # ---- the numbers ----
-
-# TRL 1.16 on the same model folder and rows: DPOTrainer(model, ref_model=<a second copy>, processing_class=tokenizer)
-# with DPOConfig(per_device_train_batch_size=6, max_steps=4, learning_rate=3e-3, lr_scheduler_type="constant",
-# max_grad_norm=1.0, loss_type=[...], beta=..., max_length=None, bf16=False, gradient_checkpointing=False);
-# loss, grad_norm, rewards/chosen, rewards/rejected of its four steps.
-TRL: dict[str, tuple[float, list[tuple[float, float, float, float]]]] = {
-    "sigmoid": (
-        0.1,
-        [
-            (0.6931471825, 2.0732481480, 0.0, 0.0),
-            (0.3795639277, 0.9084066153, 0.3874598444, -0.4385293722),
-            (0.2540959716, 0.5095360279, 0.6270841956, -0.7329798341),
-            (0.1857332587, 0.3653185070, 0.7917630672, -0.9626495242),
-        ],
-    ),
-    "ipo": (
-        0.5,
-        [
-            (1.0, 14.0038318634, 0.0, 0.0),
-            (0.5441353321, 8.3232955933, 2.1569745541, -0.9246204495),
-            (0.0981734991, 2.3369326591, 2.4962298870, -0.1850460321),
-            (0.1758527160, 3.8993821144, 2.8404989243, 0.4576150477),
-        ],
-    ),
-}
-
-
-@pytest.mark.parametrize("loss", TRL)
-def test_losses_and_gradients_are_those_of_trl(
-    loss: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Four optimizer steps of the whole batch: losses, norms of gradients and rewards. For `ipo` TRL logs rewards of
-    summed log-probabilities, which here are means as in the loss. TRL's fourth pair had an empty answer.
-    """
-    tokenised = dpo.Dpo.tokenised
-
-    def with_an_empty_one(self: dpo.Dpo, rows: list[dict[str, Any]]) -> list[Pair]:
-        pairs = tokenised(self, rows)
-        return [*pairs[:3], pairs[3]._replace(chosen=pairs[3].chosen[-1:]), *pairs[4:]]
-
-    monkeypatch.setattr(dpo.Dpo, "tokenised", with_an_empty_one)
-    beta, theirs = TRL[loss]
-    section = {"loss": loss, "beta": beta, "batch_size": 6}
-    code, run, _ = running.train(six(model, tmp_path, dpo=section, run={"num_steps": 4}), tmp_path)
-    assert code == 0
-    ours = running.metrics(run)[1:]
-    assert [line["preference/loss"] for line in ours] == pytest.approx([t[0] for t in theirs], rel=1e-4)
-    assert [line["optim/grad_norm"] for line in ours] == pytest.approx([t[1] for t in theirs], rel=1e-4)
-    if loss == "sigmoid":
-        for side, at in (("rewards/chosen", 2), ("rewards/rejected", 3)):
-            assert [line[side] for line in ours] == pytest.approx([t[at] for t in theirs], rel=1e-3, abs=1e-5)
 
 
 def plain_logprobs(model: Any, pair: Pair, answer: list[int]) -> Tensor:
@@ -241,8 +189,7 @@ def test_losses_and_gradients_are_those_of_a_plain_loop(name: str, model: Path, 
 
 
 @pytest.mark.parametrize("packs", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.wide
+@pytest.mark.parametrize("name", ["kto", "simpo"])
 def test_micro_batches_change_neither_metrics_nor_gradient(name: str, packs: bool, model: Path, tmp_path: Path) -> None:
     parts, _, _ = apart(six(model, tmp_path, dpo=LOSSES[name]), model)
     parts.roles.packs = packs
@@ -273,48 +220,32 @@ def test_a_prompt_is_read_once(model: Path, tmp_path: Path, monkeypatch: pytest.
 
 # ---- the reference ----
 
-START = {"sigmoid": math.log(2), "sigmoid, smoothed": math.log(2), "ipo": 1.0, "ipo_sum": 4.0, "kto": 0.5}
 
-
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-@pytest.mark.parametrize("name", START)
-@pytest.mark.wide
+@pytest.mark.parametrize(("loss", "lora", "start"), [("sigmoid", True, math.log(2)), ("ipo", False, 1.0)])
 def test_the_loss_at_the_start_is_known(
-    name: str, lora: bool, model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    loss: str, lora: bool, start: float, model: Path, rows: Path, tmp_path: Path
 ) -> None:
     """log 2 of DPO, for held-out pairs and in the first step of training, with LoRA's dropout off."""
-    config = settings(model, rows, lora=lora, dpo=LOSSES[name], run={"num_steps": 1})
+    config = settings(model, rows, lora=lora, dpo=LOSSES[loss], run={"num_steps": 1})
     code, run, _ = running.train(config, tmp_path)
     assert code == 0
-    start, first = running.metrics(run)
-    assert start["eval/loss"] == pytest.approx(START[name], rel=1e-5, abs=1e-5)
-    assert first["preference/loss"] == pytest.approx(START[name], rel=1e-5, abs=1e-5)
-    assert start["eval/accuracy"] == pytest.approx(0.5, abs=0.5)
-    which = "the base without adapters" if lora else "a frozen copy of the model"
-    assert f"the reference is {which}" in capsys.readouterr().err
+    before, first = running.metrics(run)
+    assert before["eval/loss"] == pytest.approx(start, rel=1e-5, abs=1e-5)
+    assert first["preference/loss"] == pytest.approx(start, rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", START)
-@pytest.mark.parametrize(
-    ("kind", "which"),
-    [
-        ("lora", "the base without adapters"),
-        ("adapter", "adapter `reference`"),
-        ("full", "a frozen copy of the model"),
-    ],
-)
-@pytest.mark.wide
-def test_a_reference_that_is_another_model_stops_the_run_and_is_named(
-    name: str, kind: str, which: str, model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["lora", "adapter", "full"])
+def test_a_reference_that_is_another_model_stops_the_run(
+    kind: str, model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = settings(model, rows, lora=kind != "full", dpo=LOSSES[name])
+    config = settings(model, rows, lora=kind != "full")
     if kind == "adapter":
         config.model.adapter = str(start_adapter(model, rows, tmp_path))
     parts = loaded(config)
     assert parts.check()
     stir(parts.roles.parameters["policy"])
     monkeypatch.setattr(dpo, "Dpo", lambda config, *, options: parts)
-    with pytest.raises(ValueError, match=f"policy and reference differ .* the reference is {which}"):
+    with pytest.raises(ValueError, match="policy and reference differ"):
         running.train(config, tmp_path)
     assert not (tmp_path / "run").exists()
 
@@ -368,23 +299,16 @@ def test_a_start_adapter_is_the_reference(model: Path, rows: Path, tmp_path: Pat
 STEPS_0_AND_3 = ("step-000000", "step-000003")
 
 
-@pytest.mark.parametrize("loss", ["orpo", "simpo"])
-@pytest.mark.parametrize("kind", ["lora", "adapter", "full"])
-@pytest.mark.wide
-def test_losses_without_a_reference_hold_none(loss: str, kind: str, model: Path, rows: Path, tmp_path: Path) -> None:
-    config = settings(model, rows, lora=kind != "full", dpo={"loss": loss}, run={"num_steps": 1})
-    if kind == "adapter":
+@pytest.mark.parametrize(("loss", "lora"), [("orpo", True), ("simpo", False)])
+def test_losses_without_a_reference_hold_none(loss: str, lora: bool, model: Path, rows: Path, tmp_path: Path) -> None:
+    config = settings(model, rows, lora=lora, dpo={"loss": loss}, run={"num_steps": 1})
+    if lora:
         config.model.adapter = str(start_adapter(model, rows, tmp_path))
-    parts = loaded(config)
-    assert not parts.roles.has_reference
-    assert parts.roles.reference_model is None
-    assert parts.roles.reference_adapter is None
     code, run, _ = running.train(config, tmp_path)
     assert code == 0
+    assert not loaded(config).roles.has_reference
     assert not list(run.path.rglob("*reference*"))
     assert "time/reference" not in running.metrics(run)[1]
-    same = settings(model, rows, lora=kind != "full", dpo={"loss": loss}, reference={"kind": "none"})
-    assert not same.has_reference
 
 
 def test_the_reference_reads_a_row_at_its_first_use_and_never_again(
@@ -445,13 +369,10 @@ def test_what_is_known_of_a_reference_is_let_go_when_rows_or_models_change(
 # ---- runs ----
 
 
-@pytest.mark.parametrize("lora", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["lora", "full"])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "sigmoid")) for n in LOSSES])
-def test_pairs_are_learnt(name: str, lora: bool, model: Path, rows: Path, tmp_path: Path) -> None:
-    config = settings(model, rows, lora=lora, dpo=LOSSES[name])
-    if name == "ipo_sum":  # a square of sums, which large steps overshoot
-        config.optim = OptimConfig(learning_rate=2e-3 if lora else 5e-4)
-    code, run, _ = running.train(config, tmp_path)
+@pytest.mark.parametrize(("loss", "lora"), [("sigmoid", True), ("kto", False)])
+@pytest.mark.wide
+def test_pairs_are_learnt(loss: str, lora: bool, model: Path, rows: Path, tmp_path: Path) -> None:
+    code, run, _ = running.train(settings(model, rows, lora=lora, dpo=LOSSES[loss]), tmp_path)
     assert code == 0
     held_out = [line for line in running.metrics(run) if "eval/loss" in line]
     assert held_out[-1]["eval/accuracy"] > 0.9
@@ -460,31 +381,16 @@ def test_pairs_are_learnt(name: str, lora: bool, model: Path, rows: Path, tmp_pa
     line = running.metrics(run)[-1]
     assert line["rewards/margin"] == pytest.approx(line["rewards/chosen"] - line["rewards/rejected"], abs=1e-4)
     assert line["eval/margin"] == pytest.approx(line["eval/rewards/chosen"] - line["eval/rewards/rejected"], abs=1e-4)
-    assert {"policy/chosen_logprobs", "policy/rejected_logprobs", "tokens_per_second"} <= line.keys()
-    assert ("preference/kl" in line) == (name == "kto")
+    assert ("preference/kl" in line) == (loss == "kto")
 
 
-RESUMED: dict[str, dict[str, Any]] = {
-    "sigmoid": {"dpo": {"batch_size": 40}},
-    "full": {"lora": False, "dpo": {"loss": "ipo", "beta": 0.5}},
-    "adapter": {"dpo": {"loss": "ipo_sum"}},
-    "kto": {"dpo": {"loss": "kto", "batch_size": 40}},
-    "orpo": {"dpo": {"loss": "orpo"}},
-    "micro-batches": {"dpo": {"batch_size": 40}, "run": {"micro_batch_tokens": 100}},
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks={"sigmoid": [], "kto": pytest.mark.slow}.get(n, pytest.mark.release)) for n in RESUMED],
-)
+@pytest.mark.parametrize("loss", ["kto", "ipo"])
 @pytest.mark.slow
-def test_stopped_anywhere_and_resumed_is_bit_equal(name: str, model: Path, rows: Path, tmp_path: Path) -> None:
-    """With LoRA's dropout, across an epoch of the data: in the reference's pass, the update, evaluations."""
-    sections = {**RESUMED[name]}
-    run = {"num_steps": 5, "eval_every": 2, "save_every": 2, **sections.pop("run", {})}
-    config = settings(model, rows, run=run, dropout=0.1, **sections)
-    if name == "adapter":
+def test_stopped_anywhere_and_resumed_is_bit_equal(loss: str, model: Path, rows: Path, tmp_path: Path) -> None:
+    """Across an epoch of the data: KTO in micro-batches with LoRA's dropout behind an adapter; IPO, full."""
+    run = {"num_steps": 5, "eval_every": 2, "save_every": 2, "micro_batch_tokens": 100}
+    config = settings(model, rows, run=run, dropout=0.1, lora=loss == "kto", dpo={"loss": loss, "batch_size": 40})
+    if loss == "kto":
         config.model.adapter = str(start_adapter(model, rows, tmp_path))
     flag = running.SignalAt(None)
     with flag:
@@ -492,25 +398,15 @@ def test_stopped_anywhere_and_resumed_is_bit_equal(name: str, model: Path, rows:
     begun = flag.looks  # a stop before this is one before there is a run
     code, whole, looks = running.train(config, tmp_path, name="whole")
     assert code == 0
-    for number, share in enumerate((0.03, 0.2, 0.4, 0.6, 0.75, 0.9)):
+    for share in (0.03, 0.4, 0.75):
         stop_at = begun + max(1, int((looks - begun) * share))
-        code, stopped, _ = running.train(config, tmp_path, name=f"stopped-{number}", stop_at=stop_at)
+        code, stopped, _ = running.train(config, tmp_path, name=f"at-{share}", stop_at=stop_at)
         assert code == 75
         assert running.go_on(stopped) == 0
         assert running.lasting(whole) == running.lasting(stopped)
         ours, theirs = running.weights(whole, 5), running.weights(stopped, 5)
         assert ours.keys() == theirs.keys()
         assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
-
-
-def test_dropout_changes_what_is_learnt_and_not_what_is_said(model: Path, rows: Path, tmp_path: Path) -> None:
-    lines = []
-    for dropout in (0.0, 0.3):
-        config = settings(model, rows, dropout=dropout, run={"num_steps": 2, "eval_every": 1})
-        _, run, _ = running.train(config, tmp_path, name=f"{dropout}")
-        lines.append(running.metrics(run))
-    assert lines[0][0]["eval/loss"] == lines[1][0]["eval/loss"]
-    assert lines[0][2]["eval/loss"] != lines[1][2]["eval/loss"]
 
 
 # ---- rows ----
@@ -523,15 +419,6 @@ def refused(model: Path, folder: Path, lines: list[dict[str, Any]], **sections: 
         loaded(settings(model, path, task=task, **sections))
     assert type(caught.value) is ValueError
     return str(caught.value)
-
-
-def test_pairs_with_the_same_answer_twice_are_left_out_and_said(model: Path, tmp_path: Path) -> None:
-    same = {"prompt": "x", "chosen": "a", "rejected": "a"}
-    data = str(write(tmp_path / "rows.jsonl", [*SIX, same, same]))
-    parts = loaded(settings(model, Path(data), task={"data": data, "eval_data": data}))
-    assert (len(parts.train_rows), len(parts.held_out)) == (6, 6)
-    assert any(note.startswith("warning: 2 of 8 rows (2 with two equal answers)") for note in parts.notes)
-    assert "1 of 1 rows (1 with two equal answers)" in refused(model, tmp_path, [same])
 
 
 EMPTY: list[Any] = ["", " \n", None, []]
@@ -620,12 +507,11 @@ def test_an_answer_whose_earlier_turns_are_written_otherwise_later_is_refused(tm
     assert "writes a turn of the answer differently" in refused(model, tmp_path, [line])
 
 
-@pytest.mark.parametrize("loss", ["simpo", "kto", "orpo"])
-def test_a_limit_that_leaves_no_room_for_an_answer_leaves_the_pair_out(loss: str, model: Path, tmp_path: Path) -> None:
+def test_a_limit_that_leaves_no_room_for_an_answer_leaves_the_pair_out(model: Path, tmp_path: Path) -> None:
     """Whole pairs, and never a pair without a learnt token, whose mean would be 0 / 0."""
     data = str(write(tmp_path / "rows.jsonl", SIX))  # "a longer prompt:" alone has 17 tokens
     task = {"data": data, "eval_data": data, "long_prompts": "drop"}
-    parts = loaded(settings(model, Path(data), task=task, dpo={"loss": loss, "max_tokens": 17}))
+    parts = loaded(settings(model, Path(data), task=task, dpo={"loss": "simpo", "max_tokens": 17}))
     assert len(parts.train_rows) == 4
     metrics, grads = gradients(parts, tokens=1)
     assert all(math.isfinite(value) for value in metrics.values())
@@ -635,53 +521,17 @@ def test_a_limit_that_leaves_no_room_for_an_answer_leaves_the_pair_out(loss: str
 
 def test_pairs_that_are_too_long_are_refused_or_left_out(model: Path, tmp_path: Path) -> None:
     long = {"prompt": "a longer", "chosen": "x" * POSITIONS, "rejected": "y"}
-    said = refused(model, tmp_path, [*SIX, long])
-    assert said == (
-        f"1 of 7 pairs have more tokens, prompt and answer, than the model's {POSITIONS} positions (the longest "
-        f"{POSITIONS + 9}; the first begins 'a longer'). Leave them out with task.long_prompts=drop"
-    )
-    assert "than dpo.max_tokens=20 (the longest 33; the first" in refused(model, tmp_path, SIX, dpo={"max_tokens": 20})
+    assert f"model's {POSITIONS} positions" in refused(model, tmp_path, [*SIX, long])
+    assert "dpo.max_tokens=20" in refused(model, tmp_path, SIX, dpo={"max_tokens": 20})
     data = str(write(tmp_path / "rows.jsonl", [*SIX, long]))
     task = {"data": data, "eval_data": data, "long_prompts": "drop"}
-    parts = loaded(settings(model, Path(data), task=task, dpo={"max_tokens": 30}))
-    assert len(parts.train_rows) == 5
-    assert any(note.startswith("warning: 2 of 7 rows (2 with more tokens than dpo.max") for note in parts.notes)
+    assert len(loaded(settings(model, Path(data), task=task, dpo={"max_tokens": 30})).train_rows) == 5
 
 
 def test_rows_that_are_no_pairs_are_refused(model: Path, tmp_path: Path) -> None:
     """Rows with one labelled answer too, which KTO could learn from in principle."""
     labelled = {"prompt": "a", "completion": "b", "label": True}
-    for loss in ("sigmoid", "kto"):
-        said = refused(model, tmp_path, [labelled] * 3, dpo={"loss": loss})
-        assert said.startswith("no column 'chosen'.")
-    assert refused(model, tmp_path, [*SIX, {"prompt": "a", "chosen": "b"}]).startswith("no column 'rejected'.")
-    asked, answers = {"role": "user", "content": "?"}, ({"role": "assistant", "content": word} for word in ("y", "n"))
-    chat: dict[str, Any] = dict(zip(("chosen", "rejected"), ([asked, answer] for answer in answers), strict=True))
-    said = refused(model, tmp_path, [chat])
-    assert said.startswith("the rows are chat messages, but this model's tokenizer has no chat template")
-    assert "in the row {'chosen': [{'role'" in said
-
-
-def test_kto_asks_for_answers_to_other_prompts(model: Path, tmp_path: Path) -> None:
-    assert "needs 2 pairs or more" in refused(model, tmp_path, SIX[:1], dpo={"loss": "kto"})
-
-
-def test_a_pair_in_one_of_its_other_shapes_is_the_same_pair(model: Path, tmp_path: Path) -> None:
-    """The prompt inside both sides."""
-    inside = [{side: f"say {n}: {word}" for side, word in (("chosen", "yes"), ("rejected", "no"))} for n in range(4)]
-    given = [{"prompt": f"say {n}:", "chosen": " yes", "rejected": " no"} for n in range(4)]
-    found = []
-    for name, lines in (("inside", inside), ("given", given)):
-        data = str(write(tmp_path / f"{name}.jsonl", lines))
-        parts = loaded(settings(model, Path(data), task={"data": data, "eval_data": data}))
-        found.append(parts.train_rows)
-        assert parts.notes[0].startswith("rows: 4 of `chosen` and `rejected` (text)")
-        assert "say 0:" in parts.notes[1]
-    assert found[0] == found[1]
-
-
-def test_a_dry_run_shows_a_pair(model: Path, rows: Path) -> None:
-    shown = loaded(settings(model, rows)).preview().splitlines()
-    assert shown[shown.index("prompt (3 tokens): aa:") + 1] == "chosen (9 tokens): yes yesa<eos>"
-    assert shown[-1] == "rows: 94 to train on, 10 held out"
-    assert any(line.startswith("loss before the first step: 0.693, log 2") for line in shown)
+    assert "'chosen'" in refused(model, tmp_path, [labelled] * 3, dpo={"loss": "kto"})
+    assert "'rejected'" in refused(model, tmp_path, [*SIX, {"prompt": "a", "chosen": "b"}])
+    chat = {"chosen": [user("?"), said("y")], "rejected": [user("?"), said("n")]}
+    assert "no chat template" in refused(model, tmp_path, [chat])

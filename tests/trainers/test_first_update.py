@@ -24,8 +24,7 @@ from tinyrl.training.optim import role_optimizers
 from tinyrl.training.trainer import Trainer
 from tinyrl.training.update import Pass, Updater
 
-FAST = ("llama", "gpt2")
-KINDS = ("llama", "qwen2", "qwen3", "gpt2", "gemma2")
+KINDS = ("llama", "qwen3", "gpt2")
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +32,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: tiny_model(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
 
 
-def attention(kind: str) -> dict[str, str]:
-    return {"attention": "eager"} if kind == "gemma2" else {}
-
-
 @pytest.fixture(scope="module")
 def sharp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sharp_model(tmp_path_factory.mktemp("sharp"), num_hidden_layers=6)
 
 
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-@pytest.mark.parametrize("preset", ["grpo", "rloo", "reinforce++", "ppo"])
-@pytest.mark.wide
+@pytest.mark.parametrize(("preset", "lora"), [("reinforce++", True), ("ppo", False)])
 def test_in_bfloat16_the_kl_at_step_1_is_zero(preset: str, lora: bool, sharp: Path, tmp_path: Path) -> None:
     """Policy and reference are the same model, so what the sampler rounds otherwise must not be in their KL."""
     method, sections = ("ppo", {}) if preset == "ppo" else ("grpo", {"grpo": {"preset": preset, "kl_coef": 0.05}})
@@ -66,11 +59,10 @@ def test_in_bfloat16_the_kl_at_step_1_is_zero(preset: str, lora: bool, sharp: Pa
         assert first["policy/sampling_gap"] > 1e-3  # the sampler does round otherwise
 
 
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-@pytest.mark.parametrize("method", ["grpo", "ppo"])
-@pytest.mark.parametrize("kind", [k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
-@pytest.mark.wide
-def test_every_architecture_trains(kind: str, method: str, lora: bool, models: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "method", "lora"), [("llama", "ppo", True), ("gpt2", "grpo", False)])
+def test_the_first_update_and_what_it_moves(
+    kind: str, method: str, lora: bool, models: dict[str, Path], tmp_path: Path
+) -> None:
     """Ratio 1, clipfrac 0 and KL 0 at the first update; the policy and the critic move; the checkpoint loads back."""
     sections = (
         {"grpo": {"preset": "grpo"}}
@@ -80,7 +72,6 @@ def test_every_architecture_trains(kind: str, method: str, lora: bool, models: d
     settings = running.config(
         method,
         models[kind],
-        model=attention(kind),
         lora={"enabled": lora},
         optim={"learning_rate": 1e-3},
         run={"num_steps": 2, "save_every": 1},
@@ -105,8 +96,7 @@ def test_every_architecture_trains(kind: str, method: str, lora: bool, models: d
     assert running.go_on(run) == 0
 
 
-@pytest.mark.parametrize("kind", ["adapter", "shared", "shared-detached", "separate"])
-@pytest.mark.wide
+@pytest.mark.parametrize("kind", ["adapter", "shared"])
 def test_warm_up_trains_the_critic_only(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
     settings = running.config(
         "ppo",
@@ -121,25 +111,6 @@ def test_warm_up_trains_the_critic_only(kind: str, models: dict[str, Path], tmp_
     assert any(not torch.equal(warm[n], end[n]) for n in start)
     assert not heads[0].any()
     assert heads[1].any()
-
-
-@pytest.mark.parametrize("method", ["grpo", "ppo"])
-@pytest.mark.wide
-def test_micro_batches_do_not_change_training(method: str, models: dict[str, Path], tmp_path: Path) -> None:
-    """One micro-batch or many: the same weights to float32 rounding, because losses divide by the step's counts."""
-    ends = []
-    for tokens in (10_000, 40):
-        settings = running.config(
-            method,
-            models["llama"],
-            optim={"learning_rate": 1e-3, "adam_eps": 1e-3},
-            run={"num_steps": 1, "micro_batch_tokens": tokens},
-        )
-        _, run, _ = running.train(settings, tmp_path, name=f"{method}-{tokens}")
-        ends.append(running.weights(run, 1))
-    for name, tensor in ends[0].items():
-        if not name.startswith("optimizer"):
-            torch.testing.assert_close(tensor, ends[1][name], rtol=1e-4, atol=1e-6)
 
 
 def dpo_passes(trainer: Dpo) -> list[Pass]:
@@ -164,9 +135,9 @@ def sampled_passes(trainer: OnPolicyTrainer) -> list[Pass]:
 
 
 SPLIT: dict[str, tuple[type[Trainer], str, dict[str, Any]]] = {
-    **{loss: (Dpo, "dpo", {"dpo": {"loss": loss}}) for loss in ("simpo", "ipo", "kto", "orpo")},
-    "distill": (Distill, "distill", {"distill": {"num_prompts": 4}}),
     "dr_grpo": (Grpo, "grpo", {"grpo": {"preset": "dr_grpo", "num_prompts": 4, "group_size": 2}}),
+    "kto": (Dpo, "dpo", {"dpo": {"loss": "kto"}}),
+    "distill": (Distill, "distill", {"distill": {"num_prompts": 4}}),
     "shared": (Ppo, "ppo", {"critic": {"kind": "shared"}}),
 }
 
@@ -208,26 +179,6 @@ def test_gradients_and_evaluations_are_those_of_one_micro_batch(
     assert max(float(gradient.norm()) for gradient in gradients.values()) > 1e-4
     for parameter, gradient in gradients.items():
         torch.testing.assert_close(split_gradients[parameter], gradient, rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "preset", ["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce++", "reinforce++-baseline"]
-)
-@pytest.mark.wide
-def test_every_preset_trains(preset: str, models: dict[str, Path], tmp_path: Path) -> None:
-    settings = running.config(
-        "grpo",
-        models["llama"],
-        grpo={"preset": preset, "num_epochs": 2, "minibatch_size": 8},
-        run={"num_steps": 2},
-    )
-    code, run, _ = running.train(settings, tmp_path)
-    assert code == 0
-    last = running.metrics(run)[-1]
-    assert last["optim/grad_norm"] > 0
-    assert ("objective/kl" in last) == (settings.grpo is not None and settings.grpo.kl_coef > 0)
-    start, end = running.weights(run, 0), running.weights(run, 2)
-    assert any(not torch.equal(start[n], end[n]) for n in start if n.startswith("adapter_model"))
 
 
 def test_reference_of_a_continued_adapter_is_that_adapter(models: dict[str, Path], tmp_path: Path) -> None:

@@ -170,19 +170,6 @@ def write_reward(folder: Path, body: str) -> dict[str, object]:
     return {"functions": [{"use": f"{folder / 'rewards.py'}:score"}]}
 
 
-def test_steps_without_any_spread_are_counted_and_told(
-    tiny: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    reward = write_reward(tmp_path, "[1.0] * len(completions)")
-    code, run, _ = running.train(running.config("grpo", tiny("llama"), reward=reward), tmp_path)
-    assert code == 0
-    assert [line.get("optim/flat_steps") for line in running.metrics(run)[1:]] == [1, 2, 3]
-    captured = capsys.readouterr()
-    assert (captured.out + captured.err).count("there is nothing to learn from") == 1
-    _, varied, _ = running.train(running.config("grpo", tiny("llama")), tmp_path, name="varied")
-    assert running.metrics(varied)[-1]["optim/flat_steps"] == 0
-
-
 def varied_at_first(folder: Path) -> dict[str, object]:
     """A reward that tells completions apart in the check before the first step and in that step, and then no more."""
     (folder / "rewards.py").write_text(
@@ -213,23 +200,17 @@ def test_a_step_without_a_gradient_moves_nothing(tiny: TinyModels, tmp_path: Pat
     assert all(torch.equal(first[name], second[name]) and torch.equal(first[name], third[name]) for name in start)
 
 
-def test_a_kl_in_the_loss_is_something_to_learn_from(
-    tiny: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_kl_in_the_loss_is_something_to_learn_from(tiny: TinyModels, tmp_path: Path) -> None:
     """Rewards that are equal once the policy has left the reference: the loss goes on to have a gradient."""
     settings = running.config(
         "grpo", tiny("llama"), grpo={"kl_coef": 0.1}, reward=varied_at_first(tmp_path), run={"eval_prompts": 0}
     )
     _, run, _ = running.train(settings, tmp_path)
-    captured = capsys.readouterr()
     assert running.metrics(run)[-1]["optim/flat_steps"] == 0
-    assert "nothing to learn" not in captured.out + captured.err
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
-def test_where_no_completion_counts_nothing_is_measured(
-    method: str, tiny: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_no_completion_counts_nothing_is_measured(method: str, tiny: TinyModels, tmp_path: Path) -> None:
     settings = running.config(
         method,
         tiny("llama"),
@@ -240,8 +221,6 @@ def test_where_no_completion_counts_nothing_is_measured(
     )
     code, run, _ = running.train(settings, tmp_path)
     assert code == 0
-    captured = capsys.readouterr()
-    assert (captured.out + captured.err).count("reward.truncated=mask") == 1
     for line in running.metrics(run)[1:]:
         assert line["completion/truncated"] == 1.0
         measured = {name for name in line if name.startswith(("policy/", "value/"))}
@@ -296,47 +275,7 @@ def test_exact_sampling_is_measured_anew_where_a_run_goes_on_in_another_precisio
         assert not torch.equal(rollout.old_logprobs, rollout.sampling_logprobs)
 
 
-@pytest.mark.slow
-def test_ppo_and_grpo_log_how_far_sampling_and_training_differ(tiny: TinyModels, tmp_path: Path) -> None:
-    """Measured by the first minibatch's own pass: rounding, but not 0, and not the drift of later minibatches."""
-    for method, several in (
-        ("ppo", {"num_epochs": 3, "minibatch_size": 4}),
-        ("grpo", {"num_epochs": 3, "minibatch_size": 8}),
-    ):
-        sections = {method: several, "critic": {"warmup": 0}} if method == "ppo" else {method: several}
-        _, run, _ = running.train(running.config(method, tiny("llama"), **sections), tmp_path, name=method)
-        for line in running.metrics(run)[1:]:
-            assert 0.0 < line["policy/sampling_gap"] < 1e-5
-            assert line["policy/approx_kl"] > 1e-4  # the drift
-
-
-@pytest.mark.parametrize("method", ["grpo", "ppo"])
-@pytest.mark.wide
-def test_an_entropy_coefficient_follows_the_entropy_from_the_second_step_on(
-    method: str, tiny: TinyModels, tmp_path: Path
-) -> None:
-    """The bonus is off in the first step, in which the entropy is first seen, and where it is above its target."""
-    once = {"critic": {"warmup": 0}} if method == "ppo" else {}
-    for name, target, used in (("low", 20.0, [0.0, 0.25, 0.375]), ("high", 0.01, [0.0, 0.0, 0.0])):
-        steered = {"entropy_coef": 0.125, "entropy_target": target, "entropy_coef_step": 0.125}
-        settings = running.config(method, tiny("llama"), **{method: steered}, **once, run={"eval_every": 0})
-        _, run, _ = running.train(settings, tmp_path, name=f"{method}-{name}")
-        assert [line["policy/entropy_coef"] for line in running.metrics(run)[1:]] == used
-    _, plain, _ = running.train(running.config(method, tiny("llama")), tmp_path, name=f"{method}-plain")
-    assert "policy/entropy_coef" not in running.metrics(plain)[-1]
-
-
-def test_an_entropy_bonus_keeps_more_entropy(tiny: TinyModels, tmp_path: Path) -> None:
-    entropies = []
-    for coef in (0.0, 1.0):
-        settings = running.config("grpo", tiny("llama"), grpo={"entropy_coef": coef}, run={"eval_every": 0})
-        _, run, _ = running.train(settings, tmp_path, name=f"coef-{coef}")
-        entropies.append([line["policy/entropy"] for line in running.metrics(run)[1:]])
-    assert entropies[0][0] == entropies[1][0]
-    assert entropies[1][-1] > entropies[0][-1]
-
-
-@pytest.fixture(scope="module", params=["adapter", "shared", "separate"])
+@pytest.fixture(scope="module", params=["adapter", "shared"])
 def ppo_parts(request: pytest.FixtureRequest, tiny: TinyModels):
     settings = running.config("ppo", tiny("gpt2"), critic={"kind": request.param})
     loaded = SamplingParts(settings, options=Options(device="cpu"))
@@ -362,13 +301,11 @@ def test_a_response_cut_off_goes_on_to_the_critics_value_of_its_end(ppo_parts: S
     assert got[0] != got[2]
 
 
-@pytest.mark.parametrize("name", ["mean", "std", "dropped", "zero_spread_groups", "known_prompts"])
-@pytest.mark.wide
-def test_a_reward_with_the_name_of_a_metric_is_refused(name: str, tiny: TinyModels, tmp_path: Path) -> None:
+def test_a_reward_with_the_name_of_a_metric_is_refused(tiny: TinyModels, tmp_path: Path) -> None:
     body = "    return [1.0] * len(prompts)\n"
-    (tmp_path / "rewards.py").write_text(f"def {name}(prompts, completions, **columns):\n{body}")
-    reward = {"functions": [{"use": f"{tmp_path / 'rewards.py'}:{name}"}]}
-    with pytest.raises(ValueError, match=f"reward.functions.*`{name}`"):
+    (tmp_path / "rewards.py").write_text(f"def std(prompts, completions, **columns):\n{body}")
+    reward = {"functions": [{"use": f"{tmp_path / 'rewards.py'}:std"}]}
+    with pytest.raises(ValueError, match=r"reward\.functions.*`std`"):
         running.train(running.config("grpo", tiny("llama"), reward=reward), tmp_path)
     assert not (tmp_path / "run").exists()
 

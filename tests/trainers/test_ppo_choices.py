@@ -1,23 +1,16 @@
-"""PPO's choices: A2C against A2C written down, a lambda each for policy and critic, a critic that pretrains."""
+"""PPO's choices: A2C against A2C written down, and a KL weight that waits for the critic."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from tests import running
-from tests.algorithms.test_advantages import naive_gae
 from tests.tiny_models import TinyModels
-from tests.trainers.test_on_policy import rollout_of
-from tinyrl.config.method_sections import PpoConfig
 from tinyrl.models.roles import Roles
 from tinyrl.rollout.buffer import Rollout
-from tinyrl.trainers.ppo import advantages_and_returns
 from tinyrl.training.session import Session
 from tinyrl.training.update import Pass, Updater
 
@@ -95,68 +88,6 @@ def test_a2c_is_the_gradient_of_a2c(tiny: TinyModels, tmp_path: Path, monkeypatc
     assert running.metrics(run)[-1]["objective/kl"] > 1e-4
 
 
-# Lambdas: two responses of three and two tokens
-
-
-def a_rollout() -> tuple[Rollout, Tensor]:
-    rollout = rollout_of([1.0, 1.0], [[0.0, 0.0]] * 2)
-    rollout.response_mask = torch.tensor([[True, True, True, True], [True, True, False, False]])
-    rollout.values = torch.tensor([[0.5, -1.0, 2.0, 0.25], [1.5, 0.75, 9.0, 9.0]])
-    return rollout, torch.tensor([[0.1, 0.2, -0.3, 1.0], [0.0, 2.0, 0.0, 0.0]])
-
-
-@pytest.mark.parametrize(
-    ("fields", "pretraining", "of_policy", "of_critic"),
-    [
-        ({}, False, [0.95, 0.95], [0.95, 0.95]),
-        ({"gae_lambda": 0.5}, False, [0.5, 0.5], [0.5, 0.5]),
-        ({"gae_lambda": 0.5, "critic_gae_lambda": 1.0}, False, [0.5, 0.5], [1.0, 1.0]),
-        ({"gae_lambda_alpha": 0.5}, False, [0.5, 0.0], [0.5, 0.0]),  # 1 - 1 / (0.5 * 4), 1 - 1 / (0.5 * 2)
-        ({"gae_lambda_alpha": 1.0, "critic_gae_lambda": 0.9}, False, [0.75, 0.5], [0.9, 0.9]),
-        ({"gae_lambda": 0.5}, True, [0.5, 0.5], [1.0, 1.0]),
-        ({"gae_lambda": 0.5, "critic_gae_lambda": 0.7}, True, [0.5, 0.5], [1.0, 1.0]),
-        ({"preset": "a2c"}, False, [1.0, 1.0], [1.0, 1.0]),
-    ],
-)
-def test_policy_and_critic_have_their_lambdas(
-    fields: dict[str, Any], pretraining: bool, of_policy: list[float], of_critic: list[float]
-) -> None:
-    rollout, rewards = a_rollout()
-    config = PpoConfig.model_validate({"gamma": 0.9, **fields})
-    advantages, returns = advantages_and_returns(rollout, rewards, config, pretraining=pretraining)
-    assert rollout.values is not None
-    for b in range(2):
-        r, v, m = (x[b].tolist() for x in (rewards, rollout.values, rollout.response_mask))
-        assert advantages[b].tolist() == pytest.approx(naive_gae(r, v, m, 0.9, of_policy[b]), abs=1e-6)
-        critic = naive_gae(r, v, m, 0.9, of_critic[b])
-        wanted = [a + value if chosen else 0.0 for a, value, chosen in zip(critic, v, m, strict=True)]
-        assert returns[b].tolist() == pytest.approx(wanted, abs=1e-6)
-
-
-# A critic that pretrains
-
-
-def test_the_policy_waits_while_the_critic_pretrains(tiny: TinyModels, tmp_path: Path) -> None:
-    """Two steps of pretraining, in which the one of warm-up lies; the KL's controller waits too."""
-    settings = running.config(
-        "ppo",
-        tiny("llama"),
-        critic={"pretrain_steps": 2, "warmup": 1},
-        ppo={"kl_controller": "adaptive", "kl_horizon": 100},
-        run={"num_steps": 4, "save_every": 1, "keep_checkpoints": 9},
-    )
-    _, run, _ = running.train(settings, tmp_path)
-    lines = running.metrics(run)[1:]
-    assert ["policy/loss" in line for line in lines] == [False, False, True, True]
-    assert all("value/loss" in line for line in lines)
-    adapters = [load_file(run.checkpoints / f"step-{s:06d}" / "adapter_model.safetensors") for s in range(5)]
-    same = [all(torch.equal(a[n], b[n]) for n in a) for a, b in pairwise(adapters)]
-    assert same == [True, True, False, False]
-    kl_coefs = [line["objective/kl_coef"] for line in lines]
-    assert kl_coefs[0] == kl_coefs[1] == kl_coefs[2] == 0.05
-    assert kl_coefs[3] != 0.05
-
-
 def test_the_weight_of_the_kl_waits_while_the_critic_warms_up(tiny: TinyModels, tmp_path: Path) -> None:
     """The policy does not move, so its KL of 0 says nothing of the weight."""
     adaptive = {"kl_controller": "adaptive", "kl_horizon": 100}
@@ -165,35 +96,3 @@ def test_the_weight_of_the_kl_waits_while_the_critic_warms_up(tiny: TinyModels, 
     kl_coefs = [line["objective/kl_coef"] for line in running.metrics(run)[1:]]
     assert kl_coefs[:3] == [0.05] * 3
     assert kl_coefs[3] != 0.05
-
-
-def test_the_returns_of_pretraining_are_those_of_lambda_1(
-    tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a token is followed by, whatever the critic thinks; after pretraining the critic's values are mixed in."""
-    seen: list[tuple[Rollout, float]] = []
-
-    def noted(session: Any, trainer: Any, rollout: Rollout, **options: Any) -> bool:
-        seen.append((rollout, options["kl_coef"]))
-        return update(session, trainer, rollout, **options)
-
-    from tinyrl.trainers.ppo import update
-
-    monkeypatch.setattr("tinyrl.trainers.ppo.update", noted)
-    settings = running.config(
-        "ppo", tiny("llama"), critic={"pretrain_steps": 2}, ppo={"gae_lambda": 0.0}, optim={"critic_learning_rate": 0.1}
-    )
-    _, _, _ = running.train(settings, tmp_path)
-    differ = []
-    for rollout, kl_coef in seen:
-        assert rollout.returns is not None
-        assert rollout.values is not None
-        gap = 0.0
-        for row in range(len(rollout)):
-            to_come = float(rollout.rewards[row])
-            for t in reversed(range(int(rollout.response_lengths[row]))):
-                to_come -= kl_coef * float(rollout.kl()[row, t])
-                gap = max(gap, abs(float(rollout.returns[row, t]) - to_come))
-        differ.append(gap > 1e-4)
-    assert differ == [False, False, True]
-    assert float(seen[1][0].values.abs().max()) > 0.01  # pyright: ignore[reportOptionalMemberAccess]

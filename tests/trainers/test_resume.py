@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,40 +16,24 @@ from tinyrl.training import session
 from tinyrl.training.state import read_state
 from tinyrl.training.update import Updater
 
+TEXT = {"ptx_coef": 0.5, "ptx_data": str(Path(__file__).parents[1] / "text_rows.jsonl"), "ptx_batch_size": 3}
+EVERY_WEIGHT = {"lora": {"enabled": False}, "optim": {"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 2}}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "grpo": ("grpo", {}),
-    "grpo, epochs and minibatches": ("grpo", {"grpo": {"num_epochs": 2, "minibatch_size": 8}}),
-    "grpo with reference": ("grpo", {"grpo": {"preset": "grpo"}}),
-    "grpo, refilled groups": ("grpo", {"grpo": {"refill_rounds": 2}}),
-    "grpo, across an epoch of the data": ("grpo", {"task": {"max_samples": 6}}),
-    "grpo, entropy steered": (
+    "grpo, epochs and minibatches": ("grpo", {"grpo": {"num_epochs": 2, "minibatch_size": 8, "kl_coef": 0.1}}),
+    "grpo, refilled groups, across an epoch of the data": (
         "grpo",
-        {"grpo": {"entropy_target": 20.0, "entropy_coef_step": 0.02, "num_epochs": 2, "minibatch_size": 8}},
+        {"grpo": {"refill_rounds": 2}, "task": {"max_samples": 6}},
     ),
-    "grpo, by difficulty": (
-        "grpo",
+    "grpo, full": ("grpo", EVERY_WEIGHT),
+    "ppo, adaptive KL, text, micro-batches": (
+        "ppo",
         {
-            "task": {"max_samples": 7, "sampler": "difficulty"},
-            "reward": {"functions": [{"use": f"{Path(running.__file__).parent / 'varied_reward.py'}:partly_solved"}]},
-            "grpo": {"refill_rounds": 1},
+            "ppo": {"kl_controller": "adaptive", "kl_horizon": 100, **TEXT},
+            "critic": {"warmup": 0},
+            "run": {"micro_batch_tokens": 40},
         },
     ),
-    "grpo, KL in the reward": ("grpo", {"grpo": {"kl_coef": 0.1, "kl_placement": "reward", "num_epochs": 2}}),
-    "gdpo": ("grpo", {"grpo": {"preset": "gdpo"}}),
-    "grpo, full": ("grpo", {"lora": {"enabled": False}, "optim": {"learning_rate": 1e-3}}),
-    "ppo": ("ppo", {"ppo": {"kl_controller": "adaptive", "kl_horizon": 100}}),
-    "ppo, micro-batches": ("ppo", {"run": {"micro_batch_tokens": 40}}),
-    "ppo, entropy steered": ("ppo", {"ppo": {"entropy_target": 20.0, "entropy_coef_step": 0.02}}),
-    "ppo, truncated responses bootstrapped": ("ppo", {"ppo": {"bootstrap_truncated": True}}),
-    "ppo, full": ("ppo", {"lora": {"enabled": False}, "optim": {"learning_rate": 1e-3}}),
-    "ppo, schedule": ("ppo", {"optim": {"schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1}}),
-}
-FAST = ("grpo, epochs and minibatches", "grpo, by difficulty", "ppo, entropy steered", "ppo")
-TEXT = {"ptx_coef": 0.5, "ptx_data": str(Path(__file__).parents[1] / "text_rows.jsonl"), "ptx_batch_size": 3}
-VARIANTS |= {
-    "ppo, text": ("ppo", {"ppo": TEXT, "critic": {"warmup": 0}}),
-    "ppo, a critic that pretrains": ("ppo", {"critic": {"pretrain_steps": 2}, "ppo": {"critic_gae_lambda": 1.0}}),
-    "a2c": ("ppo", {"ppo": {"preset": "a2c", "num_epochs": 1, "minibatch_size": None, "value_clip_eps": None}}),
+    "ppo, full": ("ppo", {**EVERY_WEIGHT, "ppo": {"bootstrap_truncated": True}}),
 }
 
 
@@ -71,7 +54,7 @@ def assert_same(one: running.RunDir, other: running.RunDir, step: int) -> None:
     assert not different
 
 
-@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in VARIANTS])
+@pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.wide
 def test_stopped_and_resumed_is_bit_equal(name: str, model: Path, tmp_path: Path) -> None:
     """Stopped by SIGTERM at moments spread over the whole run: in sampling, in the update, in evaluations."""
@@ -79,7 +62,7 @@ def test_stopped_and_resumed_is_bit_equal(name: str, model: Path, tmp_path: Path
     settings = running.config(method, model, **sections)
     code, whole, looks = running.train(settings, tmp_path, name="whole")
     assert code == 0
-    for number, share in enumerate((0.15, 0.4, 0.62, 0.9) if name in FAST else (0.4, 0.8)):
+    for number, share in enumerate((0.15, 0.62, 0.9)):
         code, stopped, _ = running.train(
             settings, tmp_path, name=f"stopped-{number}", stop_at=max(1, int(looks * share))
         )
@@ -88,24 +71,12 @@ def test_stopped_and_resumed_is_bit_equal(name: str, model: Path, tmp_path: Path
         assert_same(whole, stopped, settings.run.num_steps)
 
 
-INSIDE: dict[str, dict[str, Any]] = {
-    "ppo": {"ppo": {"num_epochs": 3}},
-    "text": {"ppo": {"num_epochs": 3, **TEXT}, "critic": {"warmup": 0}},
-    "text, by difficulty": {
-        "ppo": {"num_epochs": 3, **TEXT},
-        "critic": {"warmup": 0},
-        "task": {"sampler": "difficulty", "max_samples": 21},
-        "reward": {"functions": [{"use": f"{Path(running.__file__).parent / 'varied_reward.py'}:partly_solved"}]},
-    },
-    "pretraining": {"ppo": {"num_epochs": 3}, "critic": {"pretrain_steps": 3}},
-}
-
-
-@pytest.mark.parametrize("sections", INSIDE.values(), ids=INSIDE.keys())
-@pytest.mark.wide
-def test_stopped_inside_an_update(sections: dict[str, Any], model: Path, tmp_path: Path) -> None:
-    """A stop inside an update puts back what the step has changed: the resumed run begins the step again."""
-    settings = running.config("ppo", model, **sections)
+def test_stopped_inside_an_update(model: Path, tmp_path: Path) -> None:
+    """A stop inside an update puts back what the step has changed, the prompt sampler's record too."""
+    reward = {"functions": [{"use": f"{Path(running.__file__).parent / 'varied_reward.py'}:partly_solved"}]}
+    task = {"sampler": "difficulty", "max_samples": 21}
+    ppo = {"num_epochs": 3, **TEXT}
+    settings = running.config("ppo", model, ppo=ppo, critic={"warmup": 0}, task=task, reward=reward)
     _, whole, _ = running.train(settings, tmp_path, name="whole")
     code, stopped = stopped_in_the_update(settings, tmp_path)
     assert code == 75
@@ -134,7 +105,7 @@ def stopped_in_the_update(settings: Config, folder: Path, *, name: str = "stoppe
 
 
 def test_a_stop_waits_for_an_update_whose_weights_are_too_large_to_copy(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "MOST_COPIED", 0)
     settings = running.config(
@@ -143,9 +114,6 @@ def test_a_stop_waits_for_an_update_whose_weights_are_too_large_to_copy(
     _, whole, _ = running.train(settings, tmp_path, name="whole")
     code, stopped = stopped_in_the_update(settings, tmp_path)
     assert code == 75
-    assert (
-        "SIGTERM: the trained weights are large, so the stop waits for the end of the update" in capsys.readouterr().err
-    )
     folder = sorted(stopped.checkpoints.iterdir())[-1]
     assert (folder.name, read_state(folder).run.phase) == ("step-000002", "evaluation")
     assert running.go_on(stopped) == 0
@@ -158,38 +126,3 @@ def test_a_finished_run_says_so(model: Path, tmp_path: Path) -> None:
     before = run.metrics.read_bytes()
     assert running.go_on(run) == 0
     assert run.metrics.read_bytes() == before
-
-
-def test_changed_data_is_refused(model: Path, tmp_path: Path) -> None:
-    data = tmp_path / "rows.jsonl"
-    lines = [f'{{"prompt": "letters: {a} b sorted:", "answer": "{a} b"}}\n' for a in "cdefghij"]
-    data.write_text("".join(lines))
-    task = {"name": "rows", "data": str(data)}
-    _, run, _ = running.train(running.config("grpo", model, task=task), tmp_path, stop_at=60)
-    data.write_text("".join(lines[:-1]))
-    with pytest.raises(ValueError, match="training rows: the data has changed"):
-        running.go_on(run)
-
-
-@pytest.mark.slow
-def test_damaged_newest_checkpoint_falls_back_and_ends_equal(model: Path, tmp_path: Path) -> None:
-    settings = running.config("grpo", model, run={"num_steps": 5})
-    _, whole, _ = running.train(settings, tmp_path, name="whole")
-    _, damaged, _ = running.train(settings, tmp_path, name="damaged")
-    optimizer = damaged.checkpoints / "step-000005" / "optimizer.safetensors"
-    content = bytearray(optimizer.read_bytes())
-    content[-1] ^= 1
-    optimizer.write_bytes(content)
-    assert running.go_on(damaged) == 0  # from step 4
-    assert_same(whole, damaged, 5)
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_finished_run_is_finished_though_its_summary_cannot_be_written(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with open("/dev/full", "w", buffering=1) as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        code, _, _ = running.train(running.config("grpo", model, run={"num_steps": 1, "eval_every": 0}), tmp_path)
-        stopped, _, _ = running.train(running.config("grpo", model), tmp_path, name="stopped", stop_at=9)
-    assert (code, stopped) == (0, 75)

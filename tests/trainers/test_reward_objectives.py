@@ -3,7 +3,6 @@ learnt; what their rows cannot teach is said before the first step.
 """
 
 import json
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from transformers import PreTrainedModel
 
 from tests import running
 from tests.tiny_models import TinyModels, tiny_model, tiny_tokenizer
-from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardConfig
 from tinyrl.evaluation.statistics import concordance
@@ -30,7 +28,6 @@ from tinyrl.trainers.reward_model import RewardModel
 Row = dict[str, Any]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPTS = [f"{a}{b}:" for a in LETTERS for b in LETTERS[:3]]
-ADAPTER_AND_MODEL = pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 
 
 def rows_of(kind: str) -> list[Row]:
@@ -65,22 +62,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"), "llama", pad_is_eos=True)
 
 
-@ADAPTER_AND_MODEL
-@pytest.mark.wide
-def test_labels_are_learnt(lora: bool, model: Path, tmp_path: Path) -> None:
-    """Unseen prompts: a score of 0 tells labels apart."""
-    config = settings(model, write(tmp_path / "rows.jsonl", rows_of("labels")), lora=lora)
-    code, run, _ = running.train(config, tmp_path)
-    assert code == 0
-    first, last = running.metrics(run)[0], running.metrics(run)[-1]
-    assert first["eval/accuracy"] == pytest.approx(0.5)
-    assert last["eval/accuracy"] > 0.9
-    assert last["eval/loss"] < 0.5 * first["eval/loss"]
-    assert last["eval/auc"] > 0.9
-
-
-@ADAPTER_AND_MODEL
-@pytest.mark.parametrize("kind", ["margin", "labels"])
+@pytest.mark.parametrize(("kind", "lora"), [("margin", True), ("labels", False)])
 @pytest.mark.wide
 def test_stopped_and_resumed_is_bit_equal(kind: str, lora: bool, model: Path, tmp_path: Path) -> None:
     """With LoRA's dropout on, and micro-batches smaller than a step."""
@@ -88,7 +70,7 @@ def test_stopped_and_resumed_is_bit_equal(kind: str, lora: bool, model: Path, tm
     config.lora.dropout = 0.1 if lora else 0.0
     config.run.num_steps, config.run.eval_every, config.run.save_every = 4, 2, 3
     _, whole, looks = running.train(config, tmp_path, name="whole")
-    for number, share in enumerate((0.3, 0.6, 0.9)):
+    for number, share in enumerate((0.3, 0.7)):
         code, stopped, _ = running.train(config, tmp_path, name=f"stopped-{number}", stop_at=int(looks * share))
         assert code == 75
         assert running.go_on(stopped) == 0
@@ -96,19 +78,6 @@ def test_stopped_and_resumed_is_bit_equal(kind: str, lora: bool, model: Path, tm
         ours, theirs = running.weights(whole, 4), running.weights(stopped, 4)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-@pytest.mark.slow
-def test_a_margin_changes_what_is_learnt(model: Path, tmp_path: Path) -> None:
-    """The same pairs with a margin of 0 are those without one, to the bit; with 2 they end further apart."""
-    plain = [{name: value for name, value in row.items() if name != "margin"} for row in rows_of("margin")]
-    runs = {}
-    for name, margin in (("none", None), ("zero", 0.0), ("two", 2.0)):
-        data = write(tmp_path / f"{name}.jsonl", [row | {"margin": margin} for row in plain])
-        _, runs[name], _ = running.train(settings(model, data, run={"num_steps": 10}), tmp_path, name=name)
-    assert running.lasting(runs["none"]) == running.lasting(runs["zero"])
-    last = {name: running.metrics(run)[-1] for name, run in runs.items()}
-    assert last["two"]["eval/margin"] > last["zero"]["eval/margin"] + 0.2
 
 
 def test_a_held_out_prompt_keeps_all_its_answers(model: Path, tmp_path: Path) -> None:
@@ -123,12 +92,10 @@ def test_a_held_out_prompt_keeps_all_its_answers(model: Path, tmp_path: Path) ->
     assert len(parts.held_out) == 7
 
 
-@pytest.mark.parametrize("eval_data", [True, False])
-def test_rows_in_the_order_of_their_labels_are_shuffled(eval_data: bool, model: Path, tmp_path: Path) -> None:
+def test_rows_in_the_order_of_their_labels_are_shuffled(model: Path, tmp_path: Path) -> None:
     """All bad ones first, as IMDB's reviews stand: what is evaluated, centred on and kept by max_samples is mixed."""
     rows = sorted(rows_of("labels"), key=lambda row: row["label"])
     task = {"data": str(write(tmp_path / "rows.jsonl", rows)), "max_samples": 60, "split_seed": 3}
-    task |= {"eval_data": task["data"]} if eval_data else {}
     first, again = (RewardModel(settings(model, tmp_path, task=task), options=Options(device="cpu")) for _ in range(2))
     assert (first.train_rows, first.held_out, first.notes) == (again.train_rows, again.held_out, again.notes)
     assert len(first.train_rows) == 60
@@ -136,13 +103,12 @@ def test_rows_in_the_order_of_their_labels_are_shuffled(eval_data: bool, model: 
         assert 0.2 < sum(one.target for one in part) / len(part) < 0.8
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_checkpoint_of_every_weight_copies_none(
-    kind: str, tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The classification model that is written consists of the trained tensors; nothing is drawn for it."""
     data = write(tmp_path / "rows.jsonl", rows_of("labels"))
-    parts = RewardModel(settings(tiny(kind), data, lora=False), options=Options(device="cpu"))
+    parts = RewardModel(settings(tiny("gpt2"), data, lora=False), options=Options(device="cpu"))
     written: list[Any] = []
     save = PreTrainedModel.save_pretrained
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", lambda *a, **k: (written.append(a[0]), save(*a, **k)))
@@ -190,21 +156,6 @@ def assistant(text: str) -> Row:
 # A row about prompt p with the answers y and n, and the (prompt, completion) of a policy that it judges.
 Form = Callable[[str], tuple[Row, list[tuple[Any, str]]]]
 FORMS: dict[str, Form] = {
-    "messages": lambda p: (
-        {"prompt": [user(p)], "chosen": [assistant("y" + p)], "rejected": [assistant("n" + p)]},
-        [([user(p)], "y" + p), ([user(p)], "n" + p)],
-    ),
-    "text before messages": lambda p: (
-        {"prompt": p, "chosen": [assistant("y" + p)], "rejected": [assistant("n" + p)]},
-        [(p, "y" + p), (p, "n" + p)],
-    ),
-    "inside both, several turns": lambda p: (
-        {
-            "chosen": [user("hi"), assistant("ho"), user(p), assistant("y" + p)],
-            "rejected": [user("hi"), assistant("ho"), user(p), assistant("n" + p)],
-        },
-        [([user("hi"), assistant("ho"), user(p)], answer + p) for answer in "yn"],
-    ),
     "apart before the last turn": lambda p: (
         {
             "prompt": [user(p)],
@@ -227,16 +178,22 @@ FORMS: dict[str, Form] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@ADAPTER_AND_MODEL
+@pytest.mark.parametrize(
+    ("form", "lora", "task"),
+    [
+        ("apart before the last turn", True, {}),
+        ("texts with the prompt inside", True, {"chat": False, "system_prompt": "Answer like a crowd."}),
+        ("labelled messages", False, {"system_prompt": "Answer like a crowd."}),
+    ],
+)
 @pytest.mark.wide
 def test_what_is_learnt_is_what_ppo_reads(
-    lora: bool, form: str, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lora: bool, form: str, task: dict[str, Any], chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same tokens, and so held-out numbers that scoring gives again."""
+    """Asked by a PPO run without the system prompt: the same tokens, so held-out numbers that scoring gives again."""
     made = [FORMS[form](p) for p in PROMPTS]
     data = write(tmp_path / "rows.jsonl", [row for row, _ in made])
-    config = settings(chat_model, data, lora=lora, run={"num_steps": 2, "eval_every": 0})
+    config = settings(chat_model, data, lora=lora, run={"num_steps": 2, "eval_every": 0}, task=task)
     code, run, _ = running.train(config, tmp_path, name="reward")
     assert code == 0
     trained = RewardModel(config, options=Options(device="cpu"))
@@ -318,46 +275,29 @@ def labels(values: list[Any]) -> list[Row]:
     return [{"prompt": f"p{i}", "completion": "a", "label": value} for i, value in enumerate(values)]
 
 
-BAD: dict[str, tuple[list[Row], Row, str]] = {
-    "one class": (labels([1] * 20), {}, "every row to train on has the label 1: there is nothing to tell apart"),
-    "three classes": (labels([0, 1, 2] * 7), {}, r"3 different labels \(0, 1, 2\), .*make pairs"),
-    "labels that are text": (labels(["good", "bad"] * 10), {}, "'label' must be true, false or a number"),
-    "equal sides": (
-        [{"prompt": f"p{i}", "chosen": "a", "rejected": "a"} for i in range(20)],
-        {},
-        r"20 of 20 rows \(20 with two equal answers\) teach nothing",
+BAD: dict[str, tuple[list[Row], str]] = {
+    "one class": (labels([1] * 20), "label 1"),
+    "three classes": (labels([0, 1, 2] * 7), "3 different labels"),
+    "labels that are text": (labels(["good", "bad"] * 10), "'label' must be true, false or a number"),
+    "equal and empty sides": (
+        [{"prompt": f"p{i}", "chosen": "a", "rejected": "a" if i % 2 else " "} for i in range(20)],
+        "20 of 20 rows",
     ),
-    "empty sides": (
-        [{"prompt": f"p{i}", "chosen": "a", "rejected": " "} for i in range(20)],
-        {},
-        r"20 of 20 rows \(20 with an empty answer\) teach nothing",
-    ),
-    "rows that say nothing": (
-        [{"prompt": f"p{i}", "completion": "a"} for i in range(20)],
-        {},
-        r"from pairs \(`chosen`, `rejected`\) or from labels \(`label`\)",
-    ),
-    "pairs and labels": (pairs({"prompt": "q", "completion": "a", "label": 1}), {}, "no column 'chosen'"),
+    "pairs and labels": (pairs({"prompt": "q", "completion": "a", "label": 1}), "no column 'chosen'"),
     "a call in place of an answer": (
         [
-            {
-                "prompt": [user(f"p{i}")],
-                "chosen": [{**assistant("a"), "tool_calls": [{}]}],
-                "rejected": [assistant("b")],
-            }
-            for i in range(20)
+            {"prompt": [user("p")], "chosen": [{**assistant("a"), "tool_calls": [{}]}], "rejected": [assistant("b")]}
+            for _ in range(20)
         ],
-        {},
-        r"the last message of an answer has `tool_calls`; .*\n  in the row \{'prompt': \[\{'role': 'user'",
+        "tool_calls",
     ),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-@pytest.mark.wide
 def test_bad_rows_are_refused_before_training(name: str, chat_model: Path, tmp_path: Path) -> None:
-    rows, sections, sentence = BAD[name]
-    config = settings(chat_model, write(tmp_path / "rows.jsonl", rows), **sections)
+    rows, sentence = BAD[name]
+    config = settings(chat_model, write(tmp_path / "rows.jsonl", rows))
     with pytest.raises(ValueError, match=sentence):
         running.train(config, tmp_path, name="refused")
     assert not (tmp_path / "refused").exists()
@@ -377,25 +317,6 @@ def test_texts_without_a_prompt_need_a_model_without_a_template(chat_model: Path
         assert [bos, *inside, *([eos] if lora else [])] in texts
 
 
-def test_rows_that_teach_nothing_and_long_ones_are_said(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = pairs(
-        {"prompt": "same", "chosen": "a", "rejected": "a"},
-        {"prompt": "none", "chosen": "", "rejected": "a"},
-        {"prompt": "long " * 200, "chosen": "a", "rejected": "b"},
-    )
-    task = {"eval_data": str(write(tmp_path / "eval.jsonl", pairs()))}
-    config = settings(model, write(tmp_path / "rows.jsonl", rows), run={"num_steps": 1}, task=task)
-    code, run, _ = running.train(config, tmp_path)
-    said = capsys.readouterr().err
-    assert code == 0
-    left_out = "warning: 2 of 23 rows (1 with two equal answers, 1 with an empty answer) teach nothing and are left out"
-    assert f"{left_out}, the first is {{'prompt': 'same'" in said
-    assert "warning: 2 of 82 texts have more than the 512 tokens that the model reads; their beginnings" in said
-    assert running.metrics(run)[-1]["eval/num_pairs"] == 20
-
-
 def test_pairs_that_are_equal_once_they_are_cut_are_left_out(model: Path, tmp_path: Path) -> None:
     equal = {"prompt": "p", "chosen": "a" + "x" * 600, "rejected": "b" + "x" * 600}
     data = write(tmp_path / "rows.jsonl", pairs(equal))
@@ -408,51 +329,12 @@ def test_pairs_that_are_equal_once_they_are_cut_are_left_out(model: Path, tmp_pa
         RewardModel(settings(model, only, task={"eval_data": str(data)}), options=Options(device="cpu"))
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("margin", "`chosen` and `rejected` (text) behind `prompt`, with `margin`"),
-        ("labels", "labels: 1 is the good one (71 of 142 rows), 0 the other"),
-    ],
-)
-@pytest.mark.wide
-def test_what_rows_are_taken_for_is_said_and_what_to_type_next_can_be_typed(
-    kind: str, said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = write(tmp_path / "rows.jsonl", rows_of(kind))
-    running.train(settings(model, data, run={"num_steps": 1}), tmp_path, name="reward")
-    shown = capsys.readouterr()
-    assert said in shown.err
-    assert "for example: '" in shown.err
-    program, train, method, *overrides = shlex.split(
-        next(line for line in shown.out.splitlines() if line.startswith("next"))[9:]
-    )
-    assert (program, train, method) == ("tinyrl", "train", "ppo")
-    ppo = load_config(method, None, overrides=[*overrides, "ppo.num_prompts=4", "ppo.minibatch_size=4"])
-    ppo.generation.max_new_tokens, ppo.run.num_steps, ppo.run.eval_prompts, ppo.run.threads = 4, 1, 4, 1
-    code, run, _ = running.train(ppo, tmp_path, name="ppo")
-    assert code == 0
-    assert running.metrics(run)[1]["reward/std"] > 0
-
-
-def test_rows_without_prompts_leave_the_prompts_to_the_reader(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [{"text": ("yy" if i % 2 else "nn") + str(i), "label": i % 2} for i in range(40)]
-    config = settings(model, write(tmp_path / "rows.jsonl", rows), run={"num_steps": 1})
-    running.train(config, tmp_path, name="reward")
-    command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("next"))
-    assert f"tinyrl train ppo model.path={model} task.data=PROMPTS reward.model={tmp_path / 'reward'}" in command
-
-
-@ADAPTER_AND_MODEL
 @pytest.mark.parametrize(("kind", "moves"), [("margin", False), ("labels", True)])
-@pytest.mark.wide
-def test_the_heads_bias_learns_only_where_it_has_a_gradient(kind: str, moves: bool, lora: bool, tmp_path: Path) -> None:
+def test_the_heads_bias_learns_only_where_it_has_a_gradient(kind: str, moves: bool, tmp_path: Path) -> None:
     """Of a pair only the difference of two scores counts, and rounding would move it."""
     model = tiny_model(tmp_path / "model", "llama")
     short = {"num_steps": 3, "save_every": 1, "eval_prompts": 0}
-    chosen = settings(model, write(tmp_path / "rows.jsonl", rows_of(kind)), lora=lora, run=short)
+    chosen = settings(model, write(tmp_path / "rows.jsonl", rows_of(kind)), run=short)
     code, run, _ = running.train(chosen, tmp_path)
     assert code == 0
     bias = load_file(run.checkpoints / "step-000003" / "score_bias.safetensors")["bias"]

@@ -16,9 +16,7 @@ from tinyrl.config.schema import Config
 from tinyrl.data import http_client
 from tinyrl.generation import server_client
 from tinyrl.models.loading import resolve_model_path
-from tinyrl.rollout.components import Options
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.training.launch import dry_run
 from tinyrl.training.update import Updater
 
 
@@ -43,18 +41,17 @@ def completions(run: RunDir) -> list[str]:
     return [json.loads(line)["completion"] for line in run.samples.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("method", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 @pytest.mark.slow
-def test_the_numbers_are_those_of_a_run_without_a_server(method: str, tiny: TinyModels, tmp_path: Path) -> None:
+def test_the_numbers_are_those_of_a_run_without_a_server(tiny: TinyModels, tmp_path: Path) -> None:
     """Three steps with evaluations: the same samples, and metrics to rounding."""
     with StandIn(tiny("llama")) as server:
-        sections = {"grpo": {"preset": "grpo"}} if method == "grpo" else {}
-        code, ours, _ = running.train(by_server(method, tiny("llama"), server, **sections), tmp_path, name="server")
+        sections = {"grpo": {"preset": "grpo"}}
+        code, ours, _ = running.train(by_server("grpo", tiny("llama"), server, **sections), tmp_path, name="server")
         assert code == 0
         assert not server.loaded
     generation = {"engine": "hf", "max_prompt_tokens": 64}
     code, plain, _ = running.train(
-        running.config(method, tiny("llama"), generation=generation, **sections), tmp_path, name="hf"
+        running.config("grpo", tiny("llama"), generation=generation, **sections), tmp_path, name="hf"
     )
     assert code == 0
     assert completions(ours) == completions(plain)
@@ -125,28 +122,13 @@ def test_a_server_that_dies_leaves_a_run_that_goes_on(tiny: TinyModels, tmp_path
     assert running.lasting(run) == running.lasting(whole)
 
 
-@pytest.mark.slow
-def test_a_dry_run_names_the_server_and_what_is_asked_of_it(tiny: TinyModels) -> None:
-    with StandIn(tiny("llama")) as server:
-        preview = dry_run(by_server("grpo", tiny("llama"), server), options=Options(device="cpu"))
-        assert f"the server at {server.url} serves base ({tiny('llama')})" in preview
-        assert "asked of it: the adapter of rank 16 after every update, under a new name" in preview
-        assert not server.loaded
-
-
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"generation": {"engine": "server"}}, "generation.engine=server needs generation.url"),
-        ({"generation": {"engine": "server", "url": "localhost:8000"}}, "'localhost:8000' is not the address"),
-        (
-            {"generation": {"engine": "server", "url": "http://h:1"}, "lora": {"enabled": False}},
-            "takes LoRA adapters, so it needs lora.enabled",
-        ),
-        (
-            {"generation": {"engine": "server", "url": "http://h:1", "dtype": "float32"}},
-            "it is the server's own --dtype",
-        ),
+        ({"generation": {"engine": "server"}}, "generation.url"),
+        ({"generation": {"engine": "server", "url": "localhost:8000"}}, "localhost:8000"),
+        ({"generation": {"engine": "server", "url": "http://h:1"}, "lora": {"enabled": False}}, "lora.enabled"),
+        ({"generation": {"engine": "server", "url": "http://h:1", "dtype": "float32"}}, "dtype"),
     ],
 )
 def test_settings_that_cannot_go_together(sections: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -10,13 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import running
-from tests.conftest import shared_data
 from tests.tiny_models import POSITIONS, tiny_model
 from tinyrl.config.schema import Config
 from tinyrl.rollout.components import Options
 from tinyrl.trainers.ppo import text_of
 from tinyrl.trainers.sft import Example, Sft, joined, negative_log_likelihood, spans
-from tinyrl.training.launch import dry_run
 
 PLAIN = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}\n{% endfor %}"
@@ -163,14 +161,6 @@ def test_reading_turns_at_once_changes_no_gradient(kind: str, tmp_path: Path) ->
         assert torch.allclose(ours, wanted, rtol=1e-4, atol=1e-4), name
 
 
-def test_a_step_takes_rows_with_all_their_turns(model: Path, tmp_path: Path) -> None:
-    """The mean is over the tokens of all turns: 10 of the first conversation, 6 and 21 of the others."""
-    config = settings(model, written(tmp_path, TALKS), run={"num_steps": 1, "eval_every": 0})
-    _, run, _ = running.train(config, tmp_path)
-    lengths = [2 + 4 + 4, 6, len("<think>2</think>4") + 1 + 2]
-    assert running.metrics(run)[-1]["completion/tokens"] == sum(lengths)
-
-
 # ---- beside TRL ----
 
 EQUATIONS = [
@@ -187,16 +177,6 @@ OF_TRL: dict[str, dict[str, Any]] = {  # of a gradient: its norm, and the elemen
             "model.layers.0.self_attn.q_proj.weight": (0.04948337, 0.001541818),
             "model.layers.1.mlp.down_proj.weight": (1.119634, -0.001510517),
             "lm_head.weight": (1.674552, -0.0002429374),
-        },
-    },
-    "text": {
-        "tokens": 100,
-        "loss": 6.158053,
-        "gradients": {
-            "model.embed_tokens.weight": (1.348318, 0.0),
-            "model.layers.0.self_attn.q_proj.weight": (0.04594428, 0.001294229),
-            "model.layers.1.mlp.down_proj.weight": (0.6711685, 3.404897e-05),
-            "lm_head.weight": (0.8632768, 0.0003051765),
         },
     },
     "talks": {
@@ -225,18 +205,13 @@ def formula_model(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("form", ["completion", "text", "talks"])
+@pytest.mark.parametrize("form", ["completion", "talks"])
 def test_loss_and_gradients_are_those_of_trl(form: str, tmp_path: Path) -> None:
     """TRL 1.16.0 (transformers 5.23, torch 2.13): SFTTrainer.compute_loss and backward of one batch of these rows, with
-    completion_only_loss for `completion`, nothing for `text`, and for `talks` assistant_only_loss under PLAIN with
-    {% generation %} around a turn's content and EOS. TRL puts nothing before a text, whose first token is then not
-    predicted, so there the texts were given with the <eos> in front that they are predicted from here.
+    completion_only_loss for `completion`, and for `talks` assistant_only_loss under PLAIN with {% generation %}
+    around a turn's content and EOS.
     """
-    rows = {
-        "completion": EQUATIONS,
-        "text": [{"text": row["prompt"] + row["completion"]} for row in EQUATIONS],
-        "talks": TALKS,
-    }[form]
+    rows = EQUATIONS if form == "completion" else TALKS
     folder = formula_model(tmp_path)
     if form == "talks":
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -261,33 +236,14 @@ def test_loss_and_gradients_are_those_of_trl(form: str, tmp_path: Path) -> None:
 # ---- what it comes to ----
 
 
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-@pytest.mark.wide
-def test_conversations_are_learnt(lora: bool, model: Path, tmp_path: Path) -> None:
+def test_conversations_are_learnt(model: Path, tmp_path: Path) -> None:
     rows = [talk(f"say {c}", c * 3, "again", c * 3) for c in "abcdefghijklmnopqrst"]
-    code, run, _ = running.train(settings(model, written(tmp_path, rows), lora=lora), tmp_path)
+    code, run, _ = running.train(settings(model, written(tmp_path, rows)), tmp_path)
     assert code == 0
     lines = [line for line in running.metrics(run) if "eval/loss" in line]
     assert lines[-1]["eval/loss"] < 0.7 * lines[0]["eval/loss"]
     assert lines[-1]["eval/perplexity"] == pytest.approx(math.exp(lines[-1]["eval/loss"]), rel=1e-5)
     assert lines[-1]["eval/num_rows"] == 20
-
-
-@pytest.mark.parametrize("template", [PLAIN, STRIPS], ids=["one text", "turns apart"])
-@pytest.mark.wide
-def test_conversations_resume_exactly(template: str, tmp_path: Path) -> None:
-    folder = chat_model(tmp_path / "model", template)
-    rows = [talk(f"say {c}", f"<think>{c}</think>{c}", "again", c) for c in "abcdefghij"]
-    config = settings(folder, written(tmp_path, rows), lora=True, sft={"batch_size": 4})
-    config.run.num_steps, config.run.save_every, config.lora.dropout = 4, 2, 0.1
-    _, whole, looks = running.train(config, tmp_path, name="whole")
-    for share in (0.3, 0.6):
-        code, stopped, _ = running.train(config, tmp_path, name=f"stopped-{share}", stop_at=int(looks * share))
-        assert code == 75
-        assert running.go_on(stopped) == 0
-        assert running.lasting(whole) == running.lasting(stopped)
-        ours, theirs = running.weights(whole, 4), running.weights(stopped, 4)
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_held_out_loss_is_a_mean_over_the_tokens_of_the_turns(model: Path, tmp_path: Path) -> None:
@@ -307,83 +263,21 @@ def test_held_out_loss_is_a_mean_over_the_tokens_of_the_turns(model: Path, tmp_p
     assert metrics["num_rows"] == 3
 
 
-def test_a_four_bit_base(tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    config = settings(chat_model(tmp_path / "model"), written(tmp_path, TALKS), lora=True)
-    config.model.quantization, config.run.num_steps = "4bit", 2
-    code, run, _ = running.train(config, tmp_path)
-    assert code == 0
-    assert all("lora_" in name for name in running.weights(run, 2) if name.startswith("adapter_model"))
-
-
 # ---- what is said ----
-
-
-def test_what_rows_are_taken_for_is_said_at_the_start_and_shown_in_a_dry_run(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = settings(model, written(tmp_path, TALKS[:1] * 2), run={"num_steps": 1})
-    running.train(config, tmp_path)
-    said = capsys.readouterr().err
-    assert "rows: 2 of `messages`, one example for each turn of the assistant" in said
-    assert "for example: user: '2+2?' | assistant: '4' | user: '3+3?'" in said
-    preview = dry_run(config, options=Options(device="cpu")).splitlines()
-    assert "rows: 2 of `messages`, one example for each turn of the assistant" in preview
-    start = preview.index("read (23 tokens): [user]2+2?<eos>")
-    assert preview[start + 1 : start + 3] == ["[assistant]", "learnt (2 tokens): 4<eos>"]
-    assert preview[-1] == "rows: 2 to train on, 2 held out"
 
 
 def test_a_row_longer_than_the_models_positions_is_said(model: Path, tmp_path: Path) -> None:
     """Its first turn fits and is kept; with the second it is too long."""
-    long = talk("hi", "hello", "more", "x" * POSITIONS)
-    where = written(tmp_path, [TALKS[1], long])
-    tokens = len("[user]hi.[assistant]hello.[user]more.[assistant].") + 3 + POSITIONS  # three line breaks
-    with pytest.raises(ValueError, match=r"^1 of 3 examples have more tokens than the model's 512 positions") as caught:
+    where = written(tmp_path, [TALKS[1], talk("hi", "hello", "more", "x" * POSITIONS)])
+    with pytest.raises(ValueError, match=rf"(?s)model's {POSITIONS} positions.*row 2.*task\.long_prompts=drop"):
         Sft(settings(model, where), options=Options(device="cpu"))
-    assert f"(first: row 2 with {tokens}, which begins {{'messages': [{{'role': 'user', 'content': 'hi'}}" in str(
-        caught.value
-    )
-    assert "task.long_prompts=drop" in str(caught.value)
     parts = Sft(settings(model, where, task={"long_prompts": "drop"}), options=Options(device="cpu"))
     assert [len(row) for row in parts.train_rows] == [1, 1]
     assert parts.train_rows[1][0].num_counted == len("hello") + 1
-    assert any(line.startswith("warning: 1 of 3 examples have more tokens") for line in parts.check())
     with pytest.raises(ValueError, match="1 of 1 examples have more tokens"):
         loaded(model, tmp_path, [{"text": "x" * POSITIONS}], task={"long_prompts": "drop"})
-
-
-@pytest.mark.parametrize(
-    ("row", "sentence"),
-    [
-        (
-            {"messages": [{"role": "user", "content": "hi"}]},
-            "there is no turn of the assistant with a message before it",
-        ),
-        ({"prompt": "", "completion": "a"}, "the prompt is empty"),
-    ],
-)
-def test_a_row_that_cannot_be_learnt_is_quoted(row: dict[str, Any], sentence: str, model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=sentence) as caught:
-        loaded(model, tmp_path, [row])
-    assert str(caught.value).splitlines()[1] == f"  in the row {row}"
 
 
 def test_conversations_need_a_template(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the rows are chat messages, but this model's tokenizer has no chat template"):
         loaded(tiny_model(tmp_path, "llama"), tmp_path, TALKS)
-
-
-@pytest.mark.skipif(shared_data() is None, reason="needs the folder of real data")
-def test_gsm8k_by_renaming_its_columns(model: Path, tmp_path: Path) -> None:
-    data = shared_data()
-    assert data is not None
-    columns = {"prompt": "question", "completion": "answer"}
-    where = {"data": str(data / "gsm8k/test.jsonl"), "eval_data": None, "columns": columns, "long_prompts": "drop"}
-    parts = Sft(settings(model, "", task=where), options=Options(device="cpu"))
-    (example,) = parts.train_rows[0]
-    (prompt, answer) = shown(parts, example)
-    assert prompt.startswith("[user]")
-    assert prompt.endswith("<eos>\n[assistant]")
-    assert "\n#### " in answer
-    assert answer.endswith("<eos>*")

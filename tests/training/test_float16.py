@@ -1,7 +1,6 @@
 """float16, for GPUs without bfloat16: a scaled loss, overflows that cost a step, exact resumes."""
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +56,7 @@ def test_auto_is_float16_on_a_gpu_without_bfloat16(monkeypatch: pytest.MonkeyPat
     make_accelerator("cpu", dtype="float32")
 
 
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-@pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.parametrize(("method", "lora"), [("grpo", True), ("ppo", False)])
 @pytest.mark.wide
 def test_the_first_step_is_close_to_that_of_float32(method: str, lora: bool, sharp: Path, tmp_path: Path):
     """But a sample may turn out otherwise, and with it a reward."""
@@ -126,9 +124,8 @@ def test_processes_leave_out_a_step_together(sharp: Path, tmp_path: Path):
     assert [line["optim/loss_scale"] for line in lines] == [65536, 32768, 32768]
 
 
-@pytest.mark.parametrize("launched", ["bf16", "fp8"])
-def test_a_launcher_does_not_choose_the_dtype(launched: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+def test_a_launcher_does_not_choose_the_dtype(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     accelerator = make_accelerator("cpu", dtype="float16")
     assert (accelerator.mixed_precision, accelerator.state.mixed_precision) == ("fp16", "no")
     make_accelerator("cpu", dtype="float32")
@@ -146,29 +143,3 @@ def test_a_resume_goes_on_with_the_scale_to_the_bit(sharp: Path, tmp_path: Path)
     states = [read_state(run.checkpoints / "step-000003").run for run in (straight, stopped)]
     assert states[0].loss_scale == states[1].loss_scale
     assert states[0].loss_scale["_growth_tracker"] == 3
-
-
-@pytest.mark.parametrize("method", ["sft", "dpo", "reward"])
-@pytest.mark.wide
-def test_methods_of_text_learn_with_the_gradient_of_float32(method: str, sharp: Path, tmp_path: Path):
-    rows = [{"prompt": f"a{n}:", "completion": "yes", "chosen": "yes", "rejected": "no"} for n in range(32)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    section, first = "reward_model" if method == "reward" else method, {}
-    for dtype in ("float32", "float16"):
-        config = Config.model_validate(
-            {
-                "method": method,
-                "model": {"path": str(sharp), "dtype": dtype},
-                "task": {"data": str(tmp_path / "rows.jsonl")},
-                "optim": {"learning_rate": 1e-2},
-                "run": {"num_steps": 10, "eval_every": 0, "save_every": 0, "threads": 1},
-                section: {"batch_size": 8},
-            }
-        )
-        code, run, _ = running.train(config, tmp_path, name=dtype)
-        assert code == 0
-        start, first[dtype], *_, last = running.metrics(run)
-        assert last["eval/loss"] < 0.5 * start["eval/loss"]
-        assert last["optim/skipped_steps"] == 0
-    if method != "sft":  # whose first step overflows here, at the largest scale
-        assert first["float16"]["optim/grad_norm"] == pytest.approx(first["float32"]["optim/grad_norm"], rel=0.02)

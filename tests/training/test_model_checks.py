@@ -10,7 +10,6 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from tests.tiny_models import TinyModels, tiny_model
-from tests.tools.report.runs import write_run
 from tinyrl.cli.commands import app
 from tinyrl.config.schema import Config
 from tinyrl.generation.fused import FusedEngine
@@ -36,17 +35,13 @@ def wrong(found: dict[str, Check]) -> list[str]:
     return [name for name, one in found.items() if one.result == "wrong"]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_sound_model_passes(tiny: TinyModels, kind: str) -> None:
     found = checked(tiny(kind))
     assert wrong(found) == []
     assert {"padded = unpadded", "cached generation = rescored", "adapters off = base", "sampling engine"} <= {*found}
     assert found["end of text"].said == "<eos> (1)"
     assert found["sampling engine"].said.startswith("fused" if kind == "llama" else "hf")
-
-
-def test_padding_with_eos_is_noted(tiny: TinyModels) -> None:
-    assert checked(tiny("llama", pad_is_eos=True))["padding"].result == "note"
 
 
 def test_positions_that_padding_shifts_are_found(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,12 +86,6 @@ def test_a_turn_that_ends_with_no_end_token_is_found(tmp_path: Path) -> None:
     assert checked(with_template(tmp_path / "good", SPEAKS.replace("END", "<eos>")))["chat template"].result == "ok"
 
 
-def test_a_turn_may_end_with_another_token_than_the_tokenizers_eos(tmp_path: Path) -> None:
-    found = checked(with_template(tmp_path / "base", SPEAKS.replace("END", "<pad>")))
-    assert found["chat template"].result == "note"
-    assert "<pad>" in found["end of text"].said
-
-
 def test_a_prompt_begins_with_bos_once(tmp_path: Path) -> None:
     """Some templates begin every message with it."""
     every = SPEAKS.replace("<{{", "<pad><{{").replace("END", "<eos>")
@@ -123,16 +112,3 @@ def test_a_template_that_refuses_is_found(tmp_path: Path) -> None:
     found = checked(with_template(tmp_path / "bad", "{{ raise_exception('only poems') }}"))
     assert wrong(found) == ["chat template"]
     assert "only poems" in found["chat template"].said
-
-
-def test_a_mistyped_run_is_no_model(tmp_path: Path) -> None:
-    write_run(tmp_path / "runs" / "grpo-sort-1", [{"step": 0}])
-    done = CliRunner().invoke(app, ["doctor", str(tmp_path / "runs" / "grpo-sort-2")])
-    assert done.exit_code == 2
-    assert "grpo-sort-2 is not a run: it does not exist. Did you mean" in done.output
-
-
-def test_what_is_no_model_is_said_in_a_sentence() -> None:
-    done = CliRunner().invoke(app, ["doctor", "./nowhere"])
-    assert done.exit_code == 2
-    assert "there is no such folder" in done.output

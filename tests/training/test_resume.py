@@ -21,16 +21,13 @@ from transformers.utils import chat_template_utils
 from tests import running
 from tests.tiny_models import tiny_model
 from tests.trainers.test_resume import assert_same
-from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted
-from tinyrl.evaluation.targets import Asked, find, policy_at
 from tinyrl.rollout import components
 from tinyrl.rollout.components import Options, SamplingParts
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.records import read_run
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.tools.chat.speaker import load_speaker
 from tinyrl.tools.export.bundle import export
 from tinyrl.training import launch
 from tinyrl.training import state as sources
@@ -93,11 +90,6 @@ def other_weights(folder: Path) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
-def as_a_package(folder: Path) -> None:
-    (folder / "helper").mkdir()
-    (folder / "helper.py").rename(folder / "helper" / "__init__.py")
-
-
 def edited(file: Path, old: str, new: str) -> None:
     file.write_text(file.read_text().replace(old, new))
 
@@ -105,16 +97,11 @@ def edited(file: Path, old: str, new: str) -> None:
 SOURCES: dict[str, tuple[Callable[[Path], object], str]] = {
     "held-out rows": (lambda f: edited(f / "eval.jsonl", "say z", "say a"), "held-out rows: the data has changed"),
     "base weights": (other_weights, "model.path: model.safetensors has changed"),
-    "a template": (lambda f: (f / "model" / "tokenizer_config.json").open("a").write(" "), "tokenizer_config.json has"),
-    "the reward": (lambda f: edited(f / "rewards.py", "len(set(c))", "len(c)"), "rewards.py has changed"),
-    "what the reward imports": (lambda f: edited(f / "helper.py", "1.0", "2.0"), "/helper.py has changed"),
     "what that imports": (lambda f: edited(f / "words" / "known.py", "abc", "xyz"), "/words/known.py has changed"),
-    "a helper that is a package now": (as_a_package, "/helper.py is not there any more"),
 }
 
 
 @pytest.mark.parametrize("what", SOURCES)
-@pytest.mark.wide
 def test_another_source_is_refused_unless_it_is_allowed(
     what: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,29 +120,17 @@ def test_another_source_is_refused_unless_it_is_allowed(
     assert running.go_on(run) == 0  # what it reads now is what the newest checkpoint was made with
 
 
-@pytest.mark.slow
-def test_a_file_that_was_only_copied_is_no_change(model: Path, tmp_path: Path) -> None:
-    run = stopped_in_update(reads_files(model, tmp_path), tmp_path)
-    for file in (tmp_path / "model").iterdir():
-        os.utime(file, (1, 1))
-    assert running.go_on(run) == 0
-
-
 def random_bytes(file: Path) -> None:
     file.write_bytes(random.Random(0).randbytes(file.stat().st_size))
 
 
 LOSSES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "no metrics": ("metrics.jsonl", Path.unlink),
-    "cut metrics": ("metrics.jsonl", lambda file: os.truncate(file, file.stat().st_size // 2)),
-    "metrics of random bytes": ("metrics.jsonl", random_bytes),
-    "no samples": ("samples.jsonl", Path.unlink),
     "samples of random bytes": ("samples.jsonl", random_bytes),
 }
 
 
 @pytest.mark.parametrize("what", LOSSES)
-@pytest.mark.wide
 def test_a_record_that_was_lost_is_said_and_the_run_goes_on(
     what: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,17 +148,6 @@ def test_a_record_that_was_lost_is_said_and_the_run_goes_on(
     read = read_run(run.path)
     assert {2, 3} <= read.steps.keys()
     assert any(note.startswith(f"{name}: ") for note in read.notes)
-
-
-@pytest.mark.slow
-def test_a_record_that_is_whole_is_not_spoken_of(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = stopped_in_update(reads_files(model, tmp_path), tmp_path)
-    (run.path / "metrics.jsonl").open("a").write('{"step": 2, "lo')
-    assert running.go_on(run) == 0
-    assert "warning: metrics" not in capsys.readouterr().err
-    assert read_run(run.path).notes == ()
 
 
 def test_weights_are_hashed_again_only_when_their_file_was_touched(
@@ -204,38 +168,6 @@ def test_weights_are_hashed_again_only_when_their_file_was_touched(
     os.utime(tmp_path / "rewards.py", (1, 1))
     assert sources.changed_sources(first, sources.read_sources(settings, rows={}, known=first.files)) == []
     assert hashed == ["rewards.py"]
-
-
-def test_hashes_that_a_manifest_or_the_hubs_client_has_are_taken(tmp_path: Path) -> None:
-    for folder, name, target in ((tmp_path / "blobs", "ab" * 32, None), (tmp_path / "snap", "w.safetensors", "blobs")):
-        folder.mkdir()
-        if target:
-            (folder / name).symlink_to(tmp_path / target / ("ab" * 32))
-        else:
-            (folder / name).write_bytes(b"xyz")
-    assert sources._fingerprint(tmp_path / "snap" / "w.safetensors", None).sha256 == "ab" * 32
-
-    def write(folder: Path) -> None:
-        (folder / "a.safetensors").write_text("x")
-
-    saved = checkpoints.write_checkpoint(tmp_path / "c", 3, write=write)
-    manifest = json.loads((saved / checkpoints.MANIFEST).read_text())
-    known = sources._fingerprint(saved / "a.safetensors", None)
-    assert known.sha256 == manifest["files"]["a.safetensors"]["sha256"]
-    (saved / "a.safetensors").write_text("xy")  # edited since
-    assert sources._fingerprint(saved / "a.safetensors", None).sha256 != known.sha256
-
-
-@pytest.mark.slow
-def test_other_versions_are_said_and_the_run_goes_on(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = stopped_in_update(reads_files(model, tmp_path), tmp_path)
-    now = {**sources.versions(), "torch": "9.9.9"}
-    then = sources.versions()["torch"]
-    monkeypatch.setattr(sources, "versions", lambda: now)
-    assert running.go_on(run) == 0
-    assert f"other versions than at step-000001: torch {then}, now 9.9.9" in capsys.readouterr().err
 
 
 # Without checkpoints
@@ -275,19 +207,6 @@ def full(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_run_none_of_whose_saves_worked_does_not_end_well(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoints, "write_checkpoint", full)
-    code, run, _ = running.train(reads_files(model, tmp_path), tmp_path)
-    said = capsys.readouterr()
-    assert code == 4
-    assert said.err.count("There is no checkpoint yet") == STEPS + 1
-    assert "intact" not in said.err + said.out
-    assert "the last step is not saved, nor is any other" in said.out
-    assert [line["step"] for line in running.metrics(run)] == [0, 1, 2, 3]
-
-
 def test_a_run_whose_last_save_failed_says_how_to_get_the_last_step(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,16 +230,11 @@ def test_a_run_whose_last_save_failed_says_how_to_get_the_last_step(
 
 CHANGES: dict[str, list[str]] = {
     "a KL where there was none": ["grpo.kl_coef=0.1"],
-    "one reward more": ["reward.model=starter-reward"],
-    "larger groups": ["grpo.group_size=8"],
     "several steps where there was one": ["grpo.num_epochs=2"],
-    "another learning rate": ["optim.learning_rate=0.5"],
-    "another optimizer": ["optim.optimizer=adamw8bit"],
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.wide
 def test_settings_changed_inside_an_update(name: str, model: Path, tmp_path: Path) -> None:
     """The step that was stopped is begun again under the new settings, and counted once."""
     overrides = CHANGES[name]
@@ -359,19 +273,6 @@ def test_a_resume_under_new_settings_that_fails_leaves_the_run_as_it_was(
     assert_same(whole, run, STEPS)
 
 
-@pytest.mark.slow
-def test_settings_of_a_run_without_a_checkpoint_are_those_it_was_made_with(model: Path, tmp_path: Path) -> None:
-    settings = running.config("grpo", model, run={"num_steps": 1, "save_every": 1})
-    _, run, _ = running.train(settings, tmp_path)
-    shutil.rmtree(run.checkpoints)
-    run.metrics.unlink()
-    other = run.read_config(["run.num_steps=2", "run.seed=5"])
-    with pytest.raises(ValueError, match=r"settings have changed since it was made.*\n  run.seed: \d+ then, 5 now"):
-        running.go_on(run, config=other)
-    assert running.go_on(run, config=other, allow_config_change=True) == 0
-    assert dump_config(other) == (run.path / "config.yaml").read_text()
-
-
 def test_fewer_steps_need_leave(model: Path, tmp_path: Path) -> None:
     _, run, _ = running.train(running.config("grpo", model, run={"num_steps": 2}), tmp_path)
     with pytest.raises(ValueError, match=r"run\.num_steps: 2 then, 1 now"):
@@ -383,22 +284,9 @@ def test_fewer_steps_need_leave(model: Path, tmp_path: Path) -> None:
 
 EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a step that is not the folder's": lambda s: s["run"].update(step=2),
-    "more steps than can be counted": lambda s: s["run"].update(step=10**400),
-    "a generator that is none": lambda s: s.update(python_random=[1, 2]),
-    "a metric of text": lambda s: s["run"]["values"].update({"completion/tokens": "many"}),
-    "no settings": lambda s: s.update(config={}),
-    "a section that is a list": lambda s: s["config"].update(run=[]),
-    "threads without end": lambda s: s.update(threads=10**12),
-    "a weight below nothing": lambda s: s["run"]["controllers"].update(kl_coef=-0.5),
-    "records of half a line": lambda s: s["records"].update({"metrics.jsonl": s["records"]["metrics.jsonl"] - 3}),
-    "no sections but the method": lambda s: s.update(config={"method": s["config"]["method"]}),
-}
-EDITS |= {
-    "settings of other kinds": lambda s: s["config"].update(model={"path": [1]}, reward={"functions": 3}, run={}),
     "functions of other kinds": lambda s: s["config"].update(reward={"functions": [1, {"use": 2}]}),
+    "records of half a line": lambda s: s["records"].update({"metrics.jsonl": s["records"]["metrics.jsonl"] - 3}),
 }
-CHANGED = ("settings of other kinds", "functions of other kinds")
-HARMLESS = ("records of half a line", "no sections but the method")
 
 
 @pytest.fixture(scope="module")
@@ -408,7 +296,6 @@ def stopped(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 @pytest.mark.parametrize("name", EDITS)
-@pytest.mark.wide
 def test_a_state_that_was_edited_and_sealed_again_is_a_sentence(name: str, stopped: RunDir, tmp_path: Path) -> None:
     run = RunDir(shutil.copytree(stopped.path, tmp_path / "run"))
     newest = checkpoints.list_checkpoints(run.checkpoints)[-1]
@@ -418,31 +305,21 @@ def test_a_state_that_was_edited_and_sealed_again_is_a_sentence(name: str, stopp
     (newest / checkpoints.MANIFEST).unlink()
     checkpoints._seal(newest, 1)
     assert checkpoints.problem_with(newest) is None
-    if name in HARMLESS:
+    if name == "records of half a line":
         assert running.go_on(run) == 0
         assert all(line["step"] >= 0 for line in running.metrics(run))
     else:
-        problem = "settings have changed since" if name in CHANGED else "is not what this tinyrl writes: "
+        problem = "settings have changed" if name == "functions of other kinds" else "not what this tinyrl writes"
         with pytest.raises(ValueError, match=problem):
             running.go_on(run)
 
 
-def test_weights_of_a_resumed_run_are_those_of_its_checkpoint(stopped: RunDir, tmp_path: Path) -> None:
-    """A run of one more step, stopped at once, has the weights that it was given."""
-    run = RunDir(shutil.copytree(stopped.path, tmp_path / "run"))
-    assert running.go_on(run, stop_at=30) == 75
-    ours, theirs = running.weights(run, 1), running.weights(stopped, 1)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
 @pytest.mark.parametrize("where", ["report", "summary"])
-@pytest.mark.parametrize("error", [ValueError("not a backend"), MemoryError(), KeyError("step")])
-@pytest.mark.wide
 def test_nothing_after_the_last_step_changes_the_exit_code(
-    where: str, error: Exception, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise error
+        raise MemoryError
 
     monkeypatch.setattr(running if where == "report" else launch, where, fail)
     code, run, _ = running.train(running.config("grpo", model, run={"num_steps": 1}), tmp_path)
@@ -485,9 +362,6 @@ def test_a_run_keeps_the_date_of_its_first_day(tmp_path: Path, monkeypatch: pyte
     assert running.go_on(run) == 0
     assert {json.loads(line)["prompt"][-12:] for line in run.samples.read_text().splitlines()} == {"31 Jan 2026:"}
     assert last_words(run.read_config()) == {"31 Jan 2026:"}
-    assert last_words(find(str(run.path), Asked(settings=("generation.max_new_tokens=5",))).config) == {"31 Jan 2026:"}
-    with load_speaker(policy_at(str(run.path), []), options=Options(device="cpu")) as speaker:
-        assert speaker.say("b a", lambda who, text: None).prompt.text[-12:] == "31 Jan 2026:"
     assert any("2026-01-31" in note for note in export(str(run.path)).notes)
 
 
@@ -507,9 +381,3 @@ def test_a_resume_uses_the_options_of_the_start(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     used, [_] = started_with(run, Options(trust_remote_code=True))
     assert used.device == "cpu"
-
-
-def test_the_options_of_a_run_are_recorded(model: Path, tmp_path: Path) -> None:
-    _, run, _ = running.train(running.config("grpo", model, run={"num_steps": 1, "eval_prompts": 2}), tmp_path)
-    options = json.loads((run.path / "env.json").read_text())["options"]
-    assert options == {"device": "cpu", "trust_remote_code": False}

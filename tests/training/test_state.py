@@ -56,28 +56,14 @@ def test_what_was_written_comes_back(written: tuple[Path, CheckpointState]) -> N
 
 EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a negative step": (lambda s: s["run"].update(step=-1), "run.step: Input should be greater than or equal to 0"),
-    "text for a step": (lambda s: s["run"].update(step="7"), "run.step: Input should be a valid integer"),
-    "no such phase": (lambda s: s["run"].update(phase="sleep"), "run.phase: Input should be 'evaluation' or 'rollout'"),
     "a KL weight that is no number": (lambda s: s["run"]["controllers"].update(kl_coef=math.nan), "finite number"),
-    "no threads": (lambda s: s.update(threads=0), "threads: Input should be greater than or equal to 1"),
     "a missing field": (lambda s: s.pop("records"), "records: Field required"),
     "another step than the folder's": (lambda s: s["run"].update(step=8), "run.step: 8, in step-000007"),
-    "a step beyond counting": (lambda s: s["run"].update(step=10**30), "run.step: "),
-    "text for a metric": (lambda s: s["run"]["values"].update({"completion/tokens": "many"}), "run.values.completion"),
     "a negative KL weight": (lambda s: s["run"]["controllers"].update(kl_coef=-1.0), "run.controllers.kl_coef: "),
-    "a negative entropy weight": (lambda s: s["run"]["controllers"].update(entropy_coef=-1.0), "entropy_coef: "),
-    "a row solved in no epoch": (lambda s: s["run"]["controllers"]["solved"].update(ab="x"), "controllers.solved.ab: "),
     "a scale without its growth": (lambda s: s["run"]["loss_scale"].pop("_growth_tracker"), "run.loss_scale: "),
-    "a scale of 0": (lambda s: s["run"]["loss_scale"].update(scale=0), "run.loss_scale: "),
-    "a negative scale": (lambda s: s["run"]["loss_scale"].update(scale=-1.0), "run.loss_scale.scale."),
     "a scale that is no number": (lambda s: s["run"]["loss_scale"].update(scale=math.inf), "run.loss_scale.scale."),
-    "no scale": (lambda s: s["run"]["loss_scale"].update(scale=None), "run.loss_scale.scale."),
-    "more threads than a machine has": (lambda s: s.update(threads=10**9), "threads: "),
-    "a generator of two": (lambda s: s.update(python_random=[3, []]), "python_random: "),
     "a generator of text": (lambda s: s["python_random"][1].__setitem__(0, "a"), "is no state of Python's generator"),
     "no method": (lambda s: s["config"].clear(), "config: Value error, no method"),
-    "a section that is none": (lambda s: s["config"].update(run=[1]), "config: Value error, run is [1]"),
-    "a file without a hash": (lambda s: s["sources"].update(files={"a": {"bytes": 1}}), "sources.files.a."),
     "a field of another version": (lambda s: s.update(new=1), "new: Extra inputs are not permitted"),
 }
 
@@ -100,11 +86,3 @@ def test_what_is_no_json_object_is_refused(text: str, written: tuple[Path, Check
     (folder / STATE).write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ValueError, match="not what this tinyrl writes"):
         read_state(folder)
-
-
-def test_a_state_of_before_there_were_sources_is_read(written: tuple[Path, CheckpointState]) -> None:
-    folder, state = written
-    values = json.loads((folder / STATE).read_text())
-    del values["sources"]
-    (folder / STATE).write_text(json.dumps({**values, "data": "abc"}))
-    assert read_state(folder).sources == state.sources

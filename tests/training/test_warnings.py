@@ -6,21 +6,9 @@ import pytest
 
 from tests.running import config, go_on, lasting, train
 from tests.tiny_models import TinyModels
-from tinyrl.runs.diagnosis import Watch, findings
-from tinyrl.runs.records import read_run
+from tinyrl.runs.diagnosis import Watch
 
 SECTIONS = {"run": {"num_steps": 40, "eval_every": 0, "save_every": 16}, "optim": {"learning_rate": 1e-6}}
-
-
-@pytest.mark.slow
-def test_a_run_whose_completions_are_cut_off_says_so_once(
-    tiny: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, run, _ = train(config("grpo", tiny("llama"), **SECTIONS), tmp_path)
-    said = capsys.readouterr().err
-    assert code == 0
-    assert said.count("warning: truncation: ") == 1
-    assert "truncation" in [one.name for one in findings(read_run(run.path))]
 
 
 @pytest.mark.slow
