@@ -19,8 +19,7 @@ from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
 from tinyrl.environments import search
 from tinyrl.environments.corpus import Corpus
-from tinyrl.runs.run_dir import RunDir
-from tinyrl.tasks.lookup import NAMES
+from tinyrl.starter.text import NAMES
 
 PASSAGES = [f"{name}\nfound {name} ;" for name in NAMES]
 CODE = "def length(completions, **columns):\n    return [float(len(c[0]['content'])) for c in completions]\n"
@@ -69,81 +68,31 @@ def on_search(monkeypatch: pytest.MonkeyPatch, number: int, do: Callable[[Corpus
     monkeypatch.setattr(Corpus, "search", counting)
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b'{"contents": "a"}\n{"contents": \n', "corpus.jsonl:2: broken JSON"),
-        (b'{"contents": "a"}\n\n{"text": 3}\n', "corpus.jsonl:3: a passage is"),
-        (b'{"contents": "\xff"}\n', "corpus.jsonl"),
-        (b"", "corpus.jsonl"),
-    ],
-)
-@pytest.mark.wide
-def test_a_damaged_corpus_is_refused_before_the_run(content: bytes, said: str, tmp_path: Path) -> None:
+def test_a_damaged_corpus_is_refused_before_the_run(tmp_path: Path) -> None:
     settings = searching(tmp_path)
-    (tmp_path / "corpus.jsonl").write_bytes(content)
+    (tmp_path / "corpus.jsonl").write_bytes(b'{"contents": "a"}\n{"contents": \n')
     (tmp_path / "recipe.yaml").write_text(dump_config(settings))
     words = ("train", "grpo", str(tmp_path / "recipe.yaml"), "--output-dir", str(tmp_path), "--name", "run")
     child = Child(command, *words, output=tmp_path / "said.txt")
     assert child.end() == 2, child.said
-    assert said in child.said
+    assert "corpus.jsonl:2" in child.said
     assert "Traceback" not in child.said
     assert not (tmp_path / "run").exists()
-
-
-@pytest.fixture
-def whole(tmp_path: Path) -> RunDir:
-    (tmp_path / "whole").mkdir()
-    code, run, _ = running.train(searching(tmp_path / "whole"), tmp_path / "whole")
-    assert code == 0
-    assert len([said for said in said_by_environment(run) if "Doc 1(Title:" in said]) > 3
-    return run
 
 
 def replaced(corpus: Corpus) -> None:
     write_corpus(corpus.source, ["nothing of the kind"])
 
 
-def removed(corpus: Corpus) -> None:
-    corpus.source.unlink()
-    for index in corpus.source.parent.glob("corpus.jsonl.*"):
-        index.unlink()
-
-
-@pytest.mark.parametrize("change", [replaced, removed])
-@pytest.mark.wide
-def test_a_corpus_changed_during_a_run_changes_nothing_for_it(
-    change: Callable[[Corpus], object], whole: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_search(monkeypatch, 4, change)
+def test_a_corpus_changed_during_a_run_changes_nothing_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "whole").mkdir()
+    code, whole, _ = running.train(searching(tmp_path / "whole"), tmp_path / "whole")
+    assert code == 0
+    assert len([said for said in said_by_environment(whole) if "Doc 1(Title:" in said]) > 3
+    on_search(monkeypatch, 4, replaced)
     code, run, _ = running.train(searching(tmp_path), tmp_path)
     assert code == 0
     assert_same(whole, run, 3)
-
-
-def test_a_search_that_can_go_on_no_more_drops_its_episodes_and_stops_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    on_search(monkeypatch, 4, Corpus.close)
-    code, run, _ = running.train(searching(tmp_path, num_steps=9), tmp_path)
-    said = capsys.readouterr().err
-    assert code == 3, said
-    assert "3 batches in a row" in said
-    assert "corpus.jsonl.fts5: Cannot operate on a closed database" in said
-    assert run.failed_rewards.exists()
-
-
-@pytest.mark.slow
-def test_a_corpus_replaced_before_a_resume_is_refused(tmp_path: Path) -> None:
-    _, _, looks = running.train(searching(tmp_path), tmp_path, name="first")
-    code, run, _ = running.train(searching(tmp_path), tmp_path, name="second", stop_at=looks * 2 // 3)
-    assert code == 75
-    write_corpus(tmp_path / "corpus.jsonl", ["nothing of the kind"])
-    with pytest.raises(ValueError, match=r"environment\.corpus: corpus\.jsonl has changed"):
-        running.go_on(run)
-    (tmp_path / "corpus.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"corpus\.jsonl"):
-        running.go_on(run)
 
 
 @pytest.fixture
