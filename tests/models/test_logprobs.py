@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.tiny_models import KINDS, TinyModels
+from tests.tiny_models import TinyModels
 from tinyrl.models import logprobs as module
 from tinyrl.models.batches import backbone_of
 from tinyrl.models.loading import few_tokens, load_causal_lm
@@ -18,7 +18,7 @@ from tinyrl.models.logprobs import Head, check_head, head_of, token_logprobs
 NUM_TOKENS, VOCABULARY, HIDDEN = 17, 11, 5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["gemma2", "granite"])
 def test_head_of_states_is_the_models_own_logits(tiny: TinyModels, kind: str):
     model = load_causal_lm(str(tiny(kind)), dtype=torch.float32)
     head = head_of(model)
@@ -28,17 +28,12 @@ def test_head_of_states_is_the_models_own_logits(tiny: TinyModels, kind: str):
         own = model(input_ids=ids).logits.flatten(0, 1)
     torch.testing.assert_close(ours, own, atol=1e-5, rtol=1e-5)
     assert head.softcap == (2.0 if kind == "gemma2" else None)
-    assert head.scale == pytest.approx({"cohere": 0.25, "granite": 1 / 3}.get(kind, 1.0))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_known_heads_pass_the_check_in_bfloat16_too(tiny: TinyModels, kind: str):
-    model = load_causal_lm(str(tiny(kind)), dtype=torch.bfloat16)
-    check_head(model, head_of(model), backbone_of(model))
+    assert head.scale == pytest.approx({"granite": 1 / 3}.get(kind, 1.0))
+    check_head(model, head, backbone_of(model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["cohere", "granite", "gemma2"])
+@pytest.mark.parametrize("kind", ["granite", "gemma2"])
 def test_a_scale_or_softcap_that_is_overlooked_is_refused(tiny: TinyModels, kind: str, dtype: torch.dtype):
     model = load_causal_lm(str(tiny(kind)), dtype=dtype)
     head = head_of(model)
@@ -121,12 +116,15 @@ def as_float64(states: Tensor, head: Head) -> tuple[Tensor, Head, list[Tensor]]:
     return states, Head(weight, bias, head.scale, head.softcap), leaves
 
 
-@pytest.mark.parametrize("chunk", [1, 4 * VOCABULARY, 10_000], ids=["one", "four", "all"])
-@pytest.mark.parametrize("entropy_grad", [False, True])
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
-@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("trainable", "bias", "softcap", "entropy_grad", "chunk"),
+    [
+        (False, False, None, False, 1),
+        (False, True, 1.5, True, 4 * VOCABULARY),
+        (True, True, None, True, 4 * VOCABULARY),
+        (True, False, 1.5, False, 10_000),
+    ],
+)
 def test_chunked_is_dense(
     monkeypatch: pytest.MonkeyPatch, trainable: bool, bias: bool, softcap: float | None, entropy_grad: bool, chunk: int
 ):
@@ -169,16 +167,6 @@ def test_a_token_that_never_comes_changes_nothing(trainable: bool):
         results.append([logprobs, entropy, x.grad, *of_weight])
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
-def test_no_tokens_and_no_gradient(trainable: bool):
-    states, head, targets = random_case(bias=False, softcap=None, trainable=trainable)
-    logprobs, entropies = token_logprobs(states[:0], head, targets=targets[:0], temperature=1.0)
-    assert logprobs.shape == entropies.shape == (0,)
-    with torch.no_grad():
-        logprobs, _ = token_logprobs(states, head, targets=targets, temperature=1.0)
-    assert not logprobs.requires_grad
 
 
 def test_probabilities_that_underflow_have_a_finite_entropy_and_gradient():

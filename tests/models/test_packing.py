@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel, Qwen2Config
 
-from tests.models.building import CPU, full_roles, lora_roles, roles_with_critic, stir
+from tests.models.building import full_roles, lora_roles, roles_with_critic, stir
 from tests.tiny_models import TinyModels
-from tinyrl.models.batches import all_states, make_batch, make_packed_batch, packs_exactly
+from tinyrl.models.batches import all_states, make_packed_batch, packs_exactly
 from tinyrl.models.packing import CannotPack, attending, pack, packed_attention, shared_start
 from tinyrl.models.roles import Roles
 
-PACKING = ("llama", "qwen2", "qwen3", "gpt2", "cohere", "granite")
+PACKING = ("qwen3", "gpt2")
 # A group of four (its last response empty, one of a single token), one of one, one of two with another row in between,
 # a row without a response. Token 0 pads; where pad is EOS it is both.
 A, B, C, D = [7, 8, 9], [0, 4], list(range(20, 40)), [5]
@@ -146,23 +146,9 @@ def assert_same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) ->
         assert (ours[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
 
 
-@pytest.mark.parametrize("pad_is_eos", [False, True], ids=["pad", "pad=eos"])
-@pytest.mark.parametrize("kind", PACKING)
-@pytest.mark.wide
-def test_log_probabilities_and_entropies_are_those_of_padded_rows(tiny: TinyModels, kind: str, pad_is_eos: bool):
-    roles = lora_roles(tiny(kind, pad_is_eos=pad_is_eos))
-    stir(roles.parameters["policy"])
-    with torch.no_grad(), roles.acting("policy"):
-        ours, theirs = both(roles, lambda: scored(roles))
-    assert theirs[0].shape == (8, 10)
-    for mine, padded in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, padded, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("packs", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_mask_changes_which_tokens_are_scored_and_not_how(tiny: TinyModels, kind: str, packs: bool):
-    roles = lora_roles(tiny(kind))
+def test_a_mask_changes_which_tokens_are_scored_and_not_how(tiny: TinyModels, packs: bool):
+    roles = lora_roles(tiny("llama"))
     roles.packs = packs
     stir(roles.parameters["policy"])
     masks = [[(i + t) % 3 != 0 for t in range(len(response))] for i, response in enumerate(RESPONSES)]
@@ -174,17 +160,14 @@ def test_a_mask_changes_which_tokens_are_scored_and_not_how(tiny: TinyModels, ki
     torch.testing.assert_close(ours, torch.where(kept, theirs, 0.0), atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("make", [lora_roles, full_roles])
 @pytest.mark.parametrize("kind", PACKING)
-@pytest.mark.wide
-def test_gradients_are_those_of_padded_rows(tiny: TinyModels, kind: str, make):
-    roles = make(tiny(kind))
+def test_gradients_are_those_of_padded_rows(tiny: TinyModels, kind: str):
+    roles = full_roles(tiny(kind, pad_is_eos=True))
     stir(roles.parameters["policy"])
     assert_same_gradients(*both(roles, lambda: gradients(roles, "policy", lambda: policy_loss(roles))))
 
 
 @pytest.mark.parametrize("kind", PACKING)
-@pytest.mark.wide
 def test_behind_a_start_all_is_as_in_padded_rows(tiny: TinyModels, kind: str, monkeypatch: pytest.MonkeyPatch):
     """Groups of several rows, single ones and rows without a response, all behind one system prompt."""
     start = list(range(60, 75))
@@ -198,9 +181,8 @@ def test_behind_a_start_all_is_as_in_padded_rows(tiny: TinyModels, kind: str, mo
     assert_same_gradients(*both(roles, lambda: gradients(roles, "policy", lambda: policy_loss(roles))))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_split_group_has_the_gradient_of_the_whole(tiny: TinyModels, kind: str):
-    roles = lora_roles(tiny(kind))
+def test_a_split_group_has_the_gradient_of_the_whole(tiny: TinyModels):
+    roles = lora_roles(tiny("llama"))
     stir(roles.parameters["policy"])
     rows = list(range(8))
     whole = gradients(roles, "policy", lambda: policy_loss(roles, rows))
@@ -208,10 +190,9 @@ def test_a_split_group_has_the_gradient_of_the_whole(tiny: TinyModels, kind: str
     assert_same_gradients(parts, whole)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
-def test_recomputed_layers_attend_as_they_did(tiny: TinyModels, kind: str, monkeypatch: pytest.MonkeyPatch):
+def test_recomputed_layers_attend_as_they_did(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
     """Backward comes after the forward pass, and here after the forward pass of another batch."""
-    roles = lora_roles(tiny(kind))
+    roles = lora_roles(tiny("gpt2"))
     stir(roles.parameters["policy"])
 
     def loss() -> Tensor:
@@ -228,18 +209,8 @@ def test_recomputed_layers_attend_as_they_did(tiny: TinyModels, kind: str, monke
     assert roles.causal.config._attn_implementation == "sdpa"
 
 
-def test_bfloat16_is_close(tiny: TinyModels):
-    roles = lora_roles(tiny("llama"), dtype=torch.bfloat16)
-    stir(roles.parameters["policy"])
-    with torch.no_grad(), roles.acting("policy"):
-        (ours, _), (theirs, _) = both(roles, lambda: scored(roles))
-    assert (ours - theirs).abs().mean() < 0.03
-    assert theirs.abs().mean() > 1
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
-def test_autocast_is_close(tiny: TinyModels, kind: str):
-    roles = lora_roles(tiny(kind))
+def test_autocast_is_close(tiny: TinyModels):
+    roles = lora_roles(tiny("qwen3"))
     stir(roles.parameters["policy"])
 
     def run() -> tuple[Tensor, dict[str, Tensor]]:
@@ -254,10 +225,8 @@ def test_autocast_is_close(tiny: TinyModels, kind: str):
     assert (mine - padded).norm() < 0.05 * padded.norm()
 
 
-@pytest.mark.parametrize(("with_lora", "kind"), [(True, "adapter"), (True, "separate"), (False, "separate")])
-@pytest.mark.wide
-def test_values_are_those_of_padded_rows(tiny: TinyModels, with_lora: bool, kind: Any):
-    roles = roles_with_critic(tiny("qwen2"), with_lora=with_lora, kind=kind)
+def test_values_are_those_of_padded_rows(tiny: TinyModels):
+    roles = roles_with_critic(tiny("qwen2"), with_lora=True, kind="adapter")
     stir(roles.parameters["critic"])
 
     def loss() -> Tensor:
@@ -338,12 +307,6 @@ def test_models_with_a_window_are_padded_even_where_it_does_not_show():
     assert packs_exactly(tiny_causal(MistralConfig(**SHAPE, sliding_window=None)).model)
 
 
-def test_layers_that_do_not_attend_to_everything_are_padded():
-    backbone = tiny_causal(Qwen2Config(**SHAPE)).model
-    backbone.config.layer_types = ["full_attention", "chunked_attention"]
-    assert not packs_exactly(backbone)
-
-
 def test_soft_capped_attention_is_padded(tiny: TinyModels):
     roles = lora_roles(tiny("gemma2"))
     assert not roles.packs
@@ -364,25 +327,3 @@ def test_attention_that_differs_in_numbers_only_is_found(tiny: TinyModels, monke
         backbone, "forward", lambda **kw: forward(**{k: v for k, v in kw.items() if k != "position_ids"})
     )
     assert not packs_exactly(backbone)
-
-
-def test_eager_attention_stays_eager(tiny: TinyModels):
-    model = AutoModelForCausalLM.from_pretrained(tiny("llama"), attn_implementation="eager")
-    assert not Roles(model, device=CPU, reference=False).packs
-
-
-def test_a_critic_that_cannot_pack_makes_everyone_pad(tiny: TinyModels):
-    roles = lora_roles(tiny("llama"))
-    roles.add_critic("separate", model=tiny_causal(MistralConfig(**SHAPE, sliding_window=32)))
-    assert not roles.packs
-
-
-def test_padded_and_packed_batches_list_the_same_tokens():
-    padded, packed = make_batch(PROMPTS, RESPONSES), make_packed_batch(PROMPTS, RESPONSES)
-    for name in ("row", "column", "targets"):
-        assert torch.equal(getattr(padded, name), getattr(packed, name))
-    assert padded.num_rows == packed.num_rows == 8
-    for batch in (padded, packed):  # the token before the first of a response is its prompt's last
-        first = (batch.column == 0).nonzero().flatten()
-        ids = batch.input_ids.flatten()[batch.state_index[first]].tolist()
-        assert ids == [PROMPTS[int(batch.row[i])][-1] for i in first]

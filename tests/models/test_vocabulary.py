@@ -24,12 +24,3 @@ def test_an_end_without_a_row_is_refused(tiny: TinyModels):
     tokenizer.add_special_tokens({"eos_token": "<end>"})
     with pytest.raises(ValueError, match=r"259 tokens and the embedding of 'a' 258 rows: .* '<end>' \(token 258\)"):
         check_vocabulary(tokenizer, load_causal_lm(str(tiny("llama")), dtype=torch.float32), path="a")
-
-
-def test_an_added_token_that_the_policy_can_sample_needs_a_row_in_its_critic(tiny: TinyModels):
-    tokenizer = load_tokenizer(str(tiny("llama")))
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    critic = load_causal_lm(str(tiny("llama")), dtype=torch.float32)
-    check_vocabulary(tokenizer, critic, path="a", sampled=258)
-    with pytest.raises(ValueError, match=r"258 rows: there is none for '<image>' \(token 258\)"):
-        check_vocabulary(tokenizer, critic, path="a", sampled=300)
