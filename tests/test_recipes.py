@@ -1,4 +1,4 @@
-"""Packaged recipes: each loads with its method, its header says what running it takes, and each one runs."""
+"""Packaged recipes: each loads with its method, and each one runs."""
 
 import importlib.util
 import json
@@ -9,94 +9,24 @@ from typing import Any
 import pytest
 
 from tests import running
-from tests.conftest import shared_data
 from tests.tiny_models import tiny_model, tiny_tokenizer
-from tinyrl.config.familiar import FAMILIAR
 from tinyrl.config.methods import METHODS
-from tinyrl.config.recipe import dump_config, load_config, load_written_config, packaged_recipes, read_recipe
+from tinyrl.config.recipe import load_config, packaged_recipes, read_recipe
 from tinyrl.config.schema import Config
-from tinyrl.data.rows import read_rows
-from tinyrl.models.loading import load_tokenizer
 from tinyrl.starter import write_rows
-from tinyrl.tasks import gsm8k, load_task, sums
-from tinyrl.tasks.prompts import render_prompt
+from tinyrl.tasks import load_task, sums
 
 RECIPES = packaged_recipes()
-named = pytest.mark.parametrize("name", RECIPES)
 
 
-def header(path: Path) -> list[str]:
-    """The comment lines a recipe begins with, without their #."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    end = next(number for number, line in enumerate(lines) if not line.startswith("#"))
-    return [line.removeprefix("#").strip() for line in lines[:end]]
-
-
-def test_the_embedded_defaults_are_there():
-    assert {method.recipe for method in METHODS.values() if method.recipe} <= set(RECIPES)
-
-
-@named
-def test_loads_with_its_method(name: str):
-    method = read_recipe(RECIPES[name]).values["method"]
-    config = load_config(method, name, overrides=[])
-    assert config.method == method
-    assert config.task.name is not None
-    assert load_task(config.task.name).name == config.task.name
-
-
-@named
-def test_every_section_is_a_method_that_loads(name: str):
-    """Switching is one word: a recipe with grpo: and ppo: is one for both."""
+@pytest.mark.parametrize("name", RECIPES)
+def test_loads_with_each_method_it_has_a_section_for(name: str):
     written = read_recipe(RECIPES[name]).values
-    for method in {"grpo", "ppo"} & set(written):
-        assert load_config(method, name, overrides=[]).method == method
-
-
-@named
-def test_is_the_same_after_it_was_written_to_a_run(name: str, tmp_path: Path):
-    config = load_config(read_recipe(RECIPES[name]).values["method"], name, overrides=[])
-    (tmp_path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    assert load_written_config(tmp_path / "config.yaml") == config
-
-
-@named
-def test_the_header_says_what_running_it_takes(name: str):
-    first, *rest = header(RECIPES[name])
-    assert 20 <= len(first) <= 140
-    assert first.endswith(".")
-    facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in rest if re.match(r"[a-z]+\s{2,}\S", line))
-    assert {"command", "hardware", "measured"} <= set(facts)
-    assert "@" not in facts["measured"], "a placeholder was left"
-    method = re.search(r"tinyrl train ([a-z]+)", facts["command"])
-    if method:
-        assert method[1] in METHODS
-        assert name in facts["command"] or METHODS[method[1]].recipe == name
-    else:
-        assert re.match(r"python -m tinyrl\.", facts["command"])
-
-
-@named
-def test_uses_the_names_of_this_house(name: str):
-    words = set(re.findall(r"[A-Za-z_]+(?=:)", RECIPES[name].read_text(encoding="utf-8")))
-    assert not words & (set(FAMILIAR) - {"seed", "temperature", "top_p", "top_k", "beta"})
-
-
-@pytest.mark.skipif(shared_data() is None, reason="needs ../shared/data")
-@pytest.mark.slow
-def test_every_problem_of_gsm8k_fits_its_recipes(tmp_path: Path):
-    """Prompts that are too long are refused before step 1: 13 of the 7,473 have more than 256 tokens here."""
-    data = shared_data()
-    assert data is not None
-    (tmp_path / "config.json").write_text("{}")
-    for file in (data / "chat-tokenizer").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tokenizer = load_tokenizer(str(tmp_path))
-    rows = read_rows(str(data / "gsm8k/train.jsonl"))
-    lengths = [len(render_prompt(tokenizer, gsm8k.prompt(row)).tokens) for row in rows]
-    assert (len(lengths), sum(length > 256 for length in lengths), max(lengths)) == (7473, 13, 369)
-    room = [settings_of(name).generation.max_prompt_tokens for name in RECIPES if name.startswith("gsm8k")]
-    assert set(room) == {512}
+    for method in {written["method"]} | ({"grpo", "ppo"} & set(written)):
+        config = load_config(method, name, overrides=[])
+        assert config.method == method
+        assert config.task.name is not None
+        assert load_task(config.task.name).name == config.task.name
 
 
 # ---- every recipe runs ----
@@ -115,7 +45,6 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }} : {{ m.content }} <eos> {% endfor %}"
     "{% if add_generation_prompt %}assistant : {% endif %}"
 )
-REWARD = "def score(prompts, completions, answer, **columns):\n    return [float(len(c) % 7) for c in completions]\n"
 JUDGED = (("chosen", "2 and 3"), ("rejected", "?"))
 KNIGHTS = {
     "prompt": "A very special island is inhabited only by knights and knaves. Ann says: Bob is a knave.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -109,21 +108,3 @@ def test_an_environment_class_plays_a_chat_from_its_opening_to_its_reward(model:
     metrics = running.metrics(run)[1:]
     assert all(line["environment/turns"] > 1 and line["environment/invalid_calls"] > 0 for line in metrics)
     assert {line["finish_reason"] for line in trained} >= {"eos", "turns"}
-
-
-@pytest.mark.slow
-def test_a_reward_that_is_no_number_drops_the_episodes(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of those that ended by themselves, and of those that were cut off."""
-    settings = playing(model, tmp_path, reward="1e300 if self.secret == 'red' else float(self.guesses)")
-    code, run, _ = running.train(settings, tmp_path)
-    said = capsys.readouterr().err
-    assert code == 0, said
-    assert "Traceback" not in said
-    for line in samples(run):
-        if line["kind"] == "train":
-            assert (line["reward"] is None) == (secret_of(line) == "red"), line
-    failed = [json.loads(line) for line in run.failed_rewards.read_text().splitlines()]
-    assert len({row["episode"][-1]["role"] for row in failed}) == 2
-    assert all(math.isfinite(line["optim/grad_norm"]) for line in running.metrics(run)[1:])

@@ -167,18 +167,3 @@ def test_a_disk_that_is_too_small_is_said_before_the_first_step(model: Path, dis
     assert "0.3 MB are free" in child.said
     assert "left on the disk: []" in child.said
     assert "Traceback" not in child.said
-
-
-@pytest.mark.slow
-def test_a_disk_with_room_for_four_checkpoints_keeps_the_last_step(model: Path, disk: Path) -> None:
-    """1.1 MB, where a checkpoint takes 0.24 and the run would keep five: older ones give way to the last."""
-    settings = settings_for(model, disk)
-    settings = settings.model_copy(
-        update={"run": settings.run.model_copy(update={"save_every": 1, "eval_every": 1, "keep_checkpoints": 5})}
-    )
-    child = Child(train_on_small_disk, settings, disk, disk.with_name("copy"), False, 1_100_000,
-                  output=disk.with_name("said.txt"))  # fmt: skip
-    code, run = child.end(), RunDir(disk.with_name("copy") / "run")
-    assert code == 0, child.said
-    assert newest_sound(run.checkpoints) == (run.checkpoints / f"step-{STEPS:06d}", [])
-    assert warnings(child.said, "could not save") == []

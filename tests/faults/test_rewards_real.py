@@ -129,29 +129,6 @@ def test_a_reward_that_breaks_costs_its_rows_and_not_the_run(
 # More than a fifth of the rows fail, in as many batches as the name says
 
 
-def breaking_in(batches: str, *, stop_at: int = -1) -> str:
-    """Code of a reward that gives no score to half of the rows of some batches, and sends the run a SIGTERM in one.
-
-    Batches are counted in a file, so that a resume goes on counting.
-    """
-    return textwrap.dedent(f"""
-        import os, signal
-        from pathlib import Path
-
-        def score(prompts, completions, **columns):
-            scores = [float(len(set(completion))) for completion in completions]
-            if len(prompts) == {PROMPTS * GROUP}:
-                counter = Path(__file__).with_name("batches")
-                batch = len(counter.read_text()) if counter.exists() else 0
-                counter.write_text("x" * (batch + 1))
-                if batch in {batches}:
-                    scores[::2] = [float("nan")] * {PROMPTS * GROUP // 2}
-                if batch == {stop_at}:
-                    os.kill({os.getpid()}, signal.SIGTERM)
-            return scores
-    """)
-
-
 def test_a_reward_model_without_numbers_stops_the_run(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,13 +143,3 @@ def test_a_reward_model_without_numbers_stops_the_run(
     assert "(last: 16 of 16). Prompt 'say" in (said := capsys.readouterr().err)
     assert "the reward model gave no number to learn from" in said
     assert len(failed_rows(run)) == 3 * 16
-
-
-def test_bad_batches_before_a_stop_count_after_it(model: Path, tmp_path: Path) -> None:
-    """The first of four bad batches counts, the run is stopped at the second (which may have to be sampled again), and
-    two after that are enough. If the first were forgotten, the run would go on to its end.
-    """
-    settings = settings_for(model, tmp_path, breaking_in("(0, 1, 2, 3)", stop_at=1), run={"num_steps": 8})
-    code, run, _ = running.train(settings, tmp_path)
-    assert code == 75
-    assert running.go_on(run) == 3

@@ -222,15 +222,3 @@ def test_a_second_ctrl_c_leaves_at_once_though_the_disk_hangs(model: Path, tmp_p
         assert process.wait(PATIENCE_S) == 130
         assert b"\x1b[?25h" in read_until(terminal, b"\x1b[?25h")  # the cursor is shown again
     assert workers_left({process.pid}) == []
-
-
-@pytest.mark.slow
-def test_one_ctrl_c_at_a_terminal_saves_and_says_how_to_go_on(model: Path, tmp_path: Path) -> None:
-    words = ("train", "ppo", recipe(settings_for(model, tmp_path, reward=SLEEPER), tmp_path), "--name", "run")
-    with at_terminal(*words, "--output-dir", str(tmp_path)) as (process, terminal):
-        wait_until((tmp_path / "asleep").exists, process)
-        os.write(terminal, b"\x03")
-        read_until(terminal, b"tinyrl train --resume")
-        assert process.wait(PATIENCE_S) == 75
-    assert newest_sound(tmp_path / "run" / "checkpoints")[0] is not None
-    assert workers_left({process.pid}) == []

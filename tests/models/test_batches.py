@@ -28,16 +28,6 @@ def test_layout_of_two_rows():
     assert batch.num_columns == 3
 
 
-def test_rows_without_a_response_and_rows_without_a_prompt():
-    batch = make_batch([[5, 6], [7]], [[], [9]])
-    assert batch.row.tolist() == [1]
-    assert batch.last_index is not None
-    assert batch.last_index.tolist() == [1, 3]
-    assert make_batch([[5]], [[]]).num_columns == 0
-    with pytest.raises(AssertionError):
-        make_batch([[]], [[1]])
-
-
 def test_tokens_outside_of_a_mask_are_read_and_not_listed():
     masks = [[True], [True, False, True]]
     batch = make_batch([[5, 6], [7]], [[8], [9, 10, 11]], masks)

@@ -1,8 +1,5 @@
 """The Accelerator's settings, and the choice of a thread count."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -58,41 +55,3 @@ def test_a_cpu_that_has_no_more_memory_says_so_as_a_gpu_does():
     with pytest.raises(RuntimeError, match="size") as caught, as_out_of_memory():
         torch.add(torch.ones(2), torch.ones(3))
     assert not isinstance(caught.value, torch.OutOfMemoryError)
-
-
-WATCH = """
-import os, sys
-class Watch:
-    def find_spec(self, name, *rest):
-        if name == "torch":
-            print("at torch:", os.environ.get("GOMP_SPINCOUNT"), os.environ.get("OMP_WAIT_POLICY"))
-            print("allocator:", os.environ.get("PYTORCH_ALLOC_CONF"))
-            raise SystemExit
-sys.meta_path.insert(0, Watch())
-from tinyrl.cli.commands import main
-sys.argv = ["tinyrl", "train", "grpo", "--dry-run"]
-main()
-"""
-
-
-@pytest.mark.parametrize(
-    ("given", "spin", "allocator"),
-    [
-        ({}, "30000 None", "expandable_segments:True"),
-        ({"GOMP_SPINCOUNT": "7", "PYTORCH_CUDA_ALLOC_CONF": "x:1"}, "7 None", "None"),
-    ],
-)
-@pytest.mark.wide
-def test_variables_are_set_before_torch_is_imported(given: dict[str, str], spin: str, allocator: str) -> None:
-    """Libraries read their environment when they are loaded; what a person has set stays."""
-    said = watched_start(given)
-    assert f"at torch: {spin}\n" in said
-    assert f"allocator: {allocator}\n" in said
-
-
-def watched_start(given: dict[str, str]) -> str:
-    """What a start with these variables prints when torch is imported."""
-    kept = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    clean = {k: v for k, v in os.environ.items() if k not in kept}
-    words = [sys.executable, "-c", WATCH]
-    return subprocess.run(words, env={**clean, **given}, capture_output=True, text=True, check=False).stdout

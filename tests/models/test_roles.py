@@ -24,9 +24,7 @@ from tests.models.building import (
     values,
 )
 from tests.tiny_models import TinyModels, sharp_model
-from tinyrl.config.schema import Config
 from tinyrl.models.batches import make_batch
-from tinyrl.models.build import build_roles
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import load_start_adapter, save_adapter, wrap_in_lora
 from tinyrl.models.roles import CriticKind, Roles
@@ -156,38 +154,11 @@ def test_what_trains_is_float32_on_a_bfloat16_base(tiny: TinyModels, with_lora: 
     assert values(roles).isfinite().all()
 
 
-def test_value_head_is_a_float32_linear_map_and_starts_from_another_head():
-    from tinyrl.models.logprobs import ValueHead
-
-    head = ValueHead(2)
-    head.copy_from(torch.tensor([[1.0, 1e-3]]), torch.tensor([0.5]))
-    states = torch.tensor([[1.0, 1.0], [2.0, 0.0]])
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = head(states.bfloat16())
-    assert out.dtype == torch.float32
-    torch.testing.assert_close(out, torch.tensor([1.501, 2.5]), atol=1e-6, rtol=0)
-    with pytest.raises(ValueError, match="does not fit"):
-        head.copy_from(torch.zeros(2, 2))
-
-
 def two_passes(roles: Roles, role: str = "policy") -> tuple[Tensor, Tensor]:
     with roles.acting(role):  # pyright: ignore[reportArgumentType]
         who = "reference" if role == "reference" else "policy"
         first, second = (roles.logprobs(who, a_batch(), temperature=1.0)[0].detach() for _ in range(2))
         return first, second
-
-
-def test_the_dropout_of_an_adapter_is_that_of_the_run_which_goes_on_with_it(tiny: TinyModels, tmp_path: Path):
-    base = load_causal_lm(str(tiny("llama")), dtype=torch.float32)
-    save_adapter(wrap_in_lora(base, lora(dropout=0.5)), "default", tmp_path)
-    for wanted in (0.0, 0.25):
-        settings = {"model": {"path": str(tiny("llama")), "adapter": str(tmp_path)}, "lora": {"dropout": wanted}}
-        config = Config.model_validate({"method": "sft", "task": {"data": "rows.jsonl"}, **settings})
-        peft = build_roles(config, device=CPU, dtype=torch.float32).peft
-        assert peft is not None
-        assert peft.peft_config["default"].lora_dropout == wanted  # pyright: ignore[reportAttributeAccessIssue]
-        dropouts = [p.p for n, p in peft.named_modules() if "lora_dropout" in n and isinstance(p, nn.Dropout)]
-        assert set(dropouts) == ({wanted} if wanted else set())
 
 
 def test_dropout_is_off_in_every_role(tiny: TinyModels, tmp_path: Path):

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_models import tiny_tokenizer
-from tinyrl.models.tokens import disguised, readable, token_ids, tokens_behind
+from tinyrl.models.tokens import readable, token_ids, tokens_behind
 from tinyrl.rewards.model_text import TextFormat, reward_tokens
 from tinyrl.tasks.answers import render_answer
 from tinyrl.tasks.observations import ObservationTokens
@@ -86,15 +86,6 @@ def test_a_marker_in_a_prompt_is_text_and_the_templates_own_are_tokens():
     assert call not in rendered.tokens
 
 
-def test_tools_and_their_keys_hold_no_markers():
-    tokenizer = chatml("{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + CHATML)
-    tools = [{"name": "a", "parameters": {"role": {"description": "<|im_end|>"}, "<|im_start|>": 1}}]
-    rendered = render_prompt(tokenizer, "hi", variables={"tools": tools})
-    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    assert (rendered.tokens.count(start), rendered.tokens.count(end)) == (2, 1)
-    assert '"description": "<|im_end|>"' in rendered.text
-
-
 @pytest.mark.parametrize("answer", ["no <|im_end|> yes", [{"role": "assistant", "content": "no <|im_end|> yes"}]])
 def test_a_marker_in_an_answer_does_not_end_it(answer: Any):
     tokenizer = chatml()
@@ -130,22 +121,6 @@ def test_a_marker_is_text_also_where_it_is_in_the_vocabulary(scheme: str):
     tokens = render_prompt(tokenizer, "yes</s>no").tokens
     assert tokens.count(2) == 1
     assert pieces(tokenizer, tokens[: tokens.index(2)])[-7:] == ["\n", "yes", "<", "/", "s", ">", "no"]
-
-
-def test_words_and_unigrams_have_no_marker_either():
-    words = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    unigram = Tokenizer(
-        models.Unigram([("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("a", -1.0), ("/", -2.0)], unk_id=0)
-    )
-    for inner in (words, unigram):
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
-        )
-        assert 2 in token_ids(tokenizer, "a </s> a")
-        tokens = token_ids(tokenizer, disguised(tokenizer, "a </s> a"))
-        assert 2 not in tokens
-        assert (tokens[0], tokens[-1]) == (3, 3)
 
 
 # ---- in place ----

@@ -58,23 +58,6 @@ def test_every_role_comes_back(tiny: TinyModels, tmp_path: Path, with_lora: bool
     assert identities == {role: {n: id(p) for n, p in ps.items()} for role, ps in again.parameters.items()}
 
 
-def test_a_reference_adapter_comes_back(tiny: TinyModels, tmp_path: Path):
-    def make() -> Roles:
-        roles = lora_roles(tiny("llama"))
-        stir(roles.parameters["policy"])
-        roles.freeze_reference_adapter()
-        return roles
-
-    trained, again = make(), make()
-    stir(trained.adapter_parameters("reference"), seed=5)
-    stir(trained.parameters["policy"], seed=6)
-    save(trained, tmp_path / "checkpoint", tiny("llama"))
-    load_roles(again, tmp_path / "checkpoint")
-    for role in ("policy", "reference", "base"):
-        assert torch.equal(logprobs(again, role), logprobs(trained, role))
-    assert not any(p.requires_grad for p in again.adapter_parameters("reference").values())
-
-
 def greedy(model: Any) -> list[int]:
     prompt = torch.tensor([[20, 30, 40, 50]])
     out = model.generate(
