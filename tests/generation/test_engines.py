@@ -243,3 +243,18 @@ def test_weights_are_taken_over_into_the_same_memory(tiny: TinyModels):
     assert not torch.equal(values, decoder.layers[0].qkv.matrix)
     matrices = [tensor for layer in decoder.layers for tensor in tensors(layer) if tensor.dim() > 1]
     assert decoder.weight_bytes == 4 * sum(tensor.numel() for tensor in matrices)
+
+
+def test_rotary_positions_that_depend_on_the_batch_rule_the_fused_engine_out(tiny: TinyModels):
+    made = make_engine(tiny("llama"))
+    made.roles.causal.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert choose(made)[0].name == "hf-merged"
+
+
+def test_an_adapter_on_the_embedding_is_sampled_with(tiny: TinyModels):
+    """B is zero when the engine is chosen, so a trial of numbers would not find it forgotten."""
+    made = make_engine(tiny("llama"))
+    targets = lora_config(r=4, alpha=8, dropout=0.0, target_modules=["embed_tokens", "q_proj"])
+    model = wrap_in_lora(made.roles.causal, targets)
+    made.roles = Roles(model, device=CPU, reference=False)
+    assert choose(made)[0].name == "hf-merged"

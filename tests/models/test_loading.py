@@ -267,3 +267,17 @@ def test_a_special_token_without_a_row_is_refused_where_a_row_holds_it(tiny: Tin
     check_vocabulary(tokenizer, model, path="a")
     with pytest.raises(ValueError, match=r"row 2 holds '<image>' \(token 258\), .* no embedding: it has 258 rows"):
         check_ids([[0, 257], [5, 258]], tokenizer, model)
+
+
+def with_tensors(source: Path, folder: Path, more: dict[str, torch.Tensor]) -> str:
+    shutil.copytree(source, folder)
+    save_file(load_file(folder / "model.safetensors") | more, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+def test_what_other_heads_left_over_is_not_in_the_way(tiny: TinyModels, tmp_path: Path):
+    """A value head, layers for several tokens at a time, and the masks that old checkpoints of GPT-2 hold."""
+    more = {"v_head.summary.weight": torch.ones(1, 32), "mtp.fc.weight": torch.ones(2, 2)}
+    assert load_causal_lm(with_tensors(tiny("qwen2"), tmp_path / "a", more), dtype=torch.float32)
+    masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8), "transformer.h.0.attn.masked_bias": torch.ones(())}
+    assert load_causal_lm(with_tensors(tiny("gpt2"), tmp_path / "b", masks), dtype=torch.float32)

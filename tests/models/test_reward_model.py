@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForSequenceClassification
+from torch import nn
+from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
 from tests.models.building import CPU, a_batch, every_tensor, full_roles, logprobs, lora, lora_roles, stir
-from tests.tiny_models import TinyModels
+from tests.tiny_models import TinyModels, tiny_tokenizer
 from tinyrl.models.batches import make_batch
 from tinyrl.models.loading import load_causal_lm, load_tokenizer
 from tinyrl.models.lora import save_adapter, wrap_in_lora
@@ -128,3 +129,22 @@ def test_reward_adapters_that_are_none(tiny: TinyModels, tmp_path: Path):
     (folder / SCORE_HEAD).unlink()
     with pytest.raises(ValueError, match=r"score_head\.safetensors is missing, so this adapter is a policy"):
         attach_reward_adapter(lora_roles(tiny("llama")), str(folder))
+
+
+def test_an_encoder_without_eos_is_a_reward_model_too(tmp_path: Path):
+    tokenizer = tiny_tokenizer(vocabulary=("good", "bad"))
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=32, pad_token_id=0,
+    )  # fmt: skip
+    config.num_labels = 1
+    torch.manual_seed(0)
+    encoder = BertForSequenceClassification(config).eval()
+    nn.init.normal_(encoder.classifier.weight)
+    encoder.save_pretrained(tmp_path)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    scores = scores_of(load(tmp_path), ["good good bad", "bad"])
+    with torch.no_grad():
+        expected = [encoder(input_ids=torch.tensor([ids])).logits.item() for ids in ([3, 3, 4], [4])]
+    assert scores == pytest.approx(expected, abs=1e-5)

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_models import tiny_tokenizer
-from tinyrl.models.tokens import readable, token_ids, tokens_behind
+from tinyrl.models.tokens import disguised, readable, token_ids, tokens_behind
 from tinyrl.rewards.model_text import TextFormat, reward_tokens
 from tinyrl.tasks.answers import render_answer
 from tinyrl.tasks.observations import ObservationTokens
@@ -190,3 +190,19 @@ def test_a_prompt_that_is_rendered_already_is_not_rendered_again():
         render_prompt(tokenizer, wanted.text, system_prompt="d")
     for answer in ("yes", "yes<|im_end|>\n"):
         assert render_answer(tokenizer, wanted.text, answer, **HOW) == render_answer(tokenizer, messages, "yes", **HOW)
+
+
+def test_words_and_unigrams_have_no_marker_either():
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    unigram = Tokenizer(
+        models.Unigram([("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("a", -1.0), ("/", -2.0)], unk_id=0)
+    )
+    for inner in (words, unigram):
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
+        )
+        assert 2 in token_ids(tokenizer, "a </s> a")
+        tokens = token_ids(tokenizer, disguised(tokenizer, "a </s> a"))
+        assert 2 not in tokens
+        assert (tokens[0], tokens[-1]) == (3, 3)
