@@ -40,11 +40,6 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_an_example_is_read_in_one_sitting(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) < 150
-
-
 @SKLEARN
 @pytest.mark.slow
 def test_a_drawing_is_scored_as_it_was_drawn() -> None:

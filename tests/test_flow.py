@@ -30,12 +30,6 @@ def test_a_step_by_hand() -> None:
     assert logprobs.tolist() == pytest.approx([-0.125 - 2 * math.log(0.4 * math.sqrt(2 * math.pi))])
 
 
-def test_the_first_step_takes_its_noise_from_the_line_below() -> None:
-    """At sigma 1 the noise would be infinite: 1 -> 0.75 takes g^2 = a^2 * 1 / (1 - 0.75), so std^2 = a^2."""
-    step = flow_sde_step(torch.zeros(1, 1), torch.zeros(1, 1), sigma=1.0, sigma_next=0.75, noise_level=0.7)
-    assert step[3].tolist() == pytest.approx([0.7])
-
-
 def images(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -85,8 +79,7 @@ def toy_marginals(num_steps: int, *, noise_level: float) -> list[tuple[float, fl
     return out
 
 
-@pytest.mark.parametrize("noise_level", [0.0, 0.3, 0.7, 1.0])
-@pytest.mark.wide
+@pytest.mark.parametrize("noise_level", [0.0, 0.7])
 def test_with_any_noise_the_marginals_are_those_of_the_flow(noise_level: float) -> None:
     def worst(num_steps: int) -> float:
         marginals = toy_marginals(num_steps, noise_level=noise_level)
@@ -95,23 +88,6 @@ def test_with_any_noise_the_marginals_are_those_of_the_flow(noise_level: float) 
 
     assert worst(2000) < 0.01
     assert worst(2000) < 0.2 * worst(200)  # what is left is the step's size
-
-
-def test_without_noise_a_step_is_the_flow_itself_and_certain() -> None:
-    x, v = images(4, 6), images(4, 6, seed=1)
-    next_x, logprobs, mean, std = flow_sde_step(x, v, sigma=0.75, sigma_next=0.5, noise_level=0.0)
-    assert torch.allclose(next_x, x - 0.25 * v)
-    assert torch.equal(next_x, mean)
-    assert logprobs.tolist() == std.tolist() == [0.0] * 4
-
-
-def test_drawn_noise_is_standard_normal() -> None:
-    torch.manual_seed(0)
-    x = torch.zeros(1, 20_000)
-    next_x, _, mean, std = flow_sde_step(x, x, sigma=0.6, sigma_next=0.5, noise_level=0.7)
-    noise = (next_x - mean) / std
-    assert abs(float(noise.mean())) < 4 / math.sqrt(20_000)
-    assert float(noise.var()) == pytest.approx(1.0, abs=0.05)
 
 
 def rollout(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,38 +135,3 @@ def test_the_losses_of_language_models_take_steps_as_tokens() -> None:
     assert float(gradient) == pytest.approx((surrogate(0.81) - surrogate(0.79)) / 0.02, rel=1e-3)
     (of_kl,) = torch.autograd.grad(kl_loss(kl, mask, aggregation="sequence")[0], weight)
     assert float(of_kl) > 0  # away from the reference at 0.5
-
-
-def test_no_gradient_goes_through_what_was_sampled() -> None:
-    """d log N(next_x; mean, std) / d mean = noise / std, though next_x was made from mean."""
-    v, noise = torch.zeros(1, 2, requires_grad=True), torch.tensor([[0.5, -1.0]])
-    _, logprobs, mean, std = flow_sde_step(
-        torch.ones(1, 2), v, sigma=0.5, sigma_next=0.25, noise_level=0.8, noise=noise
-    )
-    (to_mean,) = torch.autograd.grad(logprobs.sum(), mean)
-    assert torch.allclose(to_mean, noise / std, atol=1e-5)
-
-
-def test_the_kl_moves_the_policy_and_not_the_reference() -> None:
-    """d KL / d mean = (mean - ref_mean) / std^2."""
-    mean, ref_mean = torch.tensor([[1.0, -1.0]], requires_grad=True), torch.tensor([[0.0, 1.0]], requires_grad=True)
-    kl = flow_step_kl(mean, ref_mean, torch.tensor([0.5]))
-    assert kl.tolist() == [(1 + 4) / (2 * 0.25)]
-    to_mean, to_reference = torch.autograd.grad(kl.sum(), (mean, ref_mean), allow_unused=True)
-    assert to_mean.tolist() == [[4.0, -8.0]]
-    assert to_reference is None
-
-
-def test_what_has_no_density_is_refused() -> None:
-    x = torch.zeros(2, 3)
-    with pytest.raises(AssertionError, match="no density"):
-        flow_sde_step(x, x, sigma=0.5, sigma_next=0.4, noise_level=0.0, next_x=x)
-    with pytest.raises(AssertionError, match="no density"):
-        flow_step_kl(x, x, torch.zeros(2))
-    for sigma, below in ((0.5, 0.5), (0.4, 0.5), (1.1, 0.5), (0.5, -0.1)):
-        with pytest.raises(AssertionError, match="sigma goes from"):
-            flow_sde_step(x, x, sigma=sigma, sigma_next=below, noise_level=0.7)
-    with pytest.raises(AssertionError, match="velocity"):
-        flow_sde_step(x, x[:1], sigma=0.5, sigma_next=0.4, noise_level=0.7)
-    with pytest.raises(AssertionError, match=r"sigma is \(3,\)"):
-        flow_sde_step(x, x, sigma=torch.full((3,), 0.5), sigma_next=0.4, noise_level=0.7)

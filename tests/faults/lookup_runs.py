@@ -7,11 +7,14 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from tinyrl.starter.text import NAMES
+
 from tinyrl.config.schema import Config
 from tinyrl.runs.run_dir import RunDir
 
 PROMPTS, GROUP = 6, 2
 READ = 8  # tokens of an answer, at most
+CODE = "def length(completions, **columns):\n    return [float(len(c[0]['content'])) for c in completions]\n"
 LOOKUP: dict[str, Any] = {
     "model": {"path": "lookup"},
     "task": {"name": "lookup", "max_samples": PROMPTS},
@@ -48,3 +51,23 @@ def said_by_environment(run: RunDir) -> set[str]:
     """All that an environment said in the samples of a run."""
     turns = [turn for line in samples(run) for turn in line["episode"]]
     return {turn["content"] for turn in turns if turn["role"] == "tool"}
+
+
+def lookup_query(turn: str, tag: str) -> str | None:
+    """What the lookup model writes as `search Ada Stone job ;` and `answer baker .`, in the place of tags."""
+    words = turn.split()
+    return " ".join(words[words.index(tag) + 1 :]) if tag in words else None
+
+
+def searching(folder: Path, corpus: str | None = None, *, num_steps: int = 3) -> Config:
+    """The lookup model, with a corpus that has a passage for each name where none is named."""
+    if corpus is None:
+        corpus = str(folder / "corpus.jsonl")
+        passages = [{"contents": f"{name}\nfound {name} ;"} for name in NAMES]
+        (folder / "corpus.jsonl").write_text("".join(json.dumps(passage) + "\n" for passage in passages))
+    (folder / "rewards.py").write_text(CODE)
+    return lookup(
+        reward={"functions": [{"use": f"{folder / 'rewards.py'}:length"}]},
+        environment={"use": "search", "corpus": corpus, "max_observation_tokens": 24, "top_k": 1},
+        run={"num_steps": num_steps},
+    )

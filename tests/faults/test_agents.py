@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from tinyrl.runs.checkpoint import newest_sound
 from tinyrl.runs.run_dir import RunDir
 
 AGENT = """
-    import json, os, signal, socket, sys, threading, time, urllib.error, urllib.request
+    import json, os, signal, socket, threading, time, urllib.error, urllib.request
     from pathlib import Path
 
     FOLDER = Path(__file__).parent
@@ -137,22 +136,19 @@ AGENT = """
             globals()[row["kind"]](row, base_url, api_key)
         return "attacked" if row["kind"] in ("crowd", "leaves") else honest(row, base_url, api_key)
 
-
-    if __name__ == "__main__":
-        print(run(json.load(sys.stdin), os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]))
 """
 FAILS = {"endless": "gave no answer", "killed": "SIGKILL", "raises": "planted", "leaves": "asked the policy nothing"}
 COSTS_NOTHING = ["malformed", "huge", "replayed", "guessed"]  # all of it is refused
 KINDS = ["honest", *COSTS_NOTHING, "honest", *FAILS, "crowd", "honest"]
 
 
-def settings_for(folder: Path, model: Path, kinds: list[str], *, program: bool = False, **run: Any) -> Config:
+def settings_for(folder: Path, model: Path, kinds: list[str], **run: Any) -> Config:
     """A run whose rows are played as `kinds` say, two episodes each."""
     (folder / "agent.py").write_text(textwrap.dedent(AGENT), encoding="utf-8")
     rows = [{"prompt": f"Say {number}", "kind": kind} for number, kind in enumerate(kinds)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (folder / "held.jsonl").write_text('{"prompt": "Held out", "kind": "honest"}\n')
-    use = [sys.executable, str(folder / "agent.py")] if program else f"{folder / 'agent.py'}:run"
+    use = f"{folder / 'agent.py'}:run"
     data = {"name": "rows", "data": str(folder / "rows.jsonl"), "eval_data": str(folder / "held.jsonl")}
     return running.config(
         "grpo",
@@ -195,9 +191,8 @@ def test_hostile_agents_leave_the_other_episodes_as_they_would_be(model: Path, t
     assert all(FAILS[kind] in reason for kind, reason in reasons), reasons
 
 
-@pytest.mark.parametrize("program", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_an_agent_ended_by_kill_9_fails_its_episode_alone(program: bool, model: Path, tmp_path: Path) -> None:
-    settings = settings_for(tmp_path, model, ["honest", "sleepy", "honest"], program=program)
+def test_an_agent_ended_by_kill_9_fails_its_episode_alone(model: Path, tmp_path: Path) -> None:
+    settings = settings_for(tmp_path, model, ["honest", "sleepy", "honest"])
     child = Child(train, settings, tmp_path, output=tmp_path / "said.txt")
     wait_for((tmp_path / "asleep").exists, child)
     os.kill(int((tmp_path / "asleep").read_text()), signal.SIGKILL)
@@ -210,14 +205,13 @@ def test_an_agent_ended_by_kill_9_fails_its_episode_alone(program: bool, model: 
     assert sum(bool(text) for texts in said_in(run).values() for text in texts) == 5
 
 
-@pytest.mark.parametrize("program", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_run_ended_by_kill_9_while_agents_play_is_resumed(program: bool, model: Path, tmp_path: Path) -> None:
+def test_a_run_ended_by_kill_9_while_agents_play_is_resumed(model: Path, tmp_path: Path) -> None:
     """In the second step; its episodes are played again, and draw by the same random numbers."""
     kinds = ["honest", "honest", "honest"]
     runs = []
     for name in ("whole", "killed"):
         (folder := tmp_path / name).mkdir()
-        settings = settings_for(folder, model, kinds, program=program, num_steps=2)
+        settings = settings_for(folder, model, kinds, num_steps=2)
         child = Child(train_until_call, settings, folder, 15 if name == "killed" else 0, output=folder / "said.txt")
         assert child.end() == (0 if name == "whole" else -signal.SIGKILL), child.said
         runs.append(RunDir(folder / "run"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,7 @@ from tests import running
 from tests.faults.lookup_runs import lookup, samples
 from tests.tiny_models import EOS, tiny_model
 from tinyrl.config.schema import Config
-from tinyrl.environments import python
-from tinyrl.environments.python import TIMED_OUT
 from tinyrl.rollout.components import Options, SamplingParts
-from tinyrl.workers.sandbox import why_not_isolated
 
 CALLS = [f'<tool_call>{{"name":"guess","arguments":{{"word":"{word}"}}}}</tool_call>' for word in ("red", "blue")]
 BAD_CALL = '<tool_call>{"name":"shout","arguments":{}}</tool_call>'
@@ -112,51 +108,3 @@ def test_an_environment_class_plays_a_chat_from_its_opening_to_its_reward(model:
     metrics = running.metrics(run)[1:]
     assert all(line["environment/turns"] > 1 and line["environment/invalid_calls"] > 0 for line in metrics)
     assert {line["finish_reason"] for line in trained} >= {"eos", "turns"}
-
-
-@pytest.mark.parametrize(
-    "reward", ["1e300", *(pytest.param(odd, marks=pytest.mark.release) for odd in ("float('nan')", "'1'", "1 / 0"))]
-)
-@pytest.mark.slow
-def test_a_reward_that_is_no_number_drops_the_episodes(
-    reward: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of those that ended by themselves, and of those that were cut off."""
-    settings = playing(model, tmp_path, reward=f"{reward} if self.secret == 'red' else float(self.guesses)")
-    code, run, _ = running.train(settings, tmp_path)
-    said = capsys.readouterr().err
-    assert code == 0, said
-    assert "Traceback" not in said
-    for line in samples(run):
-        if line["kind"] == "train":
-            assert (line["reward"] is None) == (secret_of(line) == "red"), line
-    failed = [json.loads(line) for line in run.failed_rewards.read_text().splitlines()]
-    assert len({row["episode"][-1]["role"] for row in failed}) == 2
-    assert all(math.isfinite(line["optim/grad_norm"]) for line in running.metrics(run)[1:])
-
-
-@pytest.mark.sandbox
-@pytest.mark.skipif(why_not_isolated() is not None, reason=str(why_not_isolated()))
-@pytest.mark.slow
-def test_cells_that_never_end_do_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every second turn of a batch runs for ever; the others print, with the cells before them but not the endless."""
-
-    def code_in(turn: str) -> python.Call:
-        return python.Call("while True: pass" if len(turn) % 2 else "n = globals().get('n', 0) + 1; print('turn', n)")
-
-    monkeypatch.setattr(python, "call_in", code_in)
-    environment: dict[str, Any] = {"use": "python", "timeout_s": 0.3, "max_observation_tokens": 16}
-    settings = lookup(environment=environment, run={"num_steps": 1, "eval_prompts": 2}, grpo={"num_prompts": 3})
-    code, run, _ = running.train(settings, tmp_path)
-    assert code == 0
-    counted: dict[str, int] = {}
-    for line in samples(run):
-        number = 0
-        for said, told in zip(line["episode"][::2], line["episode"][1::2], strict=False):
-            endless = len(said["content"]) % 2
-            number += not endless
-            expected = TIMED_OUT if endless else f"turn {number}"
-            assert told["content"] == expected
-            counted[expected] = counted.get(expected, 0) + 1
-    assert counted[TIMED_OUT] > 1
-    assert counted["turn 1"] > 1

@@ -47,18 +47,6 @@ def doing(does: str, *, always: bool = False) -> str:
     return textwrap.dedent(ANSWERING).format(bad=BAD, always=always, does=does)
 
 
-def test_an_environment_that_is_never_asked_is_said_at_step_0(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    settings = answered_by(tmp_path, doing("pass"), generation={"max_new_tokens": 2})  # no turn ends in two tokens
-    code, run, _ = running.train(settings, tmp_path)
-    said = capfd.readouterr().err
-    assert code == 0, said
-    assert said.index("warning: environment hardly asked: ") < said.index("step 1/")
-    assert said.count("environment hardly asked") == 1
-    assert running.metrics(run)[0]["eval/environment/turns"] == 1
-
-
 @dataclass
 class Fault:
     """What an environment does to the bad prompt's episodes, and the reason that is given for dropping them."""
@@ -73,20 +61,11 @@ FAULTS = {
     "raises": Fault("raise KeyError('town')", "`respond` raised KeyError: 'town' (world.py, line 16)"),
     "hangs": Fault("time.sleep(1000)", "`respond` gave no answer within 1 s (world.py, line 16)", timeout_s=4.0),
     "dies": Fault("os._exit(7)", "`respond` ended its process with exit code 7"),
-    "segfaults": Fault("os.kill(os.getpid(), signal.SIGSEGV)", "`respond` died of SIGSEGV"),
-    "a number": Fault("replies[row] = 3", "`respond` answered with int, not with text", one_by_one=False),
-    "a dict": Fault("replies[row] = {'text': 'a'}", "`respond` answered with dict, not with text", one_by_one=False),
-    "bytes": Fault("replies[row] = Reply(b'a')", "`respond` answered with Reply, not with text", one_by_one=False),
-    "too few": Fault("return replies[1:]", "`respond` raised ValueError: returned a list of 0 for a batch of 1"),
-    "no list": Fault("return 'found'", "`respond` raised TypeError: returned str, not a list"),
     "reward NaN": Fault("replies[row] = Reply(reward=float('nan'))", "gave the reward nan", one_by_one=False),
-    "reward 1e300": Fault("replies[row] = Reply(reward=1e300)", "gave the reward", one_by_one=False),
-    "reward a string": Fault("replies[row] = Reply(reward='1')", "gave the reward str", one_by_one=False),
 }
-QUICK = ("raises", "hangs", "dies", "reward NaN")
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FAULTS])
+@pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.wide
 def test_an_environment_that_breaks_costs_its_episodes_and_not_the_run(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -112,32 +91,22 @@ def test_an_environment_that_breaks_costs_its_episodes_and_not_the_run(
     assert workers_left({os.getpid()}) == []
 
 
-@pytest.mark.parametrize("always", [False, True])
-@pytest.mark.wide
-def test_three_batches_without_answers_stop_the_run(
-    always: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """All episodes of a batch, or those of one prompt of three: more than a fifth."""
+def test_three_batches_without_answers_stop_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The episodes of one prompt of three: more than a fifth."""
     few: dict[str, Any] = {"task": {"max_samples": 3}, "grpo": {"num_prompts": 3}, "run": {"num_steps": 5}}
-    code, run, _ = running.train(answered_by(tmp_path, doing("raise OSError('gone')", always=always), **few), tmp_path)
+    code, run, _ = running.train(answered_by(tmp_path, doing("raise OSError('gone')"), **few), tmp_path)
     assert code == 3
-    lost = 3 * GROUP if always else GROUP
-    assert [line["reward/dropped"] for line in running.metrics(run)[1:]] == [lost, lost]
+    assert [line["reward/dropped"] for line in running.metrics(run)[1:]] == [GROUP, GROUP]
     said = capsys.readouterr().err
-    assert f"3 batches in a row (last: {lost} of {3 * GROUP})" in said
+    assert f"3 batches in a row (last: {GROUP} of {3 * GROUP})" in said
     assert "raised OSError: gone (world.py, line 16)" in said
 
 
 # What is said is odd, and yet is only text
 
 ODD = {
-    "a megabyte": "found " + "Amy " * 250_000 + ";",
-    "a megabyte without a space": "x" * 1_000_000,
-    "half a surrogate": "found \ud83d ;",
-    "a special token": "found <eos> <pad> ;",
-    "HTML": "<script>alert(1)</script> ;",
-    "terminal codes": "\x1b[2J\u202efound\x00 ;",
-    "nothing": "",
+    "a megabyte": "x" * 1_000_000,
+    "markers": "\x1b[2J\u202efound\x00 <eos> <pad> \ud83d <script>alert(1)</script> ;",
 }
 
 
@@ -157,8 +126,8 @@ def test_odd_text_is_read_cut_and_shown_harmlessly(
     assert all(line["environment/turns"] > 2 for line in steps)
     assert all(line["environment/observation_tokens"] <= 2 * READ for line in steps)
     shown = said_by_environment(run)
-    assert shown or name == "nothing"
-    assert max(map(len, shown), default=0) <= 64 * READ
+    assert shown
+    assert max(map(len, shown)) <= 64 * READ
     assert run.samples.stat().st_size < 300_000
     write_report(run.path)
     assert "<script>alert" not in (run.path / "report.html").read_text()
@@ -192,15 +161,3 @@ def test_an_environment_that_never_says_done_is_ended_by_the_turns(tmp_path: Pat
     assert roles.count("assistant") == 3
     for line in running.metrics(run)[1:]:
         assert line["environment/out_of_turns"] + line["completion/truncated"] == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("reply", ["None", "Reply('over ;', True, 0.5)"])
-@pytest.mark.wide
-def test_an_environment_that_ends_at_once_leaves_one_turn(reply: str, tmp_path: Path) -> None:
-    _, run, _ = running.train(answered_by(tmp_path, doing(f"replies[row] = {reply}", always=True)), tmp_path)
-    for line in running.metrics(run)[1:]:
-        assert line["environment/turns"] == 1
-        assert line["environment/observation_tokens"] == 0
-        assert line["environment/out_of_turns"] == 0
-    rewards = {line["rewards"]["environment"] for line in samples(run) if line["finish_reason"] == "stop"}
-    assert rewards == {0.0 if reply == "None" else 0.5}

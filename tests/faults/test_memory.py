@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests import running
-from tests.faults.children import Child, resumed
+from tests.faults.children import Child
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.config.schema import Config
 from tinyrl.models import device
@@ -55,12 +55,6 @@ def model_of(folder: Path, *, seed: int = 0, **shape: Any) -> Path:
 def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A token takes 32 kB in each of three matrices of its only layer, where the update keeps them."""
     return model_of(tmp_path_factory.mktemp("wide"), intermediate_size=8192)
-
-
-@pytest.fixture(scope="module")
-def wider_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A token takes 64 kB in each of them."""
-    return model_of(tmp_path_factory.mktemp("wider"), intermediate_size=16384)
 
 
 @pytest.fixture(scope="module")
@@ -159,16 +153,11 @@ def test_an_update_that_does_not_fit_is_redone_in_smaller_micro_batches(wide_mod
 STOP_SOON = {"max_new_tokens": 300, "stop": [chr(code) for code in range(33, 127)]}
 
 
-@pytest.mark.parametrize("room_mb", [pytest.param(250, marks=pytest.mark.slow), 110])
 @pytest.mark.slow
-def test_sampling_that_does_not_fit_is_split_and_samples_are_the_same(
-    room_mb: int, deep_cache_model: Path, tmp_path: Path
-) -> None:
-    """With 250 MB sixteen rows do not fit, and eight do. With 110 MB the four of an evaluation fit, but memory runs out
-    when they begin, and what they held has to be free for the next attempt.
-    """
+def test_sampling_that_does_not_fit_is_split_and_samples_are_the_same(deep_cache_model: Path, tmp_path: Path) -> None:
+    """The four of an evaluation fit, but memory runs out when they begin; what they held is free for the next try."""
     settings = settings_for(deep_cache_model, generation=STOP_SOON)
-    whole, within = (end_of(settings, tmp_path, room_mb=room) for room in (None, room_mb))
+    whole, within = (end_of(settings, tmp_path, room_mb=room) for room in (None, 110))
     assert (whole.code, within.code) == (0, 0), within.said
     assert whole.max_rows is None
     assert within.max_rows is not None
@@ -187,19 +176,6 @@ def assert_explained(within: Ended, when: str) -> None:
     assert said.startswith(f"out of memory {when}")
     assert all(thing in said for thing in HELPS)
     assert "memory of weights: base " in said
-
-
-@pytest.mark.slow
-def test_one_sequence_that_does_not_fit_into_an_update_ends_the_run_and_is_explained(
-    wider_model: Path, tmp_path: Path
-) -> None:
-    """Some 330 tokens, 60 MB and more. With more memory the run goes on from where it was."""
-    sections = {"generation": {"max_new_tokens": 600}, "grpo": {"num_prompts": 1, "group_size": 2}}
-    settings = settings_for(wider_model, **sections, run={"eval_prompts": 1, "save_every": 1})
-    within = end_of(settings, tmp_path, room_mb=30)
-    assert_explained(within, "with one sequence of ")
-    resumed(within.run)
-    assert_alike(within.run, end_of(settings, tmp_path, room_mb=None).run)
 
 
 def test_one_row_that_cannot_be_sampled_ends_the_run_and_is_explained(deep_cache_model: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.config.schema import Config
 from tinyrl.models.loading import load_tokenizer
-from tinyrl.runs.checkpoint import list_checkpoints, problem_with
+from tinyrl.runs.checkpoint import list_checkpoints
 from tinyrl.runs.diagnosis import findings
 from tinyrl.runs.records import read_run
 from tinyrl.runs.run_dir import RunDir
@@ -90,13 +90,11 @@ def test_a_batch_without_finite_numbers_changes_nothing_and_the_run_goes_on(
     assert capsys.readouterr().err.count("no weight was changed") == 2
 
 
-@pytest.mark.parametrize("method", ["grpo", "ppo"])
-@pytest.mark.wide
 def test_three_batches_in_a_row_without_finite_numbers_stop_the_run(
-    method: str, broken_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    broken_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The bad row is in every step."""
-    code, run, _ = running.train(settings_for(method, broken_model, tmp_path, steps_an_epoch=1), tmp_path)
+    code, run, _ = running.train(settings_for("grpo", broken_model, tmp_path, steps_an_epoch=1), tmp_path)
     assert code == 3
     assert "3 optimizer steps in a row had numbers that are not finite" in capsys.readouterr().err
     assert len(list((run.path / "nonfinite").glob("*.json"))) == 3
@@ -105,69 +103,14 @@ def test_three_batches_in_a_row_without_finite_numbers_stop_the_run(
     assert changed(run, 1) == changed(run, 2) == []
 
 
-def test_a_pair_without_finite_numbers_changes_nothing_and_the_run_goes_on(
-    broken_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Reference and policy have none for one pair in eight, which is in one of every two steps."""
-    words = [*WORDS[1:8], BAD_WORD]
-    lines = [{"prompt": "w0", "chosen": f"w1 {word}", "rejected": "w2 w3"} for word in words]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    task = {"name": "rows", "data": str(tmp_path / "rows.jsonl"), "eval_data": str(tmp_path / "rows.jsonl")}
-    often = {"num_steps": 4, "save_every": 1, "eval_prompts": 4, "keep_checkpoints": 10}
-    settings = running.config("dpo", broken_model, task=task, run=often, dpo={"batch_size": 4})
-    code, run, _ = running.train(settings, tmp_path)
-    assert code == 0
-    skipped = [line.get("optim/skipped_steps", 0) for line in running.metrics(run)]
-    bad = [step for step in range(1, 5) if skipped[step] > skipped[step - 1]]
-    assert len(bad) == skipped[-1] == 2
-    weights = {step: [n for n in changed(run, step) if "reference_logprobs" not in n] for step in range(1, 5)}
-    assert {step: bool(names) for step, names in weights.items()} == {step: step not in bad for step in range(1, 5)}
-    for number, step in enumerate(bad, 1):
-        kept = run.path / "nonfinite" / f"step-{step - 1:06d}-{number}.json"
-        assert "not finite" in json.loads(kept.read_text())["why"]
-    assert capsys.readouterr().err.count("no weight was changed") == 2
-
-
-def test_a_learning_rate_that_overflows_stops_the_run_with_a_sentence(
+def test_weights_that_a_step_makes_infinite_are_never_saved(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first step makes the weights so large that no product of two is finite; no step after it is taken."""
-    settings = settings_for("grpo", model, tmp_path, steps_an_epoch=2)
-    monkeypatch.setattr("tinyrl.training.session.role_optimizers", running.optimizers_with(learning_rate=1e30))
-    code, run, _ = running.train(settings, tmp_path)
-    assert code == 3
-    assert "Try a lower optim.learning_rate" in capsys.readouterr().err
-    assert changed(run, 1)
-    assert changed(run, 2) == changed(run, 3) == []
-    assert [problem_with(folder) for folder in list_checkpoints(run.checkpoints)] == [None] * 4
-
-
-@pytest.mark.parametrize("method", ["grpo", "ppo"])
-@pytest.mark.wide
-def test_weights_that_a_step_makes_infinite_are_never_saved(
-    method: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     """A decay of 1e300 makes them so from finite gradients, in the first step that there is."""
-    settings = settings_for(method, model, tmp_path, steps_an_epoch=2)
+    settings = settings_for("ppo", model, tmp_path, steps_an_epoch=2)
     monkeypatch.setattr("tinyrl.training.session.role_optimizers", running.optimizers_with(weight_decay=1e300))
     code, run, _ = running.train(settings, tmp_path)
     assert code == 3
     assert "that are not finite, so they are not saved" in capsys.readouterr().err
     assert [p.name for p in list_checkpoints(run.checkpoints)] == ["step-000000"]
     assert all(tensor.isfinite().all() for tensor in running.weights(run, 0).values())
-
-
-def test_a_batch_without_spread_has_a_gradient_of_exactly_nothing(model: Path, tmp_path: Path) -> None:
-    """Every completion scores 3, so GRPO's advantages are 0 and no weight moves."""
-    (tmp_path / "rewards.py").write_text("def same(prompts, completions, **columns):\n    return [3.0] * len(prompts)")
-    reward = {"functions": [{"use": f"{tmp_path / 'rewards.py'}:same"}]}
-    settings = settings_for("grpo", model, tmp_path, steps_an_epoch=2, reward=reward, run={"num_steps": 2})
-    code, run, _ = running.train(settings, tmp_path)
-    assert code == 0
-    for line in running.metrics(run)[1:]:
-        assert line["optim/grad_norm"] == line["policy/loss"] == line["reward/std"] == line["optim/skipped_steps"] == 0
-        assert line["reward/zero_spread_groups"] == 1
-    start, end = running.weights(run, 0), running.weights(run, 2)
-    policy = [name for name in start if name.startswith("adapter_model")]
-    assert policy
-    assert all(torch.equal(start[name], end[name]) for name in policy)

@@ -1,9 +1,7 @@
-"""Secrets in what a reward raises and prints, and in settings: in no file of a run, on no terminal."""
+"""Secrets of an address in the settings: in no file of a run, on no terminal."""
 
 from __future__ import annotations
 
-import json
-import textwrap
 import threading
 from pathlib import Path
 
@@ -11,58 +9,14 @@ import pytest
 
 from tests import running
 from tests.environments.test_search_server import Server, documents, says
-from tests.faults.test_search_runs import lookup_query, searching
-from tests.training.test_resume import stopped_in_update
+from tests.faults.lookup_runs import lookup_query, searching
 from tinyrl.config.recipe import load_written_config
 from tinyrl.environments import search
-from tinyrl.runs.run_dir import RunDir
 from tinyrl.tools.report import write_report
-
-BEARER, LAST_WORD = "tok-xyz", "sk-proj-abcdefgh12345678"
-REWARD = f"""
-    import os, sys
-
-    def score(prompts, completions, **columns):
-        for prompt in prompts:
-            if "raise" in prompt:
-                raise OSError("401 from https://me:pw-in-url@judge/: Authorization: Bearer {BEARER} " + "." * 250)
-            if "die" in prompt:
-                print("cannot log in with api_key={LAST_WORD}", file=sys.stderr, flush=True)
-                os._exit(3)
-        return [float(len(set(completion))) for completion in completions]
-"""
 
 
 def holding(folder: Path, secret: str) -> list[str]:
     return [str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and secret.encode() in p.read_bytes()]
-
-
-@pytest.mark.slow
-def test_no_file_of_a_run_and_no_line_of_its_log_holds_a_secret(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "rewards.py").write_text(textwrap.dedent(REWARD))
-    words = ["say a", "raise", "die", *(f"say {word}" for word in "bcdefghijklmnopqrs")]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{word}:"}) + "\n" for word in words))
-    rows = str(tmp_path / "rows.jsonl")
-    settings = running.config(
-        "grpo",
-        model,
-        task={"name": "rows", "data": rows, "eval_data": rows, "chat": False},
-        reward={"functions": [{"use": f"{tmp_path / 'rewards.py'}:score"}]},
-        grpo={"num_prompts": 21, "group_size": 2},
-        run={"num_steps": 2, "save_every": 1, "eval_prompts": 4},
-    )
-    run = stopped_in_update(settings, tmp_path)
-    assert running.go_on(run) == 0
-    write_report(run.path)
-    said = capsys.readouterr()
-    reasons = " ".join(json.loads(line)["reason"] for line in run.failed_rewards.read_text().splitlines())
-    for part in ("raised OSError: 401", "it last wrote: cannot log in"):
-        assert part in reasons
-    for secret in (BEARER, LAST_WORD, "pw-in-url"):
-        assert holding(RunDir(run.path).path, secret) == []
-        assert secret not in said.out + said.err
 
 
 @pytest.mark.slow

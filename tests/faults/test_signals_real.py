@@ -32,14 +32,13 @@ from tinyrl.generation.slots import Slots
 from tinyrl.runs.checkpoint import newest_sound
 from tinyrl.runs.run_dir import RunDir
 
-SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
 STEPS, BATCH = 3, 8
 PHASES: dict[str, tuple[Any, str, int]] = {  # what is called in a phase, and at which call the signal comes
     "sampling": (Slots, "advance", 20),
     "update": (torch.Tensor, "backward", 7),
     "evaluation": (evaluation, "_divergence", 2),
 }
-FAST = (("SIGTERM", "update"), ("SIGINT", "evaluation"), ("SIGUSR1", "sampling"), ("SIGTERM", "reward"))
+CASES = (("SIGTERM", "update"), ("SIGINT", "evaluation"), ("SIGUSR1", "sampling"), ("SIGTERM", "reward"))
 SLEEPER = f"""
     import time
     from pathlib import Path
@@ -94,15 +93,7 @@ def train_until(settings: Config, folder: Path, number: int, phase: str) -> None
     train(settings, folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "phase"),
-    [
-        (name, phase) if (name, phase) in FAST else pytest.param(name, phase, marks=pytest.mark.slow)
-        for phase in (*PHASES, "reward")
-        for name in SIGNALS
-    ],
-)
-@pytest.mark.wide
+@pytest.mark.parametrize(("name", "phase"), CASES)
 def test_a_signal_in_any_phase_leaves_a_checkpoint_and_loses_nothing(
     name: str, phase: str, model: Path, whole: RunDir, tmp_path: Path
 ) -> None:
@@ -140,33 +131,21 @@ def recipe(settings: Config, folder: Path) -> str:
     return str(path)
 
 
-def stop_command_in_reward(name: str, model: Path, tmp_path: Path) -> RunDir:
-    """Start the command, and send it a signal while it waits for a reward that takes a quarter of an hour."""
+@pytest.mark.slow
+def test_the_command_resumes_what_it_stopped(model: Path, whole: RunDir, tmp_path: Path) -> None:
+    """Stopped while it waits for a reward that takes a quarter of an hour."""
     words = ("train", "ppo", recipe(settings_for(model, tmp_path, reward=SLEEPER), tmp_path), "--name", "run")
     with (tmp_path / "said.txt").open("wb") as said:
         process = command(*words, "--output-dir", str(tmp_path), stdout=said, stderr=said)
     try:
         wait_until((tmp_path / "asleep").exists, process)
-        process.send_signal(signal.Signals[name])
+        process.send_signal(signal.SIGUSR1)
         assert process.wait(PATIENCE_S) == 75
     finally:
         process.kill()
-    text = (tmp_path / "said.txt").read_text()
-    assert f"tinyrl train --resume {tmp_path / 'run'}" in text
+    run = RunDir(tmp_path / "run")
+    assert f"tinyrl train --resume {run.path}" in (tmp_path / "said.txt").read_text()
     assert workers_left({process.pid}) == []
-    return RunDir(tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_the_command_is_stopped_while_it_waits_for_a_reward(model: Path, whole: RunDir, tmp_path: Path) -> None:
-    run = stop_command_in_reward("SIGTERM", model, tmp_path)
-    resumed(run)
-    assert_same(whole, run, STEPS)
-
-
-@pytest.mark.slow
-def test_the_command_resumes_what_it_stopped(model: Path, whole: RunDir, tmp_path: Path) -> None:
-    run = stop_command_in_reward("SIGUSR1", model, tmp_path)
     again = command("train", "--resume", str(run.path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     output, _ = again.communicate(timeout=PATIENCE_S)
     assert again.returncode == 0, output.decode()
@@ -243,38 +222,3 @@ def test_a_second_ctrl_c_leaves_at_once_though_the_disk_hangs(model: Path, tmp_p
         assert process.wait(PATIENCE_S) == 130
         assert b"\x1b[?25h" in read_until(terminal, b"\x1b[?25h")  # the cursor is shown again
     assert workers_left({process.pid}) == []
-
-
-@pytest.mark.slow
-def test_one_ctrl_c_at_a_terminal_saves_and_says_how_to_go_on(model: Path, tmp_path: Path) -> None:
-    words = ("train", "ppo", recipe(settings_for(model, tmp_path, reward=SLEEPER), tmp_path), "--name", "run")
-    with at_terminal(*words, "--output-dir", str(tmp_path)) as (process, terminal):
-        wait_until((tmp_path / "asleep").exists, process)
-        os.write(terminal, b"\x03")
-        read_until(terminal, b"tinyrl train --resume")
-        assert process.wait(PATIENCE_S) == 75
-    assert newest_sound(tmp_path / "run" / "checkpoints")[0] is not None
-    assert workers_left({process.pid}) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("refused", [False, True])
-def test_a_resume_that_has_nothing_to_do_or_is_refused_leaves_the_terminal_as_it_was(
-    refused: bool, model: Path, tmp_path: Path
-) -> None:
-    """The run is finished, then its data changes: no bar is left on the screen, and the cursor is shown."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(f'{{"prompt": "say {letter}:"}}\n' for letter in "abcdefghijkl"))
-    task = {"name": "rows", "data": str(rows)}
-    child = Child(
-        train, running.config("grpo", model, task=task, run={"num_steps": 1}), tmp_path, output=tmp_path / "said"
-    )
-    assert child.end() == 0, child.said
-    if refused:
-        rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-1]))
-    with at_terminal("train", "--resume", str(tmp_path / "run")) as (process, terminal):
-        shown = read_until(terminal, b"the data has changed" if refused else b"nothing left to do")
-        assert process.wait(PATIENCE_S) == (2 if refused else 0)
-        with contextlib.suppress(OSError):  # the other end is closed
-            shown += os.read(terminal, 1 << 16)
-    assert shown.count(b"\x1b[?25h") == shown.count(b"\x1b[?25l")

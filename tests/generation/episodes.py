@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import queue
 import random
-import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -90,30 +87,6 @@ class Delayed(Scripted):
         self.random.shuffle(come)
         answers = [self.ready[i] for i in come]
         self.ready = [answer for i, answer in enumerate(self.ready) if i not in come]
-        return self.read(answers)
-
-
-class Threaded(Scripted):
-    """Answers are made by threads that take different times."""
-
-    def restart(self) -> None:
-        super().restart()
-        self.came: queue.Queue[Answer] = queue.Queue()
-        self.random = random.Random(0)
-
-    def answered(self, sample: int, tokens: list[int] | None) -> None:
-        came, seconds = self.came, self.random.random() * 0.01
-
-        def make() -> None:
-            time.sleep(seconds)
-            came.put((sample, tokens))
-
-        threading.Thread(target=make).start()
-
-    def answers(self, *, wait: bool) -> list[Answer]:
-        answers = [self.came.get(timeout=60)] if wait else []
-        while not self.came.empty():
-            answers.append(self.came.get())
         return self.read(answers)
 
 

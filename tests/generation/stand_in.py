@@ -36,7 +36,7 @@ KNOWN = {
 class Faults:
     """loads_applied: so many adapters are used, later ones are taken and not applied (the last one is used instead, or
     the base). dead_after: completions, then connections are closed unanswered. shift_after: completions, then their
-    log-probabilities are `shift` off. raw: log-probabilities before the temperature. token: whose text is another.
+    log-probabilities are `shift` off. token: whose text is another.
     """
 
     loads_applied: int | None = None
@@ -44,18 +44,12 @@ class Faults:
     shift_after: int | None = None
     shift: float = -0.5
     slow_s: float = 0.0
-    raw: bool = False
     token: int | None = None
     leaves_out: bool = False  # the last token of a prompt that was to be read
     updates_adapters: bool = True
-    reads_folders: bool = True
     noise: int = 0  # added to every seed
     busy: int = 0  # answers of 503 before the first other one
-    login: str | None = None  # the Authorization header without which everything is refused
-    query: str = ""  # and what must follow each path
     sleeps: bool = False  # knows vLLM's endpoints for that
-    wakes: bool = True  # else it answers, and sleeps on
-    stops_short: bool = False  # completions begin and do not end: no length is announced, and nothing more comes
 
 
 @dataclass
@@ -107,8 +101,6 @@ class StandIn:
         if not self.faults.updates_adapters:
             return 404, {"detail": "Not Found"}
         name, folder = asked["lora_name"], Path(asked["lora_path"])
-        if not self.faults.reads_folders:
-            return 404, {"error": {"message": f"Loading lora {name} failed: No adapter found for {folder}"}}
         self.log.append(("load", name))
         config = json.loads((folder / "adapter_config.json").read_text())
         if config["r"] > self.max_lora_rank:
@@ -135,7 +127,7 @@ class StandIn:
         return self._turned("sleep", asleep=True)
 
     def wake(self, asked: dict[str, Any]) -> tuple[int, Any]:
-        return self._turned("wake", asleep=self.asleep and not self.faults.wakes)
+        return self._turned("wake", asleep=False)
 
     def _turned(self, what: str, *, asleep: bool) -> tuple[int, Any]:
         if not self.faults.sleeps:
@@ -198,7 +190,7 @@ class StandIn:
             logits = output.logits[0, -1].double()
             log_p = (logits / (asked["temperature"] or 1.0)).log_softmax(-1)
             token = int(log_p.argmax()) if asked["temperature"] == 0 else self._inverse_cdf(log_p.exp(), u, asked)
-            logprobs.append(float((logits.log_softmax(-1) if self.faults.raw else log_p)[token]))
+            logprobs.append(float(log_p[token]))
             ids.append(token)
             if token in asked["stop_token_ids"] or self._says_stop(ids[new:], asked["stop"]):
                 return ids[new:], logprobs, "stop"
@@ -240,7 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         endpoints = {"/v1/models": self.server_side.models, "/is_sleeping": self.server_side.is_sleeping}
-        answer = endpoints.get(self.path.removesuffix(self.server_side.faults.query))
+        answer = endpoints.get(self.path)
         self._answer((404, {"detail": "Not Found"}) if answer is None else answer())
 
     def do_POST(self) -> None:
@@ -253,24 +245,13 @@ class _Handler(BaseHTTPRequestHandler):
             "/sleep": self.server_side.sleep,
             "/wake_up": self.server_side.wake,
         }
-        path = self.path.removesuffix(self.server_side.faults.query)
-        if path == "/v1/completions" and self.server_side.faults.stops_short:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'{"choices": [')
-            self.server_side.before()
-            self.server_side.ended.wait(60)
-        else:
-            self._answer(endpoints[path](asked))
+        self._answer(endpoints[self.path](asked))
 
     def _answer(self, answer: tuple[int, Any] | None) -> None:
         if answer is None:
             self.close_connection = True
             return
         status, said = answer
-        faults = self.server_side.faults
-        if self.headers["Authorization"] != faults.login or not self.path.endswith(faults.query):
-            status, said = 401, {"detail": "who are you?"}
         raw = (said if isinstance(said, str) else json.dumps(said)).encode()
         try:
             self.send_response(status)

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.generation.episodes import BUDGET, Delayed, Scripted, Threaded, plain
 from tests.generation.recording import pretend_cuda, record_steps, recordable
-from tests.generation.sampling import assert_same, make_engine, requests, sample
+from tests.generation.sampling import assert_same, make_engine, sample
 from tests.tiny_models import TinyModels
 from tinyrl.generation import fused
 from tinyrl.generation.fused import FusedEngine, StepGraphs
@@ -60,8 +59,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return seen
 
 
-@pytest.mark.parametrize("max_rows", [3, 6, None])
-@pytest.mark.wide
+@pytest.mark.parametrize("max_rows", [3, None])
 def test_samples_from_graphs_are_the_same_samples(tiny: TinyModels, shapes: set[int], max_rows: int | None):
     """Rows are rounded up, so empty slots are computed as well."""
     slow, engine = (make_engine(tiny("qwen3"), name, max_new_tokens=40) for name in ("hf", "fused"))
@@ -70,30 +68,3 @@ def test_samples_from_graphs_are_the_same_samples(tiny: TinyModels, shapes: set[
     assert_same(sample(engine, 4), sample(slow, 4))
     assert shapes <= {1, 2, 3, 4, 6, 8, 16}
     assert len(shapes) > 1
-
-
-@pytest.mark.parametrize("look_every", [1, 5])
-@pytest.mark.parametrize("max_rows", [3, 6, None])
-@pytest.mark.wide
-def test_parked_rows_are_kept_from_what_graphs_compute_behind_the_live_ones(
-    tiny: TinyModels, shapes: set[int], max_rows: int | None, look_every: int
-):
-    """Buckets cover rows that wait for their answers, in caches filled further than the live rows' are read."""
-    slow, engine = (make_engine(tiny("qwen3"), name, max_new_tokens=BUDGET) for name in ("hf", "fused"))
-    slow.eos, engine.eos = torch.arange(1, 16), set(range(1, 16))
-    engine.max_rows, engine.look_every = max_rows, look_every
-    expected = plain(slow, requests(), 4, Scripted())
-    for answer in (Scripted(), Delayed(), Threaded()):
-        engine.play(requests(), 4, episodes=answer, seed=0, step=0)
-        assert_same(answer.completions(4), expected)
-    assert shapes <= {1, 2, 3, 4, 6, 8, 16}
-
-
-def test_what_is_kept_between_calls_can_be_given_back(tiny: TinyModels):
-    engine = make_engine(tiny("qwen3"), "fused", max_new_tokens=4)
-    expected = sample(engine)
-    assert engine.release() is False  # on a CPU nothing is kept
-    engine._kept = object()
-    assert engine.release() is True
-    assert engine._kept is None
-    assert_same(sample(engine), expected)

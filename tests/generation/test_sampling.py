@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.generation.sampling import CPU, ENGINES, LIKE_LLAMA, PROMPTS, Engine, make_engine, sample, stir, tokens_of
-from tests.tiny_models import KINDS, TinyModels
+from tests.generation.sampling import CPU, ENGINES, PROMPTS, Engine, make_engine, sample, stir, tokens_of
+from tests.tiny_models import TinyModels
 from tinyrl.generation.engine import truncate
 from tinyrl.models.batches import make_batch
 
-EVERY_ENGINE = [
-    (name, kind) for name in ENGINES for kind in KINDS if name != "fused" or kind in LIKE_LLAMA
-]  # that samples from every model it can sample from
+EVERY_ENGINE = [("hf", "gemma2"), ("hf-merged", "gpt2"), ("fused", "qwen3")]
 WORDS = ("a", "b", "c", "d", "e")
 
 
@@ -27,9 +25,7 @@ def scored(engine: Engine, prompts: list[list[int]], responses: list[list[int]])
     return [row[: len(response)].tolist() for row, response in zip(rows, responses, strict=True)]
 
 
-@pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.wide
+@pytest.mark.parametrize(("name", "temperature"), [("fused", 0.6), ("hf", 1.0)])
 def test_sampled_shares_are_the_scored_probabilities(tiny: TinyModels, temperature: float, name: str):
     """Chi-square over every completion of at most two tokens, on a vocabulary of eight; 1 % of seeds would fail."""
     engine = make_engine(tiny("llama", vocabulary=WORDS), name, temperature=temperature, max_new_tokens=2)
@@ -50,7 +46,6 @@ def test_sampled_shares_are_the_scored_probabilities(tiny: TinyModels, temperatu
 
 
 @pytest.mark.parametrize(("name", "kind"), EVERY_ENGINE)
-@pytest.mark.wide
 def test_greedy_is_what_the_library_generates(tiny: TinyModels, name: str, kind: str):
     """Against `generate` on each prompt by itself, so left padding and Gemma-2's window of 8 are tested too."""
     engine = make_engine(tiny(kind), name, max_new_tokens=24)
@@ -64,35 +59,6 @@ def test_greedy_is_what_the_library_generates(tiny: TinyModels, name: str, kind:
             pad_token_id=0,
         )
         assert completion.tokens == out[0, len(prompt) :].tolist()
-
-
-@pytest.mark.parametrize(("name", "kind"), EVERY_ENGINE)
-@pytest.mark.wide
-def test_recorded_log_probabilities_are_those_of_a_training_pass(tiny: TinyModels, name: str, kind: str):
-    engine = make_engine(tiny(kind), name, lora=True, temperature=0.8, max_new_tokens=24)
-    stir(engine)
-    groups = sample(engine, 3)
-    responses = [c.tokens for group in groups for c in group]
-    expected = scored(engine, [p for p in PROMPTS for _ in range(3)], responses)
-    for completion, logprobs in zip([c for group in groups for c in group], expected, strict=True):
-        assert len(completion.logprobs) == len(completion.tokens)
-        assert completion.logprobs == pytest.approx(logprobs, abs=1e-5)
-    assert len({tuple(r) for r in responses}) == len(responses)
-
-
-def test_a_low_temperature_is_greedy_and_a_high_one_is_not(tiny: TinyModels):
-    folder = tiny("qwen2")
-    greedy = tokens_of(sample(make_engine(folder), 1, greedy=True))
-    assert tokens_of(sample(make_engine(folder, temperature=1e-4), 1)) == greedy
-    assert tokens_of(sample(make_engine(folder, temperature=5.0), 1)) != greedy
-
-
-def test_greedy_does_not_depend_on_the_seed_and_samples_do(tiny: TinyModels):
-    engine = make_engine(tiny("llama"))
-    assert tokens_of(sample(engine, 1, greedy=True, seed=1)) == tokens_of(sample(engine, 1, greedy=True, seed=2))
-    assert tokens_of(sample(engine, 1, seed=1)) != tokens_of(sample(engine, 1, seed=2))
-    assert tokens_of(sample(engine, 1, step=1)) != tokens_of(sample(engine, 1, step=2))
-    assert tokens_of(sample(engine, 1, seed=1)) == tokens_of(sample(engine, 1, seed=1))
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -111,7 +77,7 @@ def test_each_role_samples_from_itself(tiny: TinyModels, name: str):
     assert tokens_of(sample(engine, role="reference")) == base
 
 
-@pytest.mark.parametrize(("name", "kind"), [p for p in EVERY_ENGINE if p[1] in ("llama", "gpt2")])
+@pytest.mark.parametrize(("name", "kind"), EVERY_ENGINE)
 def test_sampling_leaves_nothing_that_training_stumbles_over(tiny: TinyModels, name: str, kind: str):
     """Gradients flow, and the base has the same bits: nothing was merged into it and subtracted again."""
     engine = make_engine(tiny(kind), name, lora=True)

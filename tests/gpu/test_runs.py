@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from tests import running
-from tests.faults.lookup_runs import answered_by, lookup
+from tests.faults.lookup_runs import answered_by, lookup, searching
 from tests.faults.test_chat_episodes import chat_model, playing
-from tests.faults.test_search_runs import searching
 from tests.gpu.devices import ON_A_GPU, all_on_a_gpu
 from tests.tiny_models import TinyModels
 from tests.trainers.test_resume import assert_same

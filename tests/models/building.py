@@ -15,11 +15,8 @@ from tinyrl.models.roles import CriticKind, Roles
 CPU = torch.device("cpu")
 CRITICS: list[tuple[bool, CriticKind]] = [
     (True, "adapter"),
-    (True, "shared"),
     (True, "shared-detached"),
-    (True, "separate"),
     (False, "shared"),
-    (False, "shared-detached"),
     (False, "separate"),
 ]
 CRITIC_IDS = [f"{'lora' if lora else 'full'}-{kind}" for lora, kind in CRITICS]

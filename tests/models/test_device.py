@@ -1,16 +1,11 @@
 """The Accelerator's settings, and the choice of a thread count."""
 
-import os
-import platform
-import subprocess
-import sys
 from collections.abc import Iterator
-from itertools import pairwise
 
 import pytest
 import torch
 
-from tinyrl.models.device import as_out_of_memory, make_accelerator, resolve_dtype, threads_for
+from tinyrl.models.device import as_out_of_memory, make_accelerator, threads_for
 
 
 @pytest.fixture(autouse=True)
@@ -46,40 +41,6 @@ def test_autocast_follows_dtype_and_a_second_call_starts_afresh():
         assert product.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
 
 
-def test_auto_is_bfloat16_only_where_a_gpu_has_it():
-    assert resolve_dtype("auto", on_cpu=True) == torch.float32
-    assert resolve_dtype("bfloat16", on_cpu=True) == torch.bfloat16
-    assert resolve_dtype("float32", on_cpu=False) == torch.float32
-
-
-FAULTS_OF_STEPS = """
-import resource, torch
-from tinyrl.models.device import keep_freed_memory
-kept = {keep} and keep_freed_memory()
-def faults_after_a_step():
-    tensors = [torch.ones(1 << 20) for _ in range(16)]
-    del tensors
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-print(kept, *(faults_after_a_step() for _ in range(6)))
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
-@pytest.mark.slow
-def test_memory_that_was_freed_is_used_again():
-    """By default the kernel has to supply its pages anew, each at a page fault, unless something happens to lie above
-    them: of three processes the one with most counts. Kept memory may still grow in a step: the one with fewest.
-    """
-
-    def faults(*, keep: bool) -> int:
-        command = [sys.executable, "-c", FAULTS_OF_STEPS.format(keep=keep)]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-        assert said[0] == str(keep)
-        return min(int(after) - int(before) for before, after in pairwise(said[1:]))
-
-    assert 4 * faults(keep=True) < max(faults(keep=False) for _ in range(3))
-
-
 def test_a_cpu_that_has_no_more_memory_says_so_as_a_gpu_does():
     with pytest.raises(torch.OutOfMemoryError, match="you tried to allocate"), as_out_of_memory():
         torch.empty(1 << 50)
@@ -94,49 +55,3 @@ def test_a_cpu_that_has_no_more_memory_says_so_as_a_gpu_does():
     with pytest.raises(RuntimeError, match="size") as caught, as_out_of_memory():
         torch.add(torch.ones(2), torch.ones(3))
     assert not isinstance(caught.value, torch.OutOfMemoryError)
-
-
-WATCH = """
-import os, sys
-class Watch:
-    def find_spec(self, name, *rest):
-        if name == "torch":
-            print("at torch:", os.environ.get("GOMP_SPINCOUNT"), os.environ.get("OMP_WAIT_POLICY"))
-            print("allocator:", os.environ.get("PYTORCH_ALLOC_CONF"))
-            raise SystemExit
-sys.meta_path.insert(0, Watch())
-from tinyrl.cli.commands import main
-sys.argv = ["tinyrl", "train", "grpo", "--dry-run"]
-main()
-"""
-
-
-@pytest.mark.parametrize(
-    ("given", "seen"),
-    [({}, "30000 None"), ({"GOMP_SPINCOUNT": "7"}, "7 None"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None ACTIVE")],
-)
-@pytest.mark.wide
-def test_threads_stop_spinning_before_torch_is_imported(given: dict[str, str], seen: str) -> None:
-    """libgomp reads its environment when it is loaded; what a person has set stays."""
-    assert f"at torch: {seen}\n" in watched_start(given)
-
-
-@pytest.mark.parametrize(
-    ("given", "seen"),
-    [
-        ({}, "expandable_segments:True"),
-        ({"PYTORCH_ALLOC_CONF": "x:1"}, "x:1"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, None),
-    ],
-)
-@pytest.mark.wide
-def test_segments_of_a_gpus_memory_grow_unless_a_person_says_otherwise(given: dict[str, str], seen: str | None) -> None:
-    assert f"allocator: {seen}\n" in watched_start(given)
-
-
-def watched_start(given: dict[str, str]) -> str:
-    """What a start with these variables prints when torch is imported."""
-    kept = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    clean = {k: v for k, v in os.environ.items() if k not in kept}
-    words = [sys.executable, "-c", WATCH]
-    return subprocess.run(words, env={**clean, **given}, capture_output=True, text=True, check=False).stdout

@@ -2,13 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedModel
 
-from tests.models.building import CPU, a_batch, full_roles, lora, lora_roles, roles_with_critic, stir
+from tests.models.building import a_batch, full_roles, lora_roles, roles_with_critic, stir
 from tests.tiny_models import TinyModels
-from tinyrl.models.loading import load_causal_lm
-from tinyrl.models.lora import wrap_in_lora
 from tinyrl.models.roles import Roles, recomputable_layers
 
 
@@ -52,29 +48,15 @@ def check_same_gradients(roles: Roles, role: str = "policy") -> None:
     assert not any(m.training for m in recomputable_layers(roles.causal))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
-@pytest.mark.parametrize("make", [lora_roles, full_roles])
-@pytest.mark.wide
+@pytest.mark.parametrize(("make", "kind"), [(lora_roles, "gpt2"), (full_roles, "llama")])
 def test_the_gradient_is_the_same(tiny: TinyModels, make, kind: str):
     """gpt2 has a dropout of 0.1, so a dropout that is on would show."""
     check_same_gradients(make(tiny(kind)))
 
 
-@pytest.mark.parametrize(("with_lora", "kind"), [(True, "adapter"), (True, "separate"), (False, "separate")])
+@pytest.mark.parametrize(("with_lora", "kind"), [(True, "adapter"), (False, "separate")])
 def test_the_critics_gradient_is_the_same(tiny: TinyModels, with_lora: bool, kind):
     check_same_gradients(roles_with_critic(tiny("gpt2"), with_lora=with_lora, kind=kind), "critic")
-
-
-def tiny_opt() -> PreTrainedModel:
-    config = OPTConfig(
-        vocab_size=32, hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2, dropout=0.5,
-        max_position_embeddings=32, word_embed_proj_dim=16, pad_token_id=0, bos_token_id=1, eos_token_id=1,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config)
-
-
-def test_layers_that_ask_themselves_whether_to_drop_do_not():
-    check_same_gradients(Roles(wrap_in_lora(tiny_opt(), lora()), device=CPU))
 
 
 def test_lora_dropout_drops_the_same_when_recomputed(tiny: TinyModels):
@@ -87,10 +69,3 @@ def test_lora_dropout_drops_the_same_when_recomputed(tiny: TinyModels):
     recomputed, _ = gradients(roles, "policy", recompute=True)
     for name, gradient in kept.items():
         torch.testing.assert_close(recomputed[name], gradient)
-
-
-def test_a_model_without_such_layers_is_refused(tiny: TinyModels):
-    roles = Roles(load_causal_lm(str(tiny("llama")), dtype=torch.float32), device=CPU)
-    roles.critic_model = nn.Linear(2, 2)  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(ValueError, match="gradient_checkpointing=true: Linear has no layers"):
-        roles.check_gradient_checkpointing()

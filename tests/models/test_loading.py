@@ -10,10 +10,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models.building import lora, lora_roles, stir
-from tests.tiny_models import KINDS, TinyModels, tiny_tokenizer
+from tests.tiny_models import TinyModels, tiny_tokenizer
 from tinyrl.models import loading
-from tinyrl.models.loading import load_causal_lm, load_model_config, load_tokenizer, resolve_model_path, save_tokenizer
-from tinyrl.models.lora import check_folder_adapter, load_start_adapter, lora_config, save_adapter, wrap_in_lora
+from tinyrl.models.loading import (
+    check_ids,
+    check_vocabulary,
+    load_causal_lm,
+    load_model_config,
+    load_tokenizer,
+    resolve_model_path,
+    save_tokenizer,
+)
+from tinyrl.models.lora import load_start_adapter, save_adapter, wrap_in_lora
 
 IDS = torch.arange(20, 50).unsqueeze(0)
 
@@ -76,14 +84,6 @@ def test_an_adapter_is_not_taken_for_a_model(tiny: TinyModels, tmp_path: Path):
         load_causal_lm(str(tmp_path), dtype=torch.float32)
 
 
-def test_an_unreadable_model_is_one_sentence(tiny: TinyModels, tmp_path: Path):
-    shutil.copytree(tiny("llama"), folder := tmp_path / "model")
-    (folder / "config.json").write_text('{"model_type": "no-such-type"}')
-    with pytest.raises(ValueError, match="cannot load a causal language model from") as caught:
-        load_causal_lm(str(folder), dtype=torch.float32)
-    assert len(str(caught.value).splitlines()) == 1
-
-
 def test_tokenizers_without_pad_or_eos(tiny: TinyModels, tmp_path: Path):
     assert load_tokenizer(str(tiny("llama"))).pad_token_id == 0
     shutil.copytree(tiny("llama"), folder := tmp_path / "model")
@@ -99,14 +99,13 @@ def test_tokenizers_without_pad_or_eos(tiny: TinyModels, tmp_path: Path):
     assert load_tokenizer(str(folder), needs_eos=False).eos_token_id is None
 
 
-@pytest.mark.parametrize("pad", ["<pad>", None])
-def test_a_tokenizer_is_written_as_it_came(tiny: TinyModels, tmp_path: Path, pad: str | None):
+def test_a_tokenizer_is_written_as_it_came(tiny: TinyModels, tmp_path: Path):
     """In the library's own words of today, which older versions of it do not know (TokenizersBackend), it is not."""
     shutil.copytree(tiny("llama"), folder := tmp_path / "model")
     own = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<eos>",
-        "pad_token": pad,
+        "pad_token": None,
         "model_max_length": 512,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(own))
@@ -120,16 +119,6 @@ def test_a_tokenizer_is_written_as_it_came(tiny: TinyModels, tmp_path: Path, pad
     assert (written / "tokenizer_config.json").read_bytes() != (folder / "tokenizer_config.json").read_bytes()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sdpa_and_eager_say_the_same(tiny: TinyModels, kind: str):
-    """Gemma-2's attention has a soft-cap, which sdpa cannot compute: it is loaded with eager attention instead."""
-    fast, plain = (load_causal_lm(str(tiny(kind)), dtype=torch.float32, attention=how) for how in ("sdpa", "eager"))
-    assert fast.config._attn_implementation == ("eager" if kind == "gemma2" else "sdpa")
-    assert plain.config._attn_implementation == "eager"
-    with torch.no_grad():
-        torch.testing.assert_close(fast(input_ids=IDS).logits, plain(input_ids=IDS).logits, atol=1e-5, rtol=1e-5)
-
-
 def test_gemma2s_attention_softcap_is_applied(tiny: TinyModels, tmp_path: Path):
     shutil.copytree(tiny("gemma2"), folder := tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
@@ -139,35 +128,12 @@ def test_gemma2s_attention_softcap_is_applied(tiny: TinyModels, tmp_path: Path):
             load_causal_lm(str(path), dtype=torch.float32)(input_ids=IDS).logits for path in (tiny("gemma2"), folder)
         )
     assert (capped - uncapped).abs().max() > 0.01
+    assert load_causal_lm(str(tiny("gemma2")), dtype=torch.float32).config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("random_init", [False, True])
-def test_every_dropout_is_off(tiny: TinyModels, random_init: bool):
-    assert AutoConfig.from_pretrained(tiny("gpt2")).resid_pdrop == 0.1
-    model = load_causal_lm(str(tiny("gpt2")), dtype=torch.float32, random_init=random_init)
-    assert torch.equal(model(input_ids=IDS).logits, model(input_ids=IDS).logits)
-
-
-def test_random_weights_are_a_function_of_the_seed(tiny: TinyModels):
-    def drawn(seed: int) -> torch.Tensor:
-        torch.manual_seed(seed)
-        model = load_causal_lm(str(tiny("llama")), dtype=torch.float32, random_init=True)
-        return model(input_ids=IDS).logits
-
-    assert torch.equal(drawn(1), drawn(1))
-    assert not torch.allclose(drawn(1), drawn(2))
-
-
-def test_dtype_is_what_is_asked_for(tiny: TinyModels):
-    for random_init in (False, True):
-        model = load_causal_lm(str(tiny("llama")), dtype=torch.bfloat16, random_init=random_init)
-        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize(("kind", "names"), [("llama", "down_proj, gate_proj"), ("gpt2", "c_attn, c_fc, c_proj")])
-def test_lora_targets_that_match_nothing(tiny: TinyModels, kind: str, names: str):
-    model = load_causal_lm(str(tiny(kind)), dtype=torch.float32)
-    with pytest.raises(ValueError, match=f"(?s)lora.target_modules=\\['nope'\\].*Linear layers there are: {names}"):
+def test_lora_targets_that_match_nothing(tiny: TinyModels):
+    model = load_causal_lm(str(tiny("gpt2")), dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"(?s)lora\.target_modules=\['nope'\].*c_attn, c_fc, c_proj"):
         wrap_in_lora(model, lora(["nope"]))
 
 
@@ -191,11 +157,8 @@ def saved_adapter(tiny: TinyModels, folder: Path, **changes: object) -> Path:
     ("changes", "message"),
     [
         ({"peft_type": "IA3"}, "is of type IA3; tinyrl knows LORA"),
-        ({"modules_to_save": ["embed_tokens"]}, r"has modules_to_save=\['embed_tokens'\]"),
-        ({"trainable_token_indices": [1, 2]}, r"has trainable_token_indices"),
-        ({"bias": "all"}, "has bias=all"),
-        ({"lora_bias": True}, "has lora_bias=True"),
-        ({"alora_invocation_tokens": [1, 2]}, "has alora_invocation_tokens"),
+        ({"modules_to_save": ["embed_tokens"]}, r"modules_to_save"),
+        ({"bias": "all"}, "bias=all"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa, which changes the base"),
     ],
 )
@@ -215,43 +178,14 @@ def test_an_adapter_of_another_base_is_refused(tiny: TinyModels, tmp_path: Path)
         load_start_adapter(AutoModelForCausalLM.from_config(narrow), str(folder))
 
 
-@pytest.mark.parametrize("module", ["q_proj", "embed_tokens"])
-def test_an_adapter_that_lacks_weights_is_refused(tiny: TinyModels, tmp_path: Path, module: str):
+def test_an_adapter_that_lacks_weights_is_refused(tiny: TinyModels, tmp_path: Path):
+    module = "embed_tokens"
     wrapped = wrap_in_lora(load_causal_lm(str(tiny("llama")), dtype=torch.float32), lora(["o_proj", module]))
     save_adapter(wrapped, "default", tmp_path)
     tensors = load_file(file := tmp_path / "adapter_model.safetensors")
     save_file({n: tensor for n, tensor in tensors.items() if module not in n}, file)
     with pytest.raises(ValueError, match=f"lacks weights, such as .*{module}"):
         load_start_adapter(load_causal_lm(str(tiny("llama")), dtype=torch.float32), str(tmp_path))
-
-
-def test_broken_adapter_configuration(tiny: TinyModels, tmp_path: Path):
-    folder = saved_adapter(tiny, tmp_path)
-    (folder / "adapter_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"adapter_config\.json is not JSON"):
-        check_folder_adapter(str(folder))
-
-
-def with_tensors(source: Path, folder: Path, more: dict[str, torch.Tensor]) -> str:
-    shutil.copytree(source, folder)
-    save_file(load_file(folder / "model.safetensors") | more, folder / "model.safetensors", {"format": "pt"})
-    return str(folder)
-
-
-def test_what_other_heads_left_over_is_not_in_the_way(tiny: TinyModels, tmp_path: Path):
-    """A value head, layers for several tokens at a time, and the masks that old checkpoints of GPT-2 hold."""
-    more = {"v_head.summary.weight": torch.ones(1, 32), "mtp.fc.weight": torch.ones(2, 2)}
-    assert load_causal_lm(with_tensors(tiny("qwen2"), tmp_path / "a", more), dtype=torch.float32)
-    masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8), "transformer.h.0.attn.masked_bias": torch.ones(())}
-    assert load_causal_lm(with_tensors(tiny("gpt2"), tmp_path / "b", masks), dtype=torch.float32)
-
-
-def test_a_bias_that_the_configuration_leaves_out_is_another_model(tiny: TinyModels, tmp_path: Path):
-    path = with_tensors(tiny("llama"), tmp_path / "a", {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)})
-    with pytest.raises(
-        ValueError, match=r"has model\.layers\.0\.self_attn\.q_proj\.bias, which config\.json has no place"
-    ):
-        load_causal_lm(path, dtype=torch.float32)
 
 
 def test_an_embedding_tied_to_the_head_is_missing_once_and_for_both(tiny: TinyModels, tmp_path: Path):
@@ -266,21 +200,10 @@ def test_an_embedding_tied_to_the_head_is_missing_once_and_for_both(tiny: TinyMo
         load_causal_lm(str(folder), dtype=torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_a_classification_model_is_no_policy(tiny: TinyModels, kind: str):
+def test_a_classification_model_is_no_policy(tiny: TinyModels):
     """With tied embeddings nothing of the language model is missing, and it would be trained without a word."""
     with pytest.raises(ValueError, match="ForSequenceClassification"):
-        load_causal_lm(str(tiny.reward(kind)), dtype=torch.float32)
-
-
-def test_a_rank_above_that_of_every_layer(tiny: TinyModels):
-    model = load_causal_lm(str(tiny("llama")), dtype=torch.float32)
-    config = lora_config(r=10**9, alpha=8, dropout=0.0, target_modules="all-linear")
-    with pytest.raises(
-        ValueError, match=r"lora\.r=1000000000 is more than the rank of any layer of this model, which is 32"
-    ):
-        wrap_in_lora(model, config)
-    assert wrap_in_lora(model, lora_config(r=32, alpha=8, dropout=0.0, target_modules="all-linear"))
+        load_causal_lm(str(tiny.reward("qwen2")), dtype=torch.float32)
 
 
 def test_a_revision_reaches_everything_that_is_read_of_a_model(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
@@ -332,3 +255,29 @@ def test_the_gradient_through_a_four_bit_base_is_that_of_the_weights_it_stands_f
         gradients.append({n: p.grad for n, p in wrapped.named_parameters() if p.requires_grad})
     for name, expected in gradients[1].items():
         torch.testing.assert_close(gradients[0][name], expected, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_a_special_token_without_a_row_is_refused_where_a_row_holds_it(tiny: TinyModels):
+    """Gemma-3 1B has such a token, for images; a text model's rows do not hold it."""
+    model = load_causal_lm(str(tiny("llama")), dtype=torch.float32)
+    tokenizer = load_tokenizer(str(tiny("llama")))
+    assert len(tokenizer) == 258
+    check_ids([[0, 257], []], tokenizer, model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    check_vocabulary(tokenizer, model, path="a")
+    with pytest.raises(ValueError, match=r"row 2 holds '<image>' \(token 258\), .* no embedding: it has 258 rows"):
+        check_ids([[0, 257], [5, 258]], tokenizer, model)
+
+
+def with_tensors(source: Path, folder: Path, more: dict[str, torch.Tensor]) -> str:
+    shutil.copytree(source, folder)
+    save_file(load_file(folder / "model.safetensors") | more, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+def test_what_other_heads_left_over_is_not_in_the_way(tiny: TinyModels, tmp_path: Path):
+    """A value head, layers for several tokens at a time, and the masks that old checkpoints of GPT-2 hold."""
+    more = {"v_head.summary.weight": torch.ones(1, 32), "mtp.fc.weight": torch.ones(2, 2)}
+    assert load_causal_lm(with_tensors(tiny("qwen2"), tmp_path / "a", more), dtype=torch.float32)
+    masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8), "transformer.h.0.attn.masked_bias": torch.ones(())}
+    assert load_causal_lm(with_tensors(tiny("gpt2"), tmp_path / "b", masks), dtype=torch.float32)

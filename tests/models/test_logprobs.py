@@ -1,24 +1,22 @@
 """Heads as their models apply them, and chunked log-probabilities against the plain formula in float64."""
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
-from tests.tiny_models import KINDS, TinyModels
+from tests.models.live_bytes import LiveBytes
+from tests.tiny_models import TinyModels
 from tinyrl.models import logprobs as module
 from tinyrl.models.batches import backbone_of
-from tinyrl.models.loading import few_tokens, load_causal_lm
+from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.logprobs import Head, check_head, head_of, token_logprobs
 
 NUM_TOKENS, VOCABULARY, HIDDEN = 17, 11, 5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["gemma2", "granite"])
 def test_head_of_states_is_the_models_own_logits(tiny: TinyModels, kind: str):
     model = load_causal_lm(str(tiny(kind)), dtype=torch.float32)
     head = head_of(model)
@@ -28,17 +26,12 @@ def test_head_of_states_is_the_models_own_logits(tiny: TinyModels, kind: str):
         own = model(input_ids=ids).logits.flatten(0, 1)
     torch.testing.assert_close(ours, own, atol=1e-5, rtol=1e-5)
     assert head.softcap == (2.0 if kind == "gemma2" else None)
-    assert head.scale == pytest.approx({"cohere": 0.25, "granite": 1 / 3}.get(kind, 1.0))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_known_heads_pass_the_check_in_bfloat16_too(tiny: TinyModels, kind: str):
-    model = load_causal_lm(str(tiny(kind)), dtype=torch.bfloat16)
-    check_head(model, head_of(model), backbone_of(model))
+    assert head.scale == pytest.approx({"granite": 1 / 3}.get(kind, 1.0))
+    check_head(model, head, backbone_of(model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["cohere", "granite", "gemma2"])
+@pytest.mark.parametrize("kind", ["granite", "gemma2"])
 def test_a_scale_or_softcap_that_is_overlooked_is_refused(tiny: TinyModels, kind: str, dtype: torch.dtype):
     model = load_causal_lm(str(tiny(kind)), dtype=dtype)
     head = head_of(model)
@@ -62,31 +55,6 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused(
     monkeypatch.setattr(model, "forward", stretched)
     with pytest.raises(ValueError, match="LlamaForCausalLM changes its logits"):
         check_head(model, head_of(model), backbone_of(model))
-
-
-def test_a_head_that_is_not_linear_is_refused(tiny: TinyModels):
-    model = load_causal_lm(str(tiny("llama")), dtype=torch.float32)
-    model.set_output_embeddings(nn.Sequential(nn.Linear(32, 8)))
-    with pytest.raises(ValueError, match="no linear language-model head"):
-        head_of(model)
-
-
-def test_a_head_that_rules_a_token_out_is_no_damage(tiny: TinyModels):
-    """By a bias of -inf; a weight that is not finite is refused as before."""
-    model: Any = load_causal_lm(str(tiny("llama")), dtype=torch.float32)
-    head = nn.Linear(32, model.lm_head.weight.shape[0])
-    with torch.no_grad():
-        head.weight.copy_(model.lm_head.weight)
-        head.bias.zero_()[7] = -torch.inf
-    model.set_output_embeddings(head)
-    assert few_tokens(model, path="tiny")[:, 7].isneginf().all()
-    check_head(model, head_of(model), backbone_of(model))
-    with pytest.raises(ValueError, match="changes its logits"):
-        check_head(model, Head(head.weight, None), backbone_of(model))
-    with torch.no_grad():
-        head.weight[3, 5] = torch.inf
-    with pytest.raises(ValueError, match="not finite"):
-        few_tokens(model, path="tiny")
 
 
 def random_case(*, bias: bool, softcap: float | None, trainable: bool) -> tuple[Tensor, Head, Tensor]:
@@ -121,12 +89,15 @@ def as_float64(states: Tensor, head: Head) -> tuple[Tensor, Head, list[Tensor]]:
     return states, Head(weight, bias, head.scale, head.softcap), leaves
 
 
-@pytest.mark.parametrize("chunk", [1, 4 * VOCABULARY, 10_000], ids=["one", "four", "all"])
-@pytest.mark.parametrize("entropy_grad", [False, True])
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
-@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("trainable", "bias", "softcap", "entropy_grad", "chunk"),
+    [
+        (False, False, None, False, 1),
+        (False, True, 1.5, True, 4 * VOCABULARY),
+        (True, True, None, True, 4 * VOCABULARY),
+        (True, False, 1.5, False, 10_000),
+    ],
+)
 def test_chunked_is_dense(
     monkeypatch: pytest.MonkeyPatch, trainable: bool, bias: bool, softcap: float | None, entropy_grad: bool, chunk: int
 ):
@@ -171,16 +142,6 @@ def test_a_token_that_never_comes_changes_nothing(trainable: bool):
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
-def test_no_tokens_and_no_gradient(trainable: bool):
-    states, head, targets = random_case(bias=False, softcap=None, trainable=trainable)
-    logprobs, entropies = token_logprobs(states[:0], head, targets=targets[:0], temperature=1.0)
-    assert logprobs.shape == entropies.shape == (0,)
-    with torch.no_grad():
-        logprobs, _ = token_logprobs(states, head, targets=targets, temperature=1.0)
-    assert not logprobs.requires_grad
-
-
 def test_probabilities_that_underflow_have_a_finite_entropy_and_gradient():
     states = torch.tensor([[1.0]], requires_grad=True)
     head = Head(torch.tensor([[0.0], [-500.0], [500.0]]), None)
@@ -191,49 +152,17 @@ def test_probabilities_that_underflow_have_a_finite_entropy_and_gradient():
     assert states.grad.tolist() == [[0.0]]
 
 
-class TensorWatch(TorchDispatchMode):
-    """Records the largest tensor any operation makes, and keeps a weak reference to each one above a size."""
-
-    def __init__(self, *, watch_above: int) -> None:
-        super().__init__()
-        self.watch_above, self.largest = watch_above, 0
-        self.watched: list[weakref.ref[Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self.largest = max(self.largest, tensor.numel())
-                if tensor.numel() > self.watch_above:
-                    self.watched.append(weakref.ref(tensor))
-        return result
-
-    @property
-    def alive(self) -> int:
-        return sum(ref() is not None for ref in self.watched)
-
-
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
 def test_no_logits_outlive_their_chunk(monkeypatch: pytest.MonkeyPatch, trainable: bool):
+    """Chunks of 32 kB, where all logits take 800: a few at once, and none between the passes."""
     num_tokens, vocabulary, hidden, rows = 200, 1000, 4, 8
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", {"cpu": rows * vocabulary})
     states = torch.randn(num_tokens, hidden, requires_grad=True)
     head = Head(torch.randn(vocabulary, hidden).requires_grad_(trainable), None, 1.0, 3.0)
     targets = torch.zeros(num_tokens, dtype=torch.long)
-    kept: list[int] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor.numel())
-        return tensor
-
-    with (
-        TensorWatch(watch_above=vocabulary * hidden) as watch,
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
-    ):
+    with LiveBytes() as live:
         logprobs, entropies = token_logprobs(states, head, targets=targets, temperature=1.0, entropy_grad=True)
-        assert watch.largest == rows * vocabulary  # the chunks were there to be seen
-        assert watch.alive == 0
-        assert max(kept) <= vocabulary * hidden  # what backward waits for: states, targets, the head itself
+        between = live.now
         (logprobs + entropies).sum().backward()
-        assert watch.largest == rows * vocabulary
-        assert watch.alive == 0
+    assert between < 32_000
+    assert 32_000 < live.most < 400_000

@@ -47,15 +47,6 @@ def test_groups_share_their_prompt_while_they_fit_and_are_split_after_that(max_t
     assert SIZES.plan(range(9), max_tokens=max_tokens) == plan
 
 
-def test_a_minibatch_of_some_rows():
-    assert SIZES.plan([8, 3, 5, 0], max_tokens=24) == [[0, 3], [8, 5]]  # 24; 10 + 8
-
-
-def test_padded_rows_are_planned_as_ever():
-    padded = RowSizes.of(PROMPTS, RESPONSES, packed=False)
-    assert padded.plan(range(9), max_tokens=40) == [[3, 0], [2, 1, 8], [4, 5, 6, 7]]
-
-
 def test_less_room_breaks_the_widest_until_every_row_is_alone():
     """The row of 90 is alone from the start and does not hide that the others can still be split."""
     sizes = RowSizes.of([[1], [1], [1], [2]], [5, 5, 5, 89], packed=True)

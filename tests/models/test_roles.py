@@ -1,6 +1,5 @@
 """Roles: which one acts, which parameters it trains, and that no others change."""
 
-import copy
 import json
 import shutil
 from pathlib import Path
@@ -25,15 +24,13 @@ from tests.models.building import (
     values,
 )
 from tests.tiny_models import TinyModels, sharp_model
-from tinyrl.config.schema import Config
 from tinyrl.models.batches import make_batch
-from tinyrl.models.build import build_roles
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import load_start_adapter, save_adapter, wrap_in_lora
 from tinyrl.models.roles import CriticKind, Roles
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_adapters_off_is_the_base(tiny: TinyModels, kind: str):
     base = load_causal_lm(str(tiny(kind)), dtype=torch.float32)
     roles = lora_roles(tiny(kind))
@@ -48,9 +45,7 @@ def test_adapters_off_is_the_base(tiny: TinyModels, kind: str):
             assert not torch.allclose(model(input_ids=ids).logits, expected, atol=1e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("make", [lora_roles, full_roles])
-@pytest.mark.wide
+@pytest.mark.parametrize(("make", "dtype"), [(lora_roles, torch.float32), (full_roles, torch.bfloat16)])
 def test_reference_is_the_policy_at_the_start_and_stays(tmp_path: Path, make, dtype: torch.dtype):
     roles = make(sharp_model(tmp_path, num_hidden_layers=12), dtype=dtype)
 
@@ -69,14 +64,8 @@ def test_reference_is_the_policy_at_the_start_and_stays(tmp_path: Path, make, dt
         assert {p.dtype for p in roles.parameters["policy"].values()} == {torch.float32}
 
 
-def test_full_fine_tuning_without_a_reference_does_not_take_the_policy_for_it(tiny: TinyModels):
-    roles = full_roles(tiny("llama"), reference=False)
-    with pytest.raises(AssertionError, match="no reference"), roles.acting("reference"):
-        pass
-
-
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "embed_tokens"]])
-def test_frozen_reference_adapter_keeps_where_the_policy_started(tiny: TinyModels, targets: str | list[str]):
+def test_frozen_reference_adapter_keeps_where_the_policy_started(tiny: TinyModels):
+    targets = ["q_proj", "embed_tokens"]
     roles = Roles(wrap_in_lora(load_causal_lm(str(tiny("llama")), dtype=torch.float32), lora(targets)), device=CPU)
     stir(roles.parameters["policy"])
     start, base = logprobs(roles, "policy"), logprobs(roles, "base")
@@ -149,16 +138,6 @@ def test_lora_on_the_head_is_refused(tiny: TinyModels, kind: str, module: str):
         Roles(model, device=CPU)
 
 
-def test_the_policy_acts_again_after_an_exception(tiny: TinyModels):
-    roles = lora_roles(tiny("llama"))
-    stir(roles.parameters["policy"])
-    expected = logprobs(roles, "policy")
-    with pytest.raises(RuntimeError), roles.acting("reference"):
-        raise RuntimeError
-    with torch.no_grad():
-        assert torch.equal(roles.logprobs("policy", a_batch(), temperature=1.0)[0], expected)
-
-
 @pytest.mark.parametrize(("with_lora", "kind"), CRITICS, ids=CRITIC_IDS)
 @pytest.mark.wide
 def test_what_trains_is_float32_on_a_bfloat16_base(tiny: TinyModels, with_lora: bool, kind: CriticKind):
@@ -175,27 +154,6 @@ def test_what_trains_is_float32_on_a_bfloat16_base(tiny: TinyModels, with_lora: 
     assert values(roles).isfinite().all()
 
 
-@pytest.mark.slow
-def test_value_head_says_zero_at_the_start(tiny: TinyModels):
-    for with_lora, kind in CRITICS:
-        roles = roles_with_critic(tiny("llama"), with_lora=with_lora, kind=kind)
-        assert values(roles).tolist() == [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
-
-
-def test_value_head_is_a_float32_linear_map_and_starts_from_another_head():
-    from tinyrl.models.logprobs import ValueHead
-
-    head = ValueHead(2)
-    head.copy_from(torch.tensor([[1.0, 1e-3]]), torch.tensor([0.5]))
-    states = torch.tensor([[1.0, 1.0], [2.0, 0.0]])
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = head(states.bfloat16())
-    assert out.dtype == torch.float32
-    torch.testing.assert_close(out, torch.tensor([1.501, 2.5]), atol=1e-6, rtol=0)
-    with pytest.raises(ValueError, match="does not fit"):
-        head.copy_from(torch.zeros(2, 2))
-
-
 def two_passes(roles: Roles, role: str = "policy") -> tuple[Tensor, Tensor]:
     with roles.acting(role):  # pyright: ignore[reportArgumentType]
         who = "reference" if role == "reference" else "policy"
@@ -203,23 +161,9 @@ def two_passes(roles: Roles, role: str = "policy") -> tuple[Tensor, Tensor]:
         return first, second
 
 
-def test_the_dropout_of_an_adapter_is_that_of_the_run_which_goes_on_with_it(tiny: TinyModels, tmp_path: Path):
-    base = load_causal_lm(str(tiny("llama")), dtype=torch.float32)
-    save_adapter(wrap_in_lora(base, lora(dropout=0.5)), "default", tmp_path)
-    for wanted in (0.0, 0.25):
-        settings = {"model": {"path": str(tiny("llama")), "adapter": str(tmp_path)}, "lora": {"dropout": wanted}}
-        config = Config.model_validate({"method": "sft", "task": {"data": "rows.jsonl"}, **settings})
-        peft = build_roles(config, device=CPU, dtype=torch.float32).peft
-        assert peft is not None
-        assert peft.peft_config["default"].lora_dropout == wanted  # pyright: ignore[reportAttributeAccessIssue]
-        dropouts = [p.p for n, p in peft.named_modules() if "lora_dropout" in n and isinstance(p, nn.Dropout)]
-        assert set(dropouts) == ({wanted} if wanted else set())
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.wide
-def test_dropout_is_off_in_every_role(tiny: TinyModels, tmp_path, kind: str):
+def test_dropout_is_off_in_every_role(tiny: TinyModels, tmp_path: Path):
     """GPT-2's own 0.1, a fresh LoRA's, a loaded one's, a frozen copy's, a critic's."""
+    kind = "gpt2"
     fresh = lora_roles(tiny(kind), dropout=0.5)
     stir(fresh.parameters["policy"])
     assert isinstance(fresh.peft, PeftModel)
@@ -247,21 +191,9 @@ def test_lora_dropout_is_on_in_training_passes_when_asked_for(tiny: TinyModels):
     assert not any(m.training for m in roles.causal.modules() if isinstance(m, nn.Dropout))
 
 
-def test_a_score_head_trains_with_the_policy(tiny: TinyModels):
-    roles = lora_roles(tiny("llama"))
-    roles.train_score_head()
-    stir(roles.parameters["policy"])
-    with roles.acting("policy"):
-        scores = roles.scores(a_batch())
-        scores.square().sum().backward()
-    assert scores.shape == (2,)
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in roles.parameters["policy"].values())
-    assert {"score_head.weight", "score_head.bias"} < set(roles.parameters["policy"])
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma4"])  # Gemma-4 has an embedding for each layer, too
-def test_the_row_of_the_pad_token_learns_as_every_other(tiny: TinyModels, tmp_path: Path, kind: str):
-    """Where pad == eos the library would give the embedding of the end token no gradient."""
+def test_the_row_of_the_pad_token_learns_as_every_other(tiny: TinyModels, tmp_path: Path):
+    """Where pad == eos the library would give the embedding of the end token no gradient. Gemma-4 has one a layer."""
+    kind = "gemma4"
     shutil.copytree(tiny(kind, pad_is_eos=True), without := tmp_path / "model")
     config = json.loads((without / "config.json").read_text())
     eos = config["pad_token_id"]
@@ -286,25 +218,13 @@ def test_the_row_of_the_pad_token_learns_as_every_other(tiny: TinyModels, tmp_pa
     assert all(ours[n][eos].abs().max() > 1e-4 for n in embeddings), embeddings
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_critic_with_a_smaller_embedding_reads_ids_it_has_no_row_for_as_its_last(
-    tiny: TinyModels, tmp_path: Path, packed: bool
-):
+def test_a_critic_with_a_smaller_embedding_reads_ids_it_has_no_row_for_as_its_last(tiny: TinyModels, tmp_path: Path):
     """Models of one family have embeddings of several sizes, and a policy samples from the rows that no token has."""
     roles = lora_roles(sharp_model(tmp_path, vocab_size=300))
     roles.add_critic("separate", model=load_causal_lm(str(tiny("llama")), dtype=torch.float32))
     stir(roles.parameters["critic"])
-    roles.packs = packed
     found, expected = (roles.batch([[2, 3]], [[5, beyond, 6]], last_tokens=True) for beyond in (299, 257))
     with torch.no_grad(), roles.acting("critic"):
         assert torch.equal(roles.values(found), roles.values(expected))
         assert torch.equal(roles.final_values(found), roles.final_values(expected))
     assert found.input_ids.max() == 299  # the policy reads what it sampled
-
-
-def test_adding_adapters_keeps_the_policys_configuration(tiny: TinyModels):
-    roles = lora_roles(tiny("llama"))
-    assert roles.peft is not None
-    before = copy.deepcopy(roles.peft.peft_config["default"])
-    roles.add_critic("adapter", lora=lora(["q_proj"]))
-    assert roles.peft.peft_config["default"] == before

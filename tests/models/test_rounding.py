@@ -5,16 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.generation.sampling import make_engine
 from tests.tiny_models import sharp_model
-from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.select import select_engine
 from tinyrl.models import batches
-from tinyrl.models.device import as_exact, in_float32, ordinary_ids
+from tinyrl.models.device import in_float32
 from tinyrl.models.loading import load_causal_lm
-from tinyrl.models.logprobs import WIDENED_ELEMENTS, Head, head_of, token_logprobs
+from tinyrl.models.logprobs import Head, token_logprobs
 
 IDS = torch.tensor([[30, 31, 90, 7, 120, 55]])
 
@@ -37,29 +35,6 @@ def test_a_bfloat16_model_computes_in_float32_and_is_itself_again(sharp: Path) -
     assert {p.dtype for p in halved.parameters()} == {torch.bfloat16}
 
 
-def test_weights_are_restored_after_a_layer_that_raised(sharp: Path) -> None:
-    model = load_causal_lm(str(sharp), dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError), in_float32(model):
-        model.lm_head(torch.zeros(3, 5))
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize(
-    ("error", "library", "fits"),
-    [(0.09, 0.06, True), (0.1, 0.06, False), (5e-5, 0.0, True), (float("nan"), 1.0, False)],
-)
-def test_as_exact_allows_one_and_a_half_times_the_library(error: float, library: float, fits: bool) -> None:
-    assert as_exact(error, library) == fits
-
-
-def test_ordinary_ids_are_different_and_in_the_middle() -> None:
-    ids = ordinary_ids(49_152, 200)
-    assert len(set(ids)) == 200
-    assert min(ids) >= 49_152 // 4
-    assert max(ids) < 3 * 49_152 // 4
-    assert set(ordinary_ids(1, 3)) == {0}
-
-
 def chosen(sharp: Path, wanted: Any = "auto") -> tuple[str, str]:
     made = make_engine(sharp, lora=True, dtype=torch.bfloat16, base_dtype=torch.bfloat16)
     found = select_engine(made.roles, made.tokenizer, made.settings, wanted=wanted, dtype=torch.bfloat16, longest=64)
@@ -70,22 +45,6 @@ def test_the_fused_engine_is_chosen_in_bfloat16_on_sharp_logits(sharp: Path) -> 
     name, why = chosen(sharp)
     assert name == "fused", why
     assert "from float32" in why
-
-
-@pytest.mark.slow
-def test_a_bfloat16_decoder_that_is_wrong_is_refused_and_asked_for_it_warns(
-    sharp: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def wrong(self: Decoder, *arguments: Any, **options: Any) -> None:
-        made(self, *arguments, **options)
-        self.scaling *= 1.5
-
-    made = Decoder.__init__
-    monkeypatch.setattr(Decoder, "__init__", wrong)
-    name, why = chosen(sharp)
-    assert (name, "numbers are not those" in why) == ("hf", True)
-    name, why = chosen(sharp, "fused")
-    assert (name, "warning: " in why) == ("fused", True)
 
 
 def test_bfloat16_rows_are_packed_on_sharp_logits_and_wrong_packing_is_not(
@@ -127,39 +86,3 @@ def test_a_trained_head_under_autocast_keeps_logits_and_has_the_gradient_of_the_
     torch.testing.assert_close(ours, plain, rtol=0, atol=1e-5)
     for found, wanted in zip(torch.autograd.grad(ours.sum(), [states, weight]), expected, strict=True):
         torch.testing.assert_close(found.float(), wanted, rtol=2**-6, atol=2**-6)
-
-
-def test_a_float32_pass_of_a_bfloat16_model_rounds_nothing_before_the_head(sharp: Path) -> None:
-    """As doctor reads it, by the backbone's states and the head; its measure would have an error of its own."""
-    halved, whole = (load_causal_lm(str(sharp), dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
-    targets = torch.arange(IDS.shape[1])
-    with torch.no_grad():
-        whole.load_state_dict(halved.state_dict())
-        with in_float32(halved):
-            states = batches.backbone_of(halved)(input_ids=IDS).last_hidden_state[0]
-            widened, _ = token_logprobs(states, head_of(halved), targets=targets, temperature=1.0)
-        states = batches.backbone_of(whole)(input_ids=IDS).last_hidden_state[0]
-        exact, _ = token_logprobs(states, head_of(whole), targets=targets, temperature=1.0)
-    torch.testing.assert_close(widened, exact, rtol=0, atol=1e-5)
-
-
-class LargestFloat32(TorchDispatchMode):
-    """Elements of the largest float32 tensor that any operation returned."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, torch.Tensor) and found.dtype == torch.float32:
-            self.elements = max(self.elements, found.numel())
-        return found
-
-
-def test_a_bfloat16_head_on_a_cpu_is_widened_block_by_block() -> None:
-    """The copy of the whole would be written anew for every token sampled. The last block here is a short one."""
-    weight = torch.randn(3 * WIDENED_ELEMENTS // 256 + 5, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
-    states = torch.randn(2, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
-    with LargestFloat32() as largest:
-        logits = Head(weight, None).logits(states)
-    assert largest.elements <= WIDENED_ELEMENTS
-    torch.testing.assert_close(logits, states.float() @ weight.float().t(), rtol=0, atol=1e-4)

@@ -1,10 +1,8 @@
 """Chat templates within limits: what a run's process looks like after one of them ran against them."""
 
-import resource
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -56,15 +54,6 @@ def test_in_other_threads_a_template_has_the_same_seconds(monkeypatch: pytest.Mo
             with pytest.raises(ValueError, match="chat template"):
                 each.result(timeout=30)
         assert [each.result() for each in [pool.submit(time.sleep, 0.1) for _ in range(4)]] == [None] * 4
-
-
-def test_rendering_leaves_the_process_its_memory():
-    """Also while it lasts: other threads allocate, and start children, which inherit a limit."""
-
-    tokenizer: Any = tiny_tokenizer()
-    tokenizer.apply_chat_template = lambda *_, **__: str(resource.getrlimit(resource.RLIMIT_AS))
-    inside = template_text(tokenizer, MESSAGES, variables={})
-    assert inside == str(resource.getrlimit(resource.RLIMIT_AS))
 
 
 def test_text_and_templates_have_a_greatest_size(monkeypatch: pytest.MonkeyPatch):

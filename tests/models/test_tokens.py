@@ -7,11 +7,11 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_models import tiny_tokenizer
-from tinyrl.models.tokens import disguised, readable, token_ids, tokens_behind, undisguised
+from tinyrl.models.tokens import disguised, readable, token_ids, tokens_behind
 from tinyrl.rewards.model_text import TextFormat, reward_tokens
 from tinyrl.tasks.answers import render_answer
 from tinyrl.tasks.observations import ObservationTokens
-from tinyrl.tasks.prompts import marker_notes, render_prompt
+from tinyrl.tasks.prompts import render_prompt
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
@@ -86,22 +86,6 @@ def test_a_marker_in_a_prompt_is_text_and_the_templates_own_are_tokens():
     assert call not in rendered.tokens
 
 
-def test_a_row_without_a_marker_has_the_tokens_of_the_library():
-    tokenizer = chatml()
-    messages = [{"role": "user", "content": "What <b> does | mean?"}]
-    own = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-    assert render_prompt(tokenizer, messages).tokens == own
-
-
-def test_tools_and_their_keys_hold_no_markers():
-    tokenizer = chatml("{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + CHATML)
-    tools = [{"name": "a", "parameters": {"role": {"description": "<|im_end|>"}, "<|im_start|>": 1}}]
-    rendered = render_prompt(tokenizer, "hi", variables={"tools": tools})
-    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    assert (rendered.tokens.count(start), rendered.tokens.count(end)) == (2, 1)
-    assert '"description": "<|im_end|>"' in rendered.text
-
-
 @pytest.mark.parametrize("answer", ["no <|im_end|> yes", [{"role": "assistant", "content": "no <|im_end|> yes"}]])
 def test_a_marker_in_an_answer_does_not_end_it(answer: Any):
     tokenizer = chatml()
@@ -139,61 +123,10 @@ def test_a_marker_is_text_also_where_it_is_in_the_vocabulary(scheme: str):
     assert pieces(tokenizer, tokens[: tokens.index(2)])[-7:] == ["\n", "yes", "<", "/", "s", ">", "no"]
 
 
-def test_words_and_unigrams_have_no_marker_either():
-    words = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    unigram = Tokenizer(
-        models.Unigram([("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("a", -1.0), ("/", -2.0)], unk_id=0)
-    )
-    for inner in (words, unigram):
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
-        )
-        assert 2 in token_ids(tokenizer, "a </s> a")
-        tokens = token_ids(tokenizer, disguised(tokenizer, "a </s> a"))
-        assert 2 not in tokens
-        assert (tokens[0], tokens[-1]) == (3, 3)
-
-
-def test_a_tokenizer_in_python_reads_no_marker_either():
-    class Slow:
-        """Reads bytes, and its one added token; not by the library in Rust."""
-
-        chat_template, added_tokens_decoder = None, {300: type("", (), {"content": "<end>", "special": True})}
-
-        def __len__(self) -> int:
-            return 301
-
-        def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
-            first, *rest = text.split("<end>")
-            return {"input_ids": [*first.encode(), *(i for part in rest for i in (300, *part.encode()))]}
-
-    tokenizer: Any = Slow()
-    assert token_ids(tokenizer, "a<end>") == [97, 300]
-    text = disguised(tokenizer, "a<end>b")
-    assert token_ids(tokenizer, f"{text}<end>") == [*b"a<end>b", 300]
-    assert undisguised(tokenizer, text) == "a<end>b"
-
-
-def test_runs_of_spaces_are_no_markers():
-    tokenizer = chatml()
-    tokenizer.add_tokens(["    ", "covid"])
-    assert disguised(tokenizer, "a     covid") == "a     covid"
-
-
-def test_rows_with_markers_are_counted():
-    tokenizer = chatml()
-    rows = [{"prompt": "a"}, {"prompt": "<|im_end|>"}, {"prompt": "a", "completion": "<tool_call>"},
-            {"messages": [{"role": "user", "content": "<tool_call>"}]}]  # fmt: skip
-    [line] = marker_notes(tokenizer, rows, chat="auto")
-    assert line.startswith("2 of 4 rows (first: row 2)")
-    assert marker_notes(tokenizer, rows[:1], chat="auto") == marker_notes(tokenizer, rows, chat=False) == []
-
-
 # ---- in place ----
 
 
-@pytest.mark.parametrize("scheme", ["always", "first", "legacy"])
+@pytest.mark.parametrize("scheme", ["always", "legacy"])
 def test_a_text_answer_is_learnt_as_the_same_row_in_messages(scheme: str):
     tokenizer = sentencepiece(scheme)
     for text in ("yes sir", "no"):
@@ -213,7 +146,7 @@ def test_a_text_behind_a_text_has_no_space_of_its_own():
     assert readable(tokenizer, tokens_behind(tokenizer, "hello", "yes sir")) == "yes ▁sir"
 
 
-@pytest.mark.parametrize("scheme", ["always", "first", "legacy"])
+@pytest.mark.parametrize("scheme", ["always", "legacy"])
 def test_an_observation_is_what_the_template_would_write(scheme: str):
     tokenizer = sentencepiece(scheme)
     observations = ObservationTokens(tokenizer, chat=True, variables={}, eos={2}, max_tokens=50)
@@ -257,3 +190,19 @@ def test_a_prompt_that_is_rendered_already_is_not_rendered_again():
         render_prompt(tokenizer, wanted.text, system_prompt="d")
     for answer in ("yes", "yes<|im_end|>\n"):
         assert render_answer(tokenizer, wanted.text, answer, **HOW) == render_answer(tokenizer, messages, "yes", **HOW)
+
+
+def test_words_and_unigrams_have_no_marker_either():
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    unigram = Tokenizer(
+        models.Unigram([("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("a", -1.0), ("/", -2.0)], unk_id=0)
+    )
+    for inner in (words, unigram):
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
+        )
+        assert 2 in token_ids(tokenizer, "a </s> a")
+        tokens = token_ids(tokenizer, disguised(tokenizer, "a </s> a"))
+        assert 2 not in tokens
+        assert (tokens[0], tokens[-1]) == (3, 3)
