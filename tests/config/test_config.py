@@ -1,7 +1,5 @@
 """The configuration: defaults that depend on other fields, presets, conflicts."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +7,7 @@ from pydantic import ValidationError
 
 from tinyrl.config.method_sections import PRESETS, GrpoConfig
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
-from tinyrl.config.recipe import dump_config, load_config, load_written_config
-from tinyrl.config.schema import WITHOUT_EFFECT, Config
+from tinyrl.config.schema import Config
 
 
 def make(method: str = "grpo", **sections: Any) -> Config:
@@ -327,100 +324,6 @@ def test_what_cannot_go_together(method: str, sections: dict[str, Any], sentence
 )
 def test_what_can_go_together_is_accepted(method: str, sections: dict[str, Any]):
     assert make(method, **sections).method == method
-
-
-# Settings that have no effect under others: each pair as (method, value, where it has none, where it has one).
-LORA = ("lora.enabled=false", "lora.enabled=true")
-SERVER = "generation.engine=server generation.url=http://127.0.0.1:8000"
-PAIRS: dict[tuple[str, str], tuple[str, str, str, str]] = {
-    ("lora.r", "lora.enabled"): ("ppo", "8", *LORA),
-    ("lora.alpha", "lora.enabled"): ("ppo", "8.0", *LORA),
-    ("lora.dropout", "lora.enabled"): ("sft", "0.1", *LORA),
-    ("lora.target_modules", "lora.enabled"): ("ppo", '["q_proj"]', *LORA),
-    ("task.solved_reward", "task.sampler"): ("grpo", "0.5", "", "task.sampler=difficulty"),
-    ("task.sampler_uniform", "task.sampler"): ("grpo", "0.5", "", "task.sampler=difficulty"),
-    ("task.sampler_half_life", "task.sampler"): ("grpo", "9.0", "", "task.sampler=difficulty"),
-    ("reward.model_label", "reward.model"): ("ppo", "1", "reward.model=null", "reward.model=r"),
-    ("reward.model_weight", "reward.model"): ("ppo", "2.0", "reward.model=null", "reward.model=r"),
-    ("reward.truncated_penalty", "reward.truncated"): ("ppo", "2.0", "", "reward.truncated=penalize"),
-    ("environment.corpus", "environment.use"): ("grpo", "c.jsonl", "environment.use=python", "environment.use=search"),
-    ("environment.top_k", "environment.use"): (
-        "grpo", "5", "environment.use=python", "environment.use=search environment.corpus=c.jsonl",
-    ),
-    ("generation.url", "generation.engine"): ("grpo", "http://127.0.0.1:80", "", "generation.engine=server"),
-    ("generation.timeout_s", "generation.engine"): ("ppo", "9.0", "", SERVER),
-    ("generation.server_sleep", "generation.engine"): ("ppo", "true", "", SERVER),
-    ("grpo.advantage_scale", "grpo.advantage"): ("grpo", "none", "grpo.preset=rloo", "grpo.preset=gspo"),
-    ("grpo.gamma", "grpo.advantage"): ("grpo", "0.9", "", "grpo.preset=reinforce++-baseline"),
-    ("grpo.clip_eps", "grpo.loss"): ("grpo", "0.1", "grpo.preset=cispo", ""),
-    ("grpo.clip_eps_high", "grpo.loss"): ("grpo", "0.1", "grpo.loss=cispo grpo.preset=grpo", "grpo.preset=grpo"),
-    ("grpo.dual_clip", "grpo.loss"): ("grpo", "3.0", "grpo.preset=cispo", ""),
-    ("grpo.ratio_cap", "grpo.loss"): ("grpo", "3.0", "", "grpo.loss=cispo"),
-    ("grpo.mismatch_cap", "grpo.mismatch"): ("grpo", "3.0", "grpo.mismatch=none", ""),
-    ("grpo.mismatch_floor", "grpo.mismatch"): ("grpo", "0.5", "", "grpo.mismatch=sequence-mask"),
-    ("grpo.refill_rounds", "grpo.group_size"): (
-        "grpo", "2", "grpo.preset=reinforce++ grpo.group_size=1 grpo.minibatch_size=null", "",
-    ),
-    ("grpo.kl_placement", "grpo.kl_coef"): ("grpo", "reward", "", "grpo.kl_coef=0.1"),
-    ("ppo.kl_placement", "ppo.kl_coef"): ("ppo", "loss", "ppo.kl_coef=0", ""),
-    ("grpo.kl_estimator", "grpo.kl_coef"): ("grpo", "k2", "", "grpo.preset=grpo"),
-    ("ppo.kl_estimator", "ppo.kl_coef"): ("ppo", "k2", "ppo.kl_coef=0", "ppo.kl_placement=loss"),
-    ("grpo.kl_ratio_weight", "grpo.kl_coef"): ("grpo", "true", "", "grpo.preset=grpo"),
-    ("grpo.kl_ratio_weight", "grpo.kl_placement"): ("grpo", "true", "grpo.preset=rloo", "grpo.preset=grpo"),
-    ("grpo.entropy_coef_step", "grpo.entropy_target"): ("grpo", "0.1", "", "grpo.entropy_target=1.0"),
-    ("ppo.entropy_coef_step", "ppo.entropy_target"): ("ppo", "0.1", "", "ppo.entropy_target=1.0"),
-    ("grpo.entropy_coef_max", "grpo.entropy_target"): ("grpo", "0.1", "", "grpo.entropy_target=1.0"),
-    ("ppo.entropy_coef_max", "ppo.entropy_target"): ("ppo", "0.1", "", "ppo.entropy_target=1.0"),
-    ("ppo.gae_lambda", "ppo.gae_lambda_alpha"): ("ppo", "0.9", "ppo.gae_lambda_alpha=0.05", ""),
-    ("ppo.target_kl", "ppo.kl_controller"): ("ppo", "3.0", "", "ppo.kl_controller=adaptive"),
-    ("ppo.kl_horizon", "ppo.kl_controller"): ("ppo", "100.0", "", "ppo.kl_controller=adaptive"),
-    ("ppo.stop_kl", "ppo.minibatch_size"): ("ppo", "0.1", "ppo.preset=a2c", "ppo.preset=a2c ppo.num_epochs=2"),
-    ("ppo.value_coef", "critic.kind"): ("ppo", "0.5", "critic.kind=shared-detached", "critic.kind=shared"),
-    ("ppo.ptx_data", "ppo.ptx_coef"): ("ppo", "t.jsonl", "", "ppo.ptx_coef=0.5"),
-    ("ppo.ptx_batch_size", "ppo.ptx_coef"): ("ppo", "8", "", "ppo.ptx_coef=0.5 ppo.ptx_data=t.jsonl"),
-    **{
-        (f"teacher.{name}", "teacher.coef"): ("grpo", value, "", f"teacher.coef=0.5 {beside}")
-        for name, value, beside in (
-            ("path", "start", "teacher.hint=x"), ("hint", "x", "teacher.path=start"), ("divergence", "0.5", ""),
-            ("top_k", "8", ""), ("quantization", "4bit", "teacher.path=m"), ("timeout_s", "5.0", ""),
-            ("coef_schedule", "linear", ""),
-        )
-    },
-    ("teacher.divergence", "distill.objective"): (
-        "distill", "0.5", "distill.objective=sampled", "distill.objective=divergence",
-    ),
-    ("dpo.label_smoothing", "dpo.loss"): ("dpo", "0.1", "dpo.loss=ipo", "dpo.loss=sigmoid"),
-    ("dpo.target_margin", "dpo.loss"): ("dpo", "0.5", "dpo.loss=sigmoid", "dpo.loss=simpo"),
-}  # fmt: skip
-
-
-def test_every_setting_without_effect_has_an_example() -> None:
-    assert sorted(PAIRS) == sorted((idle.setting, idle.under) for idle in WITHOUT_EFFECT)
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_a_setting_without_effect_is_refused_with_the_reason(pair: tuple[str, str]) -> None:
-    (setting, under), (method, value, idle, used) = pair, PAIRS[pair]
-    with pytest.raises(ValueError, match=f"(?s)^{setting}=.* {under}=") as caught:
-        load_config(method, None, overrides=[*idle.split(), f"{setting}={value}"])
-    assert next(row.why for row in WITHOUT_EFFECT if (row.setting, row.under) == pair) in str(caught.value)
-    config = load_config(method, None, overrides=[*used.split(), f"{setting}={value}"])
-    section, name = setting.split(".")
-    written = getattr(getattr(config, section), name)
-    assert (written if isinstance(written, str) else json.dumps(written)) == value
-    load_config(method, None, overrides=idle.split())  # nobody asked for what a default or a preset gives
-
-
-def test_a_run_that_holds_a_setting_without_effect_is_read_as_it_is(tmp_path: Path) -> None:
-    config = make("ppo", ppo={"value_coef": 0.5})
-    (tmp_path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    assert load_written_config(tmp_path / "config.yaml", overrides=["run.num_steps=9"]).ppo.value_coef == 0.5
-    with pytest.raises(ValueError, match=r"ppo\.value_coef=0\.4 .*critic\.kind=adapter"):
-        load_written_config(tmp_path / "config.yaml", overrides=["ppo.value_coef=0.4"])
-
-
-def test_a_run_at_the_critics_path_may_decide_that_the_trunk_is_shared() -> None:
-    assert load_config("ppo", None, overrides=["critic.path=runs/x", "ppo.value_coef=0.5"]).ppo.value_coef == 0.5
 
 
 def test_a_batch_nobody_can_hold_is_answered_at_once():

@@ -312,17 +312,6 @@ def test_a_config_yaml_larger_than_a_recipe_is_still_read(tmp_path: Path):
     assert round_trip(config, tmp_path) == config
 
 
-def test_a_config_yaml_from_before_there_was_a_split_seed_keeps_its_held_out_rows(tmp_path: Path):
-    path = tmp_path / "config.yaml"
-    path.write_text("method: sft\ntask: {data: a.jsonl}\nrun: {seed: 31}\n")
-    assert load_written_config(path).task.split_seed == 31
-    assert load_written_config(path, overrides=["run.seed=5"]).task.split_seed == 31
-    path.write_text("method: sft\ntask: {data: a.jsonl, split_seed: 2}\nrun: {seed: 31}\n")
-    assert load_written_config(path).task.split_seed == 2
-    path.write_text("method: sft\ntask: {data: a.jsonl}\n")
-    assert load_written_config(path).task.split_seed == 0
-
-
 def test_a_config_yaml_without_its_method(tmp_path: Path):
     (tmp_path / "config.yaml").write_text("model: {path: starter}\n")
     with pytest.raises(

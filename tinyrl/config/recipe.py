@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
-from tinyrl.config.schema import Config, without_effect
+from tinyrl.config.schema import Config
 from tinyrl.config.settings import check_familiar, explain, fields_of
 from tinyrl.config.yaml_reader import Source, dump_plain, parse_plain
 from tinyrl.text import decode_utf8, did_you_mean, shortened
@@ -140,11 +140,7 @@ def load_config(method: str, recipe: str | None, *, overrides: list[str]) -> Con
     source = apply_overrides(source, overrides)
     if is_method(written):
         source.values["method"] = method
-    config = build_config(source)
-    for problem in without_effect(config):
-        where = source.place(tuple(problem.partition("=")[0].split(".")))
-        raise ValueError(problem if where.startswith("override") else f"{where}: {problem}")
-    return config
+    return build_config(source)
 
 
 def method_of(words: list[str]) -> tuple[str | None, list[str]]:
@@ -189,23 +185,5 @@ def dump_config(config: Config) -> str:
 
 
 def load_written_config(path: Path, *, overrides: Sequence[str] = ()) -> Config:
-    """Read a run's config.yaml. Written out in full, it may be larger than the recipe it comes from.
-
-    One without task.split_seed is of a version in which run.seed chose the held-out rows, so it gets that value:
-    the run must not be judged by rows it was trained on.
-    """
-    return written_config(read_recipe(path, max_bytes=20 * MAX_RECIPE_BYTES), overrides=overrides)
-
-
-def written_config(source: Source, *, overrides: Sequence[str] = ()) -> Config:
-    """`load_written_config` of values that were read: those of a checkpoint's state.json."""
-    values = deepcopy(source.values)
-    task, run = values.get("task"), values.get("run")
-    if isinstance(task, dict) and isinstance(run, dict) and "seed" in run:
-        task.setdefault("split_seed", run["seed"])
-    config = build_config(Source(source.name, values, source.places), overrides)
-    asked = {override.partition("=")[0] for override in overrides}
-    for problem in without_effect(config):
-        if problem.partition("=")[0] in asked:
-            raise ValueError(problem)
-    return config
+    """Read a run's config.yaml. Written out in full, it may be larger than the recipe it comes from."""
+    return build_config(read_recipe(path, max_bytes=20 * MAX_RECIPE_BYTES), overrides)

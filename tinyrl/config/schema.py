@@ -8,9 +8,9 @@ blank that code has to guess. Nothing here imports torch, so `tinyrl --help` and
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -144,144 +144,6 @@ def without_secrets(values: dict[str, Any]) -> dict[str, Any]:
         if isinstance(part, dict) and isinstance(part.get(name), str):
             values = {**values, section: {**part, name: masked(part[name])}}
     return values
-
-
-# ---- settings without effect ----
-
-
-class Idle(NamedTuple):
-    """A setting that has no effect under another one. where: whether it has none; why: what it is for."""
-
-    setting: str
-    under: str
-    where: Callable[[Config], bool]
-    why: str
-
-
-def _idle(settings: str, under: str, where: Callable[[Config], bool], why: str) -> list[Idle]:
-    """The same for several settings of a section ("lora.r alpha"), or of two methods' ("grpo|ppo.kl_placement")."""
-    sections, _, names = settings.partition(".")
-    return [
-        Idle(f"{section}.{name}", under.replace("own.", f"{section}."), where, why)
-        for section in sections.split("|")
-        for name in names.split()
-    ]
-
-
-def _one_update(config: Config) -> bool:
-    ppo = config.ppo
-    return ppo.num_epochs == 1 and ppo.minibatch_size in (None, ppo.batch_size)
-
-
-def _own_backbone(config: Config) -> bool:
-    undecided = config.critic.path is not None and "kind" not in config.critic.model_fields_set  # a run may decide
-    return config.critic.kind != "shared" and not undecided
-
-
-WITHOUT_EFFECT = [
-    *_idle(
-        "lora.r alpha dropout target_modules", "lora.enabled", lambda c: not c.lora.enabled,
-        "it is of the adapters, and every weight is trained here",
-    ),
-    *_idle(
-        "task.solved_reward", "task.sampler",
-        lambda c: c.task.sampler == "uniform" and "{correct" not in (c.teacher.hint or ""),
-        "no prompt is chosen by what was right",
-    ),
-    *_idle(
-        "task.sampler_uniform sampler_half_life", "task.sampler", lambda c: c.task.sampler == "uniform",
-        "prompts come in epochs",
-    ),
-    *_idle(
-        "reward.model_label model_weight", "reward.model", lambda c: c.reward.model is None, "there is no reward model"
-    ),
-    *_idle(
-        "reward.truncated_penalty", "reward.truncated", lambda c: c.reward.truncated != "penalize",
-        "only reward.truncated=penalize subtracts it",
-    ),
-    *_idle(
-        "environment.corpus top_k", "environment.use", lambda c: c.environment.use not in (None, "search"),
-        "only environment.use=search has passages",
-    ),
-    *_idle(
-        "generation.url timeout_s server_sleep", "generation.engine", lambda c: c.generation.engine != "server",
-        "only generation.engine=server asks one",
-    ),
-    *_idle(
-        "grpo.advantage_scale", "grpo.advantage", lambda c: c.grpo.advantage != "group",
-        "only advantages against the group are divided by a deviation",
-    ),
-    *_idle("grpo.gamma", "grpo.advantage", lambda c: not c.grpo.advantage.endswith("-return"), "only returns discount"),
-    *_idle(
-        "grpo.clip_eps clip_eps_high dual_clip", "grpo.loss", lambda c: c.grpo.loss == "cispo",
-        "cispo has no clipped ratio, and grpo.ratio_cap is its bound",
-    ),
-    *_idle("grpo.ratio_cap", "grpo.loss", lambda c: c.grpo.loss != "cispo", "it is the cap of cispo's weights"),
-    *_idle(
-        "grpo.mismatch_cap", "grpo.mismatch", lambda c: c.grpo.mismatch == "none",
-        "there are no weights against a mismatch",
-    ),
-    *_idle(
-        "grpo.mismatch_floor", "grpo.mismatch", lambda c: not c.grpo.mismatch.endswith("mask"),
-        "only the masks, token-mask and sequence-mask, have a floor",
-    ),
-    *_idle("grpo.refill_rounds", "grpo.group_size", lambda c: c.grpo.group_size == 1, "a group of one has no spread"),
-    *_idle(
-        "grpo|ppo.kl_placement kl_estimator", "own.kl_coef", lambda c: c.on_policy.kl_coef == 0, "there is no KL term"
-    ),
-    *_idle("grpo.kl_ratio_weight", "grpo.kl_coef", lambda c: c.grpo.kl_coef == 0, "there is no KL term"),
-    *_idle(
-        "grpo.kl_ratio_weight", "grpo.kl_placement", lambda c: c.grpo.kl_placement == "reward",
-        "only a KL in the loss is weighted by the ratio",
-    ),
-    *_idle(
-        "grpo|ppo.entropy_coef_step entropy_coef_max", "own.entropy_target",
-        lambda c: c.on_policy.entropy_target is None, "entropy_coef is not steered",
-    ),
-    *_idle(
-        "ppo.gae_lambda", "ppo.gae_lambda_alpha", lambda c: c.ppo.gae_lambda_alpha is not None,
-        "the length of a response gives lambda; the critic's own is ppo.critic_gae_lambda",
-    ),
-    *_idle(
-        "ppo.target_kl kl_horizon", "ppo.kl_controller", lambda c: c.ppo.kl_controller == "fixed",
-        "only the adaptive controller has one",
-    ),
-    *_idle("ppo.stop_kl", "ppo.minibatch_size", _one_update, "a rollout's only update cannot end early"),
-    *_idle(
-        "ppo.value_coef", "critic.kind", _own_backbone,
-        "only under critic.kind=shared do the losses of policy and critic move the same weights; the critic's pace "
-        "is optim.critic_learning_rate",
-    ),
-    *_idle("ppo.ptx_data ptx_batch_size", "ppo.ptx_coef", lambda c: c.ppo.ptx_coef == 0, "a weight of 0 reads no text"),
-    *_idle(
-        "teacher.path hint divergence top_k quantization timeout_s coef_schedule", "teacher.coef",
-        lambda c: not c.learns_from_teacher, "a weight of 0 reads no teacher",
-    ),
-    *_idle(
-        "teacher.divergence", "distill.objective", lambda c: c.method == "distill" and c.distill.objective == "sampled",
-        "only the log-probability of the token that came is used",
-    ),
-    *_idle("dpo.label_smoothing", "dpo.loss", lambda c: c.dpo.loss != "sigmoid", "only sigmoid has it"),
-    *_idle("dpo.target_margin", "dpo.loss", lambda c: c.dpo.loss != "simpo", "only simpo has a margin"),
-]  # fmt: skip
-
-
-def without_effect(config: Config) -> Iterator[str]:
-    """A sentence for each setting that has no effect under another one, unless it is the default or the preset's.
-
-    This is for what people ask for, not for config.yaml: a run of an earlier version may hold such settings, and they
-    change nothing about it.
-    """
-    for idle in WITHOUT_EFFECT:
-        (section, name), (other, word) = idle.setting.split("."), idle.under.split(".")
-        if not (config.uses(section) and config.uses(other)):
-            continue
-        chosen = getattr(config, section)
-        preset = {"preset": chosen.preset} if hasattr(chosen, "preset") else {}
-        value, default = getattr(chosen, name), getattr(type(chosen).model_validate(preset), name)
-        if value != default and idle.where(config):
-            under = f"{idle.under}={as_written(getattr(getattr(config, other), word))}"
-            yield f"{idle.setting}={as_written(value)} has no effect under {under}: {idle.why}"
 
 
 def as_written(value: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tinyrl.config.recipe import written_config
+from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.config.yaml_reader import Source
 from tinyrl.rollout.components import Options, resolve_threads
@@ -180,7 +180,7 @@ def fork(
     run, checkpoint = origin_of(origin)
     kept = read_state(checkpoint)
     step = kept.run.step
-    config = written_config(Source(f"{checkpoint.name} of {run.path}", kept.config), overrides=overrides)
+    config = build_config(Source(f"{checkpoint.name} of {run.path}", kept.config), overrides)
     if kept.run.phase == "rollout" and step >= config.run.num_steps:
         raise ValueError(f"step {step} is the last of {run.path}: say how many steps the fork has, run.num_steps=N")
     section = config.run.model_copy(update={"forked_from": f"{run.path.resolve()}@{step}"})
