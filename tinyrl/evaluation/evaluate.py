@@ -93,7 +93,7 @@ def _judged(
 def _metrics(
     rollout: Rollout, each: dict[str, list[float]], by_prompt: list[float], texts: list[str]
 ) -> dict[str, Any]:
-    """Of the weighted sum of rewards, of each reward over the completions it applies to, of lengths and episodes."""
+    """Return the metrics of the weighted reward, of each reward where it applies, of lengths and episodes."""
     rewards, rollout = numbers(rollout.rewards.tolist()), rollout.with_others()
     return {
         "reward_mean": mean(rewards),

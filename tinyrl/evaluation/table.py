@@ -18,7 +18,7 @@ FEW_PROMPTS = f"warning: fewer than {FEW} prompts say little"
 
 
 def render(result: dict[str, Any], *, as_json: bool) -> str:
-    """What `evaluate_target` gives."""
+    """Render the result of `evaluate_target`."""
     if as_json:
         return json.dumps(finite(result))
     sides = [result, result["other"]] if "other" in result else [result]
@@ -49,7 +49,7 @@ def render(result: dict[str, Any], *, as_json: bool) -> str:
 
 
 def _keys(sides: list[dict[str, Any]]) -> list[str]:
-    """The rows of the table: what a side has; each reward on its own where there are several; what episodes were."""
+    """Return the rows of the table: metrics that a side has, each reward where there are several, those of episodes."""
     there = list(dict.fromkeys(key for side in sides for key in side))
     rewards = [key for key in there if key.startswith("reward/")]
     shares = sorted((key for key in there if key.startswith(("pass@", "majority@"))), key=lambda key: key != "pass@1")
@@ -89,7 +89,7 @@ def _cell(value: float | None, greedy: float | None = None) -> str:
 
 
 def render_comparison(rows: list[dict[str, Any]], *, as_json: bool) -> str:
-    """What `compare_policies` gives, a line a policy."""
+    """Render the result of `compare_policies`, a line a policy."""
     if as_json:
         return json.dumps(finite(rows))
     first = rows[0]

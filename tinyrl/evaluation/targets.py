@@ -1,6 +1,6 @@
-"""What a word means that names a run, a checkpoint or a model, and the configurations that it is loaded with.
+"""Resolve a TARGET (run, checkpoint or model) to the configurations it is loaded with.
 
-`policy_at` is for who talks to a policy (chat, serve), `find` for evaluation.
+`policy_at` is for chat and serve, `find` for evaluation.
 
 A run of grpo or ppo is sampled on its held-out prompts and judged by its reward. A run of sft or dpo is measured by its
 trainer on its held-out rows, and sampled too where a task or a reward is named. A reward model is only measured. A
@@ -38,7 +38,7 @@ OWN_SAMPLING = ("engine", "dtype", "max_rows", "url", "timeout_s")  # how a mode
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line says besides the target."""
+    """The options of an evaluation."""
 
     task: str | None = None  # another one than the run's
     data: str | None = None  # rows in place of the held-out ones
@@ -54,13 +54,13 @@ class Asked:
 
     @property
     def as_it_is(self) -> bool:
-        """Whether a run is evaluated with its own configuration."""
+        """Return whether a run is evaluated with its own configuration."""
         return self.task is None and self.data is None and not self.settings
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is evaluated, or talked to."""
+    """A run, checkpoint or model to evaluate or to talk to."""
 
     path: str
     run: Path | None
@@ -76,7 +76,7 @@ class Target:
 
     @property
     def config(self) -> Config:
-        """The configuration that it is sampled with; of what is only measured there is none."""
+        """Return the configuration it is sampled with (a target that is only measured has none)."""
         assert self.sampled is not None
         return self.sampled
 
@@ -86,7 +86,7 @@ class Target:
 
 
 def find(path: str, asked: Asked) -> Target:
-    """The target at `path`. Raises ValueError for one that there is not, and for what cannot be asked of it."""
+    """Return the target at `path`. Raises ValueError where there is none, and for options that do not fit it."""
     _check_settings(asked)
     run = run_of(Path(path))
     if run is None:
@@ -148,18 +148,18 @@ def check_asked(first: Target, asked: Asked) -> None:
 
 
 def locate(target: Target) -> Target:
-    """The target with its checkpoint, which is verified. Raises ValueError for a run without one."""
+    """Return the target with its verified checkpoint. Raises ValueError for a run without one."""
     return target if target.run is None else replace(target, checkpoint=checkpoint_of(Path(target.path)))
 
 
 def trained_on(path: str) -> frozenset[str]:
-    """Keys of the prompts in the training split of a run (or a checkpoint's); none for a model, which says nothing."""
+    """Return the keys of the prompts in the training split of a run (or a checkpoint's); none for a model."""
     run = run_of(Path(path))
     return frozenset() if run is None else prompt_keys(open_run(run).read_config(), "train")
 
 
 def prompt_keys(config: Config, split: str) -> frozenset[str]:
-    """Keys of the prompts in a split of a run's rows, whatever its method makes of them."""
+    """Return the keys of the prompts in a split of a run's rows, whatever its method."""
     if config.samples:
         prompt, rows = load_task(config.task.name or "rows").prompt, load_split(config, split)
         return frozenset(prompt_key(prompt(row)) for row in rows)
@@ -168,14 +168,14 @@ def prompt_keys(config: Config, split: str) -> frozenset[str]:
 
 
 def judged_by(first: Config, config: Config) -> Config:
-    """The other side's configuration with the first one's rows, reward, environment and sampling."""
+    """Return the other side's configuration with the first one's rows, reward, environment and sampling."""
     given = first.model_dump(include={"task", "reward", "environment", "generation"})
     given["generation"] |= config.generation.model_dump(include={*OWN_SAMPLING})
     return Config.model_validate({**config.model_dump(), **given})
 
 
 def measured_by(first: Config, other: Target) -> Config:
-    """The first one's configuration, whose trainer measures the other side's model on the first one's rows.
+    """Return the configuration by which the first one's trainer measures another side's model on its own rows.
 
     A reward model reads prompts as it has learnt to. Raises ValueError where one side is a reward model alone.
     """
@@ -214,7 +214,7 @@ def _check_settings(asked: Asked) -> None:
 
 
 def as_policy(config: Config) -> dict[str, Any]:
-    """The policy that any method has trained, as grpo's configuration: to be sampled and scored, not trained."""
+    """Return a grpo configuration of the policy that any method has trained, to sample and score it."""
     sampling = {"generation", "environment", "reward"} if config.samples else set()
     values = config.model_dump(include={"model", "lora", "task", "run", *sampling})
     values["run"] |= {"trackers": []}
@@ -224,7 +224,7 @@ def as_policy(config: Config) -> dict[str, Any]:
 
 
 def _as_asked(values: dict[str, Any], asked: Asked) -> Config:
-    """A configuration with the task, the rows and the settings asked for, and the reward that goes with them."""
+    """Return a configuration with the task, rows and settings asked for, and the reward that goes with them."""
     if asked.task not in (None, values["task"]["name"]):
         kept = {name: value for name, value in values["task"].items() if name in RENDERING}
         values |= {"task": {"name": asked.task, **kept}, "reward": {}}

@@ -205,7 +205,7 @@ def _with(config: Config, **run: int) -> Config:
 
 
 def _teacher(ours: Side, *, options: Options) -> Side:
-    """The teacher of a run, in the policy's place. Raises ValueError for one that is no model on this machine."""
+    """Load a run's teacher in the policy's place. Raises ValueError for one that is no model on this machine."""
     config = ours.parts.config
     kind, path = config.teacher.kind, config.teacher.path
     if not config.uses("teacher") or kind not in ("adapter", "model"):
@@ -218,7 +218,7 @@ def _teacher(ours: Side, *, options: Options) -> Side:
 
 
 def load_side(target: Target, *, options: Options, judge: Scorer | None = None) -> Side:
-    """The side of a target that is sampled; judged by another side's scorer where one is given."""
+    """Load the policy of a target; judged by another side's scorer where one is given."""
     parts = SamplingParts(target.config, options=options, judge=judge)
     for line in parts.template_warnings() if parts.world.is_main else ():
         print(f"{target.name}: {line}", file=sys.stderr)
@@ -232,7 +232,7 @@ def load_side(target: Target, *, options: Options, judge: Scorer | None = None) 
 
 
 def measure(config: Config, checkpoint: Path | None, asked: Asked, *, options: Options) -> dict[str, Any]:
-    """What a trainer measures on rows, for the weights of a checkpoint; None: for what training starts from."""
+    """Return a trainer's metrics on rows, for the weights of a checkpoint (None: those that training starts from)."""
     trainer = trainer_of(config.method)(_with(config, eval_prompts=asked.num_prompts), options=options)
     try:
         if checkpoint is not None and config.trains.policy:  # of any method: that of another run too

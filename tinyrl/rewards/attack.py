@@ -203,7 +203,7 @@ def attack(reward: Reward, name: str, task: Task, rows: list[Row]) -> Attack:
 
 
 def right_value(task: Task, row: Row) -> str | None:
-    """A row's right answer without what is around it: "72" of a worked solution that ends in "#### 72"."""
+    """Return a row's right answer without what is around it: "72" of a worked solution that ends in "#### 72"."""
     gold = task.gold(row)
     answer = gold if gold is not None else row.get("answer")
     if not isinstance(answer, str | int | float) or isinstance(answer, bool):
@@ -240,7 +240,7 @@ def _texts(targets: list[Target], _: list[Attempt]) -> Iterator[Attempt]:
 
 
 def _where_wrong(name: str, family: str, texts: list[str | None], targets: list[Target]) -> Iterator[Attempt]:
-    """An attempt with those of the texts that are wrong, where there are any."""
+    """Yield an attempt with those of the texts that are wrong, where there are any."""
     wrong = [
         text if text is not None and is_wrong(text, t.right) else None for text, t in zip(texts, targets, strict=True)
     ]
@@ -249,7 +249,7 @@ def _where_wrong(name: str, family: str, texts: list[str | None], targets: list[
 
 
 def _mutated(targets: list[Target], attempts: list[Attempt]) -> Iterator[Attempt]:
-    """Changes of the texts that scored most on average, each joined to the next."""
+    """Mutate the texts that scored most on average, each joined to the next."""
     known = {attempt.name for attempt in attempts}
     best = sorted(attempts, key=lambda attempt: -_mean(attempt.scores))[: BEST + 1]
     for one, other in pairwise(best):
@@ -272,7 +272,7 @@ def _mean(scores: list[float]) -> float:
 
 
 def render(found: Attack) -> str:
-    """The holes, with a text and what it got beside the right answer; what the reward fails on."""
+    """Render the holes, each with a text and its score beside the right answer's, and failures of the reward."""
     tried = sum(text is not None for attempt in found.attempts for text in attempt.texts)
     lines = [f"{found.name}: {tried:,} wrong texts of {len(found.attempts)} kinds, on {len(found.right)} rows"]
     if found.is_blind:

@@ -80,7 +80,7 @@ def call_in_process(
 
 
 def _reward_call(values: list[Any], failures: list[RowFailure], retried: str | None = None) -> RewardCall:
-    """From values as a worker gives them: a score or None, or [score, why]."""
+    """Build a RewardCall from a worker's values: a score or None, or [score, why]."""
     pairs = [value if isinstance(value, list) else (value, "") for value in values]
     scores, whys = [math.nan if score is None else score for score, _ in pairs], [why for _, why in pairs]
     return RewardCall(scores, failures, retried, whys if any(whys) else [])
@@ -103,7 +103,7 @@ PROMPT_CHARS = 80
 
 
 def count_bad_batches(before: int, *, rows: int, failed: int, rewarded: int, first_failure: str = "") -> int:
-    """How many batches in a row were bad, with one of so many `rows`: more than 20 % failed, or none got a reward.
+    """Count the bad batches in a row (more than 20 % of the rows failed, or none got a reward), with this one.
     Raises GuardStop at the third; `first_failure` is describe_failure() of a failed row.
     """
     assert 0 <= failed <= rows, (failed, rows)

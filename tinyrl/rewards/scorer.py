@@ -123,7 +123,7 @@ class Scorer:
         return other
 
     def spent(self) -> Usage:
-        """What judges have cost since this was asked last."""
+        """Return the cost of the judges since the last call."""
         total = Usage()
         for judge in self.judges:
             total = Usage(*(a + b for a, b in zip(astuple(total), astuple(judge.usage), strict=True)))
@@ -289,7 +289,7 @@ class Scorer:
 
 
 def _text_format(path: str | None, model: SequenceRewardModel | None, day: Any) -> TextFormat | None:
-    """How a reward model reads prompts; `day`: the date of the run, for a template that asks and was given none."""
+    """Return how a reward model reads prompts; `day`: the date of the run, for a template that asks and has none."""
     if path is None:
         return None
     if model is not None:
@@ -308,7 +308,7 @@ def adapter_scores(
     micro_batches: MicroBatches,
     world: World = ALONE,
 ) -> list[float]:
-    """Scores of the reward adapter on the shared base, read at each row's last token: token in, token out."""
+    """Score rows by the reward adapter on the shared base, read at each row's last token: token in, token out."""
     scores = torch.zeros(len(prompts), dtype=torch.float64)
 
     def run(rows: list[int]) -> None:
@@ -323,7 +323,7 @@ def adapter_scores(
 
 
 def _on_main(world: World, calls: Callable[[], list[RewardCall]]) -> list[RewardCall]:
-    """What `calls` gives on rank 0."""
+    """Return the result of `calls` on rank 0."""
     if world.size == 1:
         return calls()
     told = world.on_main(lambda: [asdict(call) for call in calls()])
