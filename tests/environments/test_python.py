@@ -253,7 +253,7 @@ def test_a_process_has_as_much_time_as_its_cells(monkeypatch: pytest.MonkeyPatch
 
     def stopped(_: str, *, limits: Limits) -> Outcome:
         given.append((limits.wall_s, limits.cpu_s))
-        return Outcome("out of CPU time", "", "", exit_code=None, seconds=9.0, cpu_seconds=8.0, isolated=True)
+        return Outcome("out of CPU time", "", "", exit_code=None, seconds=9.0, cpu_seconds=8.0)
 
     monkeypatch.setattr(python, "why_not_isolated", lambda: None)
     monkeypatch.setattr(python, "run_program", stopped)

@@ -167,6 +167,7 @@ def _module_file(module: str, *, base: Path, use: str, setting: str) -> Path | N
 
 
 def _check_function(source: FunctionSource, *, setting: str, classes: bool) -> None:
+    """Check that the source binds the name somewhere: by a definition, an assignment or an import."""
     assert source.file is not None
     try:
         tree = ast.parse(source.file.read_bytes(), filename=str(source.file))
@@ -176,26 +177,19 @@ def _check_function(source: FunctionSource, *, setting: str, classes: bool) -> N
     except (OSError, ValueError) as error:  # unreadable; a null byte
         raise ValueError(f"{setting} '{source.use}': {source.file}: {error}.") from error
     functions = [each.name for each in tree.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
-    known = {*functions, *_other_names(tree, classes=classes)}
-    if source.function in known or known & {
-        "*",
-        "__getattr__",
-        "globals",
-    }:  # these may give anything: the worker will see
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, *((ast.ClassDef,) if classes else ()))
+    known = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            known.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Name) and (isinstance(node.ctx, ast.Store) or node.id == "globals"):
+            known.add(node.id)
+        elif isinstance(node, definitions):
+            known.add(node.name)
+    if known & {source.function, "*", "__getattr__", "globals"}:  # the last three may give anything: the worker sees
         return
     there_are = f"Its functions: {', '.join(functions)}" if functions else "It has no functions"
     raise ValueError(
         f"{setting} '{source.use}': {source.file} has no function '{source.function}'."
         f"{did_you_mean(source.function, functions)} {there_are}."
     )
-
-
-def _other_names(tree: ast.Module, *, classes: bool) -> Iterator[str]:
-    """Names that a module may define otherwise than by a function at its top: assigned, imported, under a condition."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (alias.asname or alias.name for alias in node.names)
-        elif isinstance(node, ast.Name) and (isinstance(node.ctx, ast.Store) or node.id == "globals"):
-            yield node.id
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or (classes and isinstance(node, ast.ClassDef)):
-            yield node.name

@@ -133,7 +133,12 @@ class Worker:
                 gone = self._process.poll() is not None
                 ready = {key.fileobj for key, _ in pipes.select(0 if gone else POLL_S)}
                 if self._requests in ready:
-                    to_send = to_send[_write(self._requests.fileno(), to_send) :]
+                    try:
+                        to_send = to_send[os.write(self._requests.fileno(), to_send[: 1 << 16]) :]
+                    except BlockingIOError:
+                        pass
+                    except BrokenPipeError:  # it is gone: the reply's end says so next
+                        to_send = to_send[:0]
                     if not to_send:
                         pipes.unregister(self._requests)
                 if self._prints in ready and not self._keep_output():
@@ -270,12 +275,3 @@ def said(reply: dict[str, Any]) -> str:
 def quoted(text: str) -> str:
     """What people's code said, as a line that may be kept and shown."""
     return one_line(redact(text), MAX_SAID_CHARS)
-
-
-def _write(pipe: int, data: memoryview) -> int:
-    try:
-        return os.write(pipe, data[: 1 << 16])
-    except BlockingIOError:
-        return 0
-    except BrokenPipeError:  # it is gone: the reply's end says so next
-        return len(data)
