@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests import running
-from tests.tiny_models import tiny_model
 from tinyrl.cli.commands import app
 from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
@@ -291,8 +289,3 @@ def test_ppo_and_episodes_are_probed():
 def test_a_probe_ends_when_its_time_is_over():
     seen = probe(of(), options=CPU, num_prompts=64, samples=8, minutes=1e-6)
     assert len(seen.groups) == 8  # one batch of them
-
-
-def test_another_model_is_probed(tmp_path: Path):
-    config = running.config("grpo", tiny_model(tmp_path, "llama"))
-    assert probe(config, options=CPU, num_prompts=4, samples=4, minutes=5).samples == 4

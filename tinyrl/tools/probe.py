@@ -146,7 +146,6 @@ def probe(config: Config, *, options: Options, num_prompts: int, samples: int | 
             greedy += _lines(trainer, prompts, _sampled(trainer, prompts, 1, greedy=True), 1)
         seconds = last * len(lines) / max(1, len(prompts) * samples)
         longest = max(len(prompt.tokens) for prompt in there)
-        positions = trainer.positions
         a_step = seconds / len(lines) * config.on_policy.batch_size
         return Probe(
             config,
@@ -158,7 +157,7 @@ def probe(config: Config, *, options: Options, num_prompts: int, samples: int | 
             -mean(logprobs),
             seconds,
             a_step,
-            positions,
+            trainer.positions,
             longest,
             peak_gb=peak_memory_gb(trainer.accelerator.device),
             notes=tuple(note for note in notes if note.startswith(("warning", "device", "sampling engine"))),
@@ -178,18 +177,17 @@ def _lines(trainer: Any, prompts: list[PreparedPrompt], rollout: Rollout, sample
     texts = [written(rollout, row, trainer.scorer) for row in range(len(rollout))]
     where = {prompt.index: prompt.text for prompt in prompts}
     lines = sample_lines(rollout, texts, kind="probe", prompts=where, group_size=samples, names=trainer.scorer.names)
-    return [
+    tokens = rollout.num_actions[: len(repeated)].tolist()
+    more = [
         {
-            **line,
-            "tokens": tokens,
+            "tokens": tokens[i],
             "gold": trainer.task.gold(prompt.row),
             "row": row_key(prompt.row),
             "failed": failed.get(i),
         }
-        for i, (line, prompt, tokens) in enumerate(
-            zip(lines, repeated, rollout.num_actions[: len(repeated)].tolist(), strict=True)
-        )
+        for i, prompt in enumerate(repeated)
     ]
+    return [line | of_row for line, of_row in zip(lines, more, strict=True)]
 
 
 def rows_with_rates(config: Config, found: Probe) -> list[Row]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from tinyrl.evaluation.statistics import mean, numbers
@@ -177,15 +178,8 @@ def repeating(seen: Probe) -> Finding | None:
     generation = seen.config.generation
     distinct = [len({line["completion"] for line in group}) for group in seen.groups]
     same = sum(count == 1 for count in distinct) / len(distinct)
-    narrow = [
-        change
-        for is_narrow, change in (
-            (generation.temperature < 0.7, "generation.temperature=1.0"),
-            (0 < generation.top_k < 5, "generation.top_k=0"),
-            (generation.top_p < 0.9, "generation.top_p=1.0"),
-        )
-        if is_narrow
-    ]
+    narrow = ["generation.temperature=1.0"] * (generation.temperature < 0.7)
+    narrow += ["generation.top_k=0"] * (0 < generation.top_k < 5) + ["generation.top_p=1.0"] * (generation.top_p < 0.9)
     repeated = 1 - mean(distinct) / seen.samples
     if (seen.knows_right and mean(seen.pass_rates) > 0.8) or not (same >= 0.75 or (narrow and repeated >= 0.5)):
         return None
@@ -269,10 +263,10 @@ def findings(seen: Probe) -> list[Finding]:
 
 def histogram(seen: Probe) -> dict[str, int]:
     """How many prompts have which pass rate."""
-    edges = [-1.0, *RATES.values()]
+    edges = pairwise([-1.0, *RATES.values()])
     return {
         name: sum(least < rate <= most for rate in seen.pass_rates)
-        for name, least, most in zip(RATES, edges, edges[1:], strict=False)
+        for name, (least, most) in zip(RATES, edges, strict=True)
     }
 
 

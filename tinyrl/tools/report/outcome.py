@@ -1,8 +1,8 @@
 """The outcome of a run in words and numbers: one sentence, the key numbers, and where the time went. No HTML."""
 
 import math
-from dataclasses import dataclass
 from statistics import fmean, median
+from typing import NamedTuple
 
 from tinyrl.runs.metrics import TABLE, Metric
 from tinyrl.runs.records import Run
@@ -13,8 +13,7 @@ MOST_PHASES = 5  # more colours cannot be told apart
 TITLES = {"grpo": "GRPO", "ppo": "PPO", "sft": "SFT", "reward": "Reward model", "dpo": "DPO"}
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """A key number: `before` is empty when there is nothing to compare with."""
 
     label: str
@@ -23,8 +22,7 @@ class Tile:
     unit: str = ""
 
 
-@dataclass(frozen=True)
-class Phase:
+class Phase(NamedTuple):
     name: str
     seconds: float
     share: float
