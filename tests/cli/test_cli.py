@@ -84,7 +84,7 @@ def test_train_refuses_before_anything_is_written(arguments: list[str], sentence
     Path("rows.jsonl").write_text('{"prompt": "\x1b[31m", "prompt": "b"}\n')
     Path("bad.yaml").write_text('method: ppo\n"\\e[31mred": 1\n')
     said = refused("train", *arguments)
-    assert said.startswith(sentence)
+    assert sentence in said
     assert "\x1b" not in said
 
 

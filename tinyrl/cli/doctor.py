@@ -25,7 +25,7 @@ def doctor(
     *,
     options: Options,
 ) -> int:
-    """Look for what is wrong: with a run (what its metrics say), a model (whether its numbers agree), this machine."""
+    """Diagnose a run (by its metrics), a model (whether its numbers agree), or this machine."""
     from tinyrl.runs.run_dir import meant_a_run, named_run, open_run
 
     if target is None:
@@ -56,10 +56,10 @@ def doctor(
     return 0
 
 
-# ---- people's code tried on their rows, without a model ----
+# ---- user code tried on rows, without a model ----
 
 Data = Annotated[str, typer.Option(help="rows to try it on: .jsonl, .json, .csv, .parquet or a hub name")]
-TaskName = Annotated[str, typer.Option(help="whose prompts and gold answers the rows have")]
+TaskName = Annotated[str, typer.Option(help="task that provides prompts and gold answers")]
 JudgeSettings = Annotated[
     list[str] | None, typer.Argument(metavar="[name=value]...", help="of a judge: url, model, rubric, mode ...")
 ]
@@ -75,7 +75,7 @@ def reward_test(
     num_rows: Annotated[int, typer.Option(min=1, help="how many rows")] = 64,
     timeout: Timeout = 60.0,
 ) -> int:
-    """Judge gold answers, nothing and nonsense: scores, time per call, failures, spread."""
+    """Score gold answers, empty and random texts: scores, time per call, failures, spread."""
     from tinyrl.rewards.judge import JudgeReward
     from tinyrl.rewards.trial import render, render_judge, try_function, try_judge
 
@@ -99,7 +99,7 @@ def reward_attack(
     num_rows: Annotated[int, typer.Option(min=2, help="how many rows")] = 8,
     timeout: Timeout = 60.0,
 ) -> int:
-    """Look for texts that score high and are wrong, before a policy finds them. Exits with 3 where there are some."""
+    """Look for texts that score high and are wrong, before a policy finds them. Exits with 3 if there are some."""
     from tinyrl.rewards.attack import attack, render
 
     reward = _reward(use, settings or [], timeout)
@@ -121,7 +121,7 @@ def _rows(task: str, data: str, num_rows: int) -> tuple[Task, list[Row]]:
 
 
 def _reward(use: str, settings: list[str], timeout: float) -> FunctionReward | JudgeReward:
-    """A person's function, or a judge as `settings` have it; not started."""
+    """Make the reward of a function, or of a judge as `settings` have it; it is not started."""
     import yaml
 
     from tinyrl.config.recipe import build_config
@@ -153,7 +153,7 @@ def environment_test(
     timeout: Annotated[
         float | None, typer.Option(min=0.1, max=1e6, help="seconds a call may take; 30, python 5")
     ] = None,
-    max_observation_tokens: Annotated[int, typer.Option(min=1, help="after so many, a reply is cut")] = 256,
+    max_observation_tokens: Annotated[int, typer.Option(min=1, help="length at which a reply is cut")] = 256,
 ) -> int:
     """Answer scripted turns (gold answers, calls, nothing, nonsense): replies, time per call, failures, repeatable."""
     from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS, EnvironmentConfig
@@ -163,7 +163,7 @@ def environment_test(
     from tinyrl.workers.loading import parse_use
 
     if len(use) > 1 and not tools:
-        raise ValueError(f"one environment at a time, and these are {len(use)}; of several tools, say --tools")
+        raise ValueError(f"one environment at a time, and these are {len(use)}; several tools need --tools")
     for each in use if tools or use[0] not in BUILT_IN_ENVIRONMENTS else []:
         parse_use(each, setting="environment.tools" if tools else "environment.use", classes=True)
     graded_as, rows = _rows(task, data, num_rows)
