@@ -161,3 +161,23 @@ def test_refusals() -> None:
         clipped_policy_loss(args[0], args[1], torch.zeros(8), args[3], clip_eps=0.2)
     with pytest.raises(AssertionError, match="returns"):
         clipped_value_loss(args[0], args[1], torch.zeros(6), args[3], value_clip_eps=0.2)
+
+
+def test_garbage_under_false_reaches_neither_loss_nor_gradient() -> None:
+    """NaN and numbers near the largest, in every tensor: the same loss, and gradients that are 0 there."""
+    batch = random_batch()
+    losses = {
+        "clipped": lambda x, b: clipped_policy_loss(x, b["old_logprobs"], b["advantages"], b["mask"], clip_eps=0.2),
+        "cispo": lambda x, b: cispo_loss(x, b["old_logprobs"], b["advantages"], b["mask"], ratio_cap=1.2),
+        "value": lambda x, b: clipped_value_loss(x, b["old_logprobs"], b["advantages"], b["mask"], value_clip_eps=0.3),
+        "kl": lambda x, b: kl_loss(k3(x, b["old_logprobs"]), b["mask"]),
+    }
+    for name, loss_of in losses.items():
+        found = []
+        for garbage in (0.0, NAN, 3e38):
+            dirty = {k: v if k == "mask" else v.masked_fill(~batch["mask"], garbage) for k, v in batch.items()}
+            x = dirty["logprobs"].clone().requires_grad_()
+            loss, _ = loss_of(x, dirty)
+            (gradient,) = torch.autograd.grad(loss, x)
+            found.append((loss.item(), gradient.tolist()))
+        assert found[0] == found[1] == found[2], name
