@@ -7,10 +7,9 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from tinyrl.starter.text import NAMES
-
 from tinyrl.config.schema import Config
 from tinyrl.runs.run_dir import RunDir
+from tinyrl.tasks.lookup import NAMES
 
 PROMPTS, GROUP = 6, 2
 READ = 8  # tokens of an answer, at most
