@@ -283,12 +283,6 @@ def test_a_whole_number_is_a_number():
             {"grpo": {"mismatch": "token-mask", "mismatch_floor": 0.5, "mismatch_cap": 0.5}},
             "grpo.mismatch_cap=0.5 must be above grpo.mismatch_floor=0.5",
         ),
-        (
-            "ppo",
-            {"ppo": {"entropy_target": 1.0, "entropy_coef": 2.0}},
-            "ppo.entropy_coef=2.0 starts above ppo.entropy_coef_max=1.0",
-        ),
-        ("grpo", {"grpo": {"entropy_target": 1.0, "entropy_coef": 2.0}}, "grpo.entropy_coef=2.0 starts above"),
         ("dpo", {"reference": {"kind": "none"}}, "reference.kind=none leaves dpo.loss=sigmoid nothing to measure"),
         ("dpo", {"dpo": {"loss": "kto", "batch_size": 1}}, "dpo.batch_size=1 leaves dpo.loss=kto no answers of other"),
         ("ppo", {"ppo": {"ptx_coef": 0.5}}, "ppo.ptx_coef=0.5 needs ppo.ptx_data: rows of text"),

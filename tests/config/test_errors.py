@@ -215,7 +215,6 @@ def test_familiar_names_are_answered(values: dict[str, Any], method: str, expect
         ("algorithm.adv_estimator=gae", "ppo", "it is the method (`tinyrl train ppo` for gae"),
         ("algorithm.gamma=1.0", "ppo", "`algorithm.gamma` is `ppo.gamma` here"),
         ("algorithm.lam=0.9", "ppo", "`lam` is `ppo.gae_lambda` here"),
-        ("algorithm.lam_critic=1.0", "ppo", "`lam_critic` is `ppo.critic_gae_lambda` here"),
         ("critic.cliprange_value=0.5", "ppo", "`cliprange_value` is `ppo.value_clip_eps` here"),
         ("normalize_advantage=false", "ppo", "`normalize_advantage` is `ppo.whiten_advantages` here"),
         ("pretrain_data=x", "ppo", "`pretrain_data` is `ppo.ptx_data` here"),
@@ -253,7 +252,6 @@ def test_familiar_names_are_answered(values: dict[str, Any], method: str, expect
         ),
         ("actor_rollout_ref.actor.entropy_coeff=0.01", "grpo", "`entropy_coeff` is `grpo.entropy_coef` here"),
         ("actor_rollout_ref.actor.tis_imp_ratio_cap=2", "grpo", "`tis_imp_ratio_cap` is `grpo.mismatch_cap` here"),
-        ("use_adaptive_entropy=true", "ppo", "`use_adaptive_entropy` is `ppo.entropy_target` here, in nats"),
         ("num_train_epochs=3", "grpo", "`num_train_epochs` is `run.num_steps` here, in steps: one step takes num_pro"),
     ],
 )

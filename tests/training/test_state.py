@@ -18,7 +18,7 @@ def written(tmp_path: Path) -> tuple[Path, CheckpointState]:
         step=7,
         phase="evaluation",
         values={"reward/mean": math.nan, "completion/tokens": 96},
-        controllers=Controllers(kl_coef=0.07, exact_sampling=True, failing_batches=1, entropy_coef=0.1, entropy=1 / 3),
+        controllers=Controllers(kl_coef=0.07, exact_sampling=True, failing_batches=1),
         best=Best(step=5, value=0.5),
         skipped=1,
         loss_scale={

@@ -59,19 +59,6 @@ def gae(
 
 
 @torch.no_grad()
-def length_adaptive_lambda(mask: Tensor, *, alpha: float) -> Tensor:
-    """The lambda of a response of n tokens: 1 - 1 / (alpha n), and 0 where that is negative.
-
-    VAPO (2504.05118) section 4.2, alpha 0.05: the weights lambda^l of a long response then sum to alpha n, so that a
-    reward at its end is still seen at its start.
-    mask: (B, T), n the True tokens of a row -> (B,). Raises AssertionError on shapes and alpha <= 0.
-    """
-    assert_shapes(mask)
-    assert alpha > 0, f"alpha is {alpha}"
-    return 1.0 - 1.0 / (alpha * mask.sum(dim=1)).clamp(min=1.0)
-
-
-@torch.no_grad()
 def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
     """Discounted return of each token: R[t] = r[t] + gamma R[t'], t' the next True token after t, R = 0 after the last.
 

@@ -1,4 +1,4 @@
-"""Per-token KL estimators, and the controllers that steer the weights of KL and entropy.
+"""Per-token KL estimators, and the controller that adapts the weight of the KL.
 
 The estimators of joschu.net/blog/kl-approx for KL(policy || reference), on tokens sampled from the policy. What
 differs: the log-ratio of k3 is clamped so that it cannot overflow (below), and an infinite or NaN difference (padding
@@ -69,33 +69,6 @@ def next_kl_coef(kl_coef: float, *, observed_kl: float, target_kl: float, horizo
         raise ValueError(f"observed_kl is {observed_kl}: the KL weight cannot follow a number that is not finite")
     error = min(max(observed_kl / target_kl - 1.0, -0.2), 0.2)
     return kl_coef * (1.0 + error * num_samples / horizon)
-
-
-def next_entropy_coef(
-    entropy_coef: float, *, observed_entropy: float, target_entropy: float, step: float, largest: float
-) -> float:
-    """c after a step: up by `step` where the entropy is below its target, down where it is above, in [0, largest].
-
-    Skywork-OR1 (2505.22312), "adaptive entropy control": with e[k] the mean entropy of a token in step k,
-
-        alpha[k] = c[k] if e[k] <= target else 0                                   `applied_entropy_coef`
-        c[k + 1] = c[k] + step if e[k] < target, c[k] - step if e[k] > target
-
-    alpha is what the bonus of losses.entropy_bonus is multiplied by. What differs: c stays within 0 and a largest
-    value; callers hand in the entropy of the step before, which an update measures at no cost.
-    observed_entropy, target_entropy: nats per token, all floats -> float. Raises ValueError when observed_entropy is
-    not finite.
-    """
-    if not math.isfinite(observed_entropy):
-        raise ValueError(f"observed_entropy is {observed_entropy}: a weight cannot follow a number that is not finite")
-    if observed_entropy < target_entropy:
-        return min(entropy_coef + step, largest)
-    return max(entropy_coef - step, 0.0) if observed_entropy > target_entropy else entropy_coef
-
-
-def applied_entropy_coef(entropy_coef: float, *, observed_entropy: float | None, target_entropy: float) -> float:
-    """alpha: c while the entropy is at most its target, else 0; 0 before it was first observed (None)."""
-    return entropy_coef if observed_entropy is not None and observed_entropy <= target_entropy else 0.0
 
 
 def _of_difference(logprobs: Tensor, ref_logprobs: Tensor, estimator: Callable[[Tensor], Tensor]) -> Tensor:

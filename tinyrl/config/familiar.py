@@ -27,9 +27,7 @@ FAMILIAR = _by_setting({
     "grpo.clip_eps_high": "epsilon_high clip_ratio_high", "grpo.dual_clip": "delta clip_ratio_c",
     "ppo.clip_eps": "cliprange", "ppo.value_clip_eps": "cliprange_value value_clip clip_range_vf",
     "ppo.value_coef": "vf_coef", "ppo.gae_lambda": "lam lambd lam_actor", "ppo.gamma": "algorithm.gamma",
-    "ppo.entropy_coef": "entropy_coeff entropy_loss_coef", "ppo.entropy_target": "use_adaptive_entropy tgt_entropy",
-    "ppo.entropy_coef_step": "entropy_coef_delta delta_ent_coef", "ppo.entropy_coef_max": "max_ent_coef",
-    "ppo.critic_gae_lambda": "lam_critic", "ppo.whiten_advantages": "normalize_advantage norm_adv",
+    "ppo.entropy_coef": "entropy_coeff entropy_loss_coef", "ppo.whiten_advantages": "normalize_advantage norm_adv",
     "ppo.whiten_rewards": "ppo_whiten_rewards", "ppo.ptx_coef": "ptx_coeff unsup_coef",
     "ppo.ptx_data": "pretrain_data ptx_datasets unsupervised_dataset_name",
     "ppo.num_epochs": "num_ppo_epochs ppo_epochs", "grpo.num_epochs": "num_iterations",
@@ -106,7 +104,6 @@ REMARKS = _by_name({
     "vllm_importance_sampling_mode vllm_importance_sampling_correction rollout_correction.rollout_is":
         ": token, sequence, token-mask, sequence-mask or none",
     "rollout_correction.rollout_rs": ": token-mask or sequence-mask",
-    "use_adaptive_entropy": ", in nats per token; null: entropy_coef stays as it is",
     "enable_thinking": ": {enable_thinking: true}, or any other variable of the template",
 })  # fmt: skip
 

@@ -79,10 +79,7 @@ class OnPolicySection(Section):
     kl_coef: NonNegativeFloat = Field(description="of the KL to the reference; adaptive: where it starts; 0: none")
     kl_placement: Literal["loss", "reward"] = Field(description="a term of the loss, or of the reward")
     kl_estimator: Literal["k1", "k2", "k3"] = Field(description="k1 in the reward, k3 or k2 in the loss")
-    entropy_coef: NonNegativeFloat = Field(default=0.0, description="of the entropy bonus; with a target: its start")
-    entropy_target: PositiveFloat | None = Field(default=None, description="nats per token to steer entropy_coef to")
-    entropy_coef_step: PositiveFloat = Field(default=0.005, description="how far a step moves a steered entropy_coef")
-    entropy_coef_max: PositiveFloat = Field(default=1.0, description="most that a steered entropy_coef comes to")
+    entropy_coef: NonNegativeFloat = Field(default=0.0, description="weight of the entropy bonus")
 
     @property
     def batch_size(self) -> int:
@@ -128,8 +125,6 @@ class PpoConfig(OnPolicySection):
     preset: Literal["ppo", "a2c"] = Field(default="ppo", description="gives the fields here their defaults")
     value_clip_eps: PositiveFloat | None = Field(description="values moving further gain nothing; null: plain square")
     gae_lambda: Share = Field(description="lambda of generalised advantage estimation")
-    critic_gae_lambda: Share | None = Field(default=None, description="of the critic (VC-PPO: 1); null: gae_lambda")
-    gae_lambda_alpha: PositiveFloat | None = Field(default=None, description="lambda = 1 - 1 / (alpha * tokens) (VAPO)")
     whiten_advantages: bool = Field(description="centre advantages and scale them to unit variance, once per rollout")
     bootstrap_truncated: bool = Field(default=False, description="value of the end for a response that is cut off")
     kl_controller: KlController = Field(default="fixed", description="keep kl_coef, or steer it towards target_kl")

@@ -238,9 +238,6 @@ def _sampling(config: Config) -> Iterator[str]:
         most = min(size, total)
         fits = next((n for n in range(most, max(0, most - 10_000), -1) if total % n == 0), 1)
         yield f"{method}.minibatch_size={size} does not divide the {total} sequences of a step; {fits} would, null: all"
-    start, most = section.entropy_coef, section.entropy_coef_max
-    if section.entropy_target is not None and start > most:
-        yield f"{method}.entropy_coef={start} starts above {method}.entropy_coef_max={most}"
 
 
 def _kl(config: Config) -> Iterator[str]:

@@ -98,7 +98,6 @@ class CriticConfig(Section):
     kind: CriticKind | None = Field(default=None, description="null: as at critic.path, or by lora.enabled")
     path: Text | None = Field(default=None, description="a ppo or reward run, or a model; null: model.path")
     warmup: NonNegative = Field(default=1, description="steps at the start that train only the critic")
-    pretrain_steps: NonNegative = Field(default=0, description="first steps, on returns of lambda 1 (VC-PPO)")
 
 
 class TeacherConfig(Section):

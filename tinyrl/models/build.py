@@ -10,7 +10,7 @@ What a critic starts from:
     a ppo run               its own   that run's critic                               that critic's
 
 A reward model scores finished texts, so as a critic it is biased on unfinished ones until it has been trained
-(critic.pretrain_steps; VC-PPO, 2503.01491).
+(critic.warmup).
 """
 
 from __future__ import annotations

@@ -273,7 +273,7 @@ def entropy_collapse(run: Run) -> Finding | None:
         "entropy collapse",
         f"The entropy has fallen from {start:.3g} to {end:.2g} nats a token, with the reward at {reward:.3g}: samples "
         "hardly differ, so nothing better can be found.",
-        f"Keep some of it, from an earlier checkpoint on: {section}.entropy_target={start / 2:.2g}.",
+        f"Keep some of it, from an earlier checkpoint on: {section}.entropy_coef=0.01.",
         {"entropy_start": start, "entropy": end},
         rank=lambda row: -abs(known(row.get("advantage"), 1.0)),
     )
@@ -342,7 +342,7 @@ def idle_critic(run: Run) -> Finding | None:
         "critic explains nothing",
         f"The critic explains {explained:.0%} of the variance of the returns after {len(points)} steps, so advantages "
         "are little else than the rewards' noise.",
-        "Let it learn first: critic.pretrain_steps=10."  # values of one that has never seen a return are noise
+        "Let it learn first: critic.warmup=10."  # values of one that has never seen a return are noise
         if worse
         else f"Let it learn faster: optim.critic_learning_rate{faster}.",
         {"explained_variance": explained},

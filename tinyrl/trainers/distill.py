@@ -56,7 +56,7 @@ class Distill(OnPolicyTrainer):
                     passes = self.passes(rollout, rows, sizes, settings)
                     session.metrics.add(session.updater.step(passes, train=["policy"]))
             self.record(rollout, rollout.advantages, step)
-            session.end_step(**self.count_flat(rollout), **self.steer_entropy())
+            session.end_step(**self.count_flat(rollout))
 
     def responses(self, step: int) -> Rollout:
         """The step's rollout: sampled, and for the rest of distill.on_policy the answers of the rows themselves."""

@@ -51,7 +51,7 @@ class Grpo(OnPolicyTrainer):
                     self.watch_sampling(metrics)
                     session.metrics.add(metrics)
             self.record(rollout, rollout.advantages, step)
-            session.end_step(**self.count_flat(rollout), **self.steer_entropy())
+            session.end_step(**self.count_flat(rollout))
 
 
 def sample_groups(trainer: OnPolicyTrainer, config: GrpoConfig, step: int) -> tuple[Rollout, dict[str, float]]:

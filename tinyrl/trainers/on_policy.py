@@ -8,7 +8,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tinyrl.algorithms.kl import applied_entropy_coef, next_entropy_coef
 from tinyrl.algorithms.masking import masked_mean
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import keyed_order
@@ -235,7 +234,6 @@ class OnPolicyTrainer(SamplingParts, Trainer):
             temperature=generation.temperature,
             max_new_tokens=generation.max_new_tokens,
             kl_coef=kl_coef if in_loss else 0.0,
-            entropy_coef=self.entropy_coef,
             teacher_coef=self.teacher_coef,
             weigh_mismatch=not self.samples_exactly,
         )
@@ -244,36 +242,6 @@ class OnPolicyTrainer(SamplingParts, Trainer):
     def teacher_coef(self) -> float:
         step, num_steps, teacher = self.state.step, self.config.run.num_steps, self.config.teacher
         return teacher.coef * rate_factor(teacher.coef_schedule, step, num_steps=num_steps, warmup_steps=0)
-
-    @property
-    def entropy_coef(self) -> float:
-        """The weight of the entropy bonus: as it is set, or steered to a target entropy."""
-        section, controllers = self.config.on_policy, self.state.controllers
-        if section.entropy_target is None:
-            return section.entropy_coef
-        return applied_entropy_coef(
-            section.entropy_coef if controllers.entropy_coef is None else controllers.entropy_coef,
-            observed_entropy=controllers.entropy,
-            target_entropy=section.entropy_target,
-        )
-
-    def steer_entropy(self) -> dict[str, float]:
-        """Set the next step's weight by the entropy that this step's updates saw; metrics: policy/entropy_coef."""
-        section, controllers = self.config.on_policy, self.state.controllers
-        if section.entropy_target is None:
-            return {}
-        used = self.entropy_coef
-        if "policy/entropy" in self.session.metrics.sums:
-            total, count = self.session.metrics.sums["policy/entropy"]
-            controllers.entropy = total / count
-            controllers.entropy_coef = next_entropy_coef(
-                section.entropy_coef if controllers.entropy_coef is None else controllers.entropy_coef,
-                observed_entropy=controllers.entropy,
-                target_entropy=section.entropy_target,
-                step=section.entropy_coef_step,
-                largest=section.entropy_coef_max,
-            )
-        return {"policy/entropy_coef": used}
 
     def read_teacher(self, rollout: Rollout) -> dict[str, float]:
         """Let the teacher read a rollout, where there is one; its metrics."""

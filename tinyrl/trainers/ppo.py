@@ -8,15 +8,13 @@ Schulman et al. (1707.06347), with the reward shaping of Ziegler et al. (1909.08
         3. reward of a token: -kl_coef * KL to the reference, and the score on the last token
         4. advantages by GAE, whitened over the step
         5. for each epoch, for each minibatch: clipped policy loss, clipped value loss, an optimizer step each
-        6. adapt kl_coef to the KL observed, and entropy_coef to the entropy
+        6. adapt kl_coef to the KL observed
 
 What differs from the papers: gamma is 1 by default and the value after the last token 0 (ppo.bootstrap_truncated takes
 the critic's for a response that was cut off, by max_new_tokens or by max_turns); policy and critic have their own
 gradient norms and learning rates (except with critic.kind=shared, where the value loss moves the policy's backbone too,
 weighted by ppo.value_coef). The first critic.warmup rollouts train only the critic: against a critic that knows
-nothing, advantages are noise. The first critic.pretrain_steps do too, and regress on returns of lambda 1, into which no
-value of the critic's own enters but that of a bootstrapped end: the value pretraining of VC-PPO (2503.01491) and VAPO
-(2504.05118).
+nothing, advantages are noise.
 
 A2C (ppo.preset=a2c) is PPO with one epoch of one minibatch, lambda 1, advantages as they are and a plain square for the
 value: the ratio is 1 and never clipped, so what is left is the policy gradient (Huang et al., 2205.09123). Its
@@ -38,12 +36,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from tinyrl.algorithms.advantages import gae, length_adaptive_lambda
+from tinyrl.algorithms.advantages import gae
 from tinyrl.algorithms.kl import next_kl_coef
 from tinyrl.algorithms.losses import Metrics, clipped_value_loss
 from tinyrl.algorithms.masking import masked_mean, masked_whiten
@@ -148,12 +145,12 @@ class Ppo(OnPolicyTrainer):
             rewards, mask = shaped_rewards(rollout, config, kl_coef=kl_coef), rollout.loss_mask
             # 4. Advantages, and the returns that the critic is to predict.
             assert rollout.values is not None
-            pretraining = step < critic.pretrain_steps
-            advantages, returns = advantages_and_returns(rollout, rewards, config, pretraining=pretraining)
+            more = {"gamma": config.gamma, "gae_lambda": config.gae_lambda, "final_values": rollout.final_values}
+            advantages, returns = gae(rewards, rollout.values, mask, **more)
             rollout.advantages = masked_whiten(advantages, mask) if config.whiten_advantages else advantages
             rollout.returns = returns
             # 5. Minibatches, each an optimizer step of the policy and of the critic.
-            warming_up = pretraining or step < critic.warmup
+            warming_up = step < critic.warmup
             with session.timed("update"):
                 stopped = update(session, self, rollout, kl_coef=kl_coef, warming_up=warming_up)
             # 6. A KL above its target gets a larger weight from the next step on, one below it a smaller.
@@ -163,7 +160,7 @@ class Ppo(OnPolicyTrainer):
             ended = {"policy/early_stop": float(stopped)}
             if mask.any():
                 ended["value/explained_variance"] = explained_variance(rollout.values, returns, mask)
-            session.end_step(**ended, **self.count_flat(rollout), **self.steer_entropy())
+            session.end_step(**ended, **self.count_flat(rollout))
 
 
 def shaped_rewards(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> Tensor:
@@ -179,22 +176,6 @@ def shaped_rewards(rollout: Rollout, config: PpoConfig, *, kl_coef: float) -> Te
     if config.whiten_rewards:
         rewards = torch.where(mask, masked_whiten(rewards, mask) + masked_mean(rewards, mask), 0.0)
     return rewards
-
-
-def advantages_and_returns(
-    rollout: Rollout, rewards: Tensor, config: PpoConfig, *, pretraining: bool = False
-) -> tuple[Tensor, Tensor]:
-    """(advantages for the policy, returns for the critic), each (B, T), by one lambda or by two: the policy's may
-    depend on the length of a response (VAPO, 2504.05118), the critic's be its own (VC-PPO, 2503.01491) and is 1 while
-    it pretrains.
-    """
-    mask, alpha = rollout.loss_mask, config.gae_lambda_alpha
-    assert rollout.values is not None
-    estimate = partial(gae, rewards, rollout.values, mask, gamma=config.gamma, final_values=rollout.final_values)
-    policy_lambda = config.gae_lambda if alpha is None else length_adaptive_lambda(mask, alpha=alpha)
-    critic_lambda = 1.0 if pretraining else config.critic_gae_lambda
-    advantages, returns = estimate(gae_lambda=policy_lambda)
-    return advantages, returns if critic_lambda is None else estimate(gae_lambda=critic_lambda)[1]
 
 
 def update(session: Session, trainer: Ppo, rollout: Rollout, *, kl_coef: float, warming_up: bool) -> bool:

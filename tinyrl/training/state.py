@@ -75,8 +75,6 @@ class Controllers(_Strict):
     kl_coef: Annotated[Finite, Field(ge=0)] | None = None  # PPO's weight of the KL, which may adapt
     exact_sampling: bool | None = None  # sampling log-probabilities are training's; None: not measured yet
     measured_on: str = ""  # engine, device and precision that exact_sampling is of
-    entropy_coef: Annotated[Finite, Field(ge=0)] | None = None  # weight of the entropy bonus, where it is steered
-    entropy: Finite | None = None  # of a token in the step before; None: not measured yet
     pass_rates: dict[str, Annotated[list[Finite], Field(min_length=3, max_length=3)]] = Field(
         default_factory=dict  # of rows by fingerprint: completions that were right, wrong, in which step
     )
