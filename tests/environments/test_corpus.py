@@ -174,7 +174,7 @@ def test_one_corpus_serves_many_threads(woods: Corpus):
         (b'{"title": "a", "text": ["a", "b"]}', "a.jsonl:2: a passage is a row"),
         (b'{"contents": " "}', "a.jsonl:2: an empty passage"),
         (b'["contents"]', "a.jsonl:2: a row is an object"),
-        (b'{"contents": "\\ud800"}', "a.jsonl:2: half a character"),
+        (b'{"contents": "\\ud800"}', "a.jsonl:2: invalid Unicode"),
         (b'{"contents": "\xe9"}', "a.jsonl:2: not UTF-8: byte 0xe9"),
     ],
 )

@@ -139,7 +139,7 @@ def _check(node: yaml.Node, path: KeyPath, where: Where, places: dict[str, str],
     elif tag == "int" and len(node.value.lstrip("+-")) > (MAX_HEX if "x" in node.value else MAX_DIGITS):
         raise ValueError(f"{place}: the number {shortened(node.value)} has more than {MAX_DIGITS} digits")
     elif any("\ud800" <= character <= "\udfff" for character in node.value):
-        raise ValueError(f"{place}: half a character (a lone surrogate) in {shortened(repr(node.value))}")
+        raise ValueError(f"{place}: invalid Unicode (lone surrogate) in {shortened(repr(node.value))}")
 
 
 def _check_key(node: yaml.Node, path: KeyPath, where: Where, places: dict[str, str]) -> None:
