@@ -267,6 +267,9 @@ def test_a_special_token_without_a_row_is_refused_where_a_row_holds_it(tiny: Tin
     check_vocabulary(tokenizer, model, path="a")
     with pytest.raises(ValueError, match=r"row 2 holds '<image>' \(token 258\), .* no embedding: it has 258 rows"):
         check_ids([[0, 257], [5, 258]], tokenizer, model)
+    check_vocabulary(tokenizer, model, path="critic", sampled=258)
+    with pytest.raises(ValueError, match=r"258 rows: there is none for '<image>' \(token 258\)"):
+        check_vocabulary(tokenizer, model, path="critic", sampled=300)  # a policy with that many rows can sample it
 
 
 def with_tensors(source: Path, folder: Path, more: dict[str, torch.Tensor]) -> str:
