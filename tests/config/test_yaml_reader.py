@@ -98,7 +98,7 @@ def test_scalars_are_read_as_people_mean_them(text: str, value: Any):
         ("a: 1000000000000000000\n", "f.yaml:1: the number 1000000000000000000 has more than 18 digits"),
         ("a: 0xfffffffffffffff\n", "f.yaml:1: the number 0xfffffffffffffff has more than 18 digits"),
         ("a: 0b_\n", "f.yaml: broken YAML: invalid literal for int() with base 2: ''"),
-        ('a: "\\ud800"\n', "f.yaml:1: half a character (a lone surrogate) in '\\ud800'"),
+        ('a: "\\ud800"\n', "f.yaml:1: invalid Unicode (lone surrogate) in '\\ud800'"),
         ("a: " + "[" * 20 + "]" * 20, "f.yaml:1: nested too deep"),
         ("[" * 5000, "f.yaml: broken YAML: nested too deep"),
     ],
