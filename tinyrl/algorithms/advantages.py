@@ -37,8 +37,7 @@ def gae(
     t' is the next True token after t in the row; after the last, A[t'] = 0 and V[t'] is the row's final value, the
     value of what would have followed a response that was cut off (None: 0 for all). That is, over True tokens,
     A[t] = sum_l (gamma gae_lambda)^l delta[t + l]: Schulman et al. (1506.02438) Eq. 16, PPO (1707.06347) Eq. 11, 12.
-    V[b, t] is the value before token t is chosen. A policy and a critic may each have a lambda of their own (VC-PPO,
-    2503.01491): the advantages of one call, the returns of another.
+    V[b, t] is the value before token t is chosen.
     rewards, values, mask: (B, T), final_values: (B,), gae_lambda: a number, or (B,), one for each row -> two (B, T),
     [b, t] with b in [0, B), t in [0, T); 0 on False tokens. Raises AssertionError on shapes.
     """

@@ -92,10 +92,10 @@ def leave_out(rows: list[Row], reasons: list[str | None], notes: list[str]) -> N
     why = Counter(filter(None, reasons))
     what = f"{why.total():,} of {len(rows):,} rows ({', '.join(f'{n:,} with {reason}' for reason, n in why.items())})"
     if why and why.total() == len(rows):
-        raise ValueError(f"no usable rows: {what} teach nothing")
+        raise ValueError(f"no usable rows: {what}")
     if why:
         first = next(row for row, reason in zip(rows, reasons, strict=True) if reason)
-        notes.append(f"warning: {what} teach nothing and are left out, the first is {beginning(first)}")
+        notes.append(f"warning: {what} are left out; the first is {beginning(first)}")
 
 
 # ---- texts and conversations ----

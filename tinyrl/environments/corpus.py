@@ -1,8 +1,8 @@
-"""A corpus searched by BM25 (Robertson and Zaragoza 2009): an SQLite FTS5 index, made once and kept beside the file.
+"""A corpus searched by BM25 (Robertson and Zaragoza 2009): an SQLite FTS5 index, built once and kept beside the file.
 
-The index holds the passages too, so nothing reads the corpus once it is open. It is made again where the size or time
-of the corpus differ from those it was made of. A new index replaces the old one by a rename: a process that has the old
-one open goes on reading that, and a kill leaves no half index under its name.
+The index holds the passages too, so nothing reads the corpus once the index is open. It is rebuilt when the corpus's
+size or modification time has changed. A new index replaces the old one by a rename: a process that has the old one open
+goes on reading it, and a kill leaves no half-written index under its name.
 
 Differs from Lucene's BM25 with English analysis in small ways: the same k1 = 1.2 and b = 0.75, Porter's stemmer and
 stop words (of a query only), but a word found in half the passages or more weighs next to nothing. Words are what
@@ -106,7 +106,7 @@ READERS: dict[str, Callable[[str], Iterator[tuple[str, Row]]]] = {".jsonl": _rea
 # ---- The index ----
 
 LEFT_S = 3600.0  # an unfinished index that was not written to for so long has no writer any more
-FORMAT = 3  # of the index; another one is made again
+FORMAT = 3  # of the index; one of another format is rebuilt
 TOKENIZER = "porter unicode61 remove_diacritics 2"
 MAX_QUERY_CHARS = 1000  # a policy may ask anything
 MAX_WORDS = 64
@@ -162,7 +162,7 @@ class Corpus:
             with self._lock:
                 return [self._best(query, top_k) for query in queries]
         except sqlite3.Error as error:
-            raise SearchFailed(f"{self.index}: {error}; delete this index, and it is made again") from error
+            raise SearchFailed(f"{self.index}: {error}; delete this index to rebuild it") from error
 
     def close(self) -> None:
         self._connection.close()

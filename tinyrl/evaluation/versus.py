@@ -154,7 +154,7 @@ def _sampled(
 def _evaluated_other(
     path: str, ours: Side, prompts: list[PreparedPrompt], asked: Asked, *, options: Options
 ) -> Evaluated:
-    """Load another side, evaluate it, and let go of its model again."""
+    """Load another side, evaluate it, and free its model."""
     theirs = _other(path, ours, asked=asked, options=options)
     try:
         return Evaluated(theirs.name, prompts, _evaluated(theirs, prompts, asked))

@@ -9,8 +9,8 @@ What a critic starts from:
     a reward run, full      separate  that model                                      its score head
     a ppo run               its own   that run's critic                               that critic's
 
-A reward model scores finished texts, so as a critic it is biased on unfinished ones until it has been trained
-(critic.warmup).
+A reward model scores finished texts, so as a critic it is biased on unfinished ones until it has been trained,
+which is what critic.warmup is for.
 """
 
 from __future__ import annotations

@@ -145,8 +145,14 @@ class Ppo(OnPolicyTrainer):
             rewards, mask = shaped_rewards(rollout, config, kl_coef=kl_coef), rollout.loss_mask
             # 4. Advantages, and the returns that the critic is to predict.
             assert rollout.values is not None
-            more = {"gamma": config.gamma, "gae_lambda": config.gae_lambda, "final_values": rollout.final_values}
-            advantages, returns = gae(rewards, rollout.values, mask, **more)
+            advantages, returns = gae(
+                rewards,
+                rollout.values,
+                mask,
+                gamma=config.gamma,
+                gae_lambda=config.gae_lambda,
+                final_values=rollout.final_values,
+            )
             rollout.advantages = masked_whiten(advantages, mask) if config.whiten_advantages else advantages
             rollout.returns = returns
             # 5. Minibatches, each an optimizer step of the policy and of the critic.

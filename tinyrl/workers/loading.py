@@ -82,8 +82,8 @@ def parse_use(use: str, *, setting: str = "reward.functions: use", classes: bool
             defined_here(source)
         except KeyError:
             raise ValueError(
-                f"{setting} '{use}': a notebook or script defined this function, and this process has no such one; "
-                "run the cell that defines it and go on there, or put it into a file"
+                f"{setting} '{use}': a notebook or script defined this function, and it does not exist in this "
+                "process; resume where it is defined, or move it to a file"
             ) from None
         return source
     if place.endswith(".py") or "/" in place:
