@@ -19,10 +19,10 @@ def test_lines_are_whole_and_wait_until_someone_takes_them() -> None:
     assert taken[1:] == ["score: three\n", "score: \xe9\nscore: \ufffd\n"]
 
 
-def test_secrets_and_control_characters_are_not_passed_on() -> None:
+def test_logins_of_urls_and_control_characters_are_not_passed_on() -> None:
     output = Printed("judge")
-    output.add(b"\x1b[31mcalling with api_key=abc123 and more\n")
-    assert list(output.kept) == ["judge: [ESC][31mcalling with api_key=[redacted] and more"]
+    output.add(b"\x1b[31mcalling http://me:abc123@host/x and more\n")
+    assert list(output.kept) == ["judge: [ESC][31mcalling http://***@host/x and more"]
 
 
 def test_of_a_flood_the_beginning_is_kept() -> None:
