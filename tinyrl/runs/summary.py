@@ -17,7 +17,7 @@ from tinyrl.text import number, one_line, visible
 
 @dataclass(frozen=True)
 class Listed:
-    """One checkpoint: its step, bytes on disk, the run's best_metric at that step (None: not evaluated there), and what
+    """One checkpoint: its step, bytes on disk, its held-out reward (None: not evaluated there), and what
     is wrong with it (None: it verifies).
     """
 
