@@ -145,9 +145,9 @@ def test_a_reward_adapter_judges_its_own_vocabulary_only(tmp_path: Path) -> None
     rest: dict[str, Any] = {"roles": None, "micro_batches": None, "policy_format": TextFormat()}
     scorer = Scorer(RewardConfig(model=str(tmp_path)), task, tokenizer=tiny_tokenizer(), **rest)
     same = tiny_tokenizer()
-    assert scorer.reading(same).tokenizer is same
+    assert scorer.with_tokenizer(same).tokenizer is same
     with pytest.raises(ValueError, match="another vocabulary"):
-        scorer.reading(tiny_tokenizer(pad_is_eos=True))
+        scorer.with_tokenizer(tiny_tokenizer(pad_is_eos=True))
 
 
 @pytest.mark.parametrize("split", ["eval", "train"])
