@@ -206,7 +206,7 @@ class SamplingParts(Parts):
         if judge is None:
             self.scorer = load_scorer(config, self.task, parts=self, options=options, runner=self.runner)
         else:
-            self.scorer = judge.reading(self.tokenizer)
+            self.scorer = judge.with_tokenizer(self.tokenizer)
         stop = [*config.generation.stop, *(self.runner.environment.stop if self.runner else ())]
         self.engine: SamplingEngine
         prompts = [len(p.tokens) for p in (*self.train_prompts, *self.eval_prompts)]
