@@ -29,7 +29,7 @@ from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.select import select_engine
 from tinyrl.generation.slots import Slots
 from tinyrl.models.batches import backbone_of, fuses
-from tinyrl.models.fused_backbone import reads_like_llama
+from tinyrl.models.layers import reads_like_llama
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.roles import Roles

@@ -11,7 +11,7 @@ from tests.models.building import stir
 from tests.models.test_fused_half import HALVES, MAKE, error, gradients, widened
 from tests.tiny_models import sharp_model
 from tinyrl.models.batches import all_states, fuses, library_states
-from tinyrl.models.device import TIMES_THE_LIBRARY
+from tinyrl.models.checks import TIMES_THE_LIBRARY
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ SAYS = {
     "a billion layers": r"config\.json: num_hidden_layers=1000000000",
     "weights cut at the end": r"model\.safetensors",
     "config null": r"config\.json",
-    "pad_token_id beyond the vocabulary": r"config\.json .*pad_token_id is 258",
+    "pad_token_id beyond the vocabulary": r"config\.json: .*Padding_idx",
     "tokenizer one word more": r"'zzzz' \(token 258\)",
     "eos a number": r"tokenizer_config\.json",
     "r a billion": "r=1000000000",

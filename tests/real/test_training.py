@@ -8,7 +8,7 @@ import torch
 from tests.models.building import full_roles, lora_roles
 from tests.models.test_fused_half import error, gradients, widened
 from tinyrl.models.batches import all_states, fuses, library_states
-from tinyrl.models.device import TIMES_THE_LIBRARY
+from tinyrl.models.checks import TIMES_THE_LIBRARY
 
 pytestmark = [pytest.mark.real, pytest.mark.release]
 MAKE = {"lora": lora_roles, "full": full_roles}
