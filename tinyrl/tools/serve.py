@@ -15,7 +15,7 @@ from tinyrl.generation.draws import SamplingParams
 from tinyrl.generation.endpoint import LOCAL, Endpoint, Server
 from tinyrl.generation.engine import LocalEngine, SampledRole, SamplingSettings
 from tinyrl.generation.live import LiveScheduler
-from tinyrl.generation.select import sampling_dtype, select_engine
+from tinyrl.generation.select import select_engine
 from tinyrl.models.roles import load_policy
 from tinyrl.rollout.components import Options, Parts, resolve_threads
 
@@ -74,7 +74,7 @@ def served(
         parts.tokenizer,
         SamplingSettings(generation.temperature, generation.max_new_tokens, max_rows=max_rows),
         wanted="auto" if generation.engine == "server" else generation.engine,
-        dtype=sampling_dtype(generation, parts.roles),
+        dtype=parts.roles.dtype,
         longest=parts.positions,
     )
     assert isinstance(engine, LocalEngine)
