@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import json
 import re
+import runpy
 import shlex
 import subprocess
 from itertools import pairwise
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 
 from tests.tiny_models import tiny_model
 from tinyrl.cli.commands import app
-from tinyrl.config.familiar import FAMILIAR, FAMILIAR_UNDER, UNNEEDED, known_elsewhere, remark
+from tinyrl.config.familiar import known_elsewhere
 from tinyrl.config.recipe import load_config, packaged_recipes
 from tinyrl.config.settings import SECTIONS, fields_of
 from tinyrl.tasks import Task, check_row
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
     path.name: path.read_text(encoding="utf-8") for path in [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
 }
+GENERATED = runpy.run_path(str(ROOT / "docs" / "generate.py"))["PAGES"]
 every_page = pytest.mark.parametrize("page", PAGES)
 COMMANDS = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
 MADE = {"rewards.py", "env.py", "game.py", "tools.py", "guess.py", "double.py", "my-recipe.yaml"}  # by the reader
@@ -172,34 +174,9 @@ def test_the_recipe_of_the_page_loads(tmp_path: Path):
 # ---- tables are the code's own ----
 
 
-def rows_of(table: str) -> list[list[str]]:
-    """The cells of a page's table lines, headings and rules aside."""
-    lines = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("|--")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
-def names_of(cell: str) -> list[str]:
-    return re.findall(r"`([^`]+)`", cell)
-
-
-def test_names_from_elsewhere_are_the_ones_that_are_answered():
-    settings, _, rest = PAGES["coming-from.md"].partition("## Under `tinyrl train dpo`")
-    of_dpo, _, rest = rest.partition("## What has no counterpart")
-    unneeded = rest.partition("## What is elsewhere")[0]
-
-    def mapping(part: str) -> dict[str, tuple[str, str]]:
-        found = [row for row in rows_of(part) if len(row) == 3 and row[0] != "elsewhere"]
-        listed = [(name, (names_of(here)[0], remark)) for names, here, remark in found for name in names_of(names)]
-        assert len(listed) == len(dict(listed)), "a name stands twice"
-        return dict(listed)
-
-    def expected(names: dict[str, str], method: str | None = None) -> dict[str, tuple[str, str]]:
-        return {name: (here, remark(name, method=method).lstrip(",: ")) for name, here in names.items()}
-
-    assert mapping(settings) == expected({name: here for name, here in FAMILIAR.items() if not name.startswith("run.")})
-    assert mapping(of_dpo) == expected(FAMILIAR_UNDER["dpo"], "dpo")
-    found = [row for row in rows_of(unneeded) if row[0] != "elsewhere"]
-    assert {name: why for names, why in found for name in names_of(names)} == UNNEEDED
+@pytest.mark.parametrize("page", GENERATED)
+def test_generated_pages_are_up_to_date(page: str):
+    assert PAGES[page] == GENERATED[page](), "run `python docs/generate.py`"
 
 
 def test_every_finding_is_in_the_table():
@@ -211,4 +188,4 @@ def test_every_finding_is_in_the_table():
             sides = [name.body, name.orelse] if isinstance(name, ast.IfExp) else [name]
             found |= {ast.literal_eval(side) for side in sides}
     table = PAGES["see.md"].partition("| finding |")[2].partition("\n\n")[0]
-    assert {row[0] for row in rows_of(table)} == found
+    assert set(re.findall(r"^\| (.+?) \|", table, re.MULTILINE)) == found
