@@ -55,7 +55,7 @@ def settings_page() -> str:
         for name, kind in fields_of(section).items():
             default = dump_plain({name: getattr(defaults, name)}).partition(":")[2]
             lines.append(row(f"`{section}.{name}`", f"`{default.strip()}`", f"{kind['description']} ({allowed(kind)})"))
-            for item, of in fields_of(section, name, 0).items() if "items" in kind else ():
+            for item, of in fields_of(section, name, "0").items() if "items" in kind else ():
                 default = f"`{of['default']}`" if of.get("default") is not None else ""
                 lines.append(row(f"`{section}.{name}[].{item}`", default, f"{of['description']} ({allowed(of)})"))
     lines += [NAMES, *head("there", "here")]
