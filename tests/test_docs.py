@@ -177,5 +177,5 @@ def test_every_finding_is_in_the_table():
             name = call.args[0]
             sides = [name.body, name.orelse] if isinstance(name, ast.IfExp) else [name]
             found |= {ast.literal_eval(side) for side in sides}
-    table = PAGES["see.md"].partition("| finding |")[2].partition("\n\n")[0]
+    table = PAGES["runs.md"].partition("| finding |")[2].partition("\n\n")[0]
     assert set(re.findall(r"^\| (.+?) \|", table, re.MULTILINE)) == found
