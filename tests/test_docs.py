@@ -155,7 +155,7 @@ def test_the_task_of_the_page_is_one(tmp_path: Path):
 
 
 def test_the_recipe_of_the_page_loads(tmp_path: Path):
-    (tmp_path / "my-recipe.yaml").write_text(blocks("recipes.md", "yaml")[0], encoding="utf-8")
+    (tmp_path / "my-recipe.yaml").write_text(blocks("index.md", "yaml")[0], encoding="utf-8")
     for method, prompts in (("grpo", 32), ("ppo", 128)):
         config = load_config(method, str(tmp_path / "my-recipe.yaml"), overrides=[])
         assert getattr(config, method).num_prompts == prompts
