@@ -33,7 +33,7 @@ JUDGES = ("reward", "reward.functions", "reward.model")  # settings that replace
 A_JUDGE = "a task (--task NAME) or a reward (reward.model=PATH, 'reward.functions=[{use: FILE.py:FUNCTION}]')"
 RENDERING = ("chat", "system_prompt", "chat_template")  # task settings that belong to the model, whatever the task
 
-OWN_SAMPLING = ("engine", "dtype", "max_rows", "url", "timeout_s")  # how a model is run, not what is sampled
+OWN_SAMPLING = ("engine", "max_rows", "url")  # how a model is run, not what is sampled
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,6 @@ def policy_at(path: str, settings: list[str]) -> Target:
         if not config.trains.policy:
             raise ValueError(f"{path} is a reward model, which writes nothing")
         values = as_policy(config)
-    values["generation"] = {**values.get("generation", {}), "allow_truncated_sampling": True}  # nothing is trained
     return locate(Target(path, run, resolve(build_config(values, settings)), None))
 
 
@@ -232,5 +231,5 @@ def _as_asked(values: dict[str, Any], asked: Asked) -> Config:
         values["task"] |= {"data": asked.data, "eval_data": asked.data, "max_samples": None, "revision": None}
     if any(_key(setting) in JUDGES for setting in asked.settings):
         of_run = values.get("reward", {})
-        values["reward"] = {name: of_run[name] for name in ("timeout_s", "memory_gb") if name in of_run}
+        values["reward"] = {name: of_run[name] for name in ("timeout_s",) if name in of_run}
     return resolve(build_config(values, asked.settings))

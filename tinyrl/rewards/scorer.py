@@ -69,7 +69,7 @@ class Scorer:
         self.by_agents = environment is not None and environment.by_agents
         self.plays = environment is not None and not self.by_agents
         self.environment_rewards = environment is not None and environment.rewards
-        limits: Limits = {"timeout_s": config.timeout_s, "memory_gb": config.memory_gb}
+        limits: Limits = {"timeout_s": config.timeout_s}
         self.functions = [
             JudgeReward(f, timeout_s=config.timeout_s, weight=f.weight)
             if f.is_judge
@@ -92,7 +92,7 @@ class Scorer:
                 "reward.functions=[{use: file.py:function}] or reward.model=PATH"
             )
         named = [(f.name, f.weight) for f in self.functions]
-        named += [("model", config.model_weight)] if self.has_model else []
+        named += [("model", 1.0)] if self.has_model else []
         named += [(task.name, 1.0)] if self.uses_verifier else []
         named += [("environment", 1.0)] if self.environment_rewards else []
         self.names = [
