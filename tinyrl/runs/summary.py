@@ -9,7 +9,7 @@ from pathlib import Path
 from tinyrl.config.recipe import as_override
 from tinyrl.config.schema import Config
 from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints, problem_with
-from tinyrl.runs.metrics import TABLE
+from tinyrl.runs.metrics import BEST, TABLE
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.text import number, one_line, visible
@@ -17,7 +17,7 @@ from tinyrl.text import number, one_line, visible
 
 @dataclass(frozen=True)
 class Listed:
-    """One checkpoint: its step, bytes on disk, the run's best_metric at that step (None: not evaluated there), and what
+    """One checkpoint: its step, bytes on disk, its held-out reward (None: not evaluated there), and what
     is wrong with it (None: it verifies).
     """
 
@@ -30,7 +30,7 @@ class Listed:
 
 def list_verified(run: RunDir) -> list[Listed]:
     """Verify every checkpoint of a run against its manifest, oldest first."""
-    name, steps, listed = run.read_config().run.best_metric, read_steps(run.metrics, []), list[Listed]()
+    name, steps, listed = BEST, read_steps(run.metrics, []), list[Listed]()
     for folder in list_checkpoints(run.checkpoints):
         value = steps.get(step := checkpoint_step(folder), {}).get(name)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -44,7 +44,7 @@ def render(run: RunDir, listed: list[Listed]) -> str:
     path = one_line(shlex.quote(str(run.path)), 4096)
     if not listed:
         return f"{path} has no checkpoint yet"
-    metric = one_line(run.read_config().run.best_metric.removeprefix("eval/"), 40)
+    metric = BEST.removeprefix("eval/")
     best = max((one.metric for one in listed if one.metric is not None), default=None)
     rows = [f"{'checkpoint':14} {'step':>8} {'size':>10} {metric:>14}  verifies"]
     for one in listed:
@@ -95,7 +95,6 @@ def next_command(path: Path, config: Config, *, prompts: bool = True) -> str | N
         "task.data": task.data if prompts else "PROMPTS",
         "task.eval_data": task.eval_data if prompts else None,
         "task.columns": (prompts and task.columns) or None,
-        "task.split_seed": (prompts and task.split_seed) or None,
         "task.system_prompt": task.system_prompt,
         "task.chat_template": task.chat_template or None,
         "task.chat": None if task.chat == "auto" else task.chat,
