@@ -81,7 +81,7 @@ def test_a_reward_that_breaks_costs_its_rows_and_not_the_run(
 ) -> None:
     fault, when, reason = FAULTS[name]
     code = textwrap.dedent(REWARD).format(rows=PROMPTS * GROUP, when=when, fault=fault)
-    settings = settings_for(model, tmp_path, code, reward={"timeout_s": 1.0 if name == "hangs" else 30.0})
+    settings = settings_for(model, tmp_path, code, reward={"timeout_s": 4.0 if name == "hangs" else 30.0})
     code, run, _ = running.train(settings, tmp_path)
     said = capfd.readouterr().err
     assert code == 0, said
