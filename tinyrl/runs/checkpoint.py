@@ -52,15 +52,7 @@ def write_checkpoint(root: Path, step: int, *, write: Callable[[Path], None]) ->
     try:
         temporary.mkdir()
         write(temporary)
-        there = sorted(temporary.rglob("*"))
-        files = {p.relative_to(temporary).as_posix(): p for p in there if p.is_file()}
-        entries = {name: {"bytes": p.stat().st_size, "sha256": _digest(p)} for name, p in files.items()}
-        manifest = {"schema": SCHEMA, "step": step, "files": entries}
-        for path in files.values():
-            _flush(path)
-        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        for path in (temporary / MANIFEST, *(p for p in there if p.is_dir()), temporary):
-            _flush(path)
+        seal(temporary, step)
         if final.exists():
             shutil.rmtree(aside, ignore_errors=True)
             os.rename(final, aside)
@@ -77,6 +69,19 @@ def write_checkpoint(root: Path, step: int, *, write: Callable[[Path], None]) ->
         shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(aside, ignore_errors=True)
     return final
+
+
+def seal(folder: Path, step: int) -> None:
+    """Write MANIFEST.json of the files in `folder`, everything flushed to disk."""
+    there = sorted(p for p in folder.rglob("*") if p != folder / MANIFEST)
+    files = {p.relative_to(folder).as_posix(): p for p in there if p.is_file()}
+    entries = {name: {"bytes": p.stat().st_size, "sha256": _digest(p)} for name, p in files.items()}
+    for path in files.values():
+        _flush(path)
+    manifest = {"schema": SCHEMA, "step": step, "files": entries}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for path in (folder / MANIFEST, *(p for p in there if p.is_dir()), folder):
+        _flush(path)
 
 
 def problem_with(folder: Path) -> str | None:
