@@ -317,7 +317,7 @@ def test_the_real_command():
     ("typed", "completed"),
     [
         ("tinyrl train g", ["grpo"]),
-        ("tinyrl train ppo ppo.kl_c", ["ppo.kl_coef=", "ppo.kl_controller="]),
+        ("tinyrl train ppo ppo.kl_c", ["ppo.kl_coef="]),
         ("tinyrl list settings re", ["reference", "reward", "reward_model"]),
     ],
 )

@@ -93,10 +93,10 @@ def test_the_same_policy_differs_by_nothing(folder: Path, tmp_path: Path, sectio
 
 @pytest.mark.slow
 def test_prompts_that_the_other_run_was_trained_on_are_left_out_and_counted(folder: Path, tmp_path: Path) -> None:
-    other = variant(folder, tmp_path.name, task={"split_seed": 1, "max_samples": 100})
     rows = str(folder / "rows.jsonl")
-    held = load_rows(load_task("rows"), "eval", data=rows, split_seed=0)
-    trained = load_rows(load_task("rows"), "train", data=rows, split_seed=1)[:100]
+    other = variant(folder, tmp_path.name, task={"eval_data": rows, "max_samples": 100})
+    held = load_rows(load_task("rows"), "eval", data=rows)
+    trained = load_rows(load_task("rows"), "train", data=rows, eval_data=rows)[:100]
     seen = {row["prompt"] for row in held} & {row["prompt"] for row in trained}
     assert 0 < len(seen) < 30
     result = compare(folder, other)
@@ -107,8 +107,8 @@ def test_prompts_that_the_other_run_was_trained_on_are_left_out_and_counted(fold
 
 @pytest.mark.slow
 def test_a_comparison_on_what_the_other_run_was_trained_on_is_refused(folder: Path, tmp_path: Path) -> None:
-    other = variant(folder, tmp_path.name, task={"split_seed": 1})
-    with pytest.raises(ValueError, match=r"was trained on 3\d of the 40 held-out prompts of first/.*--split train"):
+    other = variant(folder, tmp_path.name, task={"eval_data": str(folder / "rows.jsonl")})
+    with pytest.raises(ValueError, match=r"was trained on 40 of the 40 held-out prompts of first/.*--split train"):
         compare(folder, other)
     result = compare(folder, other, split="train", num_prompts=12)
     assert result["difference"].items() >= {**SAME, "left_out": 0}.items()
@@ -127,7 +127,9 @@ def test_several_are_compared_as_each_is_alone_with_the_first(folder: Path, tmp_
     what any of them was trained on is left out.
     """
     first, other = str(folder / "first"), str(folder / "other-tokenizer")
-    same = variant(folder, tmp_path.name, task={"split_seed": 1, "max_samples": 100}, run={"seed": 7})
+    same = variant(
+        folder, tmp_path.name, task={"eval_data": str(folder / "rows.jsonl"), "max_samples": 100}, run={"seed": 7}
+    )
     asked, options = Asked(samples=2), Options(device="cpu")
     rows = compare_all([first, other, same], asked, options=options)
     assert [row["target"].partition("/")[0] for row in rows] == ["first", "other-tokenizer", tmp_path.name]

@@ -157,7 +157,7 @@ def settings_for(folder: Path, model: Path, kinds: list[str], **run: Any) -> Con
         environment={"agent": use, "at_once": 4, "timeout_s": run.pop("timeout_s", 60.0)},
         generation={"max_new_tokens": 8},
         grpo={"num_prompts": len(kinds), "group_size": 2},
-        run={"num_steps": 1, "eval_every": 0, "eval_prompts": 0, "save_every": 1, "keep_samples": 100, **run},
+        run={"num_steps": 1, "eval_every": 0, "eval_prompts": 0, "save_every": 1, **run},
     )
 
 

@@ -34,8 +34,7 @@ ONE_UPDATE_A_STEP: dict[str, dict[str, Any]] = {
             "num_prompts": PROMPTS,
             "num_epochs": 1,
             "minibatch_size": None,
-            "kl_controller": "adaptive",
-            "kl_horizon": 100,
+            "target_kl": 6.0,
         }
     },
 }

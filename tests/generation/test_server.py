@@ -42,7 +42,7 @@ def engines(server: StandIn, folder: Path, *, sleeps: bool = False, **options: A
     settings: dict[str, Any] = {"max_new_tokens": 6, **options}
     plain = make_engine(folder, lora=True, reference=True, **settings)
     stir(plain)
-    client = ServerClient(server.url, timeout_s=30.0)
+    client = ServerClient(server.url)
     ours = ServerEngine(plain.roles, plain.tokenizer, plain.settings, server=client, longest=40, sleeps=sleeps)
     return ours, plain
 
@@ -165,7 +165,7 @@ def test_a_server_that_takes_too_long(tiny: TinyModels):
         ours, _ = engines(server, tiny("llama"))
         sample(ours, 1)
         ours.server.http.timeout_s, server.faults.slow_s = 0.2, 1.0
-        with pytest.raises(Interrupted, match=r"did not answer within 0.2 s \(generation.timeout_s\)"):
+        with pytest.raises(Interrupted, match=r"did not answer within 0.2 s"):
             sample(ours, 1)
 
 

@@ -16,6 +16,7 @@ from tinyrl.data.formats import leave_out, objective_of, shared_prompt, unusable
 from tinyrl.data.readers import Placed, Row, placed_rows
 from tinyrl.runs.signals import watched
 
+SPLIT_SEED = 0  # of the rows that are held out, whatever run.seed is
 HELD_OUT_SHARE = 10  # one prompt in this many is held out where no evaluation data is given; of fewer none
 HELD_OUT_MOST = 512
 PASS_RATE = "pass_rate"  # column of rows that were probed
@@ -105,7 +106,7 @@ def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[R
     """Return (training rows, held-out rows) of a method that learns from rows, by task.data and task.eval_data, without
     unusable ones, which are counted in `notes`. Raises ValueError, with the place, for a row that cannot be read.
 
-    Labelled rows keep all answers of a held-out prompt, and are shuffled first (by task.split_seed): such files often
+    Labelled rows keep all answers of a held-out prompt, and are shuffled first (by SPLIT_SEED): such files often
     stand in the order of their labels, so all of one is read. Of others no more is read than task.max_samples needs.
     With too few prompts to hold some out, single rows are held out.
     """
@@ -119,7 +120,7 @@ def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[R
         return placed_rows(source, columns=where.columns, revision=where.revision, most=most_read)
 
     placed = read(needed_data(config))
-    what = objective_of(placed[0][1], config.reward_model.objective) if kind == "judged" else kind
+    what = objective_of(placed[0][1]) if kind == "judged" else kind
 
     def usable(placed: Placed) -> list[Row]:
         placed = placed if what == "labels" else placed[:most]
@@ -133,7 +134,7 @@ def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[R
         leave_out(rows, reasons, [] if notes is None else notes)
         rows = [row for row, reason in zip(rows, reasons, strict=True) if reason is None]
         if what == "labels":
-            return [rows[i] for i in keyed_order(f"graded {where.split_seed}", len(rows))]
+            return [rows[i] for i in keyed_order(f"graded {SPLIT_SEED}", len(rows))]
         return rows
 
     rows = usable(placed)
@@ -141,7 +142,7 @@ def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[R
         return rows[: where.max_samples], usable(read(where.eval_data))[: where.max_samples]
     few = len({prompt_key(shared_prompt(row)) for row in rows}) < HELD_OUT_SHARE
     by, repeat = row_key if few else shared_prompt, what == "labels"
-    train, held_out = hold_out(rows, prompt=by, seed=where.split_seed, repeat=lambda row: repeat)
+    train, held_out = hold_out(rows, prompt=by, seed=SPLIT_SEED, repeat=lambda row: repeat)
     return train[: where.max_samples], held_out[: where.max_samples]
 
 

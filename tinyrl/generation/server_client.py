@@ -29,6 +29,7 @@ LOAD, UNLOAD, DETOKENIZE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "
 TOKENS_AT_ONCE = 4096  # whose text is compared in one request
 PORTS = {"http": 80, "https": 443}
 API_KEY = "VLLM_API_KEY"  # the variable from which vLLM's own server takes its key
+TIMEOUT_S = 600.0  # for one request, however often it is tried
 WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before the second try and those after it
 TRY_AGAIN = (408, 425, 429, 502, 503, 504)
 TELL_S = 5.0
@@ -45,13 +46,13 @@ class ServerError(Exception):
 
 
 class ServerClient:
-    """A server at an http address, that of `generation.url`. `timeout_s` is for one request, however often it is tried.
-    It is asked past any proxy, since it is on this machine: it reads adapters from a folder.
+    """A server at an http address, that of `generation.url`, asked past any proxy: it is on this machine, as it reads
+    adapters from a folder.
 
     Raises ValueError where the address lacks its password, which is in the environment.
     """
 
-    def __init__(self, url: str, *, timeout_s: float) -> None:
+    def __init__(self, url: str) -> None:
         parts = urllib.parse.urlsplit(whole_address(url, setting="generation.url"))
         assert parts.scheme in ("http", "https"), "the configuration has checked it"
         assert parts.hostname
@@ -60,8 +61,7 @@ class ServerClient:
         self.host, self.port = parts.hostname, parts.port or PORTS[parts.scheme]
         self.http = HttpClient(
             self.url,
-            timeout_s=timeout_s,
-            setting="generation.timeout_s",
+            timeout_s=TIMEOUT_S,
             waits_s=WAITS_S,
             try_again=TRY_AGAIN,
             proxies=False,

@@ -100,7 +100,6 @@ def add_teacher(roles: Roles, config: Config, *, dtype: torch.dtype, trust_remot
         model = load_causal_lm(
             path,
             dtype=dtype,
-            attention=config.model.attention,
             quantization=config.teacher.quantization,
             trust_remote_code=trust_remote_code,
         )
@@ -176,7 +175,6 @@ def load_base(config: Config, path: str, *, dtype: torch.dtype, trust_remote_cod
     return load_causal_lm(
         path,
         dtype=dtype,
-        attention=config.model.attention,
         quantization=config.model.quantization,
         random_init=config.model.random_init,
         revision=config.model.revision if path == config.model.path else None,

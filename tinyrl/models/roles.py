@@ -308,11 +308,6 @@ class Roles:
         """Whose weights act when values are computed: the critic's own, or the policy's with a head on its states."""
         return "critic" if self.critic_kind in ("adapter", "separate") else "policy"
 
-    def final_values(self, batch: SequenceBatch) -> Tensor:
-        """Values (b,) of the states after each row's last token; `value_role` must be acting."""
-        assert self.value_head is not None
-        return self.value_head(last_states(self.backbone("critic"), self._read_by_critic(batch)))
-
     def scores(self, batch: SequenceBatch) -> Tensor:
         """Scores (b,) of a score head on the shared base, read at each row's last token; the reward role must be
         acting (or the policy, while the head is being trained).

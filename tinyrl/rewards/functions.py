@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from tinyrl.errors import GuardStop
 from tinyrl.text import one_line
@@ -32,18 +32,11 @@ class RewardCall:
 
 
 class FunctionReward(WorkerFunction):
-    """A user's reward function in a worker process; timeout_s is for a call, memory_gb for each process of it."""
+    """A user's reward function in a worker process; timeout_s is for a call."""
 
-    def __init__(
-        self,
-        use: str,
-        *,
-        weight: float = 1.0,
-        timeout_s: float = 60.0,
-        memory_gb: Literal["auto"] | float = "auto",
-    ) -> None:
+    def __init__(self, use: str, *, weight: float = 1.0, timeout_s: float = 60.0) -> None:
         source = parse_use(use, setting=SETTING)
-        super().__init__([source], setting=SETTING, limits={"timeout_s": timeout_s, "memory_gb": memory_gb})
+        super().__init__([source], setting=SETTING, limits={"timeout_s": timeout_s})
         self.weight = weight
 
     @property

@@ -251,11 +251,6 @@ class SamplingParts(Parts):
         """Tokens of a response, with what is read between its turns."""
         return self.config.generation.max_new_tokens if self.runner is None else self.runner.max_episode_tokens
 
-    @property
-    def thinking_budget(self) -> int | None:
-        """The most tokens of thinking, where that is limited: not in episodes."""
-        return self.config.generation.max_thinking_tokens if self.runner is None else None
-
     def _prompts(self, rows: list[Row]) -> list[PreparedPrompt]:
         generation, runner = self.config.generation, self.runner
         longest, limit = self.longest_response, generation.max_prompt_tokens

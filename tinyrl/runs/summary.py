@@ -9,17 +9,17 @@ from pathlib import Path
 from tinyrl.config.recipe import as_override
 from tinyrl.config.schema import Config
 from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints, problem_with
-from tinyrl.runs.metrics import METRICS
+from tinyrl.runs.metrics import BEST, METRICS
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.text import number, one_line, visible
 
-MOST_PATH, MOST_METRIC = 4096, 40  # characters that are shown
+MOST_PATH = 4096  # characters that are shown
 
 
 @dataclass(frozen=True)
 class Listed:
-    """One checkpoint: its step, bytes on disk, the run's best_metric at that step (None: not evaluated there), and what
+    """One checkpoint: its step, bytes on disk, its held-out reward (None: not evaluated there), and what
     is wrong with it (None: it verifies).
     """
 
@@ -32,7 +32,7 @@ class Listed:
 
 def list_verified(run: RunDir) -> list[Listed]:
     """Every checkpoint of a run, oldest first, each verified against its manifest."""
-    name, steps, listed = run.read_config().run.best_metric, read_steps(run.metrics, []), list[Listed]()
+    name, steps, listed = BEST, read_steps(run.metrics, []), list[Listed]()
     for folder in list_checkpoints(run.checkpoints):
         step = checkpoint_step(folder)
         value = steps.get(step, {}).get(name)
@@ -47,7 +47,7 @@ def render(run: RunDir, listed: list[Listed]) -> str:
     path = one_line(shlex.quote(str(run.path)), MOST_PATH)
     if not listed:
         return f"{path} has no checkpoint yet"
-    metric = one_line(run.read_config().run.best_metric.removeprefix("eval/"), MOST_METRIC)
+    metric = BEST.removeprefix("eval/")
     sound = [one for one in listed if one.problem is None]
     known = [one.metric for one in listed if one.metric is not None]
     rows = [f"{'checkpoint':14} {'step':>8} {'size':>10} {metric:>14}  verifies"]
@@ -100,7 +100,6 @@ def next_command(path: Path, config: Config, *, prompts: bool = True) -> str | N
         "task.data": where.data if prompts else "PROMPTS",
         "task.eval_data": where.eval_data if prompts else None,
         "task.columns": (prompts and where.columns) or None,
-        "task.split_seed": (prompts and where.split_seed) or None,
         "task.system_prompt": where.system_prompt,
         "task.chat_template": where.chat_template or None,
         "task.chat": None if where.chat == "auto" else where.chat,

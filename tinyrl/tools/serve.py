@@ -16,7 +16,7 @@ from tinyrl.generation.engine import SampledRole, SamplingSettings
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.hf import HfEngine
 from tinyrl.generation.live import Draw, LiveSampler
-from tinyrl.generation.select import sampling_dtype, select_engine
+from tinyrl.generation.select import select_engine
 from tinyrl.models.roles import load_policy
 from tinyrl.rollout.components import Options, Parts, resolve_threads
 
@@ -75,7 +75,7 @@ def served(
         parts.tokenizer,
         SamplingSettings(generation.temperature, generation.max_new_tokens, max_rows=max_rows),
         wanted="auto" if generation.engine == "server" else generation.engine,
-        dtype=sampling_dtype(generation, parts.roles),
+        dtype=parts.roles.dtype,
         longest=parts.positions,
     )
     assert isinstance(engine, FusedEngine | HfEngine)
