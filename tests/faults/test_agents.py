@@ -15,7 +15,7 @@ import pytest
 from tests import running
 from tests.faults.children import Child, before_call, resumed, train, wait_for, workers_left
 from tinyrl.config.schema import Config
-from tinyrl.generation.agent_endpoint import AgentEndpoint
+from tinyrl.generation.agents import AgentEpisode
 from tinyrl.runs.checkpoint import newest_sound
 from tinyrl.runs.run_dir import RunDir
 
@@ -229,5 +229,5 @@ def test_a_run_ended_by_kill_9_while_agents_play_is_resumed(model: Path, tmp_pat
 def train_until_call(settings: Config, folder: Path, number: int) -> None:
     """Train, and kill this process at the number-th call of an agent (12 in a step); 0: never."""
     if number:
-        before_call(AgentEndpoint, "_start", number, do=lambda: os.kill(os.getpid(), signal.SIGKILL))
+        before_call(AgentEpisode, "call", number, do=lambda: os.kill(os.getpid(), signal.SIGKILL))
     train(settings, folder)

@@ -120,7 +120,7 @@ def _sampled(
             raise ValueError(
                 f"{' or '.join(others)} was trained on {left_out} of the {len(available)} held-out prompts of "
                 f"{ours.name}; the {len(prompts)} others are too few to compare on. Hold out the same rows in all runs "
-                "(task.eval_data, or one task.split_seed), or compare on training prompts: --split train"
+                "(task.eval_data), or compare on training prompts: --split train"
             )
         prompts = prompts[: asked.num_prompts]
         sides = [(ours.name, _evaluated(ours, prompts, asked))]

@@ -1,6 +1,6 @@
 """The table of metrics: what each means, when it is healthy, and where it is shown.
 
-docs/glossary.md has every key of metrics.jsonl with its formula.
+docs/runs.md has every key of metrics.jsonl with its formula.
 """
 
 from __future__ import annotations
@@ -135,7 +135,6 @@ TABLE = (
     Metric("tokens_per_second", column="tokens/s"),
     Metric("time", "", "the same from step to step; sampling and update take most of it."),
 )  # fmt: skip
-METRICS = {metric.key: metric for metric in TABLE}
 
 
 def meaning_of(key: str) -> str:
