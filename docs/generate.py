@@ -3,14 +3,14 @@
 tests/test_docs.py fails where a page is not what this script would write.
 """
 
-from collections import defaultdict
+import re
 from pathlib import Path
 
 import typer
 from typer.cli import get_docs_for_click
 
 from tinyrl.cli.commands import app
-from tinyrl.config.familiar import FAMILIAR, FAMILIAR_UNDER, UNNEEDED, remark
+from tinyrl.config.aliases import ANSWERS, ANSWERS_OF_DPO
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS, allowed, fields_of
@@ -53,30 +53,20 @@ def settings_page() -> str:
             *head("setting", "default"),
         ]
         for name, kind in fields_of(section).items():
+            if name == "forked_from":  # written by `tinyrl train --from`, not set
+                continue
             default = dump_plain({name: getattr(defaults, name)}).partition(":")[2]
             lines.append(row(f"`{section}.{name}`", f"`{default.strip()}`", f"{kind['description']} ({allowed(kind)})"))
             for item, of in fields_of(section, name, "0").items() if "items" in kind else ():
                 default = f"`{of['default']}`" if of.get("default") is not None else ""
                 lines.append(row(f"`{section}.{name}[].{item}`", default, f"{of['description']} ({allowed(of)})"))
-    lines += [NAMES, *head("there", "here")]
-    for method, names in ((None, FAMILIAR), *FAMILIAR_UNDER.items()):
-        lines += grouped(
-            {there: (here, remark(there, method=method).lstrip(",: ")) for there, here in names.items()}, method
-        )
-    lines += grouped({there: ("", f"not needed: {why}") for there, why in UNNEEDED.items()})
+    lines += [NAMES, "| there | here |", "|---|---|"]
+    for answers, under in ((ANSWERS, ""), (ANSWERS_OF_DPO, " (under `tinyrl train dpo`)")):
+        for names, answer in answers.items():
+            there = ", ".join(f"`{name}`" for name in names.split())
+            here = re.sub(r"^([a-z_-]+(\.[a-z_]+)?)", r"`\1`", answer)
+            lines.append(row(there + under, here.removeprefix("!")))
     return NOTE + "\n".join(lines) + "\n"
-
-
-def grouped(names: dict[str, tuple[str, str]], method: str | None = None) -> list[str]:
-    """Return table rows of {name there: (name here, note)}; names with the same answer share a row."""
-    there: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, answer in names.items():
-        there[answer].append(f"`{name}`")
-    under = f" (with `train {method}`)" if method else ""
-    return [
-        row(", ".join(names) + under, f"`{here}`" if here else "", note)
-        for (here, note), names in sorted(there.items())
-    ]
 
 
 def head(*titles: str) -> list[str]:
