@@ -14,10 +14,10 @@ def test_lines_are_whole_and_wait_until_someone_takes_them() -> None:
     assert not output.kept
     output.end_call()
     output.end_call()
-    output.add("\xe9\n".encode() + b"\xff\n\x1b[31mapi_key=abc123 and more\n")
+    output.add("\xe9\n".encode() + b"\xff\n\x1b[31mcalling http://me:abc123@host/x and more\n")
     assert "".join(taken).splitlines() == [
         *("score: one", "score: two", "score: three", "score: \xe9", "score: \ufffd"),
-        "score: [ESC][31mapi_key=[redacted] and more",
+        "score: [ESC][31mcalling http://***@host/x and more",
     ]
 
 

@@ -71,12 +71,12 @@ class Agents:
                     [source],
                     setting="environment.agent",
                     host=f"{host.__name__}:agent",
-                    limits={"timeout_s": self.seconds, "memory_gb": config.memory_gb},
+                    limits={"timeout_s": self.seconds},
                 )
                 for _ in range(self.at_once)
             ]
         self.name = self.workers[0].name if self.workers else os.path.basename((self.command or ["agent"])[0])
-        self._memory_bytes = memory_limit(config.memory_gb)
+        self._memory_bytes = memory_limit()
         self._programs: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
 

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, TypedDict
+from typing import Any, Self, TypedDict
 
 from tinyrl.text import did_you_mean, redact, visible
 from tinyrl.workers.loading import HERE, FunctionSource, defined_here
@@ -76,7 +76,6 @@ class Limits(TypedDict):
     """What a function may use: seconds a call, and memory of each process of it."""
 
     timeout_s: float
-    memory_gb: Literal["auto"] | float
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class WorkerFunction:
         self.printed = Printed(self.name)
         self.read_as_text = False  # whether it has taken a completion that is a list of messages for text
         self._sources, self._host, self._setting = sources, host, f"{setting} '{sources[0].use}'"
-        self._memory_bytes = memory_limit(limits["memory_gb"])
+        self._memory_bytes = memory_limit()
         self._worker: Worker | InProcess | None = None
         self._facts: dict[str, Any] | None = None  # what the function takes, as its worker found it
 

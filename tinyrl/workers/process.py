@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
@@ -200,10 +200,8 @@ class InProcess:
         """Do nothing: the function's state is the notebook's."""
 
 
-def memory_limit(memory_gb: Literal["auto"] | float) -> int:
-    """Return the bytes that each process of a reward may use; auto: half of what the machine or its container has."""
-    if memory_gb != "auto":
-        return int(memory_gb * 1e9)
+def memory_limit() -> int:
+    """Return the bytes that each process of a reward may use: half of what the machine or its container has."""
     total = psutil.virtual_memory().total
     with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
         total = min(total, int(CGROUP_LIMIT.read_text()))

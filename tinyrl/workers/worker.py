@@ -249,7 +249,7 @@ def _attempt(action: Callable[[], Any], file: str | None, section: str) -> tuple
         text = f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}"
         limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
         if isinstance(error, MemoryError) and limit > 0:
-            text += f" (a process of a {section} may use {limit / 1e9:.3g} GB: {section}.memory_gb)"
+            text += f" (a process of a {section} may use {limit / 1e9:.3g} GB)"
         elif Messages.__name__ in str(error) and not isinstance(error, MemoryError):
             text += f" ({CHAT_HINT})"
         return None, {"error": f"raised {text}", "at": where}
