@@ -139,8 +139,6 @@ def test_the_engine_is_chosen_by_its_numbers(tiny: TinyModels, kind: str):
     if kind not in LIKE_LLAMA:
         with pytest.raises(ValueError, match=r"generation\.engine=fused: .*use auto"):
             choose(made, "fused")
-        with pytest.raises(ValueError, match=r"generation\.dtype=bfloat16 needs the fused engine"):
-            choose(made, dtype=torch.bfloat16)
 
 
 def test_a_model_with_the_parts_of_llama_put_together_otherwise_is_found_out(tiny: TinyModels):
