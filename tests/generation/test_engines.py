@@ -28,8 +28,9 @@ from tinyrl.generation.engine import SamplingSettings
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.scheduler import Scheduler
 from tinyrl.generation.select import select_engine
-from tinyrl.models.batches import backbone_of, fuses
-from tinyrl.models.fused_backbone import reads_like_llama
+from tinyrl.models.batches import backbone_of
+from tinyrl.models.checks import supports_fused_layers
+from tinyrl.models.layers import reads_like_llama
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.roles import Roles
@@ -190,7 +191,7 @@ def test_queries_scaled_by_their_position_rule_the_fused_engine_out(tiny: TinyMo
     made.roles = Roles(Ministral3ForCausalLM(Ministral3Config(**shape)).eval(), device=CPU, reference=False)
     engine, why = choose(made)
     assert (engine.name, "not built like Llama" in why) == ("hf-merged", True)
-    assert not fuses(made.roles.backbone("policy"))
+    assert not supports_fused_layers(made.roles.backbone("policy"))
 
 
 def test_a_four_bit_base_is_sampled_from_a_dense_copy_or_unpacked_at_every_use(

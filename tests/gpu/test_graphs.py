@@ -10,7 +10,7 @@ from tests.gpu.devices import ON_A_GPU
 from tests.gpu.test_sampling import GROUP, engine_on, full_forward
 from tests.tiny_models import TinyModels
 from tinyrl.generation.scheduler import StepGraphs
-from tinyrl.models.device import as_exact, in_float32
+from tinyrl.models.checks import as_exact, in_float32
 
 pytestmark = ON_A_GPU
 CUDA = torch.device("cuda")

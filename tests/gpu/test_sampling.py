@@ -14,7 +14,7 @@ from tests.tiny_models import TinyModels
 from tinyrl.generation.engine import Completion, Request
 from tinyrl.generation.fused import FusedEngine
 from tinyrl.generation.scheduler import Scheduler, StepGraphs
-from tinyrl.models.device import MOST_IN_FLOAT32, as_exact, in_float32
+from tinyrl.models.checks import MOST_IN_FLOAT32, as_exact, in_float32
 
 pytestmark = pytest.mark.usefixtures("graphs")
 

@@ -501,7 +501,7 @@ def test_a_stop_also_ends_a_flood_and_a_row_by_row_search(make_reward: MakeRewar
 
     def stop_after_a_while() -> None:
         looks.append("no")
-        if len(looks) > 500:
+        if len(looks) > 10:
             raise Interrupted("SIGTERM")
 
     code = """

@@ -257,7 +257,7 @@ def test_tasks_and_rows_need_no_torch():
 def test_a_revision_reaches_the_hub_with_every_source(monkeypatch: pytest.MonkeyPatch):
     asked: list[tuple[str, str | None]] = []
 
-    def read(source: str, revision: str | None, most: int | None) -> list[tuple[str, dict[str, str]]]:
+    def read(source: str, revision: str | None) -> list[tuple[str, dict[str, str]]]:
         asked.append((source, revision))
         return [(source, {"q": f"{n}", "text": f"{n}"}) for n in range(20)]
 

@@ -22,8 +22,9 @@ from tinyrl.generation.hf import HfEngine
 from tinyrl.generation.server import ServerEngine
 from tinyrl.generation.server_client import ServerClient
 from tinyrl.models.batches import backbone_of
-from tinyrl.models.device import HALVES, as_exact, free_bytes, in_float32, ordinary_ids
-from tinyrl.models.fused_backbone import reads_like_llama
+from tinyrl.models.checks import as_exact, in_float32, ordinary_ids
+from tinyrl.models.device import HALVES, free_bytes
+from tinyrl.models.layers import reads_like_llama
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.lora import POLICY_ADAPTER, adapted_parameter, is_plain_lora
 from tinyrl.models.memory import weight_bytes

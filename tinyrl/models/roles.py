@@ -49,11 +49,11 @@ from tinyrl.models.batches import (
     last_states,
     make_batch,
     make_packed_batch,
-    packs_exactly,
     response_states,
 )
+from tinyrl.models.checks import check_head, packs_exactly
 from tinyrl.models.loading import embedding_rows, save_tokenizer
-from tinyrl.models.logprobs import Head, ValueHead, check_head, head_of, token_logprobs
+from tinyrl.models.logprobs import Head, ValueHead, head_of, token_logprobs
 from tinyrl.models.lora import (
     ADAPTER_FILE,
     POLICY_ADAPTER,

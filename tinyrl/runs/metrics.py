@@ -135,7 +135,6 @@ TABLE = (
     Metric("tokens_per_second", column="tokens/s"),
     Metric("time", "", "the same from step to step; sampling and update take most of it."),
 )  # fmt: skip
-METRICS = {metric.key: metric for metric in TABLE}
 
 
 def meaning_of(key: str) -> str:

@@ -40,7 +40,7 @@ from tinyrl.models.distributed import ALONE, World
 from tinyrl.models.loading import save_tokenizer
 from tinyrl.models.micro_batches import RowSizes
 from tinyrl.models.packing import common_length
-from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_room
+from tinyrl.models.reward_model import SCORE_HEAD, SCORE_OFFSET, classifier_max_tokens
 from tinyrl.rewards.model_text import TEXT_FORMAT, TextFormat, reward_tokens
 from tinyrl.rollout.components import Parts
 from tinyrl.runs.signals import watched
@@ -73,7 +73,7 @@ class RewardModel(RowTrainer):
         """Raises ValueError for rows that say nothing of their answers, and where they leave nothing to learn."""
         self.roles.train_score_head()
         with_adapter = self.roles.peft is not None
-        self.room = self.positions if with_adapter else classifier_room(self.roles.causal.config, self.tokenizer)
+        self.room = self.positions if with_adapter else classifier_max_tokens(self.roles.causal.config, self.tokenizer)
         objective = self.objective = objective_of(rows[0])
         if objective == "pairs":
             self.roles.fix_score_bias()
