@@ -145,7 +145,7 @@ def truncation(run: Run) -> Finding | None:
         return None
     at = f" at {limit:.0f} tokens (generation.max_new_tokens)" if math.isfinite(limit) else ""
     instead = f"generation.max_new_tokens={2 * limit:.0f}" if math.isfinite(limit) else "generation.max_new_tokens"
-    never_ends = "See whether the end-of-text token is one that this model writes: tinyrl doctor MODEL."
+    never_ends = "See whether the end-of-text token is one that this model writes: tinyrl check."
     return Finding(
         "truncation",
         f"{share:.0%} of the completions are cut off{at} before they end, and are scored as they stand.",
@@ -397,7 +397,7 @@ def loss_is_none(run: Run) -> Finding | None:
         "loss is no number",
         f"{', '.join(one_line(key, 40) for key in bad)}: not a finite number in any of the last {min(10, lines)} "
         "lines, so nothing is learnt from it, or it cannot be told whether.",
-        "Look for what overflows: model.dtype=float32, and `tinyrl doctor MODEL`.",
+        "Look for what overflows: model.dtype=float32, and the model's numbers in `tinyrl check`.",
         {"lines": float(lines)},
         kind="eval" if bad[0].startswith("eval/") else "train",
     )
