@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from tests.tiny_models import tiny_model
 from tinyrl.cli.commands import app
-from tinyrl.config.familiar import FAMILIAR, FAMILIAR_UNDER, UNNEEDED, known_elsewhere, remark
 from tinyrl.config.recipe import load_config, packaged_recipes
 from tinyrl.config.settings import SECTIONS, fields_of
+from tinyrl.runs.findings import TABLE
 from tinyrl.tasks import Task, check_row
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,7 +60,7 @@ def test_settings_are_there(page: str):
     prose = re.sub(r"^```python\n.*?^```", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)
     words = re.findall(rf"(?<=[`' (])((?:{'|'.join(SECTIONS)})\.[a-z_.]+)", prose)
     named = [word.rstrip(".").split(".") for word in words if not word.endswith(".py")]
-    for section, field in (word for word in named if len(word) == 2 and not known_elsewhere(tuple(word))):
+    for section, field in (word for word in named if len(word) == 2):
         assert field in fields_of(section), f"{section}.{field}"
 
 
@@ -182,33 +182,7 @@ def names_of(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-def test_names_from_elsewhere_are_the_ones_that_are_answered():
-    settings, _, rest = PAGES["coming-from.md"].partition("## Under `tinyrl train dpo`")
-    of_dpo, _, rest = rest.partition("## What has no counterpart")
-    unneeded = rest.partition("## What is elsewhere")[0]
-
-    def mapping(part: str) -> dict[str, tuple[str, str]]:
-        found = [row for row in rows_of(part) if len(row) == 3 and row[0] != "elsewhere"]
-        listed = [(name, (names_of(here)[0], remark)) for names, here, remark in found for name in names_of(names)]
-        assert len(listed) == len(dict(listed)), "a name stands twice"
-        return dict(listed)
-
-    def expected(names: dict[str, str], method: str | None = None) -> dict[str, tuple[str, str]]:
-        return {name: (here, remark(name, method=method).lstrip(",: ")) for name, here in names.items()}
-
-    assert mapping(settings) == expected({name: here for name, here in FAMILIAR.items() if not name.startswith("run.")})
-    assert mapping(of_dpo) == expected(FAMILIAR_UNDER["dpo"], "dpo")
-    found = [row for row in rows_of(unneeded) if row[0] != "elsewhere"]
-    assert {name: why for names, why in found for name in names_of(names)} == UNNEEDED
-
-
 def test_every_finding_is_in_the_table():
-    found = set[str]()
-    tree = ast.parse((ROOT / "tinyrl" / "runs" / "findings.py").read_text(encoding="utf-8"))
-    for call in ast.walk(tree):
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Finding":
-            name = call.args[0]
-            sides = [name.body, name.orelse] if isinstance(name, ast.IfExp) else [name]
-            found |= {ast.literal_eval(side) for side in sides}
+    found = {rule.name for rule in TABLE}
     table = PAGES["see.md"].partition("| finding |")[2].partition("\n\n")[0]
     assert {row[0] for row in rows_of(table)} == found

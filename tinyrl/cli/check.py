@@ -85,7 +85,8 @@ def doctor(
     json_output: Json = False,
 ) -> None:
     """Diagnose a run by its metrics: what is wrong, what shows it, what to change."""
-    from tinyrl.runs.diagnosis import findings, render, run_as_json
+    from tinyrl.runs.diagnosis import as_json, examples_in, render
+    from tinyrl.runs.findings import find
     from tinyrl.runs.records import read_run
     from tinyrl.runs.run_dir import meant_a_run, named_run, open_run
 
@@ -93,5 +94,5 @@ def doctor(
     if path is None and not meant_a_run(run):
         raise ValueError(f"{run} is not a run. A model is tried by: tinyrl check grpo model.path={run} task.name=sort")
     opened = read_run(path or open_run(run).path)
-    found = findings(opened)
-    print(json.dumps(run_as_json(opened, found)) if json_output else render(opened, found))
+    found = find(opened)
+    print(json.dumps(as_json(found, examples_in(opened))) if json_output else render(opened, found))

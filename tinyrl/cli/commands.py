@@ -37,7 +37,7 @@ GONE = {  # removed commands, and the line that does the work of each
     "reward attack": "tinyrl check grpo task.data=ROWS 'reward.functions=[{use: FILE.py:FUNCTION}]' --quick",
     "reward test": "tinyrl check grpo task.data=ROWS 'reward.functions=[{use: FILE.py:FUNCTION}]' --quick",
     "recipes": "tinyrl list recipes",
-    "samples": "tinyrl show RUN --samples (or --worst, --unsolved, --most-changed, --prompt I, --step N)",
+    "samples": "tinyrl show RUN --samples (or --worst, --unsolved, --prompt I, --step N)",
     "settings": "tinyrl list settings [SECTION]",
     "sweep": (
         "for seed in 1 2 3; do tinyrl train RECIPE run.seed=$seed --name seed-$seed; done; "

@@ -1,11 +1,10 @@
-"""Formats of rows: texts, conversations, preference pairs and labelled answers, in the columns that people have.
+"""Formats of rows: texts, conversations, preference pairs and labelled answers, by the columns that people have.
 
 A column that is null counts as absent.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -30,14 +29,12 @@ from tinyrl.data.messages import (
 from tinyrl.data.readers import Row
 from tinyrl.text import did_you_mean, listed, one_line, shortened
 
-Side = str | list[Message]  # an answer: what follows a prompt
+Side = str | list[Message]  # an answer to a prompt
 Objective = Literal["pairs", "labels"]
 
-TEXT_COLUMNS = ("completion", "messages", "conversations", "text")  # the first that a row has is the one it is read by
-ASSISTANT_OF_HH, HUMAN_OF_HH = "\n\nAssistant:", "\n\nHuman:"  # turns of transcripts written as one text
+TEXT_COLUMNS = ("completion", "messages", "conversations", "text")  # a row is read by the first one that it has
+KNOWN_COLUMNS = ("prompt", *TEXT_COLUMNS, "chosen", "rejected", "margin", "label", "tools")
 EQUAL = "two equal answers"
-SHOWN = 240  # characters of an example's prompt, and of its answer
-MOST_SHOWN = 5  # labels in an error
 
 
 @dataclass(frozen=True)
@@ -61,13 +58,6 @@ class Scored:
     answers: tuple[Side, ...]
     value: float = 0.0
 
-    @property
-    def unusable(self) -> str | None:
-        """Why nothing can be learnt from it; None where something can."""
-        if any(map(is_empty, self.answers)):
-            return "an empty answer"
-        return EQUAL if len(self.answers) > 1 and self.answers[0] == self.answers[1] else None
-
 
 def is_empty(answer: Side) -> bool:
     """Return whether the last message of an answer is blank; one with tool calls or thoughts is not."""
@@ -76,19 +66,20 @@ def is_empty(answer: Side) -> bool:
 
 
 def unusable(row: Row, what: Literal["text"] | Objective, *, prompts_count: bool = False) -> str | None:
-    """Return why no method can learn from a row; None if one can. `prompts_count`: the prompts of texts are learnt too.
-    Raises ValueError for one that cannot be read.
+    """Return why no method can learn from a row; None if one can. `prompts_count`: prompts of texts are learnt too.
+    Raises ValueError for a row that cannot be read.
     """
-    if what != "text":
-        return judged(row, what).unusable
-    learnt = (not is_empty(each.answer) or (prompts_count and each.prompt) for each in text_examples(row))
-    return None if any(learnt) else "an empty answer"
+    if what == "text":
+        learnt = any(not is_empty(each.answer) or (prompts_count and each.prompt) for each in text_examples(row))
+        return None if learnt else "an empty answer"
+    answers = judged(row, what).answers
+    if any(map(is_empty, answers)):
+        return "an empty answer"
+    return EQUAL if len(answers) > 1 and answers[0] == answers[1] else None
 
 
 def leave_out(rows: list[Row], reasons: list[str | None], notes: list[str]) -> None:
-    """Count the rows with a reason to be left out, in a note that quotes the first. Raises ValueError where none is
-    left.
-    """
+    """Note how many rows have a reason to be left out, and the first of them. Raises ValueError if none is left."""
     why = Counter(filter(None, reasons))
     what = f"{why.total():,} of {len(rows):,} rows ({', '.join(f'{n:,} with {reason}' for reason, n in why.items())})"
     if why and why.total() == len(rows):
@@ -104,8 +95,8 @@ def leave_out(rows: list[Row], reasons: list[str | None], notes: list[str]) -> N
 def text_examples(row: Row) -> list[TextExample]:
     """Return the examples of a row: its text, its completion, or each assistant turn behind the messages before it.
 
-    Tool and user turns are context, as is an assistant turn with nothing before it. Raises ValueError, naming the
-    columns, for a row without `completion`, `messages`, `conversations` and `text`.
+    Tool and user turns are context, as is an assistant turn with nothing before it. Raises ValueError naming the
+    columns.
     """
     _, prompt, answer = _text_of(row)
     if isinstance(answer, str):
@@ -120,8 +111,8 @@ def text_examples(row: Row) -> list[TextExample]:
 
 
 def shared_prompt(row: Row) -> Any:
-    """Return what rows of the same prompt have in common, so that they stay on one side of a held-out split: the
-    prompt, the messages before the first turn of the assistant, what both sides of a pair begin with, or the text.
+    """Return what rows of the same prompt have in common, so that a held-out split keeps them together: the prompt, the
+    messages before the first turn of the assistant, the common beginning of a pair, or the text.
     """
     for column in ("prompt", "text"):
         if row.get(column) is not None:
@@ -137,8 +128,8 @@ def shared_prompt(row: Row) -> Any:
 
 
 def _text_of(row: Row) -> tuple[str, Prompt | None, Side]:
-    """The column that a row is read by, the prompt before it, and its value; a conversation holds its prompt."""
-    column = column_of(row, TEXT_COLUMNS)
+    """Return the column that a row is read by, the prompt before it, and its value (a conversation has both)."""
+    column = _column_of(row, *TEXT_COLUMNS)
     if column in CONVERSATIONS:
         return column, None, conversation(row, column)
     prompt = "" if row.get("prompt") == "" else _prompt(row)  # a text may stand alone, behind an empty prompt
@@ -148,12 +139,10 @@ def _text_of(row: Row) -> tuple[str, Prompt | None, Side]:
 # ---- pairs and labels ----
 
 
-def objective_of(row: Row, asked: Literal["auto"] | Objective) -> Objective:
-    """Return `asked`, or the objective that a row's columns tell: pairs (`chosen`, `rejected`) or labels (`label`).
+def objective_of(row: Row) -> Objective:
+    """Return the objective that a row's columns tell: pairs (`chosen`, `rejected`) or labels (`label`).
     Raises ValueError where they tell none.
     """
-    if asked != "auto":
-        return asked
     for names in ({name for name, value in row.items() if value is not None}, {*row}):
         if names & {"chosen", "rejected"}:
             return "pairs"
@@ -166,12 +155,12 @@ def objective_of(row: Row, asked: Literal["auto"] | Objective) -> Objective:
 
 
 def judged(row: Row, objective: Objective) -> Scored:
-    """Read a row for a reward model: a pair, or a text with its `label`. A conversation is judged by its last message,
-    which must be the assistant's. Raises ValueError, naming the columns.
+    """Parse a row for a reward model: a pair, or a text with its `label`. A conversation is judged by its last message,
+    which must be the assistant's. Raises ValueError naming the columns.
     """
     if objective == "pairs":
         return preference(row)
-    value = _number(row[column_of(row, ("label",))], "label")
+    value = _number(row[_column_of(row, "label")], "label")
     column, prompt, answer = _text_of(row)
     if isinstance(answer, str):
         return Scored(prompt, (answer,), value)
@@ -183,30 +172,30 @@ def judged(row: Row, objective: Objective) -> Scored:
 
 def two_labels(values: Iterable[float]) -> tuple[float, float]:
     """Return (lower, higher) label of some rows; the higher one is the good one. Raises ValueError unless there are
-    two: one score ranks answers, and cannot tell several kinds apart.
+    two.
     """
-    there = sorted(set(values))
-    if len(there) == 2:
-        return there[0], there[1]
-    shown = ", ".join(f"{value:g}" for value in there[:MOST_SHOWN]) + (", ..." if len(there) > MOST_SHOWN else "")
-    if len(there) < 2:
-        raise ValueError(f"every row to train on has the label {shown}: there is nothing to tell apart")
+    labels = sorted(set(values))
+    if len(labels) == 2:
+        return labels[0], labels[1]
+    shown = listed((f"{value:g}" for value in labels), most=5)
+    if len(labels) < 2:
+        raise ValueError(f"all training rows have label {shown}; a reward model needs two labels")
     raise ValueError(
-        f"the rows have {len(there)} different labels ({shown}), and a reward model's one score tells two apart. Of "
-        "ratings, make pairs (`chosen`, `rejected`, `margin`) or labels of 0 and 1"
+        f"the rows have {len(labels)} different labels ({shown}), and a reward model's one score tells two apart. Turn "
+        "ratings into pairs (`chosen`, `rejected`, `margin`) or labels of 0 and 1"
     )
 
 
 def preference(row: Row) -> Scored:
-    """Read a row's `chosen` and `rejected` behind their prompt: the column `prompt`, or their common beginning.
+    """Parse a row's `chosen` and `rejected` behind their prompt: the column `prompt`, or their common beginning.
 
-    Messages share whole messages, and each side keeps one. Of texts the shared beginning ends after the last
+    Messages share whole messages, and each side keeps one. The shared beginning of texts ends after the last
     "Assistant:" of a transcript, or else before the word in which they differ. Sides that are empty (null, []) or equal
-    need not hold a prompt. Raises ValueError, naming the columns.
+    need not hold a prompt. Raises ValueError naming the columns.
     """
     for column in ("chosen", "rejected"):
         if column not in row:
-            column_of(row, (column,))
+            _column_of(row, column)
     chosen, rejected = (_side(row, c) if row[c] not in (None, []) else "" for c in ("chosen", "rejected"))
     margin = 0.0 if row.get("margin") is None else _number(row["margin"], "margin")
     given = _prompt(row)
@@ -219,46 +208,38 @@ def preference(row: Row) -> Scored:
         return Scored(prompt_of(chosen[:at]), (chosen[at:], rejected[at:]), margin)
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise ValueError("`chosen` and `rejected` must both be text or both be chat messages")
-    return Scored(*_message_pair(given, chosen, rejected), margin)
-
-
-def _message_pair(
-    given: Prompt | None, chosen: list[Message], rejected: list[Message]
-) -> tuple[Prompt, tuple[Side, Side]]:
-    if given is not None and chosen[0]["role"] == rejected[0]["role"] == "assistant":
-        prompt, sides = given, (chosen, rejected)
-    else:
+    if given is None or not chosen[0]["role"] == rejected[0]["role"] == "assistant":
         most = min(len(chosen), len(rejected)) - 1
         at = next((i for i in range(most) if chosen[i] != rejected[i]), most)
         if not at:
             raise ValueError("`chosen` and `rejected` have no first message in common, which would be their prompt")
-        prompt, sides = chosen[:at], (chosen[at:], rejected[at:])
+        prompt, chosen, rejected = chosen[:at], chosen[at:], rejected[at:]
         if given is not None and as_messages(given) != prompt and given not in [m["content"] for m in prompt]:
             raise ValueError(
                 f"`chosen` and `rejected` begin with {roles_of(prompt)}, which differs from `prompt`: {given!r:.60}"
             )
-    for name, side in zip(("chosen", "rejected"), sides, strict=True):
+        given = prompt
+    for name, side in (("chosen", chosen), ("rejected", rejected)):
         if side[-1]["role"] != "assistant":
             raise ValueError(f"`{name}` must end with a turn of the assistant, not {roles_of(side)}")
-    return prompt, sides
+    return Scored(given, (chosen, rejected), margin)
 
 
 def _shared_text(chosen: str, rejected: str) -> int:
-    """The length of the prompt that both texts begin with."""
+    """Return the length of the prompt that both texts begin with."""
     both = zip(chosen, rejected, strict=False)
     most = min(len(chosen), len(rejected)) - 1
     shared = chosen[: next((i for i, (a, b) in enumerate(both) if a != b), most)]
-    assistant = shared.rfind(ASSISTANT_OF_HH)
-    if assistant >= 0 and HUMAN_OF_HH not in shared[assistant:]:
-        return assistant + len(ASSISTANT_OF_HH)
+    before, assistant, after = shared.rpartition("\n\nAssistant:")  # as HH-RLHF writes transcripts
+    if assistant and "\n\nHuman:" not in after:
+        return len(before + assistant)
     words = [match.start() for match in re.finditer(r"(?<=\S)\s+", shared)]
     if not words:
         raise ValueError(
             f"`chosen` and `rejected` have no first word in common, and there is no `prompt`: {shortened(chosen, 60)!r}"
         )
-    prompt = shared[: words[-1]]
-    thought = prompt.rfind("<think>")
-    if thought > prompt.rfind("</think>"):  # a prompt does not end in the middle of thinking
+    thought = shared.rfind("<think>", 0, words[-1])
+    if thought > shared.rfind("</think>", 0, words[-1]):  # a prompt does not end in the middle of thinking
         words = [word for word in words if word <= thought] or [thought]
     return words[-1]
 
@@ -266,17 +247,16 @@ def _shared_text(chosen: str, rejected: str) -> int:
 # ---- columns ----
 
 
-def column_of(row: Row, wanted: tuple[str, ...]) -> str:
-    """Return the first of some columns that a row has and that is not null. Raises ValueError where there is none."""
-    for name in wanted:
+def _column_of(row: Row, *names: str) -> str:
+    """Return the first of some columns that is there and not null. Raises ValueError if there is none."""
+    for name in names:
         if row.get(name) is not None:
             return name
-    for name in wanted:
-        if name in row:
-            raise ValueError(f"'{name}' is null")
-    near = next((meant for name in wanted if (meant := did_you_mean(name, list(row)))), "")
-    either = or_list([f"'{name}'" for name in wanted])
-    rename = f"Rename one (of task.data: task.columns.{wanted[0]}=OLD)"  # rows of another setting are as they are
+    if null := next((name for name in names if name in row), None):
+        raise ValueError(f"'{null}' is null")
+    near = next((meant for name in names if (meant := did_you_mean(name, list(row)))), "")
+    either = or_list([f"'{name}'" for name in names])
+    rename = f"Rename one (of task.data: task.columns.{names[0]}=OLD)"
     raise ValueError(f"no column {either}.{near} Columns: {listed(row)}. {rename}")
 
 
@@ -294,16 +274,12 @@ def _prompt(row: Row) -> Prompt | None:
 
 
 def _number(value: Any, column: str) -> float:
-    """A label or margin as a number; a .csv has them as text, and only a label may be true or false."""
-    found = math.nan
+    """Parse a label or margin; a .csv has them as text, and only a label may be true or false."""
+    text = str(value).strip().lower()
     try:
-        if column == "label":
-            text = str(value).strip().lower()
-            found = float({"true": 1, "false": 0}.get(text, text))
-        elif not isinstance(value, bool):
-            found = float(value)
-    except (TypeError, ValueError, OverflowError):
-        pass
+        found = float({"true": 1, "false": 0}.get(text, text) if column == "label" else text)
+    except (ValueError, OverflowError):
+        found = math.nan
     if abs(found) <= LARGEST:
         return found
     what = "true, false or a number" if column == "label" else "a number"
@@ -314,52 +290,32 @@ def _number(value: Any, column: str) -> float:
 
 
 def described(rows: list[Row], what: Literal["text"] | Objective) -> list[str]:
-    """Return a line that counts the formats of rows, and one with the first row as an example."""
+    """Return a line that counts rows by their columns, and one with what the first row becomes."""
     if not rows:
         return ["rows: none"]
-    counts = Counter(_format(row, what) for row in rows)
-    formats = "; ".join(f"{count:,} of {name}" for name, count in counts.most_common())
-    if what == "text":
-        *others, last = text_examples(rows[0])
-        more = f" (the last of {1 + len(others)} of its row)" if others else ""
-        tools = f" (tools: {len(last.tools)})" if last.tools else ""
-        prompt = "(the beginning)" if last.prompt is None else _shown(last.prompt)
-        example = f"{prompt}{tools} -> {_shown(last.answer)}{more}"
-    else:
-        first = judged(rows[0], what)
-        example = "" if first.prompt is None else f"{_shown(first.prompt)} -> "
-        answer, *rejected = map(_shown, first.answers)
-        by = f" by {first.value:g}" if first.value else ""
-        example += f"{answer} better{by} than {rejected[0]}" if rejected else f"{answer} is {first.value:g}"
-    return [f"rows: {formats}", f"for example: {example}"]
-
-
-def _format(row: Row, what: Literal["text"] | Objective) -> str:
-    has_prompt = row.get("prompt") is not None
-    if what == "pairs":
-        side = "messages" if isinstance(row.get("chosen"), list) else "text"
-        where = "behind `prompt`" if has_prompt else "with the prompt inside both"
-        return f"`chosen` and `rejected` ({side}) {where}{', with `margin`' if row.get('margin') is not None else ''}"
-    column, label = column_of(row, TEXT_COLUMNS), "" if what == "text" else " with `label`"
-    if column in CONVERSATIONS:
-        return f"`{column}`{', one example for each turn of the assistant' if what == 'text' else label}"
-    return f"`prompt` and `{column}`{label}" if has_prompt else f"`{column}`{label}"
+    kinds = Counter(", ".join(f"`{name}`" for name in KNOWN_COLUMNS if row.get(name) is not None) for row in rows)
+    first = text_examples(rows[0])[-1] if what == "text" else judged(rows[0], what)
+    answers = (first.answer,) if isinstance(first, TextExample) else first.answers
+    prompt = "(the beginning)" if first.prompt is None else _shown(first.prompt)
+    better = " better than " if len(answers) > 1 else ""
+    value = f" ({first.value:g})" if isinstance(first, Scored) and (first.value or what == "labels") else ""
+    return [
+        f"rows: {'; '.join(f'{count:,} with {kind}' for kind, count in kinds.most_common())}",
+        f"for example: {prompt} -> {better.join(map(_shown, answers))}{value}",
+    ]
 
 
 def _shown(side: Side) -> str:
-    def message_text(message: Message) -> str:
-        calls = f" (calls {json.dumps(message['tool_calls'], default=str)[:80]})" if message.get("tool_calls") else ""
-        return f"{message['role']}: {message['content']!r}{calls}"
-
-    text = repr(side) if isinstance(side, str) else " | ".join(map(message_text, side))
-    if len(text) > SHOWN:
-        text = f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
-    return one_line(text, 2 * SHOWN)
+    text = repr(side)
+    if not isinstance(side, str):
+        calls = [f" (calls {m['tool_calls']!r:.80})" if m.get("tool_calls") else "" for m in side]
+        text = " | ".join(f"{m['role']}: {m['content']!r}{call}" for m, call in zip(side, calls, strict=True))
+    return one_line(text if len(text) <= 240 else f"{text[:120]} ... {text[-120:]}", 480)
 
 
 @contextmanager
 def quoting(row: Row) -> Iterator[None]:
-    """Put the row behind a ValueError that the block raises about it."""
+    """Append the row to a ValueError that the block raises about it."""
     try:
         yield
     except ValueError as error:

@@ -1,8 +1,8 @@
-"""Chat messages as people have them: OpenAI's and TRL's `role` and `content`, ShareGPT's `from` and `value`.
+"""Chat messages in the forms that data has: OpenAI's and TRL's `role` and `content`, ShareGPT's `from` and `value`.
 
-One rule for rows, prompts and requests to serve. Content is text: parts of text are joined, null and [] are empty. Of
-tool_calls, arguments that are JSON text, as OpenAI writes them, become the object that templates expect and would quote
-once more. Other keys (name, reasoning_content) go to the chat template as they are, those that are null do not.
+One rule for rows, prompts and requests to serve. Content becomes text: parts of text are joined, null and [] are empty.
+Arguments of tool calls that are JSON text, as OpenAI writes them, become the object that chat templates expect. Other
+keys (name, reasoning_content) go to the chat template as they are, except for null ones.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def prompt_of(value: Any) -> Prompt:
 
 
 def conversation(row: Row, column: str) -> list[Message]:
-    """The messages that a row's column holds. Raises ValueError, naming the column, where it holds none."""
+    """Parse the messages in a row's column, behind ShareGPT's column `system`. Raises ValueError naming the column."""
     messages = messages_of(parsed(row[column], column), column)
-    system = row.get("system")  # ShareGPT files keep it beside the conversation
+    system = row.get("system")
     if column == "conversations" and isinstance(system, str) and system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     return messages
 
 
 def messages_of(value: Any, column: str) -> list[Message]:
-    """A list of messages, each with a `role` and its `content` as text; ValueError for anything else."""
+    """Parse a list of messages, each with a `role` and its `content` as text. Raises ValueError naming the column."""
     if not isinstance(value, list) or not value:
         raise ValueError(f"'{column}' must be a list of messages, not {value!r:.60}")
     return [_message(message, column) for message in value]
@@ -65,10 +65,22 @@ def _message(value: Any, column: str) -> Message:
         raise ValueError(f"'{column}' holds {value!r:.60} where a message (role, content) belongs")
     message = {str(key): inner for key, inner in value.items() if inner is not None}
     if "role" not in message and "from" in message:
-        message = _of_sharegpt(message, column)
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
+        sender, text = message.pop("from"), message.pop("value", "")
+        if not isinstance(sender, str) or sender not in SHAREGPT_ROLES:
+            raise ValueError(f"'{column}' has a message from {sender!r:.60}; known are {', '.join(SHAREGPT_ROLES)}")
+        message["role"] = SHAREGPT_ROLES[sender]
+        if sender == "function_call":
+            call = parsed(text, column)
+            calls = call if isinstance(call, list) else [call]
+            if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in calls):
+                raise ValueError(f"'{column}' has a function_call without a `name`: {text!r:.60}")
+            message["tool_calls"] = [{"type": "function", "function": one} for one in calls]
+        else:
+            message["content"] = text
+    if not isinstance(message.get("role"), str) or not message["role"]:
         raise ValueError(f"'{column}' has a message without a `role`: {value!r:.60}")
+    if not {"content", "value"} & {*value} and not {"tool_calls", "reasoning_content"} & {*message}:
+        raise ValueError(f"'{column}' has a message without `content`: {value!r:.60}")
     calls = _without_nulls(parsed(message.pop("tool_calls", None), "tool_calls"), column) or []
     if not isinstance(calls, list):
         raise ValueError(f"'{column}' has a message whose `tool_calls` are no list: {calls!r:.60}")
@@ -79,15 +91,11 @@ def _message(value: Any, column: str) -> Message:
         content = "".join(_part(part, column) for part in content)
     elif not isinstance(content, str):
         raise ValueError(f"'{column}' has a message whose `content` is not text: {content!r:.60}")
-    if not {"content", "value"} & {*value} and not {"tool_calls", "reasoning_content"} & {*message}:  # null is empty
-        raise ValueError(f"'{column}' has a message without `content`: {value!r:.60}")
-    return {**message, "role": role, "content": content}
+    return {**message, "content": content}
 
 
 def _tool_call(call: Any) -> Any:
-    """Parse the arguments of a call {"name", "arguments"} to an object: JSON text, null, empty and absent ones too.
-    Text that is not the JSON of an object stays.
-    """
+    """Parse the arguments of a call: the object in JSON text; {} for null, empty and absent ones. Other text stays."""
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         return {**call, "function": _tool_call(call["function"])}
     if not isinstance(call, dict) or "name" not in call:
@@ -95,15 +103,24 @@ def _tool_call(call: Any) -> Any:
     arguments = call.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            read = _without_nulls(json.loads(arguments.strip() or "null"), "arguments")
+            read = _without_nulls(json.loads(arguments.strip() or "{}"), "arguments")
         except (ValueError, RecursionError):
             return call
         arguments = {} if read is None else read if isinstance(read, dict) else arguments
     return {**call, "arguments": arguments}
 
 
+def _part(part: Any, column: str) -> str:
+    """Return the text of a content part. Raises ValueError, naming its type, for another part (an image)."""
+    kind = part.get("type", "text") if isinstance(part, dict) else part
+    text = (part.get("text") or "") if isinstance(part, dict) and "text" in part else None
+    if kind not in TEXT_PARTS or not isinstance(text, str):
+        raise ValueError(f"'{column}' has a message with a part that is not text: {kind!r:.60}")
+    return text
+
+
 def _without_nulls(value: Any, column: str) -> Any:
-    """Drop keys that are null, at any depth: tables (parquet, Arrow) have them in place of absent ones."""
+    """Drop null keys at any depth: tables (parquet, Arrow) have them in place of absent ones."""
 
     def kept(value: Any) -> Any:
         if isinstance(value, dict):
@@ -116,32 +133,8 @@ def _without_nulls(value: Any, column: str) -> Any:
         raise ValueError(f"'{column}' has too many brackets inside each other") from None
 
 
-def _of_sharegpt(message: Message, column: str) -> Message:
-    sender, said = message.pop("from"), message.pop("value", "")
-    role = SHAREGPT_ROLES.get(sender) if isinstance(sender, str) else None
-    if role is None:
-        known = ", ".join(SHAREGPT_ROLES)
-        raise ValueError(f"'{column}' has a message from {sender!r:.60}; known are {known}")
-    if sender != "function_call":
-        return {**message, "role": role, "content": said}
-    call = parsed(said, column)
-    calls = call if isinstance(call, list) else [call]
-    if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in calls):
-        raise ValueError(f"'{column}' has a function_call without a `name`: {said!r:.60}")
-    return {**message, "role": role, "tool_calls": [{"type": "function", "function": one} for one in calls]}
-
-
-def _part(part: Any, column: str) -> str:
-    """Return the text of a content part. Raises ValueError, naming its type, for another part (an image)."""
-    kind = part.get("type", "text") if isinstance(part, dict) else part
-    text = (part.get("text") or "") if isinstance(part, dict) and "text" in part else None
-    if kind not in TEXT_PARTS or not isinstance(text, str):
-        raise ValueError(f"'{column}' has a message with a part that is not text: {kind!r:.60}")
-    return text
-
-
 def as_messages(prompt: Prompt | None) -> list[Message]:
-    """A prompt as messages: text is one of the user's."""
+    """Return a prompt as messages: text is one of the user's."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
 
 
@@ -150,17 +143,15 @@ def roles_of(messages: list[Message]) -> str:
 
 
 def parsed(value: Any, column: str) -> Any:
-    """A list that a .csv, or a table without nested columns, holds as JSON text."""
+    """Parse a list that a .csv, or a table without nested columns, holds as JSON text."""
     if not isinstance(value, str):
         return value
-    if not value.strip():
-        return None
     try:
-        return json.loads(value)
+        return json.loads(value) if value.strip() else None
     except (ValueError, RecursionError):
         raise ValueError(f"'{column}' is text that is not JSON: {shortened(value, 60)!r}") from None
 
 
 def policy_text(transcript: list[Message]) -> str:
-    """What the policy wrote, turn after turn."""
+    """Join the text of the policy's turns."""
     return "\n".join(message["content"] for message in transcript if message["role"] == "assistant")

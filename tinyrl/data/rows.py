@@ -1,6 +1,6 @@
-"""Rows: the held-out split, the order of use, the fingerprint.
+"""Rows: the held-out split, the order of use, hashes.
 
-Which rows a step uses is a function of (seed, step) and nothing else, so a resumed run needs no iterator to restore.
+The rows of a step are a function of (seed, step) and nothing else, so a resumed run has no iterator to restore.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from tinyrl.data.formats import leave_out, objective_of, shared_prompt, unusable
 from tinyrl.data.readers import Placed, Row, placed_rows
 from tinyrl.runs.signals import watched
 
-HELD_OUT_SHARE = 10  # one prompt in this many is held out where no evaluation data is given; of fewer none
+SPLIT_SEED = 0  # of the rows that are held out, whatever run.seed is
+HELD_OUT_SHARE = 10  # one prompt in this many is held out if no evaluation data is given; of fewer prompts none
 HELD_OUT_MOST = 512
 PASS_RATE = "pass_rate"  # column of rows that were probed
 FEW = 30  # prompts; a score of fewer says little
@@ -40,47 +41,44 @@ def fingerprint(rows: list[Row]) -> str:
     """SHA-256 over the rows as canonical JSON: a resumed run checks that its data did not change."""
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(json.dumps(row, sort_keys=True, separators=(",", ":"), default=str).encode())
-        digest.update(b"\n")
+        digest.update(json.dumps(row, sort_keys=True, separators=(",", ":"), default=str).encode() + b"\n")
     return digest.hexdigest()
-
-
-def row_key(row: Row) -> str:
-    """A short name of a row, the same wherever it stands in the data."""
-    return fingerprint([row])[:16]
-
-
-def prompt_key(prompt: Any) -> str:
-    """The same for the same prompt (text or messages), whatever else its row holds."""
-    return fingerprint([{"prompt": prompt}])
-
-
-def few_held_out(count: int, *, trained_on: bool) -> list[str]:
-    """Warn where evaluation has few different prompts (`count`), or only those that are `trained_on`."""
-    if count >= FEW:
-        return []
-    only = f"only {count} different prompt{'s are' if count > 1 else ' is'} held out"
-    if trained_on:
-        only = f"evaluation is on {'prompts that are' if count > 1 else 'the prompt that is'} trained on ({count})"
-    return [f"warning: {only}, so held-out scores say little; give more rows, or task.eval_data"]
 
 
 def fingerprints(train: list[Row], held_out: list[Row]) -> dict[str, str]:
     return {"training": fingerprint(train), "held-out": fingerprint(held_out)}
 
 
+def row_key(row: Row) -> str:
+    """Short hash of a row, wherever it is in the data."""
+    return fingerprint([row])[:16]
+
+
+def prompt_key(prompt: Any) -> str:
+    """Hash of a prompt (text or messages), whatever the other columns of its row."""
+    return fingerprint([{"prompt": prompt}])
+
+
+def few_held_out(count: int, *, trained_on: bool) -> list[str]:
+    """Warn if evaluation has few different prompts (`count`), or only those that are `trained_on`."""
+    if count >= FEW:
+        return []
+    where = "evaluation is on prompts that are trained on" if trained_on else "few prompts are held out"
+    return [f"warning: {where} ({count}), so held-out scores say little; give more rows, or task.eval_data"]
+
+
 def keyed_order(key: str, count: int) -> list[int]:
-    """The numbers 0..count-1 in an order that only `key` decides, on every machine and Python."""
+    """Permute 0..count-1 by `key` alone, the same on every machine and Python."""
     return sorted(range(count), key=lambda i: hashlib.sha256(f"{key}:{i}".encode()).digest())
 
 
 def hold_out(
-    rows: list[Row], *, prompt: Callable[[Row], Any], seed: int, repeat: Callable[[Row], bool] = lambda row: False
+    rows: list[Row], *, prompt: Callable[[Row], Any], seed: int, repeat: bool = False
 ) -> tuple[list[Row], list[Row]]:
-    """(train, held-out) rows: a tenth of the different prompts (1 to 512) is held out, chosen by `seed`. With
-    fewer than ten prompts none is held out: all are trained on and evaluated.
+    """Split rows into (train, held-out): a tenth of the different prompts (1 to 512) is held out, chosen by `seed`.
+    With fewer than ten prompts none is held out: all are trained on and evaluated.
 
-    Rows with the same prompt fall on the same side; a held-out prompt is kept once, but for rows that may `repeat` it.
+    Rows with the same prompt fall on the same side; of a held-out prompt only the last row is kept unless `repeat`.
     Both keep the order of `rows`.
     """
     keys = [prompt_key(prompt(row)) for row in rows]
@@ -88,13 +86,12 @@ def hold_out(
     count = min(len(distinct) // HELD_OUT_SHARE, HELD_OUT_MOST)
     held = {distinct[i] for i in keyed_order(f"hold out {seed}", len(distinct))[:count]}
     train = [row for key, row in zip(keys, rows, strict=True) if key not in held]
-    placed = enumerate(zip(keys, rows, strict=True))
-    held_out = {(key, at if repeat(row) else None): row for at, (key, row) in placed if key in held or not held}
-    return train, list(held_out.values())
+    held_out = [(key, row) for key, row in zip(keys, rows, strict=True) if key in held or not held]
+    return train, [row for _, row in held_out] if repeat else list(dict(held_out).values())
 
 
 def needed_data(config: Config) -> str:
-    """task.data of a method that learns from rows. Raises ValueError where it is not given."""
+    """Return task.data of a method that learns from rows. Raises ValueError if it is not given."""
     if config.task.data is None:
         kinds = ".jsonl, .json, .csv, .parquet or a hub name"
         raise ValueError(f"task.data is missing: `tinyrl train {config.method}` needs rows to learn from ({kinds})")
@@ -102,51 +99,45 @@ def needed_data(config: Config) -> str:
 
 
 def example_rows(config: Config, notes: list[str] | None = None) -> tuple[list[Row], list[Row]]:
-    """Return (training rows, held-out rows) of a method that learns from rows, by task.data and task.eval_data, without
-    unusable ones, which are counted in `notes`. Raises ValueError, with the place, for a row that cannot be read.
+    """Return (training, held-out) rows of a method that learns from rows, by task.data and task.eval_data. Unusable
+    ones are left out and counted in `notes`. Raises ValueError, with the place, for a row that cannot be parsed.
 
-    Labelled rows keep all answers of a held-out prompt, and are shuffled first (by task.split_seed): such files often
-    stand in the order of their labels, so all of one is read. Of others no more is read than task.max_samples needs.
-    With too few prompts to hold some out, single rows are held out.
+    Labelled rows keep all answers of a held-out prompt. They are all read and shuffled by SPLIT_SEED, since such
+    files are often sorted by label; of others no more is read than task.max_samples needs. With too few prompts to hold
+    some out, single rows are held out.
     """
     where, kind = config.task, config.trains.rows
     assert kind != "prompts"
     most = rows_needed(where.max_samples, split=where.eval_data is None)
-    prompts_count = kind == "text" and config.sft.loss_on == "all"
-
-    def read(source: str) -> Placed:
-        most_read = None if kind == "judged" else most
-        return placed_rows(source, columns=where.columns, revision=where.revision, most=most_read)
-
-    placed = read(needed_data(config))
-    what = objective_of(placed[0][1], config.reward_model.objective) if kind == "judged" else kind
+    sources = [needed_data(config), *([where.eval_data] if where.eval_data is not None else [])]
+    read = {"columns": where.columns, "revision": where.revision, "most": None if kind == "judged" else most}
+    parts = [placed_rows(source, **read) for source in sources]
+    what = objective_of(parts[0][0][1]) if kind == "judged" else kind
 
     def usable(placed: Placed) -> list[Row]:
-        placed = placed if what == "labels" else placed[:most]
-        reasons = []
+        placed, reasons = placed if what == "labels" else placed[:most], []
         for place, row in watched(placed):
             try:
-                reasons.append(unusable(row, what, prompts_count=prompts_count))
+                reasons.append(unusable(row, what, prompts_count=config.sft.loss_on == "all"))
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from error
-        rows = [row for _, row in placed]
-        leave_out(rows, reasons, [] if notes is None else notes)
-        rows = [row for row, reason in zip(rows, reasons, strict=True) if reason is None]
-        if what == "labels":
-            return [rows[i] for i in keyed_order(f"graded {where.split_seed}", len(rows))]
-        return rows
+        leave_out([row for _, row in placed], reasons, [] if notes is None else notes)
+        rows = [row for (_, row), reason in zip(placed, reasons, strict=True) if reason is None]
+        order = keyed_order(f"graded {SPLIT_SEED}", len(rows)) if what == "labels" else range(len(rows))
+        return [rows[i] for i in order]
 
-    rows = usable(placed)
-    if where.eval_data is not None:
-        return rows[: where.max_samples], usable(read(where.eval_data))[: where.max_samples]
-    few = len({prompt_key(shared_prompt(row)) for row in rows}) < HELD_OUT_SHARE
-    by, repeat = row_key if few else shared_prompt, what == "labels"
-    train, held_out = hold_out(rows, prompt=by, seed=where.split_seed, repeat=lambda row: repeat)
+    train, *rest = map(usable, parts)
+    if rest:
+        held_out = rest[0]
+    else:
+        few = len({prompt_key(shared_prompt(row)) for row in train}) < HELD_OUT_SHARE
+        by = row_key if few else shared_prompt
+        train, held_out = hold_out(train, prompt=by, seed=SPLIT_SEED, repeat=what == "labels")
     return train[: where.max_samples], held_out[: where.max_samples]
 
 
 def batch_indices(seed: int, step: int, *, num_prompts: int, num_rows: int) -> list[int]:
-    """The rows of a step (counted from 0): the next `num_prompts` of a stream of shuffled epochs.
+    """Return the rows of a step (counted from 0): the next `num_prompts` of a stream of shuffled epochs.
 
     Every epoch is all rows once, in an order keyed by (seed, epoch). A step that crosses into the next epoch, or asks
     for more prompts than there are rows, can hold a row twice.

@@ -19,7 +19,7 @@ from tinyrl.config.sections import TaskConfig
 from tinyrl.data.formats import shared_prompt
 from tinyrl.data.messages import CONVERSATIONS, Prompt, as_messages, prompt_of
 from tinyrl.data.readers import Placed, Row, placed_rows
-from tinyrl.data.rows import hold_out, row_key, rows_needed
+from tinyrl.data.rows import SPLIT_SEED, hold_out, row_key, rows_needed
 from tinyrl.environments import Reply
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.text import did_you_mean, first_line, listed
@@ -127,7 +127,7 @@ def read_splits(task: Task, where: TaskConfig, splits: Sequence[str], *, verifie
     def rows_of(split: str) -> list[Row]:
         source = data if split == "train" else eval_data or data
         if task.generate is not None:
-            return task.generate(source, split, where.split_seed)
+            return task.generate(source, split, SPLIT_SEED)
         return task.rows(split) if source is None else read(source, most)
 
     if data is None and eval_data is None and task.rows is no_rows and task.generate is None:
@@ -135,7 +135,7 @@ def read_splits(task: Task, where: TaskConfig, splits: Sequence[str], *, verifie
         raise ValueError(f"task '{task.name}' has no data of its own: give task.data=FILE.jsonl with a column {needed}")
     if data is not None and eval_data is None and task.generate is None:
         rows = read(data, rows_needed(most, split=True))
-        train, held_out = hold_out(rows, prompt=task.prompt, seed=where.split_seed)
+        train, held_out = hold_out(rows, prompt=task.prompt, seed=SPLIT_SEED)
         found = {"train": train, "eval": held_out}
     else:
         found = {split: rows_of(split) for split in splits}

@@ -39,9 +39,10 @@ def check_reward(config: Config, task: Task, rows: list[Row]) -> Section:
     rows = rows[:REWARD_ROWS]
     prompts, columns = [task.prompt(row) for row in rows], row_columns(rows)
     messages = bool(config.environment.use or config.environment.tools or task.respond or task.environment)
-    limits: Any = {"timeout_s": reward.timeout_s, "memory_gb": reward.memory_gb}
-    functions = [FunctionReward(f.use, weight=f.weight, **limits) for f in reward.functions if not f.is_judge]
-    grader = FunctionReward(task.grader, **limits) if task.grader and reward.is_verifier else None
+    functions = [
+        FunctionReward(f.use, weight=f.weight, timeout_s=reward.timeout_s) for f in reward.functions if not f.is_judge
+    ]
+    grader = FunctionReward(task.grader, timeout_s=reward.timeout_s) if task.grader and reward.is_verifier else None
     if not functions and (not reward.is_verifier or task.verify is None):
         section.lines = ["judged by a model; see below" if not reward.is_verifier else "none of its own"]
         return section

@@ -18,7 +18,8 @@ from tinyrl.data.readers import Row
 from tinyrl.data.rows import row_key
 from tinyrl.evaluation.evaluate import EVAL_STEP
 from tinyrl.generation.engine import Completion, Request
-from tinyrl.models.device import ordinary_ids, peak_memory_gb
+from tinyrl.models.checks import ordinary_ids
+from tinyrl.models.device import peak_memory_gb
 from tinyrl.rollout.buffer import Rollout, new_rollout, sampled_fields
 from tinyrl.rollout.collector import apply_length_rules, sample_and_score, written
 from tinyrl.rollout.components import Options, resolve_threads, trainer_of
