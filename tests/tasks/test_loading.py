@@ -12,6 +12,7 @@ from tinyrl.config.schema import Config
 from tinyrl.data import readers
 from tinyrl.data.rows import example_rows
 from tinyrl.rollout.components import Options, trainer_of
+from tinyrl.runs.run_dir import create_run
 from tinyrl.tasks import TASKS, Task, load_rows, load_split, load_splits, load_task
 
 
@@ -76,6 +77,35 @@ def test_every_task_is_what_it_is_called(name):
 def test_a_wrong_name_is_answered_with_the_right_one():
     with pytest.raises(ValueError, match=r"no task 'countdwon'\. Did you mean `countdown`.*gsm8k, countdown"):
         load_task("countdwon")
+
+
+def test_a_persons_own_task_is_loaded_from_a_file(tmp_path: Path):
+    (tmp_path / "beside.py").write_text("WORDS = {'train': ['ab'], 'eval': ['cd']}\n")
+    (tmp_path / "mine.py").write_text(
+        "from beside import WORDS\n"
+        "from tinyrl.tasks import Task\n"
+        "from tinyrl.tasks.grading import by_row\n"
+        "def rows(split):\n"
+        "    return [{'prompt': f'{word}:', 'answer': word[::-1]} for word in WORDS[split]]\n"
+        "TASK = Task(name='reverse', rows=rows,\n"
+        "            verify=by_row(lambda text, row: float(text == row['answer'])), gold=lambda row: row['answer'])\n"
+    )
+    name = f"{tmp_path / 'mine.py'}:TASK"
+    config = Config.model_validate({"method": "grpo", "task": {"name": name}})
+    check_before_loading(config)
+    assert load_splits(config) == [[{"prompt": "ab:", "answer": "ba"}], [{"prompt": "cd:", "answer": "dc"}]]
+    verify = load_task(name).verify
+    assert verify is not None
+    assert verify(["ab:"] * 2, ["ba", "ab"], answer=["ba", "ba"]) == [1.0, 0.0]
+    assert create_run(str(tmp_path / "runs"), name=None, config=config, overwrite=False).path.name == "grpo-mine-1"
+    (tmp_path / "other.py").write_text("1 / 0\n")
+    for wrong, wanted in (
+        ("other.py:TASK", "ZeroDivisionError"),
+        ("none.py:TASK", "no file"),
+        ("mine.py:X", "has no X"),
+    ):
+        with pytest.raises(ValueError, match=f"^task.name=.*{wanted}"):
+            load_task(f"{tmp_path / wrong}")
 
 
 def test_full_marks_are_a_pass():
